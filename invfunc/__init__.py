@@ -1,0 +1,39 @@
+"""Pure function transforms on `torch.func`: gradient statistics, curvature, and memory for time."""
+
+from invfunc.chunked import chunked
+from invfunc.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ConvexityError,
+    InvFuncError,
+    MissingExtraError,
+    RandomnessError,
+    SampleAxisError,
+    SplitError,
+)
+from invfunc.functional import functional
+from invfunc.outputs import outputs
+from invfunc.statistics.batch_grad import batch_grad
+from invfunc.statistics.diag_ggn import diag_ggn
+from invfunc.statistics.sum_grad_squared import sum_grad_squared
+from invfunc.statistics.variance import variance
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "ConvexityError",
+    "InvFuncError",
+    "MissingExtraError",
+    "RandomnessError",
+    "SampleAxisError",
+    "SplitError",
+    "batch_grad",
+    "chunked",
+    "diag_ggn",
+    "functional",
+    "outputs",
+    "sum_grad_squared",
+    "variance",
+]

@@ -1,0 +1,4 @@
+from invfunc._tour import main
+
+if __name__ == "__main__":
+    main()

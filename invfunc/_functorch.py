@@ -1,0 +1,74 @@
+"""The only file with private torch calls: levels of torch.func, and Python-level functions of torch."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._C import _functorch as _C
+
+
+def transforming() -> bool:
+    """Whether a torch.func transform (grad, vmap, jvp, ...) is running around us."""
+    return _C.peek_interpreter_stack() is not None
+
+
+def innermost(x: torch.Tensor) -> torch.Tensor:
+    """The plain tensor below all the wrappers of torch.func, batch dimensions of an outer vmap included."""
+    while _C.is_functorch_wrapped_tensor(x):
+        x = _C.get_unwrapped(x)
+    return x.detach()
+
+
+@contextmanager
+def grad_level() -> Iterator[tuple[Callable, Callable]]:
+    """A torch.func level of our own: yields `enter` (a tensor becomes differentiable there) and `leave`."""
+    level = _C._grad_increment_nesting()
+
+    def enter(x: torch.Tensor) -> torch.Tensor:
+        x = _C._wrap_for_grad(x, level)
+        allowed = _C.get_inplace_requires_grad_allowed()
+        _C.set_inplace_requires_grad_allowed(True)
+        try:
+            return x.requires_grad_()
+        finally:
+            _C.set_inplace_requires_grad_allowed(allowed)
+
+    def leave(x: torch.Tensor) -> torch.Tensor:
+        return _C._unwrap_for_grad(x, level)
+
+    try:
+        yield enter, leave
+    finally:
+        _C._grad_decrement_nesting()
+
+
+def unviewed(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, but no view in the eyes of autograd: writing in place leaves the graph above as it is.
+
+    Writing into a view rebuilds the graph of its base (F.linear of more than two dimensions returns a view), and a
+    gradient edge taken before would no longer lie on the way.
+    """
+    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@lru_cache(maxsize=None)
+def opened(func: Callable) -> Callable | None:
+    """A Python function of torch whose body runs under the current function mode, instead of being one call to it.
+
+    Such a function first asks whether it is overridden, which is always so under a mode; the copy does not ask.
+    """
+    if not isinstance(func, types.FunctionType) or not any(name in func.__code__.co_names for name in _CHECKS):
+        return None
+    namespace: dict[str, Any] = dict(func.__globals__)
+    namespace.update({name: lambda *args: False for name in _CHECKS if name in namespace})
+    copy = types.FunctionType(func.__code__, namespace, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy

@@ -1,0 +1,179 @@
+"""Exactly n passes: time for memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, get_args
+
+import torch
+
+from invfunc import tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.jacobian.plan import AxisName, Split
+from invfunc.jacobian.problem import InDims, batch_dims, batch_size
+from invfunc.transform import Statistic, argument_names, check_callable, describe, told
+
+_FOLDS = ("cat", "sum", "mean")
+
+
+def chunked(
+    f: Callable | None = None,
+    n: int | None = None,
+    *,
+    chunk_size: int | None = None,
+    over: str | None = None,
+    fold: Any = "cat",
+    in_dims: InDims = 0,
+    out_dims: int = 0,
+    has_aux: bool = False,
+) -> Any:
+    """Compute a statistic, or any function of a batch, in exactly n passes.
+
+    For a plain function it stands for the loop
+
+        parts = [f(params, *(x[a:b] for x in batch)) for a, b in chunks]
+        torch.cat(parts)                      # fold="cat"; sum(parts) for "sum", weighted by b - a for "mean"
+
+    For a statistic the passes are pullbacks over an axis of its own, and the function inside is never called on a part
+    of the batch in a way that changes the scale of its loss.
+
+    Args:
+        f: a statistic of this library, or a function `f(params, *batch)`. Left out, a decorator is returned:
+            `@chunked(n=16)`.
+        n: the number of passes, at least 1; more than the axis is long are as many as it is long. Chunks may be ragged.
+        chunk_size: in place of n, the length of a chunk. With neither (or None), f is returned as it is.
+        over: of a statistic: `"outputs"` (the columns of the loss Hessian; default for the GGN family: one forward
+            pass, kept), `"samples"` (default for first-order statistics: the model part is run chunk by chunk, the
+            loss part once on all outputs, so that means, weights and ignore_index keep their scale) or `"params"`
+            (leaf by leaf). A plain function has `"samples"` only.
+        fold: of a plain function: how the results of the chunks become one: `"cat"` along `out_dims`, `"sum"` or
+            `"mean"`; or a pytree prefix of the output of these.
+        in_dims, out_dims, has_aux: of a plain function: where its batch arguments and outputs have their samples; aux
+            comes as the list of those of the chunks. A statistic has its own.
+
+    Returns:
+        A function with the signature of f. Chunking what is chunked nests: along another axis the passes multiply,
+        along the same axis each chunk is divided again.
+
+    Raises:
+        ArgumentError: n < 1, an axis that f does not have, a scalar result with `fold="cat"`.
+        SplitError: over samples, a scalar loss whose outputs are neither marked nor found.
+        RandomnessError: over samples, a function that draws random numbers.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda params, x: x @ params
+        >>> g = invfunc.chunked(invfunc.diag_ggn(f, torch.nn.functional.mse_loss), n=2)
+        >>> g(torch.ones(3, 2), torch.ones(5, 3), torch.zeros(5, 2))
+        tensor([[1., 1.],
+                [1., 1.],
+                [1., 1.]])
+
+    Composes with: every statistic; `torch.func.grad`, `vmap` around it.
+
+    Cost: n pullbacks of 1/n of the columns; memory falls with n until the forward pass dominates. For a mean over
+    samples of a plain function, `grad(chunked(f, n, fold="mean"))` keeps all graphs, while chunking the gradient,
+    `chunked(grad(f), n, fold="mean")`, keeps one.
+
+    Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
+    """
+    if f is None:
+        options = {"fold": fold, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux}
+        return partial(chunked, n=n, chunk_size=chunk_size, over=over, **options)
+    check_callable("chunked", f)
+    split, text = _split(f, n, chunk_size)
+    if split is None:
+        return f
+    if isinstance(f, Statistic):
+        over = over or ("outputs" if f.second_order else "samples")
+        if over not in get_args(AxisName) or (over == "outputs" and not f.second_order):
+            axes = [a for a in get_args(AxisName) if f.second_order or a != "outputs"]
+            raise ArgumentError(f"chunked({f!r}, over={over!r}): its axes are {', '.join(map(repr, axes))}.")
+        options = replace(f.options, plan=f.options.plan.split(over, split))  # type: ignore[arg-type]
+        return replace(f, options=options, shown=f"chunked({f!r}, {text}, over={over!r})")
+    if over not in (None, "samples"):
+        raise ArgumentError(f"chunked({describe(f)}, over={over!r}): a plain function has the axis 'samples' only.")
+    for name in tree.leaves(fold):
+        if name not in _FOLDS:
+            raise ArgumentError(f"chunked({describe(f)}, fold={name!r}): a fold is one of {', '.join(map(repr, _FOLDS))}.")
+    return ChunkedFunction(f, split, text, fold, in_dims, out_dims, has_aux)
+
+
+def _split(f: Callable, n: Any, size: Any) -> tuple[Split | None, str]:
+    """Check n and chunk_size; at most one of them is given."""
+    if n is not None and size is not None:
+        raise ArgumentError(f"chunked({describe(f)}, n={n}, chunk_size={size}): give n or chunk_size, not both.")
+    for name, value in (("n", n), ("chunk_size", size)):
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            kind = type(value).__name__
+            raise ArgumentTypeError(f"chunked({describe(f)}, {name}={value!r}): {name} is a {kind}, but an int is needed.")
+        if value < 1:
+            raise ArgumentError(f"chunked({describe(f)}, {name}={value}): {name} has to be at least 1.")
+        return Split(n, size), f"{name}={value}"
+    return None, ""
+
+
+@dataclass(frozen=True, repr=False)
+class ChunkedFunction:
+    """A plain function on chunks of its batch, with the results folded."""
+
+    f: Callable
+    split: Split
+    text: str
+    fold: Any
+    in_dims: InDims
+    out_dims: int
+    has_aux: bool
+
+    def __repr__(self) -> str:
+        return f"chunked({describe(self.f)}, {self.text})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = argument_names(self.f, len(args))
+        try:
+            dims = batch_dims(self.in_dims, list(range(1, len(args))))
+            length = batch_size(args, dims, names)
+            parts, aux, sizes = [], [], []
+            for start, stop in self.split.ranges(0, length):
+                given = [_part(x, dims.get(i), start, stop) for i, x in enumerate(args)]
+                result = self.f(*given, **kwargs)
+                if self.has_aux:
+                    result, extra = result
+                    aux.append(extra)
+                parts.append(result)
+                sizes.append(stop - start)
+            folded = self._folded(parts, sizes)
+        except InvFuncError as error:
+            raise told(error, f"{self!r}({', '.join(names)})") from None
+        return (folded, aux) if self.has_aux else folded
+
+    def _folded(self, parts: list[Any], sizes: list[int]) -> Any:
+        leaves = [tree.leaves(p) for p in parts]
+        structure = tree.flatten(parts[0])[1]
+        folds = tree.broadcast(self.fold, parts[0])
+        if folds is None:
+            raise ArgumentError(f"fold={self.fold!r} is no prefix of the output's structure.")
+        joined = [self._one(how, list(xs), sizes) for how, xs in zip(folds, zip(*leaves, strict=True), strict=True)]
+        return tree.unflatten(joined, structure)
+
+    def _one(self, how: str, xs: list[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+        if how == "cat":
+            if xs[0].ndim == 0 or any(x.shape[self.out_dims] != size for x, size in zip(xs, sizes, strict=True)):
+                raise ArgumentError(
+                    f"f returned shape {tuple(xs[0].shape)} for {sizes[0]} samples, which has no sample axis "
+                    f"{self.out_dims} to concatenate along; say fold='sum' or fold='mean'."
+                )
+            return torch.cat(xs, self.out_dims)
+        total = sum(sizes)
+        weighted = xs if how == "sum" else [x * (size / total) for x, size in zip(xs, sizes, strict=True)]
+        return sum(weighted[1:], weighted[0])
+
+
+def _part(argument: Any, dim: int | None, start: int, stop: int) -> Any:
+    if dim is None:
+        return argument
+    return tree.map_tensors(lambda x: x.narrow(dim, start, stop - start), argument)

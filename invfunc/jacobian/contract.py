@@ -1,0 +1,82 @@
+"""Contractions of a factored Jacobian: opt_einsum chooses how, by cost."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import opt_einsum
+import torch
+
+Term = tuple[str, torch.Tensor]
+"""Labels and a tensor: V enumerates columns, N samples, lower-case letters the rest."""
+
+
+@lru_cache(maxsize=4096)
+def _plan(equation: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[float, tuple[tuple[tuple[int, ...], str], ...]]:
+    """The cost in multiplications and the pairwise contractions."""
+    _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize="optimal" if len(shapes) < 6 else "auto")
+    return float(info.opt_cost), tuple((tuple(step[0]), step[2]) for step in info.contraction_list)
+
+
+def _equation(terms: list[Term], output: str) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    return ",".join(labels for labels, _ in terms) + "->" + output, tuple(tuple(x.shape) for _, x in terms)
+
+
+def cost(terms: list[Term], output: str) -> float:
+    """How many multiplications the cheapest order takes."""
+    return _plan(*_equation(terms, output))[0]
+
+
+def contract(terms: list[Term], output: str) -> torch.Tensor:
+    """The einsum of the terms in the cheapest order of pairs."""
+    tensors = [x for _, x in terms]
+    for positions, pair in _plan(*_equation(terms, output))[1]:
+        taken = [tensors.pop(i) for i in sorted(positions, reverse=True)]
+        # the labels of a step stand in the order in which opt_einsum pops the operands
+        tensors.append(_pair(pair, taken))
+    return tensors[0]
+
+
+def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
+    """One step; torch.einsum would make batched products of length-one vectors of an element-wise one."""
+    inputs, output = equation.split("->")
+    labels = inputs.split(",")
+    if len(operands) == 2 and set(labels[0]) == set(labels[1]):
+        left, right = operands
+        product = left * right.permute([labels[1].index(c) for c in labels[0]])
+        summed = [i for i, c in enumerate(labels[0]) if c not in output]
+        product = product.sum(summed) if summed else product
+        rest = [c for c in labels[0] if c in output]
+        return product.permute([rest.index(c) for c in output])
+    return torch.einsum(equation, *operands)
+
+
+def squeezed(terms: list[Term]) -> list[Term]:
+    """The terms without dimensions of size 1, so that the cost model sees what is there."""
+    out = []
+    for labels, x in terms:
+        kept = [i for i, size in enumerate(x.shape) if size != 1]
+        out.append(("".join(labels[i] for i in kept), x.reshape([x.shape[i] for i in kept])))
+    return out
+
+
+def present(labels: str, terms: list[Term]) -> str:
+    """Those of the labels that occur in the terms."""
+    return "".join(c for c in labels if any(c in other for other, _ in terms))
+
+
+def widened(terms: list[Term]) -> list[Term]:
+    """Half precision accumulates in float32."""
+    low = (torch.float16, torch.bfloat16)
+    wide = torch.float32 if all(x.dtype in low for _, x in terms) else None
+    if wide is None:
+        wide = max((x.dtype for _, x in terms), key=lambda d: torch.finfo(d).bits)
+    return [(labels, x.to(wide)) for labels, x in terms]
+
+
+def twice(terms: list[Term], others: list[Term], output: str) -> list[Term]:
+    """The terms of a product of two contractions: what is summed within one gets its own labels in the other."""
+    inner = sorted({c for labels, _ in terms for c in labels} - set(output) - {"V", "N"})
+    free = iter(c for c in "ZYXWUTSRQPONMLKJIHGFEDCBA" if c not in "VN")
+    renamed = str.maketrans({c: next(free) for c in inner})
+    return [*terms, *((labels.translate(renamed), x) for labels, x in others)]

@@ -1,0 +1,49 @@
+"""How work is divided: into exactly so many passes where the caller says so, else by bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+AxisName = Literal["outputs", "samples", "params"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Into `n` chunks of nearly equal size, or into chunks of `size`."""
+
+    n: int | None = None
+    size: int | None = None
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        length = stop - start
+        if self.size is not None:
+            edges = [*range(start, stop, self.size), stop]
+        else:
+            n = max(1, min(self.n or 1, length))
+            edges = [start + length * i // n for i in range(n + 1)]
+        return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The splits that the caller asked for along each axis, outermost first; they nest."""
+
+    splits: dict[AxisName, tuple[Split, ...]] = field(default_factory=dict)
+
+    def split(self, over: AxisName, by: Split) -> Plan:
+        return replace(self, splits={**self.splits, over: (by, *self.splits.get(over, ()))})
+
+    def asked(self, over: AxisName) -> bool:
+        return bool(self.splits.get(over))
+
+    def ranges(self, over: AxisName, length: int) -> list[tuple[int, int]]:
+        found = [(0, length)]
+        for split in self.splits.get(over, ()):
+            found = [piece for start, stop in found for piece in split.ranges(start, stop)]
+        return found
+
+
+def even(length: int, size: int) -> list[tuple[int, int]]:
+    """Chunks of nearly equal size, none above `size`."""
+    return Split(n=-(-length // max(1, size))).ranges(0, length)

@@ -1,0 +1,163 @@
+"""A function with its arguments: which are parameters, which are samples, and how to call it on a part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.trace import Trace
+
+InDims = int | None | Sequence[int | None]
+
+
+@dataclass
+class Problem:
+    """`f(*args, **kwargs)` with the parameters at `argnums`; the last argument is `target` where a loss is given."""
+
+    f: Callable
+    loss: Callable | None
+    args: tuple
+    kwargs: dict[str, Any]
+    argnums: tuple[int, ...]
+    has_aux: bool
+    out_dims: int
+    leaves: list[torch.Tensor]
+    structure: Any
+    dims: dict[int, int | None]
+    """The sample dimension of each argument that is not parameters."""
+    n: int
+
+    @property
+    def inputs(self) -> range:
+        """The positions of what f gets."""
+        return range(len(self.args) - (self.loss is not None))
+
+    def call(self, trace: Trace, params: list[torch.Tensor], part: slice) -> tuple[Any, Any]:
+        """f under a trace on some of the samples: its result and aux."""
+        trees = tree.unflatten(params, self.structure)
+        given = [
+            trees[self.argnums.index(i)] if i in self.argnums else self._samples(trace, i, part) for i in self.inputs
+        ]
+        with trace:
+            result = self.f(*given, **self.kwargs)
+        if not self.has_aux:
+            return result, None
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise ArgumentError("with has_aux=True the function has to return a pair (result, aux).")
+        return result
+
+    def target(self, trace: Trace) -> Any:
+        return self._samples(trace, len(self.args) - 1, slice(None))
+
+    def _samples(self, trace: Trace, position: int, part: slice) -> Any:
+        dim = self.dims[position]
+        if dim is None:
+            return self.args[position]
+
+        def seen(x: torch.Tensor) -> torch.Tensor:
+            d = dim % x.ndim
+            if part != slice(None):
+                x = x[(slice(None),) * d + (part,)]
+            return trace.samples(x, Axis(d))
+
+        return tree.map_tensors(seen, self.args[position])
+
+    def tensors(self) -> list[torch.Tensor]:
+        return tree.tensors((self.args, self.kwargs))
+
+
+def problem(
+    f: Callable,
+    loss: Callable | None,
+    args: tuple,
+    kwargs: dict[str, Any],
+    argnums: int | tuple[int, ...],
+    in_dims: InDims,
+    out_dims: int,
+    has_aux: bool,
+    names: Sequence[str],
+) -> Problem:
+    """Check the arguments of a call and sort them."""
+    wanted = (argnums,) if isinstance(argnums, int) else argnums
+    count = len(args) - (loss is not None)
+    for a in wanted:
+        if not -count <= a < count:
+            raise ArgumentError(f"argnums={argnums} asks for argument {a}, but the function gets {count}.")
+    positions = tuple(a % count for a in wanted)
+    trees = [args[i] for i in positions]
+    leaves, structure = tree.flatten(trees)
+    for i, params in zip(positions, trees, strict=True):
+        _check_params(params, names[i])
+    if not leaves:
+        raise ArgumentError(f"{names[positions[0]]} has no tensors in it.")
+    rest = [i for i in range(len(args)) if i not in positions]
+    dims = batch_dims(in_dims, rest)
+    n = batch_size(args, dims, names)
+    return Problem(f, loss, args, kwargs, positions, has_aux, out_dims, leaves, structure, dims, n)
+
+
+def _check_params(params: Any, name: str) -> None:
+    for path, leaf in tree.named_leaves(params):
+        if not isinstance(leaf, torch.Tensor):
+            raise ArgumentTypeError(f"{name}{path} is a {type(leaf).__name__}, but parameters are tensors.")
+        if not leaf.is_floating_point():
+            raise ArgumentTypeError(
+                f"{name}{path} has dtype {leaf.dtype}, but parameters are real floating-point tensors. Close over what "
+                "is not to be differentiated, or pass it as a batch argument with in_dims None."
+            )
+
+
+def batch_dims(in_dims: InDims, rest: list[int]) -> dict[int, int | None]:
+    """The sample dimension of each batch argument, None for what all samples share."""
+    if in_dims is None or isinstance(in_dims, int):
+        return dict.fromkeys(rest, in_dims)
+    if len(in_dims) != len(rest):
+        raise ArgumentError(
+            f"in_dims={tuple(in_dims)} has {len(in_dims)} entries for {len(rest)} batch arguments (all but the parameters)."
+        )
+    return dict(zip(rest, in_dims, strict=True))
+
+
+def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> int:
+    """N, on which all batch arguments have to agree."""
+    sizes = _sizes(args, dims, names)
+    if not sizes:
+        raise ArgumentError("there is no batch argument: pass the samples as arguments, not in a closure.")
+    (first, n), *others = sizes
+    for name, size in others:
+        if size != n:
+            raise ArgumentError(
+                f"{first} has {n} samples but {name} has {size}. Batch arguments must share their sample axis; pass "
+                f"in_dims={_suggestion(dims, names, name)} to hold {name.split('[')[0]} fixed."
+            )
+    if n == 0:
+        raise ArgumentError(f"{first} has no samples (N = 0).")
+    return n
+
+
+def _sizes(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> list[tuple[str, int]]:
+    sizes = []
+    for i, dim in dims.items():
+        if dim is None:
+            continue
+        for path, leaf in tree.named_leaves(args[i]):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if not -leaf.ndim <= dim < leaf.ndim:
+                raise ArgumentError(
+                    f"{names[i]}{path} has shape {tuple(leaf.shape)} and no axis {dim} for its samples. Say in_dims=None "
+                    "for what all samples share."
+                )
+            sizes.append((names[i] + path, leaf.shape[dim]))
+    return sizes
+
+
+def _suggestion(dims: dict[int, int | None], names: Sequence[str], fixed: str) -> str:
+    entries = [None if fixed.startswith(names[i]) else dim for i, dim in dims.items()]
+    return "(" + ", ".join(map(str, entries)) + ("," if len(entries) == 1 else "") + ")"

@@ -1,0 +1,91 @@
+"""Where derivatives are taken: in plain autograd, or in a level of our own where torch.func transforms run around us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import grad_level, transforming
+
+
+class Scope:
+    """A context in which `enter` makes a tensor differentiable and `leave` gives its value to what lies outside.
+
+    Values keep their derivatives with respect to what the caller differentiates, and lose those taken in here.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.plain = not transforming()
+        self.outside = torch.is_grad_enabled()
+        self.wanted = self.outside and any(x.requires_grad for x in tensors)
+        """Whether the caller can differentiate the result by plain autograd."""
+        self._stack = ExitStack()
+        self._enter: Callable[[torch.Tensor], torch.Tensor]
+        self._leave: Callable[[torch.Tensor], torch.Tensor]
+
+    def __enter__(self) -> Scope:
+        self._stack.enter_context(torch.enable_grad())
+        if not self.plain:
+            self._enter, self._leave = self._stack.enter_context(grad_level())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    @property
+    def create_graph(self) -> bool:
+        return self.wanted or not self.plain
+
+    def closes_over(self, x: torch.Tensor) -> None:
+        """Called for each constant of the function: one that requires grad makes the result require it too."""
+        if self.plain and self.outside and x.requires_grad:
+            self.wanted = True
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.plain:
+            return self._enter(x)
+        return x.view_as(x) if self.wanted and x.requires_grad else x.detach().requires_grad_()
+
+    def alias(self, x: torch.Tensor) -> torch.Tensor:
+        """The same value as another object."""
+        return x.detach() if self.plain and not self.wanted else x.view_as(x)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.plain:
+            return self._leave(x)
+        return x if self.wanted else x.detach()
+
+    def result(self, value: Any) -> Any:
+        """What the caller gets."""
+        return tree.map_tensors(lambda x: self.leave(x) if self.outside else self.leave(x).detach(), value)
+
+    def grad(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[Any],
+        cotangents: list[torch.Tensor],
+        *,
+        batched: bool = True,
+        create_graph: bool | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Vector-Jacobian products; with `batched`, cotangents `[V, *output]` give `[V, *input]`.
+
+        An input is a tensor or a gradient edge. What does not depend on it gives None. The graph is kept.
+        """
+        reached = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+        if not reached or not inputs:
+            return [None] * len(inputs)
+        found = torch.autograd.grad(
+            [y for y, _ in reached],
+            inputs,
+            [c for _, c in reached],
+            is_grads_batched=batched,
+            retain_graph=True,
+            create_graph=self.create_graph if create_graph is None else create_graph,
+            allow_unused=True,
+        )
+        return list(found)

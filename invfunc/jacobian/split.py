@@ -1,0 +1,165 @@
+"""Where a function is split into model and loss: marked outputs, and torch's convex losses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.follow import Call
+from invfunc.jacobian.trace import Sampled, Trace
+
+_LOSSES = {
+    "cross_entropy": "softmax",
+    "mse_loss": "elementwise",
+    "binary_cross_entropy_with_logits": "elementwise",
+    "huber_loss": "elementwise",
+    "smooth_l1_loss": "elementwise",
+    "poisson_nll_loss": "elementwise",
+}
+"""Losses that are convex in their input, and the structure of their Hessian."""
+_LOGARITHMS = {"log_softmax": "log_softmax", "logsigmoid": "elementwise", "log_sigmoid": "elementwise"}
+"""What nll_loss and kl_div, linear in their own input, follow."""
+
+
+@dataclass
+class Root:
+    """Outputs of the model, as the loss part sees them."""
+
+    ordinal: int
+    value: torch.Tensor
+    axis: Axis
+    marked: bool
+    called: str
+    logarithm: torch.Tensor | None = None
+
+
+@dataclass
+class Piece:
+    """A loss whose Hessian in `input`, an affine function of one root, has a known structure."""
+
+    kind: str
+    root: int
+    input: torch.Tensor
+    axis: Axis
+    output: torch.Tensor
+    call: Call
+
+
+class Reached(BaseException):
+    """Ends a run on a part of the batch once all outputs are there."""
+
+
+class Splitter:
+    """Watches a run for outputs, in the order in which they come.
+
+    Looking for them (`wanted=None`), each candidate becomes a root: the rest of the function is differentiated there.
+    With `wanted`, the run ends when the candidates of these ordinals are there.
+    """
+
+    def __init__(self, trace: Trace, wanted: list[int] | None = None) -> None:
+        self.trace, self.wanted = trace, wanted
+        self.count = 0
+        self.roots: dict[int, Root] = {}
+        self.confirmed: set[int] = set()
+        self.pieces: list[Piece] = []
+        trace.watcher, trace.after = self._before, self._after
+
+    def add(self, value: torch.Tensor, called: str, marked: bool = False) -> torch.Tensor:
+        """A candidate for outputs; returns what the rest of the run is to compute with."""
+        tag = self.trace.tag(value)
+        assert isinstance(tag, Sampled)
+        ordinal, self.count = self.count, self.count + 1
+        if tag.lost or not isinstance(tag.place, Axis):
+            return value
+        if self.wanted is not None:
+            if ordinal in self.wanted:
+                self.roots[ordinal] = Root(ordinal, value, tag.place, marked, called)
+                if len(self.roots) == len(self.wanted):
+                    raise Reached
+            return value
+        root = self.trace.scope.enter(self.trace.scope.leave(value))
+        self.trace.set(root, Sampled(tag.place, crossed=frozenset({ordinal}), affine=True))
+        self.roots[ordinal] = Root(ordinal, root, tag.place, marked, called)
+        return root
+
+    def _marked_before(self, tag: Sampled) -> bool:
+        return any(self.roots[i].marked for i in tag.crossed if i in self.roots)
+
+    def _before(
+        self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
+        if name not in _LOSSES and name not in _LOGARITHMS:
+            return None
+        value = args[0] if args else kwargs.get("input")
+        tag = trace.tag(value) if isinstance(value, torch.Tensor) else None
+        if not isinstance(tag, Sampled) or not tag.active or self._marked_before(tag):
+            return None
+        root = self.add(value, name)
+        return ((root, *args[1:]), kwargs) if args else (args, {**kwargs, "input": root})
+
+    def _after(self, trace: Trace, call: Call) -> None:
+        if self.wanted is not None:
+            return
+        value = call.first
+        tag = trace.tag(value) if isinstance(value, torch.Tensor) else None
+        if not isinstance(tag, Sampled) or not isinstance(tag.place, Axis):
+            return
+        if call.name in ("nll_loss", "kl_div"):
+            for ordinal in tag.crossed:
+                if ordinal in self.roots and self.roots[ordinal].logarithm is value:
+                    self.confirmed.add(ordinal)
+        kind = _LOSSES.get(call.name) or _LOGARITHMS.get(call.name)
+        if kind is None or len(tag.crossed) != 1:
+            return
+        (ordinal,) = tag.crossed
+        root = self.roots.get(ordinal)
+        if root is None:
+            return
+        if root.value is value and call.name in _LOSSES:
+            self.confirmed.add(ordinal)
+        if root.value is value and call.name in _LOGARITHMS:
+            root.logarithm = call.out
+        if tag.affine and _others_constant(trace, call):
+            self.pieces.append(Piece(kind, ordinal, value, tag.place, call.out, call))
+
+    def selected(self) -> list[int]:
+        """The ordinals of the outputs: those marked by hand if there are any, else those of known losses."""
+        marked = [i for i, root in self.roots.items() if root.marked]
+        return marked or sorted(self.confirmed)
+
+
+def _others_constant(trace: Trace, call: Call) -> bool:
+    """Whether only the first argument depends on the parameters."""
+    others = [x for x in (*call.args[1:], *call.kwargs.values()) if isinstance(x, torch.Tensor)]
+    tags = [trace.tag(x) for x in others if x is not call.first]
+    return all(tag is None or (isinstance(tag, Sampled) and not tag.active) for tag in tags)
+
+
+_active = threading.local()
+
+
+def mark(z: torch.Tensor) -> torch.Tensor:
+    """What `outputs` does to one tensor inside a run."""
+    splitter: Splitter | None = getattr(_active, "splitter", None)
+    if splitter is None or not isinstance(splitter.trace.tag(z), Sampled):
+        return z
+    return splitter.add(z, "outputs", marked=True)
+
+
+class active:
+    """Makes a splitter the one that `outputs` reports to."""
+
+    def __init__(self, splitter: Any) -> None:
+        self.splitter = splitter
+
+    def __enter__(self) -> None:
+        self.before = getattr(_active, "splitter", None)
+        _active.splitter = self.splitter
+
+    def __exit__(self, *error: Any) -> None:
+        _active.splitter = self.before

@@ -1,0 +1,370 @@
+"""One run of a function: where its parameters meet the samples (taps), and where the samples are meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from invfunc import tree
+from invfunc._functorch import opened, unviewed
+from invfunc.errors import SampleAxisError
+from invfunc.jacobian import follow, rules
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.follow import TOTAL, Call, Mixed, Total, Unknown
+from invfunc.jacobian.generic import generic
+from invfunc.jacobian.graph import node_of, reaches
+from invfunc.jacobian.random import Draws
+from invfunc.jacobian.rules import Recipe, Site
+from invfunc.jacobian.scope import Scope
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A tensor computed from parameters alone; `selected` if each of its entries is one entry of one parameter."""
+
+    leaves: frozenset[int]
+    selected: bool
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A tensor that depends on the samples: where they lie, or why that is lost, and how it depends on parameters."""
+
+    place: Axis | Total | None
+    lost: str | None = None
+    around: str | None = None
+    """The last operation on a path from the parameters that crosses no marked outputs; None if there is no such path."""
+    crossed: frozenset[int] = frozenset()
+    """The marked outputs that it depends on."""
+    affine: bool = False
+    """Whether it is an affine function of the one marked output that it depends on."""
+
+    @property
+    def active(self) -> bool:
+        return self.around is not None or bool(self.crossed)
+
+
+@dataclass
+class Tap:
+    """A parameter, perhaps derived, at one of the operations where it meets samples."""
+
+    param: torch.Tensor
+    derived: Derived
+    recipe: Recipe
+    site: int
+    versions: tuple[tuple[torch.Tensor, int], ...]
+
+
+_SELECTIONS = set(
+    "transpose permute t get:T get:mT get:H get:mH movedim moveaxis swapaxes swapdims select narrow chunk split "
+    "split_with_sizes tensor_split unbind unsqueeze squeeze view reshape flatten unflatten ravel view_as reshape_as "
+    "contiguous clone to float double half bfloat16 type_as alias hsplit vsplit dsplit iter".split()
+)
+_AFFINE = _SELECTIONS | {"mul", "div", "add", "sub", "neg", "getitem", "multiply", "divide", "true_divide", "subtract"}
+_SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as"}
+_CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "size", "dim", "get:shape", "get:dtype"}
+
+
+def function_name(func: Callable) -> str:
+    """`relu` for F.relu, torch.relu_, Tensor.relu; `get:T` for the attribute T; `getitem` for the operator."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return "get:" + getattr(getattr(func, "__self__", None), "__name__", "")
+    return name.strip("_")
+
+
+def in_place(func: Callable) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+class Trace(TorchFunctionMode):
+    """Watches a function run. `fast=False` uses the generic path at every operation; `tapped=False` only follows."""
+
+    def __init__(self, scope: Scope, n: int, *, fast: bool = True, tapped: bool = True, draws: Draws | None = None):
+        super().__init__()
+        self.scope, self.n, self.fast, self.tapped, self.draws = scope, n, fast, tapped, draws
+        self.taps: list[Tap] = []
+        self.edges: list[Any] = []
+        self.axes: list[Axis] = []
+        self.sizes: list[int] = []
+        """Of the output at each site, for one sample."""
+        self.unknown = False
+        """Whether an operation without a rule, rather than one that mixes, has lost the samples."""
+        self.watcher: Callable[[Trace, str, Callable, tuple, dict], tuple[tuple, dict] | None] | None = None
+        self.after: Callable[[Trace, Call], None] | None = None
+        self._tags: dict[int, tuple[weakref.ref, Derived | Sampled]] = {}
+
+    # Tags
+
+    def tag(self, x: torch.Tensor) -> Derived | Sampled | None:
+        found = self._tags.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
+
+    def set(self, x: torch.Tensor, tag: Derived | Sampled | None) -> None:
+        if tag is None:
+            self._tags.pop(id(x), None)
+        else:
+            self._tags[id(x)] = (weakref.ref(x), tag)
+
+    def parameters(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The leaves as this run is to see them."""
+        seen = []
+        for i, leaf in enumerate(leaves):
+            leaf = self.scope.enter(leaf) if self.tapped else self.scope.alias(leaf)
+            self.set(leaf, Derived(frozenset({i}), True))
+            seen.append(leaf)
+        return seen
+
+    def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """A batch tensor as this run is to see it."""
+        x = self.scope.alias(x)
+        self.set(x, Sampled(Axis(None) if self.n == 1 else axis))
+        return x
+
+    # The run
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = function_name(func)
+        if self.draws is not None:
+            self.draws.before(name, args, kwargs)
+        read = _read(name, args, kwargs)
+        tags = {id(x): tag for x in read if (tag := self.tag(x)) is not None}
+        if not tags:
+            for x in read:
+                self.scope.closes_over(x)
+            return func(*args, **kwargs)
+        if name in _CONSTANT and not in_place(func):
+            return func(*args, **kwargs)
+        if self.watcher is not None:
+            changed = self.watcher(self, name, func, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+                read = _read(name, args, kwargs)
+                tags = {id(x): tag for x in read if (tag := self.tag(x)) is not None}
+        if follow.find(name) is None and (body := opened(func)) is not None:
+            with self:
+                return body(*args, **kwargs)
+        for x in read:
+            if id(x) not in tags:
+                self.scope.closes_over(x)
+        if all(isinstance(tag, Derived) for tag in tags.values()):
+            return self._of_parameters(name, func, args, kwargs, list(tags.values()), len(read))
+        return self._of_samples(name, func, args, kwargs, read, tags)
+
+    def _of_parameters(self, name: str, func: Callable, args: tuple, kwargs: dict, tags: list, count: int) -> Any:
+        out = func(*args, **kwargs)
+        if torch.is_grad_enabled():
+            basic = name in _SELECTIONS or (name == "getitem" and not _advanced(args[1]))
+            selected = basic and count == 1 and tags[0].selected
+            derived = Derived(frozenset().union(*(t.leaves for t in tags)), selected)
+            for x in _produced(out):
+                self.set(x, derived if x.is_floating_point() else None)
+        return out
+
+    def _of_samples(
+        self, name: str, func: Callable, args: tuple, kwargs: dict, read: list[torch.Tensor], tags: dict
+    ) -> Any:
+        params = {id(x): x for x in read if isinstance(tags.get(id(x)), Derived)} if torch.is_grad_enabled() else {}
+        sampled = [tag for tag in tags.values() if isinstance(tag, Sampled)]
+        if params and in_place(func):  # what the operation read is overwritten
+            target = args[0]
+            kept = target.clone()
+            self.set(kept, tags.get(id(target)))
+        else:
+            target = kept = None
+        if params and not any(tag.lost for tag in sampled):
+            args, kwargs = self._promote(name, args, kwargs, params, read)
+            read = _read(name, args, kwargs)
+            tags = {id(x): tag for x in read if (tag := self.tag(x)) is not None}
+            sampled = [tag for tag in tags.values() if isinstance(tag, Sampled)]
+            params = {i: x for i, x in params.items() if any(x is y for y in read)}
+        out = func(*args, **kwargs)
+        if params and self.tapped and isinstance(out, torch.Tensor) and not in_place(func):
+            out = unviewed(out)
+        produced = [target] if name == "setitem" and target is not None else _produced(out)
+        if name == "setitem":
+            produced = [args[0]]
+        if not produced:
+            return out
+        if target is not None and kept is not None:
+            args = (kept, *args[1:])
+            tags[id(kept)] = tags.pop(id(target), None)
+            params = {i: x for i, x in params.items() if x is not target}
+        places: dict[int, Axis | Total] = {
+            i: tag.place for i, tag in tags.items() if isinstance(tag, Sampled) and tag.place is not None
+        }
+        active = any(tag.active for tag in sampled) and torch.is_grad_enabled()
+        call = Call(name, func, args, kwargs, out if name != "setitem" else produced[0], places, self.n, active)
+        lost = next((tag.lost for tag in sampled if tag.lost), None)
+        found: Any = None
+        if lost is None:
+            try:
+                found = follow.follow(call)
+                if params and name == "setitem":
+                    raise Mixed("it writes parameters into a tensor in place")
+            except Mixed as reason:
+                lost = f"`{name}`: {reason}"
+                self.unknown |= isinstance(reason, Unknown)
+        if params and lost is None:
+            if found is TOTAL or len(produced) > 1:
+                lost = f"`{name}`: a parameter meets a sum over the samples, or the operation has several outputs"
+            else:
+                self._meet(call, produced[0], found, params)
+        if params and lost is not None:
+            raise SampleAxisError(_lost(lost))
+        around = name if params or any(tag.around for tag in sampled) else None
+        crossed = frozenset().union(*(tag.crossed for tag in sampled))
+        differentiable = torch.is_grad_enabled()
+        affine = name in _AFFINE and sum(bool(tag.crossed) for tag in sampled) == 1 and any(t.affine for t in sampled)
+        for i, x in enumerate(produced):
+            place = found[i] if isinstance(found, list) else found
+            if not (differentiable and x.is_floating_point()):
+                tag = Sampled(place, lost)
+            else:
+                tag = Sampled(place, lost, around, crossed, affine and not around)
+            self.set(x, tag if place is not None or lost or tag.active else None)
+            if in_place(func):
+                self._written(x, tag)
+        if self.after is not None:
+            self.after(self, call)
+        return out
+
+    def _written(self, x: torch.Tensor, tag: Sampled) -> None:
+        """What is written into a view is written into its base, whose sample axis is not known from here."""
+        base = x._base if x._is_view() else None
+        if base is not None and self.tag(base) is None:
+            self.set(base, replace(tag, place=None, lost="an in-place write into a view of a constant"))
+
+    def check(self, outputs: list[torch.Tensor], params: list[torch.Tensor]) -> None:
+        """Every path from the outputs to the parameters has to cross a tap: autograd knows more than was seen."""
+        stops, targets = {edge.node for edge in self.edges}, {node_of(p) for p in params}
+        if any(reaches(z, targets, stops) for z in outputs):
+            raise SampleAxisError(
+                "a parameter enters through an operation that cannot be seen (a custom autograd.Function?). Return the "
+                "[N] losses of the samples from a function that also works on a batch of one."
+            )
+
+    # Parameters meet samples
+
+    def _promote(
+        self, name: str, args: tuple, kwargs: dict, params: dict[int, torch.Tensor], read: list[torch.Tensor]
+    ) -> tuple[tuple, dict]:
+        """A parameter that has an entry for each sample becomes a tensor of samples, tapped where it does."""
+        new: dict[int, torch.Tensor] = {}
+        for i, x in params.items():
+            axis = self._alignment(name, args, kwargs, x, read)
+            if axis is None:
+                continue
+            alias = x.view_as(x)
+            new[i] = alias
+            self.set(alias, Sampled(axis, around=name))
+            if self.tapped:
+                tag = self.tag(x)
+                assert isinstance(tag, Derived)
+                recipe = _at_its_place(axis, x, self.n)
+                self._tap(x, tag, recipe, alias, axis)
+        if not new:
+            return args, kwargs
+        return tree.map_tensors(lambda t: new.get(id(t), t), (args, kwargs))
+
+    def _alignment(
+        self, name: str, args: tuple, kwargs: dict, param: torch.Tensor, read: list[torch.Tensor]
+    ) -> Axis | None:
+        """Where a parameter that an operation pairs entry by entry with samples has its sample axis."""
+        for x in read:
+            tag = self.tag(x)
+            place = tag.place if isinstance(tag, Sampled) else None
+            if not isinstance(place, Axis) or place.dim is None:
+                continue
+            if follow.find(name) in (follow.pointwise, follow.cat) or name == "stack":
+                dim = place.dim - x.ndim + param.ndim
+            else:
+                dim = _paired(name, args, kwargs, x, place.dim, param)
+            if dim is not None and 0 <= dim < param.ndim and param.shape[dim] == x.shape[place.dim]:
+                return place.at(dim)
+        return None
+
+    def _meet(self, call: Call, out: torch.Tensor, axis: Axis, params: dict[int, torch.Tensor]) -> None:
+        if not self.tapped:
+            return
+        site = Site(call, axis, self.scope.leave)
+        rule = rules.find(call.name) if self.fast else None
+        for x in params.values():
+            tag = self.tag(x)
+            assert isinstance(tag, Derived)
+            recipe = (rule(site, x) if rule else None) or generic(site, x)
+            self._tap(x, tag, recipe, out, axis)
+
+    def _tap(self, param: torch.Tensor, tag: Derived, recipe: Recipe, out: torch.Tensor, axis: Axis) -> None:
+        edge = torch.autograd.graph.get_gradient_edge(out)
+        at = next((i for i, e in enumerate(self.edges) if e == edge and self.axes[i] == axis), None)
+        if at is None:
+            at = len(self.edges)
+            self.edges.append(edge)
+            self.axes.append(axis)
+            self.sizes.append(out.numel() // self.n)
+        self.taps.append(Tap(param, tag, recipe, at, tuple((x, x._version) for x in recipe.reads)))
+
+
+def _at_its_place(axis: Axis, param: torch.Tensor, n: int) -> Recipe:
+    recipe = rules.aligned(n)
+
+    def finish(share: torch.Tensor, lead: int) -> torch.Tensor:
+        """`[*lead, n, *one]` into the layout of the parameter."""
+        one = list(param.shape)
+        assert axis.dim is not None
+        one[axis.dim] = axis.width
+        return axis.restore(share.reshape(*share.shape[:lead], n, *one), n, lead)
+
+    letters = "abcdefghijklmnopqrstuvwxy"[: param.ndim]
+    return Recipe("z" + letters, recipe.build, finish)
+
+
+def _paired(name: str, args: tuple, kwargs: dict, x: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
+    """The dimension of a parameter that shares its label with a dimension of x in a product."""
+    parsed = follow.equation(name, args, kwargs)
+    if parsed is None:
+        return None
+    label = next((s[dim] for s, y in zip(parsed.inputs, parsed.operands, strict=True) if y is x), None)
+    own = next((s for s, y in zip(parsed.inputs, parsed.operands, strict=True) if y is param), None)
+    if own is None and any(y is param for y, _ in parsed.added):
+        own = parsed.output[len(parsed.output) - param.ndim :]
+    return own.index(label) if label is not None and own is not None and label in own else None
+
+
+def _read(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors whose values a call reads."""
+    if name.endswith("_like") or name.startswith("new_"):
+        return []
+    if name in _SHAPE_ONLY:
+        args, kwargs = args[:1], {}
+    found: list[torch.Tensor] = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, torch.Tensor):
+            found.append(a)
+        elif isinstance(a, (tuple, list, dict)):
+            found.extend(tree.tensors(a))
+    return found
+
+
+def _produced(out: Any) -> list[torch.Tensor]:
+    return [out] if isinstance(out, torch.Tensor) else tree.tensors(out) if isinstance(out, (tuple, list)) else []
+
+
+def _advanced(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(p, (torch.Tensor, list)) for p in parts)
+
+
+def _lost(reason: str) -> str:
+    return (
+        f"the samples are not kept apart at {reason}. Keep them apart up to the loss, or return the [N] losses of the "
+        "samples from a function that also works on a batch of one."
+    )

@@ -1,0 +1,1 @@
+"""The statistics: one public transform a file."""

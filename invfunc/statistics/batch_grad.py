@@ -1,0 +1,49 @@
+"""The share of each sample in the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from invfunc.jacobian.measures import EachSample
+from invfunc.jacobian.problem import InDims
+from invfunc.transform import Statistic
+
+
+def batch_grad(
+    f: Callable, *, argnums: int | tuple[int, ...] = 0, in_dims: InDims = 0, has_aux: bool = False
+) -> Statistic:
+    """The share of each sample in the gradient of a loss function.
+
+        G = torch.stack([grad(lambda p: f(p, *batch)[n])(params) for n in range(N)])     # an [N]-valued f
+
+    For a scalar f, `G[n]` is sample n's part of its gradient: `G.sum(0) == grad(f)`. A mean loss therefore puts 1/N
+    into every share; return the `[N]` losses of the samples where their scale matters.
+
+    Args:
+        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. A term of a scalar f in the parameters
+            alone counts as 1/N for each sample.
+        argnums: which argument is the parameters; a tuple gives a tuple of results.
+        in_dims: the sample axis of each batch argument, or of all; None for what all samples share.
+        has_aux: f returns `(loss, aux)`, and the transform `(result, aux)`.
+
+    Returns:
+        A function `(params, *batch) -> G` with leaves `[N, *p]`, in the unit of loss / parameter.
+
+    Raises:
+        ArgumentError: f returns neither a scalar nor `[N]`, or the batch arguments disagree about N.
+        SampleAxisError: f mixes samples.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda w, x, y: (x @ w - y).square()
+        >>> invfunc.batch_grad(f)(torch.tensor([1.0]), torch.tensor([[1.0], [2.0]]), torch.zeros(2))
+        tensor([[2.],
+                [8.]])
+
+    Composes with: `chunked` over samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
+
+    Cost: one gradient, and the result itself.
+
+    Source: BackPACK's BatchGrad (Dangel, Kunstner and Hennig, ICLR 2020).
+    """
+    return Statistic("batch_grad", f, EachSample(), argnums=argnums, in_dims=in_dims, has_aux=has_aux)

@@ -1,0 +1,94 @@
+"""How a transform is made: from a function and its options to a function that says what it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from invfunc.errors import ArgumentTypeError, InvFuncError
+from invfunc.jacobian.engine import Engine, Options
+from invfunc.jacobian.measures import Measure
+from invfunc.jacobian.problem import InDims, problem
+
+
+def check_callable(name: str, f: Any) -> None:
+    """A transform takes a function; a module needs its parameters taken out first."""
+    if isinstance(f, nn.Module):
+        kind = type(f).__name__
+        raise ArgumentTypeError(
+            f"{name}(f): f is a module ({kind}), but a function of its parameters is needed: f, params = functional(model)."
+        )
+    if not callable(f):
+        raise ArgumentTypeError(f"{name}(f): f is a {type(f).__name__}, but a function is needed.")
+
+
+def describe(f: Any) -> str:
+    """A function as its name or as the transform that it is."""
+    return getattr(f, "__name__", None) or repr(f)
+
+
+def argument_names(f: Callable, count: int, target: bool = False) -> list[str]:
+    """What the arguments of a call are called in an error."""
+    try:
+        parameters = list(inspect.signature(f).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    several = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "args")
+    names = [*positional, *(f"{several}[{i}]" for i in range(max(0, count - len(positional))))]
+    if not parameters and count:
+        names[0] = "params"
+    return names[: count - target] + ["target"] * target
+
+
+@dataclass(frozen=True, repr=False)
+class Statistic:
+    """A function `(params, *batch) -> pytree like params`, made of a function by a transform."""
+
+    name: str
+    f: Callable
+    measure: Measure
+    second_order: bool = False
+    loss: Callable | None = None
+    argnums: int | tuple[int, ...] = 0
+    in_dims: InDims = 0
+    out_dims: int = 0
+    has_aux: bool = False
+    options: Options = field(default_factory=Options)
+    shown: str | None = None
+    """What `repr` says, where a relative of `chunked` made it of another statistic."""
+
+    def __post_init__(self) -> None:
+        check_callable(self.name, self.f)
+        if self.loss is not None and not callable(self.loss):
+            kind = type(self.loss).__name__
+            raise ArgumentTypeError(f"{self.name}(f, loss): loss is a {kind}, but a function is needed.")
+
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f", {describe(self.loss)}"
+        return self.shown or f"{self.name}({describe(self.f)}{loss})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = argument_names(self.f, len(args), self.loss is not None)
+        try:
+            given = problem(
+                self.f, self.loss, args, kwargs, self.argnums, self.in_dims, self.out_dims, self.has_aux, names
+            )
+            engine = Engine(given, self.options, self.measure)
+            result, aux = engine.second_order() if self.second_order else engine.first_order()
+        except InvFuncError as error:
+            raise told(error, f"{self!r}({', '.join(names)})") from None
+        return (result, aux) if self.has_aux else result
+
+
+def told(error: InvFuncError, call: str) -> InvFuncError:
+    """The error with the call as it was written; the innermost transform that fails says it."""
+    if error.told:
+        return error
+    error = type(error)(f"{call}: {error}")
+    error.told = True
+    return error

@@ -1,0 +1,1 @@
+"""`python -m tests.benchmarks`: what invfunc costs beside BackPACK and plain `vmap`."""

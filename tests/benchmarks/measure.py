@@ -1,0 +1,61 @@
+"""Seconds from interleaved calls in this process, peak memory from a process a case."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from invfunc.testing import peak_memory, return_freed_memory
+
+from .peers import Call, Result
+
+Key = TypeVar("Key")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def medians(
+    calls: Mapping[Key, Call], repeats: int, device: torch.device, announce: Callable[[str], None]
+) -> dict[Key, float]:
+    """The median seconds of each call; each round runs all of them, so that a slow moment hits all."""
+    seconds: dict[Key, list[float]] = {key: [] for key in calls}
+    for repeat in range(repeats):
+        announce(f"round {repeat + 1} of {repeats}")
+        for key, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds[key].append(time.perf_counter() - started)
+    return {key: statistics.median(times) for key, times in seconds.items()}
+
+
+def peak_in_a_process(case: str, device: torch.device) -> int | None:
+    """The peak memory of a case in bytes, from a fresh process; None, and its last words, if that fails."""
+    command = [sys.executable, "-m", __package__, "--memory-case", case, "--device", str(device)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        print(f"memory of {case}: {words[-1]}", file=sys.stderr)
+        return None
+    return int(done.stdout)
+
+
+def peak_here(call: Call, device: torch.device) -> int:
+    """The peak memory of the second call, in bytes: the first loads libraries and plans contractions."""
+    return_freed_memory()
+    call()
+    return peak_memory(call, device=device)[1]
+
+
+def difference(result: Result, reference: Result) -> float:
+    """The largest difference of two results, relative to the largest entry of the reference's leaf."""
+    leaves = [(result[name] - leaf).abs().max() / leaf.abs().max() for name, leaf in reference.items()]
+    return torch.stack(leaves).max().item()

@@ -1,0 +1,185 @@
+"""How each peer computes a statistic: a `Peer`, given a problem, builds a call without arguments."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jacrev, vmap
+from torch.nn import functional as F
+
+import invfunc
+
+OURS, BACKPACK, VMAP = PEERS = ("invfunc", "BackPACK", "vmap")
+INSTALL_BACKPACK = "pip install --no-deps backpack-for-pytorch einops unfoldNd"
+
+Result = dict[str, Tensor]
+Call = Callable[[], Result]
+
+
+class Problem:
+    """A model, the mean of a loss, and a batch; the functions of parameters that they make."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], x: Tensor, y: Tensor):
+        self.model, self.loss, self.x, self.y = model, loss, x, y
+        self.f, self.params = invfunc.functional(model)
+
+    def loss_fn(self, params: Result, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss, a function of the parameters."""
+        return self.loss(self.f(params, x), y)
+
+    def to(self, device: torch.device) -> Problem:
+        """The same problem on another device."""
+        return Problem(self.model.to(device), self.loss, self.x.to(device), self.y.to(device))
+
+
+Peer = Callable[[Problem], Call]
+
+
+def has_backpack() -> bool:
+    """Whether BackPACK and what it imports are installed."""
+    try:
+        import backpack  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def plain_gradient(problem: Problem) -> Call:
+    """One gradient of the mean loss: the unit of time."""
+    names, leaves = zip(*problem.model.named_parameters(), strict=True)
+
+    def call() -> Result:
+        loss = problem.loss(problem.model(problem.x), problem.y)
+        return dict(zip(names, torch.autograd.grad(loss, leaves), strict=True))
+
+    return call
+
+
+def transformed(build: Callable[[Problem], Callable[[Result, Tensor, Tensor], Result]]) -> Peer:
+    """The transform that `build` makes of a problem's functions, called on its parameters and batch."""
+
+    def peer(problem: Problem) -> Call:
+        transform = build(problem)
+        return lambda: transform(problem.params, problem.x, problem.y)
+
+    return peer
+
+
+def vmap_grad(statistic: Callable[[Tensor], Tensor]) -> Peer:
+    """The statistic of `vmap(grad)`, whose shares sum to the gradient of the mean loss."""
+
+    def build(problem: Problem):
+        def share(params: Result, x: Tensor, y: Tensor) -> Tensor:
+            return problem.loss_fn(params, x[None], y[None]) / len(problem.x)
+
+        shares = vmap(grad(share), in_dims=(None, 0, 0))
+        return lambda *args: {name: statistic(leaf) for name, leaf in shares(*args).items()}
+
+    return transformed(build)
+
+
+def vmap_jacrev(chunks: int = 1) -> Peer:
+    """The GGN diagonal from `vmap(jacrev)`: squares of all columns of J^T S, summed."""
+
+    def build(problem: Problem):
+        root_transposed, _ = _LOSSES[problem.loss]
+
+        def columns(params: Result, x: Tensor) -> Tensor:
+            return root_transposed(problem.f(params, x[None])[0])
+
+        outputs = problem.f(problem.params, problem.x[:1]).numel()
+        jacobians = vmap(jacrev(columns, chunk_size=math.ceil(outputs / chunks)), in_dims=(None, 0))
+        return lambda params, x, _: {
+            name: leaf.square().sum((0, 1)) / len(x) for name, leaf in jacobians(params, x).items()
+        }
+
+    return transformed(build)
+
+
+def backpack(extension: str) -> Peer:
+    """BackPACK's extension of that name, in one backward pass."""
+
+    def peer(problem: Problem) -> Call:
+        from backpack import backpack, extensions
+
+        model, loss = _extended(problem)
+
+        def call() -> Result:
+            error = loss(model(problem.x), problem.y)
+            active = getattr(extensions, extension)()
+            with backpack(active):
+                error.backward()
+            return _collect(model, active.savefield)
+
+        return call
+
+    return peer
+
+
+def backpack_diag_ggn(chunks: int) -> Peer:
+    """BackPACK's GGN diagonal in passes over slices of the outputs, as in its `retain_graph` tutorial."""
+
+    def peer(problem: Problem) -> Call:
+        from backpack import backpack, extend, extensions
+        from backpack.custom_module.slicing import Slicing
+
+        model, loss = _extended(problem)
+
+        def call() -> Result:
+            outputs, target = model(problem.x), problem.y
+            size = math.ceil(outputs.shape[1] / chunks)
+            total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+            for start in range(0, outputs.shape[1], size):
+                columns = slice(None), slice(start, start + size)
+                more = start + size < outputs.shape[1]
+                part = target[columns]
+                slicing = extend(Slicing(columns))  # pyright: ignore[reportArgumentType]
+                error = loss(slicing(outputs), part)
+                with backpack(extensions.DiagGGNExact(), retain_graph=more):
+                    error.backward(retain_graph=more)
+                for name, leaf in _collect(model, "diag_ggn_exact").items():
+                    # The mean is over the slice: its share of the whole mean.
+                    total[name] += leaf * (part.numel() / target.numel())
+            return total
+
+        return call
+
+    return peer if chunks > 1 else backpack("DiagGGNExact")
+
+
+def _extended(problem: Problem) -> tuple[nn.Module, nn.Module]:
+    """A copy of the model and the loss as a module, both prepared for BackPACK."""
+    from backpack import extend
+
+    _, loss = _LOSSES[problem.loss]
+    return extend(copy.deepcopy(problem.model)), extend(loss())
+
+
+def _collect(model: nn.Module, field: str) -> Result:
+    """Take what BackPACK and autograd left on the parameters, so that nothing outlives the call."""
+    result = {}
+    for name, p in model.named_parameters():
+        result[name] = getattr(p, field)
+        delattr(p, field)
+        p.grad = None
+    return result
+
+
+def _mse_root(z: Tensor) -> Tensor:
+    return z * math.sqrt(2 / z.numel())
+
+
+def _cross_entropy_root(z: Tensor) -> Tensor:
+    p = z.detach().softmax(-1)
+    return p.sqrt() * (z - p @ z)
+
+
+# What the peers know of a loss: S^T z for one sample, where S S^T is its Hessian, and BackPACK's module.
+_LOSSES: dict[Callable[..., Tensor], tuple[Callable[[Tensor], Tensor], type[nn.Module]]] = {
+    F.mse_loss: (_mse_root, nn.MSELoss),
+    F.cross_entropy: (_cross_entropy_root, nn.CrossEntropyLoss),
+}

@@ -1,0 +1,22 @@
+"""The README's example runs, and its two commands stand where tools find them."""
+
+import re
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_example_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    names = {}
+    exec(example, names)
+    for name, leaf in names["ggn"].items():
+        assert (leaf - names["again"][name]).abs().max() <= 1e-4 * leaf.abs().max()
+
+
+def test_commands_stand_on_lines_of_their_own():
+    commands = re.findall(r"^python -m pip install -e .*$", README, flags=re.MULTILINE)
+    assert commands == [
+        'python -m pip install -e ".[notebooks]" && python -m invfunc',
+        'python -m pip install -e ".[dev]" && python -m pytest',
+    ]

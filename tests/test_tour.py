@@ -1,0 +1,59 @@
+"""`python -m invfunc`: the table, the picture, and one clear line for whatever cannot be."""
+
+import subprocess
+import sys
+
+import pytest
+
+from invfunc._tour import main
+
+
+def test_tour_prints_a_table_and_saves_a_picture(tmp_path):
+    picture = tmp_path / "tour.png"
+    command = [sys.executable, "-m", "invfunc", "--chunks", "8", "64", "--output", str(picture)]
+    tour = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert tour.returncode == 0, tour.stderr
+    assert tour.stderr == ""  # no progress bar where there is no terminal
+    for row in ("GGN diagonal, by itself", "dense, 8 passes", "dense, 64 passes", "gradient variance"):
+        assert row in tour.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (["--chunks", "0"], "from 1 to 1024"),
+        (["--chunks", "4", "many"], "'many'"),
+        (["--chunks", "1025"], "from 1 to 1024"),
+        (["--device", "nowhere"], "torch cannot compute on 'nowhere'"),
+        (["--device", "meta"], "torch cannot compute on 'meta'"),
+        (["--output", "missing/directory.png"], "cannot write 'missing/directory.png'"),
+        (["--output", "picture.pdf"], "ends in .png"),
+        (["--speed"], "--speed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_option_is_one_line_and_code_2(options, reason, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(options)
+    out, err = capsys.readouterr()
+    assert left.value.code == 2
+    assert out == ""
+    assert err.count("\n") == 1 and reason in err
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert all(option in text for option in ("--device", "--chunks", "--output"))
+
+
+@pytest.mark.parametrize("package", ["sklearn", "matplotlib", "tqdm"])
+def test_missing_package_names_the_extra(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"{package}.datasets", raising=False)
+    monkeypatch.delitem(sys.modules, f"{package}.figure", raising=False)
+    with pytest.raises(SystemExit, match=rf"{package}.*invfunc\[notebooks\]"):
+        main([])
