@@ -47,13 +47,23 @@ def grad_level() -> Iterator[tuple[Callable, Callable]]:
         _C._grad_decrement_nesting()
 
 
+def version(x: torch.Tensor) -> int:
+    """How often the tensor was written in place."""
+    return x._version
+
+
+def base_of(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor of which x is a view."""
+    return x._base if x._is_view() else None
+
+
 def unviewed(x: torch.Tensor) -> torch.Tensor:
     """The same memory, but no view in the eyes of autograd: writing in place leaves the graph above as it is.
 
     Writing into a view rebuilds the graph of its base (F.linear of more than two dimensions returns a view), and a
     gradient edge taken before would no longer lie on the way.
     """
-    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+    return torch.ops.aten._unsafe_view(x, x.shape) if base_of(x) is not None else x
 
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return tqdm(items, title, leave=False, disable=None)  # None: only on a terminal
 
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # steady times, on a busy machine too
     pixels = torch.from_numpy(load_digits(return_X_y=True)[0]).float().view(-1, 1, 8, 8) / 16
     digits = F.interpolate(pixels, size=SIDE, mode="bilinear").to(options.device)
     layers = nn.Conv2d(1, FILTERS, 3), nn.Sigmoid(), nn.ConvTranspose2d(FILTERS, 1, 3), nn.Flatten()
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     differences = [_difference(result, wanted) for result, wanted in zip(results, expected, strict=True)]
 
     print(f"N = {SAMPLES}, {OUTPUTS} outputs, {sum(p.numel() for p in params.values())} parameters.\n")
-    print(f"{f'on {options.device}':<34}{'seconds':>9}{'MiB over base':>16}{'difference*':>14}")
+    print(f"{f'on {options.device}, one thread':<34}{'seconds':>9}{'MiB over base':>16}{'difference*':>14}")
     for row in zip(transforms, seconds, mebibytes, differences, strict=True):
         print("{:<34}{:>9.3f}{:>16.1f}{:>13.0e}".format(*row))
     print("\n* from the first row (the variance: from torch.var of batch_grad), over a leaf's largest entry")

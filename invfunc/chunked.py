@@ -12,7 +12,7 @@ import torch
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.jacobian.plan import AxisName, Split
-from invfunc.jacobian.problem import InDims, batch_dims, batch_size
+from invfunc.jacobian.problem import InDims, batch_dims, batch_size, with_aux
 from invfunc.transform import Statistic, argument_names, check_callable, describe, told
 
 _FOLDS = ("cat", "sum", "mean")
@@ -110,7 +110,7 @@ def _split(f: Callable, n: Any, size: Any) -> tuple[Split | None, str]:
             continue
         if not isinstance(value, int) or isinstance(value, bool):
             kind = type(value).__name__
-            raise ArgumentTypeError(f"chunked({describe(f)}, {name}={value!r}): {name} is a {kind}, but an int is needed.")
+            raise ArgumentTypeError(f"chunked({describe(f)}, {name}={value!r}): {name} is of type {kind}, but has to be an int.")
         if value < 1:
             raise ArgumentError(f"chunked({describe(f)}, {name}={value}): {name} has to be at least 1.")
         return Split(n, size), f"{name}={value}"
@@ -142,7 +142,7 @@ class ChunkedFunction:
                 given = [_part(x, dims.get(i), start, stop) for i, x in enumerate(args)]
                 result = self.f(*given, **kwargs)
                 if self.has_aux:
-                    result, extra = result
+                    result, extra = with_aux(result)
                     aux.append(extra)
                 parts.append(result)
                 sizes.append(stop - start)

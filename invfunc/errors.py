@@ -21,6 +21,19 @@ class ArgumentTypeError(InvFuncError, TypeError):
 class SampleAxisError(InvFuncError, ValueError):
     """The share of a sample is not defined, or the sample axis cannot be followed: samples are mixed."""
 
+    unknown = False
+    """Whether nothing is known about the operation, so that it may keep the samples apart after all."""
+
+
+def samples_lost(reason: str, unknown: bool) -> SampleAxisError:
+    """The error that names the operation at which the samples are lost."""
+    text = f"the samples are not kept apart at {reason}. Keep them apart up to the loss"
+    if unknown:
+        text += ", or return the [N] losses of the samples from a function that also works on a batch of one"
+    error = SampleAxisError(text + ".")
+    error.unknown = unknown
+    return error
+
 
 class SplitError(InvFuncError, ValueError):
     """The function cannot be split into a model part and a loss part."""

@@ -23,7 +23,7 @@ def check_callable(name: str, f: Any) -> None:
             f"{name}(f): f is a module ({kind}), but a function of its parameters is needed: f, params = functional(model)."
         )
     if not callable(f):
-        raise ArgumentTypeError(f"{name}(f): f is a {type(f).__name__}, but a function is needed.")
+        raise ArgumentTypeError(f"{name}(f): f is of type {type(f).__name__}, but has to be a function.")
 
 
 def describe(f: Any) -> str:
@@ -66,7 +66,7 @@ class Statistic:
         check_callable(self.name, self.f)
         if self.loss is not None and not callable(self.loss):
             kind = type(self.loss).__name__
-            raise ArgumentTypeError(f"{self.name}(f, loss): loss is a {kind}, but a function is needed.")
+            raise ArgumentTypeError(f"{self.name}(f, loss): loss is of type {kind}, but has to be a function.")
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", {describe(self.loss)}"

@@ -73,3 +73,11 @@ class Axis:
                     return None
                 return Axis(dim, above // (step * n), step // below)
         return None
+
+
+@dataclass(frozen=True)
+class Everyone(Axis):
+    """No sample axis: the samples have equal parts, as in a term of a scalar loss in the parameters alone."""
+
+    def expose(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
+        return (x / n).unsqueeze(lead).expand(*x.shape[:lead], n, *x.shape[lead:])

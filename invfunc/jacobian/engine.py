@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost
-from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, SplitError
+from invfunc._functorch import innermost, version
+from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, SplitError, samples_lost
 from invfunc.jacobian import columns as hessians
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.columns import Block, Columns, Gradient
@@ -121,7 +121,7 @@ class Engine:
         """Check that a result is a loss: a scalar, or one for each sample."""
         n = trace.n
         if not isinstance(result, torch.Tensor):
-            raise ArgumentError(f"{name} returned a {type(result).__name__}, but a loss is a tensor: a scalar or [N].")
+            raise ArgumentError(f"{name} returned an object of type {type(result).__name__}, but a loss is a tensor: a scalar or [N].")
         tag = trace.tag(result)
         if result.ndim and tuple(result.shape) != (n,):
             kind = "a model function" if isinstance(tag, Sampled) and tag.place is not TOTAL else "no loss function"
@@ -132,10 +132,7 @@ class Engine:
         if not result.is_floating_point():
             raise ArgumentError(f"{name} returned dtype {result.dtype}, but a loss is a floating-point tensor.")
         if isinstance(tag, Sampled) and tag.lost:
-            raise SampleAxisError(
-                f"the samples are not kept apart at {tag.lost}. Keep them apart up to the loss, or return the [N] losses "
-                "of the samples from a function that also works on a batch of one."
-            )
+            raise samples_lost(tag.lost, trace.unknown)
         if isinstance(tag, Derived):
             return Sampled(None, around="the parameters alone")
         if tag is None or (result.ndim and not isinstance(tag.place, Axis)):
@@ -147,9 +144,14 @@ class Engine:
         try:
             run = self._run(WHOLE, problem.n)
             self._loss_tag(run.trace, run.result)
+            if isinstance(run.trace.tag(run.result), Derived) and not run.result.ndim:
+                zero = torch.zeros_like(run.result.detach())  # a sum over the samples of nothing
+                run.trace.set(zero, Sampled(TOTAL))
+                with run.trace:
+                    run.result = run.result + zero
             run.trace.check([run.result], run.params)
-        except SampleAxisError:
-            run = self._sample_by_sample()
+        except SampleAxisError as error:
+            run = self._sample_by_sample() if error.unknown else None
             if run is None:
                 raise
             self._loss_tag(run.trace, run.result)
@@ -190,11 +192,14 @@ class Engine:
         }
         call = Call("f", function, tuple(values), {}, result, places, problem.n, True)
         site = Site(call, axis, self.scope.leave)
-        with torch.no_grad():
-            n, dims = problem.n, [places.get(id(x)) for x in values]
-            exposed = [x if a is None else a.expose(x, n) for x, a in zip(values, dims, strict=True)]
-            alone = torch.vmap(function, in_dims=tuple(None if a is None else 0 for a in dims))(*exposed)
-            same = torch.isclose(alone, axis.expose(result, n), rtol=1e-3, atol=1e-5, equal_nan=True)
+        n, dims = problem.n, [places.get(id(x)) for x in values]
+        exposed = [x if a is None else a.expose(x, n) for x, a in zip(values, dims, strict=True)]
+        try:
+            with torch.no_grad():
+                alone = torch.vmap(function, in_dims=tuple(None if a is None else 0 for a in dims))(*exposed)
+        except RuntimeError:  # no batching rule
+            return None
+        same = torch.isclose(alone, axis.expose(result, n), rtol=1e-3, atol=1e-5, equal_nan=True)
         if not bool(innermost(same).all()):
             return None  # a sample alone gives something else than in the batch: they are mixed
         for i, leaf in enumerate(params):
@@ -241,8 +246,8 @@ class Engine:
                 "f draws random numbers (dropout?), and chunks over samples cannot draw those of the whole batch. Chunk "
                 "over outputs or params, or use eval mode."
             ) from None
-        except SampleAxisError:
-            if partial or not tapped:
+        except SampleAxisError as error:
+            if partial or not tapped or not error.unknown:
                 raise
             whole = self._sample_by_sample()
             if whole is None:
@@ -257,7 +262,8 @@ class Engine:
     def _output_axis(self, trace: Trace, z: Any) -> Axis:
         dim = self.problem.out_dims
         if not isinstance(z, torch.Tensor) or not z.is_floating_point():
-            raise ArgumentError(f"f returned a {type(z).__name__}, but outputs are floating-point tensors.")
+            kind = f"a tensor of {z.dtype}" if isinstance(z, torch.Tensor) else f"an object of type {type(z).__name__}"
+            raise ArgumentError(f"f returned {kind}, but outputs are floating-point tensors.")
         if z.ndim == 0 or not -z.ndim <= dim < z.ndim or z.shape[dim] != trace.n:
             kind = "looks like a loss function; call the transform on it alone" if z.ndim == 0 else "has other outputs"
             raise ArgumentError(
@@ -267,9 +273,7 @@ class Engine:
         tag = trace.tag(z)
         if isinstance(tag, Sampled):
             if tag.lost:
-                raise SampleAxisError(
-                    f"the samples are not kept apart at {tag.lost}. Keep them apart up to the outputs."
-                )
+                raise samples_lost(tag.lost, trace.unknown)
             if trace.n > 1 and tag.place != Axis(dim % z.ndim):
                 raise ArgumentError(
                     f"f returned outputs with their samples along {tag.place}, not axis {dim % z.ndim}; pass out_dims."
@@ -383,6 +387,8 @@ class Engine:
         run.trace.check([z for z, _ in run.outputs.values()], run.params)
         groups = self.plan.ranges("params", len(run.params))
         total = sum(c.count for c in made)
+        if total == 0:  # a cross entropy over one class
+            return
         block: list[State | None] = [None] * len(run.params)
         for first, last in groups:
             taps = {i: [t for t in run.trace.taps if i in t.derived.leaves] for i in range(first, last)}
@@ -433,12 +439,8 @@ class Engine:
         reached = [t for t in taps if pulled.left[t.site] is not None]
         if not reached:
             return None
-        shares = Shares(self.scope, run.params[leaf], reached, pulled, WHOLE, run.trace.n)
-        state: State | None = None
-        for part in shares.parts(self.budget):
-            more = self.measure.partial(part)
-            state = more if state is None else self.measure.over_samples(state, more)
-        return state
+        shares = Shares(self.scope, run.params[leaf], reached, pulled, run.trace.n, self.budget)
+        return self.measure.partial(shares)
 
 
 def problem_out_dim(problem: Problem) -> int:
@@ -502,8 +504,8 @@ def _check_split(tag: Sampled, splitter: Splitter, wanted: list[int], result: to
 
 def _check_versions(taps: list[Tap]) -> None:
     for tap in taps:
-        for x, version in tap.versions:
-            if x._version != version:
+        for x, before in tap.versions:
+            if version(x) != before:
                 raise ArgumentError(
                     "a tensor that an operation with parameters read was modified in place afterwards, so its share "
                     "cannot be computed; modify a copy."

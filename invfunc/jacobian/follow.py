@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction
 
 from invfunc import tree
 from invfunc.jacobian.axis import Axis
@@ -160,19 +159,18 @@ def view(call: Call) -> list[Place]:
     axis = call.place(x)
     assert isinstance(axis, Axis) and axis.dim is not None
     size = x.shape[axis.dim]
-    with DisableTorchFunction():
-        probe = torch.empty_strided(
-            tuple(x.shape), [int(d == axis.dim) for d in range(x.ndim)], dtype=torch.bool, device="meta"
-        )
-        like = [probe if a is x else a for a in call.args]
-        out = call.func(*like, **{k: probe if a is x else a for k, a in call.kwargs.items()})
-        moved = [out] if isinstance(out, torch.Tensor) else list(out)
-        places: list[Place] = []
-        for y in moved:
-            dims = [d for d in range(y.ndim) if y.stride(d) != 0 and y.shape[d] > 1]
-            if len(dims) != 1 or y.shape[dims[0]] != size or y.stride(dims[0]) != 1 or y.storage_offset():
-                raise Mixed("it selects or splits samples")
-            places.append(axis.at(dims[0]))
+    probe = torch.empty_strided(
+        tuple(x.shape), [int(d == axis.dim) for d in range(x.ndim)], dtype=torch.bool, device="meta"
+    )
+    like = [probe if a is x else a for a in call.args]
+    out = call.func(*like, **{k: probe if a is x else a for k, a in call.kwargs.items()})
+    moved = [out] if isinstance(out, torch.Tensor) else list(out)
+    places: list[Place] = []
+    for y in moved:
+        dims = [d for d in range(y.ndim) if y.stride(d) != 0 and y.shape[d] > 1]
+        if len(dims) != 1 or y.shape[dims[0]] != size or y.stride(dims[0]) != 1 or y.storage_offset():
+            raise Mixed("it selects or splits samples")
+        places.append(axis.at(dims[0]))
     return places
 
 
@@ -195,8 +193,10 @@ def getitem(call: Call) -> Place | list[Place]:
         if isinstance(axis, Axis):
             return view(call)
         return None
+    if axis is None and len(parts) == 1:  # a table, looked up by sample indices
+        return call.place(parts[0])
     if not isinstance(axis, Axis) or axis.dim is None:
-        raise Mixed("it looks constants up by sample indices")
+        raise Mixed("it looks constants up by several sample indices")
     width = [0 if p is None else p.ndim if isinstance(p, torch.Tensor) and p.dtype == torch.bool else 1 for p in parts]
     if Ellipsis in [p for p in parts if not isinstance(p, torch.Tensor)]:
         at = next(i for i, p in enumerate(parts) if p is Ellipsis)
@@ -218,10 +218,9 @@ def _only_changed_size(call: Call, x: torch.Tensor, axis: Axis) -> Place:
     assert axis.dim is not None
     shape = list(x.shape)
     shape[axis.dim] += 1
-    with DisableTorchFunction():
-        meta = [torch.empty(s, device="meta") for s in (tuple(x.shape), tuple(shape))]
-        parts = [tree.map_tensors(lambda t: _meta_index(t), a) for a in call.args[1:]]
-        small, large = (call.func(m, *parts, **call.kwargs).shape for m in meta)
+    meta = [torch.empty(s, device="meta") for s in (tuple(x.shape), tuple(shape))]
+    parts = [tree.map_tensors(lambda t: _meta_index(t), a) for a in call.args[1:]]
+    small, large = (call.func(m, *parts, **call.kwargs).shape for m in meta)
     dims = [d for d, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
     if len(dims) != 1:
         raise Mixed("it moves the sample axis where nothing can follow")
@@ -246,10 +245,9 @@ def setitem(call: Call) -> Place:
         raise Mixed("it writes samples by an index tensor")
     assert isinstance(source, Axis) and source.dim is not None
     for dim in range(x.ndim):
-        with DisableTorchFunction():
-            probe = torch.empty_strided(
-                tuple(x.shape), [int(d == dim) for d in range(x.ndim)], dtype=torch.bool, device="meta"
-            )[index]
+        probe = torch.empty_strided(
+            tuple(x.shape), [int(d == dim) for d in range(x.ndim)], dtype=torch.bool, device="meta"
+        )[index]
         back = [d - probe.ndim for d in range(probe.ndim) if probe.stride(d) and probe.shape[d] > 1]
         if back == [source.dim - value.ndim] and probe.shape[back[0]] == x.shape[dim]:
             target = source.at(dim)
@@ -373,12 +371,9 @@ def layer_norm(call: Call) -> Place:
 
 @rule("batch_norm", "group_norm", "instance_norm", "native_batch_norm", "native_group_norm", "local_response_norm")
 def channel_norm(call: Call) -> Place:
-    if call.name == "batch_norm" and call.func.__module__ != "torch.nn.functional" and call.arg(5, "training"):
+    if call.name == "batch_norm" and call.arg(5, "training"):  # in both of torch's signatures the sixth argument
         raise Mixed("in train mode it normalises with the statistics of the whole batch; put it in eval mode")
-    axis = _leading(call, call.first.ndim - 1)
-    if call.name == "instance_norm" and isinstance(axis, Axis) and axis.width > 1:
-        return axis
-    return axis
+    return _leading(call, call.first.ndim - 1)
 
 
 _SPATIAL = {

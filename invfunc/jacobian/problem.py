@@ -48,9 +48,7 @@ class Problem:
             result = self.f(*given, **self.kwargs)
         if not self.has_aux:
             return result, None
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise ArgumentError("with has_aux=True the function has to return a pair (result, aux).")
-        return result
+        return with_aux(result)
 
     def target(self, trace: Trace) -> Any:
         return self._samples(trace, len(self.args) - 1, slice(None))
@@ -72,6 +70,13 @@ class Problem:
         return tree.tensors((self.args, self.kwargs))
 
 
+def with_aux(result: Any) -> tuple[Any, Any]:
+    """The pair that a function with has_aux returns."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ArgumentError("with has_aux=True the function has to return a pair (result, aux).")
+    return result
+
+
 def problem(
     f: Callable,
     loss: Callable | None,
@@ -85,11 +90,15 @@ def problem(
 ) -> Problem:
     """Check the arguments of a call and sort them."""
     wanted = (argnums,) if isinstance(argnums, int) else argnums
+    if not isinstance(wanted, tuple) or not all(isinstance(a, int) for a in wanted):
+        raise ArgumentTypeError(f"argnums={argnums!r} has to be an int or a tuple of ints.")
     count = len(args) - (loss is not None)
     for a in wanted:
         if not -count <= a < count:
             raise ArgumentError(f"argnums={argnums} asks for argument {a}, but the function gets {count}.")
     positions = tuple(a % count for a in wanted)
+    if not positions or len(set(positions)) < len(positions):
+        raise ArgumentError(f"argnums={argnums} has to name at least one argument, and each only once.")
     trees = [args[i] for i in positions]
     leaves, structure = tree.flatten(trees)
     for i, params in zip(positions, trees, strict=True):
@@ -105,7 +114,7 @@ def problem(
 def _check_params(params: Any, name: str) -> None:
     for path, leaf in tree.named_leaves(params):
         if not isinstance(leaf, torch.Tensor):
-            raise ArgumentTypeError(f"{name}{path} is a {type(leaf).__name__}, but parameters are tensors.")
+            raise ArgumentTypeError(f"{name}{path} is of type {type(leaf).__name__}, but parameters are tensors.")
         if not leaf.is_floating_point():
             raise ArgumentTypeError(
                 f"{name}{path} has dtype {leaf.dtype}, but parameters are real floating-point tensors. Close over what "
@@ -117,6 +126,8 @@ def batch_dims(in_dims: InDims, rest: list[int]) -> dict[int, int | None]:
     """The sample dimension of each batch argument, None for what all samples share."""
     if in_dims is None or isinstance(in_dims, int):
         return dict.fromkeys(rest, in_dims)
+    if not isinstance(in_dims, (tuple, list)) or not all(d is None or isinstance(d, int) for d in in_dims):
+        raise ArgumentTypeError(f"in_dims={in_dims!r} has to be an int, None, or a tuple of them.")
     if len(in_dims) != len(rest):
         raise ArgumentError(
             f"in_dims={tuple(in_dims)} has {len(in_dims)} entries for {len(rest)} batch arguments (all but the parameters)."

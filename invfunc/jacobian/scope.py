@@ -79,13 +79,18 @@ class Scope:
         reached = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
         if not reached or not inputs:
             return [None] * len(inputs)
-        found = torch.autograd.grad(
-            [y for y, _ in reached],
-            inputs,
-            [c for _, c in reached],
-            is_grads_batched=batched,
-            retain_graph=True,
-            create_graph=self.create_graph if create_graph is None else create_graph,
-            allow_unused=True,
-        )
-        return list(found)
+        ys, graph = [y for y, _ in reached], self.create_graph if create_graph is None else create_graph
+        used: list[int] = []
+
+        def pull(*columns: torch.Tensor) -> list[torch.Tensor]:
+            # is_grads_batched does the same by an older vmap, which torch.func levels do not know
+            grads = torch.autograd.grad(ys, inputs, columns, retain_graph=True, create_graph=graph, allow_unused=True)
+            used[:] = [i for i, g in enumerate(grads) if g is not None]
+            return [g for g in grads if g is not None]
+
+        columns = [c for _, c in reached]
+        found = torch.vmap(pull)(*columns) if batched else pull(*columns)
+        result: list[torch.Tensor | None] = [None] * len(inputs)
+        for i, g in zip(used, found, strict=True):
+            result[i] = g
+        return result

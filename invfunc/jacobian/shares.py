@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
+from invfunc._functorch import innermost
 from invfunc.jacobian.contract import Term, contract, cost, present, squeezed, twice, widened
+from invfunc.jacobian.plan import even
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace import Tap
 
@@ -25,41 +27,131 @@ class Columns:
     weight: torch.Tensor | None = None
 
 
+_TRAFFIC = 16
+"""What forming an entry of a share costs, in multiplications of a matrix product: it goes through memory four times."""
+
+
 @dataclass
 class Shares:
-    """`G[v, n, *p]` of one parameter for the columns and the samples `part` of a run."""
+    """`G[v, n, *p]` of one parameter for the columns of a pass and all n samples of a run."""
 
     scope: Scope
     leaf: torch.Tensor
     """The parameter as the run saw it: the root of what derives from it."""
     taps: list[Tap]
     columns: Columns
-    part: slice
     n: int
+    budget: int
+    """How many numbers an intermediate tensor may have."""
 
-    def parts(self, budget: int) -> Iterator[Shares]:
-        """The same in blocks of samples whose intermediate tensors have about `budget` numbers."""
-        size = 1
-        for tap in self.taps:
-            delta = self.columns.left[tap.site]
-            assert delta is not None
-            instance = delta.shape[0] * tap.param.numel()
-            size = max(size, tap.recipe.work + min(instance, budget))
-        step = max(1, budget // size)
-        for start in range(0, self.n, step):
-            stop = min(start + step, self.n)
-            yield replace(self, part=slice(start, stop), n=stop - start)
+    def dense(self, deltas: Deltas | None = None) -> torch.Tensor:
+        """`[V, n, *p]`, instantiated."""
+        deltas = self.columns.left if deltas is None else deltas
+        taps = [tap for tap in self.taps if deltas[tap.site] is not None]
+        share = self._dense(taps[0], deltas)
+        for tap in taps[1:]:
+            share = share + self._dense(tap, deltas)
+        return share
 
-    # Pieces
+    def square_sum(self) -> torch.Tensor:
+        """`sum_vn weight[v, n] G[v, n]^2`, or the product of left and right in place of the square."""
+        if self._factored:
+            return _sum(self._square_sum(tap) for tap in self.taps)
+        right = None if self.columns.right is None else self.dense(self.columns.right)
+        return _squares(self.dense(), right, self.columns.weight, "VN")
 
-    def _terms(self, tap: Tap, deltas: Deltas) -> list[Term]:
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
+        if self._factored:
+            pairs = [self._moments(tap) for tap in self.taps]
+            return _sum(total for total, _ in pairs), _sum(centred for _, centred in pairs)
+        shares = self.dense()[0]
+        total = shares.sum(0)
+        return total, (shares - total / self.n).square().sum(0)
+
+    # One tap
+
+    def _parts(self, size: int, budget: int) -> list[slice]:
+        """Blocks of samples of which each makes about `budget` numbers, `size` a sample."""
+        return [slice(a, b) for a, b in even(self.n, max(1, budget // max(1, size)))]
+
+    def _terms(self, tap: Tap, deltas: Deltas, part: slice) -> list[Term]:
         delta = deltas[tap.site]
         assert delta is not None
-        return widened(tap.recipe.build(delta[:, self.part], self.part))
+        return squeezed(widened(tap.recipe.build(delta[:, part], part)))
 
-    def _sizes(self, terms: list[Term], output: str) -> list[int]:
-        sizes = {c: s for labels, x in terms for c, s in zip(labels, x.shape, strict=True) if s != 1}
-        return [sizes.get(c, 1) for c in output]
+    def _dense(self, tap: Tap, deltas: Deltas) -> torch.Tensor:
+        output = "VN" + tap.recipe.output
+        shares = []
+        for part in self._parts(tap.recipe.work, 16 * self.budget):
+            terms = self._terms(tap, deltas, part)
+            shares.append(contract(terms, present(output, terms)).reshape(_sizes(terms, output, part)))
+        share = shares[0] if len(shares) == 1 else torch.cat(shares, 1)
+        return self._finish(tap, share, 2)
+
+    def _square_sum(self, tap: Tap) -> torch.Tensor:
+        columns, output = self.columns, tap.recipe.output
+
+        def terms(part: slice) -> tuple[list[Term], list[Term], list[Term]]:
+            left = self._terms(tap, columns.left, part)
+            right = left if columns.right is None else self._terms(tap, columns.right, part)
+            weight = [] if columns.weight is None else squeezed(widened([("VN", columns.weight[:, part])]))
+            return left, right, weight
+
+        total, parts = None, [slice(0, min(2, self.n))]  # two samples tell which way is cheaper
+        left, right, weight = terms(parts[0])
+        kept, instance = present(output, left), present("VN" + output, left)
+        direct = cost(twice(left, right, output) + weight, kept) < _instantiated(left, instance)
+        if direct:
+            parts = self._parts(tap.recipe.work, 16 * self.budget)
+        else:
+            size = math.prod(_sizes(left, instance)) // min(2, self.n)
+            parts = self._parts(tap.recipe.work + size, self.budget // 3)
+        for part in parts:
+            left, right, weight = terms(part)
+            instance = present("VN" + output, left)
+            if direct:
+                more = contract(twice(left, right, output) + weight, kept)
+            else:
+                other = None if columns.right is None else contract(right, instance)
+                lead = instance[: len(instance) - len(kept)]
+                more = _squares(contract(left, instance), other, weight[0][1] if weight else None, lead)
+            total = more if total is None else total + more
+        assert total is not None
+        return self._finish(tap, total.reshape(_sizes(left, output)), 0)
+
+    def _moments(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
+        deltas, output = self.columns.left, tap.recipe.output
+        few = self._terms(tap, deltas, slice(0, min(2, self.n)))
+        kept, instance = present(output, few), present("N" + output, few)
+        low = all(x.dtype == torch.float32 for _, x in few)
+        direct = low and cost(twice(few, few, output), kept) < _instantiated(few, instance)
+        total, squares = None, None
+        for part in self._parts(tap.recipe.work, 16 * self.budget):
+            terms = self._terms(tap, deltas, part)
+            if direct:  # products of float32 are exact in float64, whose rounding is 1e9 times finer
+                terms = [(labels, x.double()) for labels, x in terms]
+                more = contract(twice(terms, terms, output), kept)
+                squares = more if squares is None else squares + more
+            more = contract(terms, kept)
+            total = more if total is None else total + more
+        assert total is not None
+        if squares is not None:
+            centred = (squares - total.square() / self.n).clamp(min=0)
+            total, centred = total.float(), centred.float()
+        else:
+            mean, centred = total / self.n, None
+            size = math.prod(_sizes(few, instance)) // min(2, self.n)
+            for part in self._parts(tap.recipe.work + size, self.budget):
+                terms = self._terms(tap, deltas, part)
+                instance = present("N" + output, terms)
+                more = _squares(contract(terms, instance) - mean, None, None, instance[: len(instance) - len(kept)])
+                centred = more if centred is None else centred + more
+            assert centred is not None
+        shape = _sizes(few, output)
+        return self._finish(tap, total.reshape(shape), 0), self._finish(tap, centred.reshape(shape), 0)
+
+    # From a tap to the parameter
 
     def _finish(self, tap: Tap, share: torch.Tensor, lead: int) -> torch.Tensor:
         """`[*lead, *output]` in the layout of the tapped parameter, then of the leaf."""
@@ -81,23 +173,6 @@ class Shares:
             return wide.new_zeros(*wide.shape[:lead], *self.leaf.shape)
         return self.scope.leave(found).reshape(*wide.shape[:lead], *self.leaf.shape)
 
-    def _dense(self, tap: Tap, deltas: Deltas, pulled: bool = True) -> torch.Tensor:
-        terms = self._terms(tap, deltas)
-        output = "VN" + tap.recipe.output
-        sizes = self._sizes(terms, output)
-        small = squeezed(terms)
-        share = contract(small, present(output, small)).reshape(sizes)
-        return self._finish(tap, share, 2) if pulled else share
-
-    def dense(self, deltas: Deltas | None = None) -> torch.Tensor:
-        """`[V, n, *p]`, instantiated."""
-        deltas = self.columns.left if deltas is None else deltas
-        taps = [tap for tap in self.taps if deltas[tap.site] is not None]
-        share = self._dense(taps[0], deltas)
-        for tap in taps[1:]:
-            share = share + self._dense(tap, deltas)
-        return share
-
     @property
     def _factored(self) -> bool:
         """Whether squares of shares are squares at the taps: each entry of the parameter is read at one place only."""
@@ -107,95 +182,33 @@ class Shares:
             return True
         if sum(tap.param.numel() for tap in self.taps) > self.leaf.numel():
             return False
-        return not _overlap(self)
-
-    # Statistics
-
-    def square_sum(self) -> torch.Tensor:
-        """`sum_vn weight[v, n] G[v, n]^2`, or the product of left and right in place of the square."""
-        if self._factored:
-            total = self._square_sum(self.taps[0])
-            for tap in self.taps[1:]:
-                total = total + self._square_sum(tap)
-            return total
-        return _weighted_squares(self.dense(), self._other(), self.columns.weight, self.part)
-
-    def _other(self) -> torch.Tensor | None:
-        return None if self.columns.right is None else self.dense(self.columns.right)
-
-    def _square_sum(self, tap: Tap) -> torch.Tensor:
-        columns, output = self.columns, tap.recipe.output
-        left = self._terms(tap, columns.left)
-        right = left if columns.right is None else self._terms(tap, columns.right)
-        sizes = self._sizes(left, output)
-        left, right = squeezed(left), left if columns.right is None else squeezed(right)
-        right = left if columns.right is None else right
-        every = twice(left, right, output)
-        if columns.weight is not None:
-            every += squeezed(widened([("VN", columns.weight[:, self.part])]))
-        kept, instance = present(output, left), present("VN" + output, left)
-        instantiate = cost(left, instance) + math.prod(self._sizes(left, instance))
-        if cost(every, kept) < instantiate:
-            total = contract(every, kept)
-        else:
-            dense = contract(left, instance)
-            other = None if columns.right is None else contract(right, instance)
-            lead = [c for c in "VN" if c in instance]
-            weight = columns.weight
-            if weight is not None:
-                weight = weight[:, self.part].reshape([s for s, c in zip(self._vn(), "VN", strict=True) if c in lead])
-            total = _squares(dense, other, weight, len(lead))
-        return self._finish(tap, total.reshape(sizes), 0)
-
-    def _vn(self) -> tuple[int, int]:
-        delta = next(d for d in self.columns.left if d is not None)
-        return delta.shape[0], self.n
-
-    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
-        tap = self.taps[0]
-        if len(self.taps) == 1 and tap.derived.selected and not isinstance(tap.param.dtype, complex):
-            terms = self._terms(tap, self.columns.left)
-            output = tap.recipe.output
-            sizes, small = self._sizes(terms, output), squeezed(terms)
-            kept, instance = present(output, small), present("N" + output, small)
-            instantiate = cost(small, instance) + 3 * math.prod(self._sizes(small, instance))
-            low = all(x.dtype == torch.float32 for _, x in small)
-            if low and self.n > 1 and cost(twice(small, small, output), kept) < instantiate:
-                # products of float32 are exact in float64, and its rounding is 1e9 times finer
-                wide = [(labels, x.double()) for labels, x in small]
-                total = contract(wide, kept)
-                squares = contract(twice(wide, wide, output), kept)
-                centred = (squares - total.square() / self.n).clamp(min=0).to(small[0][1].dtype)
-                total = total.to(centred.dtype)
-            else:
-                shares = contract(small, instance)
-                shares = shares if self.n > 1 else shares.unsqueeze(0)
-                total = shares.sum(0)
-                centred = (shares - total / self.n).square().sum(0)
-            return self._finish(tap, total.reshape(sizes), 0), self._finish(tap, centred.reshape(sizes), 0)
-        shares = self.dense()[0]
-        total = shares.sum(0)
-        return total, (shares - total / self.n).square().sum(0)
+        read = _sum(self._pull(tap, torch.ones_like(tap.param), 0) for tap in self.taps)
+        return not bool((innermost(read) > 1.5).any())
 
 
-def _squares(left: torch.Tensor, right: torch.Tensor | None, weight: torch.Tensor | None, lead: int) -> torch.Tensor:
+def _sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    first, *others = tensors
+    for other in others:
+        first = first + other
+    return first
+
+
+def _sizes(terms: list[Term], output: str, part: slice | None = None) -> list[int]:
+    """The sizes of the labels, 1 where a dimension of size 1 was dropped."""
+    sizes = {c: s for labels, x in terms for c, s in zip(labels, x.shape, strict=True)}
+    if part is not None:
+        sizes["N"] = part.stop - part.start
+    return [sizes.get(c, 1) for c in output]
+
+
+def _instantiated(terms: list[Term], instance: str) -> float:
+    """The cost of forming shares and squaring them."""
+    return cost(terms, instance) + _TRAFFIC * math.prod(_sizes(terms, instance))
+
+
+def _squares(left: torch.Tensor, right: torch.Tensor | None, weight: torch.Tensor | None, lead: str) -> torch.Tensor:
+    """`sum weight * left * right` over the leading dimensions."""
     product = left * (left if right is None else right)
     if weight is not None:
-        product = product * weight.reshape(*weight.shape, *[1] * (product.ndim - lead))
-    return product.sum(list(range(lead))) if lead else product
-
-
-def _weighted_squares(
-    left: torch.Tensor, right: torch.Tensor | None, weight: torch.Tensor | None, part: slice
-) -> torch.Tensor:
-    return _squares(left, right, None if weight is None else weight[:, part], 2)
-
-
-def _overlap(shares: Shares) -> bool:
-    """Whether two taps read the same entry of the parameter."""
-    count = None
-    for tap in shares.taps:
-        ones = shares._pull(tap, torch.ones_like(tap.param), 0).detach()
-        count = ones if count is None else count + ones
-    return count is not None and bool((count > 1.5).any())
+        product = product * weight.reshape(*weight.shape, *[1] * (product.ndim - len(lead)))
+    return product.sum(list(range(len(lead)))) if lead else product

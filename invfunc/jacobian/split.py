@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ class Root:
     axis: Axis
     marked: bool
     called: str
-    logarithm: torch.Tensor | None = None
 
 
 @dataclass
@@ -109,10 +108,8 @@ class Splitter:
         tag = trace.tag(value) if isinstance(value, torch.Tensor) else None
         if not isinstance(tag, Sampled) or not isinstance(tag.place, Axis):
             return
-        if call.name in ("nll_loss", "kl_div"):
-            for ordinal in tag.crossed:
-                if ordinal in self.roots and self.roots[ordinal].logarithm is value:
-                    self.confirmed.add(ordinal)
+        if call.name in ("nll_loss", "kl_div") and tag.logarithm:
+            self.confirmed |= tag.crossed
         kind = _LOSSES.get(call.name) or _LOGARITHMS.get(call.name)
         if kind is None or len(tag.crossed) != 1:
             return
@@ -123,7 +120,9 @@ class Splitter:
         if root.value is value and call.name in _LOSSES:
             self.confirmed.add(ordinal)
         if root.value is value and call.name in _LOGARITHMS:
-            root.logarithm = call.out
+            seen = trace.tag(call.out)
+            assert isinstance(seen, Sampled)
+            trace.set(call.out, replace(seen, logarithm=True))
         if tag.affine and _others_constant(trace, call):
             self.pieces.append(Piece(kind, ordinal, value, tag.place, call.out, call))
 

@@ -11,10 +11,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._functorch import opened, unviewed
-from invfunc.errors import SampleAxisError
+from invfunc._functorch import base_of, opened, unviewed, version
+from invfunc.errors import samples_lost
 from invfunc.jacobian import follow, rules
-from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.axis import Axis, Everyone
 from invfunc.jacobian.follow import TOTAL, Call, Mixed, Total, Unknown
 from invfunc.jacobian.generic import generic
 from invfunc.jacobian.graph import node_of, reaches
@@ -43,6 +43,8 @@ class Sampled:
     """The marked outputs that it depends on."""
     affine: bool = False
     """Whether it is an affine function of the one marked output that it depends on."""
+    logarithm: bool = False
+    """Whether it is an affine function of the log_softmax of that output."""
 
     @property
     def active(self) -> bool:
@@ -213,22 +215,25 @@ class Trace(TorchFunctionMode):
                 lost = f"`{name}`: {reason}"
                 self.unknown |= isinstance(reason, Unknown)
         if params and lost is None:
-            if found is TOTAL or len(produced) > 1:
-                lost = f"`{name}`: a parameter meets a sum over the samples, or the operation has several outputs"
+            if len(produced) > 1:
+                lost = f"`{name}`: a parameter meets samples in an operation with several outputs"
+            elif found is TOTAL and name not in ("add", "sub", "rsub", "subtract"):
+                lost = f"`{name}`: a parameter meets a sum over the samples"
             else:
-                self._meet(call, produced[0], found, params)
-        if params and lost is not None:
-            raise SampleAxisError(_lost(lost))
+                self._meet(call, produced[0], Everyone(None) if found is TOTAL else found, params)
+        if params and lost is not None and (self.tapped or found is None):
+            raise samples_lost(lost, self.unknown)
         around = name if params or any(tag.around for tag in sampled) else None
         crossed = frozenset().union(*(tag.crossed for tag in sampled))
         differentiable = torch.is_grad_enabled()
-        affine = name in _AFFINE and sum(bool(tag.crossed) for tag in sampled) == 1 and any(t.affine for t in sampled)
+        keeps = name in _AFFINE and not around and sum(bool(tag.crossed) for tag in sampled) == 1
+        affine, logarithm = (keeps and any(getattr(t, k) for t in sampled) for k in ("affine", "logarithm"))
         for i, x in enumerate(produced):
             place = found[i] if isinstance(found, list) else found
             if not (differentiable and x.is_floating_point()):
                 tag = Sampled(place, lost)
             else:
-                tag = Sampled(place, lost, around, crossed, affine and not around)
+                tag = Sampled(place, lost, around, crossed, affine, logarithm)
             self.set(x, tag if place is not None or lost or tag.active else None)
             if in_place(func):
                 self._written(x, tag)
@@ -238,7 +243,7 @@ class Trace(TorchFunctionMode):
 
     def _written(self, x: torch.Tensor, tag: Sampled) -> None:
         """What is written into a view is written into its base, whose sample axis is not known from here."""
-        base = x._base if x._is_view() else None
+        base = base_of(x)
         if base is not None and self.tag(base) is None:
             self.set(base, replace(tag, place=None, lost="an in-place write into a view of a constant"))
 
@@ -246,10 +251,7 @@ class Trace(TorchFunctionMode):
         """Every path from the outputs to the parameters has to cross a tap: autograd knows more than was seen."""
         stops, targets = {edge.node for edge in self.edges}, {node_of(p) for p in params}
         if any(reaches(z, targets, stops) for z in outputs):
-            raise SampleAxisError(
-                "a parameter enters through an operation that cannot be seen (a custom autograd.Function?). Return the "
-                "[N] losses of the samples from a function that also works on a batch of one."
-            )
+            raise samples_lost("an operation that cannot be seen (a custom autograd.Function?)", unknown=True)
 
     # Parameters meet samples
 
@@ -309,8 +311,8 @@ class Trace(TorchFunctionMode):
             at = len(self.edges)
             self.edges.append(edge)
             self.axes.append(axis)
-            self.sizes.append(out.numel() // self.n)
-        self.taps.append(Tap(param, tag, recipe, at, tuple((x, x._version) for x in recipe.reads)))
+            self.sizes.append(max(1, out.numel() // self.n))
+        self.taps.append(Tap(param, tag, recipe, at, tuple((x, version(x)) for x in recipe.reads)))
 
 
 def _at_its_place(axis: Axis, param: torch.Tensor, n: int) -> Recipe:
@@ -362,9 +364,3 @@ def _advanced(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(p, (torch.Tensor, list)) for p in parts)
 
-
-def _lost(reason: str) -> str:
-    return (
-        f"the samples are not kept apart at {reason}. Keep them apart up to the loss, or return the [N] losses of the "
-        "samples from a function that also works on a batch of one."
-    )

@@ -1,5 +1,20 @@
 """Tools for those who test and measure what they build with this library."""
 
 from invfunc.testing.memory import peak_memory, return_freed_memory
+from invfunc.testing.oracles import (
+    assert_trees_close,
+    dense_diag_ggn,
+    loop_batch_grad,
+    loop_sum_grad_squared,
+    loop_variance,
+)
 
-__all__ = ["peak_memory", "return_freed_memory"]
+__all__ = [
+    "assert_trees_close",
+    "dense_diag_ggn",
+    "loop_batch_grad",
+    "loop_sum_grad_squared",
+    "loop_variance",
+    "peak_memory",
+    "return_freed_memory",
+]

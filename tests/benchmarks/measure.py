@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import subprocess
 import sys
@@ -24,13 +25,17 @@ ROOT = Path(__file__).resolve().parents[2]
 def medians(
     calls: Mapping[Key, Call], repeats: int, device: torch.device, announce: Callable[[str], None]
 ) -> dict[Key, float]:
-    """The median seconds of each call; each round runs all of them, so that a slow moment hits all."""
+    """The median seconds of each call over rounds of all of them, so that a slow moment hits all.
+
+    Each round has an order of its own: the first large call after small ones pays for fresh pages.
+    """
+    shuffle = random.Random(0).sample
     seconds: dict[Key, list[float]] = {key: [] for key in calls}
     for repeat in range(repeats):
         announce(f"round {repeat + 1} of {repeats}")
-        for key, call in calls.items():
+        for key in shuffle(list(calls), len(calls)):
             started = time.perf_counter()
-            call()
+            calls[key]()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds[key].append(time.perf_counter() - started)

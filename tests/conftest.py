@@ -1,0 +1,23 @@
+"""`--device` and `--dtype` for the laws, and one way to draw examples: the same ones on every run."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("laws", derandomize=True, deadline=None, max_examples=20, database=None)
+settings.load_profile("laws")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where the laws are tested, such as cuda")
+    parser.addoption("--dtype", default="float64", choices=["float64", "float32"], help="of the laws' numbers")
+
+
+@pytest.fixture(scope="session")
+def device(request) -> torch.device:
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def dtype(request) -> torch.dtype:
+    return getattr(torch, request.config.getoption("--dtype"))

@@ -1,0 +1,240 @@
+"""batch_grad, sum_grad_squared and variance against the shares of a plain loop."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import invfunc
+from invfunc import tree
+from invfunc.testing.oracles import assert_trees_close, loop_batch_grad, loop_sum_grad_squared, loop_variance
+from tests.networks import LOSSES, network, networks, samples_loss
+from tests.strategies import Numbers
+
+EXACT = 1e-10
+STATISTICS = {
+    "batch_grad": (invfunc.batch_grad, loop_batch_grad),
+    "sum_grad_squared": (invfunc.sum_grad_squared, loop_sum_grad_squared),
+    "variance": (invfunc.variance, loop_variance),
+}
+statistics = pytest.mark.parametrize("transform, loop", STATISTICS.values(), ids=STATISTICS)
+losses = st.sampled_from(LOSSES)
+reductions = st.sampled_from([None, torch.sum, torch.mean])
+
+
+def reduced(f, reduction):
+    return f if reduction is None else lambda *args: reduction(f(*args))
+
+
+def drawn(net, loss):
+    return net.params, net.x, loss.target(Numbers(1), net.n)
+
+
+class TestShares:
+    @given(networks(), losses, reductions)
+    def test_sum_to_the_gradient(self, net, loss, reduction):
+        f, args = reduced(samples_loss(net, loss), reduction), drawn(net, loss)
+        summed = tree.map_leaves(lambda g: g.sum(0), invfunc.batch_grad(f)(*args))
+        assert_trees_close(summed, torch.func.grad(lambda p: f(p, *args[1:]).sum())(args[0]), EXACT)
+
+    @given(networks(), losses)
+    def test_carry_the_scale_of_the_loss(self, net, loss):
+        f, args = samples_loss(net, loss), drawn(net, loss)
+        each = loop_batch_grad(f)(*args)
+        assert_trees_close(invfunc.batch_grad(f)(*args), each, EXACT)
+        assert_trees_close(invfunc.batch_grad(reduced(f, torch.sum))(*args), each, EXACT)
+        mean = tree.map_leaves(lambda g: g / net.n, each)
+        assert_trees_close(invfunc.batch_grad(reduced(f, torch.mean))(*args), mean, EXACT)
+
+    @given(networks(), losses, st.sampled_from([torch.sum, torch.mean]), st.booleans())
+    def test_of_a_term_in_the_parameters_alone_are_an_nth(self, net, loss, reduction, before):
+        f, args = samples_loss(net, loss), drawn(net, loss)
+
+        def penalty(params):
+            return sum(p.square().sum() for p in tree.leaves(params)) / 2
+
+        def penalised(params, x, y):
+            value = reduction(f(params, x, y))
+            return penalty(params) + value if before else value + penalty(params)
+
+        plain = invfunc.batch_grad(reduced(f, reduction))(*args)
+        wanted = tree.map_leaves(lambda g, p: g + p / net.n, plain, args[0])
+        assert_trees_close(invfunc.batch_grad(penalised)(*args), wanted, EXACT)
+
+    def test_of_a_term_in_the_parameters_in_each_loss_are_whole(self):
+        def f(w, x):
+            return (x @ w).square() + w.square().sum()
+
+        args = (Numbers()(3), Numbers(1)(4, 3))
+        assert_trees_close(invfunc.batch_grad(f)(*args), loop_batch_grad(f)(*args), EXACT)
+
+    @pytest.mark.parametrize("build", [lambda w, x: w.square().sum(), lambda w, x: x.sum()], ids=["params", "batch"])
+    def test_of_one_argument_alone(self, build):
+        w, x = Numbers()(3), Numbers(1)(4, 3)
+        wanted = torch.func.grad(build)(w, x).expand(4, 3) / 4
+        assert_trees_close(invfunc.batch_grad(build)(w, x), wanted, EXACT)
+
+
+@statistics
+class TestEveryStatistic:
+    @given(networks(), losses, reductions)
+    def test_equals_the_loop(self, transform, loop, net, loss, reduction):
+        f, args = samples_loss(net, loss), drawn(net, loss)
+        scaled = (lambda *a: f(*a) / net.n) if reduction is torch.mean else f
+        assert_trees_close(transform(reduced(f, reduction))(*args), loop(scaled)(*args), EXACT)
+
+    def test_is_zero_where_a_parameter_has_no_influence(self, transform, loop):
+        rand = Numbers()
+        params = {"used": rand(3), "unused": rand(2, 2), "cut": rand(3), "rounded": rand(3)}
+        params["selected"] = rand(2, 3)
+
+        def f(p, x):
+            z = x @ (p["used"] + p["cut"].detach() + p["rounded"].sign()) + x @ p["selected"][1]
+            return z.square()
+
+        args = (params, rand(4, 3))
+        found = transform(f)(*args)
+        assert_trees_close(found, loop(f)(*args), EXACT)
+        assert not any(found[name].any() for name in ("unused", "cut", "rounded"))
+        assert not found["selected"].select(-2, 0).any() and found["selected"].any()
+
+    @pytest.mark.parametrize(
+        "aux",
+        ["a string", None, 3, (), {"deep": [None, "string", (1.5,)]}, [torch.ones(2), {"t": torch.arange(3)}]],
+        ids=repr,
+    )
+    def test_hands_on_any_aux(self, transform, loop, aux):
+        def f(w, x):
+            return (x @ w).square(), aux
+
+        args = (Numbers()(3), Numbers(1)(4, 3))
+        result, found = transform(f, has_aux=True)(*args)
+        assert_trees_close(result, loop(lambda *a: f(*a)[0])(*args), EXACT)
+        assert tree.flatten(found)[1] == tree.flatten(aux)[1]
+        for ours, theirs in zip(tree.leaves(found), tree.leaves(aux), strict=True):
+            assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
+
+    def test_hands_on_aux_that_it_computed(self, transform, loop):
+        def f(w, x):
+            z = x @ w
+            return z.square().mean(), {"outputs": z, "sum": z.sum()}
+
+        w, x = Numbers()(3), Numbers(1)(4, 3)
+        _, aux = transform(f, has_aux=True)(w, x)
+        assert_trees_close(aux, f(w, x)[1], EXACT)
+        assert not any(a.requires_grad for a in aux.values())
+
+    @pytest.mark.parametrize("argnums", [0, 1, -2, (0, 1), (1, 0), (-3,)], ids=str)
+    def test_takes_its_parameters_from_argnums(self, transform, loop, argnums):
+        rand = Numbers()
+        args = ({"w": rand(3, 2)}, [rand(2), rand(2)], rand(5, 3))
+
+        def f(a, b, x):
+            return ((x @ a["w"]).tanh() * b[0] + b[1]).square().sum(1)
+
+        wanted = tuple(argnums) if isinstance(argnums, tuple) else (argnums,)
+        fixed = tuple(None for i in range(2) if i not in [a % 3 for a in wanted])
+        found = transform(f, argnums=argnums, in_dims=(*fixed, 0))(*args)
+        both = loop(lambda pair, x: f(*pair, x))(args[:2], args[2])
+        picked = tuple(both[a % 3] for a in wanted)
+        assert_trees_close(found, picked if isinstance(argnums, tuple) else picked[0], EXACT)
+
+    @given(st.permutations(range(3)), st.integers(0, 2), st.booleans())
+    def test_finds_its_samples_along_in_dims(self, transform, loop, order, other, negative):
+        rand = Numbers()
+        w, x, y, scale = rand(3), rand(4, 2, 3), rand(4, 2, 2), rand(2)
+
+        def f(w, x, y, scale):
+            return ((x @ w) * scale - y[..., 0]).square().sum(1)
+
+        back = [order.index(d) for d in range(3)]
+
+        def moved(w, x, y, scale):
+            return f(w, x.permute(back), y.movedim(other, 0), scale)
+
+        at = order.index(0)
+        in_dims = (at - 3 if negative else at, other, None)
+        found = transform(moved, in_dims=in_dims)(w, x.permute(order), y.movedim(0, other), scale)
+        assert_trees_close(found, loop(f)(w, x, y, scale), EXACT)
+
+    def test_keeps_keyword_arguments_constant(self, transform, loop):
+        def f(w, x, *, scale, name):
+            assert name == "constant"
+            return (x @ w * scale).square()
+
+        args, kwargs = (Numbers()(3), Numbers(1)(4, 3)), {"scale": Numbers(2)(4), "name": "constant"}
+        assert_trees_close(transform(f)(*args, **kwargs), loop(f)(*args, **kwargs), EXACT)
+
+    @pytest.mark.parametrize("leaf", ["tensor", "tuple", "nested"])
+    def test_is_shaped_like_the_parameters(self, transform, loop, leaf):
+        w, b = Numbers()(3, 2), Numbers(1)()
+        params = {"tensor": w, "tuple": (w, b), "nested": {"a": [w, {"b": b}], "c": (), "d": {}}}[leaf]
+
+        def f(p, x):
+            w, *b = tree.leaves(p)
+            return (x @ w + sum(b)).cosh().sum(1)
+
+        args = (params, Numbers(2)(4, 3))
+        assert_trees_close(transform(f)(*args), loop(f)(*args), EXACT)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    def test_keeps_the_dtype(self, transform, loop, dtype):
+        params = {"w": Numbers()(3).to(dtype), "b": Numbers(1)().double()}
+
+        def f(p, x):
+            return ((x * p["w"]).sum(1).double() + p["b"]).square()
+
+        found = transform(f)(params, Numbers(2)(4, 3).to(dtype))
+        assert {name: x.dtype for name, x in found.items()} == {"w": dtype, "b": torch.float64}
+
+    def test_says_what_it_is(self, transform, loop):
+        assert repr(transform(F.mse_loss)) == f"{transform.__name__}(mse_loss)"
+
+
+class TestVariance:
+    @given(networks(low=2), losses, reductions, st.sampled_from([0, 1, 0.5]))
+    def test_is_the_variance_of_the_shares(self, net, loss, reduction, correction):
+        f, args = reduced(samples_loss(net, loss), reduction), drawn(net, loss)
+        wanted = tree.map_leaves(lambda g: g.var(0, correction=correction), invfunc.batch_grad(f)(*args))
+        assert_trees_close(invfunc.variance(f, correction=correction)(*args), wanted, EXACT)
+
+    @given(networks(low=2), losses, st.sampled_from([torch.float32, torch.float64]))
+    def test_is_never_negative(self, net, loss, dtype):
+        params, x, y = drawn(net, loss)
+        same = tree.map_tensors(lambda t: t[:1].expand_as(t).clone(), (x, y))  # the true variance is zero
+        params, *batch = tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (params, *same))
+        f = samples_loss(net, loss)
+        found = invfunc.variance(f)(params, *batch)
+        largest = loop_sum_grad_squared(f)(params, *batch)
+        for v, g in zip(tree.leaves(found), tree.leaves(largest), strict=True):
+            assert (v >= 0).all() and (v <= 1e-9 * g.max() + 1e-30).all()
+
+    @pytest.mark.parametrize("called", ["linear", "positions", "bias", "convolution", "transposed", "tied", "scale"])
+    @pytest.mark.parametrize("n", [2, 7, 64])
+    def test_is_exact_in_float32_where_the_mean_is_1000_deviations(self, called, n):
+        rand = Numbers()
+        f, params, shape = {
+            "linear": (lambda w, x: (x @ w).sum(1), rand(5, 3), (5,)),
+            "positions": (lambda w, x: (x @ w).sum((1, 2)), rand(5, 3), (40, 5)),
+            "bias": (lambda b, x: ((x + b) * x).sum(1), rand(5), (5,)),
+            "convolution": (lambda w, x: F.conv2d(x, w, padding=1).sum((1, 2, 3)), rand(2, 3, 3, 3), (3, 6, 6)),
+            "transposed": (lambda w, x: F.conv_transpose1d(x, w, stride=2).sum((1, 2)), rand(2, 3, 3), (2, 6)),
+            "tied": (lambda w, x: (x @ w @ w.T).sum(1), rand(5, 3).abs() + 1, (5,)),
+            "scale": (lambda w, x: (x * w).sum((1, 2)), rand(5), (4, 5)),
+        }[called]
+        x = 1000 + rand(n, *shape)
+        params, x = params.float(), x.float()
+        wanted = loop_variance(f)(params.double(), x.double())
+        shares = loop_batch_grad(f)(params.double(), x.double())
+        assert (shares.mean(0).abs() > 100 * shares.std(0)).any()
+        assert_trees_close(invfunc.variance(f)(params, x), wanted, 1e-3)
+
+
+class TestHalfPrecision:
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_sums_are_accumulated_in_float32(self, dtype):
+        """A bfloat16 sum of ones stops at 256."""
+        w, x = torch.zeros(2, dtype=dtype), torch.ones(1000, 2, dtype=dtype)
+        found = invfunc.sum_grad_squared(lambda w, x: (x * w).sum(1))(w, x)
+        assert found.dtype == dtype and torch.equal(found, torch.full((2,), 1000, dtype=dtype))
