@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import invfunc
 from invfunc import tree
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad, loop_sum_grad_squared, loop_variance
-from tests.networks import LOSSES, network, networks, samples_loss
+from tests.networks import LOSSES, networks, samples_loss
 from tests.strategies import Numbers
 
 EXACT = 1e-10
@@ -211,7 +211,7 @@ class TestVariance:
             assert (v >= 0).all() and (v <= 1e-9 * g.max() + 1e-30).all()
 
     @pytest.mark.parametrize("called", ["linear", "positions", "bias", "convolution", "transposed", "tied", "scale"])
-    @pytest.mark.parametrize("n", [2, 7, 64])
+    @pytest.mark.parametrize("n", [5, 64])
     def test_is_exact_in_float32_where_the_mean_is_1000_deviations(self, called, n):
         rand = Numbers()
         f, params, shape = {
@@ -223,12 +223,11 @@ class TestVariance:
             "tied": (lambda w, x: (x @ w @ w.T).sum(1), rand(5, 3).abs() + 1, (5,)),
             "scale": (lambda w, x: (x * w).sum((1, 2)), rand(5), (4, 5)),
         }[called]
-        x = 1000 + rand(n, *shape)
+        x = 1000 + rand(n, *[1] * len(shape)) + rand(n, *shape) / 4
         params, x = params.float(), x.float()
-        wanted = loop_variance(f)(params.double(), x.double())
         shares = loop_batch_grad(f)(params.double(), x.double())
-        assert (shares.mean(0).abs() > 100 * shares.std(0)).any()
-        assert_trees_close(invfunc.variance(f)(params, x), wanted, 1e-3)
+        assert 300 < (shares.mean(0).abs() / shares.std(0)).median() < 3000
+        assert_trees_close(invfunc.variance(f)(params, x), shares.var(0, correction=0), 1e-3)
 
 
 class TestHalfPrecision:

@@ -166,7 +166,12 @@ def hessian(scope: Scope, result: torch.Tensor, roots: list[Root], pieces: list[
     if structured is None:
         return [_general(scope, result, roots, n)]
     by_ordinal = {r.ordinal: r for r in roots}
-    return [_columns(scope, result, piece, c, by_ordinal[piece.root], n) for piece, c in structured]
+    try:
+        return [_columns(scope, piece, c, by_ordinal[piece.root], n) for piece, c in structured]
+    except ConvexityError:
+        if len(structured) < 2:
+            raise
+        return [_general(scope, result, roots, n)]  # a difference of losses may be convex
 
 
 def _structured(
@@ -186,9 +191,7 @@ def _structured(
     return [(p, scope.leave(c)) for p, c in used if c is not None]
 
 
-def _columns(
-    scope: Scope, result: torch.Tensor, piece: Piece, slope: torch.Tensor, root: Root, n: int
-) -> Columns:
+def _columns(scope: Scope, piece: Piece, slope: torch.Tensor, root: Root, n: int) -> Columns:
     if piece.kind == "elementwise":
         made: Columns = _elementwise(scope, piece, slope, n)
     else:

@@ -40,7 +40,7 @@ class Options:
 
 def budget(device: torch.device) -> int:
     """How many numbers an intermediate tensor may have: what a CPU keeps in its cache, what keeps a GPU busy."""
-    return 2**20 + 2**19 if device.type == "cpu" else 2**26
+    return 3 * 2**20 if device.type == "cpu" else 2**26
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Engine:
             for leaf, state in zip(problem.leaves, self.states, strict=True)
         ]
         trees = tree.unflatten([self.scope.result(x) for x in found], problem.structure)
-        result = trees[0] if len(trees) == 1 else tuple(trees)
+        result = tuple(trees) if problem.several else trees[0]
         return result, self.scope.result(aux)
 
     # Runs
@@ -199,8 +199,7 @@ class Engine:
                 alone = torch.vmap(function, in_dims=tuple(None if a is None else 0 for a in dims))(*exposed)
         except RuntimeError:  # no batching rule
             return None
-        same = torch.isclose(alone, axis.expose(result, n), rtol=1e-3, atol=1e-5, equal_nan=True)
-        if not bool(innermost(same).all()):
+        if not _same(alone, axis.expose(result, n)):
             return None  # a sample alone gives something else than in the batch: they are mixed
         for i, leaf in enumerate(params):
             trace._tap(leaf, Derived(frozenset({i}), True), generic(site, leaf), result, axis)
@@ -284,7 +283,7 @@ class Engine:
         """The model function in one pass, or in blocks of samples whose cotangents fit the cache."""
         n = self.problem.n
         divided = any(self.plan.asked(over) for over in ("outputs", "params"))
-        if self.budget > 2**22 or divided or self.problem.has_aux or n < 3:
+        if self.budget > 2**24 or divided or self.problem.has_aux or n < 3:
             return [self._model(WHOLE, n)]
         try:
             first = min(n, 2)
@@ -324,7 +323,7 @@ class Engine:
         tag, splitter = self._loss_tag(light.trace, light.result), seen[0]
         wanted = splitter.selected()
         if not second_order and light.result.ndim and not wanted:
-            self._loss_chunks(draws)
+            self._loss_chunks(light.result, draws)
             return light.aux
         _check_split(tag, splitter, wanted, light.result)
         roots = [splitter.roots[i] for i in wanted]
@@ -350,7 +349,7 @@ class Engine:
     ) -> list[tuple[int, int]]:
         """Blocks of samples for several columns, where nobody asked for passes of their own."""
         n, count = self.problem.n, sum(c.count for c in made)
-        if any(self.plan.splits.values()) or draws.drew or count < 4 or n < 3 or self.budget > 2**22:
+        if any(self.plan.splits.values()) or draws.drew or count < 4 or n < 3 or self.budget > 2**24:
             return parts
         try:
             probe = self._run(slice(0, 1), 1, splitter=lambda trace: Splitter(trace, wanted), draws=Draws(stop=True))
@@ -365,7 +364,7 @@ class Engine:
             return hessians.hessian(self.scope, result, roots, splitter.pieces, n)
         return [hessians.gradient(self.scope, result, roots, n)]
 
-    def _loss_chunks(self, draws: Draws) -> None:
+    def _loss_chunks(self, whole: torch.Tensor, draws: Draws) -> None:
         """A loss for each sample: the function itself on parts of the batch."""
         if draws.drew:
             raise RandomnessError(
@@ -375,6 +374,11 @@ class Engine:
         for start, stop in self.plan.ranges("samples", self.problem.n):
             run = self._run(slice(start, stop), stop - start)
             self._loss_tag(run.trace, run.result)
+            if not _same(run.result, whole[start:stop]):
+                raise SampleAxisError(
+                    "f gives the samples other losses in a part of the batch than in the whole (does it divide by its "
+                    "length?), so it cannot be chunked over samples; mark its outputs with `outputs(z)`."
+                )
             run.outputs = {0: (run.result, Axis(None))}
             run.part = WHOLE
             self._consume(run, [self._ones(run)])
@@ -464,6 +468,11 @@ def _block(made: list[Columns], start: int, stop: int, part: slice, n: int) -> B
     if any(b.weight is not None for b in found):
         weights = torch.cat([_weight(b, n) for b in found])
     return Block(left, right, weights)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether values agree up to what another batch size does to their rounding."""
+    return bool(innermost(torch.isclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)).all())
 
 
 def _weight(block: Block, n: int) -> torch.Tensor:

@@ -25,6 +25,8 @@ class Problem:
     args: tuple
     kwargs: dict[str, Any]
     argnums: tuple[int, ...]
+    several: bool
+    """Whether argnums was a tuple, and so is the result."""
     has_aux: bool
     out_dims: int
     leaves: list[torch.Tensor]
@@ -108,7 +110,7 @@ def problem(
     rest = [i for i in range(len(args)) if i not in positions]
     dims = batch_dims(in_dims, rest)
     n = batch_size(args, dims, names)
-    return Problem(f, loss, args, kwargs, positions, has_aux, out_dims, leaves, structure, dims, n)
+    return Problem(f, loss, args, kwargs, positions, wanted is argnums, has_aux, out_dims, leaves, structure, dims, n)
 
 
 def _check_params(params: Any, name: str) -> None:

@@ -76,7 +76,7 @@ def product(site: Site, param: torch.Tensor) -> Recipe | None:
     axes: list[Axis | None] = []
     for inputs, x in others:
         axis = call.place(x)
-        if axis is None and sample in inputs and x.shape[inputs.index(sample)] != 1:
+        if axis is None and sample is not None and sample in inputs and x.shape[inputs.index(sample)] != 1:
             axis = site.axis.at(inputs.index(sample))  # a constant with an entry for each sample
         axes.append(axis if isinstance(axis, Axis) else None)
     sizes = dict(zip(labels, param.shape, strict=True))

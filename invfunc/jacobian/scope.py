@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -29,6 +30,8 @@ class Scope:
 
     def __enter__(self) -> Scope:
         self._stack.enter_context(torch.enable_grad())
+        self._stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation of the user's
         if not self.plain:
             self._enter, self._leave = self._stack.enter_context(grad_level())
         return self
@@ -83,12 +86,15 @@ class Scope:
         used: list[int] = []
 
         def pull(*columns: torch.Tensor) -> list[torch.Tensor]:
-            # is_grads_batched does the same by an older vmap, which torch.func levels do not know
             grads = torch.autograd.grad(ys, inputs, columns, retain_graph=True, create_graph=graph, allow_unused=True)
             used[:] = [i for i, g in enumerate(grads) if g is not None]
             return [g for g in grads if g is not None]
 
         columns = [c for _, c in reached]
+        if batched and self.plain and not graph:  # torch.func does not know this older vmap, which needs less memory
+            return list(
+                torch.autograd.grad(ys, inputs, columns, is_grads_batched=True, retain_graph=True, allow_unused=True)
+            )
         found = torch.vmap(pull)(*columns) if batched else pull(*columns)
         result: list[torch.Tensor | None] = [None] * len(inputs)
         for i, g in zip(used, found, strict=True):

@@ -105,8 +105,8 @@ class Shares:
         if direct:
             parts = self._parts(tap.recipe.work, 16 * self.budget)
         else:
-            size = math.prod(_sizes(left, instance)) // min(2, self.n)
-            parts = self._parts(tap.recipe.work + size, self.budget // 3)
+            size = sum(x.numel() for _, x in left) + math.prod(_sizes(left, instance))
+            parts = self._parts(size // min(2, self.n), self.budget // 4)
         for part in parts:
             left, right, weight = terms(part)
             instance = present("VN" + output, left)
@@ -115,7 +115,8 @@ class Shares:
             else:
                 other = None if columns.right is None else contract(right, instance)
                 lead = instance[: len(instance) - len(kept)]
-                more = _squares(contract(left, instance), other, weight[0][1] if weight else None, lead)
+                share, w = contract(left, instance), weight[0][1] if weight else None
+                more = _squares(share, other, w, lead, fresh=len(left) > 1)
             total = more if total is None else total + more
         assert total is not None
         return self._finish(tap, total.reshape(_sizes(left, output)), 0)
@@ -145,7 +146,8 @@ class Shares:
             for part in self._parts(tap.recipe.work + size, self.budget):
                 terms = self._terms(tap, deltas, part)
                 instance = present("N" + output, terms)
-                more = _squares(contract(terms, instance) - mean, None, None, instance[: len(instance) - len(kept)])
+                lead = instance[: len(instance) - len(kept)]
+                more = _squares(contract(terms, instance) - mean, None, None, lead, fresh=True)
                 centred = more if centred is None else centred + more
             assert centred is not None
         shape = _sizes(few, output)
@@ -157,7 +159,7 @@ class Shares:
         """`[*lead, *output]` in the layout of the tapped parameter, then of the leaf."""
         if tap.recipe.finish is not None:
             share = tap.recipe.finish(share, lead)
-        share = share.reshape(*share.shape[:lead], *tap.param.shape)
+        share = share.reshape((*share.shape[:lead], *tap.param.shape))
         return self._pull(tap, share, lead)
 
     def _pull(self, tap: Tap, share: torch.Tensor, lead: int) -> torch.Tensor:
@@ -171,7 +173,7 @@ class Shares:
             (found,) = self.scope.grad([tap.param], [self.leaf], [share.flatten(0, lead - 1)])
         if found is None:
             return wide.new_zeros(*wide.shape[:lead], *self.leaf.shape)
-        return self.scope.leave(found).reshape(*wide.shape[:lead], *self.leaf.shape)
+        return self.scope.leave(found).reshape((*wide.shape[:lead], *self.leaf.shape))
 
     @property
     def _factored(self) -> bool:
@@ -206,9 +208,16 @@ def _instantiated(terms: list[Term], instance: str) -> float:
     return cost(terms, instance) + _TRAFFIC * math.prod(_sizes(terms, instance))
 
 
-def _squares(left: torch.Tensor, right: torch.Tensor | None, weight: torch.Tensor | None, lead: str) -> torch.Tensor:
-    """`sum weight * left * right` over the leading dimensions."""
-    product = left * (left if right is None else right)
-    if weight is not None:
-        product = product * weight.reshape(*weight.shape, *[1] * (product.ndim - len(lead)))
-    return product.sum(list(range(len(lead)))) if lead else product
+def _squares(
+    left: torch.Tensor, right: torch.Tensor | None, weight: torch.Tensor | None, lead: str, fresh: bool = False
+) -> torch.Tensor:
+    """`sum weight * left * right` over the leading dimensions; a fresh `left` may be overwritten."""
+    if right is not None:
+        product = left * right
+    else:
+        product = left.square_() if fresh and not left.requires_grad else left.square()
+    if not lead:
+        return product if weight is None else product * weight
+    if weight is None:
+        return product.sum(list(range(len(lead))))
+    return torch.tensordot(weight, product, len(lead))

@@ -38,7 +38,7 @@ class Sampled:
     place: Axis | Total | None
     lost: str | None = None
     around: str | None = None
-    """The last operation on a path from the parameters that crosses no marked outputs; None if there is no such path."""
+    """Where a path from the parameters that crosses no outputs came last, or met one that does; None without one."""
     crossed: frozenset[int] = frozenset()
     """The marked outputs that it depends on."""
     affine: bool = False
@@ -68,7 +68,7 @@ _SELECTIONS = set(
     "contiguous clone to float double half bfloat16 type_as alias hsplit vsplit dsplit iter".split()
 )
 _AFFINE = _SELECTIONS | {"mul", "div", "add", "sub", "neg", "getitem", "multiply", "divide", "true_divide", "subtract"}
-_SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as"}
+_SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
 _CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "size", "dim", "get:shape", "get:dtype"}
 
 
@@ -223,7 +223,8 @@ class Trace(TorchFunctionMode):
                 self._meet(call, produced[0], Everyone(None) if found is TOTAL else found, params)
         if params and lost is not None and (self.tapped or found is None):
             raise samples_lost(lost, self.unknown)
-        around = name if params or any(tag.around for tag in sampled) else None
+        met = next((tag.around for tag in sampled if tag.around and tag.crossed), None)
+        around = met or (name if params or any(tag.around for tag in sampled) else None)
         crossed = frozenset().union(*(tag.crossed for tag in sampled))
         differentiable = torch.is_grad_enabled()
         keeps = name in _AFFINE and not around and sum(bool(tag.crossed) for tag in sampled) == 1
@@ -323,7 +324,7 @@ def _at_its_place(axis: Axis, param: torch.Tensor, n: int) -> Recipe:
         one = list(param.shape)
         assert axis.dim is not None
         one[axis.dim] = axis.width
-        return axis.restore(share.reshape(*share.shape[:lead], n, *one), n, lead)
+        return axis.restore(share.reshape((*share.shape[:lead], n, *one)), n, lead)
 
     letters = "abcdefghijklmnopqrstuvwxy"[: param.ndim]
     return Recipe("z" + letters, recipe.build, finish)

@@ -45,15 +45,20 @@ def dense_diag_ggn(f: Callable, loss: Callable) -> Callable:
         jacobian = _jacobian(outputs, leaves)
         value, outputs = _differentiably(lambda z: loss(z, target), outputs, layout)
         slope = torch.autograd.grad(value.sum(), outputs, create_graph=True, materialize_grads=True)
-        hessian = torch.cat([h.flatten(1) for h in _jacobian(slope, outputs)], 1)
-        rows = [torch.einsum("ap,ab,bp->p", j.flatten(1), hessian, j.flatten(1)) for j in jacobian]
-        return tree.unflatten([r.reshape(p.shape) for r, p in zip(rows, leaves, strict=True)], structure)
+        hessian = torch.cat(_jacobian(slope, outputs), 1)
+        diagonals = [torch.einsum("ap,ab,bp->p", j, hessian, j).reshape(p.shape) for j, p in zip(jacobian, leaves)]
+        return tree.unflatten(diagonals, structure)
 
     return oracle
 
 
-def assert_trees_close(actual: Any, expected: Any, rtol: float) -> None:
+def assert_trees_close(actual: Any, expected: Any, rtol: float, floor: float = 0.0) -> None:
     """Same structure and shapes, and no entry of a leaf further off than `rtol` times the largest entry of that leaf.
+
+    Args:
+        actual, expected: pytrees of tensors.
+        rtol: the tolerance.
+        floor: a largest entry below this counts as this: the size of what cancels in a leaf that may be zero.
 
     Raises:
         AssertionError: it names the leaf, the error and the tolerance.
@@ -65,7 +70,7 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float) -> None:
         if x.numel():
             x, y = x.detach().double().cpu(), y.detach().double().cpu()
             error, largest = (x - y).abs().max().item(), y.abs().max().item()
-            assert error <= rtol * largest, f"leaf {path} is off by {error:.1e}, its largest entry is {largest:.1e}"
+            assert error <= rtol * max(largest, floor), f"leaf {path} is off by {error:.1e}, its largest entry is {largest:.1e}"
 
 
 def _differentiably(f: Callable, leaves: Any, structure: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -81,6 +86,6 @@ def _grad(y: torch.Tensor, leaves: list[torch.Tensor]) -> Any:
 
 
 def _jacobian(outputs: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """For each leaf `[numbers in the outputs, *leaf]`."""
+    """For each leaf `[numbers in the outputs, numbers in the leaf]`."""
     rows = [_grad(y, leaves) for z in outputs for y in z.flatten()]
-    return [torch.stack(found) for found in zip(*rows, strict=True)]
+    return [torch.stack([g.flatten() for g in found]) for found in zip(*rows, strict=True)]

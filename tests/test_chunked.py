@@ -1,0 +1,280 @@
+"""chunked: the same result in exactly n passes, over every axis; folds of plain functions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import invfunc
+from invfunc import SampleAxisError, chunked, diag_ggn
+from invfunc.testing.oracles import assert_trees_close, dense_diag_ggn
+from tests.criteria import after_logarithms, cross_entropies, elementwise, model
+from tests.networks import LOSSES, network, networks, samples_loss
+from tests.strategies import Numbers
+
+EXACT = 1e-10
+numbers_of_passes = st.integers(1, 9)
+FIRST_ORDER = [invfunc.batch_grad, invfunc.sum_grad_squared, invfunc.variance]
+
+
+def divided(draw, t, axes):
+    """t over one to three of its axes, in n chunks or in chunks of a size."""
+    for over in draw(st.lists(st.sampled_from(axes), min_size=1, max_size=3)):
+        n = draw(numbers_of_passes)
+        t = chunked(t, n, over=over) if draw(st.booleans()) else chunked(t, chunk_size=n, over=over)
+    return t
+
+
+class TestStatistics:
+    @given(st.data(), cross_entropies() | elementwise() | after_logarithms())
+    def test_diag_ggn_does_not_depend_on_n(self, data, criterion):
+        f, params = model(criterion.one)
+        args = (params, Numbers(1)(len(criterion.target), 2), criterion.target)
+        wanted = dense_diag_ggn(f, criterion.loss)(*args)
+        form = data.draw(st.sampled_from(["f, loss", "f"]))
+        t = diag_ggn(f, criterion.loss)
+        if form == "f":
+            t = diag_ggn(lambda p, x, y: criterion.loss(f(p, x), y))
+        assert_trees_close(divided(data.draw, t, ["outputs", "samples", "params"])(*args), wanted, EXACT)
+
+    @given(st.data(), networks(sequences=True), st.sampled_from(LOSSES[:2]), st.booleans())
+    def test_diag_ggn_of_any_network_does_not_depend_on_n(self, data, net, loss, alone):
+        target = loss.target(Numbers(1), net.n)
+        target = torch.stack([target, target], 1) if net.called == "sequence" else target
+
+        def criterion(z, y):
+            return loss(z.flatten(0, -2), y.flatten(0, z.ndim - 2))
+
+        t = diag_ggn(lambda p, x, y: criterion(net.f(p, x), y)) if alone else diag_ggn(net.f, criterion)
+        args = (net.params, net.x, target)
+        wanted = dense_diag_ggn(net.f, criterion)(*args)
+        assert_trees_close(divided(data.draw, t, ["outputs", "samples", "params"])(*args), wanted, EXACT)
+
+    @given(st.data(), networks(), st.sampled_from(LOSSES), st.sampled_from(FIRST_ORDER))
+    def test_first_order_statistics_do_not_depend_on_n(self, data, net, loss, transform):
+        args = (net.params, net.x, loss.target(Numbers(1), net.n))
+        reduction = data.draw(st.sampled_from([None, "mean", "sum"]))
+        f = samples_loss(net, loss) if reduction is None else lambda p, x, y: loss(net.f(p, x), y, reduction)
+        t = transform(f)
+        assert_trees_close(divided(data.draw, t, ["samples", "params"])(*args), t(*args), EXACT)
+
+    @given(st.data(), cross_entropies(), st.sampled_from(FIRST_ORDER), st.booleans())
+    def test_first_order_statistics_keep_the_scale_of_the_loss(self, data, criterion, transform, mark):
+        """Weights, ignore_index and label smoothing: no chunk sees a loss of its own."""
+        f, params = model(criterion.one)
+        args = (params, Numbers(1)(len(criterion.target), 2), criterion.target)
+        z = invfunc.outputs if mark else lambda z: z
+        t = transform(lambda p, x, y: criterion.loss(z(f(p, x)), y))
+        assert_trees_close(divided(data.draw, t, ["samples", "params"])(*args), t(*args), EXACT)
+
+    def test_marked_outputs_split_any_scalar_loss(self):
+        net, y = network("perceptron", 5), Numbers(1)(5, 3)
+        for transform in FIRST_ORDER:
+            t = transform(lambda p, x, y: (invfunc.outputs(net.f(p, x)) - y).abs().pow(1.5).mean())
+            assert_trees_close(chunked(t, 2)(net.params, net.x, y), t(net.params, net.x, y), EXACT)
+
+    @pytest.mark.parametrize("transform", FIRST_ORDER)
+    def test_losses_that_count_the_batch_are_never_silently_wrong(self, transform):
+        """Unmarked, f itself runs on parts of the batch: it has to return there what it returns on the whole."""
+        w, x = Numbers()(3), Numbers(1)(5, 3)
+        t = transform(lambda w, x: (x @ w).square() / len(x))
+        try:
+            found = chunked(t, 2)(w, x)
+        except SampleAxisError:
+            return
+        assert_trees_close(found, t(w, x), EXACT)
+
+    @pytest.mark.parametrize("over", ["samples", "params", "outputs"])
+    @pytest.mark.parametrize("alone", [True, False], ids=["f", "f, loss"])
+    def test_options_stay_with_the_statistic(self, over, alone):
+        rand = Numbers()
+        w, b, x, y = rand(3, 2), rand(2), rand(3, 5), rand(2, 5)
+        f = lambda b, w, x: (w.T @ x + b[:, None], "aux")  # noqa: E731
+        options = {"argnums": (1, 0), "in_dims": (1, 1), "has_aux": True}
+        if alone:
+            t = diag_ggn(lambda b, w, x, y: (F.mse_loss(f(b, w, x)[0], y), "aux"), **options)
+        else:
+            t = diag_ggn(f, F.mse_loss, out_dims=1, **options)
+        result, aux = chunked(t, 2, over=over)(b, w, x, y)
+        wanted = dense_diag_ggn(lambda p, x: p[0].T @ x + p[1][:, None], F.mse_loss)((w, b), x, y)
+        assert_trees_close(result, wanted, EXACT)
+        assert aux == "aux"
+
+
+class TestPasses:
+    """A hook between the parameters and the outputs counts backward passes; it sees the whole of a pass at once."""
+
+    N, CLASSES = 5, 4
+
+    def counting(self):
+        calls, passes, rand = [], [], Numbers()
+        params = {"a": rand(3, 4), "b": [rand(4), rand(4, self.CLASSES)], "c": rand(self.CLASSES)}
+        x, y = rand(self.N, 3), rand.below(self.CLASSES, self.N)
+
+        def f(p, x):
+            z = (x @ p["a"] + p["b"][0]).tanh() @ p["b"][1] + p["c"]
+            calls.append(len(x))
+            z = z + 0
+            if z.requires_grad:
+                z.register_hook(lambda g: passes.append(g.shape) and None)
+            return z
+
+        return f, (params, x, y), calls, passes
+
+    @pytest.mark.parametrize("n", [1, 2, 3, 4, 100])
+    @pytest.mark.parametrize("over, length", [("outputs", CLASSES - 1), ("samples", N), ("params", 4)])
+    @pytest.mark.parametrize("alone", [True, False], ids=["f", "f, loss"])
+    def test_are_exactly_n(self, over, length, alone, n):
+        f, args, calls, passes = self.counting()
+        t = diag_ggn(lambda p, x, y: F.cross_entropy(f(p, x), y)) if alone else diag_ggn(f, F.cross_entropy)
+        chunked(t, n, over=over)(*args)
+        assert len(passes) == min(n, length)
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 100])
+    def test_of_a_size_are_as_many_as_it_takes(self, size):
+        f, args, calls, passes = self.counting()
+        chunked(diag_ggn(f, F.cross_entropy), chunk_size=size)(*args)
+        assert len(passes) == -(-3 // min(size, 3))
+
+    @pytest.mark.parametrize("n", [1, 2, 3, 100])
+    @pytest.mark.parametrize("over, length", [("samples", N), ("params", 4)])
+    @pytest.mark.parametrize("transform", FIRST_ORDER)
+    def test_of_first_order_statistics_are_exactly_n(self, transform, over, length, n):
+        f, args, calls, passes = self.counting()
+        chunked(transform(lambda p, x, y: F.cross_entropy(f(p, x), y)), n, over=over)(*args)
+        assert len(passes) == min(n, length)
+
+    def test_nest(self):
+        f, args, calls, passes = self.counting()
+        t = chunked(chunked(diag_ggn(f, F.cross_entropy), 3), 2, over="samples")
+        t(*args)
+        assert len(passes) == 6
+        passes.clear()
+        chunked(chunked(t, 2, over="params"), 2, over="samples")(*args)
+        assert len(passes) == 3 * 4 * 2
+
+    def test_over_outputs_keep_one_forward_pass(self):
+        f, args, calls, passes = self.counting()
+        chunked(diag_ggn(f, F.cross_entropy), 3)(*args)
+        assert calls == [self.N]
+
+    def test_over_samples_see_a_part_of_them_only(self):
+        f, args, calls, passes = self.counting()
+        chunked(diag_ggn(f, F.cross_entropy), 3, over="samples")(*args)
+        assert sorted(calls) in ([1, 2, 2], [1, 1, 2, 2, 2, 2])
+        assert len(passes) == 3
+
+
+class TestWriting:
+    def test_without_a_number_it_is_the_identity(self):
+        t = diag_ggn(F.linear, F.mse_loss)
+        assert chunked(t) is t and chunked(t, None, chunk_size=None, over="samples") is t
+        assert chunked(F.linear, chunk_size=None) is F.linear
+        assert chunked(n=None)(t) is t
+
+    @pytest.mark.parametrize("options", [{"n": 2}, {"chunk_size": 2}, {"n": 2, "over": "samples"}], ids=str)
+    def test_decorator(self, options):
+        net, y = network("affine", 5), Numbers(1).below(3, 5)
+
+        @chunked(**options)
+        @diag_ggn
+        def t(p, x, y):
+            return F.cross_entropy(net.f(p, x), y)
+
+        args = (net.params, net.x, y)
+        assert_trees_close(t(*args), dense_diag_ggn(net.f, F.cross_entropy)(*args), EXACT)
+
+        @chunked(n=2, fold="sum")
+        def g(p, x, y):
+            return F.cross_entropy(net.f(p, x), y, reduction="sum")
+
+        assert torch.allclose(g(*args), F.cross_entropy(net.f(*args[:2]), y, reduction="sum"))
+
+    def test_says_what_it_is(self):
+        t = diag_ggn(F.linear, F.mse_loss)
+        assert repr(chunked(t, 3)) == "chunked(diag_ggn(linear, mse_loss), n=3, over='outputs')"
+        inner = chunked(invfunc.variance(F.linear), chunk_size=4)
+        assert repr(inner) == "chunked(variance(linear), chunk_size=4, over='samples')"
+        assert repr(chunked(inner, 2, over="params")) == f"chunked({inner!r}, n=2, over='params')"
+        assert repr(chunked(F.linear, 3)) == "chunked(linear, n=3)"
+
+    def test_leaves_the_statistic_as_it_was(self):
+        t = diag_ggn(F.linear, F.mse_loss)
+        shown = repr(t), t.options
+        chunked(t, 3)
+        assert (repr(t), t.options) == shown
+
+
+class TestPlainFunctions:
+    @staticmethod
+    def f(p, x, y):
+        z = (x @ p["w"]).tanh() + y[:, None]
+        return {"cat": z, "sum": z.square().sum(), "mean": z.mean(), "deep": (z.exp().sum(0), [z[:, 0]])}
+
+    FOLD = {"cat": "cat", "sum": "sum", "mean": "mean", "deep": ("sum", "cat")}
+
+    @given(st.integers(1, 7), numbers_of_passes, st.booleans())
+    def test_folds_are_a_prefix_of_the_output(self, length, n, by_size):
+        args = ({"w": Numbers()(3, 2)}, Numbers(1)(length, 3), Numbers(2)(length))
+        number = {"chunk_size": n} if by_size else {"n": n}
+        assert_trees_close(chunked(self.f, **number, fold=self.FOLD)(*args), self.f(*args), EXACT)
+
+    @given(st.integers(1, 7), numbers_of_passes, numbers_of_passes)
+    def test_nest(self, length, n, m):
+        args = ({"w": Numbers()(3, 2)}, Numbers(1)(length, 3), Numbers(2)(length))
+        twice = chunked(chunked(self.f, n, fold=self.FOLD), m, fold=self.FOLD)
+        assert_trees_close(twice(*args), self.f(*args), EXACT)
+
+    @given(st.integers(1, 7), numbers_of_passes)
+    def test_calls_are_exactly_n_and_nearly_even(self, length, n):
+        sizes = []
+        chunked(lambda p, x: sizes.append(len(x)) or x, n)({}, torch.zeros(length))
+        assert len(sizes) == min(n, length) and sum(sizes) == length and max(sizes) - min(sizes) <= 1
+
+    @given(st.integers(1, 7), numbers_of_passes)
+    def test_calls_of_a_size_leave_the_rest_to_the_last(self, length, size):
+        sizes = []
+        chunked(lambda p, x: sizes.append(len(x)) or x, chunk_size=size)({}, torch.zeros(length))
+        whole, rest = divmod(length, size)
+        assert sizes == [size] * whole + [rest] * (rest > 0)
+
+    @given(numbers_of_passes, st.integers(0, 1), st.sampled_from([0, 1, -1]))
+    def test_samples_along_other_axes(self, n, first, out):
+        w, x, y, shared = Numbers()(3, 2), Numbers(1)(5, 3), Numbers(2)(5, 2), Numbers(3)(2)
+
+        def f(w, x, y, shared):
+            z = (x.movedim(first, 0) @ w) * shared + y["y"][0]
+            return z if out == 0 else z.T
+
+        args = (w, x.movedim(0, first), {"y": [y], "note": None}, shared)
+        found = chunked(f, n, in_dims=(first, 0, None), out_dims=out)(*args)
+        assert_trees_close(found, f(*args), EXACT)
+
+    @pytest.mark.parametrize("aux", ["a string", None, {"t": torch.ones(2)}], ids=repr)
+    def test_aux_is_a_list_of_that_of_the_chunks(self, aux):
+        result, found = chunked(lambda p, x: (x.sum(), aux), 2, fold="sum", has_aux=True)({}, torch.ones(5))
+        assert result == 5 and found == [aux, aux]
+
+    def test_keyword_arguments_are_constants(self):
+        found = chunked(lambda p, x, *, k: x * k[:2], 2)({}, torch.ones(4), k=torch.arange(3.0))
+        assert torch.equal(found, torch.tensor([0.0, 1, 0, 1]))
+
+    @given(networks(low=2), numbers_of_passes)
+    def test_gradients_and_chunks_may_be_swapped(self, net, n):
+        y = Numbers(1).below(3, net.n)
+
+        def f(p, x, y):
+            return F.cross_entropy(net.f(p, x), y)
+
+        wanted = torch.func.grad(f)(net.params, net.x, y)
+        inside = torch.func.grad(chunked(f, n, fold="mean"))(net.params, net.x, y)
+        outside = chunked(torch.func.grad(f), n, fold="mean")(net.params, net.x, y)
+        assert_trees_close(inside, wanted, EXACT)
+        assert_trees_close(outside, wanted, EXACT)
+
+    def test_statistics_that_sum_over_samples_are_functions_too(self):
+        net, y = network("affine", 5), Numbers(1).below(3, 5)
+        t = invfunc.sum_grad_squared(lambda p, x, y: F.cross_entropy(net.f(p, x), y, reduction="none"))
+        plain = chunked(lambda *args: t(*args), 2, fold="sum")
+        assert_trees_close(plain(net.params, net.x, y), t(net.params, net.x, y), EXACT)

@@ -1,0 +1,148 @@
+"""Every statistic inside other transforms, against the same composition of the plain formula."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import invfunc
+from invfunc import chunked, diag_ggn, tree
+from invfunc.testing.oracles import assert_trees_close
+from tests.networks import LOSSES, NETWORKS, network, total
+from tests.strategies import Numbers
+
+EXACT = 1e-10
+
+
+def plain(statistic):
+    """`formula(f, loss)(params, x, y)` in terms of torch.func, for losses of the samples of a model function."""
+
+    def first_order(f, loss, of):
+        def each(p, x, y):
+            losses = loss(f(p, x), y, "none")
+            return losses if losses.ndim == 1 else losses.sum(1)
+
+        return lambda p, x, y: tree.map_leaves(of, jacrev(each)(p, x, y))
+
+    def ggn(f, loss):
+        def formula(p, x, y):
+            z, jacobian = f(p, x), jacrev(f)(p, x)
+            h = hessian(lambda z: loss(z, y, "sum"))(z).reshape(z.numel(), z.numel())
+            flat = tree.map_leaves(lambda j: j.reshape(z.numel(), -1), jacobian)
+            diagonals = tree.map_leaves(lambda j: torch.einsum("ap,ab,bp->p", j, h, j), flat)
+            return tree.map_leaves(lambda d, j: d.reshape(j.shape[z.ndim :]), diagonals, jacobian)
+
+        return formula
+
+    of = {
+        "batch_grad": lambda g: g,
+        "sum_grad_squared": lambda g: g.square().sum(0),
+        "variance": lambda g: (g - g.mean(0)).square().mean(0),
+    }
+    return ggn if statistic not in of else lambda f, loss: first_order(f, loss, of[statistic])
+
+
+def first(transform):
+    return lambda f, loss: transform(lambda p, x, y: loss(f(p, x), y, "sum"))
+
+
+STATISTICS = {
+    "batch_grad": first(invfunc.batch_grad),
+    "sum_grad_squared": first(invfunc.sum_grad_squared),
+    "variance": first(invfunc.variance),
+    "diag_ggn of f and loss": lambda f, loss: diag_ggn(f, lambda z, y: loss(z, y, "sum")),
+    "diag_ggn of f": lambda f, loss: diag_ggn(lambda p, x, y: loss(f(p, x), y, "sum")),
+}
+statistics = pytest.mark.parametrize("statistic", STATISTICS)
+
+
+def steps(n, like):
+    """n points around a tree."""
+    rand = Numbers(5)
+    return tree.map_leaves(lambda x: x + 0.3 * rand(n, *x.shape), like)
+
+
+def sets(n, *batch):
+    """n data sets: the samples of each in another order, shifted."""
+    shifts = [0.1 * i for i in range(n)]
+    return [
+        torch.stack([x.roll(i, 0) + (d if x.is_floating_point() else 0) for i, d in enumerate(shifts)]) for x in batch
+    ]
+
+
+def tangent(like):
+    return tree.map_leaves(lambda x: Numbers(6)(*x.shape), like)
+
+
+def differentiated(t, args, wanted, twice=False):
+    """By torch.autograd."""
+    args = list(args)
+    for i in wanted:
+        args[i] = tree.map_leaves(lambda x: x.clone().requires_grad_(), args[i])
+    leaves = [x for i in wanted for x in tree.leaves(args[i])]
+    found = torch.autograd.grad(total(t(*args)), leaves, create_graph=twice, materialize_grads=True)
+    if twice:
+        found = torch.autograd.grad(total(found, 8), leaves, materialize_grads=True)
+    assert all(x.grad is None for x in leaves)
+    return list(found)
+
+
+def slope(t):
+    return grad(lambda p, x, y: total(t(p, x, y)))
+
+
+COMPOSITIONS = {
+    "itself": lambda t, p, x, y: t(p, x, y),
+    "grad": lambda t, p, x, y: slope(t)(p, x, y),
+    "grad in the inputs": lambda t, p, x, y: grad(lambda x: total(t(p, x, y)))(x),
+    "jvp": lambda t, p, x, y: jvp(lambda p: t(p, x, y), (p,), (tangent(p),)),
+    "jvp in the inputs": lambda t, p, x, y: jvp(lambda x: t(p, x, y), (x,), (tangent(x),)),
+    "vjp": lambda t, p, x, y: vjp(lambda p: total(t(p, x, y)), p)[1](torch.tensor(2.0).double()),
+    "vmap over params": lambda t, p, x, y: vmap(t, in_dims=(0, None, None))(steps(2, p), x, y),
+    "vmap over data sets": lambda t, p, x, y: vmap(t, in_dims=(None, 0, 0))(p, *sets(2, x, y)),
+    "vmap over both": lambda t, p, x, y: vmap(t)(steps(2, p), *sets(2, x, y)),
+    "vmap of vmap": lambda t, p, x, y: vmap(vmap(t, (0, None, None)), (None, 0, 0))(steps(3, p), *sets(2, x, y)),
+    "vmap over the last axis": lambda t, p, x, y: vmap(t, (None, -1, -1), 1)(
+        p, *(b.movedim(0, -1) for b in sets(2, x, y))
+    ),
+    "vmap of grad": lambda t, p, x, y: vmap(slope(t), (0, None, None))(steps(2, p), x, y),
+    "grad of vmap": lambda t, p, x, y: grad(lambda p: total(vmap(t, (0, None, None))(p, x, y)))(steps(2, p)),
+    "grad of vmap over data sets": lambda t, p, x, y: grad(lambda p: total(vmap(t, (None, 0, 0))(p, *sets(2, x, y))))(
+        p
+    ),
+    "grad of grad": lambda t, p, x, y: grad(lambda p: total(slope(t)(p, x, y), 8))(p),
+    "jvp of grad": lambda t, p, x, y: jvp(lambda p: slope(t)(p, x, y), (p,), (tangent(p),)),
+    "jacrev": lambda t, p, x, y: jacrev(lambda p: total(t(p, x, y)).reshape(1, 1))(p),
+    "jacfwd": lambda t, p, x, y: jacfwd(lambda c: total(t(p, c * x, y)))(torch.ones(2, 1).double().mean()),
+    "autograd": lambda t, p, x, y: differentiated(t, (p, x, y), [0]),
+    "autograd in the inputs": lambda t, p, x, y: differentiated(t, (p, x, y), [1]),
+    "autograd in both": lambda t, p, x, y: differentiated(t, (p, x, y), [0, 1]),
+    "autograd twice": lambda t, p, x, y: differentiated(t, (p, x, y), [0], twice=True),
+    "autograd of vmap": lambda t, p, x, y: differentiated(vmap(t, (0, None, None)), (steps(2, p), x, y), [0]),
+    "no_grad": lambda t, p, x, y: torch.no_grad()(t)(p, x, y),
+    "grad in no_grad": lambda t, p, x, y: torch.no_grad()(slope(t))(p, x, y),
+    "inference_mode": lambda t, p, x, y: torch.inference_mode()(t)(p, x, y),
+    "inference tensors": lambda t, p, x, y: inferring(t, p, x, y),
+}
+SMOOTH = [name for name in NETWORKS if name != "generic"]  # the inputs of that one are a tree with integers
+
+
+def inferring(t, *args):
+    with torch.inference_mode():
+        return t(*tree.map_leaves(torch.clone, args))
+
+
+@statistics
+@pytest.mark.parametrize("composed", COMPOSITIONS.values(), ids=COMPOSITIONS)
+@settings(max_examples=3)
+@given(data=st.data())
+def test_composition_equals_that_of_the_formula(composed, statistic, data):
+    net = network(data.draw(st.sampled_from(SMOOTH)), data.draw(st.integers(2, 3)))
+    loss = data.draw(st.sampled_from(LOSSES))
+    args = (net.params, net.x, loss.target(Numbers(1), net.n))
+    t = STATISTICS[statistic](net.f, loss)
+    over = data.draw(st.sampled_from([None, "samples", "params"] + ["outputs"] * ("ggn" in statistic)))
+    t = t if over is None else chunked(t, 2, over=over)
+    found, wanted = composed(t, *args), composed(plain(statistic)(net.f, loss), *args)
+    assert_trees_close(found, wanted, EXACT)
