@@ -35,7 +35,7 @@ def in_blocks(statistic: Any) -> Callable:
     """The same statistic with blocks of samples and columns that fit a tiny cache."""
 
     def call(*args: Any) -> Any:
-        with mock.patch("invfunc.jacobian.engine.budget", lambda device: 16):
+        with mock.patch("invfunc.jacobian.engine.budget", lambda device: 64):
             return statistic(*args)
 
     return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import opt_einsum
@@ -38,17 +39,44 @@ def contract(terms: list[Term], output: str) -> torch.Tensor:
 
 
 def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
-    """One step; torch.einsum would make batched products of length-one vectors of an element-wise one."""
+    """One step, as an element-wise product or as one batched matrix product.
+
+    torch.einsum would make batched products of length-one vectors of the former, and knows one order of the latter.
+    """
     inputs, output = equation.split("->")
     labels = inputs.split(",")
-    if len(operands) == 2 and set(labels[0]) == set(labels[1]):
-        left, right = operands
-        product = left * right.permute([labels[1].index(c) for c in labels[0]])
-        summed = [i for i, c in enumerate(labels[0]) if c not in output]
-        product = product.sum(summed) if summed else product
-        rest = [c for c in labels[0] if c in output]
-        return product.permute([rest.index(c) for c in output])
-    return torch.einsum(equation, *operands)
+    if len(operands) == 1 or any(c not in output for c in set(labels[0]) ^ set(labels[1])):
+        return torch.einsum(equation, *operands)
+    (left, right), (x, y) = labels, operands
+    shared = [c for c in left if c in right]
+    batch, summed = [c for c in shared if c in output], [c for c in shared if c not in output]
+    rows, columns = [c for c in left if c not in right], [c for c in right if c not in left]
+    if not summed or not (rows or columns):
+        order = [*batch, *rows, *columns, *summed]
+        product = _ordered(x, left, order) * _ordered(y, right, order)
+        product = product.sum(list(range(len(order) - len(summed), len(order)))) if summed else product
+        return product.permute([order.index(c) for c in output])
+    sizes = dict(zip(left + right, (*x.shape, *y.shape), strict=True))
+    if math.prod(sizes[c] for c in columns) < min(_NARROW, math.prod(sizes[c] for c in rows)):
+        left, right, x, y, rows, columns = right, left, y, x, columns, rows
+    x = x.permute([left.index(c) for c in (*batch, *rows, *summed)])
+    y = y.permute([right.index(c) for c in (*batch, *columns, *summed)])
+    b, k = (math.prod(sizes[c] for c in group) for group in (batch, summed))
+    x, y = x.reshape(b, -1, k), y.reshape(b, -1, k)
+    product = torch.bmm(x, y.mT) if b > 1 else torch.mm(x[0], y[0].T)
+    order = [*batch, *rows, *columns]
+    product = product.reshape([sizes[c] for c in order])
+    return product.permute([order.index(c) for c in output])
+
+
+_NARROW = 128
+"""A matrix product with fewer columns than this is faster as the transpose of the other order (twice, at 27 columns)."""
+
+
+def _ordered(x: torch.Tensor, labels: str, order: list[str]) -> torch.Tensor:
+    """x with its dimensions in an order, of size 1 where it has none."""
+    x = x.permute([labels.index(c) for c in order if c in labels])
+    return x[tuple(slice(None) if c in labels else None for c in order)]
 
 
 def squeezed(terms: list[Term]) -> list[Term]:

@@ -286,7 +286,7 @@ class Engine:
         if self.budget > 2**24 or divided or self.problem.has_aux or n < 3:
             return [self._model(WHOLE, n)]
         try:
-            first = min(n, 2)
+            first = min(n, 4)
             run = self._model(slice(0, first), first)
             outputs = sum(z.numel() for z, _ in run.outputs.values()) // first
             largest = max(run.trace.sizes, default=1)

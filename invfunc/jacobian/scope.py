@@ -13,6 +13,9 @@ from invfunc import tree
 from invfunc._functorch import grad_level, transforming
 
 
+OFF = False
+
+
 class Scope:
     """A context in which `enter` makes a tensor differentiable and `leave` gives its value to what lies outside.
 
@@ -91,7 +94,7 @@ class Scope:
             return [g for g in grads if g is not None]
 
         columns = [c for _, c in reached]
-        if batched and self.plain and not graph:  # torch.func does not know this older vmap, which needs less memory
+        if batched and self.plain and not graph and not OFF:  # torch.func does not know this older vmap, which needs less memory
             return list(
                 torch.autograd.grad(ys, inputs, columns, is_grads_batched=True, retain_graph=True, allow_unused=True)
             )

@@ -75,6 +75,12 @@ class Shares:
         """Blocks of samples of which each makes about `budget` numbers, `size` a sample."""
         return [slice(a, b) for a, b in even(self.n, max(1, budget // max(1, size)))]
 
+    def _size(self, tap: Tap) -> int:
+        """How many numbers the instantiated shares of a sample have, with what they are made of."""
+        delta = self.columns.left[tap.site]
+        assert delta is not None
+        return tap.recipe.work + delta[:, 0].numel() + delta.shape[0] * tap.param.numel()
+
     def _terms(self, tap: Tap, deltas: Deltas, part: slice) -> list[Term]:
         delta = deltas[tap.site]
         assert delta is not None
@@ -98,60 +104,67 @@ class Shares:
             weight = [] if columns.weight is None else squeezed(widened([("VN", columns.weight[:, part])]))
             return left, right, weight
 
-        total, parts = None, [slice(0, min(2, self.n))]  # two samples tell which way is cheaper
+        parts = self._parts(self._size(tap), self.budget // 4)
         left, right, weight = terms(parts[0])
-        kept, instance = present(output, left), present("VN" + output, left)
-        direct = cost(twice(left, right, output) + weight, kept) < _instantiated(left, instance)
-        if direct:
+        kept = present(output, left)
+        direct = cost(twice(left, right, output) + weight, kept) < _instantiated(left, present("VN" + output, left))
+        if direct:  # nothing large is formed
             parts = self._parts(tap.recipe.work, 16 * self.budget)
-        else:
-            size = sum(x.numel() for _, x in left) + math.prod(_sizes(left, instance))
-            parts = self._parts(size // min(2, self.n), self.budget // 4)
-        for part in parts:
-            left, right, weight = terms(part)
-            instance = present("VN" + output, left)
+        total = None
+        for i, part in enumerate(parts):
+            if direct or i > 0:
+                left, right, weight = terms(part)
             if direct:
                 more = contract(twice(left, right, output) + weight, kept)
             else:
+                instance = present("VN" + output, left)
+                share, lead = contract(left, instance), instance[: len(instance) - len(kept)]
                 other = None if columns.right is None else contract(right, instance)
-                lead = instance[: len(instance) - len(kept)]
-                share, w = contract(left, instance), weight[0][1] if weight else None
-                more = _squares(share, other, w, lead, fresh=len(left) > 1)
+                more = _squares(share, other, weight[0][1] if weight else None, lead, fresh=len(left) > 1)
             total = more if total is None else total + more
         assert total is not None
         return self._finish(tap, total.reshape(_sizes(left, output)), 0)
 
     def _moments(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
         deltas, output = self.columns.left, tap.recipe.output
-        few = self._terms(tap, deltas, slice(0, min(2, self.n)))
-        kept, instance = present(output, few), present("N" + output, few)
-        low = all(x.dtype == torch.float32 for _, x in few)
-        direct = low and cost(twice(few, few, output), kept) < _instantiated(few, instance)
-        total, squares = None, None
-        for part in self._parts(tap.recipe.work, 16 * self.budget):
-            terms = self._terms(tap, deltas, part)
-            if direct:  # products of float32 are exact in float64, whose rounding is 1e9 times finer
-                terms = [(labels, x.double()) for labels, x in terms]
-                more = contract(twice(terms, terms, output), kept)
-                squares = more if squares is None else squares + more
-            more = contract(terms, kept)
-            total = more if total is None else total + more
-        assert total is not None
-        if squares is not None:
-            centred = (squares - total.square() / self.n).clamp(min=0)
-            total, centred = total.float(), centred.float()
+        parts = self._parts(self._size(tap), self.budget // 4)
+        terms = self._terms(tap, deltas, parts[0])
+        kept = present(output, terms)
+        shape = _sizes(terms, output)
+        exact = all(x.dtype == torch.float32 for _, x in terms)  # their products are, in float64
+        if exact and cost(twice(terms, terms, output), kept) < _instantiated(terms, present("N" + output, terms)):
+            total, centred = self._wide_moments(tap)
         else:
-            mean, centred = total / self.n, None
-            size = math.prod(_sizes(few, instance)) // min(2, self.n)
-            for part in self._parts(tap.recipe.work + size, self.budget):
-                terms = self._terms(tap, deltas, part)
-                instance = present("N" + output, terms)
-                lead = instance[: len(instance) - len(kept)]
-                more = _squares(contract(terms, instance) - mean, None, None, lead, fresh=True)
-                centred = more if centred is None else centred + more
-            assert centred is not None
-        shape = _sizes(few, output)
+            total, centred = self._shifted_moments(tap, parts, terms)
         return self._finish(tap, total.reshape(shape), 0), self._finish(tap, centred.reshape(shape), 0)
+
+    def _wide_moments(self, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum G^2 - (sum G)^2 / n` in float64, whose rounding is 1e9 times finer than that of the float32 shares."""
+        total, squares = [], []
+        for part in self._parts(tap.recipe.work, 16 * self.budget):
+            terms = [(labels, x.double()) for labels, x in self._terms(tap, self.columns.left, part)]
+            kept = present(tap.recipe.output, terms)
+            total.append(contract(terms, kept))
+            squares.append(contract(twice(terms, terms, tap.recipe.output), kept))
+        mean_square = torch.addcmul(_sum(squares), (first := _sum(total)), first, value=-1 / self.n)
+        return first.float(), mean_square.float().clamp(min=0)
+
+    def _shifted_moments(self, tap: Tap, parts: list[slice], terms: list[Term]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum (G - s)^2 - (sum (G - s))^2 / n` with s the mean of the first block: no cancellation, and one pass."""
+        shift, totals, squares = None, [], []
+        for i, part in enumerate(parts):
+            terms = terms if i == 0 else self._terms(tap, self.columns.left, part)
+            instance, kept = present("N" + tap.recipe.output, terms), present(tap.recipe.output, terms)
+            share = contract(terms, instance)
+            share = share if len(instance) > len(kept) else share.unsqueeze(0)
+            shift = share.mean(0) if shift is None else shift
+            share = share - shift
+            totals.append(share.sum(0))
+            squares.append(_squares(share, None, None, "N", fresh=True))
+        total = _sum(totals)
+        centred = torch.addcmul(_sum(squares), total, total, value=-1 / self.n).clamp(min=0)
+        assert shift is not None
+        return total + self.n * shift, centred
 
     # From a tap to the parameter
 
