@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def unviewed(x: torch.Tensor) -> torch.Tensor:
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-@lru_cache(maxsize=None)
+@cache
 def opened(func: Callable) -> Callable | None:
     """A Python function of torch whose body runs under the current function mode, instead of being one call to it.
 

@@ -97,7 +97,9 @@ def chunked(
         raise ArgumentError(f"chunked({describe(f)}, over={over!r}): a plain function has the axis 'samples' only.")
     for name in tree.leaves(fold):
         if name not in _FOLDS:
-            raise ArgumentError(f"chunked({describe(f)}, fold={name!r}): a fold is one of {', '.join(map(repr, _FOLDS))}.")
+            raise ArgumentError(
+                f"chunked({describe(f)}, fold={name!r}): a fold is one of {', '.join(map(repr, _FOLDS))}."
+            )
     return ChunkedFunction(f, split, text, fold, in_dims, out_dims, has_aux)
 
 
@@ -110,7 +112,9 @@ def _split(f: Callable, n: Any, size: Any) -> tuple[Split | None, str]:
             continue
         if not isinstance(value, int) or isinstance(value, bool):
             kind = type(value).__name__
-            raise ArgumentTypeError(f"chunked({describe(f)}, {name}={value!r}): {name} is of type {kind}, but has to be an int.")
+            raise ArgumentTypeError(
+                f"chunked({describe(f)}, {name}={value!r}): {name} is of type {kind}, but has to be an int."
+            )
         if value < 1:
             raise ArgumentError(f"chunked({describe(f)}, {name}={value}): {name} has to be at least 1.")
         return Split(n, size), f"{name}={value}"

@@ -81,7 +81,7 @@ class Statistic:
             engine = Engine(given, self.options, self.measure)
             result, aux = engine.second_order() if self.second_order else engine.first_order()
         except InvFuncError as error:
-            raise told(error, f"{self!r}({', '.join(names)})") from None
+            raise told(error, f"{self!r}({', '.join(names)})") from error.__cause__
         return (result, aux) if self.has_aux else result
 
 

@@ -129,7 +129,13 @@ TIED = [
     Form("a shared convolution", "nca", "cck", "nca", lambda x, w: _twice_convolved(x, w)),
     Form("a scale used twice", "na", "a", "na", lambda x, w: (x * w).sin() * w),
     Form("x * w * w", "na", "a", "na", lambda x, w: x * w * w),
-    Form("linear, then layer_norm, with one vector", "ni", "ii i", "ni", lambda x, w, b: F.layer_norm(x @ w + b, b.shape, b, eps=1)),
+    Form(
+        "linear, then layer_norm, with one vector",
+        "ni",
+        "ii i",
+        "ni",
+        lambda x, w, b: F.layer_norm(x @ w + b, b.shape, b, eps=1),
+    ),
 ]
 FORMS = {"products": PRODUCTS, "elementwise": ELEMENTWISE, "generic": GENERIC, "tied": TIED}
 

@@ -161,3 +161,52 @@ def total(result: Any, at: float = 0.0) -> torch.Tensor:
 def _weights(x: torch.Tensor, at: float) -> torch.Tensor:
     """Some numbers of the shape of x, without a generator: vmap refuses those."""
     return (torch.arange(x.numel(), dtype=x.dtype, device=x.device) + at + 0.5).cos().reshape(x.shape)
+
+
+def plain(statistic: str) -> Callable:
+    """`formula(f, loss)(params, x, y)` of a model function in terms of torch.func, to be composed as a statistic is."""
+
+    def first_order(f, loss, of):
+        def each(p, x, y):
+            losses = loss(f(p, x), y, "none")
+            return losses if losses.ndim == 1 else losses.sum(1)
+
+        return lambda p, x, y: tree.map_leaves(of, torch.func.jacrev(each)(p, x, y))
+
+    def ggn(f, loss):
+        def formula(p, x, y):
+            z, jacobian = f(p, x), torch.func.jacrev(f)(p, x)
+            h = torch.func.hessian(lambda z: loss(z, y, "sum"))(z).reshape(z.numel(), z.numel())
+            flat = tree.map_leaves(lambda j: j.reshape(z.numel(), -1), jacobian)
+            diagonals = tree.map_leaves(lambda j: torch.einsum("ap,ab,bp->p", j, h, j), flat)
+            return tree.map_leaves(lambda d, j: d.reshape(j.shape[z.ndim :]), diagonals, jacobian)
+
+        return formula
+
+    of = {
+        "batch_grad": lambda g: g,
+        "sum_grad_squared": lambda g: g.square().sum(0),
+        "variance": lambda g: (g - g.mean(0)).square().mean(0),
+    }
+    return ggn if statistic not in of else lambda f, loss: first_order(f, loss, of[statistic])
+
+
+def _first(transform: Callable) -> Callable:
+    return lambda f, loss: transform(lambda p, x, y: loss(f(p, x), y, "sum"))
+
+
+"""Of a sum of losses, made as `STATISTICS[name](f, loss)` and called as `(params, x, y)`."""
+STATISTICS = {
+    "batch_grad": _first(invfunc.batch_grad),
+    "sum_grad_squared": _first(invfunc.sum_grad_squared),
+    "variance": _first(invfunc.variance),
+    "diag_ggn of f and loss": lambda f, loss: invfunc.diag_ggn(f, lambda z, y: loss(z, y, "sum")),
+    "diag_ggn of f": lambda f, loss: invfunc.diag_ggn(lambda p, x, y: loss(f(p, x), y, "sum")),
+}
+
+
+def chunkings(statistic: str) -> list[Callable]:
+    """All ways in which a statistic is computed: by itself, and in two passes over each of its axes."""
+    make = STATISTICS[statistic]
+    overs = ["samples", "params"] + ["outputs"] * ("ggn" in statistic)
+    return [make, *(lambda f, loss, over=over: invfunc.chunked(make(f, loss), 2, over=over) for over in overs)]

@@ -16,9 +16,7 @@ def test_there_are_lessons():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_lesson_runs(path):
     lesson = nbformat.read(path, as_version=4)
-    NotebookClient(
-        lesson, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}}
-    ).execute()
+    NotebookClient(lesson, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}}).execute()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

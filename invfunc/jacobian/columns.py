@@ -15,7 +15,6 @@ import torch
 
 from invfunc._functorch import innermost
 from invfunc.errors import ConvexityError, SplitError
-from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import reduction
 from invfunc.jacobian.graph import node_of, reaches
 from invfunc.jacobian.scope import Scope
@@ -66,8 +65,8 @@ class Elementwise:
 
     def block(self, start: int, stop: int, part: slice) -> Block:
         h = self.diagonal[part]
-        unit = h.new_zeros(stop - start, h.shape[0], self.count)
-        unit[torch.arange(stop - start), :, torch.arange(start, stop)] = 1
+        at = torch.arange(self.count, device=h.device)
+        unit = (at[start:stop, None] == at).to(h.dtype)[:, None].expand(-1, h.shape[0], -1)
         weight = h.reshape(h.shape[0], -1)[:, start:stop].T
         return Block({self.root: unit.reshape(stop - start, *h.shape)}, weight=weight)
 

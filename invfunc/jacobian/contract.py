@@ -15,7 +15,9 @@ Term = tuple[str, torch.Tensor]
 @lru_cache(maxsize=4096)
 def _plan(equation: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[float, tuple[tuple[tuple[int, ...], str], ...]]:
     """The cost in multiplications and the pairwise contractions."""
-    _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize="optimal" if len(shapes) < 6 else "auto")
+    _, info = opt_einsum.contract_path(
+        equation, *shapes, shapes=True, optimize="optimal" if len(shapes) < 6 else "auto"
+    )
     return float(info.opt_cost), tuple((tuple(step[0]), step[2]) for step in info.contraction_list)
 
 
@@ -57,7 +59,9 @@ def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
         product = product.sum(list(range(len(order) - len(summed), len(order)))) if summed else product
         return product.permute([order.index(c) for c in output])
     sizes = dict(zip(left + right, (*x.shape, *y.shape), strict=True))
-    if math.prod(sizes[c] for c in columns) < min(_NARROW, math.prod(sizes[c] for c in rows)):
+    ordered = not columns or (rows and output.index(rows[0]) < output.index(columns[0]))
+    second = columns if ordered else rows
+    if ordered is (math.prod(sizes[c] for c in second) < _NARROW):
         left, right, x, y, rows, columns = right, left, y, x, columns, rows
     x = x.permute([left.index(c) for c in (*batch, *rows, *summed)])
     y = y.permute([right.index(c) for c in (*batch, *columns, *summed)])

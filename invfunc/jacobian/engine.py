@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import innermost, version
-from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, SplitError, samples_lost
+from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleAxisError, SplitError, samples_lost
 from invfunc.jacobian import columns as hessians
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.columns import Block, Columns, Gradient
@@ -40,7 +40,7 @@ class Options:
 
 def budget(device: torch.device) -> int:
     """How many numbers an intermediate tensor may have: what a CPU keeps in its cache, what keeps a GPU busy."""
-    return 3 * 2**20 if device.type == "cpu" else 2**26
+    return 6 * 2**20 if device.type == "cpu" else 2**26
 
 
 @dataclass
@@ -121,7 +121,9 @@ class Engine:
         """Check that a result is a loss: a scalar, or one for each sample."""
         n = trace.n
         if not isinstance(result, torch.Tensor):
-            raise ArgumentError(f"{name} returned an object of type {type(result).__name__}, but a loss is a tensor: a scalar or [N].")
+            raise ArgumentError(
+                f"{name} returned an object of type {type(result).__name__}, but a loss is a tensor: a scalar or [N]."
+            )
         tag = trace.tag(result)
         if result.ndim and tuple(result.shape) != (n,):
             kind = "a model function" if isinstance(tag, Sampled) and tag.place is not TOTAL else "no loss function"
@@ -288,13 +290,11 @@ class Engine:
         try:
             first = min(n, 4)
             run = self._model(slice(0, first), first)
-            outputs = sum(z.numel() for z, _ in run.outputs.values()) // first
-            largest = max(run.trace.sizes, default=1)
-            size = max(first, self.budget // (min(outputs, 32) * largest))
-            rest = [(first + a, first + b) for a, b in even(n - first, size)]
-            if len(rest) == 1 and n <= size:
+            size = self._block_size(run.trace, sum(z.numel() for z, _ in run.outputs.values()) // first)
+            if n <= size:
                 return [self._model(WHOLE, n)]
-            return [run, *(self._model(slice(a, b), b - a) for a, b in rest)]
+            rest = even(n - first, size)
+            return [run, *(self._model(slice(first + a, first + b), b - a) for a, b in rest if a < b)]
         except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
             return [self._model(WHOLE, n)]
 
@@ -334,29 +334,53 @@ class Engine:
                 "f draws random numbers (dropout?), and chunks over samples cannot draw those of the whole batch. Chunk "
                 "over outputs or params, or use eval mode."
             )
-        for start, stop in self._auto(parts, made, wanted, draws):
-            part = WHOLE if stop - start == problem.n else slice(start, stop)
-            after = draws.rewind()
-            try:
-                run = self._run(part, stop - start, splitter=lambda trace: Splitter(trace, wanted))
-            finally:
-                restore(after)
+        for run in self._model_parts(parts, made, roots, draws):
             self._consume(run, made)
         return light.aux
 
-    def _auto(
-        self, parts: list[tuple[int, int]], made: list[Columns], wanted: list[int], draws: Draws
-    ) -> list[tuple[int, int]]:
-        """Blocks of samples for several columns, where nobody asked for passes of their own."""
+    def _model_parts(
+        self, parts: list[tuple[int, int]], made: list[Columns], roots: list[Root], draws: Draws
+    ) -> Iterable[Run]:
+        """The model part up to the roots: chunks one by one, or blocks where nobody asked for passes of their own."""
         n, count = self.problem.n, sum(c.count for c in made)
         if any(self.plan.splits.values()) or draws.drew or count < 4 or n < 3 or self.budget > 2**24:
-            return parts
+            return (self._up_to(roots, start, stop, draws) for start, stop in parts)
         try:
-            probe = self._run(slice(0, 1), 1, splitter=lambda trace: Splitter(trace, wanted), draws=Draws(stop=True))
-        except Exception:
-            return parts
-        largest = max(probe.trace.sizes, default=1)
-        return even(n, max(2, self.budget // (min(count, 32) * largest)))
+            first = self._up_to(roots, 0, min(n, 4), draws)
+            rest = even(n - first.trace.n, self._block_size(first.trace, count))
+            return [first, *(self._up_to(roots, first.trace.n + a, first.trace.n + b, draws) for a, b in rest if a < b)]
+        except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
+            return [self._up_to(roots, 0, n, draws)]
+
+    def _block_size(self, trace: Trace, columns: int) -> int:
+        """How many samples to run at once, so that some columns at the largest site fit the budget."""
+        return max(4, self.budget // (min(columns, 32) * max(trace.sizes, default=1)))
+
+    def _up_to(self, roots: list[Root], start: int, stop: int, draws: Draws) -> Run:
+        """The function on a part of the batch until its outputs are there; they have to be those of the whole batch."""
+        part = WHOLE if stop - start == self.problem.n else slice(start, stop)
+        after = draws.rewind()
+        try:
+            run = self._run(part, stop - start, splitter=lambda trace: Splitter(trace, [r.ordinal for r in roots]))
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if part == WHOLE or isinstance(error, InvFuncError):
+                raise
+            raise SampleAxisError(
+                "f does not run on a part of the batch, so it cannot be chunked over samples."
+            ) from error
+        finally:
+            restore(after)
+        if part == WHOLE:
+            return run
+        for root in roots:
+            z, axis = run.outputs.get(root.ordinal, (None, root.axis))
+            whole = root.axis.expose(root.value, self.problem.n)[part]
+            if z is None or z.numel() != whole.numel() or not _same(axis.expose(z, run.trace.n), whole):
+                raise SampleAxisError(
+                    "the outputs of f on a part of the batch are not those of the whole batch (has it a constant for each "
+                    "sample, or does it use the length of the batch?), so it cannot be chunked over samples."
+                )
+        return run
 
     def _columns(self, result: torch.Tensor, roots: list[Root], splitter: Splitter, second: bool) -> list[Columns]:
         n = self.problem.n
@@ -376,7 +400,7 @@ class Engine:
             self._loss_tag(run.trace, run.result)
             if not _same(run.result, whole[start:stop]):
                 raise SampleAxisError(
-                    "f gives the samples other losses in a part of the batch than in the whole (does it divide by its "
+                    "the losses of f on a part of the batch are not those of the whole batch (does it divide by its "
                     "length?), so it cannot be chunked over samples; mark its outputs with `outputs(z)`."
                 )
             run.outputs = {0: (run.result, Axis(None))}
@@ -406,6 +430,7 @@ class Engine:
                     if state is not None:
                         before = block[i]
                         block[i] = state if before is None else self.measure.over_columns(before, state)
+                del pulled  # before the next pass makes its own
         for i, state in enumerate(block):
             if state is not None:
                 before = self.states[i]
@@ -487,7 +512,9 @@ def _joined(cotangents: list[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor
     joined = {}
     for i in dict.fromkeys(i for c in cotangents for i in c):
         like = next(c[i] for c in cotangents if i in c)
-        parts = [c[i] if i in c else like.new_zeros(v, *like.shape[1:]) for c, v in zip(cotangents, counts, strict=True)]
+        parts = [
+            c[i] if i in c else like.new_zeros(v, *like.shape[1:]) for c, v in zip(cotangents, counts, strict=True)
+        ]
         joined[i] = torch.cat(parts)
     return joined
 
@@ -498,7 +525,9 @@ def _check_split(tag: Sampled, splitter: Splitter, wanted: list[int], result: to
         "Mark the outputs with `outputs(z)`, use one of torch's convex losses, or give the model and the loss apart."
     )
     if not wanted:
-        raise SplitError(f"no outputs are found in f: no known convex loss of the model's outputs is called. {ways_out}")
+        raise SplitError(
+            f"no outputs are found in f: no known convex loss of the model's outputs is called. {ways_out}"
+        )
     if tag.around is not None:
         raise SplitError(
             f"a path from the parameters to the result goes around the outputs (it comes in at `{tag.around}`), as an L2 "

@@ -44,9 +44,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return Equation([input, weight], [batch + "z", out + "z"], batch + out, added=added)
 
 
-def addmm(
-    input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> Equation:
+def addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> Equation:
     product = matmul(mat1, mat2)
     return Equation(product.operands, product.inputs, product.output, alpha, ((input, beta),))
 

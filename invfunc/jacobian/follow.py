@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-@lru_cache(maxsize=None)
+@cache
 def find(name: str) -> Rule | None:
     """The rule of a function, by its name; functions that torch itself tags as pointwise share one."""
     if name in RULES:
@@ -206,7 +206,12 @@ def getitem(call: Call) -> Place | list[Place]:
     d = 0
     for part, w in zip(parts, width, strict=True):
         if d <= axis.dim < d + w and not (part is Ellipsis or part == slice(None)):
-            if not call.active and isinstance(part, torch.Tensor) and axis.dim == 0 and call.out.shape[:1] == x.shape[:1]:
+            if (
+                not call.active
+                and isinstance(part, torch.Tensor)
+                and axis.dim == 0
+                and call.out.shape[:1] == x.shape[:1]
+            ):
                 return axis  # data alone in another order: entry n now belongs to sample n
             raise Mixed("it selects samples")
         d += w
@@ -384,7 +389,15 @@ _SPATIAL = {
 }
 _SPATIAL |= {f"{prefix}{d}d": d + 1 for d in (1, 2, 3) for prefix in ("conv", "conv_transpose")}
 _SPATIAL |= {"pixel_shuffle": 3, "pixel_unshuffle": 3, "channel_shuffle": 3, "tril": 2, "triu": 2, "one_hot": 0}
-_SPATIAL |= {"linalg_inv": 2, "linalg_solve": 2, "linalg_cholesky": 2, "inverse": 2, "embedding": 0, "im2col": 2, "col2im": 2}
+_SPATIAL |= {
+    "linalg_inv": 2,
+    "linalg_solve": 2,
+    "linalg_cholesky": 2,
+    "inverse": 2,
+    "embedding": 0,
+    "im2col": 2,
+    "col2im": 2,
+}
 
 
 @rule(*_SPATIAL)

@@ -13,9 +13,6 @@ from invfunc import tree
 from invfunc._functorch import grad_level, transforming
 
 
-OFF = False
-
-
 class Scope:
     """A context in which `enter` makes a tensor differentiable and `leave` gives its value to what lies outside.
 
@@ -32,6 +29,7 @@ class Scope:
         self._leave: Callable[[torch.Tensor], torch.Tensor]
 
     def __enter__(self) -> Scope:
+        self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
         self._stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation of the user's
@@ -54,10 +52,13 @@ class Scope:
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         if not self.plain:
             return self._enter(x)
+        x = x.clone() if x.is_inference() else x
         return x.view_as(x) if self.wanted and x.requires_grad else x.detach().requires_grad_()
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:
         """The same value as another object."""
+        if x.is_inference():
+            return x.clone()
         return x.detach() if self.plain and not self.wanted else x.view_as(x)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +95,7 @@ class Scope:
             return [g for g in grads if g is not None]
 
         columns = [c for _, c in reached]
-        if batched and self.plain and not graph and not OFF:  # torch.func does not know this older vmap, which needs less memory
+        if batched and self.plain and not graph:  # torch.func does not know this older vmap, which needs less memory
             return list(
                 torch.autograd.grad(ys, inputs, columns, is_grads_batched=True, retain_graph=True, allow_unused=True)
             )

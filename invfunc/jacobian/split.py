@@ -89,9 +89,7 @@ class Splitter:
     def _marked_before(self, tag: Sampled) -> bool:
         return any(self.roots[i].marked for i in tag.crossed if i in self.roots)
 
-    def _before(
-        self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict] | None:
+    def _before(self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if name not in _LOSSES and name not in _LOGARITHMS:
             return None
         value = args[0] if args else kwargs.get("input")

@@ -364,4 +364,3 @@ def _produced(out: Any) -> list[torch.Tensor]:
 def _advanced(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(p, (torch.Tensor, list)) for p in parts)
-

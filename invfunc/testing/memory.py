@@ -85,9 +85,7 @@ def _start(device: torch.device) -> Callable[[], int]:
     if device.type == "cuda":
         return _start_cuda(device)
     if device.type != "cpu":
-        raise ArgumentError(
-            f"peak_memory(..., device={str(device)!r}): there are meters for 'cpu' and 'cuda' only."
-        )
+        raise ArgumentError(f"peak_memory(..., device={str(device)!r}): there are meters for 'cpu' and 'cuda' only.")
     if not sys.platform.startswith("linux"):
         raise ArgumentError(
             f"peak_memory(..., device='cpu'): reads /proc, which {sys.platform} does not have. "

@@ -131,9 +131,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         f"calls in one process on one thread, memory from a process a case. BackPACK: {INSTALL_BACKPACK}",
     )
     names = list(TABLES)
-    parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="TABLE", help=", ".join(names)
-    )
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TABLE", help=", ".join(names))
     parser.add_argument("--device", type=_device, default="cpu", help="cpu or a CUDA device (default: cpu)")
     parser.add_argument("--repeats", type=_repeats, default=7, help="rounds of each median (default: 7)")
     parser.add_argument("--no-memory", action="store_true", help="measure seconds only")

@@ -94,9 +94,7 @@ def three_c_three_d() -> Problem:
         nn.ReLU(),
         nn.Linear(256, 10),
     ]
-    return Problem(
-        nn.Sequential(*layers), F.cross_entropy, torch.rand(32, 3, 32, 32), torch.randint(10, (32,))
-    )
+    return Problem(nn.Sequential(*layers), F.cross_entropy, torch.rand(32, 3, 32, 32), torch.randint(10, (32,)))
 
 
 def _chunked_row(n: int) -> Row:
