@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._C import _functorch as _C
+from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 
 
 def transforming() -> bool:

@@ -20,7 +20,8 @@ def check_callable(name: str, f: Any) -> None:
     if isinstance(f, nn.Module):
         kind = type(f).__name__
         raise ArgumentTypeError(
-            f"{name}(f): f is a module ({kind}), but a function of its parameters is needed: f, params = functional(model)."
+            f"{name}(f): f is a module ({kind}), but has to be a function of its parameters: "
+            "f, params = functional(model)."
         )
     if not callable(f):
         raise ArgumentTypeError(f"{name}(f): f is of type {type(f).__name__}, but has to be a function.")

@@ -6,6 +6,7 @@ from hypothesis import settings
 
 settings.register_profile("laws", derandomize=True, deadline=None, max_examples=20, database=None)
 settings.load_profile("laws")
+torch.set_num_threads(1)  # there is a process for each core
 
 
 def pytest_addoption(parser):

@@ -45,6 +45,10 @@ class Case:
         shapes = [tuple(x.shape) for x in self.inputs]
         return f"{self.called}, inputs {shapes} with samples along {self.in_dims}"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis shows."""
+        printer.text(repr(self))
+
 
 # Readings: the ways in which an operation gets its tensor from the parameters
 
@@ -76,7 +80,7 @@ ALWAYS: dict[str, _Reading] = {
     "p.select(-1)": lambda s, rand: (rand(*s, 2), lambda p: p.select(-1, 1)),
     "p[..., None, :].squeeze": lambda s, rand: (rand(*s, 1), lambda p: p[..., None, :].squeeze(-1).squeeze(-1)),
     "softplus(p)": lambda s, rand: (rand(*s), F.softplus),
-    "mask * p": lambda s, rand: (rand(*s), lambda p, mask=(rand(*s) > 0): mask.to(p) * p),
+    "mask * p": lambda s, rand: (rand(*s), lambda p: torch.ones_like(p).tril() * p if p.ndim > 1 else 2 * p),
     "p + q": lambda s, rand: ({"p": rand(*s), "q": rand(*s)}, lambda t: t["p"] + t["q"]),
 }
 FROM_1D: dict[str, _Reading] = {

@@ -13,13 +13,6 @@ from typing import Protocol
 
 import torch
 
-from invfunc._functorch import innermost
-from invfunc.errors import ConvexityError, SplitError
-from invfunc.jacobian.follow import reduction
-from invfunc.jacobian.graph import node_of, reaches
-from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.split import Piece, Root
-
 Cotangents = dict[int, torch.Tensor]
 """For each root that takes part, `[V, n, *one]`."""
 
@@ -36,7 +29,8 @@ class Block:
 class Columns(Protocol):
     """The columns of one part of the outputs."""
 
-    count: int
+    @property
+    def count(self) -> int: ...
 
     def block(self, start: int, stop: int, part: slice) -> Block: ...
 
@@ -46,7 +40,10 @@ class Gradient:
     """The one column of first-order statistics."""
 
     cotangents: Cotangents
-    count: int = 1
+
+    @property
+    def count(self) -> int:
+        return 1
 
     def block(self, start: int, stop: int, part: slice) -> Block:
         return Block({i: c[None, part] for i, c in self.cotangents.items()})
@@ -151,178 +148,39 @@ class General:
         return {i: c.reshape(*c.shape[:2], *s) for (i, s), c in zip(self.shapes.items(), pieces, strict=True)}
 
 
-def gradient(scope: Scope, result: torch.Tensor, roots: list[Root], n: int) -> Gradient:
-    """The gradient of the result in the outputs."""
-    found = scope.grad([result], [r.value for r in roots], [torch.ones_like(result)], batched=False)
-    values = zip(roots, found, strict=True)
-    return Gradient({r.ordinal: r.axis.expose(scope.leave(g), n) for r, g in values if g is not None})
+def joined_block(made: list[Columns], start: int, stop: int, part: slice, n: int) -> Block:
+    """The columns of a range over all kinds together; a kind that has no part in a column has zeros there."""
+    found: list[Block] = []
+    offset = 0
+    for kind in made:
+        a, b = max(start - offset, 0), min(stop - offset, kind.count)
+        if a < b:
+            found.append(kind.block(a, b, part))
+        offset += kind.count
+    if len(found) == 1:
+        return found[0]
+    left = _joined([b.left for b in found])
+    right = _joined([b.right or b.left for b in found]) if any(b.right for b in found) else None
+    weights = None
+    if any(b.weight is not None for b in found):
+        weights = torch.cat([_weight(b, n) for b in found])
+    return Block(left, right, weights)
 
 
-def hessian(scope: Scope, result: torch.Tensor, roots: list[Root], pieces: list[Piece], n: int) -> list[Columns]:
-    """The columns of the Hessian of the result in the outputs."""
-    pieces = [p for p in pieces if p.root in {r.ordinal for r in roots}]
-    structured = _structured(scope, result, roots, pieces)
-    if structured is None:
-        return [_general(scope, result, roots, n)]
-    by_ordinal = {r.ordinal: r for r in roots}
-    try:
-        return [_columns(scope, piece, c, by_ordinal[piece.root], n) for piece, c in structured]
-    except ConvexityError:
-        if len(structured) < 2:
-            raise
-        return [_general(scope, result, roots, n)]  # a difference of losses may be convex
+def _weight(block: Block, n: int) -> torch.Tensor:
+    if block.weight is not None:
+        return block.weight
+    column = next(iter(block.left.values()))
+    return column.new_ones(column.shape[0], n)
 
 
-def _structured(
-    scope: Scope, result: torch.Tensor, roots: list[Root], pieces: list[Piece]
-) -> list[tuple[Piece, torch.Tensor]] | None:
-    """Each piece with the gradient of the result in its output; None unless the result is affine in just these."""
-    outputs = {id(p.output): p.output for p in pieces if p.output.requires_grad}
-    nodes = {node_of(r.value) for r in roots}
-    stops = {node_of(x) for x in outputs.values()}
-    if not outputs or len({id(p.output) for p in pieces}) < len(pieces) or reaches(result, nodes, stops):
-        return None
-    found = scope.grad([result], list(outputs.values()), [torch.ones_like(result)], batched=False, create_graph=True)
-    slopes = dict(zip(outputs, found, strict=True))
-    if any(c is not None and reaches(c, nodes, set()) for c in slopes.values()):
-        return None
-    used = [(p, slopes.get(id(p.output))) for p in pieces]
-    return [(p, scope.leave(c)) for p, c in used if c is not None]
-
-
-def _columns(scope: Scope, piece: Piece, slope: torch.Tensor, root: Root, n: int) -> Columns:
-    if piece.kind == "elementwise":
-        made: Columns = _elementwise(scope, piece, slope, n)
-    else:
-        weight = _class_weight(piece, slope) if piece.kind == "softmax" else -_over_classes(piece, slope)
-        made = _softmax(scope, piece, weight, n)
-    if piece.input is root.value:
-        return made
-
-    def pull(columns: torch.Tensor, part: slice) -> torch.Tensor:
-        (found,) = scope.grad([piece.input], [root.value], [piece.axis.restore(columns, n, 1)])
-        assert found is not None
-        return root.axis.expose(scope.leave(found), n, 1)[:, part]
-
-    return Affine(made, root.ordinal, pull)
-
-
-def _elementwise(scope: Scope, piece: Piece, slope: torch.Tensor, n: int) -> Elementwise:
-    (first,) = scope.grad([piece.output], [piece.input], [slope], batched=False, create_graph=True)
-    assert first is not None
-    (second,) = scope.grad([first], [piece.input], [torch.ones_like(first)], batched=False)
-    second = torch.zeros_like(piece.input) if second is None else second
-    diagonal = scope.leave(second)
-    _check_sign(diagonal, piece.call.name)
-    return Elementwise(piece.root, piece.axis.expose(diagonal, n))
-
-
-def _class_dim(piece: Piece) -> int:
-    x = piece.input
-    if piece.kind == "softmax":
-        return 0 if x.ndim == 1 else 1
-    dim = piece.call.arg(1, "dim")
-    if dim is None:
-        raise SplitError("`log_softmax` needs its dim said.")
-    return dim % x.ndim
-
-
-def _over_classes(piece: Piece, slope: torch.Tensor) -> torch.Tensor:
-    return slope.sum(_class_dim(piece))
-
-
-def _class_weight(piece: Piece, slope: torch.Tensor) -> torch.Tensor:
-    """k of a cross entropy: the weight of the targets at each position, in the scale of the reduction."""
-    call = piece.call
-    x, target = piece.input, call.arg(1, "target")
-    dim = _class_dim(piece)
-    classes = x.shape[dim]
-    weights, ignore = call.arg(2, "weight"), call.arg(4, "ignore_index", -100)
-    smoothing = call.arg(7, "label_smoothing", 0.0)
-    reduced = reduction(call)
-    w = x.new_ones(classes) if weights is None else weights.to(x.dtype)
-    if target.is_floating_point():
-        mass = target * (1 - smoothing) + smoothing / classes
-        met = torch.tensordot(mass.movedim(dim, -1), w, 1)
-        size = torch.ones_like(met).sum()
-    else:
-        valid = target != ignore
-        drawn = torch.where(valid, w[torch.where(valid, target, 0)], 0)
-        size = drawn.sum()
-        met = drawn * (1 - smoothing) + torch.where(valid, w.sum() * smoothing / classes, 0)
-    scale = slope / size if reduced == "mean" else slope
-    return scale * met if reduced != "mean" else torch.where(met == 0, 0, scale * met)
-
-
-def _softmax(scope: Scope, piece: Piece, weight: torch.Tensor, n: int) -> Softmax:
-    """Bring logits to `[n, C, positions]` and the weights to `[n, positions]`."""
-    dim, axis = _class_dim(piece), piece.axis
-    _check_sign(weight, piece.call.name)
-    logits = axis.expose(scope.leave(piece.input), n)
-    if axis.dim is None:
-        positions = axis
-    else:
-        positions = axis.at(axis.dim - (dim < axis.dim))
-    one = logits.shape[1:]
-    flat = logits.movedim(1 + dim, 1).flatten(2) if logits.ndim > 2 else logits.unsqueeze(2)
-
-    def layout(columns: torch.Tensor) -> torch.Tensor:
-        rest = [s for d, s in enumerate(one) if d != dim]
-        return columns.reshape(*columns.shape[:3], *rest).movedim(2, 2 + dim)
-
-    w = positions.expose(scope.leave(weight), n)
-    return Softmax(piece.root, flat, w.reshape(n, -1), layout)
-
-
-_LARGEST = 2**28
-"""Numbers in the joint Hessian of a loss without known structure: above it, say so instead of filling the memory."""
-
-
-def _general(scope: Scope, result: torch.Tensor, roots: list[Root], n: int) -> General:
-    values = [r.value for r in roots]
-    shapes = {r.ordinal: r.axis.expose(r.value, n).shape[1:] for r in roots}
-    sizes = [math.prod(s) for s in shapes.values()]
-    total = sum(sizes)
-    if n * total * total > _LARGEST:
-        raise SplitError(
-            f"the loss has no known structure, and its Hessian over {total} outputs of {n} samples would take "
-            f"{n * total * total:.1e} numbers. Use one of torch's convex losses, or fewer outputs."
-        )
-    first = scope.grad([result], values, [torch.ones_like(result)], batched=False, create_graph=True)
-    eye = torch.eye(total, dtype=values[0].dtype, device=values[0].device)
-    units = [
-        r.axis.restore(u.reshape(total, 1, *s).expand(total, n, *s), n, 1)
-        for r, s, u in zip(roots, shapes.values(), eye.split(sizes, dim=1), strict=True)
-    ]
-    pairs = [(g, u) for g, u in zip(first, units, strict=True) if g is not None and g.requires_grad]
-    found = scope.grad([g for g, _ in pairs], values, [u for _, u in pairs])
-    rows = [
-        torch.zeros(total, n, m, dtype=eye.dtype, device=eye.device)
-        if h is None
-        else r.axis.expose(scope.leave(h), n, 1).reshape(total, n, m)
-        for h, r, m in zip(found, roots, sizes, strict=True)
-    ]
-    joint = torch.cat(rows, 2).movedim(0, 2)
-    _check_convex(joint)
-    return General(shapes, joint)
-
-
-def _check_sign(values: torch.Tensor, name: str) -> None:
-    raw = innermost(values)
-    if raw.numel() and bool((raw < -16 * torch.finfo(raw.dtype).eps * raw.abs().max()).any()):
-        raise ConvexityError(f"the result is not convex in the outputs: `{name}` comes with a negative factor.")
-
-
-def _check_convex(h: torch.Tensor) -> None:
-    """A Cholesky factor exists if the Hessian is positive semi-definite up to rounding."""
-    detached = h.detach()
-    scale = detached.diagonal(dim1=1, dim2=2).abs().amax(1) + detached.abs().amax((1, 2))
-    eps = torch.finfo(h.dtype).eps * 32 * h.shape[-1] ** 0.5
-    eye = torch.eye(h.shape[-1], dtype=h.dtype, device=h.device)
-    shift = (scale * eps + torch.finfo(h.dtype).tiny)[:, None, None]
-    info = torch.linalg.cholesky_ex((detached + detached.mT) / 2 + shift * eye).info
-    if bool((innermost(info) != 0).any()) and bool(innermost(detached).isfinite().all()):
-        raise ConvexityError(
-            "the loss is not convex in the outputs, so it has no generalised Gauss-Newton matrix. Move the outputs "
-            "behind what makes it so with `outputs(z)`, or use a loss that is convex in them."
-        )
+def _joined(cotangents: list[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    counts = [next(iter(c.values())).shape[0] for c in cotangents]
+    joined = {}
+    for i in dict.fromkeys(i for c in cotangents for i in c):
+        like = next(c[i] for c in cotangents if i in c)
+        parts = [
+            c[i] if i in c else like.new_zeros(v, *like.shape[1:]) for c, v in zip(cotangents, counts, strict=True)
+        ]
+        joined[i] = torch.cat(parts)
+    return joined

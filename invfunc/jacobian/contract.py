@@ -74,7 +74,7 @@ def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
 
 
 _NARROW = 128
-"""A matrix product with fewer columns than this is faster as the transpose of the other order (twice, at 27 columns)."""
+"""A matrix product with fewer columns is faster as the transpose of the other order (twice, at 27 columns)."""
 
 
 def _ordered(x: torch.Tensor, labels: str, order: list[str]) -> torch.Tensor:

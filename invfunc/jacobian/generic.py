@@ -32,7 +32,7 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
                 args, kwargs = tree.unflatten(operands, structure)
                 return call.func(*args, **kwargs)
 
-            out, pull = torch.func.vjp(operation, site.value(param))
+            out, pull, *_ = torch.func.vjp(operation, site.value(param))
             if out.shape != column.shape:
                 raise SampleAxisError(f"`{call.name}` cannot be computed one sample at a time.")
             return pull(column.to(out.dtype))[0]
@@ -45,7 +45,7 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
 
 
 def _with_samples(site: Site, param: torch.Tensor) -> list[tuple[torch.Tensor, Axis]]:
-    """The operands that have an entry for each sample, constants that an element-wise operation pairs with it included."""
+    """The operands that have an entry for each sample, also constants that are paired with it entry by entry."""
     call, found = site.call, []
     for x in tree.tensors((call.args, call.kwargs)):
         axis = call.place(x)

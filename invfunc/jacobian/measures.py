@@ -38,7 +38,7 @@ class EachSample:
         return tuple(x + y for x, y in zip(a, b, strict=True))
 
     def finish(self, state: State, n: int) -> torch.Tensor:
-        return torch.cat(state) if len(state) > 1 else state[0]
+        return state[0] if len(state) == 1 else torch.cat(state)
 
     def zero(self, leaf: torch.Tensor, n: int) -> torch.Tensor:
         return leaf.new_zeros(n, *leaf.shape)

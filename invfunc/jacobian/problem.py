@@ -131,9 +131,7 @@ def batch_dims(in_dims: InDims, rest: list[int]) -> dict[int, int | None]:
     if not isinstance(in_dims, (tuple, list)) or not all(d is None or isinstance(d, int) for d in in_dims):
         raise ArgumentTypeError(f"in_dims={in_dims!r} has to be an int, None, or a tuple of them.")
     if len(in_dims) != len(rest):
-        raise ArgumentError(
-            f"in_dims={tuple(in_dims)} has {len(in_dims)} entries for {len(rest)} batch arguments (all but the parameters)."
-        )
+        raise ArgumentError(f"in_dims={tuple(in_dims)} has {len(in_dims)} entries for {len(rest)} batch arguments.")
     return dict(zip(rest, in_dims, strict=True))
 
 
@@ -164,8 +162,8 @@ def _sizes(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> li
                 continue
             if not -leaf.ndim <= dim < leaf.ndim:
                 raise ArgumentError(
-                    f"{names[i]}{path} has shape {tuple(leaf.shape)} and no axis {dim} for its samples. Say in_dims=None "
-                    "for what all samples share."
+                    f"{names[i]}{path} has shape {tuple(leaf.shape)} and no axis {dim} for its samples. Say "
+                    "in_dims=None for what all samples share."
                 )
             sizes.append((names[i] + path, leaf.shape[dim]))
     return sizes

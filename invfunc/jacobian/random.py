@@ -13,7 +13,8 @@ _ALWAYS = set(
     "fractional_max_pool3d".split()
 )
 _IN_TRAINING = set(
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rrelu native_dropout".split()
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rrelu "
+    "native_dropout".split()
 )
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 

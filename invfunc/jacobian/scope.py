@@ -1,4 +1,4 @@
-"""Where derivatives are taken: in plain autograd, or in a level of our own where torch.func transforms run around us."""
+"""Where derivatives are taken: in plain autograd, or inside torch.func transforms in a level of our own."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Deltas = list[torch.Tensor | None]
 
 @dataclass
 class Columns:
-    """What was pulled back: `left`, and `right` where the statistic is a product of two; `weight[v, n]` multiplies squares."""
+    """What was pulled back: `left`, `right` for a product of two, and `weight[v, n]`, which multiplies squares."""
 
     left: Deltas
     right: Deltas | None = None

@@ -11,7 +11,8 @@ import torch
 
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import Call
-from invfunc.jacobian.trace import Sampled, Trace
+from invfunc.jacobian.tags import Sampled
+from invfunc.jacobian.trace import Trace
 
 _LOSSES = {
     "cross_entropy": "softmax",
@@ -93,7 +94,9 @@ class Splitter:
         if name not in _LOSSES and name not in _LOGARITHMS:
             return None
         value = args[0] if args else kwargs.get("input")
-        tag = trace.tag(value) if isinstance(value, torch.Tensor) else None
+        if not isinstance(value, torch.Tensor):
+            return None
+        tag = trace.tag(value)
         if not isinstance(tag, Sampled) or not tag.active or self._marked_before(tag):
             return None
         root = self.add(value, name)

@@ -15,40 +15,24 @@ from invfunc._functorch import base_of, opened, unviewed, version
 from invfunc.errors import samples_lost
 from invfunc.jacobian import follow, rules
 from invfunc.jacobian.axis import Axis, Everyone
+from invfunc.jacobian.calls import (
+    AFFINE,
+    CONSTANT,
+    SELECTIONS,
+    advanced,
+    function_name,
+    in_place,
+    paired,
+    produced_by,
+    read_by,
+)
 from invfunc.jacobian.follow import TOTAL, Call, Mixed, Total, Unknown
 from invfunc.jacobian.generic import generic
 from invfunc.jacobian.graph import node_of, reaches
 from invfunc.jacobian.random import Draws
 from invfunc.jacobian.rules import Recipe, Site
 from invfunc.jacobian.scope import Scope
-
-
-@dataclass(frozen=True)
-class Derived:
-    """A tensor computed from parameters alone; `selected` if each of its entries is one entry of one parameter."""
-
-    leaves: frozenset[int]
-    selected: bool
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """A tensor that depends on the samples: where they lie, or why that is lost, and how it depends on parameters."""
-
-    place: Axis | Total | None
-    lost: str | None = None
-    around: str | None = None
-    """Where a path from the parameters that crosses no outputs came last, or met one that does; None without one."""
-    crossed: frozenset[int] = frozenset()
-    """The marked outputs that it depends on."""
-    affine: bool = False
-    """Whether it is an affine function of the one marked output that it depends on."""
-    logarithm: bool = False
-    """Whether it is an affine function of the log_softmax of that output."""
-
-    @property
-    def active(self) -> bool:
-        return self.around is not None or bool(self.crossed)
+from invfunc.jacobian.tags import Derived, Sampled
 
 
 @dataclass
@@ -60,29 +44,6 @@ class Tap:
     recipe: Recipe
     site: int
     versions: tuple[tuple[torch.Tensor, int], ...]
-
-
-_SELECTIONS = set(
-    "transpose permute t get:T get:mT get:H get:mH movedim moveaxis swapaxes swapdims select narrow chunk split "
-    "split_with_sizes tensor_split unbind unsqueeze squeeze view reshape flatten unflatten ravel view_as reshape_as "
-    "contiguous clone to float double half bfloat16 type_as alias hsplit vsplit dsplit iter".split()
-)
-_AFFINE = _SELECTIONS | {"mul", "div", "add", "sub", "neg", "getitem", "multiply", "divide", "true_divide", "subtract"}
-_SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
-_CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "size", "dim", "get:shape", "get:dtype"}
-
-
-def function_name(func: Callable) -> str:
-    """`relu` for F.relu, torch.relu_, Tensor.relu; `get:T` for the attribute T; `getitem` for the operator."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return "get:" + getattr(getattr(func, "__self__", None), "__name__", "")
-    return name.strip("_")
-
-
-def in_place(func: Callable) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 class Trace(TorchFunctionMode):
@@ -136,19 +97,19 @@ class Trace(TorchFunctionMode):
         name = function_name(func)
         if self.draws is not None:
             self.draws.before(name, args, kwargs)
-        read = _read(name, args, kwargs)
+        read = read_by(name, args, kwargs)
         tags = {id(x): tag for x in read if (tag := self.tag(x)) is not None}
         if not tags:
             for x in read:
                 self.scope.closes_over(x)
             return func(*args, **kwargs)
-        if name in _CONSTANT and not in_place(func):
+        if name in CONSTANT and not in_place(func):
             return func(*args, **kwargs)
         if self.watcher is not None:
             changed = self.watcher(self, name, func, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
-                read = _read(name, args, kwargs)
+                read = read_by(name, args, kwargs)
                 tags = {id(x): tag for x in read if (tag := self.tag(x)) is not None}
         if follow.find(name) is None and (body := opened(func)) is not None:
             with self:
@@ -163,10 +124,10 @@ class Trace(TorchFunctionMode):
     def _of_parameters(self, name: str, func: Callable, args: tuple, kwargs: dict, tags: list, count: int) -> Any:
         out = func(*args, **kwargs)
         if torch.is_grad_enabled():
-            basic = name in _SELECTIONS or (name == "getitem" and not _advanced(args[1]))
+            basic = name in SELECTIONS or (name == "getitem" and not advanced(args[1]))
             selected = basic and count == 1 and tags[0].selected
             derived = Derived(frozenset().union(*(t.leaves for t in tags)), selected)
-            for x in _produced(out):
+            for x in produced_by(out):
                 self.set(x, derived if x.is_floating_point() else None)
         return out
 
@@ -183,14 +144,14 @@ class Trace(TorchFunctionMode):
             target = kept = None
         if params and not any(tag.lost for tag in sampled):
             args, kwargs = self._promote(name, args, kwargs, params, read)
-            read = _read(name, args, kwargs)
+            read = read_by(name, args, kwargs)
             tags = {id(x): tag for x in read if (tag := self.tag(x)) is not None}
             sampled = [tag for tag in tags.values() if isinstance(tag, Sampled)]
             params = {i: x for i, x in params.items() if any(x is y for y in read)}
         out = func(*args, **kwargs)
         if params and self.tapped and isinstance(out, torch.Tensor) and not in_place(func):
             out = unviewed(out)
-        produced = [target] if name == "setitem" and target is not None else _produced(out)
+        produced = [target] if name == "setitem" and target is not None else produced_by(out)
         if name == "setitem":
             produced = [args[0]]
         if not produced:
@@ -227,7 +188,7 @@ class Trace(TorchFunctionMode):
         around = met or (name if params or any(tag.around for tag in sampled) else None)
         crossed = frozenset().union(*(tag.crossed for tag in sampled))
         differentiable = torch.is_grad_enabled()
-        keeps = name in _AFFINE and not around and sum(bool(tag.crossed) for tag in sampled) == 1
+        keeps = name in AFFINE and not around and sum(bool(tag.crossed) for tag in sampled) == 1
         affine, logarithm = (keeps and any(getattr(t, k) for t in sampled) for k in ("affine", "logarithm"))
         for i, x in enumerate(produced):
             place = found[i] if isinstance(found, list) else found
@@ -272,7 +233,7 @@ class Trace(TorchFunctionMode):
                 tag = self.tag(x)
                 assert isinstance(tag, Derived)
                 recipe = _at_its_place(axis, x, self.n)
-                self._tap(x, tag, recipe, alias, axis)
+                self.tap(x, tag, recipe, alias, axis)
         if not new:
             return args, kwargs
         return tree.map_tensors(lambda t: new.get(id(t), t), (args, kwargs))
@@ -286,10 +247,10 @@ class Trace(TorchFunctionMode):
             place = tag.place if isinstance(tag, Sampled) else None
             if not isinstance(place, Axis) or place.dim is None:
                 continue
-            if follow.find(name) in (follow.pointwise, follow.cat) or name == "stack":
+            if follow.find(name) in (follow.pointwise, follow.moves.cat) or name == "stack":
                 dim = place.dim - x.ndim + param.ndim
             else:
-                dim = _paired(name, args, kwargs, x, place.dim, param)
+                dim = paired(name, args, kwargs, x, place.dim, param)
             if dim is not None and 0 <= dim < param.ndim and param.shape[dim] == x.shape[place.dim]:
                 return place.at(dim)
         return None
@@ -303,9 +264,9 @@ class Trace(TorchFunctionMode):
             tag = self.tag(x)
             assert isinstance(tag, Derived)
             recipe = (rule(site, x) if rule else None) or generic(site, x)
-            self._tap(x, tag, recipe, out, axis)
+            self.tap(x, tag, recipe, out, axis)
 
-    def _tap(self, param: torch.Tensor, tag: Derived, recipe: Recipe, out: torch.Tensor, axis: Axis) -> None:
+    def tap(self, param: torch.Tensor, tag: Derived, recipe: Recipe, out: torch.Tensor, axis: Axis) -> None:
         edge = torch.autograd.graph.get_gradient_edge(out)
         at = next((i for i, e in enumerate(self.edges) if e == edge and self.axes[i] == axis), None)
         if at is None:
@@ -328,39 +289,3 @@ def _at_its_place(axis: Axis, param: torch.Tensor, n: int) -> Recipe:
 
     letters = "abcdefghijklmnopqrstuvwxy"[: param.ndim]
     return Recipe("z" + letters, recipe.build, finish)
-
-
-def _paired(name: str, args: tuple, kwargs: dict, x: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
-    """The dimension of a parameter that shares its label with a dimension of x in a product."""
-    parsed = follow.equation(name, args, kwargs)
-    if parsed is None:
-        return None
-    label = next((s[dim] for s, y in zip(parsed.inputs, parsed.operands, strict=True) if y is x), None)
-    own = next((s for s, y in zip(parsed.inputs, parsed.operands, strict=True) if y is param), None)
-    if own is None and any(y is param for y, _ in parsed.added):
-        own = parsed.output[len(parsed.output) - param.ndim :]
-    return own.index(label) if label is not None and own is not None and label in own else None
-
-
-def _read(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors whose values a call reads."""
-    if name.endswith("_like") or name.startswith("new_"):
-        return []
-    if name in _SHAPE_ONLY:
-        args, kwargs = args[:1], {}
-    found: list[torch.Tensor] = []
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, torch.Tensor):
-            found.append(a)
-        elif isinstance(a, (tuple, list, dict)):
-            found.extend(tree.tensors(a))
-    return found
-
-
-def _produced(out: Any) -> list[torch.Tensor]:
-    return [out] if isinstance(out, torch.Tensor) else tree.tensors(out) if isinstance(out, (tuple, list)) else []
-
-
-def _advanced(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(p, (torch.Tensor, list)) for p in parts)

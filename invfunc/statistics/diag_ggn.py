@@ -29,8 +29,8 @@ def diag_ggn(
     The loss owns its scale: the H of a mean loss contains its 1/N, weights and ignored targets included.
 
     Args:
-        f: a model function `f(params, *inputs)`, which returns outputs `[N, ...]` or a pytree of them. Without `loss`, a
-            loss function `f(params, *batch)`, which returns a scalar or `[N]`: its outputs are the inputs of torch's
+        f: a model function `f(params, *inputs)`, which returns outputs `[N, ...]` or a pytree of them. Without `loss`,
+            a loss function `f(params, *batch)`, which returns a scalar or `[N]`: its outputs are the inputs of torch's
             convex losses (`cross_entropy`, `mse_loss`, `binary_cross_entropy_with_logits`, `huber_loss`,
             `smooth_l1_loss`, `poisson_nll_loss`; for `nll_loss` and `kl_div` the input of the `log_softmax` or
             `logsigmoid` before it), or what `outputs(z)` marks.

@@ -38,16 +38,16 @@ def dense_diag_ggn(f: Callable, loss: Callable) -> Callable:
     """The oracle of `diag_ggn(f, loss)`: the diagonal of `J^T H J` with the whole J and H of the batch, row by row."""
 
     def oracle(params: Any, *inputs: Any, **kwargs: Any) -> Any:
-        *inputs, target = inputs
+        *given, target = inputs
         leaves, structure = tree.flatten(params)
-        z, leaves = _differentiably(lambda p: f(p, *inputs, **kwargs), leaves, structure)
+        z, leaves = _differentiably(lambda p: f(p, *given, **kwargs), leaves, structure)
         outputs, layout = tree.flatten(z)
         jacobian = _jacobian(outputs, leaves)
         value, outputs = _differentiably(lambda z: loss(z, target), outputs, layout)
         slope = torch.autograd.grad(value.sum(), outputs, create_graph=True, materialize_grads=True)
         hessian = torch.cat(_jacobian(slope, outputs), 1)
-        diagonals = [torch.einsum("ap,ab,bp->p", j, hessian, j).reshape(p.shape) for j, p in zip(jacobian, leaves)]
-        return tree.unflatten(diagonals, structure)
+        diagonals = [torch.einsum("ap,ab,bp->p", j, hessian, j) for j in jacobian]
+        return tree.unflatten([d.reshape(p.shape) for d, p in zip(diagonals, leaves, strict=True)], structure)
 
     return oracle
 
@@ -63,9 +63,9 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float, floor: float = 0
     Raises:
         AssertionError: it names the leaf, the error and the tolerance.
     """
-    (ours, structure), (theirs, wanted) = tree.flatten(actual), tree.flatten(expected)
-    assert structure == wanted, f"{structure} is not {wanted}"
-    for (path, x), y in zip(tree.named_leaves(actual), theirs, strict=True):
+    structure, (wanted, layout) = tree.flatten(actual)[1], tree.flatten(expected)
+    assert structure == layout, f"{structure} is not {layout}"
+    for (path, x), y in zip(tree.named_leaves(actual), wanted, strict=True):
         assert x.shape == y.shape, f"leaf {path} has shape {tuple(x.shape)}, not {tuple(y.shape)}"
         if x.numel():
             x, y = x.detach().double().cpu(), y.detach().double().cpu()

@@ -1,0 +1,69 @@
+"""Calls of torch functions as a function mode sees them: their names, and the tensors they read and produce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.jacobian.equations import equation
+
+SELECTIONS = set(
+    "transpose permute t get:T get:mT get:H get:mH movedim moveaxis swapaxes swapdims select narrow chunk split "
+    "split_with_sizes tensor_split unbind unsqueeze squeeze view reshape flatten unflatten ravel view_as reshape_as "
+    "contiguous clone to float double half bfloat16 type_as alias hsplit vsplit dsplit iter".split()
+)
+AFFINE = SELECTIONS | {"mul", "div", "add", "sub", "neg", "getitem", "multiply", "divide", "true_divide", "subtract"}
+SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
+CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "size", "dim", "get:shape", "get:dtype"}
+
+
+def function_name(func: Callable) -> str:
+    """`relu` for F.relu, torch.relu_, Tensor.relu; `get:T` for the attribute T; `getitem` for the operator."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return "get:" + getattr(getattr(func, "__self__", None), "__name__", "")
+    return name.strip("_")
+
+
+def in_place(func: Callable) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def read_by(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors whose values a call reads."""
+    if name.endswith("_like") or name.startswith("new_"):
+        return []
+    if name in SHAPE_ONLY:
+        args, kwargs = args[:1], {}
+    found: list[torch.Tensor] = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, torch.Tensor):
+            found.append(a)
+        elif isinstance(a, (tuple, list, dict)):
+            found.extend(tree.tensors(a))
+    return found
+
+
+def produced_by(out: Any) -> list[torch.Tensor]:
+    return [out] if isinstance(out, torch.Tensor) else tree.tensors(out) if isinstance(out, (tuple, list)) else []
+
+
+def advanced(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(p, (torch.Tensor, list)) for p in parts)
+
+
+def paired(name: str, args: tuple, kwargs: dict, x: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
+    """The dimension of a parameter that shares its label with a dimension of x in a product."""
+    parsed = equation(name, args, kwargs)
+    if parsed is None:
+        return None
+    label = next((s[dim] for s, y in zip(parsed.inputs, parsed.operands, strict=True) if y is x), None)
+    own = next((s for s, y in zip(parsed.inputs, parsed.operands, strict=True) if y is param), None)
+    if own is None and any(y is param for y, _ in parsed.added):
+        own = parsed.output[len(parsed.output) - param.ndim :]
+    return own.index(label) if label is not None and own is not None and label in own else None

@@ -1,0 +1,146 @@
+"""How each torch function moves the sample axis: from the axes of what it read to that of what it returned.
+
+A rule takes a `Call` and returns an `Axis`, `TOTAL` (summed over the samples) or None (no sample in it), one for all
+tensors that came out or a list with one for each. It raises `Mixed` where samples meet or the axis cannot be followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+from invfunc import tree
+from invfunc.jacobian.axis import Axis
+
+
+class Mixed(Exception):
+    """Samples are mixed by an operation, or it moves the sample axis where nothing can follow; says how."""
+
+
+class Unknown(Mixed):
+    """Nothing is known about the operation; it may well keep the samples apart."""
+
+
+class Total:
+    """In place of an axis: the tensor is a sum over the samples, as a scalar loss is."""
+
+    def __repr__(self) -> str:
+        return "TOTAL"
+
+
+TOTAL = Total()
+Place = Axis | Total | None
+
+
+@dataclass
+class Call:
+    """One call of a torch function: what it read, what it returned, and where the samples are in what it read."""
+
+    name: str
+    func: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    out: Any
+    places: dict[int, Axis | Total]
+    n: int
+    active: bool
+    """Whether the sample tensors depend on the parameters."""
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    def place(self, x: Any) -> Place:
+        return self.places.get(id(x))
+
+    @property
+    def samples(self) -> list[tuple[torch.Tensor, Axis | Total]]:
+        return [(x, self.places[id(x)]) for x in tree.tensors((self.args, self.kwargs)) if id(x) in self.places]
+
+    @property
+    def first(self) -> torch.Tensor:
+        return self.args[0] if self.args else next(iter(self.kwargs.values()))
+
+
+Rule = Callable[[Call], Any]
+"""Returns a `Place`, or a list with one for each tensor that came out."""
+R = TypeVar("R", bound=Rule)
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[R], R]:
+    def register(fn: R) -> R:
+        RULES.update(dict.fromkeys(names, fn))
+        return fn
+
+    return register
+
+
+@cache
+def find(name: str) -> Rule | None:
+    """The rule of a function, by its name; functions that torch itself tags as pointwise share one."""
+    if name in RULES:
+        return RULES[name]
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads()):
+        return pointwise
+    return None
+
+
+def follow(call: Call) -> Place | list[Place]:
+    """Where the samples are in the result of a call."""
+    if all(place is TOTAL for _, place in call.samples):
+        return total(call)
+    if any(place is TOTAL for _, place in call.samples):
+        raise Mixed("it combines a sum over the samples with tensors that keep them apart")
+    found = find(call.name)
+    if call.n == 1:  # nothing to mix, and everything is of the one sample
+        return Axis(None)
+    if found is None:
+        raise Unknown("it has no rule that follows the sample axis")
+    return found(call)
+
+
+# Sums over the samples: linear operations keep them a total
+
+
+_LINEAR = set(
+    "add sub rsub mul div neg sum mean stack cat to float double half bfloat16 type clone contiguous squeeze unsqueeze "
+    "reshape view flatten subtract multiply divide true_divide negative positive getitem expand alias detach".split()
+)
+
+
+def total(call: Call) -> Place:
+    several = len(call.samples) > 1
+    if call.name in ("mul", "multiply") and several:
+        raise Mixed("it multiplies two sums over the samples")
+    if call.name in ("div", "divide", "true_divide") and call.place(call.arg(1, "other")) is TOTAL:
+        raise Mixed("it divides by a sum over the samples")
+    if call.name not in _LINEAR:
+        raise Mixed("it is not linear in a sum over the samples")
+    return TOTAL
+
+
+# Element by element
+
+
+@rule(
+    *"dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d type_as contiguous to "
+    "float double half bfloat16 int long bool type clone detach requires_grad alias hardswish softsign tanhshrink "
+    "log_sigmoid logsigmoid floor_divide negative subtract multiply divide true_divide absolute square prelu "
+    "special_expit bernoulli relu6 clip clamp greater less greater_equal less_equal not_equal isclose get:data "
+    "get:real get:imag rrelu rsub rdiv rpow pow copy nan_to_num fill masked_fill where maximum minimum".split()
+)
+def pointwise(call: Call) -> Place:
+    first, place = call.samples[0]
+    assert isinstance(place, Axis) and place.dim is not None
+    back = place.dim - first.ndim
+    for x, other in call.samples[1:]:
+        assert isinstance(other, Axis) and other.dim is not None
+        if (other.dim - x.ndim, other.outer, other.inner) != (back, place.outer, place.inner):
+            raise Mixed(f"it combines samples along {place} of a tensor with samples along {other} of another")
+    out = tree.tensors(call.out)[0]
+    return place.at(out.ndim + back)

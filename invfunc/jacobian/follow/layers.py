@@ -1,0 +1,199 @@
+"""Reductions, norms, convolutions, products and losses: over the samples they are a sum, or a mix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.equations import equation
+from invfunc.jacobian.follow.call import TOTAL, Call, Mixed, Place, pointwise, rule
+
+# Along a dimension: over the samples it is a sum (sum, mean) or a mix (everything else)
+
+
+def _dims(x: torch.Tensor, dims: Any) -> set[int]:
+    if dims is None or (isinstance(dims, (tuple, list)) and not dims):
+        return set(range(x.ndim))
+    return {d % max(x.ndim, 1) for d in (dims if isinstance(dims, (tuple, list)) else [dims])}
+
+
+_DIM_ARGUMENT = dict.fromkeys("norm linalg_vector_norm vector_norm linalg_norm".split(), 2) | {"roll": 2}
+
+
+@rule(
+    *"sum mean nansum nanmean amax amin max min prod logsumexp norm linalg_vector_norm vector_norm linalg_norm var std "
+    "var_mean std_mean median nanmedian argmax argmin all any count_nonzero mode kthvalue".split()
+)
+def reduce(call: Call) -> Place:
+    x = call.first
+    if call.name in ("max", "min") and isinstance(call.arg(1, "other"), torch.Tensor):
+        return pointwise(call)
+    axis = call.place(x)
+    assert isinstance(axis, Axis) and axis.dim is not None
+    position = _DIM_ARGUMENT.get(call.name, 1)
+    dim = call.arg(position, "dim", call.kwargs.get("axis"))
+    dims = _dims(x, None if isinstance(dim, bool) else dim)
+    if axis.dim in dims:
+        if not call.active:
+            return None
+        if call.name not in ("sum", "mean", "nansum"):
+            raise Mixed("it reduces over the sample axis")
+        return TOTAL
+    kept = tree.tensors(call.out)[0].ndim == x.ndim
+    return axis if kept else axis.at(axis.dim - sum(d < axis.dim for d in dims))
+
+
+def _along(x: torch.Tensor, axis: Axis, dims: set[int], active: bool, name: str) -> Axis:
+    if active and axis.dim in dims:
+        raise Mixed(f"it computes {name} along the sample axis")
+    return axis
+
+
+@rule(
+    *"softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip roll sort argsort topk renorm glu "
+    "index_select gather scatter scatter_add index_add index_copy index_fill take_along_dim diff unfold diag_embed "
+    "fliplr flipud rot90".split()
+)
+def along(call: Call) -> Place:
+    x = call.first
+    axis = call.place(x)
+    if not isinstance(axis, Axis):
+        raise Mixed("it looks constants up by sample indices")
+    default = -1 if call.name in ("glu", "sort", "argsort", "diff") else None
+    position = {"topk": 2, "roll": 2, "diff": 2, "take_along_dim": 2, "renorm": 2}.get(call.name, 1)
+    dim = call.arg(position, "dim", call.kwargs.get("dims", -1 if call.name == "topk" else default))
+    out = _along(x, axis, _dims(x, dim), call.active, call.name)
+    for y, other in call.samples:
+        if y is not x and other != axis:
+            raise Mixed("its arguments have their samples along different axes")
+    return out
+
+
+def _leading(call: Call, trailing: int) -> Place:
+    """The last `trailing` dimensions are computed on, those before them only go along."""
+    x, axis = call.samples[0]
+    assert isinstance(axis, Axis) and axis.dim is not None
+    if axis.dim >= x.ndim - trailing:
+        raise Mixed("it computes across the sample axis")
+    return axis
+
+
+@rule("layer_norm", "rms_norm")
+def layer_norm(call: Call) -> Place:
+    shape = call.arg(1, "normalized_shape")
+    return _leading(call, len(shape))
+
+
+@rule("batch_norm", "group_norm", "instance_norm", "native_batch_norm", "native_group_norm", "local_response_norm")
+def channel_norm(call: Call) -> Place:
+    if call.name == "batch_norm" and call.arg(5, "training"):  # in both of torch's signatures the sixth argument
+        raise Mixed("in train mode it normalises with the statistics of the whole batch; put it in eval mode")
+    return _leading(call, call.first.ndim - 1)
+
+
+_SPATIAL = {
+    f"{prefix}{d}d{suffix}": d
+    for d in (1, 2, 3)
+    for suffix in ("", "_with_indices")
+    for prefix in ("max_pool", "avg_pool", "lp_pool", "adaptive_max_pool", "adaptive_avg_pool", "fractional_max_pool")
+}
+_SPATIAL |= {f"{prefix}{d}d": d + 1 for d in (1, 2, 3) for prefix in ("conv", "conv_transpose")}
+_SPATIAL |= {"pixel_shuffle": 3, "pixel_unshuffle": 3, "channel_shuffle": 3, "tril": 2, "triu": 2, "one_hot": 0}
+_SPATIAL |= {
+    "linalg_inv": 2,
+    "linalg_solve": 2,
+    "linalg_cholesky": 2,
+    "inverse": 2,
+    "embedding": 0,
+    "im2col": 2,
+    "col2im": 2,
+}
+
+
+@rule(*_SPATIAL)
+def spatial(call: Call) -> Place:
+    return _leading(call, _SPATIAL[call.name])
+
+
+@rule("interpolate", "upsample", "grid_sample", "affine_grid")
+def batch_first(call: Call) -> Place:
+    axis = _leading(call, call.first.ndim - 1)
+    if any(other != axis for _, other in call.samples):
+        raise Mixed("its arguments have their samples along different axes")
+    return axis
+
+
+@rule("pad")
+def pad(call: Call) -> Place:
+    return _leading(call, len(call.arg(1, "pad")) // 2)
+
+
+@rule("scaled_dot_product_attention")
+def attention(call: Call) -> Place:
+    for x, axis in call.samples:
+        assert isinstance(axis, Axis) and axis.dim is not None
+        if axis.dim >= x.ndim - 2:
+            raise Mixed("it attends across the sample axis")
+    return pointwise(call)
+
+
+# Products: by their equation
+
+
+@rule(*"linear matmul rmatmul mm bmm mv dot inner addmm addmv baddbmm einsum bilinear tensordot vdot outer".split())
+def product(call: Call) -> Place:
+    parsed = equation(call.name, call.args, call.kwargs)
+    if parsed is None:
+        raise Mixed("it has no rule that follows the sample axis")
+    found: set[tuple[str, int, int]] = set()
+    for x, labels in zip(parsed.operands, parsed.inputs, strict=True):
+        axis = call.place(x)
+        if isinstance(axis, Axis) and axis.dim is not None:
+            found.add((labels[axis.dim], axis.outer, axis.inner))
+    for x, _ in parsed.added:
+        axis = call.place(x)
+        if isinstance(axis, Axis) and axis.dim is not None:
+            label = parsed.output[axis.dim - x.ndim + len(parsed.output)]
+            found.add((label, axis.outer, axis.inner))
+    if len(found) != 1:
+        raise Mixed("it multiplies samples with each other")
+    label, outer, inner = found.pop()
+    if label not in parsed.output:
+        return TOTAL if call.active else None
+    return Axis(parsed.output.index(label), outer, inner)
+
+
+# Losses: by their reduction
+
+
+_ELEMENTWISE_LOSSES = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "poisson_nll_loss soft_margin_loss"
+).split()
+
+
+def reduction(call: Call) -> str:
+    """The reduction of a loss, also where its deprecated flags say it."""
+    average, reduced = call.kwargs.get("size_average"), call.kwargs.get("reduce")
+    if average is not None or reduced is not None:
+        return "none" if reduced is False else "sum" if average is False else "mean"
+    said = [a for a in call.args if isinstance(a, str)]
+    return said[0] if said else call.kwargs.get("reduction", "mean")
+
+
+@rule(*_ELEMENTWISE_LOSSES, "cross_entropy", "nll_loss")
+def loss(call: Call) -> Place:
+    if reduction(call) != "none":
+        return TOTAL if call.active else None
+    if call.name in _ELEMENTWISE_LOSSES:
+        return pointwise(call)
+    x, axis = call.first, call.place(call.first)
+    if not isinstance(axis, Axis) or axis.dim is None:
+        raise Mixed("its input does not depend on the samples, but its target does")
+    classes = 0 if x.ndim == 1 else 1
+    if axis.dim == classes:
+        raise Mixed("it normalises over the sample axis as if these were classes")
+    return axis.at(axis.dim - (axis.dim > classes))

@@ -1,0 +1,299 @@
+"""Runs of a problem's function: whole, in parts of the batch, up to its outputs, or sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import innermost
+from invfunc.errors import (
+    ArgumentError,
+    InvFuncError,
+    RandomnessError,
+    SampleAxisError,
+    samples_lost,
+)
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.follow import TOTAL, Call
+from invfunc.jacobian.generic import generic
+from invfunc.jacobian.plan import Plan, even
+from invfunc.jacobian.problem import Problem
+from invfunc.jacobian.random import Draws, Drew, Watch, restore
+from invfunc.jacobian.rules import Site
+from invfunc.jacobian.scope import Scope
+from invfunc.jacobian.split import Reached, Root, Splitter, active
+from invfunc.jacobian.tags import Derived, Sampled
+from invfunc.jacobian.trace import Trace
+
+WHOLE = slice(None)
+
+
+@dataclass
+class Run:
+    """A run of the model part on the samples `part`: taps, and the outputs to pull back from."""
+
+    trace: Trace
+    params: list[torch.Tensor]
+    part: slice
+    outputs: dict[int, tuple[torch.Tensor, Axis]]
+    result: Any = None
+    aux: Any = None
+
+
+class Runner:
+    """Runs the function of a problem; `budget` bounds the numbers in an intermediate tensor of a block."""
+
+    def __init__(self, problem: Problem, scope: Scope, plan: Plan, fast: bool, budget: int) -> None:
+        self.problem, self.scope, self.plan, self.fast, self.budget = problem, scope, plan, fast, budget
+
+    def run(
+        self,
+        part: slice,
+        n: int,
+        *,
+        tapped: bool = True,
+        draws: Draws | None = None,
+        splitter: Callable[[Trace], Splitter] | None = None,
+    ) -> Run:
+        trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, draws=draws)
+        watching = splitter(trace) if splitter is not None else None
+        params = trace.parameters(self.problem.leaves)
+        run = Run(trace, params, part, {})
+        try:
+            with active(watching):
+                run.result, run.aux = self.problem.call(trace, params, part)
+        except Reached:
+            assert watching is not None
+            run.outputs = {i: (r.value, r.axis) for i, r in watching.roots.items()}
+        return run
+
+    def loss(self) -> Run:
+        problem = self.problem
+        try:
+            run = self.run(WHOLE, problem.n)
+            check_loss(run.trace, run.result)
+            if isinstance(run.trace.tag(run.result), Derived) and not run.result.ndim:
+                zero = torch.zeros_like(run.result.detach())  # a sum over the samples of nothing
+                run.trace.set(zero, Sampled(TOTAL))
+                with run.trace:
+                    run.result = run.result + zero
+            run.trace.check([run.result], run.params)
+        except SampleAxisError as error:
+            run = self._sample_by_sample() if error.unknown else None
+            if run is None:
+                raise
+            check_loss(run.trace, run.result)
+        run.outputs = {0: (run.result, Axis(None))}
+        return run
+
+    def _sample_by_sample(self) -> Run | None:
+        """The last resort: the whole function as one operation that has no rule, if its values allow that.
+
+        A function that returns [N] entries, or outputs, may be evaluated on single samples; a scalar may not.
+        """
+        problem, axis = self.problem, Axis(self.problem.out_dims if self.problem.loss is not None else 0)
+        draws = Draws(stop=False)
+        trace = Trace(self.scope, problem.n)
+        params = trace.parameters(problem.leaves)
+        batch = {i: problem.args[i] for i in problem.inputs if i not in problem.argnums}
+        flat, structure = tree.flatten(batch)
+        where = [d for i, d in problem.dims.items() if i in batch for _ in tree.leaves(batch[i])]
+
+        def function(*values: Any) -> Any:
+            trees = tree.unflatten(list(values[: len(params)]), problem.structure)
+            rest = tree.unflatten(list(values[len(params) :]), structure)
+            given = [trees[problem.argnums.index(i)] if i in problem.argnums else rest[i] for i in problem.inputs]
+            result = problem.f(*given, **problem.kwargs)
+            return result[0] if problem.has_aux else result
+
+        values = [*params, *(self.scope.alias(x) if isinstance(x, torch.Tensor) else x for x in flat)]
+        with Watch(draws):
+            result = function(*values)
+        if not isinstance(result, torch.Tensor) or result.ndim == 0 or result.shape[axis.dim or 0] != problem.n:
+            return None
+        if draws.drew:
+            raise RandomnessError("it draws random numbers, and cannot be evaluated one sample at a time.")
+        places: dict[int, Any] = {
+            id(x): Axis(d % x.ndim)
+            for x, d in zip(values[len(params) :], where, strict=True)
+            if isinstance(x, torch.Tensor) and d is not None
+        }
+        call = Call("f", function, tuple(values), {}, result, places, problem.n, True)
+        site = Site(call, axis, self.scope.leave)
+        n, dims = problem.n, [places.get(id(x)) for x in values]
+        exposed = [x if a is None else a.expose(x, n) for x, a in zip(values, dims, strict=True)]
+        try:
+            with torch.no_grad():
+                alone = torch.vmap(function, in_dims=tuple(None if a is None else 0 for a in dims))(*exposed)
+        except RuntimeError:  # no batching rule
+            return None
+        if not same_values(alone, axis.expose(result, n)):
+            return None  # a sample alone gives something else than in the batch: they are mixed
+        for i, leaf in enumerate(params):
+            trace.tap(leaf, Derived(frozenset({i}), True), generic(site, leaf), result, axis)
+        trace.set(result, Sampled(axis, around="f"))
+        return Run(trace, params, WHOLE, {0: (result, axis)}, result)
+
+    def model(self, part: slice, n: int, tapped: bool = True) -> Run:
+        """The model function on a part of the batch; `run.result` becomes the structure of its outputs."""
+        partial = n < self.problem.n
+        draws = Draws(stop=True) if partial else None
+        try:
+            run = self.run(part, n, tapped=tapped, draws=draws)
+        except Drew:
+            raise cannot_draw() from None
+        except SampleAxisError as error:
+            if partial or not tapped or not error.unknown:
+                raise
+            whole = self._sample_by_sample()
+            if whole is None:
+                raise
+            run = whole
+        leaves, structure = tree.flatten(run.result)
+        for i, z in enumerate(leaves):
+            run.outputs[i] = (z, output_axis(run.trace, z, self.problem.out_dims))
+        run.result = structure
+        return run
+
+    def blocks(self) -> list[Run]:
+        """The model function in one pass, or in blocks of samples whose cotangents fit the cache."""
+        n = self.problem.n
+        divided = any(self.plan.asked(over) for over in ("outputs", "params"))
+        if self.budget > 2**24 or divided or self.problem.has_aux or n < 3:
+            return [self.model(WHOLE, n)]
+        try:
+            first = min(n, 4)
+            run = self.model(slice(0, first), first)
+            if first == n:
+                return [run]
+            size = self._block_size(run.trace, sum(z.numel() for z, _ in run.outputs.values()) // first)
+            if n <= size:
+                return [self.model(WHOLE, n)]
+            rest = even(n - first, size)
+            return [run, *(self.model(slice(first + a, first + b), b - a) for a, b in rest if a < b)]
+        except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
+            return [self.model(WHOLE, n)]
+
+    def parts(self, roots: list[Root], columns: int, draws: Draws) -> Iterable[Run]:
+        """The model part up to the roots: chunks one by one, or blocks where nobody asked for passes of their own."""
+        n, parts = self.problem.n, self.plan.ranges("samples", self.problem.n)
+        if draws.drew and len(parts) > 1:
+            raise cannot_draw()
+        if any(self.plan.splits.values()) or draws.drew or columns < 4 or n < 3 or self.budget > 2**24:
+            return (self._up_to(roots, start, stop, draws) for start, stop in parts)
+        try:
+            first = self._up_to(roots, 0, min(n, 4), draws)
+            rest = even(n - first.trace.n, self._block_size(first.trace, columns))
+            return [first, *(self._up_to(roots, first.trace.n + a, first.trace.n + b, draws) for a, b in rest if a < b)]
+        except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
+            return [self._up_to(roots, 0, n, draws)]
+
+    def _block_size(self, trace: Trace, columns: int) -> int:
+        """How many samples to run at once, so that some columns at the largest site fit the budget."""
+        return max(4, self.budget // (min(columns, 32) * max(trace.sizes, default=1)))
+
+    def _up_to(self, roots: list[Root], start: int, stop: int, draws: Draws) -> Run:
+        """The function on a part of the batch until its outputs are there; they have to be those of the whole batch."""
+        part = WHOLE if stop - start == self.problem.n else slice(start, stop)
+        after = draws.rewind()
+        try:
+            run = self.run(part, stop - start, splitter=lambda trace: Splitter(trace, [r.ordinal for r in roots]))
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if part == WHOLE or isinstance(error, InvFuncError):
+                raise
+            raise SampleAxisError(
+                "f does not run on a part of the batch, so it cannot be chunked over samples."
+            ) from error
+        finally:
+            restore(after)
+        if part == WHOLE:
+            return run
+        for root in roots:
+            z, axis = run.outputs.get(root.ordinal, (None, root.axis))
+            whole = root.axis.expose(root.value, self.problem.n)[part]
+            if z is None or z.numel() != whole.numel() or not same_values(axis.expose(z, run.trace.n), whole):
+                raise SampleAxisError(
+                    "the outputs of f on a part of the batch are not those of the whole batch (has it a constant for "
+                    "each sample, or does it use the length of the batch?), so it cannot be chunked over samples."
+                )
+        return run
+
+    def loss_parts(self, whole: torch.Tensor, draws: Draws) -> Iterable[Run]:
+        """A loss for each sample: the function itself on parts of the batch."""
+        if draws.drew:
+            raise cannot_draw()
+        for start, stop in self.plan.ranges("samples", self.problem.n):
+            run = self.run(slice(start, stop), stop - start)
+            check_loss(run.trace, run.result)
+            if not same_values(run.result, whole[start:stop]):
+                raise SampleAxisError(
+                    "the losses of f on a part of the batch are not those of the whole batch (does it divide by its "
+                    "length?), so it cannot be chunked over samples; mark its outputs with `outputs(z)`."
+                )
+            run.outputs, run.part = {0: (run.result, Axis(None))}, WHOLE
+            yield run
+
+
+def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:
+    """Check that a result is a loss, a scalar or one for each sample; returns how it depends on the parameters."""
+    n = trace.n
+    if not isinstance(result, torch.Tensor):
+        kind = type(result).__name__
+        raise ArgumentError(f"{name} returned an object of type {kind}, but a loss is a tensor: a scalar or [N].")
+    tag = trace.tag(result)
+    if isinstance(tag, Sampled) and tag.lost:
+        raise samples_lost(tag.lost, trace.unknown)
+    place = tag.place if isinstance(tag, Sampled) else None
+    if result.ndim and tuple(result.shape) != (n,):
+        kind = "a model function" if isinstance(place, Axis) else "no loss function"
+        raise ArgumentError(
+            f"{name} returned shape {tuple(result.shape)} for N = {n}, so it looks like {kind}; wanted is a loss "
+            f"function, which returns a scalar or shape ({n},). Compute the loss in it."
+        )
+    if result.ndim and n > 1 and (place is TOTAL or isinstance(tag, Derived)):
+        raise ArgumentError(
+            f"{name} returned shape ({n},), but its entries are not those of the {n} samples, which it sums over; "
+            "wanted is a scalar or the [N] losses of the samples."
+        )
+    if not result.is_floating_point():
+        raise ArgumentError(f"{name} returned dtype {result.dtype}, but a loss is a floating-point tensor.")
+    if isinstance(tag, Derived):
+        return Sampled(None, around="the parameters alone")
+    return tag if tag is not None else Sampled(None)
+
+
+def output_axis(trace: Trace, z: Any, dim: int) -> Axis:
+    """Check one output of a model function; returns where its samples are."""
+    if not isinstance(z, torch.Tensor) or not z.is_floating_point():
+        kind = f"a tensor of {z.dtype}" if isinstance(z, torch.Tensor) else f"an object of type {type(z).__name__}"
+        raise ArgumentError(f"f returned {kind}, but outputs are floating-point tensors.")
+    if z.ndim == 0 or not -z.ndim <= dim < z.ndim or z.shape[dim] != trace.n:
+        kind = "looks like a loss function; call the transform on it alone" if z.ndim == 0 else "has other outputs"
+        raise ArgumentError(
+            f"f returned shape {tuple(z.shape)} for N = {trace.n}, so it {kind}; wanted is a model function, which "
+            f"returns outputs with the samples along axis {dim}."
+        )
+    tag = trace.tag(z)
+    if isinstance(tag, Sampled) and tag.lost:
+        raise samples_lost(tag.lost, trace.unknown)
+    if isinstance(tag, Sampled) and trace.n > 1 and tag.place != Axis(dim % z.ndim):
+        raise ArgumentError(
+            f"f returned outputs with their samples along {tag.place}, not axis {dim % z.ndim}; pass out_dims."
+        )
+    return Axis(None) if trace.n == 1 else Axis(dim % z.ndim)
+
+
+def cannot_draw() -> RandomnessError:
+    return RandomnessError(
+        "f draws random numbers (dropout?), and chunks over samples cannot draw those of the whole batch. Chunk over "
+        "outputs or params, or use eval mode."
+    )
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether values agree up to what another batch size does to their rounding."""
+    return bool(innermost(torch.isclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)).all())

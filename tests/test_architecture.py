@@ -1,0 +1,215 @@
+"""The house: imports go down, private torch calls live in one file, import has no effects, the README tells of all."""
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+import invfunc
+from invfunc import _functorch
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "invfunc"
+FLOORS = [
+    {"errors", "tree", "_functorch"},
+    {"jacobian"},
+    {"transform", "chunked", "outputs", "functional"},
+    {"statistics"},
+    {"__init__"},
+    {"testing", "_tour", "_tour_picture", "__main__"},
+]
+FILES = sorted(PACKAGE.rglob("*.py"))
+LONGEST = 320
+each_file = pytest.mark.parametrize("file", FILES, ids=[str(f.relative_to(PACKAGE)) for f in FILES])
+
+
+def name_of(file):
+    """`invfunc.jacobian.engine`; a package is its `__init__`."""
+    return ".".join(["invfunc", *file.relative_to(PACKAGE).with_suffix("").parts])
+
+
+MODULES = {name_of(f): f for f in FILES}
+
+
+def floor(module):
+    part = module.split(".")[1]
+    return next(i for i, parts in enumerate(FLOORS) if part in parts)
+
+
+@cache
+def parsed(file):
+    return ast.parse(file.read_text())
+
+
+def imported(file):
+    """All that a file imports, wherever in it, as full names: `(module, name)`, name None for a whole module."""
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} imports relatively"
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def inner_imports(file):
+    """The modules of ours that a file imports."""
+    for module, name in imported(file):
+        if module.split(".")[0] == "invfunc":
+            for full in (f"{module}.{name}", f"{module}.{name}.__init__", module, f"{module}.__init__"):
+                if full in MODULES:
+                    yield full
+                    break
+
+
+class TestImports:
+    @each_file
+    def test_go_down(self, file):
+        own = name_of(file)
+        upwards = [other for other in inner_imports(file) if floor(other) > floor(own)]
+        assert not upwards
+
+    def test_every_file_stands_on_a_floor(self):
+        assert {name.split(".")[1] for name in MODULES} <= set().union(*FLOORS)
+
+    def test_have_no_cycles(self):
+        graph = {name: set(inner_imports(file)) - {name} for name, file in MODULES.items()}
+        assert len(list(TopologicalSorter(graph).static_order())) >= len(MODULES)
+
+    @each_file
+    def test_of_torchs_pytrees_are_in_one_file(self, file):
+        used = [m for m, name in imported(file) if "_pytree" in f"{m}.{name}" or m.split(".")[0] == "optree"]
+        assert not used or name_of(file) == "invfunc.tree"
+
+    @each_file
+    def test_and_uses_of_private_torch_are_in_one_file(self, file):
+        """Imports of private names, `torch._anything`, and private attributes that tensors have."""
+        if name_of(file) in ("invfunc._functorch", "invfunc.tree"):
+            return
+        names = [f"{m}.{name}" for m, name in imported(file) if m.split(".")[0] == "torch"]
+        names += [ast.unparse(n) for n in ast.walk(parsed(file)) if isinstance(n, ast.Attribute)]
+        private = [name for name in names if name.startswith("torch.") and re.search(r"\._[a-zA-Z]", name)]
+        tensors = {name for name in dir(torch.Tensor) if re.match(r"_[a-z]", name)}
+        own = {"self", "cls"}
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.Attribute) and node.attr in tensors and ast.unparse(node.value) not in own:
+                private.append(ast.unparse(node))
+        assert not private
+
+    @each_file
+    def test_at_run_time_need_torch_and_opt_einsum_only(self, file):
+        """What belongs to an extra is imported where it is used."""
+        if floor(name_of(file)) == len(FLOORS) - 1:
+            return
+        outer = {m.split(".")[0] for m, _ in imported(file)} - set(sys.stdlib_module_names)
+        assert outer <= {"invfunc", "torch", "opt_einsum"}
+
+    def test_have_no_effects(self):
+        code = """
+import logging, random, warnings
+import torch, opt_einsum
+
+def state():
+    return (
+        torch.get_default_dtype(), torch.get_num_threads(), torch.get_num_interop_threads(), torch.is_grad_enabled(),
+        torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate(), list(warnings.filters),
+        list(logging.root.handlers), torch._C._len_torch_function_stack(), torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(), torch.backends.opt_einsum.enabled, torch.cuda.is_initialized(),
+    )
+
+before = state()
+import invfunc
+assert state() == before, [(a, b) for a, b in zip(before, state()) if a != b]
+"""
+        run = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
+        assert run.returncode == 0 and run.stdout == "", run.stdout + run.stderr
+
+
+class TestFiles:
+    @each_file
+    def test_are_short_enough_to_hold_in_the_head(self, file):
+        assert len(file.read_text().splitlines()) <= LONGEST
+
+    @each_file
+    def test_say_what_they_are(self, file):
+        assert ast.get_docstring(parsed(file)) or file.stem == "__main__"
+
+    def test_init_has_no_logic(self):
+        kinds = (ast.Expr, ast.ImportFrom, ast.Assign)
+        body = parsed(PACKAGE / "__init__.py").body
+        assert all(isinstance(node, kinds) for node in body)
+        named = [node.targets[0].id for node in body if isinstance(node, ast.Assign)]
+        assert named == ["__version__", "__all__"]
+
+    def test_statistics_are_one_a_file(self):
+        for file in (PACKAGE / "statistics").glob("*.py"):
+            if file.stem != "__init__":
+                public = [n.name for n in parsed(file).body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
+                assert public == [file.stem]
+
+
+class TestPublicNames:
+    FUNCTIONS = [n for n in invfunc.__all__ if not isinstance(getattr(invfunc, n), type)]
+
+    def test_are_sorted_and_all_that_is_imported(self):
+        imports = [node for node in parsed(PACKAGE / "__init__.py").body if isinstance(node, ast.ImportFrom)]
+        names = [alias.name for node in imports for alias in node.names]
+        assert invfunc.__all__ == sorted(names)
+
+    def test_functions_are_those_of_the_readmes_tables(self):
+        cells = re.findall(r"^\| ([^|]*\(.*?) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+        told = set(re.findall(r"`(\w+)\(", " ".join(cells)))
+        assert told == set(self.FUNCTIONS)
+
+    def test_errors_are_those_of_the_family(self):
+        assert "invfunc.errors.InvFuncError" in (ROOT / "README.md").read_text()
+        for name in set(invfunc.__all__) - set(self.FUNCTIONS):
+            assert issubclass(getattr(invfunc, name), invfunc.InvFuncError)
+
+    @pytest.mark.parametrize("name", FUNCTIONS)
+    def test_docstrings_have_all_parts(self, name):
+        doc = getattr(invfunc, name).__doc__
+        parts = ["Args:", "Returns:", "Example:", "Composes with:", "Cost:", "Source:"]
+        places = [doc.find(f"\n    {part}") for part in parts]
+        assert -1 not in places and places == sorted(places)
+        assert ">>> " in doc and re.match(r"[A-Z][^\n]*[.:`]", doc)
+
+
+class TestPrivateTorch:
+    """What `_functorch` relies on: these fail loudly on a torch that changed it."""
+
+    def test_levels_are_seen(self):
+        seen = []
+        assert not _functorch.transforming()
+        vmap(lambda x: seen.append(_functorch.transforming()) or x)(torch.ones(2))
+        grad(lambda x: seen.append(_functorch.transforming()) or x)(torch.ones(()))
+        assert seen == [True, True] and not _functorch.transforming()
+
+    def test_wrappers_are_taken_off(self):
+        x, seen = torch.ones(3, 2), []
+        vmap(grad(lambda x: seen.append(_functorch.innermost(x)) or x.sum()))(x)
+        assert torch.equal(seen[0], x) and not seen[0].requires_grad
+
+    def test_a_level_of_our_own_differentiates_and_composes(self):
+        def slope(x):
+            with _functorch.grad_level() as (enter, leave):
+                inner = enter(x)
+                (g,) = torch.autograd.grad((inner**3).sum(), inner, create_graph=True)
+                return leave(g)
+
+        x = torch.tensor([1.0, 2.0])
+        assert torch.equal(slope(x), 3 * x**2) and not slope(x).requires_grad
+        assert torch.equal(grad(lambda x: slope(x).sum())(x), 6 * x)
+        assert torch.equal(vmap(slope)(torch.stack([x, -x])), torch.stack([3 * x**2] * 2))
+        assert not _functorch.transforming()
+
+    def test_python_functions_of_torch_are_opened(self):
+        body = _functorch.opened(torch.nn.functional.multi_head_attention_forward)
+        assert body is not None and body.__code__ is torch.nn.functional.multi_head_attention_forward.__code__
+        assert _functorch.opened(torch.tanh) is None and _functorch.opened(len) is None

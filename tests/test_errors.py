@@ -1,0 +1,321 @@
+"""Bad input gets one clear error: the call as it was written, what came, what was wanted, the fix."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import invfunc
+from invfunc import batch_grad, chunked, diag_ggn, functional, outputs, sum_grad_squared, variance
+from invfunc import errors as family
+from invfunc.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ConvexityError,
+    InvFuncError,
+    RandomnessError,
+    SampleAxisError,
+    SplitError,
+)
+from invfunc.testing.oracles import assert_trees_close
+from tests.networks import STATISTICS, network, plain
+from tests.strategies import Numbers
+
+W, X, Y = Numbers()(4, 3), Numbers(1)(5, 4), Numbers(2).below(3, 5)
+P = {"w": W}
+Z = Numbers(3)(5, 3)
+
+
+def model(params, x):
+    return x @ params["w"]
+
+
+def loss(params, x, y):
+    return F.cross_entropy(model(params, x), y)
+
+
+def total(params, x):
+    return model(params, x).sum()
+
+
+def mixed(params, x):
+    return model(params, x).std(0).sum()
+
+
+def centred(params, x):
+    return model(params, x) - model(params, x).mean(0)
+
+
+def normalised(params, x, y):
+    return F.cross_entropy(F.batch_norm(model(params, x), None, None, training=True), y)
+
+
+def penalised(params, x, y):
+    return loss(params, x, y) + params["w"].square().sum()
+
+
+def dropped(params, x):
+    return F.dropout(model(params, x), 0.5)
+
+
+def dropped_loss(params, x, y):
+    return F.cross_entropy(dropped(params, x), y)
+
+
+def bent(z, y):
+    return z.sin().sum()
+
+
+# fmt: off
+MAKING = {
+    "not callable": (lambda: batch_grad(3), ArgumentTypeError, "batch_grad(f): f is ... int ... function"),
+    "None": (lambda: variance(None), ArgumentTypeError, "variance(f): f is ... NoneType ... function"),
+    "a module": (lambda: sum_grad_squared(nn.Linear(2, 2)), ArgumentTypeError,
+        "sum_grad_squared(f) ... Linear ... functional(model)"),
+    "a module, chunked": (lambda: chunked(nn.Linear(2, 2), 2), ArgumentTypeError,
+        "chunked(f) ... Linear ... functional(model)"),
+    "a module, of the GGN": (lambda: diag_ggn(nn.Linear(2, 2), F.mse_loss), ArgumentTypeError,
+        "diag_ggn(f ... Linear ... functional(model)"),
+    "a tensor for a loss": (lambda: diag_ggn(model, Y), ArgumentTypeError,
+        "diag_ggn(f, loss): loss is ... Tensor ... function"),
+    "no module": (lambda: functional(model), ArgumentTypeError,
+        "functional(model): model is ... function ... nn.Module"),
+    "method": (lambda: diag_ggn(loss, method="sparse"), ArgumentError,
+        "diag_ggn(loss, method='sparse') ... 'auto' ... 'dense'"),
+    "n = 0": (lambda: chunked(batch_grad(loss), 0), ArgumentError, "chunked(batch_grad(loss), n=0): n ... at least 1"),
+    "n < 0": (lambda: chunked(loss, -3), ArgumentError, "chunked(loss, n=-3): n ... at least 1"),
+    "n is a float": (lambda: chunked(loss, 2.0), ArgumentTypeError, "chunked(loss, n=2.0): n is ... float ... an int"),
+    "n is a bool": (lambda: chunked(loss, True), ArgumentTypeError, "chunked(loss, n=True): n is ... bool ... an int"),
+    "n is a str": (lambda: chunked(loss, "2"), ArgumentTypeError, "chunked(loss, n='2'): n is ... str ... an int"),
+    "chunk_size = 0": (lambda: chunked(loss, chunk_size=0), ArgumentError,
+        "chunked(loss, chunk_size=0) ... at least 1"),
+    "n and chunk_size": (lambda: chunked(loss, 2, chunk_size=3), ArgumentError,
+        "chunked(loss, n=2, chunk_size=3) ... not both"),
+    "decorator": (lambda: chunked(n=0)(loss), ArgumentError, "chunked(loss, n=0) ... at least 1"),
+    "over what": (lambda: chunked(diag_ggn(loss), 2, over="rows"), ArgumentError,
+        "chunked(diag_ggn(loss), over='rows') ... 'outputs', 'samples', 'params'"),
+    "over outputs": (lambda: chunked(variance(loss), 2, over="outputs"), ArgumentError,
+        "chunked(variance(loss), over='outputs') ... 'samples', 'params'"),
+    "over params": (lambda: chunked(loss, 2, over="params"), ArgumentError,
+        "chunked(loss, over='params') ... plain function ... 'samples'"),
+    "fold": (lambda: chunked(loss, 2, fold="max"), ArgumentError, "chunked(loss, fold='max') ... 'cat', 'sum', 'mean'"),
+    "fold in a tree": (lambda: chunked(loss, 2, fold=("sum", "max")), ArgumentError,
+        "chunked(loss, fold='max') ... 'cat'"),
+    "argnums": (lambda: batch_grad(loss, argnums="w")(P, X, Y), ArgumentTypeError,
+        "batch_grad(loss ... argnums='w' ... int"),
+    "argnums twice": (lambda: batch_grad(loss, argnums=(0, 0))(P, X, Y), ArgumentError,
+        "batch_grad(loss ... argnums=(0, 0)"),
+    "no argnums": (lambda: batch_grad(loss, argnums=())(P, X, Y), ArgumentError, "batch_grad(loss ... argnums=()"),
+}
+
+CALLS = {
+    "no tensors": (batch_grad(loss), ({}, X, Y), ArgumentError,
+        "batch_grad(loss)(params, x, y): params has no tensors"),
+    "a number for a parameter": (variance(loss), ({"w": W, "b": [1.5]}, X, Y), ArgumentTypeError,
+        "params['b'][0] is ... float ... tensor"),
+    "None for a parameter": (diag_ggn(loss), ({"w": None}, X, Y), ArgumentTypeError,
+        "diag_ggn(loss)(params, x, y): params['w'] is ... NoneType"),
+    "integers": (sum_grad_squared(loss), ({"w": W, "i": [torch.arange(2)]}, X, Y), ArgumentTypeError,
+        "params['i'][0] has dtype torch.int64 ... floating-point ... Close over"),
+    "bools": (diag_ggn(model, F.mse_loss), (W > 0, X, Z), ArgumentTypeError,
+        "params has dtype torch.bool ... floating-point"),
+    "complex": (batch_grad(loss), (P | {"c": W.cfloat()}, X, Y), ArgumentTypeError,
+        "params['c'] has dtype torch.complex64 ... real"),
+    "sizes": (batch_grad(loss), (P, X, Y[:4]), ArgumentError,
+        "batch_grad(loss)(params, x, y): x has 5 samples but y has 4 ... in_dims=(0, None)"),
+    "sizes of a target": (diag_ggn(model, F.cross_entropy), (P, X, Y[:4]), ArgumentError,
+        "diag_ggn(model, cross_entropy)(params, x, target): x has 5 samples but target has 4 ... in_dims=(0, None)"),
+    "sizes in a tree": (batch_grad(total), (P, {"a": X, "b": [X[:2]]}), ArgumentError,
+        "x['a'] has 5 samples but x['b'][0] has 2"),
+    "sizes, chunked": (chunked(batch_grad(loss), 2), (P, X, Y[:4]), ArgumentError,
+        "chunked(batch_grad(loss), n=2, over='samples')(params, x, y): x has 5 samples but y has 4"),
+    "sizes, plain": (chunked(loss, 2), (P, X, Y[:4]), ArgumentError,
+        "chunked(loss, n=2)(params, x, y): x has 5 samples but y has 4"),
+    "sizes along in_dims": (batch_grad(loss, in_dims=(1, 0)), (P, X, Y), ArgumentError,
+        "x has 4 samples but y has 5 ... in_dims=(1, None)"),
+    "no samples": (batch_grad(loss), (P, X[:0], Y[:0]), ArgumentError,
+        "batch_grad(loss)(params, x, y): x has no samples (N = 0)"),
+    "no samples, plain": (chunked(loss, 2), (P, X[:0], Y[:0]), ArgumentError,
+        "chunked(loss, n=2)(params, x, y): x has no samples (N = 0)"),
+    "no batch": (batch_grad(total), (P,), ArgumentError,
+        "batch_grad(total)(params): there is no batch argument ... pass the samples"),
+    "all fixed": (batch_grad(loss, in_dims=None), (P, X, Y), ArgumentError, "there is no batch argument"),
+    "no sample axis": (batch_grad(loss), (P, X, Y[0]), ArgumentError, "y has shape () and no axis 0 ... in_dims=None"),
+    "in_dims beyond": (batch_grad(loss, in_dims=(0, 1)), (P, X, Y), ArgumentError, "y has shape (5,) and no axis 1"),
+    "in_dims too short": (batch_grad(loss, in_dims=(0,)), (P, X, Y), ArgumentError,
+        "in_dims=(0,) has 1 ... 2 batch arguments"),
+    "in_dims too long": (diag_ggn(loss, in_dims=(0, 0, 0)), (P, X, Y), ArgumentError,
+        "in_dims=(0, 0, 0) has 3 entries ... 2 batch arguments"),
+    "argnums beyond": (batch_grad(loss, argnums=3), (P, X, Y), ArgumentError, "argnums=3 ... gets 3"),
+    "argnums below": (batch_grad(loss, argnums=(0, -4)), (P, X, Y), ArgumentError, "argnums=(0, -4) ... -4 ... gets 3"),
+    "argnums of the target": (diag_ggn(model, F.cross_entropy, argnums=2), (P, X, Y), ArgumentError,
+        "argnums=2 ... gets 2"),
+    "no pair": (batch_grad(loss, has_aux=True), (P, X, Y), ArgumentError,
+        "batch_grad(loss)(params, x, y) ... has_aux=True ... pair"),
+    "no pair of the GGN": (diag_ggn(model, F.cross_entropy, has_aux=True), (P, X, Y), ArgumentError,
+        "has_aux=True ... pair"),
+    "no pair, plain": (chunked(loss, 2, fold="sum", has_aux=True), (P, X, Y), ArgumentError,
+        "chunked(loss, n=2)(params, x, y) ... has_aux=True ... pair"),
+    "aux unsaid": (batch_grad(lambda p, x: (total(p, x), 1)), (P, X), ArgumentError,
+        "batch_grad(<lambda>)(p, x) ... tuple ... a scalar or [N]"),
+    "a model function": (batch_grad(model), (P, X), ArgumentError,
+        "batch_grad(model)(params, x): f returned shape (5, 3) for N = 5 ... looks like a model "
+        "function ... loss function ... scalar or shape (5,)"),
+    "a model function, chunked": (chunked(variance(model), 2), (P, X), ArgumentError,
+        "shape (5, 3) ... looks like a model function"),
+    "a model function alone": (diag_ggn(model), (P, X), ArgumentError,
+        "diag_ggn(model)(params, x) ... shape (5, 3) ... looks like a model function"),
+    "a sum over samples": (variance(lambda p, x: model(p, x).sum(0)), (P, X), ArgumentError,
+        "shape (3,) for N = 5 ... scalar or shape (5,)"),
+    "an integer": (batch_grad(lambda p, x: model(p, x).argmax(1)), (P, X), ArgumentError,
+        "torch.int64 ... floating-point"),
+    "a number": (batch_grad(lambda p, x: 1.5), (P, X), ArgumentError, "float ... a scalar or [N]"),
+    "nothing": (sum_grad_squared(lambda p, x: None), (P, X), ArgumentError, "NoneType ... a scalar or [N]"),
+    "a loss function": (diag_ggn(total, F.mse_loss), (P, X, Z), ArgumentError,
+        "diag_ggn(total, mse_loss)(params, x, target): f returned shape () ... looks like a loss "
+        "function ... model function"),
+    "integer outputs": (diag_ggn(lambda p, x: model(p, x).argmax(1), F.mse_loss), (P, X, Y), ArgumentError,
+        "torch.int64 ... floating-point"),
+    "no outputs": (diag_ggn(lambda p, x: None, F.mse_loss), (P, X, Y), ArgumentError, "NoneType ... floating-point"),
+    "other outputs": (diag_ggn(lambda p, x: model(p, x).T, F.mse_loss), (P, X, Z), ArgumentError,
+        "f returned shape (3, 5) for N = 5 ... axis 0"),
+    "a loss that is none": (diag_ggn(model, lambda z, y: z), (P, X, Z), ArgumentError,
+        "the loss returned shape (5, 3) ... scalar or shape (5,)"),
+    "samples mixed": (batch_grad(mixed), (P, X), SampleAxisError,
+        "batch_grad(mixed)(params, x): the samples are not kept apart at `std` ... over the sample "
+        "axis ... Keep them apart"),
+    "samples mixed in the model": (diag_ggn(centred, F.mse_loss), (P, X, Z), SampleAxisError,
+        "diag_ggn(centred, mse_loss)(params, x, target) ... `sub`"),
+    "samples mixed in the loss": (diag_ggn(model, lambda z, y: z.var(0).sum()), (P, X, Z), SampleAxisError, "`var`"),
+    "batch statistics": (batch_grad(normalised), (P, X, Y), SampleAxisError,
+        "batch_grad(normalised)(params, x, y) ... batch_norm ... eval mode"),
+    "batch statistics of the GGN": (diag_ggn(normalised), (P, X, Y), SampleAxisError, "batch_norm ... eval mode"),
+    "a path around": (diag_ggn(penalised), (P, X, Y), SplitError,
+        "diag_ggn(penalised)(params, x, y): a path ... goes around ... `add` ... outputs(z)"),
+    "no known loss": (diag_ggn(total), (P, X), SplitError,
+        "diag_ggn(total)(params, x): no outputs are found ... outputs(z)"),
+    "no known loss, chunked": (chunked(batch_grad(total), 2), (P, X), SplitError,
+        "chunked(batch_grad(total), n=2, over='samples')(params, x) ... outputs(z)"),
+    "not convex": (diag_ggn(model, bent), (P, X, Z), ConvexityError,
+        "diag_ggn(model, bent)(params, x, target):  ... not convex in the outputs"),
+    "negative": (diag_ggn(lambda p, x, y: -loss(p, x, y)), (P, X, Y), ConvexityError, "not convex in the outputs"),
+    "random chunks": (chunked(diag_ggn(dropped, F.cross_entropy), 2, over="samples"), (P, X, Y), RandomnessError,
+        "chunked(diag_ggn(dropped, cross_entropy), n=2, over='samples')(params, x, target):  ... random ... eval mode"),
+    "random chunks of a loss": (chunked(batch_grad(dropped_loss), 2), (P, X, Y), RandomnessError,
+        "chunked(batch_grad(dropped_loss), n=2, over='samples')(params, x, y):  ... random"),
+    "no sample axis to cat": (chunked(loss, 2), (P, X, Y), ArgumentError,
+        "chunked(loss, n=2)(params, x, y) ... shape () ... fold='sum' ... fold='mean'"),
+    "folds for another tree": (chunked(loss, 2, fold=("sum", "sum")), (P, X, Y), ArgumentError,
+        "chunked(loss, n=2)(params, x, y) ... fold=('sum', 'sum')"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("make, kind, text", MAKING.values(), ids=MAKING)
+def test_what_is_wrong_with_a_transform(make, kind, text):
+    assert_told(make, kind, text)
+
+
+@pytest.mark.parametrize("t, args, kind, text", CALLS.values(), ids=CALLS)
+def test_what_is_wrong_with_a_call(t, args, kind, text):
+    assert_told(lambda: t(*args), kind, text)
+
+
+def assert_told(call, kind, text):
+    pattern = ".*".join(re.escape(words) for words in text.split(" ... "))
+    with pytest.raises(kind, match=pattern) as told:
+        call()
+    error, message = told.value, str(told.value)
+    assert isinstance(error, InvFuncError) and isinstance(error, (ValueError, TypeError, RuntimeError))
+    assert error.__cause__ is None and (error.__suppress_context__ or error.__context__ is None)
+    opening = re.match(r"(chunked|diag_ggn|batch_grad|variance|sum_grad_squared|functional)\(.*?\)[^:]*: ", message)
+    assert opening and message.count(opening.group()) == 1  # told once, by the innermost transform that failed
+    assert len(message) < 500 and "\n" not in message.strip()
+
+
+class TestFamily:
+    def test_every_error_is_of_the_family_and_a_builtin(self):
+        public = [e for e in vars(family).values() if isinstance(e, type) and issubclass(e, Exception)]
+        assert len(public) > 5
+        for error in public:
+            assert issubclass(error, InvFuncError) and getattr(invfunc, error.__name__) is error
+            assert error is InvFuncError or issubclass(error, (ValueError, TypeError, RuntimeError, ImportError))
+
+    def test_errors_of_the_user_pass_through(self):
+        def broken(params, x):
+            raise KeyError("mine")
+
+        for t, args in [
+            (batch_grad(broken), (P, X)),
+            (diag_ggn(broken, F.mse_loss), (P, X, Z)),
+            (chunked(variance(broken), 2), (P, X)),
+            (chunked(broken, 2), (P, X)),
+        ]:
+            with pytest.raises(KeyError, match="mine"):
+                t(*args)
+
+    def test_errors_come_before_a_backward_pass(self):
+        """A gradient that must never be asked for."""
+
+        class Fuse(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, g):
+                raise AssertionError("a backward pass ran")
+
+        def fused(p, x):
+            return Fuse.apply(model(p, x))
+
+        def wrong(p, x, y):
+            z = fused(p, x)
+            return F.cross_entropy(z, y) + z.abs().mean()
+
+        for t, args in [
+            (batch_grad(lambda p, x: fused(p, x)), (P, X)),
+            (diag_ggn(wrong), (P, X, Y)),
+            (diag_ggn(lambda p, x, y: fused(p, x).exp().sum()), (P, X, Y)),
+            (chunked(batch_grad(lambda p, x: fused(p, x).sum()), 2), (P, X)),
+            (diag_ggn(lambda p, x: fused(p, x).sum(), F.mse_loss), (P, X, Z)),
+        ]:
+            with pytest.raises(InvFuncError):
+                t(*args)
+
+
+class TestNotANumber:
+    """NaN and inf in the data pass through as torch passes them: only what they reach is lost."""
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("statistic", STATISTICS)
+    def test_passes_through(self, statistic, value):
+        net, y = network("perceptron", 4), Numbers(1).below(3, 4)
+        loss = lambda z, y, reduction: F.cross_entropy(z, y, reduction=reduction)  # noqa: E731
+        x = net.x.clone()
+        x[1, 0] = value
+        found = STATISTICS[statistic](net.f, loss)(net.params, x, y)
+        wanted = plain(statistic)(net.f, loss)(net.params, x, y)
+        if statistic == "batch_grad":  # there torch itself would spread it to all samples
+            alone = [plain(statistic)(net.f, loss)(net.params, x[n : n + 1], y[n : n + 1]) for n in range(4)]
+            wanted = invfunc.tree.map_leaves(lambda *shares: torch.cat(shares), *alone)
+        for ours, theirs in zip(invfunc.tree.leaves(found), invfunc.tree.leaves(wanted), strict=True):
+            assert torch.equal(ours.isfinite(), theirs.isfinite())
+            assert torch.allclose(ours[theirs.isfinite()], theirs[theirs.isfinite()])
+
+    def test_of_one_sample_stays_with_its_share(self):
+        x = X.clone()
+        x[2] = float("nan")
+        shares = batch_grad(loss)(P, x, Y)["w"]
+        others = torch.arange(5) != 2
+        assert shares[2].isnan().all()
+        assert_trees_close(shares[others], batch_grad(loss)(P, X, Y)["w"][others], 1e-12)
+
+    def test_in_parameters(self):
+        w = W.clone()
+        w[0, 0] = float("nan")
+        assert batch_grad(loss)({"w": w}, X, Y)["w"].isnan().all()
+        assert diag_ggn(loss)({"w": w}, X, Y)["w"].isnan().all()
+        assert diag_ggn(lambda p, x, y: (outputs(model(p, x)).cosh()).sum())({"w": w}, X, Y)["w"].isnan()[:, 0].all()
