@@ -1,7 +1,5 @@
 """Whole models against the plain loop; where the samples lie in them; what mixes samples; what is left behind."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,7 +77,7 @@ class TestSampleAxis:
 
 MIXING = {
     "batch_norm": ("batch_norm", lambda z: F.batch_norm(z, None, None, training=True)),
-    "contrastive": ("matmul", lambda z: z @ z.T),
+    "contrastive": ("matmul", lambda z: (z @ z.T)[:, :2]),
     "softmax over the batch": ("softmax", lambda z: z.softmax(0)),
     "centred": ("sub", lambda z: z - z.mean(0)),
     "standardised": ("std", lambda z: z / z.std(0)),
@@ -90,7 +88,7 @@ MIXING = {
     "permuted": ("getitem", lambda z: z + z[[2, 0, 1]]),
     "neighbours": ("getitem", lambda z: torch.cat([z[:1], z[1:] - z[:-1]])),
     "stacked": ("cat", lambda z: torch.cat([z, z])[: len(z)]),
-    "covariance": ("einsum", lambda z: z @ torch.einsum("ni,nj->ij", z, z)),
+    "covariance": ("einsum", lambda z: torch.einsum("ni,nj,mj->mi", z, z, z)),
     "reshaped": ("reshape", lambda z: z.reshape(2, 3).T),
 }
 
@@ -118,11 +116,14 @@ class TestMixedSamples:
 
 
 def test_mixing_data_alone_is_no_mixing():
-    """What is computed from the inputs alone belongs to the sample whose output it enters."""
+    """What is computed from the inputs alone belongs to the sample into whose output it enters."""
     w, x, y = TestMixedSamples.args
-    x = (x - x.mean(0)) / x.std(0)
-    expected = batch_grad(lambda w, x, y: (x @ w - y).square().mean())(w, x, y)
-    found = batch_grad(lambda w, x, y: (((x - x.mean(0)) / x.std(0)) @ w - y).square().mean())(w, TestMixedSamples.args[1], y)
+
+    def standardised(x):
+        return (x - x.mean(0)) / x.std(0)
+
+    found = batch_grad(lambda w, x, y: (standardised(x) @ w - y).square().mean())(w, x, y)
+    expected = batch_grad(lambda w, x, y: (x @ w - y).square().mean())(w, standardised(x), y)
     assert_trees_close(found, expected, EXACT)
 
 
@@ -146,7 +147,7 @@ class Cube(torch.autograd.Function):
 
 
 UNKNOWN = {
-    "cdist": lambda w, x: torch.cdist(x.unsqueeze(1), w.mT).squeeze(1),
+    "logdet": lambda w, x: torch.logdet(x.square().diag_embed() + w @ w.mT)[:, None] * x,
     "eigvalsh": lambda w, x: torch.linalg.eigvalsh(x[:, :, None] * x[:, None, :] + w @ w.mT),
     "matrix_exp": lambda w, x: torch.linalg.matrix_exp(x[:, :, None] * w.sum(1)) @ w,
     "fft": lambda w, x: torch.fft.rfft(x @ w).abs(),
@@ -182,13 +183,13 @@ class TestNothingIsLeftBehind:
         return one.double(), other.double()
 
     def everything(self, *models):
-        """All that a module, its parameters and its buffers have: attributes, hooks, numbers, gradients, versions."""
+        """Whatever a module, its parameters and its buffers have: attributes, hooks, numbers, gradients, versions."""
         found = []
         for module in (m for model in models for m in model.modules()):
             found.append({name: (type(v), dict(v) if isinstance(v, dict) else v) for name, v in vars(module).items()})
             for x in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
                 found.append((id(x), x.tolist(), x.grad, x._version, x.requires_grad, dict(vars(x)), x._backward_hooks))
-        return copy.copy(found)
+        return str(found)
 
     def test_module_and_inputs(self):
         one, other = self.models()
@@ -198,7 +199,7 @@ class TestNothingIsLeftBehind:
         for model in (one, other):
             f, params = functional(model)
             alone.append((diag_ggn(f, F.mse_loss)(params, x, y), dense_diag_ggn(f, F.mse_loss)(params, x, y)))
-        assert str(self.everything(one, other)) == str(before)
+        assert self.everything(one, other) == before
         assert x.grad is None and x._version == 0 and not x._backward_hooks
         for found, expected in alone:
             assert_trees_close(found, expected, EXACT)
