@@ -117,6 +117,110 @@ GENERIC = [
     Form("embedding + position", "#na", "vd ad", "nad", lambda i, w, p: F.embedding(i, w) + p),
     Form("cat with w", "na", "b", "n", lambda x, w: torch.cat([x, w.expand(len(x), -1)], 1).square().sum(1)),
 ]
+
+
+def _moved(called: str, move: Callable, output: str = "nab") -> Form:
+    """What is done to a tensor `[n, a, b]` on its way from the parameters to the outputs."""
+    return Form(called, "nab", "ab", output, lambda x, w: move((x * w).sin()))
+
+
+def _written(z: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
+    z[index] = value
+    return z
+
+
+def _beside(z: torch.Tensor) -> torch.Tensor:
+    """`[n, a, b]` into `[n, a, b + 2]`: room for what needs more than one entry."""
+    return F.pad(z, (1, 1), value=0.5)
+
+
+MOVES = [
+    _moved("transpose", lambda z: z.transpose(0, 1), "anb"),
+    _moved("permute", lambda z: z.permute(2, 0, 1), "bna"),
+    _moved("movedim", lambda z: torch.movedim(z, 0, -1), "abn"),
+    _moved("swapaxes", lambda z: z.swapaxes(0, 2), "ban"),
+    _moved("mT", lambda z: z.mT, "nba"),
+    _moved("T of a slice", lambda z: z[:, 0].T, "bn"),
+    _moved("unsqueeze, squeeze", lambda z: z.unsqueeze(0).unsqueeze(-1).sin().squeeze(-1).squeeze(0)),
+    _moved("flatten", lambda z: z.flatten(1), "n."),
+    _moved("samples merged with others", lambda z: z.flatten(0, 1).tanh().view(z.shape)),
+    _moved(
+        "others merged with samples",
+        lambda z: z.mT.transpose(0, 1).flatten(0, 1).tanh().unflatten(0, (-1, len(z))),
+        "bna",
+    ),
+    _moved("all in one dimension", lambda z: z.permute(1, 0, 2).reshape(-1).tanh().view(z.shape[1], len(z), -1), "anb"),
+    _moved("a dimension of one", lambda z: z.reshape(1, len(z), 1, -1).tanh()[0, :, 0], "n."),
+    _moved("expand", lambda z: z[:, None].expand(-1, 2, -1, -1), "n.."),
+    _moved("repeat", lambda z: z.repeat(1, 2, 3), "n.."),
+    _moved("samples repeated", lambda z: z.repeat(2, 1, 1).tanh().unflatten(0, (2, -1)), ".n.."),
+    _moved("samples repeated one by one", lambda z: z.repeat_interleave(2, 0).tanh().unflatten(0, (-1, 2)), "n.."),
+    _moved("repeat_interleave", lambda z: z.repeat_interleave(2, dim=-1), "n.."),
+    _moved("chunk, cat", lambda z: torch.cat(z.chunk(2, 1)[::-1], 1), "n.."),
+    _moved("split, stack", lambda z: torch.stack(z.split(1, -1), 0), ".n.."),
+    _moved("unbind, stack", lambda z: torch.stack(z.unbind(1), -1), "n.."),
+    _moved("for each step", lambda z: torch.stack([y * i for i, y in enumerate(z.transpose(0, 1))]), "an."),
+    _moved("hstack", lambda z: torch.hstack([z, z.cos()]), "n.."),
+    _moved("cat with a constant", lambda z: torch.cat([z, torch.ones_like(z[:, :1])], 1), "n.."),
+    _moved("narrow", lambda z: z.narrow(1, 0, 1), "n.."),
+    _moved("select", lambda z: z.select(2, -1), "n."),
+    _moved("strided, negative, None", lambda z: z[:, ::2, None, -1], "n.."),
+    _moved("ellipsis", lambda z: z[..., 0], "n."),
+    _moved("time first, last step", lambda z: z.transpose(0, 1)[-1], "n."),
+    _moved("list index", lambda z: z[:, [0, -1]], "n.."),
+    _moved("index tensor", lambda z: z[..., torch.zeros(3, dtype=torch.int64, device=z.device)], "n.."),
+    _moved("two index tensors", lambda z: z[:, [0, -1, 0], [-1, 0, 0]], "n."),
+    _moved("index_select", lambda z: z.index_select(1, torch.zeros(2, dtype=torch.int64, device=z.device)), "n.."),
+    _moved("gather by samples", lambda z: z.gather(1, z.detach().argsort(1)), "n.."),
+    _moved("take_along_dim", lambda z: torch.take_along_dim(z, z.argmax(-1, keepdim=True), -1), "n.."),
+    _moved("written in place", lambda z: _written(z.clone(), (slice(None), 0), z[:, -1].cos())),
+    _moved("written into zeros", lambda z: _written(torch.zeros_like(z), (..., -1), z[..., 0])),
+    _moved("added in place", lambda z: z.add_(1).mul_(z.cos()).relu_()),
+    _moved("a view changed in place", lambda z: _written(z, (slice(None), 0), z[:, 0] * 2)),
+    _moved("sum", lambda z: z.sum(1), "n."),
+    _moved("sum of several", lambda z: z.transpose(0, 1).sum((0, -1)), "n"),
+    _moved("mean, keepdim", lambda z: z - z.mean(-1, keepdim=True) / 2),
+    _moved("amax", lambda z: z.amax(dim=(1, 2)), "n"),
+    _moved("max", lambda z: z.max(1).values + z.min(dim=1)[0], "n."),
+    _moved("median", lambda z: z.median(-1).values, "n."),
+    _moved("logsumexp", lambda z: z.logsumexp(dim=(1, 2)), "n"),
+    _moved("norm", lambda z: (z + 2).norm(dim=-1) + torch.linalg.vector_norm(z + 2, 2, dim=-1), "n."),
+    _moved("var", lambda z: _beside(z).var(-1) + _beside(z).std(2), "n."),
+    _moved("prod", lambda z: (z + 2).prod(1), "n."),
+    _moved("softmax", lambda z: z.softmax(-1) + F.log_softmax(_beside(z), 1)[..., 1:-1]),
+    _moved("cumsum", lambda z: z.cumsum(1).cumprod(2)),
+    _moved("flip, roll", lambda z: z.flip(1).roll(1, -1)),
+    _moved("sort", lambda z: z.sort(dim=1, descending=True).values),
+    _moved("topk", lambda z: z.topk(1, -1).values, "n.."),
+    _moved("glu", lambda z: F.glu(torch.cat([z, z.cos()], -1))),
+    _moved("diff", lambda z: _beside(z).diff(dim=-1), "n.."),
+    _moved("triu", lambda z: z.triu()),
+    _moved("normalize", lambda z: F.normalize(z + 2, dim=-1)),
+    _moved("cosine_similarity", lambda z: F.cosine_similarity(z + 2, z.cos(), dim=-1), "n."),
+    _moved("max_pool1d", lambda z: F.max_pool1d(_beside(z), 2), "n.."),
+    _moved("avg_pool2d", lambda z: F.avg_pool2d(_beside(z)[:, None], (1, 2), padding=(0, 1)), "n..."),
+    _moved("adaptive_avg_pool1d", lambda z: F.adaptive_avg_pool1d(_beside(z), 2), "n.."),
+    _moved("adaptive_max_pool2d", lambda z: F.adaptive_max_pool2d(_beside(z)[:, None], 1), "n..."),
+    _moved("pad", lambda z: F.pad(_beside(z), (1, 1), "circular"), "n.."),
+    _moved("interpolate", lambda z: F.interpolate(z, scale_factor=2, mode="linear"), "n.."),
+    _moved("pixel_shuffle", lambda z: F.pixel_shuffle(z[:, None].expand(-1, 4, -1, -1) * 1, 2), "n..."),
+    _moved("unfold", lambda z: F.unfold(_beside(z)[:, None], (1, 2)), "n.."),
+    _moved("Tensor.unfold", lambda z: _beside(z).unfold(2, 2, 1), "n..."),
+    _moved("attention", lambda z: F.scaled_dot_product_attention(z, z.cos(), z)),
+    _moved("attention over steps", lambda z: F.scaled_dot_product_attention(z[:, None], z[:, None], z[:, None])[:, 0]),
+    _moved("z @ z.mT", lambda z: z @ z.mT, "n.."),
+    _moved("a product of samples", lambda z: torch.einsum("nab,ncb->nac", z, z.cos()), "n.."),
+    _moved("baddbmm of samples", lambda z: torch.baddbmm(z[:, :, :1], z, z.mT, beta=2), "n.."),
+    _moved("dropout in eval mode", lambda z: F.dropout(z, 0.5, False)),
+    _moved("masked_fill", lambda z: z.masked_fill(z > 0, 0.5)),
+    _moved("where with constants", lambda z: torch.where(z.detach() > 0, z, -2 * z)),
+    _moved("clamp", lambda z: z.clamp(-0.5, 0.5)),
+    _moved(
+        "a constant for each sample",
+        lambda z: z * torch.linspace(1, 2, len(z), dtype=z.dtype, device=z.device)[:, None, None],
+    ),
+    _moved("to double and back", lambda z: z.double().sin().to(z.dtype)),
+]
 TIED = [
     Form("x @ w @ w.T", "ni", "io", "ni", lambda x, w: (x @ w).tanh() @ w.T),
     Form("x @ w + w[0]", "ni", "io", "no", lambda x, w: x @ w + w[0]),

@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import SampleAxisError, chunked, diag_ggn
+from invfunc import chunked, diag_ggn, tree
 from invfunc.testing.oracles import assert_trees_close, dense_diag_ggn
 from tests.criteria import after_logarithms, cross_entropies, elementwise, model
-from tests.networks import LOSSES, network, networks, samples_loss
+from tests.networks import LOSSES, STATISTICS, network, networks, plain, samples_loss
 from tests.strategies import Numbers
 
 EXACT = 1e-10
@@ -77,13 +77,31 @@ class TestStatistics:
     @pytest.mark.parametrize("transform", FIRST_ORDER)
     def test_losses_that_count_the_batch_are_never_silently_wrong(self, transform):
         """Unmarked, f itself runs on parts of the batch: it has to return there what it returns on the whole."""
-        w, x = Numbers()(3), Numbers(1)(5, 3)
+        args = (Numbers()(3), Numbers(1)(5, 3))
         t = transform(lambda w, x: (x @ w).square() / len(x))
+        self.assert_same_or_refused(chunked(t, 2), args, t(*args))
+
+    @pytest.mark.parametrize("alone", [True, False], ids=["f", "f, loss"])
+    @pytest.mark.parametrize("counts", [True, False], ids=["its length", "a constant of it"])
+    def test_models_that_count_the_batch_are_never_silently_wrong(self, alone, counts):
+        args, each = (Numbers()(3, 2), Numbers(1)(5, 3), Numbers(2)(5, 2)), Numbers(3)(5, 1)
+
+        def f(w, x):
+            return x @ w / len(x) if counts else x @ w * each
+
+        t = diag_ggn(lambda w, x, y: F.mse_loss(f(w, x), y)) if alone else diag_ggn(f, F.mse_loss)
+        wanted = dense_diag_ggn(f, F.mse_loss)(*args)
+        assert_trees_close(t(*args), wanted, EXACT)
+        for size in (1, 2, 3):
+            self.assert_same_or_refused(chunked(t, chunk_size=size, over="samples"), args, wanted)
+
+    @staticmethod
+    def assert_same_or_refused(t, args, wanted):
         try:
-            found = chunked(t, 2)(w, x)
-        except SampleAxisError:
+            found = t(*args)
+        except invfunc.InvFuncError:
             return
-        assert_trees_close(found, t(w, x), EXACT)
+        assert_trees_close(found, wanted, EXACT)
 
     @pytest.mark.parametrize("over", ["samples", "params", "outputs"])
     @pytest.mark.parametrize("alone", [True, False], ids=["f", "f, loss"])
@@ -100,6 +118,34 @@ class TestStatistics:
         wanted = dense_diag_ggn(lambda p, x: p[0].T @ x + p[1][:, None], F.mse_loss)((w, b), x, y)
         assert_trees_close(result, wanted, EXACT)
         assert aux == "aux"
+
+
+class TestBlocks:
+    """Left alone, a statistic works in blocks of samples and columns that it chooses from bytes; nobody can tell."""
+
+    @pytest.fixture(autouse=True, params=[1, 50, 1000], ids="{} numbers".format)
+    def tiny(self, request, monkeypatch):
+        monkeypatch.setattr("invfunc.jacobian.engine.budget", lambda device: request.param)
+
+    @settings(max_examples=10)
+    @given(networks(low=3, sequences=True), st.sampled_from(list(STATISTICS)))
+    def test_are_invisible(self, net, statistic):
+        y = Numbers(1).below(3, *tree.leaves(net.f(net.params, net.x))[0].shape[:-1])
+
+        def loss(z, y, reduction):
+            losses = F.cross_entropy(z.movedim(-1, 1), y, reduction=reduction)
+            return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+
+        wanted = plain(statistic)(net.f, loss)(net.params, net.x, y)
+        assert_trees_close(STATISTICS[statistic](net.f, loss)(net.params, net.x, y), wanted, EXACT)
+
+    @pytest.mark.parametrize("alone", [True, False], ids=["f", "f, loss"])
+    def test_are_not_made_where_a_part_gives_something_else(self, alone):
+        w, x, y = Numbers()(3, 2), Numbers(1)(7, 3), Numbers(2)(7, 2)
+        scale = Numbers(3)(7, 1)
+        for f in (lambda w, x: x @ w / len(x), lambda w, x: x @ w * scale):
+            t = diag_ggn(lambda w, x, y, f=f: F.mse_loss(f(w, x), y)) if alone else diag_ggn(f, F.mse_loss)
+            assert_trees_close(t(w, x, y), dense_diag_ggn(f, F.mse_loss)(w, x, y), EXACT)
 
 
 class TestPasses:

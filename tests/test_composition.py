@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import invfunc
 from invfunc import chunked, tree
-from invfunc.testing.oracles import assert_trees_close
+from invfunc.testing.oracles import assert_trees_close, dense_diag_ggn, loop_batch_grad, loop_variance
 from tests.networks import LOSSES, NETWORKS, STATISTICS, network, plain, total
 from tests.strategies import Numbers
 
@@ -179,3 +181,70 @@ class TestWhatIsDifferentiated:
         assert_trees_close(slopes, grad(lambda p: value(p)[0])(net.params), EXACT)
         through = grad(lambda p: total(value(p)[1]))(net.params)
         assert_trees_close(through, grad(lambda p: total(net.f(p, net.x).exp()))(net.params), EXACT)
+
+
+class Doubled(torch.autograd.Function):
+    """A function of the user with rules for vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, w):
+        return 2 * (x @ w)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return 2 * g @ w.mT, 2 * x.mT @ g
+
+
+def dense(w, x):
+    return (x @ w).tanh()
+
+
+INSIDE = {
+    "vmap": vmap(dense, (None, 0)),
+    "vmap of a gradient": vmap(lambda w, x: grad(lambda x: dense(w, x).sum())(x), (None, 0)),
+    "jvp": lambda w, x: jvp(lambda x: dense(w, x), (x,), (x.cos(),))[1],
+    "vmap of jacrev": lambda w, x: vmap(lambda x: jacrev(dense, 1)(w, x).sum(0))(x),
+    "checkpoint": lambda w, x: checkpoint(dense, w, x, use_reentrant=False),
+    "autograd.Function": lambda w, x: Doubled.apply(x, w).tanh(),
+}
+
+
+class TestTransformsInside:
+    """f may itself use transforms, as long as a sample can be told from the others."""
+
+    @pytest.mark.parametrize("f", INSIDE.values(), ids=INSIDE)
+    def test_in_losses_of_the_samples(self, f):
+        args = (Numbers()(3, 2), Numbers(1)(4, 3))
+
+        def each(w, x):
+            return f(w, x).square().sum(1)
+
+        assert_trees_close(invfunc.batch_grad(each)(*args), loop_batch_grad(each)(*args), EXACT)
+        assert_trees_close(invfunc.variance(each)(*args), loop_variance(each)(*args), EXACT)
+
+    @pytest.mark.parametrize("f", INSIDE.values(), ids=INSIDE)
+    def test_in_a_model_function(self, f):
+        args = (Numbers()(3, 2), Numbers(1)(4, 3))
+        args = (*args, Numbers(2)(*f(*args).shape))
+        assert_trees_close(invfunc.diag_ggn(f, F.mse_loss)(*args), dense_diag_ggn(f, F.mse_loss)(*args), EXACT)
+
+    @pytest.mark.parametrize("f", INSIDE.values(), ids=INSIDE)
+    def test_in_a_mean_they_are_seen_through_or_refused(self, f):
+        args = (Numbers()(3, 2), Numbers(1)(4, 3))
+        args = (*args, Numbers(2)(*f(*args).shape))
+
+        def mean(w, x, y):
+            return F.mse_loss(f(w, x), y)
+
+        try:
+            found = invfunc.diag_ggn(mean)(*args)
+        except (invfunc.SplitError, invfunc.SampleAxisError):
+            return
+        assert_trees_close(found, dense_diag_ggn(f, F.mse_loss)(*args), EXACT)

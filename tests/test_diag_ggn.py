@@ -101,6 +101,19 @@ class TestLossesOfTheUser:
         wanted = dense_diag_ggn(f, loss)(*args)
         assert_trees_close(diag_ggn(lambda p, x, y: loss(outputs(f(p, x)), y))(*args), wanted, EXACT)
 
+    def test_a_loss_may_compute_in_place(self):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+
+        def loss(z, y):
+            z /= 2
+            return F.mse_loss(z.mul_(3), y)
+
+        wanted = dense_diag_ggn(f, lambda z, y: F.mse_loss(1.5 * z, y))(*args)
+        assert_trees_close(diag_ggn(f, loss)(*args), wanted, EXACT)
+        assert_trees_close(diag_ggn(lambda p, x, y: loss(f(p, x), y))(*args), wanted, EXACT)
+        assert_trees_close(diag_ggn(lambda p, x, y: loss(outputs(f(p, x)), y))(*args), wanted, EXACT)
+
     def test_the_result_may_be_an_entry_for_each_sample(self):
         f, params = model((3,))
         args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))

@@ -20,6 +20,13 @@ def test_every_path_equals_the_loop(form, data, device, dtype):
     assert_every_path_equals_the_loop(data.draw(strategies.formed(form)), device, dtype)
 
 
+@pytest.mark.parametrize("move", forms.MOVES, ids=str)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_samples_are_followed(move, data, device, dtype):
+    assert_every_path_equals_the_loop(data.draw(strategies.formed(move)), device, dtype)
+
+
 @given(case=strategies.linears())
 def test_linear(case, device, dtype):
     assert_every_path_equals_the_loop(case, device, dtype)

@@ -54,10 +54,9 @@ def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     batch, summed = [c for c in shared if c in output], [c for c in shared if c not in output]
     rows, columns = [c for c in left if c not in right], [c for c in right if c not in left]
     if not summed or not (rows or columns):
-        order = [*batch, *rows, *columns, *summed]
+        order = [*output, *summed]
         product = _ordered(x, left, order) * _ordered(y, right, order)
-        product = product.sum(list(range(len(order) - len(summed), len(order)))) if summed else product
-        return product.permute([order.index(c) for c in output])
+        return product.sum(list(range(len(output), len(order)))) if summed else product
     sizes = dict(zip(left + right, (*x.shape, *y.shape), strict=True))
     ordered = not columns or (rows and output.index(rows[0]) < output.index(columns[0]))
     second = columns if ordered else rows

@@ -101,13 +101,13 @@ class Shares:
         def terms(part: slice) -> tuple[list[Term], list[Term], list[Term]]:
             left = self._terms(tap, columns.left, part)
             right = left if columns.right is None else self._terms(tap, columns.right, part)
-            weight = [] if columns.weight is None else squeezed(widened([("VN", columns.weight[:, part])]))
+            weight = [] if columns.weight is None else squeezed(widened([("NV", columns.weight[:, part].T)]))
             return left, right, weight
 
         parts = self._parts(self._size(tap), self.budget // 4)
         left, right, weight = terms(parts[0])
         kept = present(output, left)
-        direct = cost(twice(left, right, output) + weight, kept) < _instantiated(left, present("VN" + output, left))
+        direct = cost(twice(left, right, output) + weight, kept) < _instantiated(left, present("NV" + output, left))
         if direct:  # nothing large is formed
             parts = self._parts(tap.recipe.work, 16 * self.budget)
         total = None
@@ -117,7 +117,7 @@ class Shares:
             if direct:
                 more = contract(twice(left, right, output) + weight, kept)
             else:
-                instance = present("VN" + output, left)
+                instance = present("NV" + output, left)
                 share, lead = contract(left, instance), instance[: len(instance) - len(kept)]
                 other = None if columns.right is None else contract(right, instance)
                 more = _squares(share, other, weight[0][1] if weight else None, lead, fresh=len(left) > 1)
