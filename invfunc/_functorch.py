@@ -49,7 +49,7 @@ def grad_level() -> Iterator[tuple[Callable, Callable]]:
 
 def version(x: torch.Tensor) -> int:
     """How often the tensor was written in place."""
-    return x._version
+    return 0 if x.is_inference() else x._version
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor | None:

@@ -40,9 +40,19 @@ def functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.Te
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"functional(model): model is a {type(model).__name__}, but an nn.Module is needed.")
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    first = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    # each place once: functional_call does not put back a module that it meets under two names (torch 2.13)
+    places = {
+        f"{prefix}.{name}" if prefix else name: first[id(p)]
+        for prefix, module in model.named_modules()
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        if id(p) in first
+    }
 
     def f(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(model, {**_written_buffers(model), **params}, args, kwargs)
+        given = {place: params[name] for place, name in places.items()}
+        state = {**_written_buffers(model), **given}
+        return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
 
     f.__name__ = f.__qualname__ = type(model).__name__
     return f, params

@@ -72,8 +72,15 @@ PRODUCTS = [
     _einsum("nti,ij,ntj->nt", "nti ntj", "ij", "nt", "xwx"),
     _einsum("ni,io,o,op->np", "ni", "io o op", "np", "xwww"),
     _einsum("ni,oi->n", "ni", "oi", "n"),
+    Form("einsum with a constant for each sample", "ni", "io", "no", lambda x, w: _weighted(x, w)),
     _einsum("ni,oj->no", "ni", "oj", "no"),
 ]
+
+
+def _weighted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("ni,io,n->no", x, w, torch.linspace(1, 2, len(x), dtype=x.dtype, device=x.device))
+
+
 ELEMENTWISE = [
     Form("x + w", "nab", "ab", "nab", lambda x, w: x + w),
     Form("w + x", "nab", "1b", "nab", lambda x, w: w + x),
@@ -175,7 +182,7 @@ MOVES = [
     _moved("take_along_dim", lambda z: torch.take_along_dim(z, z.argmax(-1, keepdim=True), -1), "n.."),
     _moved("written in place", lambda z: _written(z.clone(), (slice(None), 0), z[:, -1].cos())),
     _moved("written into zeros", lambda z: _written(torch.zeros_like(z), (..., -1), z[..., 0])),
-    _moved("added in place", lambda z: z.add_(1).mul_(z.cos()).relu_()),
+    _moved("added in place", lambda z: z.add_(0.5).mul_(2).relu_()),
     _moved("a view changed in place", lambda z: _written(z, (slice(None), 0), z[:, 0] * 2)),
     _moved("sum", lambda z: z.sum(1), "n."),
     _moved("sum of several", lambda z: z.transpose(0, 1).sum((0, -1)), "n"),
@@ -196,7 +203,6 @@ MOVES = [
     _moved("diff", lambda z: _beside(z).diff(dim=-1), "n.."),
     _moved("triu", lambda z: z.triu()),
     _moved("normalize", lambda z: F.normalize(z + 2, dim=-1)),
-    _moved("cosine_similarity", lambda z: F.cosine_similarity(z + 2, z.cos(), dim=-1), "n."),
     _moved("max_pool1d", lambda z: F.max_pool1d(_beside(z), 2), "n.."),
     _moved("avg_pool2d", lambda z: F.avg_pool2d(_beside(z)[:, None], (1, 2), padding=(0, 1)), "n..."),
     _moved("adaptive_avg_pool1d", lambda z: F.adaptive_avg_pool1d(_beside(z), 2), "n.."),

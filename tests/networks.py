@@ -131,14 +131,21 @@ def _numbers(rand: Numbers, n: int) -> torch.Tensor:
     return rand(n, CLASSES)
 
 
+def _nll(z: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+    return F.nll_loss(z.log_softmax(1), target, reduction=reduction)
+
+
+def _log_cosh(z: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+    losses = (invfunc.outputs(z) - target).cosh().log()
+    return losses if reduction == "none" else getattr(losses, reduction)()
+
+
 LOSSES = [
     Loss("cross_entropy", F.cross_entropy, _classes),
     Loss("mse_loss", F.mse_loss, _numbers),
-    Loss(
-        "binary_cross_entropy_with_logits",
-        F.binary_cross_entropy_with_logits,
-        lambda rand, n: _numbers(rand, n).sigmoid(),
-    ),
+    Loss("bce", F.binary_cross_entropy_with_logits, lambda rand, n: _numbers(rand, n).sigmoid()),
+    Loss("nll_loss", _nll, _classes),
+    Loss("log cosh of outputs", _log_cosh, _numbers),
 ]
 
 

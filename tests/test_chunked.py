@@ -15,6 +15,14 @@ from tests.strategies import Numbers
 
 EXACT = 1e-10
 numbers_of_passes = st.integers(1, 9)
+OF_THE_WHOLE_BATCH = {
+    "its length": lambda x: x / len(x),
+    "a constant of its length": lambda x: x * torch.arange(1.0, 6)[:, None].double(),
+    "its mean": lambda x: x - x.mean(0),
+    "its largest entry": lambda x: x / x.abs().max(),
+    "its order": lambda x: x[torch.tensor([4, 2, 0, 1, 3])],
+    "sums along it": lambda x: x.cumsum(0),
+}
 FIRST_ORDER = [invfunc.batch_grad, invfunc.sum_grad_squared, invfunc.variance]
 
 
@@ -82,12 +90,12 @@ class TestStatistics:
         self.assert_same_or_refused(chunked(t, 2), args, t(*args))
 
     @pytest.mark.parametrize("alone", [True, False], ids=["f", "f, loss"])
-    @pytest.mark.parametrize("counts", [True, False], ids=["its length", "a constant of it"])
-    def test_models_that_count_the_batch_are_never_silently_wrong(self, alone, counts):
-        args, each = (Numbers()(3, 2), Numbers(1)(5, 3), Numbers(2)(5, 2)), Numbers(3)(5, 1)
+    @pytest.mark.parametrize("prepare", OF_THE_WHOLE_BATCH.values(), ids=OF_THE_WHOLE_BATCH)
+    def test_models_that_need_the_whole_batch_are_never_silently_wrong(self, alone, prepare):
+        args = (Numbers()(3, 2), Numbers(1)(5, 3), Numbers(2)(5, 2))
 
         def f(w, x):
-            return x @ w / len(x) if counts else x @ w * each
+            return prepare(x) @ w
 
         t = diag_ggn(lambda w, x, y: F.mse_loss(f(w, x), y)) if alone else diag_ggn(f, F.mse_loss)
         wanted = dense_diag_ggn(f, F.mse_loss)(*args)
@@ -140,12 +148,15 @@ class TestBlocks:
         assert_trees_close(STATISTICS[statistic](net.f, loss)(net.params, net.x, y), wanted, EXACT)
 
     @pytest.mark.parametrize("alone", [True, False], ids=["f", "f, loss"])
-    def test_are_not_made_where_a_part_gives_something_else(self, alone):
-        w, x, y = Numbers()(3, 2), Numbers(1)(7, 3), Numbers(2)(7, 2)
-        scale = Numbers(3)(7, 1)
-        for f in (lambda w, x: x @ w / len(x), lambda w, x: x @ w * scale):
-            t = diag_ggn(lambda w, x, y, f=f: F.mse_loss(f(w, x), y)) if alone else diag_ggn(f, F.mse_loss)
-            assert_trees_close(t(w, x, y), dense_diag_ggn(f, F.mse_loss)(w, x, y), EXACT)
+    @pytest.mark.parametrize("prepare", OF_THE_WHOLE_BATCH.values(), ids=OF_THE_WHOLE_BATCH)
+    def test_are_not_made_where_a_part_gives_something_else(self, alone, prepare):
+        args = (Numbers()(3, 2), Numbers(1)(5, 3), Numbers(2)(5, 2))
+
+        def f(w, x):
+            return prepare(x) @ w
+
+        t = diag_ggn(lambda w, x, y: F.mse_loss(f(w, x), y)) if alone else diag_ggn(f, F.mse_loss)
+        assert_trees_close(t(*args), dense_diag_ggn(f, F.mse_loss)(*args), EXACT)
 
 
 class TestPasses:
@@ -208,7 +219,7 @@ class TestPasses:
     def test_over_samples_see_a_part_of_them_only(self):
         f, args, calls, passes = self.counting()
         chunked(diag_ggn(f, F.cross_entropy), 3, over="samples")(*args)
-        assert sorted(calls) in ([1, 2, 2], [1, 1, 2, 2, 2, 2])
+        assert max(calls) == 2
         assert len(passes) == 3
 
 

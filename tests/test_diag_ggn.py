@@ -89,6 +89,13 @@ class TestLossesOfTheUser:
         slopes = [torch.func.grad(lambda z, m=m: loss(m(z), y).sum())(z) for m in (outputs, lambda z: z)]
         assert torch.equal(*slopes)
 
+    def test_a_mark_inside_the_loss_of_a_model_changes_nothing(self):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+        for mark in (outputs, lambda z: outputs(2 * z) / 2):
+            marked = diag_ggn(f, lambda z, y, mark=mark: CONVEX["log cosh"](mark(z), y))
+            assert_trees_close(marked(*args), diag_ggn(f, CONVEX["log cosh"])(*args), EXACT)
+
     def test_marked_outputs_go_before_known_losses(self):
         """Between mark and loss there is a layer of constants: H is that of all behind the mark."""
         f, params = model((2,))

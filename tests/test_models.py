@@ -17,7 +17,7 @@ from invfunc import (
     variance,
 )
 from invfunc.testing import assert_trees_close, dense_diag_ggn
-from tests.laws import assert_every_path_equals_the_loop
+from tests.laws import assert_every_path_equals_the_loop, composed
 from tests.modules import MODELS, Rectified
 from tests.strategies import SIZES, Case, Numbers
 
@@ -30,6 +30,25 @@ EXACT = 1e-10
 @given(data=st.data())
 def test_every_path_equals_the_loop(model, data, device, dtype):
     assert_every_path_equals_the_loop(data.draw(MODELS[model]), device, dtype)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss], ids=["cross_entropy", "mse_loss"])
+def test_autocast(loss, device):
+    """In bfloat16 inside, with results in the precision of the parameters."""
+    w, v, x = (y.float().to(device) for y in (Numbers()(4, 1, 2, 2), Numbers(1)(3, 16), Numbers(2)(5, 1, 3, 3)))
+    target = (Numbers(3).below(3, 5) if loss is F.cross_entropy else Numbers(3)(5, 3).float()).to(device)
+
+    def f(params, x):
+        return F.linear(F.conv2d(x, params[0]).sigmoid().flatten(1), params[1]).float()
+
+    def low(params, x):
+        with torch.autocast(device.type, torch.bfloat16):
+            return f(params, x)
+
+    expected = dense_diag_ggn(f, loss)((w, v), x, target)
+    for found in diag_ggn(low, loss), diag_ggn(composed(low, loss)):
+        assert_trees_close(found((w, v), x, target), expected, 5e-2)
+        assert all(g.dtype == torch.float32 for g in found((w, v), x, target))
 
 
 class TestSampleAxis:
@@ -151,6 +170,7 @@ UNKNOWN = {
     "eigvalsh": lambda w, x: torch.linalg.eigvalsh(x[:, :, None] * x[:, None, :] + w @ w.mT),
     "matrix_exp": lambda w, x: torch.linalg.matrix_exp(x[:, :, None] * w.sum(1)) @ w,
     "fft": lambda w, x: torch.fft.rfft(x @ w).abs(),
+    "einsum of a diagonal": lambda w, x: torch.einsum("ni,ii,io->no", x, w @ w.mT, w),
     "custom Function": lambda w, x: Cube.apply(w.sum(1), x),
 }
 
@@ -171,13 +191,26 @@ class TestOperationWithoutRule:
             batch_grad(lambda w, x: operation(w, x).square().mean())(torch.ones(3, 2), torch.ones(4, 3))
 
 
+class Refused(Cube):
+    """What torch.vmap refuses."""
+
+    generate_vmap_rule = False
+
+
+def test_what_cannot_be_evaluated_one_by_one_is_an_error():
+    with pytest.raises(SampleAxisError):
+        batch_grad(lambda w, x: Refused.apply(w, x).square().sum(1))(torch.ones(3), torch.ones(4, 3))
+    with pytest.raises(SampleAxisError):
+        diag_ggn(lambda w, x: Refused.apply(w, x), F.mse_loss)(torch.ones(3), torch.ones(4, 3), torch.ones(4, 3))
+
+
 class TestNothingIsLeftBehind:
     """Models are read, not touched, and do not know of each other."""
 
     def models(self):
-        shared = nn.Linear(3, 3)
         with torch.random.fork_rng():
             torch.manual_seed(0)
+            shared = nn.Linear(3, 3)
             one = nn.Sequential(shared, nn.ReLU(inplace=True), nn.BatchNorm1d(3).eval(), Rectified(3, 2))
             other = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(3, 2))
         return one.double(), other.double()

@@ -9,8 +9,8 @@ from invfunc.errors import SampleAxisError
 from invfunc.jacobian import follow
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.contract import Term
-from invfunc.jacobian.equations import LETTERS
-from invfunc.jacobian.rules import Recipe, Site
+from invfunc.jacobian.equations import LETTERS, equation
+from invfunc.jacobian.rules import Recipe, Site, axis_of
 
 
 def generic(site: Site, param: torch.Tensor) -> Recipe:
@@ -38,7 +38,10 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
             return pull(column.to(out.dtype))[0]
 
         # columns outside, samples inside: the other order gives wrong shapes for prelu (torch 2.13)
-        shares = torch.vmap(lambda columns: torch.vmap(one)(columns, *samples))(delta)
+        try:
+            shares = torch.vmap(lambda columns: torch.vmap(one)(columns, *samples))(delta)
+        except RuntimeError as error:  # no batching rule
+            raise SampleAxisError(f"`{call.name}` cannot be computed one sample at a time by torch.vmap.") from error
         return [("VN" + LETTERS[: param.ndim], shares)]
 
     return Recipe(LETTERS[: param.ndim], build, reads=tuple(flat[i] for i in batched))
@@ -46,13 +49,18 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
 
 def _with_samples(site: Site, param: torch.Tensor) -> list[tuple[torch.Tensor, Axis]]:
     """The operands that have an entry for each sample, also constants that are paired with it entry by entry."""
-    call, found = site.call, []
-    for x in tree.tensors((call.args, call.kwargs)):
-        axis = call.place(x)
-        if axis is None and x is not param and site.axis.dim is not None and follow.find(call.name) is follow.pointwise:
-            dim = site.axis.dim - call.out.ndim + x.ndim
-            if 0 <= dim and x.shape[dim] == call.out.shape[site.axis.dim] > 1:
-                axis = site.axis.at(dim)
-        if isinstance(axis, Axis):
-            found.append((x, axis))
-    return found
+    call, dim = site.call, site.axis.dim
+    operands = [x for x in tree.tensors((call.args, call.kwargs)) if x is not param]
+    found = [(x, axis) for x in operands if isinstance(axis := call.place(x), Axis)]
+    if dim is None:
+        return found
+    parsed = equation(call.name, call.args, call.kwargs)
+    if follow.find(call.name) is follow.pointwise:
+        labels = LETTERS[: call.out.ndim]
+        paired = [(labels[len(labels) - x.ndim :], x) for x in operands]
+    elif parsed is not None:
+        labels, paired = parsed.output, list(zip(parsed.inputs, parsed.operands, strict=True))
+    else:
+        return found
+    constants = [(x, inputs) for inputs, x in paired if x is not param and call.place(x) is None]
+    return found + [(x, axis) for x, i in constants if (axis := axis_of(site, x, i, labels[dim])) is not None]

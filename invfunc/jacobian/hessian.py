@@ -60,7 +60,7 @@ def _columns(scope: Scope, piece: Piece, slope: torch.Tensor, root: Root, n: int
     else:
         weight = _class_weight(piece, slope) if piece.kind == "softmax" else -_over_classes(piece, slope)
         made = _softmax(scope, piece, weight, n)
-    if piece.input is root.value:
+    if piece.at_root:
         return made
 
     def pull(columns: torch.Tensor, part: slice) -> torch.Tensor:

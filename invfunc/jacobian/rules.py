@@ -73,12 +73,7 @@ def product(site: Site, param: torch.Tensor) -> Recipe | None:
     if isinstance(scale, torch.Tensor):
         return None
     sample = None if site.axis.dim is None else parsed.output[site.axis.dim]
-    axes: list[Axis | None] = []
-    for inputs, x in others:
-        axis = call.place(x)
-        if axis is None and sample is not None and sample in inputs and x.shape[inputs.index(sample)] != 1:
-            axis = site.axis.at(inputs.index(sample))  # a constant with an entry for each sample
-        axes.append(axis if isinstance(axis, Axis) else None)
+    axes = [axis_of(site, x, inputs, sample) for inputs, x in others]
     sizes = dict(zip(labels, param.shape, strict=True))
     output = "".join(c for c in labels if sizes[c] != 1)
 
@@ -93,14 +88,27 @@ def product(site: Site, param: torch.Tensor) -> Recipe | None:
     return Recipe(output, build, reads=tuple(x for _, x in others))
 
 
-def aligned(n: int) -> Recipe:
-    """A parameter with an entry for each sample, `[n, *rest]`: the share of sample n is in entry n only."""
+def axis_of(site: Site, x: torch.Tensor, labels: str, sample: str | None) -> Axis | None:
+    """Where an operand has its samples; a constant may have an entry for each of them too."""
+    axis = site.call.place(x)
+    if axis is None and sample is not None and sample in labels and x.shape[labels.index(sample)] != 1:
+        return site.axis.at(labels.index(sample))
+    return axis if isinstance(axis, Axis) else None
+
+
+def aligned(axis: Axis, param: torch.Tensor, n: int) -> Recipe:
+    """A parameter with an entry for each sample: the share of sample n is in entry n only."""
 
     def build(delta: torch.Tensor, part: slice) -> list[Term]:
         eye = torch.eye(n, dtype=delta.dtype, device=delta.device)[part]
         return [("VN" + LETTERS[: delta.ndim - 2], delta), ("Nz", eye)]
 
-    return Recipe("z", build)
+    def finish(share: torch.Tensor, lead: int) -> torch.Tensor:
+        """`[*lead, n, *one]` into the layout of the parameter."""
+        one = [axis.width if d == axis.dim else size for d, size in enumerate(param.shape)]
+        return axis.restore(share.reshape((*share.shape[:lead], n, *one)), n, lead)
+
+    return Recipe("z" + LETTERS[: param.ndim], build, finish)
 
 
 def _rule(*names: str) -> Callable[[FactorRule], FactorRule]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost
+from invfunc._functorch import innermost, version
 from invfunc.errors import (
     ArgumentError,
     InvFuncError,
@@ -30,6 +30,8 @@ from invfunc.jacobian.tags import Derived, Sampled
 from invfunc.jacobian.trace import Trace
 
 WHOLE = slice(None)
+_FOREIGN = (RuntimeError, ValueError, TypeError, IndexError)
+_NOT_IN_PARTS = "f does not run on a part of the batch, so it cannot be chunked over samples."
 
 
 @dataclass
@@ -56,19 +58,25 @@ class Runner:
         n: int,
         *,
         tapped: bool = True,
+        partial: bool = False,
         draws: Draws | None = None,
         splitter: Callable[[Trace], Splitter] | None = None,
     ) -> Run:
-        trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, draws=draws)
+        trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, partial=partial, draws=draws)
         watching = splitter(trace) if splitter is not None else None
         params = trace.parameters(self.problem.leaves)
         run = Run(trace, params, part, {})
+        before = [version(x) for x in self.problem.tensors()]
         try:
             with active(watching):
                 run.result, run.aux = self.problem.call(trace, params, part)
         except Reached:
             assert watching is not None
             run.outputs = {i: (r.value, r.axis) for i, r in watching.roots.items()}
+        if before != [version(x) for x in self.problem.tensors()]:
+            raise ArgumentError(
+                "f writes into one of its arguments in place; it may run several times, so copy it first."
+            )
         return run
 
     def loss(self) -> Run:
@@ -141,23 +149,43 @@ class Runner:
     def model(self, part: slice, n: int, tapped: bool = True) -> Run:
         """The model function on a part of the batch; `run.result` becomes the structure of its outputs."""
         partial = n < self.problem.n
-        draws = Draws(stop=True) if partial else None
         try:
-            run = self.run(part, n, tapped=tapped, draws=draws)
+            run = self.run(part, n, tapped=tapped, partial=partial, draws=Draws(stop=True) if partial else None)
+            self._take_outputs(run)
+            if tapped:
+                run.trace.check([z for z, _ in run.outputs.values()], run.params)
         except Drew:
             raise cannot_draw() from None
         except SampleAxisError as error:
-            if partial or not tapped or not error.unknown:
-                raise
-            whole = self._sample_by_sample()
+            whole = self._sample_by_sample() if error.unknown and tapped and not partial else None
             if whole is None:
                 raise
             run = whole
-        leaves, structure = tree.flatten(run.result)
-        for i, z in enumerate(leaves):
-            run.outputs[i] = (z, output_axis(run.trace, z, self.problem.out_dims))
-        run.result = structure
+            self._take_outputs(run)
+        except _FOREIGN as error:
+            if isinstance(error, InvFuncError) or not partial:
+                raise
+            raise SampleAxisError(_NOT_IN_PARTS) from error
         return run
+
+    def _take_outputs(self, run: Run) -> None:
+        leaves, structure = tree.flatten(run.result)
+        run.outputs = {i: (z, output_axis(run.trace, z, self.problem.out_dims)) for i, z in enumerate(leaves)}
+        run.result = structure
+
+    def check_part(self, run: Run) -> None:
+        """The outputs of a sample must not depend on how many samples, or which, are beside it."""
+        if run.trace.n == self.problem.n:
+            return
+        start, size = run.part.start, 1 if run.trace.n == 2 else 2
+        few = self.model(slice(start, start + size), size, tapped=False)
+        k = min(size, run.trace.n)
+        for (z, axis), (y, other) in zip(run.outputs.values(), few.outputs.values(), strict=True):
+            if not same_values(axis.expose(z, run.trace.n)[:k], other.expose(y, size)[:k]):
+                raise SampleAxisError(
+                    "the outputs of a sample depend on how many are in the batch (does f use its length?), so f cannot "
+                    "be chunked over samples."
+                )
 
     def blocks(self) -> list[Run]:
         """The model function in one pass, or in blocks of samples whose cotangents fit the cache."""
@@ -170,6 +198,7 @@ class Runner:
             run = self.model(slice(0, first), first)
             if first == n:
                 return [run]
+            self.check_part(run)
             size = self._block_size(run.trace, sum(z.numel() for z, _ in run.outputs.values()) // first)
             if n <= size:
                 return [self.model(WHOLE, n)]
@@ -202,12 +231,10 @@ class Runner:
         after = draws.rewind()
         try:
             run = self.run(part, stop - start, splitter=lambda trace: Splitter(trace, [r.ordinal for r in roots]))
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except _FOREIGN as error:
             if part == WHOLE or isinstance(error, InvFuncError):
                 raise
-            raise SampleAxisError(
-                "f does not run on a part of the batch, so it cannot be chunked over samples."
-            ) from error
+            raise SampleAxisError(_NOT_IN_PARTS) from error
         finally:
             restore(after)
         if part == WHOLE:

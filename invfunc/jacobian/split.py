@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from invfunc._functorch import version
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import Call
 from invfunc.jacobian.tags import Sampled
@@ -33,6 +34,8 @@ class Root:
 
     ordinal: int
     value: torch.Tensor
+    shown: torch.Tensor
+    """The same, no leaf: what the loss gets, and may even write to."""
     axis: Axis
     marked: bool
     called: str
@@ -48,6 +51,8 @@ class Piece:
     axis: Axis
     output: torch.Tensor
     call: Call
+    at_root: bool
+    """Whether the input is the root, not computed from it."""
 
 
 class Reached(BaseException):
@@ -78,16 +83,17 @@ class Splitter:
             return value
         if self.wanted is not None:
             if ordinal in self.wanted:
-                self.roots[ordinal] = Root(ordinal, value, tag.place, marked, called)
+                self.roots[ordinal] = Root(ordinal, value, value, tag.place, marked, called)
                 if len(self.roots) == len(self.wanted):
                     raise Reached
             return value
         root = self.trace.scope.enter(self.trace.scope.leave(value))
-        self.trace.set(root, Sampled(tag.place, crossed=frozenset({ordinal}), affine=True))
-        self.roots[ordinal] = Root(ordinal, root, tag.place, marked, called)
-        return root
+        shown = root.clone()
+        self.trace.set(shown, Sampled(tag.place, crossed=frozenset({ordinal}), affine=True))
+        self.roots[ordinal] = Root(ordinal, root, shown, tag.place, marked, called)
+        return shown
 
-    def _marked_before(self, tag: Sampled) -> bool:
+    def marked_before(self, tag: Sampled) -> bool:
         return any(self.roots[i].marked for i in tag.crossed if i in self.roots)
 
     def _before(self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -97,7 +103,7 @@ class Splitter:
         if not isinstance(value, torch.Tensor):
             return None
         tag = trace.tag(value)
-        if not isinstance(tag, Sampled) or not tag.active or self._marked_before(tag):
+        if not isinstance(tag, Sampled) or not tag.active or self.marked_before(tag):
             return None
         root = self.add(value, name)
         return ((root, *args[1:]), kwargs) if args else (args, {**kwargs, "input": root})
@@ -118,14 +124,15 @@ class Splitter:
         root = self.roots.get(ordinal)
         if root is None:
             return
-        if root.value is value and call.name in _LOSSES:
+        at_root = root.shown is value and version(value) == 0
+        if at_root and call.name in _LOSSES:
             self.confirmed.add(ordinal)
-        if root.value is value and call.name in _LOGARITHMS:
+        if call.name in _LOGARITHMS:
             seen = trace.tag(call.out)
             assert isinstance(seen, Sampled)
             trace.set(call.out, replace(seen, logarithm=True))
         if tag.affine and _others_constant(trace, call):
-            self.pieces.append(Piece(kind, ordinal, value, tag.place, call.out, call))
+            self.pieces.append(Piece(kind, ordinal, value, tag.place, call.out, call, at_root))
 
     def selected(self) -> list[int]:
         """The ordinals of the outputs: those marked by hand if there are any, else those of known losses."""
@@ -146,7 +153,8 @@ _active = threading.local()
 def mark(z: torch.Tensor) -> torch.Tensor:
     """What `outputs` does to one tensor inside a run."""
     splitter: Splitter | None = getattr(_active, "splitter", None)
-    if splitter is None or not isinstance(splitter.trace.tag(z), Sampled):
+    tag = splitter.trace.tag(z) if splitter is not None else None
+    if splitter is None or not isinstance(tag, Sampled) or splitter.marked_before(tag):
         return z
     return splitter.add(z, "outputs", marked=True)
 

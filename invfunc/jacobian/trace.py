@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._functorch import base_of, opened, unviewed, version
-from invfunc.errors import samples_lost
+from invfunc.errors import SampleAxisError, samples_lost
 from invfunc.jacobian import follow, rules
 from invfunc.jacobian.axis import Axis, Everyone
 from invfunc.jacobian.calls import (
@@ -49,9 +49,20 @@ class Tap:
 class Trace(TorchFunctionMode):
     """Watches a function run. `fast=False` uses the generic path at every operation; `tapped=False` only follows."""
 
-    def __init__(self, scope: Scope, n: int, *, fast: bool = True, tapped: bool = True, draws: Draws | None = None):
+    def __init__(
+        self,
+        scope: Scope,
+        n: int,
+        *,
+        fast: bool = True,
+        tapped: bool = True,
+        partial: bool = False,
+        draws: Draws | None = None,
+    ) -> None:
         super().__init__()
         self.scope, self.n, self.fast, self.tapped, self.draws = scope, n, fast, tapped, draws
+        self.partial = partial
+        """Whether it is a model function on a part of the batch, where data must not be mixed either."""
         self.taps: list[Tap] = []
         self.edges: list[Any] = []
         self.axes: list[Axis] = []
@@ -104,7 +115,7 @@ class Trace(TorchFunctionMode):
                 self.scope.closes_over(x)
             return func(*args, **kwargs)
         if name in CONSTANT and not in_place(func):
-            return func(*args, **kwargs)
+            return self._of_constants(name, func(*args, **kwargs), list(tags.values()))
         if self.watcher is not None:
             changed = self.watcher(self, name, func, args, kwargs)
             if changed is not None:
@@ -121,14 +132,27 @@ class Trace(TorchFunctionMode):
             return self._of_parameters(name, func, args, kwargs, list(tags.values()), len(read))
         return self._of_samples(name, func, args, kwargs, read, tags)
 
+    def _of_constants(self, name: str, out: Any, tags: list[Derived | Sampled]) -> Any:
+        """What has no derivative: still samples, if it is a tensor."""
+        tag = tags[0]
+        if isinstance(tag, Sampled) and isinstance(tag.place, Axis):
+            if isinstance(out, torch.Tensor):
+                self.set(out, Sampled(tag.place, tag.lost))
+            elif self.partial and name in ("item", "tolist", "numpy"):
+                raise _part_mixed(name)
+        return out
+
     def _of_parameters(self, name: str, func: Callable, args: tuple, kwargs: dict, tags: list, count: int) -> Any:
         out = func(*args, **kwargs)
         if torch.is_grad_enabled():
-            basic = name in SELECTIONS or (name == "getitem" and not advanced(args[1]))
+            basic = not in_place(func) and name in SELECTIONS or (name == "getitem" and not advanced(args[1]))
             selected = basic and count == 1 and tags[0].selected
             derived = Derived(frozenset().union(*(t.leaves for t in tags)), selected)
-            for x in produced_by(out):
-                self.set(x, derived if x.is_floating_point() else None)
+            for x in [args[0]] if name == "setitem" else produced_by(out):
+                self.set(x, derived if x.is_floating_point() or x.is_complex() else None)
+                base = base_of(x) if in_place(func) else None
+                if base is not None:
+                    self.set(base, replace(derived, selected=False))
         return out
 
     def _of_samples(
@@ -163,7 +187,7 @@ class Trace(TorchFunctionMode):
         places: dict[int, Axis | Total] = {
             i: tag.place for i, tag in tags.items() if isinstance(tag, Sampled) and tag.place is not None
         }
-        active = any(tag.active for tag in sampled) and torch.is_grad_enabled()
+        active = self.partial or (any(tag.active for tag in sampled) and torch.is_grad_enabled())
         call = Call(name, func, args, kwargs, out if name != "setitem" else produced[0], places, self.n, active)
         lost = next((tag.lost for tag in sampled if tag.lost), None)
         found: Any = None
@@ -175,6 +199,8 @@ class Trace(TorchFunctionMode):
             except Mixed as reason:
                 lost = f"`{name}`: {reason}"
                 self.unknown |= isinstance(reason, Unknown)
+        if self.partial and (found is TOTAL or (lost is not None and not self.unknown)):
+            raise _part_mixed(name)
         if params and lost is None:
             if len(produced) > 1:
                 lost = f"`{name}`: a parameter meets samples in an operation with several outputs"
@@ -232,7 +258,7 @@ class Trace(TorchFunctionMode):
             if self.tapped:
                 tag = self.tag(x)
                 assert isinstance(tag, Derived)
-                recipe = _at_its_place(axis, x, self.n)
+                recipe = rules.aligned(axis, x, self.n)
                 self.tap(x, tag, recipe, alias, axis)
         if not new:
             return args, kwargs
@@ -274,18 +300,11 @@ class Trace(TorchFunctionMode):
             self.edges.append(edge)
             self.axes.append(axis)
             self.sizes.append(max(1, out.numel() // self.n))
-        self.taps.append(Tap(param, tag, recipe, at, tuple((x, version(x)) for x in recipe.reads)))
+        self.taps.append(Tap(param, tag, recipe, at, tuple((x, version(x)) for x in (param, *recipe.reads))))
 
 
-def _at_its_place(axis: Axis, param: torch.Tensor, n: int) -> Recipe:
-    recipe = rules.aligned(n)
-
-    def finish(share: torch.Tensor, lead: int) -> torch.Tensor:
-        """`[*lead, n, *one]` into the layout of the parameter."""
-        one = list(param.shape)
-        assert axis.dim is not None
-        one[axis.dim] = axis.width
-        return axis.restore(share.reshape((*share.shape[:lead], n, *one)), n, lead)
-
-    letters = "abcdefghijklmnopqrstuvwxy"[: param.ndim]
-    return Recipe("z" + letters, recipe.build, finish)
+def _part_mixed(name: str) -> SampleAxisError:
+    return SampleAxisError(
+        f"the samples of a part of the batch meet at `{name}`, which gives something else than in the whole batch; it "
+        "cannot be chunked over samples."
+    )

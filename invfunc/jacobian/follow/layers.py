@@ -9,7 +9,7 @@ import torch
 from invfunc import tree
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.equations import equation
-from invfunc.jacobian.follow.call import TOTAL, Call, Mixed, Place, pointwise, rule
+from invfunc.jacobian.follow.call import TOTAL, Call, Mixed, Place, Unknown, pointwise, rule
 
 # Along a dimension: over the samples it is a sum (sum, mean) or a mix (everything else)
 
@@ -44,6 +44,27 @@ def reduce(call: Call) -> Place:
         return TOTAL
     kept = tree.tensors(call.out)[0].ndim == x.ndim
     return axis if kept else axis.at(axis.dim - sum(d < axis.dim for d in dims))
+
+
+@rule("cosine_similarity", "pairwise_distance")
+def paired(call: Call) -> Place:
+    axis, ndim = pointwise(call), max(x.ndim for x, _ in call.samples)
+    default = -1 if call.name == "pairwise_distance" else 1
+    dim = call.arg(2, "dim", default) if call.name == "cosine_similarity" else default
+    if tree.tensors(call.out)[0].ndim == ndim:
+        return axis
+    assert isinstance(axis, Axis)
+    place, other = call.samples[0]
+    assert isinstance(other, Axis) and other.dim is not None
+    at = other.dim - place.ndim + ndim
+    if at == dim % ndim:
+        raise Mixed("it compares along the sample axis")
+    return other.at(at - (at > dim % ndim))
+
+
+@rule("cdist")
+def cdist(call: Call) -> Place:
+    raise Mixed("torch's vmap over its derivative gives wrong numbers (2.13); write it with broadcasting and norm")
 
 
 def _along(x: torch.Tensor, axis: Axis, dims: set[int], active: bool, name: str) -> Axis:
@@ -147,7 +168,7 @@ def attention(call: Call) -> Place:
 def product(call: Call) -> Place:
     parsed = equation(call.name, call.args, call.kwargs)
     if parsed is None:
-        raise Mixed("it has no rule that follows the sample axis")
+        raise Unknown("it has no rule that follows the sample axis")
     found: set[tuple[str, int, int]] = set()
     for x, labels in zip(parsed.operands, parsed.inputs, strict=True):
         axis = call.place(x)
@@ -192,7 +213,7 @@ def loss(call: Call) -> Place:
         return pointwise(call)
     x, axis = call.first, call.place(call.first)
     if not isinstance(axis, Axis) or axis.dim is None:
-        raise Mixed("its input does not depend on the samples, but its target does")
+        raise Unknown("its target depends on the samples, but nothing is known of its input")
     classes = 0 if x.ndim == 1 else 1
     if axis.dim == classes:
         raise Mixed("it normalises over the sample axis as if these were classes")
