@@ -50,8 +50,8 @@ def functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.Te
     }
 
     def f(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        given = {place: params[name] for place, name in places.items()}
-        state = {**_written_buffers(model), **given}
+        given = {place: params[name] for place, name in places.items() if name in params}
+        state = {**_written_buffers(model), **params, **given}  # params may name buffers too
         return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
 
     f.__name__ = f.__qualname__ = type(model).__name__

@@ -49,10 +49,10 @@ def differentiated(t, args, wanted, twice=False):
     for i in wanted:
         args[i] = tree.map_leaves(lambda x: x.clone().requires_grad_(), args[i])
     leaves = [x for i in wanted for x in tree.leaves(args[i])]
-    found = torch.autograd.grad(total(t(*args)), leaves, create_graph=twice, materialize_grads=True)
+    nothing = 0 * total(leaves)  # a result may be constant
+    found = torch.autograd.grad(total(t(*args)) + nothing, leaves, create_graph=True, materialize_grads=True)
     if twice:
-        again = total(found, 8) + 0 * total(leaves)
-        found = torch.autograd.grad(again, leaves, materialize_grads=True)
+        found = torch.autograd.grad(total(found, 8) + nothing, leaves, materialize_grads=True)
     assert all(x.grad is None for x in leaves)
     return list(found)
 

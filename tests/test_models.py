@@ -26,7 +26,7 @@ EXACT = 1e-10
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_every_path_equals_the_loop(model, data, device, dtype):
     assert_every_path_equals_the_loop(data.draw(MODELS[model]), device, dtype)

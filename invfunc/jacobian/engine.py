@@ -12,13 +12,14 @@ from invfunc import tree
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError, SplitError
 from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.checks import check_loss
 from invfunc.jacobian.columns import Block, Columns, Gradient, joined_block
 from invfunc.jacobian.hessian import gradient, hessian
 from invfunc.jacobian.measures import Measure, State
 from invfunc.jacobian.plan import Plan, even
 from invfunc.jacobian.problem import Problem
 from invfunc.jacobian.random import Draws
-from invfunc.jacobian.runs import WHOLE, Run, Runner, check_loss
+from invfunc.jacobian.runs import WHOLE, Run, Runner
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.shares import Columns as Pulled
 from invfunc.jacobian.shares import Deltas, Shares

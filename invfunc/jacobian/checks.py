@@ -1,0 +1,75 @@
+"""What a function may return, and whether parts of a batch give what the whole does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from invfunc._functorch import innermost
+from invfunc.errors import ArgumentError, RandomnessError, samples_lost
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.follow import TOTAL
+from invfunc.jacobian.tags import Derived, Sampled
+from invfunc.jacobian.trace import Trace
+
+
+def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:
+    """Check that a result is a loss, a scalar or one for each sample; returns how it depends on the parameters."""
+    n = trace.n
+    if not isinstance(result, torch.Tensor):
+        kind = type(result).__name__
+        raise ArgumentError(f"{name} returned an object of type {kind}, but a loss is a tensor: a scalar or [N].")
+    tag = trace.tag(result)
+    if isinstance(tag, Sampled) and tag.lost:
+        raise samples_lost(tag.lost, trace.unknown)
+    place = tag.place if isinstance(tag, Sampled) else None
+    if result.ndim and tuple(result.shape) != (n,):
+        kind = "a model function" if isinstance(place, Axis) else "no loss function"
+        raise ArgumentError(
+            f"{name} returned shape {tuple(result.shape)} for N = {n}, so it looks like {kind}; wanted is a loss "
+            f"function, which returns a scalar or shape ({n},). Compute the loss in it."
+        )
+    if result.ndim and n > 1 and (place is TOTAL or isinstance(tag, Derived)):
+        raise ArgumentError(
+            f"{name} returned shape ({n},), but its entries are not those of the {n} samples, which it sums over; "
+            "wanted is a scalar or the [N] losses of the samples."
+        )
+    if not result.is_floating_point():
+        raise ArgumentError(f"{name} returned dtype {result.dtype}, but a loss is a floating-point tensor.")
+    if isinstance(tag, Derived):
+        return Sampled(None, around="the parameters alone")
+    return tag if tag is not None else Sampled(None)
+
+
+def output_axis(trace: Trace, z: Any, dim: int) -> Axis:
+    """Check one output of a model function; returns where its samples are."""
+    if not isinstance(z, torch.Tensor) or not z.is_floating_point():
+        kind = f"a tensor of {z.dtype}" if isinstance(z, torch.Tensor) else f"an object of type {type(z).__name__}"
+        raise ArgumentError(f"f returned {kind}, but outputs are floating-point tensors.")
+    if z.ndim == 0 or not -z.ndim <= dim < z.ndim or z.shape[dim] != trace.n:
+        kind = "looks like a loss function; call the transform on it alone" if z.ndim == 0 else "has other outputs"
+        raise ArgumentError(
+            f"f returned shape {tuple(z.shape)} for N = {trace.n}, so it {kind}; wanted is a model function, which "
+            f"returns outputs with the samples along axis {dim}."
+        )
+    tag = trace.tag(z)
+    if isinstance(tag, Sampled) and tag.lost:
+        raise samples_lost(tag.lost, trace.unknown)
+    if isinstance(tag, Sampled) and trace.n > 1 and tag.place != Axis(dim % z.ndim):
+        raise ArgumentError(
+            f"f returned outputs with their samples along {tag.place}, not axis {dim % z.ndim}; pass out_dims."
+        )
+    return Axis(None) if trace.n == 1 else Axis(dim % z.ndim)
+
+
+def cannot_draw() -> RandomnessError:
+    return RandomnessError(
+        "f draws random numbers (dropout?), and chunks over samples cannot draw those of the whole batch. Chunk over "
+        "outputs or params, or use eval mode."
+    )
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether values agree up to what another batch size does to their rounding."""
+    return bool(innermost(torch.isclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)).all())
