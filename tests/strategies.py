@@ -70,6 +70,13 @@ def _middle(shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(1, 1 + s) for s in shape)
 
 
+def _assembled(p: torch.Tensor) -> torch.Tensor:
+    q = torch.zeros_like(p)
+    q[:1] = p[:1]
+    q[1:] = 2 * p[1:]
+    return q
+
+
 _Reading = Callable[[tuple[int, ...], Numbers], tuple[Any, Callable[[Any], torch.Tensor]]]
 ALWAYS: dict[str, _Reading] = {
     "p": lambda s, rand: (rand(*s), lambda p: p),
@@ -93,6 +100,7 @@ FROM_1D: dict[str, _Reading] = {
     "p.split(-1)[0]": lambda s, rand: (rand(*s[:-1], 2 * s[-1]), lambda p: p.split(s[-1], -1)[0]),
     "p.expand": lambda s, rand: (rand(*s[:-1], 1), lambda p: p.expand(s)),
     "p[index]": lambda s, rand: (rand(2, *s[1:]), lambda p: p[[i % 2 for i in range(s[0])]]),
+    "q[...] = p": lambda s, rand: (rand(*s), _assembled),
     "cat(p, q)": lambda s, rand: ([rand(1, *s[1:]), rand(*s)], lambda t: torch.cat(t)[: s[0]]),
     "weight_norm(v, g)": lambda s, rand: (
         {"v": rand(*s), "g": rand(s[0], *[1] * (len(s) - 1))},
@@ -215,14 +223,14 @@ def transposed_convolutions(draw, d: int) -> Case:
     most = 1 if d == 3 else 2
     groups, kernel, dilation = draw(st.integers(1, 2)), _each(draw, d, 1, 1 + most), _each(draw, d, 1, 2)
     stride, padding, extra = _each(draw, d, 1, 2), _each(draw, d, 0, most), _each(draw, d, 0, 1)
+    if one := draw(st.booleans()):  # one number for all dimensions
+        dilation, stride, padding, extra = (option[:1] * d for option in (dilation, stride, padding, extra))
     output_padding = tuple(min(e, max(s, a) - 1) for e, s, a in zip(extra, stride, dilation, strict=True))
     room = [2 * p - a * (k - 1) for p, a, k in zip(padding, dilation, kernel, strict=True)]
     size = [1 + e + max(-(-r // s), 0) for e, r, s in zip(_each(draw, d, 0, 1), room, stride, strict=True)]
     options: dict[str, Any] = {"stride": stride, "padding": padding, "output_padding": output_padding}
-    options |= {"groups": groups, "dilation": dilation}
-    if draw(st.booleans()):
-        options = {name: option if name == "groups" else option[0] for name, option in options.items()}
-        size = [max(size)] * d
+    options = {name: option[0] if one else option for name, option in (options | {"dilation": dilation}).items()}
+    options["groups"] = groups
     c_in, c_out = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
 
     def operation(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

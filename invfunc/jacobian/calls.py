@@ -53,8 +53,13 @@ def produced_by(out: Any) -> list[torch.Tensor]:
 
 
 def advanced(index: Any) -> bool:
+    """Whether an index is more than ints, slices, None and an ellipsis, so that the result is no view."""
     parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(p, (torch.Tensor, list)) for p in parts)
+    return not all(p is None or p is Ellipsis or isinstance(p, slice) or _is_int(p) for p in parts)
+
+
+def _is_int(part: Any) -> bool:
+    return not isinstance(part, (bool, torch.Tensor)) and hasattr(part, "__index__") and not hasattr(part, "__len__")
 
 
 def paired(name: str, args: tuple, kwargs: dict, x: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:

@@ -91,7 +91,7 @@ class Engine:
         problem, plan = self.problem, self.plan
         if plan.asked("samples"):
             runs = [self.runner.model(slice(a, b), b - a, tapped=False) for a, b in plan.ranges("samples", problem.n)]
-            self.runner.check_part(runs[0])
+            self.runner.check_part(runs[-1])
             again: Iterator[Run] = (self.runner.model(run.part, run.trace.n) for run in runs)
         else:
             runs = self.runner.blocks()

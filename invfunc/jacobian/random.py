@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 _ALWAYS = set(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli normal uniform exponential cauchy "
-    "log_normal geometric random multinomial poisson binomial standard_gamma gumbel_softmax fractional_max_pool2d "
-    "fractional_max_pool3d".split()
+    "log_normal geometric random multinomial poisson binomial standard_gamma sample_dirichlet gumbel_softmax "
+    "fractional_max_pool2d fractional_max_pool3d".split()
 )
 _IN_TRAINING = set(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rrelu "

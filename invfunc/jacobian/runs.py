@@ -137,7 +137,7 @@ class Runner:
         try:
             with torch.no_grad():
                 alone = torch.vmap(function, in_dims=tuple(None if a is None else 0 for a in dims))(*exposed)
-        except RuntimeError:  # no batching rule
+        except _FOREIGN:  # no batching rule, or no function of one sample
             return None
         if not same_values(alone, axis.expose(result, n)):
             return None  # a sample alone gives something else than in the batch: they are mixed
@@ -177,14 +177,13 @@ class Runner:
         """The outputs of a sample must not depend on how many samples, or which, are beside it."""
         if run.trace.n == self.problem.n:
             return
-        start, size = run.part.start, 1 if run.trace.n == 2 else 2
-        few = self.model(slice(start, start + size), size, tapped=False)
-        k = min(size, run.trace.n)
+        stop, size = run.part.stop, 1 if run.trace.n == 2 else 2
+        few = self.model(slice(stop - size, stop), size, tapped=False)
         for (z, axis), (y, other) in zip(run.outputs.values(), few.outputs.values(), strict=True):
-            if not same_values(axis.expose(z, run.trace.n)[:k], other.expose(y, size)[:k]):
+            if not same_values(axis.expose(z, run.trace.n)[-1:], other.expose(y, size)[-1:]):
                 raise SampleAxisError(
-                    "the outputs of a sample depend on how many are in the batch (does f use its length?), so f cannot "
-                    "be chunked over samples."
+                    "the outputs of a sample depend on how many are beside it (does f use the length of the batch?), "
+                    "so f cannot be chunked over samples."
                 )
 
     def blocks(self) -> list[Run]:
@@ -198,12 +197,13 @@ class Runner:
             run = self.model(slice(0, first), first)
             if first == n:
                 return [run]
-            self.check_part(run)
             size = self._block_size(run.trace, sum(z.numel() for z, _ in run.outputs.values()) // first)
             if n <= size:
                 return [self.model(WHOLE, n)]
             rest = even(n - first, size)
-            return [run, *(self.model(slice(first + a, first + b), b - a) for a, b in rest if a < b)]
+            runs = [run, *(self.model(slice(first + a, first + b), b - a) for a, b in rest if a < b)]
+            self.check_part(runs[-1])
+            return runs
         except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
             return [self.model(WHOLE, n)]
 
@@ -237,12 +237,14 @@ class Runner:
             raise SampleAxisError(_NOT_IN_PARTS) from error
         finally:
             restore(after)
-        if part == WHOLE:
-            return run
         for root in roots:
             z, axis = run.outputs.get(root.ordinal, (None, root.axis))
             whole = root.axis.expose(root.value, self.problem.n)[part]
             if z is None or z.numel() != whole.numel() or not same_values(axis.expose(z, run.trace.n), whole):
+                if part == WHOLE:
+                    raise RandomnessError(
+                        "f gives other outputs when it runs again: it draws numbers outside of torch."
+                    )
                 raise SampleAxisError(
                     "the outputs of f on a part of the batch are not those of the whole batch (has it a constant for "
                     "each sample, or does it use the length of the batch?), so it cannot be chunked over samples."

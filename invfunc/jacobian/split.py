@@ -71,6 +71,7 @@ class Splitter:
         self.count = 0
         self.roots: dict[int, Root] = {}
         self.confirmed: set[int] = set()
+        self.marks: set[int] = set()
         self.pieces: list[Piece] = []
         trace.watcher, trace.after = self._before, self._after
 
@@ -81,7 +82,10 @@ class Splitter:
         ordinal, self.count = self.count, self.count + 1
         if tag.lost or not isinstance(tag.place, Axis):
             return value
+        if marked:
+            self.marks.add(ordinal)
         if self.wanted is not None:
+            self.trace.set(value, replace(tag, crossed=frozenset({ordinal})))
             if ordinal in self.wanted:
                 self.roots[ordinal] = Root(ordinal, value, value, tag.place, marked, called)
                 if len(self.roots) == len(self.wanted):
@@ -89,12 +93,13 @@ class Splitter:
             return value
         root = self.trace.scope.enter(self.trace.scope.leave(value))
         shown = root.clone()
+        self.trace.entered.append(root)
         self.trace.set(shown, Sampled(tag.place, crossed=frozenset({ordinal}), affine=True))
         self.roots[ordinal] = Root(ordinal, root, shown, tag.place, marked, called)
         return shown
 
     def marked_before(self, tag: Sampled) -> bool:
-        return any(self.roots[i].marked for i in tag.crossed if i in self.roots)
+        return not self.marks.isdisjoint(tag.crossed)
 
     def _before(self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if name not in _LOSSES and name not in _LOGARITHMS:

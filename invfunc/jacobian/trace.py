@@ -64,6 +64,8 @@ class Trace(TorchFunctionMode):
         self.partial = partial
         """Whether it is a model function on a part of the batch, where data must not be mixed either."""
         self.taps: list[Tap] = []
+        self.entered: list[torch.Tensor] = []
+        """What is differentiated: parameters, outputs of the model."""
         self.edges: list[Any] = []
         self.axes: list[Axis] = []
         self.sizes: list[int] = []
@@ -91,6 +93,8 @@ class Trace(TorchFunctionMode):
         seen = []
         for i, leaf in enumerate(leaves):
             leaf = self.scope.enter(leaf) if self.tapped else self.scope.alias(leaf)
+            if self.tapped:
+                self.entered.append(leaf)
             self.set(leaf, Derived(frozenset({i}), True))
             seen.append(leaf)
         return seen
@@ -110,6 +114,8 @@ class Trace(TorchFunctionMode):
             self.draws.before(name, args, kwargs)
         read = read_by(name, args, kwargs)
         tags = {id(x): tag for x in read if (tag := self.tag(x)) is not None}
+        if any(self._unseen(x, tags.get(id(x))) for x in read):
+            raise samples_lost(_UNSEEN, unknown=True)
         if not tags:
             for x in read:
                 self.scope.closes_over(x)
@@ -201,6 +207,8 @@ class Trace(TorchFunctionMode):
                 self.unknown |= isinstance(reason, Unknown)
         if self.partial and (found is TOTAL or (lost is not None and not self.unknown)):
             raise _part_mixed(name)
+        if not (produced[0].is_floating_point() or produced[0].is_complex()):
+            params = {}
         if params and lost is None:
             if len(produced) > 1:
                 lost = f"`{name}`: a parameter meets samples in an operation with several outputs"
@@ -214,7 +222,9 @@ class Trace(TorchFunctionMode):
         around = met or (name if params or any(tag.around for tag in sampled) else None)
         crossed = frozenset().union(*(tag.crossed for tag in sampled))
         differentiable = torch.is_grad_enabled()
-        keeps = name in AFFINE and not around and sum(bool(tag.crossed) for tag in sampled) == 1
+        moved = [x for x in read if isinstance(t := tags.get(id(x)), Sampled) and t.crossed]
+        keeps = name in AFFINE and not around and len(moved) == 1
+        keeps = keeps and (name not in ("div", "divide", "true_divide") or moved[0] is args[0])
         affine, logarithm = (keeps and any(getattr(t, k) for t in sampled) for k in ("affine", "logarithm"))
         for i, x in enumerate(produced):
             place = found[i] if isinstance(found, list) else found
@@ -238,8 +248,18 @@ class Trace(TorchFunctionMode):
     def check(self, outputs: list[torch.Tensor], params: list[torch.Tensor]) -> None:
         """Every path from the outputs to the parameters has to cross a tap: autograd knows more than was seen."""
         stops, targets = {edge.node for edge in self.edges}, {node_of(p) for p in params}
-        if any(reaches(z, targets, stops) for z in outputs):
-            raise samples_lost("an operation that cannot be seen (a custom autograd.Function?)", unknown=True)
+        if any(reaches(z, targets, stops) or self._unseen(z, self.tag(z)) for z in outputs):
+            raise samples_lost(_UNSEEN, unknown=True)
+
+    def _unseen(self, x: torch.Tensor, tag: Derived | Sampled | None) -> bool:
+        """Whether autograd knows that x depends on the parameters, though no call said so."""
+        if (
+            not (x.requires_grad and torch.is_grad_enabled())
+            or isinstance(tag, Derived)
+            or (tag is not None and tag.active)
+        ):
+            return False
+        return reaches(x, {node_of(p) for p in self.entered}, set())
 
     # Parameters meet samples
 
@@ -301,6 +321,9 @@ class Trace(TorchFunctionMode):
             self.axes.append(axis)
             self.sizes.append(max(1, out.numel() // self.n))
         self.taps.append(Tap(param, tag, recipe, at, tuple((x, version(x)) for x in (param, *recipe.reads))))
+
+
+_UNSEEN = "an operation that cannot be seen (a custom autograd.Function, torch.func inside f, a write into a view?)"
 
 
 def _part_mixed(name: str) -> SampleAxisError:

@@ -20,7 +20,7 @@ def _dims(x: torch.Tensor, dims: Any) -> set[int]:
     return {d % max(x.ndim, 1) for d in (dims if isinstance(dims, (tuple, list)) else [dims])}
 
 
-_DIM_ARGUMENT = dict.fromkeys("norm linalg_vector_norm vector_norm linalg_norm".split(), 2) | {"roll": 2}
+_DIM_ARGUMENT: dict[str, int] = dict.fromkeys("norm linalg_vector_norm vector_norm linalg_norm kthvalue".split(), 2)
 
 
 @rule(
@@ -42,8 +42,12 @@ def reduce(call: Call) -> Place:
         if call.name not in ("sum", "mean", "nansum"):
             raise Mixed("it reduces over the sample axis")
         return TOTAL
-    kept = tree.tensors(call.out)[0].ndim == x.ndim
-    return axis if kept else axis.at(axis.dim - sum(d < axis.dim for d in dims))
+    out = tree.tensors(call.out)[0]
+    for keep in (True, False):
+        left = [1 if d in dims else size for d, size in enumerate(x.shape) if keep or d not in dims]
+        if list(out.shape) == left:
+            return axis if keep else axis.at(axis.dim - sum(d < axis.dim for d in dims))
+    raise Unknown("it reduces over dimensions that cannot be read off the call")
 
 
 @rule("cosine_similarity", "pairwise_distance")
@@ -74,9 +78,8 @@ def _along(x: torch.Tensor, axis: Axis, dims: set[int], active: bool, name: str)
 
 
 @rule(
-    *"softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip roll sort argsort topk renorm glu "
-    "index_select gather scatter scatter_add index_add index_copy index_fill take_along_dim diff unfold diag_embed "
-    "fliplr flipud rot90".split()
+    *"softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip roll sort argsort topk glu "
+    "index_select gather scatter scatter_add index_add index_copy index_fill take_along_dim diff unfold".split()
 )
 def along(call: Call) -> Place:
     x = call.first
@@ -84,8 +87,10 @@ def along(call: Call) -> Place:
     if not isinstance(axis, Axis):
         raise Mixed("it looks constants up by sample indices")
     default = -1 if call.name in ("glu", "sort", "argsort", "diff") else None
-    position = {"topk": 2, "roll": 2, "diff": 2, "take_along_dim": 2, "renorm": 2}.get(call.name, 1)
+    position = {"topk": 2, "roll": 2, "diff": 2, "take_along_dim": 2}.get(call.name, 1)
     dim = call.arg(position, "dim", call.kwargs.get("dims", -1 if call.name == "topk" else default))
+    if call.name == "flip" and len(call.args) > 2:
+        dim = call.args[1:]
     out = _along(x, axis, _dims(x, dim), call.active, call.name)
     for y, other in call.samples:
         if y is not x and other != axis:
@@ -96,6 +101,8 @@ def along(call: Call) -> Place:
 def _leading(call: Call, trailing: int) -> Place:
     """The last `trailing` dimensions are computed on, those before them only go along."""
     x, axis = call.samples[0]
+    if any(y is not call.first for y, _ in call.samples):
+        raise Unknown("other arguments than its input depend on the samples")
     assert isinstance(axis, Axis) and axis.dim is not None
     if axis.dim >= x.ndim - trailing:
         raise Mixed("it computes across the sample axis")
@@ -141,10 +148,9 @@ def spatial(call: Call) -> Place:
 
 @rule("interpolate", "upsample", "grid_sample", "affine_grid")
 def batch_first(call: Call) -> Place:
-    axis = _leading(call, call.first.ndim - 1)
-    if any(other != axis for _, other in call.samples):
-        raise Mixed("its arguments have their samples along different axes")
-    return axis
+    if any(axis != Axis(0) for _, axis in call.samples):
+        raise Unknown("its samples do not all lie along axis 0")
+    return Axis(0)
 
 
 @rule("pad")

@@ -6,7 +6,8 @@ import torch
 
 from invfunc import tree
 from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.follow.call import Call, Mixed, Place, pointwise, rule
+from invfunc.jacobian.calls import advanced
+from invfunc.jacobian.follow.call import Call, Mixed, Place, Unknown, pointwise, rule
 
 
 @rule(
@@ -50,10 +51,12 @@ def getitem(call: Call) -> Place | list[Place]:
     x, index = call.args
     axis = call.place(x)
     parts = list(index) if isinstance(index, tuple) else [index]
-    if not any(isinstance(p, (torch.Tensor, list)) for p in parts):
+    if not advanced(index):
         if isinstance(axis, Axis):
             return view(call)
         return None
+    if any(advanced(p) and not isinstance(p, (torch.Tensor, list)) for p in parts):
+        raise Unknown("it indexes by something else than ints, slices, lists and tensors")
     if axis is None and len(parts) == 1:  # a table, looked up by sample indices
         return call.place(parts[0])
     if not isinstance(axis, Axis) or axis.dim is None:
@@ -105,7 +108,7 @@ def setitem(call: Call) -> Place:
     """`x[index] = value`: where the samples of the value end up in x."""
     x, index, value = call.args
     axis, source = call.place(x), call.place(value)
-    if source is None or (isinstance(index, torch.Tensor) or isinstance(index, list)):
+    if source is None or advanced(index):
         if isinstance(axis, Axis) and source is None:
             return axis
         raise Mixed("it writes samples by an index tensor")
