@@ -52,6 +52,11 @@ def version(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def storage_of(x: torch.Tensor) -> int:
+    """Which memory a tensor is in."""
+    return innermost(x).untyped_storage()._cdata
+
+
 def base_of(x: torch.Tensor) -> torch.Tensor | None:
     """The tensor of which x is a view."""
     return x._base if x._is_view() else None

@@ -14,6 +14,7 @@ from invfunc.errors import ArgumentError, SplitError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import check_loss
 from invfunc.jacobian.columns import Block, Columns, Gradient, joined_block
+from invfunc.jacobian.graph import node_of, reaches
 from invfunc.jacobian.hessian import gradient, hessian
 from invfunc.jacobian.measures import Measure, State
 from invfunc.jacobian.plan import Plan, even
@@ -23,7 +24,7 @@ from invfunc.jacobian.runs import WHOLE, Run, Runner
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.shares import Columns as Pulled
 from invfunc.jacobian.shares import Deltas, Shares
-from invfunc.jacobian.split import Splitter, active
+from invfunc.jacobian.split import Root, Splitter, active
 from invfunc.jacobian.tags import Sampled
 from invfunc.jacobian.trace import Tap, Trace
 
@@ -106,6 +107,8 @@ class Engine:
         check_loss(loss, result, "the loss")
         made = hessian(self.scope, result, list(splitter.roots.values()), splitter.pieces, problem.n)
         aux = runs[0].aux
+        if problem.has_aux and len(runs) > 1:
+            aux = self.runner.model(WHOLE, problem.n, tapped=False).aux
         for run in again:
             self._consume(run, made)
         return aux
@@ -140,6 +143,7 @@ class Engine:
             return light.aux
         _check_split(tag, splitter, wanted)
         roots = [splitter.roots[i] for i in wanted]
+        _check_seen(light, roots, splitter)
         made: list[Columns] = []
         if second_order:
             made = hessian(self.scope, light.result, roots, splitter.pieces, n)
@@ -232,6 +236,17 @@ def _check_split(tag: Sampled, splitter: Splitter, wanted: list[int]) -> None:
     if astray:
         raise SplitError(
             f"a path from the parameters to the result goes around the outputs, through `{astray[0]}`. {ways_out}"
+        )
+
+
+def _check_seen(light: Run, roots: list[Root], splitter: Splitter) -> None:
+    """Autograd knows of paths around the outputs that no call told of."""
+    astray = [root.value for root in splitter.roots.values() if root not in roots]
+    targets = {node_of(x) for x in (*light.params, *astray)} - {None}
+    if reaches(light.result, targets, {node_of(r.value) for r in roots}):
+        raise SplitError(
+            "a path from the parameters to the result goes around the outputs, through an operation that cannot be "
+            "seen (a custom autograd.Function, or torch.func inside f)."
         )
 
 

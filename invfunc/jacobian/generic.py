@@ -40,7 +40,9 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
         # columns outside, samples inside: the other order gives wrong shapes for prelu (torch 2.13)
         try:
             shares = torch.vmap(lambda columns: torch.vmap(one)(columns, *samples))(delta)
-        except RuntimeError as error:  # no batching rule
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # no batching rule
+            if isinstance(error, SampleAxisError):
+                raise
             raise SampleAxisError(f"`{call.name}` cannot be computed one sample at a time by torch.vmap.") from error
         return [("VN" + LETTERS[: param.ndim], shares)]
 

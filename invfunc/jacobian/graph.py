@@ -8,8 +8,11 @@ import torch
 
 
 def node_of(x: torch.Tensor) -> Any:
-    """The node whose gradient is that of x."""
-    return torch.autograd.graph.get_gradient_edge(x).node
+    """The node whose gradient is that of x; None inside a torch.func transform that f itself uses."""
+    if x.grad_fn is not None:
+        return x.grad_fn
+    view = x.view_as(x)  # of a leaf
+    return view.grad_fn.next_functions[0][0] if view.grad_fn is not None else None
 
 
 def reaches(x: torch.Tensor, targets: set[Any], stops: set[Any]) -> bool:

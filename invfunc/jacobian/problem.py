@@ -40,7 +40,7 @@ class Problem:
         """The positions of what f gets."""
         return range(len(self.args) - (self.loss is not None))
 
-    def call(self, trace: Trace, params: list[torch.Tensor], part: slice) -> tuple[Any, Any]:
+    def call(self, trace: Trace, params: list[torch.Tensor], part: slice | torch.Tensor) -> tuple[Any, Any]:
         """f under a trace on some of the samples: its result and aux."""
         trees = tree.unflatten(params, self.structure)
         given = [
@@ -55,14 +55,14 @@ class Problem:
     def target(self, trace: Trace) -> Any:
         return self._samples(trace, len(self.args) - 1, slice(None))
 
-    def _samples(self, trace: Trace, position: int, part: slice) -> Any:
+    def _samples(self, trace: Trace, position: int, part: slice | torch.Tensor) -> Any:
         dim = self.dims[position]
         if dim is None:
             return self.args[position]
 
         def seen(x: torch.Tensor) -> torch.Tensor:
             d = dim % x.ndim
-            if part != slice(None):
+            if not (isinstance(part, slice) and part == slice(None)):
                 x = x[(slice(None),) * d + (part,)]
             return trace.samples(x, Axis(d))
 

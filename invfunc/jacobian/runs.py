@@ -40,7 +40,8 @@ class Run:
 
     trace: Trace
     params: list[torch.Tensor]
-    part: slice
+    part: Any
+    """A slice, or the indices of samples."""
     outputs: dict[int, tuple[torch.Tensor, Axis]]
     result: Any = None
     aux: Any = None
@@ -54,7 +55,7 @@ class Runner:
 
     def run(
         self,
-        part: slice,
+        part: slice | torch.Tensor,
         n: int,
         *,
         tapped: bool = True,
@@ -64,7 +65,7 @@ class Runner:
     ) -> Run:
         trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, partial=partial, draws=draws)
         watching = splitter(trace) if splitter is not None else None
-        params = trace.parameters(self.problem.leaves)
+        params = trace.parameters(self.problem.leaves, enter=tapped or watching is not None)
         run = Run(trace, params, part, {})
         before = [version(x) for x in self.problem.tensors()]
         try:
@@ -73,6 +74,8 @@ class Runner:
         except Reached:
             assert watching is not None
             run.outputs = {i: (r.value, r.axis) for i, r in watching.roots.items()}
+        finally:
+            trace.watcher = trace.after = None  # no cycle that keeps activations alive
         if before != [version(x) for x in self.problem.tensors()]:
             raise ArgumentError(
                 "f writes into one of its arguments in place; it may run several times, so copy it first."
@@ -146,7 +149,7 @@ class Runner:
         trace.set(result, Sampled(axis, around="f"))
         return Run(trace, params, WHOLE, {0: (result, axis)}, result)
 
-    def model(self, part: slice, n: int, tapped: bool = True) -> Run:
+    def model(self, part: slice | torch.Tensor, n: int, tapped: bool = True) -> Run:
         """The model function on a part of the batch; `run.result` becomes the structure of its outputs."""
         partial = n < self.problem.n
         try:
@@ -177,13 +180,16 @@ class Runner:
         """The outputs of a sample must not depend on how many samples, or which, are beside it."""
         if run.trace.n == self.problem.n:
             return
-        stop, size = run.part.stop, 1 if run.trace.n == 2 else 2
-        few = self.model(slice(stop - size, stop), size, tapped=False)
+        start, stop, n = run.part.start, run.part.stop, run.trace.n
+        picked = {1: [start, (start + 1) % self.problem.n], 2: [stop - 1], 3: [stop - 1, start]}
+        places = picked.get(n, [stop - 1, start + n // 2, start])
+        few = self.model(torch.tensor(places, device=self.problem.leaves[0].device), len(places), tapped=False)
         for (z, axis), (y, other) in zip(run.outputs.values(), few.outputs.values(), strict=True):
-            if not same_values(axis.expose(z, run.trace.n)[-1:], other.expose(y, size)[-1:]):
+            whole, alone = axis.expose(z, n), other.expose(y, len(places))
+            if not all(same_values(whole[p - start], alone[i]) for i, p in enumerate(places) if start <= p < stop):
                 raise SampleAxisError(
-                    "the outputs of a sample depend on how many are beside it (does f use the length of the batch?), "
-                    "so f cannot be chunked over samples."
+                    "the outputs of a sample depend on how many are beside it, or on its place (does f use the length "
+                    "of the batch?), so f cannot be chunked over samples."
                 )
 
     def blocks(self) -> list[Run]:

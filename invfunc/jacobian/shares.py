@@ -115,7 +115,7 @@ class Shares:
             if direct or i > 0:
                 left, right, weight = terms(part)
             if direct:
-                more = contract(twice(left, right, output) + weight, kept)
+                more = contract(widened(twice(left, right, output) + weight), kept)
             else:
                 instance = present("NV" + output, left)
                 share, lead = contract(left, instance), instance[: len(instance) - len(kept)]
@@ -229,6 +229,7 @@ def _squares(
         product = left * right
     else:
         product = left.square_() if fresh and not left.requires_grad else left.square()
+    weight = None if weight is None else weight.to(product.dtype)
     if not lead:
         return product if weight is None else product * weight
     if weight is None:

@@ -14,6 +14,8 @@ class Derived:
 
     leaves: frozenset[int]
     selected: bool
+    of_data: bool = False
+    """Whether data summed over the samples went into it."""
 
 
 @dataclass(frozen=True)

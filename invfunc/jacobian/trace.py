@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._functorch import base_of, opened, unviewed, version
+from invfunc._functorch import base_of, opened, storage_of, unviewed, version
 from invfunc.errors import SampleAxisError, samples_lost
 from invfunc.jacobian import follow, rules
 from invfunc.jacobian.axis import Axis, Everyone
@@ -88,12 +88,12 @@ class Trace(TorchFunctionMode):
         else:
             self._tags[id(x)] = (weakref.ref(x), tag)
 
-    def parameters(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The leaves as this run is to see them."""
+    def parameters(self, leaves: Sequence[torch.Tensor], enter: bool = True) -> list[torch.Tensor]:
+        """The leaves as this run is to see them, differentiable or not."""
         seen = []
         for i, leaf in enumerate(leaves):
-            leaf = self.scope.enter(leaf) if self.tapped else self.scope.alias(leaf)
-            if self.tapped:
+            leaf = self.scope.enter(leaf) if enter else self.scope.alias(leaf)
+            if enter:
                 self.entered.append(leaf)
             self.set(leaf, Derived(frozenset({i}), True))
             seen.append(leaf)
@@ -134,31 +134,37 @@ class Trace(TorchFunctionMode):
         for x in read:
             if id(x) not in tags:
                 self.scope.closes_over(x)
+        data = {i for i, tag in tags.items() if isinstance(tag, Sampled) and tag.place is TOTAL and not tag.active}
+        tags = {i: tag for i, tag in tags.items() if i not in data}  # data summed over the samples is a constant
+        if not tags:
+            return self._of_constants("detach", func(*args, **kwargs), [Sampled(TOTAL)])
         if all(isinstance(tag, Derived) for tag in tags.values()):
-            return self._of_parameters(name, func, args, kwargs, list(tags.values()), len(read))
+            return self._of_parameters(name, func, args, kwargs, list(tags.values()), len(read), bool(data))
         return self._of_samples(name, func, args, kwargs, read, tags)
 
     def _of_constants(self, name: str, out: Any, tags: list[Derived | Sampled]) -> Any:
         """What has no derivative: still samples, if it is a tensor."""
         tag = tags[0]
-        if isinstance(tag, Sampled) and isinstance(tag.place, Axis):
+        if isinstance(tag, Sampled) and tag.place is not None:
             if isinstance(out, torch.Tensor):
                 self.set(out, Sampled(tag.place, tag.lost))
             elif self.partial and name in ("item", "tolist", "numpy"):
                 raise _part_mixed(name)
         return out
 
-    def _of_parameters(self, name: str, func: Callable, args: tuple, kwargs: dict, tags: list, count: int) -> Any:
+    def _of_parameters(
+        self, name: str, func: Callable, args: tuple, kwargs: dict, tags: list[Any], count: int, of_data: bool
+    ) -> Any:
         out = func(*args, **kwargs)
         if torch.is_grad_enabled():
             basic = not in_place(func) and name in SELECTIONS or (name == "getitem" and not advanced(args[1]))
             selected = basic and count == 1 and tags[0].selected
-            derived = Derived(frozenset().union(*(t.leaves for t in tags)), selected)
+            of_data = of_data or any(t.of_data for t in tags)
+            derived = Derived(frozenset().union(*(t.leaves for t in tags)), selected, of_data)
             for x in [args[0]] if name == "setitem" else produced_by(out):
                 self.set(x, derived if x.is_floating_point() or x.is_complex() else None)
-                base = base_of(x) if in_place(func) else None
-                if base is not None:
-                    self.set(base, replace(derived, selected=False))
+                if in_place(func):
+                    self._written(x, derived)
         return out
 
     def _of_samples(
@@ -214,6 +220,8 @@ class Trace(TorchFunctionMode):
                 lost = f"`{name}`: a parameter meets samples in an operation with several outputs"
             elif found is TOTAL and name not in ("add", "sub", "rsub", "subtract"):
                 lost = f"`{name}`: a parameter meets a sum over the samples"
+            elif found is TOTAL and any(getattr(self.tag(x), "of_data", False) for x in params.values()):
+                lost = f"`{name}`: its share of each sample is gone where the data were summed"
             else:
                 self._meet(call, produced[0], Everyone(None) if found is TOTAL else found, params)
         if params and lost is not None and (self.tapped or found is None):
@@ -224,7 +232,9 @@ class Trace(TorchFunctionMode):
         differentiable = torch.is_grad_enabled()
         moved = [x for x in read if isinstance(t := tags.get(id(x)), Sampled) and t.crossed]
         keeps = name in AFFINE and not around and len(moved) == 1
-        keeps = keeps and (name not in ("div", "divide", "true_divide") or moved[0] is args[0])
+        keeps = keeps and (
+            name not in ("div", "divide", "true_divide") or moved[0] is (args[0] if args else kwargs.get("input"))
+        )
         affine, logarithm = (keeps and any(getattr(t, k) for t in sampled) for k in ("affine", "logarithm"))
         for i, x in enumerate(produced):
             place = found[i] if isinstance(found, list) else found
@@ -239,11 +249,24 @@ class Trace(TorchFunctionMode):
             self.after(self, call)
         return out
 
-    def _written(self, x: torch.Tensor, tag: Sampled) -> None:
-        """What is written into a view is written into its base, whose sample axis is not known from here."""
+    def _written(self, x: torch.Tensor, new: Derived | Sampled) -> None:
+        """What is written into a tensor is written into all that share its memory."""
         base = base_of(x)
         if base is not None and self.tag(base) is None:
-            self.set(base, replace(tag, place=None, lost="an in-place write into a view of a constant"))
+            self.set(base, Derived(frozenset(), False) if isinstance(new, Derived) else Sampled(None))
+        memory = storage_of(x)
+        for reference, old in list(self._tags.values()):
+            y = reference()
+            if y is None or y is x or storage_of(y) != memory:
+                continue
+            if isinstance(old, Derived) and isinstance(new, Derived):
+                self.set(y, Derived(old.leaves | new.leaves, False, old.of_data or new.of_data))
+            elif isinstance(old, Sampled) and isinstance(new, Sampled) and old.active == new.active and old.place:
+                crossed = old.crossed | new.crossed
+                self.set(y, Sampled(old.place, old.lost or new.lost, old.around or new.around, crossed))
+            else:
+                around, crossed = getattr(new, "around", "a parameter"), getattr(new, "crossed", frozenset())
+                self.set(y, Sampled(None, "an in-place write through a view", around, crossed))
 
     def check(self, outputs: list[torch.Tensor], params: list[torch.Tensor]) -> None:
         """Every path from the outputs to the parameters has to cross a tap: autograd knows more than was seen."""

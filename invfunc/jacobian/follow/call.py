@@ -62,7 +62,9 @@ class Call:
 
     @property
     def first(self) -> torch.Tensor:
-        return self.args[0] if self.args else next(iter(self.kwargs.values()))
+        if self.args:
+            return self.args[0]
+        return next(self.kwargs[k] for k in ("input", "tensors", "self", *self.kwargs) if k in self.kwargs)
 
 
 Rule = Callable[[Call], Any]
@@ -130,7 +132,7 @@ def total(call: Call) -> Place:
 @rule(
     *"dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d type_as contiguous to "
     "float double half bfloat16 int long bool type clone detach requires_grad alias hardswish softsign tanhshrink "
-    "log_sigmoid logsigmoid floor_divide negative subtract multiply divide true_divide absolute square prelu "
+    "log_sigmoid logsigmoid floor_divide negative subtract multiply divide true_divide absolute square "
     "special_expit bernoulli relu6 clip clamp greater less greater_equal less_equal not_equal isclose get:data "
     "get:real get:imag rrelu rsub rdiv rpow pow copy nan_to_num fill masked_fill where maximum minimum".split()
 )

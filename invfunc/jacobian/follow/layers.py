@@ -38,7 +38,7 @@ def reduce(call: Call) -> Place:
     dims = _dims(x, None if isinstance(dim, bool) else dim)
     if axis.dim in dims:
         if not call.active:
-            return None
+            return TOTAL
         if call.name not in ("sum", "mean", "nansum"):
             raise Mixed("it reduces over the sample axis")
         return TOTAL
@@ -66,6 +66,14 @@ def paired(call: Call) -> Place:
     return other.at(at - (at > dim % ndim))
 
 
+@rule("prelu")
+def prelu(call: Call) -> Place:
+    axis = call.place(call.first)
+    if not isinstance(axis, Axis) or (axis.dim == 1 and call.arg(1, "weight").numel() > 1):
+        raise Mixed("its channels are the samples")
+    return axis
+
+
 @rule("cdist")
 def cdist(call: Call) -> Place:
     raise Mixed("torch's vmap over its derivative gives wrong numbers (2.13); write it with broadcasting and norm")
@@ -86,6 +94,8 @@ def along(call: Call) -> Place:
     axis = call.place(x)
     if not isinstance(axis, Axis):
         raise Mixed("it looks constants up by sample indices")
+    if call.name == "unfold" and call.func.__module__ == "torch.nn.functional":  # of images, not along a dimension
+        return _leading(call, x.ndim - 1)
     default = -1 if call.name in ("glu", "sort", "argsort", "diff") else None
     position = {"topk": 2, "roll": 2, "diff": 2, "take_along_dim": 2}.get(call.name, 1)
     dim = call.arg(position, "dim", call.kwargs.get("dims", -1 if call.name == "topk" else default))
@@ -101,7 +111,8 @@ def along(call: Call) -> Place:
 def _leading(call: Call, trailing: int) -> Place:
     """The last `trailing` dimensions are computed on, those before them only go along."""
     x, axis = call.samples[0]
-    if any(y is not call.first for y, _ in call.samples):
+    others = [a for key, a in (*enumerate(call.args), *call.kwargs.items()) if key not in (0, "input")]
+    if any(isinstance(a, torch.Tensor) and call.place(a) is not None for a in others):
         raise Unknown("other arguments than its input depend on the samples")
     assert isinstance(axis, Axis) and axis.dim is not None
     if axis.dim >= x.ndim - trailing:
@@ -143,6 +154,8 @@ _SPATIAL |= {
 
 @rule(*_SPATIAL)
 def spatial(call: Call) -> Place:
+    if call.name == "embedding" and (call.arg(3, "max_norm") is not None or call.arg(5, "scale_grad_by_freq")):
+        raise Mixed("max_norm and scale_grad_by_freq depend on which indices the whole batch has")
     return _leading(call, _SPATIAL[call.name])
 
 
@@ -189,7 +202,7 @@ def product(call: Call) -> Place:
         raise Mixed("it multiplies samples with each other")
     label, outer, inner = found.pop()
     if label not in parsed.output:
-        return TOTAL if call.active else None
+        return TOTAL
     return Axis(parsed.output.index(label), outer, inner)
 
 
@@ -214,7 +227,7 @@ def reduction(call: Call) -> str:
 @rule(*_ELEMENTWISE_LOSSES, "cross_entropy", "nll_loss")
 def loss(call: Call) -> Place:
     if reduction(call) != "none":
-        return TOTAL if call.active else None
+        return TOTAL
     if call.name in _ELEMENTWISE_LOSSES:
         return pointwise(call)
     x, axis = call.first, call.place(call.first)

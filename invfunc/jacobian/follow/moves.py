@@ -96,8 +96,10 @@ def _only_changed_size(call: Call, x: torch.Tensor, axis: Axis) -> Place:
     return axis.at(dims[0])
 
 
-def _meta_index(index: torch.Tensor) -> torch.Tensor:
+def _meta_index(index: torch.Tensor) -> torch.Tensor | int:
     """A bool mask selects as many as it has True entries: only its positions can stand for it on the meta device."""
+    if index.ndim == 0 and index.dtype != torch.bool:
+        return 0
     if index.dtype == torch.bool:
         raise Mixed("it indexes by a mask; masked_fill or where keep the shape")
     return torch.empty(tuple(index.shape), dtype=index.dtype, device="meta")
