@@ -35,6 +35,14 @@ def samples_lost(reason: str, unknown: bool) -> SampleAxisError:
     return error
 
 
+def part_mixed(name: str) -> SampleAxisError:
+    """The error that names the operation at which the samples of a part of the batch meet."""
+    return SampleAxisError(
+        f"the samples of a part of the batch meet at `{name}`, which gives something else than in the whole batch; it "
+        "cannot be chunked over samples."
+    )
+
+
 class SplitError(InvFuncError, ValueError):
     """The function cannot be split into a model part and a loss part."""
 

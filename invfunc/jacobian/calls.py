@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc.jacobian import follow
+from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.equations import equation
 
 SELECTIONS = set(
@@ -30,7 +32,7 @@ def function_name(func: Callable) -> str:
 
 def in_place(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
 def read_by(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -52,16 +54,6 @@ def produced_by(out: Any) -> list[torch.Tensor]:
     return [out] if isinstance(out, torch.Tensor) else tree.tensors(out) if isinstance(out, (tuple, list)) else []
 
 
-def advanced(index: Any) -> bool:
-    """Whether an index is more than ints, slices, None and an ellipsis, so that the result is no view."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return not all(p is None or p is Ellipsis or isinstance(p, slice) or _is_int(p) for p in parts)
-
-
-def _is_int(part: Any) -> bool:
-    return not isinstance(part, (bool, torch.Tensor)) and hasattr(part, "__index__") and not hasattr(part, "__len__")
-
-
 def paired(name: str, args: tuple, kwargs: dict, x: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
     """The dimension of a parameter that shares its label with a dimension of x in a product."""
     parsed = equation(name, args, kwargs)
@@ -72,3 +64,19 @@ def paired(name: str, args: tuple, kwargs: dict, x: torch.Tensor, dim: int, para
     if own is None and any(y is param for y, _ in parsed.added):
         own = parsed.output[len(parsed.output) - param.ndim :]
     return own.index(label) if label is not None and own is not None and label in own else None
+
+
+def alignment(
+    name: str, args: tuple, kwargs: dict[str, Any], param: torch.Tensor, placed: list[tuple[torch.Tensor, Axis]]
+) -> Axis | None:
+    """Where a parameter that an operation pairs entry by entry with samples has its sample axis."""
+    for x, place in placed:
+        if place.dim is None:
+            continue
+        if follow.find(name) in (follow.pointwise, follow.moves.cat) or name == "stack":
+            dim = place.dim - x.ndim + param.ndim
+        else:
+            dim = paired(name, args, kwargs, x, place.dim, param)
+        if dim is not None and 0 <= dim < param.ndim and param.shape[dim] == x.shape[place.dim]:
+            return place.at(dim)
+    return None

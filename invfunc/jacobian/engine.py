@@ -25,8 +25,8 @@ from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.shares import Columns as Pulled
 from invfunc.jacobian.shares import Deltas, Shares
 from invfunc.jacobian.split import Root, Splitter, active
-from invfunc.jacobian.tags import Sampled
-from invfunc.jacobian.trace import Tap, Trace
+from invfunc.jacobian.tags import Sampled, Tap
+from invfunc.jacobian.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Runner:
             check_loss(run.trace, run.result)
             if isinstance(run.trace.tag(run.result), Derived) and not run.result.ndim:
                 zero = torch.zeros_like(run.result.detach())  # a sum over the samples of nothing
-                run.trace.set(zero, Sampled(TOTAL))
+                run.trace.set(zero, Sampled(TOTAL, around="f"))
                 with run.trace:
                     run.result = run.result + zero
             run.trace.check([run.result], run.params)

@@ -12,7 +12,7 @@ from invfunc._functorch import innermost
 from invfunc.jacobian.contract import Term, contract, cost, present, squeezed, twice, widened
 from invfunc.jacobian.plan import even
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.trace import Tap
+from invfunc.jacobian.tags import Tap
 
 Deltas = list[torch.Tensor | None]
 """For each site of a run the cotangents `[V, n, *one]` at its output, None where nothing arrives."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import Total
+from invfunc.jacobian.rules import Recipe
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,14 @@ class Sampled:
     @property
     def active(self) -> bool:
         return self.around is not None or bool(self.crossed)
+
+
+@dataclass
+class Tap:
+    """A parameter, perhaps derived, at one of the operations where it meets samples."""
+
+    param: torch.Tensor
+    derived: Derived
+    recipe: Recipe
+    site: int
+    versions: tuple[tuple[torch.Tensor, int], ...]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,38 +11,27 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._functorch import base_of, opened, storage_of, unviewed, version
-from invfunc.errors import SampleAxisError, samples_lost
+from invfunc.errors import part_mixed, samples_lost
 from invfunc.jacobian import follow, rules
 from invfunc.jacobian.axis import Axis, Everyone
 from invfunc.jacobian.calls import (
     AFFINE,
     CONSTANT,
     SELECTIONS,
-    advanced,
+    alignment,
     function_name,
     in_place,
-    paired,
     produced_by,
     read_by,
 )
 from invfunc.jacobian.follow import TOTAL, Call, Mixed, Total, Unknown
 from invfunc.jacobian.generic import generic
 from invfunc.jacobian.graph import node_of, reaches
+from invfunc.jacobian.indices import advanced
 from invfunc.jacobian.random import Draws
 from invfunc.jacobian.rules import Recipe, Site
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.tags import Derived, Sampled
-
-
-@dataclass
-class Tap:
-    """A parameter, perhaps derived, at one of the operations where it meets samples."""
-
-    param: torch.Tensor
-    derived: Derived
-    recipe: Recipe
-    site: int
-    versions: tuple[tuple[torch.Tensor, int], ...]
+from invfunc.jacobian.tags import Derived, Sampled, Tap
 
 
 class Trace(TorchFunctionMode):
@@ -149,7 +137,7 @@ class Trace(TorchFunctionMode):
             if isinstance(out, torch.Tensor):
                 self.set(out, Sampled(tag.place, tag.lost))
             elif self.partial and name in ("item", "tolist", "numpy"):
-                raise _part_mixed(name)
+                raise part_mixed(name)
         return out
 
     def _of_parameters(
@@ -212,7 +200,7 @@ class Trace(TorchFunctionMode):
                 lost = f"`{name}`: {reason}"
                 self.unknown |= isinstance(reason, Unknown)
         if self.partial and (found is TOTAL or (lost is not None and not self.unknown)):
-            raise _part_mixed(name)
+            raise part_mixed(name)
         if not (produced[0].is_floating_point() or produced[0].is_complex()):
             params = {}
         if params and lost is None:
@@ -291,8 +279,9 @@ class Trace(TorchFunctionMode):
     ) -> tuple[tuple, dict]:
         """A parameter that has an entry for each sample becomes a tensor of samples, tapped where it does."""
         new: dict[int, torch.Tensor] = {}
+        placed = [(x, t.place) for x in read if isinstance(t := self.tag(x), Sampled) and isinstance(t.place, Axis)]
         for i, x in params.items():
-            axis = self._alignment(name, args, kwargs, x, read)
+            axis = alignment(name, args, kwargs, x, placed)
             if axis is None:
                 continue
             alias = x.view_as(x)
@@ -306,23 +295,6 @@ class Trace(TorchFunctionMode):
         if not new:
             return args, kwargs
         return tree.map_tensors(lambda t: new.get(id(t), t), (args, kwargs))
-
-    def _alignment(
-        self, name: str, args: tuple, kwargs: dict, param: torch.Tensor, read: list[torch.Tensor]
-    ) -> Axis | None:
-        """Where a parameter that an operation pairs entry by entry with samples has its sample axis."""
-        for x in read:
-            tag = self.tag(x)
-            place = tag.place if isinstance(tag, Sampled) else None
-            if not isinstance(place, Axis) or place.dim is None:
-                continue
-            if follow.find(name) in (follow.pointwise, follow.moves.cat) or name == "stack":
-                dim = place.dim - x.ndim + param.ndim
-            else:
-                dim = paired(name, args, kwargs, x, place.dim, param)
-            if dim is not None and 0 <= dim < param.ndim and param.shape[dim] == x.shape[place.dim]:
-                return place.at(dim)
-        return None
 
     def _meet(self, call: Call, out: torch.Tensor, axis: Axis, params: dict[int, torch.Tensor]) -> None:
         if not self.tapped:
@@ -347,10 +319,3 @@ class Trace(TorchFunctionMode):
 
 
 _UNSEEN = "an operation that cannot be seen (a custom autograd.Function, torch.func inside f, a write into a view?)"
-
-
-def _part_mixed(name: str) -> SampleAxisError:
-    return SampleAxisError(
-        f"the samples of a part of the batch meet at `{name}`, which gives something else than in the whole batch; it "
-        "cannot be chunked over samples."
-    )

@@ -94,7 +94,7 @@ def along(call: Call) -> Place:
     axis = call.place(x)
     if not isinstance(axis, Axis):
         raise Mixed("it looks constants up by sample indices")
-    if call.name == "unfold" and call.func.__module__ == "torch.nn.functional":  # of images, not along a dimension
+    if call.name == "unfold" and getattr(call.func, "__module__", None) == "torch.nn.functional":
         return _leading(call, x.ndim - 1)
     default = -1 if call.name in ("glu", "sort", "argsort", "diff") else None
     position = {"topk": 2, "roll": 2, "diff": 2, "take_along_dim": 2}.get(call.name, 1)

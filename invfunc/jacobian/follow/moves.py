@@ -6,8 +6,8 @@ import torch
 
 from invfunc import tree
 from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.calls import advanced
 from invfunc.jacobian.follow.call import Call, Mixed, Place, Unknown, pointwise, rule
+from invfunc.jacobian.indices import advanced
 
 
 @rule(
