@@ -52,8 +52,7 @@ class Trace(TorchFunctionMode):
         self.partial = partial
         """Whether it is a model function on a part of the batch, where data must not be mixed either."""
         self.taps: list[Tap] = []
-        self.entered: list[torch.Tensor] = []
-        """What is differentiated: parameters, outputs of the model."""
+        self.entered: list[torch.Tensor] = []  # what is differentiated: parameters, outputs of the model
         self.edges: list[Any] = []
         self.axes: list[Axis] = []
         self.sizes: list[int] = []
