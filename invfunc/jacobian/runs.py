@@ -181,7 +181,7 @@ class Runner:
         if run.trace.n == self.problem.n:
             return
         start, stop, n = run.part.start, run.part.stop, run.trace.n
-        picked = {1: [start, (start + 1) % self.problem.n], 2: [stop - 1], 3: [stop - 1, start]}
+        picked = {1: [(start + 1) % self.problem.n, start], 2: [stop - 1], 3: [stop - 1, start]}
         places = picked.get(n, [stop - 1, start + n // 2, start])
         few = self.model(torch.tensor(places, device=self.problem.leaves[0].device), len(places), tapped=False)
         for (z, axis), (y, other) in zip(run.outputs.values(), few.outputs.values(), strict=True):
