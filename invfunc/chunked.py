@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 
@@ -91,7 +91,7 @@ def chunked(
         if over not in get_args(AxisName) or (over == "outputs" and not f.second_order):
             axes = [a for a in get_args(AxisName) if f.second_order or a != "outputs"]
             raise ArgumentError(f"chunked({f!r}, over={over!r}): its axes are {', '.join(map(repr, axes))}.")
-        options = replace(f.options, plan=f.options.plan.split(over, split))  # type: ignore[arg-type]
+        options = replace(f.options, plan=f.options.plan.split(cast(AxisName, over), split))
         return replace(f, options=options, shown=f"chunked({f!r}, {text}, over={over!r})")
     if over not in (None, "samples"):
         raise ArgumentError(f"chunked({describe(f)}, over={over!r}): a plain function has the axis 'samples' only.")

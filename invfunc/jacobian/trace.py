@@ -174,9 +174,7 @@ class Trace(TorchFunctionMode):
         out = func(*args, **kwargs)
         if params and self.tapped and isinstance(out, torch.Tensor) and not in_place(func):
             out = unviewed(out)
-        produced = [target] if name == "setitem" and target is not None else produced_by(out)
-        if name == "setitem":
-            produced = [args[0]]
+        produced = [args[0]] if name == "setitem" else produced_by(out)
         if not produced:
             return out
         if target is not None and kept is not None:
