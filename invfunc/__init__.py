@@ -14,7 +14,12 @@ from invfunc.errors import (
 from invfunc.functional import functional
 from invfunc.outputs import outputs
 from invfunc.statistics.batch_grad import batch_grad
+from invfunc.statistics.batch_jacobian import batch_jacobian
+from invfunc.statistics.batch_l2_grad import batch_l2_grad
+from invfunc.statistics.clipped_grad import clipped_grad
 from invfunc.statistics.diag_ggn import diag_ggn
+from invfunc.statistics.grad_and_variance import grad_and_variance
+from invfunc.statistics.gram import gram
 from invfunc.statistics.sum_grad_squared import sum_grad_squared
 from invfunc.statistics.variance import variance
 
@@ -30,9 +35,14 @@ __all__ = [
     "SampleAxisError",
     "SplitError",
     "batch_grad",
+    "batch_jacobian",
+    "batch_l2_grad",
     "chunked",
+    "clipped_grad",
     "diag_ggn",
     "functional",
+    "grad_and_variance",
+    "gram",
     "outputs",
     "sum_grad_squared",
     "variance",

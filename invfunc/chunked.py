@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 
@@ -87,10 +87,9 @@ def chunked(
     if split is None:
         return f
     if isinstance(f, Statistic):
-        over = over or ("outputs" if f.second_order else "samples")
-        if over not in get_args(AxisName) or (over == "outputs" and not f.second_order):
-            axes = [a for a in get_args(AxisName) if f.second_order or a != "outputs"]
-            raise ArgumentError(f"chunked({f!r}, over={over!r}): its axes are {', '.join(map(repr, axes))}.")
+        over = over or f.axes[0]
+        if over not in f.axes:
+            raise ArgumentError(f"chunked({f!r}, over={over!r}): its axes are {', '.join(map(repr, f.axes))}.")
         options = replace(f.options, plan=f.options.plan.split(cast(AxisName, over), split))
         return replace(f, options=options, shown=f"chunked({f!r}, {text}, over={over!r})")
     if over not in (None, "samples"):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from invfunc.errors import ArgumentTypeError, InvFuncError
-from invfunc.jacobian.engine import Engine, Options
+from invfunc.jacobian.engine import Engine, Of, Options
 from invfunc.jacobian.measures import Measure
 from invfunc.jacobian.problem import InDims, problem
 
@@ -53,12 +53,13 @@ class Statistic:
     name: str
     f: Callable
     measure: Measure
-    second_order: bool = False
+    of: Of = "gradient"
     loss: Callable | None = None
     argnums: int | tuple[int, ...] = 0
     in_dims: InDims = 0
     out_dims: int = 0
     has_aux: bool = False
+    samples: Any = None
     options: Options = field(default_factory=Options)
     shown: str | None = None
     """What `repr` says, where a relative of `chunked` made it of another statistic."""
@@ -77,13 +78,28 @@ class Statistic:
         names = argument_names(self.f, len(args), self.loss is not None)
         try:
             given = problem(
-                self.f, self.loss, args, kwargs, self.argnums, self.in_dims, self.out_dims, self.has_aux, names
+                self.f,
+                self.loss,
+                args,
+                kwargs,
+                self.argnums,
+                self.in_dims,
+                self.out_dims,
+                self.has_aux,
+                names,
+                self.samples,
             )
-            engine = Engine(given, self.options, self.measure)
-            result, aux = engine.second_order() if self.second_order else engine.first_order()
+            result, aux = Engine(given, self.options, self.measure).result(self.of)
         except InvFuncError as error:
             raise told(error, f"{self!r}({', '.join(names)})") from error.__cause__
-        return (result, aux) if self.has_aux else result
+        if not self.has_aux:
+            return result
+        return (*result, aux) if self.measure.several else (result, aux)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """What it can be chunked over; the first is what `chunked` takes by itself."""
+        return tuple(a for a in self.measure.axes if a != "outputs" or self.of in ("ggn", "jacobian"))
 
 
 def told(error: InvFuncError, call: str) -> InvFuncError:

@@ -2,28 +2,87 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-from invfunc import batch_grad, diag_ggn, sum_grad_squared, tree, variance
+from invfunc import (
+    batch_grad,
+    batch_jacobian,
+    batch_l2_grad,
+    clipped_grad,
+    diag_ggn,
+    grad_and_variance,
+    gram,
+    sum_grad_squared,
+    tree,
+    variance,
+)
 from invfunc.jacobian.engine import Options
 from invfunc.testing import (
     assert_trees_close,
     dense_diag_ggn,
     loop_batch_grad,
+    loop_batch_jacobian,
+    loop_batch_l2_grad,
+    loop_clipped_grad,
+    loop_grad_and_variance,
+    loop_gram,
     loop_sum_grad_squared,
     loop_variance,
 )
+from tests.networks import Loss, Network, samples_loss
 from tests.strategies import Case, Numbers
 
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-4}
 FLOOR = 1e-2
 """What cancels in a leaf that is zero by structure, as the shift of all logits is."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A statistic as `make(f, **options)`, its oracle as `loop(f, samples=...)`, and the axes of its chunks."""
+
+    make: Callable
+    loop: Callable
+    axes: tuple[str, ...] = ("samples", "params")
+
+
+def _clipped(f: Callable, **options: Any) -> Any:
+    return clipped_grad(f, 1.0, **options)
+
+
+OF_LOSSES = {
+    "batch_grad": Kind(batch_grad, loop_batch_grad),
+    "batch_l2_grad": Kind(batch_l2_grad, loop_batch_l2_grad),
+    "sum_grad_squared": Kind(sum_grad_squared, loop_sum_grad_squared),
+    "variance": Kind(variance, loop_variance),
+    "grad_and_variance": Kind(grad_and_variance, loop_grad_and_variance),
+    "clipped_grad": Kind(_clipped, partial(loop_clipped_grad, max_norm=1.0)),
+    "gram": Kind(gram, loop_gram, ("params",)),
+    "gram per parameter": Kind(partial(gram, per_parameter=True), partial(loop_gram, per_parameter=True), ("params",)),
+}
+OF_MODELS = {
+    "NTK": OF_LOSSES["gram"],
+    "NTK per parameter": OF_LOSSES["gram per parameter"],
+    "batch_jacobian": Kind(batch_jacobian, loop_batch_jacobian, ("outputs", "samples", "params")),
+}
+STATISTICS = OF_LOSSES | OF_MODELS | {"diag_ggn": Kind(diag_ggn, dense_diag_ggn, ("outputs", "samples", "params"))}
+
+
+def arranged(called: str, net: Network, loss: Loss) -> tuple[Kind, tuple, tuple]:
+    """A statistic by its name, the functions that it takes, and the arguments of what it makes of them."""
+    args = (net.params, net.x, loss.target(Numbers(1), net.n))
+    if called in OF_MODELS:
+        return STATISTICS[called], (net.f,), args[:2]
+    return STATISTICS[called], (net.f, loss) if called == "diag_ggn" else (samples_loss(net, loss),), args
 
 
 def generic(statistic: Any) -> Any:
@@ -61,28 +120,76 @@ def composed(f: Callable, loss: Callable) -> Callable:
     return lambda params, *batch: loss(f(params, *batch[:-1]), batch[-1])
 
 
-def expectations(case: Case, scalar: bool = True) -> Iterator[tuple[Any, tuple, Any]]:
-    """Statistics of a model function with their arguments and what the loop gives."""
-    f, options = case.f, {"in_dims": (*case.in_dims, 0)}
-    z = f(case.params, *case.inputs)
+EVERY = ("fast", "blocks", "generic", "float32")
+Expectation = tuple[Any, tuple, Any, tuple[str, ...]]
+"""A statistic with its arguments, what the loop gives, and the paths on which to compare the two."""
+
+
+def expectations(case: Case, scalar: bool = True) -> Iterator[Expectation]:
+    """What is said of a case: the first statistics on every path, those with a last contraction of their own on the
+    fast one and another one, which is not the same for each case."""
+    turn = zlib.crc32(repr(case).encode()) % 3
+    others = cycle(EVERY[1 + turn :] + EVERY[1 : 1 + turn])
+    z = case.f(case.params, *case.inputs)
     target, label = Numbers(1)(*z.shape).to(z.device), Numbers(2).below(z[0].numel(), len(z)).to(z.device)
-    losses, args = composed(f, squares), (case.params, *case.inputs, target)
-    shares = loop_batch_grad(losses)(*args)
-    yield batch_grad(losses, **options), args, shares
-    yield sum_grad_squared(losses, **options), args, loop_sum_grad_squared(losses)(*args)
-    yield variance(losses, **options), args, loop_variance(losses)(*args)
+    chosen = [2 % len(z), 0, 0, -1]
+    yield from _of_losses(case, target, chosen, others, scalar)
+    yield from _of_the_model(case, z.shape, chosen, others)
+    yield from _of_curvature(case, {F.mse_loss: target, cross_entropy: label}, chosen, others, scalar)
+
+
+def _of_losses(case: Case, target: torch.Tensor, chosen: list[int], others: Iterator[str], scalar: bool) -> Iterator:
+    f, n, options = composed(case.f, squares), len(target), dict[str, Any](in_dims=(*case.in_dims, 0))
+    args = (case.params, *case.inputs, target)
+    shares = loop_batch_grad(f)(*args)
+    picked = tree.map_tensors(lambda g: g[chosen], shares)
+    bound = 0.9 * loop_clipped_grad(f, torch.inf)(*args)[1].mean().item() or 1.0  # some norms are above, some below
+    yield batch_grad(f, **options), args, shares, EVERY
+    yield sum_grad_squared(f, **options), args, loop_sum_grad_squared(f)(*args), EVERY
+    yield variance(f, **options), args, loop_variance(f)(*args), EVERY
+    for t, loop in (
+        (grad_and_variance(f, **options), loop_grad_and_variance(f)),
+        (batch_l2_grad(f, **options), loop_batch_l2_grad(f)),
+        (clipped_grad(f, bound, **options), loop_clipped_grad(f, bound)),
+        (gram(f, **options), loop_gram(f)),
+    ):
+        yield t, args, loop(*args), ("fast", next(others))
+    yield batch_grad(f, samples=chosen, **options), args, picked, (next(others),)
+    of_chosen = loop_clipped_grad(f, bound, samples=chosen)(*args)
+    yield clipped_grad(f, bound, samples=chosen, **options), args, of_chosen, (next(others),)
     if scalar:
 
         def mean(*args: Any) -> torch.Tensor:
-            return losses(*args).mean()
+            return f(*args).mean()
 
-        yield batch_grad(mean, **options), args, tree.map_tensors(lambda g: g / len(z), shares)
-    for loss, t in (F.mse_loss, target), (cross_entropy, label):
-        args = (case.params, *case.inputs, t)
+        norms = tree.map_tensors(lambda g: (g / n).reshape(len(g), -1).square().sum(1), picked)
+        yield batch_grad(mean, **options), args, tree.map_tensors(lambda g: g / n, shares), ("fast", "blocks")
+        yield batch_l2_grad(mean, samples=chosen, **options), args, norms, (next(others),)
+
+
+def _of_the_model(case: Case, shape: torch.Size, chosen: list[int], others: Iterator[str]) -> Iterator:
+    f, args, options = case.f, (case.params, *case.inputs), dict[str, Any](in_dims=case.in_dims)
+    jacobian = loop_batch_jacobian(f)(*args)
+    rows = tree.map_tensors(lambda j: j.reshape(*shape, -1), jacobian)
+    kernels = tree.map_tensors(lambda j: torch.tensordot(j, j, dims=([-1], [-1])), rows)
+    yield batch_jacobian(f, **options), args, jacobian, ("fast", next(others))
+    picked = tree.map_tensors(lambda j: j[chosen], jacobian)
+    yield batch_jacobian(f, samples=chosen, **options), args, picked, (next(others),)
+    yield gram(f, **options), args, sum(tree.leaves(kernels)), ("fast", next(others))
+    yield gram(f, per_parameter=True, **options), args, kernels, (next(others),)
+
+
+def _of_curvature(case: Case, losses: dict, chosen: list[int], others: Iterator[str], scalar: bool) -> Iterator:
+    f, options = case.f, dict[str, Any](in_dims=(*case.in_dims, 0))
+    for loss, target in losses.items():
+        args = (case.params, *case.inputs, target)
         expected = dense_diag_ggn(f, loss)(*args)
-        yield diag_ggn(f, loss, **options), args, expected
+        yield diag_ggn(f, loss, **options), args, expected, EVERY
         if scalar:
-            yield diag_ggn(composed(f, loss), **options), args, expected
+            yield diag_ggn(composed(f, loss), **options), args, expected, ("fast", "blocks")
+    args = (case.params, *case.inputs, losses[F.mse_loss])
+    expected = dense_diag_ggn(f, F.mse_loss, samples=chosen)(*args)
+    yield diag_ggn(f, F.mse_loss, samples=chosen, **options), args, expected, (next(others),)
 
 
 def assert_every_path_equals_the_loop(
@@ -93,11 +200,8 @@ def assert_every_path_equals_the_loop(
     With `scalar=False` no scalar loss is tried: what mixes nothing but has no rule is for `[N]`-valued losses only.
     """
     params, inputs = moved((case.params, case.inputs), torch.float64, device)
-    for statistic, args, expected in expectations(replace(case, params=params, inputs=inputs), scalar):
-        for path, kind in (
-            (statistic, dtype),
-            (in_blocks(statistic), dtype),
-            (generic(statistic), dtype),
-            (statistic, torch.float32),
-        ):
-            assert_trees_close(path(*moved(args, kind, device)), expected, RTOL[kind], FLOOR)
+    for statistic, args, expected, paths in expectations(replace(case, params=params, inputs=inputs), scalar):
+        for path in paths:
+            kind = torch.float32 if path == "float32" else dtype
+            t = {"blocks": in_blocks, "generic": generic}.get(path, lambda t: t)(statistic)
+            assert_trees_close(t(*moved(args, kind, device)), expected, RTOL[kind], FLOOR)

@@ -41,13 +41,7 @@ def read_by(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         return []
     if name in SHAPE_ONLY:
         args, kwargs = args[:1], {}
-    found: list[torch.Tensor] = []
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, torch.Tensor):
-            found.append(a)
-        elif isinstance(a, (tuple, list, dict)):
-            found.extend(tree.tensors(a))
-    return found
+    return tree.tensors((args, kwargs))
 
 
 def produced_by(out: Any) -> list[torch.Tensor]:

@@ -50,6 +50,27 @@ class Gradient:
 
 
 @dataclass
+class Units:
+    """A unit column for each entry of the joined outputs: their pullbacks are the rows of the Jacobian."""
+
+    values: dict[int, torch.Tensor]
+    """The outputs, `[n, *one]`."""
+
+    @property
+    def count(self) -> int:
+        return sum(z[0].numel() for z in self.values.values())
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        left, offset = {}, 0
+        for i, z in self.values.items():
+            at = offset + torch.arange(z[0].numel(), device=z.device)
+            unit = (torch.arange(start, stop, device=z.device)[:, None] == at).to(z.dtype)[:, None]
+            left[i] = unit.expand(-1, len(z[part]), -1).reshape(stop - start, -1, *z.shape[1:])
+            offset += z[0].numel()
+        return Block(left)
+
+
+@dataclass
 class Elementwise:
     """A diagonal Hessian `h[n, *one]`: unit columns, with their squares weighted by h."""
 

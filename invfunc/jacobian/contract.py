@@ -13,12 +13,15 @@ Term = tuple[str, torch.Tensor]
 
 
 @lru_cache(maxsize=4096)
-def _plan(equation: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[float, tuple[tuple[tuple[int, ...], str], ...]]:
-    """The cost in multiplications and the pairwise contractions."""
+def _plan(
+    equation: str, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[float, int, tuple[tuple[tuple[int, ...], str], ...]]:
+    """The cost in multiplications, the size of the largest intermediate, and the pairwise contractions."""
     _, info = opt_einsum.contract_path(
         equation, *shapes, shapes=True, optimize="optimal" if len(shapes) < 6 else "auto"
     )
-    return float(info.opt_cost), tuple((tuple(step[0]), step[2]) for step in info.contraction_list)
+    steps = tuple((tuple(step[0]), step[2]) for step in info.contraction_list)
+    return float(info.opt_cost), int(info.largest_intermediate), steps
 
 
 def _equation(terms: list[Term], output: str) -> tuple[str, tuple[tuple[int, ...], ...]]:
@@ -30,10 +33,15 @@ def cost(terms: list[Term], output: str) -> float:
     return _plan(*_equation(terms, output))[0]
 
 
+def largest(terms: list[Term], output: str) -> int:
+    """How many numbers the largest tensor has that the cheapest order makes."""
+    return _plan(*_equation(terms, output))[1]
+
+
 def contract(terms: list[Term], output: str) -> torch.Tensor:
     """The einsum of the terms in the cheapest order of pairs."""
     tensors = [x for _, x in terms]
-    for positions, pair in _plan(*_equation(terms, output))[1]:
+    for positions, pair in _plan(*_equation(terms, output))[2]:
         taken = [tensors.pop(i) for i in sorted(positions, reverse=True)]
         # the labels of a step stand in the order in which opt_einsum pops the operands
         tensors.append(_pair(pair, taken))
@@ -105,9 +113,31 @@ def widened(terms: list[Term]) -> list[Term]:
     return [(labels, x.to(wide)) for labels, x in terms]
 
 
+def narrowed(terms: list[Term], label: str, start: int, stop: int) -> list[Term]:
+    """The terms for a range of one label."""
+    return [
+        (labels, x.narrow(labels.index(label), start, stop - start) if label in labels else x) for labels, x in terms
+    ]
+
+
+def stacked(alike: list[list[Term]]) -> list[Term]:
+    """Several lists of terms with the same labels as one, whose label S enumerates them."""
+    return [("S" + labels, torch.stack([terms[i][1] for terms in alike])) for i, (labels, _) in enumerate(alike[0])]
+
+
 def twice(terms: list[Term], others: list[Term], output: str) -> list[Term]:
     """The terms of a product of two contractions: what is summed within one gets its own labels in the other."""
-    inner = sorted({c for labels, _ in terms for c in labels} - set(output) - {"V", "N"})
-    free = iter(c for c in "ZYXWUTSRQPONMLKJIHGFEDCBA" if c not in "VN")
-    renamed = str.maketrans({c: next(free) for c in inner})
-    return [*terms, *((labels.translate(renamed), x) for labels, x in others)]
+    return [*terms, *_renamed(others, {c: c for c in output + "VN"})]
+
+
+def paired(terms: list[Term], output: str) -> list[Term]:
+    """The terms of the products of each column of each sample (V, N) with each of each other (W, M)."""
+    return [*terms, *_renamed(terms, {**{c: c for c in output}, "V": "W", "N": "M"})]
+
+
+def _renamed(terms: list[Term], names: dict[str, str]) -> list[Term]:
+    """The terms with the names given, and fresh ones for all other labels."""
+    free = iter("ZYXUTRQPOLKJIHGFEDCBA")
+    inner = sorted({c for labels, _ in terms for c in labels} - set(names))
+    renamed = str.maketrans({**names, **{c: next(free) for c in inner}})
+    return [(labels.translate(renamed), x) for labels, x in terms]

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial, reduce
+from typing import Any, Literal
 
 import torch
 
 from invfunc import tree
-from invfunc._functorch import version
-from invfunc.errors import ArgumentError, SplitError
+from invfunc.errors import SplitError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import check_loss
-from invfunc.jacobian.columns import Block, Columns, Gradient, joined_block
+from invfunc.jacobian.columns import Columns, Gradient, Units
+from invfunc.jacobian.factor import Samples
 from invfunc.jacobian.graph import node_of, reaches
 from invfunc.jacobian.hessian import gradient, hessian
-from invfunc.jacobian.measures import Measure, State
-from invfunc.jacobian.plan import Plan, even
+from invfunc.jacobian.measures import Finished, Measure, State
+from invfunc.jacobian.plan import Plan
 from invfunc.jacobian.problem import Problem
+from invfunc.jacobian.pullback import Pullback, check_versions
 from invfunc.jacobian.random import Draws
 from invfunc.jacobian.runs import WHOLE, Run, Runner
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.shares import Columns as Pulled
-from invfunc.jacobian.shares import Deltas, Shares
 from invfunc.jacobian.split import Root, Splitter, active
-from invfunc.jacobian.tags import Sampled, Tap
+from invfunc.jacobian.tags import Sampled
 from invfunc.jacobian.trace import Trace
 
 
@@ -35,6 +35,10 @@ class Options:
 
     plan: Plan = field(default_factory=Plan)
     fast: bool = True
+
+
+Of = Literal["gradient", "ggn", "jacobian", "gradient_or_jacobian"]
+"""What a statistic is made of."""
 
 
 def budget(device: torch.device) -> int:
@@ -50,40 +54,93 @@ class Engine:
         self.plan = options.plan
         self.scope = Scope(problem.tensors())
         self.states: list[State | None] = [None] * len(problem.leaves)
+        self.joint: list[torch.Tensor] = []
+        self.columns = 1
+        self.outputs: list[torch.Size] = [torch.Size()]
+        self.structure: Any = tree.flatten(0)[1]
         self.budget = budget(problem.leaves[0].device)
         self.runner = Runner(problem, self.scope, self.plan, options.fast, self.budget)
 
-    def first_order(self) -> tuple[Any, Any]:
-        """The statistic of the shares of a loss function."""
-        if self.plan.asked("outputs"):
-            raise ArgumentError("it has no axis of outputs; chunk it over samples or params.")
+    def result(self, of: Of) -> tuple[Any, Any]:
+        """The statistic, and aux."""
         with self.scope:
-            if self.plan.asked("samples"):
-                aux = self._found_split(second_order=False)
-            else:
-                run = self.runner.loss()
-                aux = run.aux
-                self._consume(run, [self._ones(run)])
-            return self._finish(aux)
+            return self._finish(getattr(self, of)())
 
-    def second_order(self) -> tuple[Any, Any]:
-        """The statistic of the columns `J^T S` of a model function with its loss, or of a loss function alone."""
-        with self.scope:
-            aux = self._found_split(second_order=True) if self.problem.loss is None else self._given_split()
-            return self._finish(aux)
+    # Of what: each consumes the runs of the function and returns aux
+
+    def gradient(self) -> Any:
+        """The shares of a loss function."""
+        if self.plan.asked("samples"):
+            return self._found_split(second_order=False)
+        run = self.runner.loss()
+        self._consume(run, [self._ones(run)])
+        return run.aux
+
+    def ggn(self) -> Any:
+        """The columns `J^T S` of a model function with its loss, or of a loss function alone."""
+        return self._found_split(second_order=True) if self.problem.loss is None else self._given_split()
+
+    def jacobian(self) -> Any:
+        """The rows of the Jacobian of a model function."""
+        aux = None
+        parts = self.plan.ranges("samples", self.problem.n)
+        for a, b in parts:
+            run = self.runner.model(slice(a, b) if len(parts) > 1 else WHOLE, b - a)
+            if b == self.problem.n:
+                self.runner.check_part(run)
+                aux = run.aux
+            self._consume(run, [self._units(run)])
+        if self.problem.has_aux and len(parts) > 1:
+            aux = self.runner.model(WHOLE, self.problem.n, tapped=False).aux
+        return aux
+
+    def gradient_or_jacobian(self) -> Any:
+        """Whichever the function has."""
+        run = self.runner.loss(or_model=True)
+        self._consume(run, [self._ones(run) if isinstance(run.result, torch.Tensor) else self._units(run)])
+        return run.aux
 
     def _finish(self, aux: Any) -> tuple[Any, Any]:
         problem, measure = self.problem, self.measure
-        found = [
-            measure.zero(leaf, problem.n) if state is None else measure.finish(state, problem.n).to(leaf.dtype)
-            for leaf, state in zip(problem.leaves, self.states, strict=True)
-        ]
-        trees = tree.unflatten([self.scope.result(x) for x in found], problem.structure)
-        result = tuple(trees) if problem.several else trees[0]
-        return result, self.scope.result(aux)
+        n = problem.n if problem.samples is None else len(problem.samples)
+        found = []
+        for leaf, state in zip(problem.leaves, self.states, strict=True):
+            value = measure.zero(leaf, n, self.columns) if state is None else measure.finish(state, n)
+            found.append(tree.map_tensors(partial(self._delivered, leaf.dtype), value))
+        joint = None
+        if self.joint:
+            dtypes = [leaf.dtype for leaf in problem.leaves]
+            joint = self._delivered(reduce(torch.promote_types, dtypes), torch.cat(self.joint), each=True)
+
+        def unflatten(leaves: list[Any]) -> Any:
+            trees = tree.unflatten(leaves, problem.structure)
+            return tuple(trees) if problem.several else trees[0]
+
+        result = measure.assemble(Finished(found, unflatten, joint, self.outputs, self.structure))
+        return self.scope.result(result), self.scope.result(aux)
+
+    def _delivered(self, dtype: torch.dtype, x: torch.Tensor, each: bool | None = None) -> torch.Tensor:
+        """In the precision of the parameters, and in the order of the samples that were chosen."""
+        chosen = self.problem.samples
+        if chosen is not None and self.plan.asked("samples") and (self.measure.each if each is None else each):
+            order = sorted(range(len(chosen)), key=chosen.__getitem__)
+            x = x[torch.tensor(sorted(order, key=order.__getitem__), device=x.device)]
+        return x.to(dtype)
 
     def _ones(self, run: Run) -> Gradient:
         return Gradient({0: torch.ones_like(self.scope.leave(run.result))[None]})
+
+    def _units(self, run: Run) -> Units:
+        """And what the result has to know of the outputs."""
+        values = {i: axis.expose(self.scope.leave(z), run.trace.n) for i, (z, axis) in run.outputs.items()}
+        units = Units(values)
+        self.columns, self.structure = units.count, run.result
+        self.outputs = []
+        for z, _ in run.outputs.values():
+            shape = list(z.shape)
+            del shape[self.problem.out_dims]
+            self.outputs.append(torch.Size(shape))
+        return units
 
     # Splits
 
@@ -153,69 +210,29 @@ class Engine:
             self._consume(run, made)
         return light.aux
 
-    # Pullbacks and folds
-
     def _consume(self, run: Run, made: list[Columns]) -> None:
         """Pull the columns of the run's samples back to its taps, and fold what the statistic keeps of them."""
-        _check_versions(run.trace.taps)
+        check_versions(run.trace.taps)
         run.trace.check([z for z, _ in run.outputs.values()], run.params)
-        groups = self.plan.ranges("params", len(run.params))
-        total = sum(c.count for c in made)
-        if total == 0:  # a cross entropy over one class
+        samples = self._samples(run)
+        if not samples.count:
             return
-        block: list[State | None] = [None] * len(run.params)
-        for first, last in groups:
-            taps = {i: [t for t in run.trace.taps if i in t.derived.leaves] for i in range(first, last)}
-            sites = sorted({t.site for found in taps.values() for t in found})
-            if not sites:
-                continue
-            for start, stop in self._column_ranges(run, total, sites):
-                pulled = self._pull(run, joined_block(made, start, stop, run.part, run.trace.n), sites)
-                for i, found in taps.items():
-                    state = self._partial(run, i, found, pulled)
-                    if state is not None:
-                        before = block[i]
-                        block[i] = state if before is None else self.measure.over_columns(before, state)
-                del pulled  # before the next pass makes its own
-        for i, state in enumerate(block):
-            if state is not None:
-                before = self.states[i]
-                self.states[i] = state if before is None else self.measure.over_samples(before, state)
+        pullback = Pullback(self.scope, run, made, self.plan, samples, self.budget)
+        states, joint = pullback.measured(self.measure)
+        if joint is not None:
+            self.joint.append(joint)
+        for i, state in states.items():
+            before = self.states[i]
+            self.states[i] = state if before is None else self.measure.over_samples(before, state)
 
-    def _column_ranges(self, run: Run, total: int, sites: list[int]) -> list[tuple[int, int]]:
-        if self.plan.asked("outputs"):
-            return self.plan.ranges("outputs", total)
-        largest = max(run.trace.sizes[s] for s in sites) * run.trace.n
-        return even(total, max(1, self.budget // largest))
-
-    def _pull(self, run: Run, block: Block, sites: list[int]) -> Pulled:
-        left = self._deltas(run, block.left, sites)
-        right = None if block.right is None else self._deltas(run, block.right, sites)
-        return Pulled(left, right, block.weight)
-
-    def _deltas(self, run: Run, cotangents: dict[int, torch.Tensor], sites: list[int]) -> Deltas:
-        trace, scope = run.trace, self.scope
-        outputs, given = [], []
-        for i, c in cotangents.items():
-            z, axis = run.outputs[i]
-            outputs.append(z)
-            given.append(axis.restore(c, trace.n if not axis.whole else 1, 1).to(z.dtype))
-        batched = given[0].shape[0] > 1
-        given = given if batched else [c[0] for c in given]
-        found = scope.grad(outputs, [trace.edges[s] for s in sites], given, batched=batched)
-        deltas: Deltas = [None] * len(trace.edges)
-        for s, d in zip(sites, found, strict=True):
-            if d is not None:
-                d = scope.leave(d)
-                deltas[s] = trace.axes[s].expose(d if batched else d[None], trace.n, 1)
-        return deltas
-
-    def _partial(self, run: Run, leaf: int, taps: list[Tap], pulled: Pulled) -> State | None:
-        reached = [t for t in taps if pulled.left[t.site] is not None]
-        if not reached:
-            return None
-        shares = Shares(self.scope, run.params[leaf], reached, pulled, run.trace.n, self.budget)
-        return self.measure.partial(shares)
+    def _samples(self, run: Run) -> Samples:
+        """Those that the caller chose among those of the run; of a part of the batch, in their order there."""
+        n, chosen = run.trace.n, self.problem.samples
+        if chosen is None:
+            return Samples(n)
+        if self.plan.asked("samples"):
+            chosen = sorted(i - run.start for i in chosen if run.start <= i < run.start + n)
+        return Samples(n, torch.tensor(chosen, device=self.problem.leaves[0].device, dtype=torch.long))
 
 
 def _check_split(tag: Sampled, splitter: Splitter, wanted: list[int]) -> None:
@@ -248,13 +265,3 @@ def _check_seen(light: Run, roots: list[Root], splitter: Splitter) -> None:
             "a path from the parameters to the result goes around the outputs, through an operation that cannot be "
             "seen (a custom autograd.Function, or torch.func inside f)."
         )
-
-
-def _check_versions(taps: list[Tap]) -> None:
-    for tap in taps:
-        for x, before in tap.versions:
-            if version(x) != before:
-                raise ArgumentError(
-                    "a tensor that an operation with parameters read was modified in place afterwards, so its share "
-                    "cannot be computed; modify a copy."
-                )

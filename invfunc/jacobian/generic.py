@@ -10,7 +10,7 @@ from invfunc.jacobian import follow
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.contract import Term
 from invfunc.jacobian.equations import LETTERS, equation
-from invfunc.jacobian.rules import Recipe, Site, axis_of
+from invfunc.jacobian.rules import Part, Recipe, Site, axis_of
 
 
 def generic(site: Site, param: torch.Tensor) -> Recipe:
@@ -20,7 +20,7 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
     flat, structure = tree.flatten((call.args, call.kwargs))
     batched = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and id(x) in axes]
 
-    def build(delta: torch.Tensor, part: slice) -> list[Term]:
+    def build(delta: torch.Tensor, part: Part) -> list[Term]:
         values = [site.value(x) if isinstance(x, torch.Tensor) else x for x in flat]
         samples = [site.exposed(flat[i], axes[id(flat[i])], part) for i in batched]
 
@@ -46,7 +46,7 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
             raise SampleAxisError(f"`{call.name}` cannot be computed one sample at a time by torch.vmap.") from error
         return [("VN" + LETTERS[: param.ndim], shares)]
 
-    return Recipe(LETTERS[: param.ndim], build, reads=tuple(flat[i] for i in batched))
+    return Recipe(LETTERS[: param.ndim], build, reads=tuple(flat[i] for i in batched), joins=False)
 
 
 def _with_samples(site: Site, param: torch.Tensor) -> list[tuple[torch.Tensor, Axis]]:

@@ -27,3 +27,19 @@ def reaches(x: torch.Tensor, targets: set[Any], stops: set[Any]) -> bool:
         seen.add(node)
         waiting.extend(parent for parent, _ in node.next_functions)
     return False
+
+
+def lowest(starts: list[torch.Tensor], nodes: set[Any]) -> set[Any]:
+    """Those of the nodes on the way down from the starts below which no other of them lies."""
+    below: dict[Any, bool] = {}
+    waiting = [(node_of(x), False) for x in starts]
+    while waiting:
+        node, left = waiting.pop()
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        if left:
+            below[node] = any(below[parent] or parent in nodes for parent in parents)
+        elif node not in below:
+            below[node] = False
+            waiting.append((node, True))
+            waiting.extend((parent, False) for parent in parents)
+    return {node for node in nodes if node in below and not below[node]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.trace import Trace
 
 InDims = int | None | Sequence[int | None]
+Indices = Sequence[int] | torch.Tensor
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Problem:
     dims: dict[int, int | None]
     """The sample dimension of each argument that is not parameters."""
     n: int
+    samples: list[int] | None = None
+    """Those that the caller chose, as places in the batch."""
 
     @property
     def inputs(self) -> range:
@@ -89,6 +93,7 @@ def problem(
     out_dims: int,
     has_aux: bool,
     names: Sequence[str],
+    samples: Any = None,
 ) -> Problem:
     """Check the arguments of a call and sort them."""
     wanted = (argnums,) if isinstance(argnums, int) else argnums
@@ -110,7 +115,32 @@ def problem(
     rest = [i for i in range(len(args)) if i not in positions]
     dims = batch_dims(in_dims, rest)
     n = batch_size(args, dims, names)
-    return Problem(f, loss, args, kwargs, positions, wanted is argnums, has_aux, out_dims, leaves, structure, dims, n)
+    chosen = None if samples is None else _places(samples, n)
+    several = wanted is argnums
+    return Problem(f, loss, args, kwargs, positions, several, has_aux, out_dims, leaves, structure, dims, n, chosen)
+
+
+def _places(samples: Any, n: int) -> list[int]:
+    """The samples that were chosen, counted from 0."""
+    wanted = "wanted is a sequence of ints, or a tensor [S] of them"
+    if isinstance(samples, torch.Tensor):
+        if samples.dtype == torch.bool:
+            raise ArgumentTypeError("samples is a mask, but has to have indices: pass its nonzero().squeeze(1).")
+        if samples.ndim != 1 or samples.is_floating_point() or samples.is_complex():
+            raise ArgumentTypeError(
+                f"samples is a tensor of {samples.dtype} and shape {tuple(samples.shape)}; {wanted}."
+            )
+        samples = samples.tolist()
+    try:
+        places = [operator.index(i) for i in samples]
+    except TypeError:
+        raise ArgumentTypeError(f"samples={samples!r}; {wanted}.") from None
+    if not places:
+        raise ArgumentError("samples is empty, but has to name at least one sample.")
+    for i in places:
+        if not -n <= i < n:
+            raise ArgumentError(f"samples asks for sample {i}, but there are {n}.")
+    return [i % n for i in places]
 
 
 def _check_params(params: Any, name: str) -> None:

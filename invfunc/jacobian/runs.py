@@ -43,6 +43,8 @@ class Run:
     part: Any
     """A slice, or the indices of samples."""
     outputs: dict[int, tuple[torch.Tensor, Axis]]
+    start: int = 0
+    """The place of its first sample in the batch."""
     result: Any = None
     aux: Any = None
 
@@ -66,7 +68,7 @@ class Runner:
         trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, partial=partial, draws=draws)
         watching = splitter(trace) if splitter is not None else None
         params = trace.parameters(self.problem.leaves, enter=tapped or watching is not None)
-        run = Run(trace, params, part, {})
+        run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
         before = [version(x) for x in self.problem.tensors()]
         try:
             with active(watching):
@@ -82,10 +84,13 @@ class Runner:
             )
         return run
 
-    def loss(self) -> Run:
+    def loss(self, or_model: bool = False) -> Run:
+        """The loss function in one run; `or_model` also takes a model function."""
         problem = self.problem
         try:
             run = self.run(WHOLE, problem.n)
+            if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
+                return self._checked_model(run)
             check_loss(run.trace, run.result)
             if isinstance(run.trace.tag(run.result), Derived) and not run.result.ndim:
                 zero = torch.zeros_like(run.result.detach())  # a sum over the samples of nothing
@@ -97,8 +102,16 @@ class Runner:
             run = self._sample_by_sample() if error.unknown else None
             if run is None:
                 raise
+            if or_model and run.result.ndim > 1:
+                self._take_outputs(run)
+                return run
             check_loss(run.trace, run.result)
         run.outputs = {0: (run.result, Axis(None))}
+        return run
+
+    def _checked_model(self, run: Run) -> Run:
+        self._take_outputs(run)
+        run.trace.check([z for z, _ in run.outputs.values()], run.params)
         return run
 
     def _sample_by_sample(self) -> Run | None:
@@ -106,7 +119,7 @@ class Runner:
 
         A function that returns [N] entries, or outputs, may be evaluated on single samples; a scalar may not.
         """
-        problem, axis = self.problem, Axis(self.problem.out_dims if self.problem.loss is not None else 0)
+        problem = self.problem
         draws = Draws(stop=False)
         trace = Trace(self.scope, problem.n)
         params = trace.parameters(problem.leaves)
@@ -124,7 +137,10 @@ class Runner:
         values = [*params, *(self.scope.alias(x) if isinstance(x, torch.Tensor) else x for x in flat)]
         with Watch(draws):
             result = function(*values)
-        if not isinstance(result, torch.Tensor) or result.ndim == 0 or result.shape[axis.dim or 0] != problem.n:
+        if not isinstance(result, torch.Tensor) or result.ndim == 0:
+            return None
+        axis = Axis(problem.out_dims % result.ndim if result.ndim > 1 else 0)
+        if result.shape[axis.dim or 0] != problem.n:
             return None
         if draws.drew:
             raise RandomnessError("it draws random numbers, and cannot be evaluated one sample at a time.")
@@ -147,16 +163,17 @@ class Runner:
         for i, leaf in enumerate(params):
             trace.tap(leaf, Derived(frozenset({i}), True), generic(site, leaf), result, axis)
         trace.set(result, Sampled(axis, around="f"))
-        return Run(trace, params, WHOLE, {0: (result, axis)}, result)
+        return Run(trace, params, WHOLE, {0: (result, axis)}, result=result)
 
     def model(self, part: slice | torch.Tensor, n: int, tapped: bool = True) -> Run:
         """The model function on a part of the batch; `run.result` becomes the structure of its outputs."""
         partial = n < self.problem.n
         try:
             run = self.run(part, n, tapped=tapped, partial=partial, draws=Draws(stop=True) if partial else None)
-            self._take_outputs(run)
             if tapped:
-                run.trace.check([z for z, _ in run.outputs.values()], run.params)
+                self._checked_model(run)
+            else:
+                self._take_outputs(run)
         except Drew:
             raise cannot_draw() from None
         except SampleAxisError as error:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
 from invfunc import tree
 from invfunc._functorch import grad_level, transforming
+from invfunc.jacobian.graph import lowest
 
 
 class Scope:
@@ -104,3 +106,34 @@ class Scope:
         for i, g in zip(used, found, strict=True):
             result[i] = g
         return result
+
+    def stream(
+        self,
+        outputs: list[torch.Tensor],
+        cotangents: list[torch.Tensor],
+        edges: dict[int, Any],
+        arrived: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Vector-Jacobian products at edges, each handed over as it comes; the graph is freed on the way."""
+        reached = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+        if not reached:
+            return
+        last = lowest([y for y, _ in reached], {edge.node for edge in edges.values()})
+        ends = {i: edge for i, edge in edges.items() if edge.node in last}
+
+        def tell(grads: Any, i: int, edge: Any) -> None:
+            if grads[edge.output_nr] is not None:
+                arrived(i, grads[edge.output_nr])
+
+        handles = [
+            edge.node.register_prehook(partial(tell, i=i, edge=edge)) for i, edge in edges.items() if i not in ends
+        ]
+        try:
+            ys, columns = [y for y, _ in reached], [c for _, c in reached]
+            found = torch.autograd.grad(ys, list(ends.values()), columns, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for i, delta in zip(ends, found, strict=True):
+            if delta is not None:
+                arrived(i, delta)

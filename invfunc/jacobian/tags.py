@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from invfunc import tree
+from invfunc._functorch import base_of, storage_of
 from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.follow import Total
+from invfunc.jacobian.follow import Call, Total
 from invfunc.jacobian.rules import Recipe
 
 
@@ -41,7 +46,7 @@ class Sampled:
         return self.around is not None or bool(self.crossed)
 
 
-@dataclass
+@dataclass(eq=False)
 class Tap:
     """A parameter, perhaps derived, at one of the operations where it meets samples."""
 
@@ -49,4 +54,55 @@ class Tap:
     derived: Derived
     recipe: Recipe
     site: int
+    call: Call | None
+    axis: Axis
     versions: tuple[tuple[torch.Tensor, int], ...]
+
+    @property
+    def kind(self) -> Hashable:
+        """The same for taps of one parameter at the same operation on other tensors, as in a module called twice."""
+        call = self.call
+        if call is None or not self.recipe.joins:
+            return id(self)
+
+        def described(x: Any) -> Hashable:
+            return (tuple(x.shape), x is self.param, call.place(x)) if isinstance(x, torch.Tensor) else repr(x)
+
+        arguments = tuple(described(x) for x in tree.leaves((call.args, call.kwargs)))
+        return id(self.param), call.name, self.axis, tuple(call.out.shape), arguments
+
+
+class Tags:
+    """What is known of each tensor that is alive."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref, Derived | Sampled]] = {}
+
+    def get(self, x: torch.Tensor) -> Derived | Sampled | None:
+        found = self._of.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
+
+    def set(self, x: torch.Tensor, tag: Derived | Sampled | None) -> None:
+        if tag is None:
+            self._of.pop(id(x), None)
+        else:
+            self._of[id(x)] = (weakref.ref(x), tag)
+
+    def written(self, x: torch.Tensor, new: Derived | Sampled) -> None:
+        """What is written into a tensor is written into all that share its memory."""
+        base = base_of(x)
+        if base is not None and self.get(base) is None:
+            self.set(base, Derived(frozenset(), False) if isinstance(new, Derived) else Sampled(None))
+        memory = storage_of(x)
+        for reference, old in list(self._of.values()):
+            y = reference()
+            if y is None or y is x or storage_of(y) != memory:
+                continue
+            if isinstance(old, Derived) and isinstance(new, Derived):
+                self.set(y, Derived(old.leaves | new.leaves, False, old.of_data or new.of_data))
+            elif isinstance(old, Sampled) and isinstance(new, Sampled) and old.active == new.active and old.place:
+                crossed = old.crossed | new.crossed
+                self.set(y, Sampled(old.place, old.lost or new.lost, old.around or new.around, crossed))
+            else:
+                around, crossed = getattr(new, "around", "a parameter"), getattr(new, "crossed", frozenset())
+                self.set(y, Sampled(None, "an in-place write through a view", around, crossed))

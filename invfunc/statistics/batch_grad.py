@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from invfunc.jacobian.measures import EachSample
-from invfunc.jacobian.problem import InDims
+from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
 
 
 def batch_grad(
-    f: Callable, *, argnums: int | tuple[int, ...] = 0, in_dims: InDims = 0, has_aux: bool = False
+    f: Callable,
+    *,
+    samples: Indices | None = None,
+    argnums: int | tuple[int, ...] = 0,
+    in_dims: InDims = 0,
+    has_aux: bool = False,
 ) -> Statistic:
     """The share of each sample in the gradient of a loss function.
 
@@ -22,6 +27,8 @@ def batch_grad(
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. A term of a scalar f in the parameters
             alone counts as 1/N for each sample.
+        samples: the indices of the samples whose shares are wanted, in any order and also repeated; None for all. The
+            shares keep the scale that they have in the whole batch, and a result that counts samples counts these.
         argnums: which argument is the parameters; a tuple gives a tuple of results.
         in_dims: the sample axis of each batch argument, or of all; None for what all samples share.
         has_aux: f returns `(loss, aux)`, and the transform `(result, aux)`.
@@ -30,7 +37,8 @@ def batch_grad(
         A function `(params, *batch) -> G` with leaves `[N, *p]`, in the unit of loss / parameter.
 
     Raises:
-        ArgumentError: f returns neither a scalar nor `[N]`, or the batch arguments disagree about N.
+        ArgumentError: f returns neither a scalar nor `[N]`, the batch arguments disagree about N, or samples are named
+            that are not there.
         SampleAxisError: f mixes samples.
 
     Example:
@@ -42,8 +50,9 @@ def batch_grad(
 
     Composes with: `chunked` over samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
-    Cost: one gradient, and the result itself.
+    Cost: one gradient, and the result itself. With few `samples` the backward pass is still that of the batch.
 
     Source: BackPACK's BatchGrad (Dangel, Kunstner and Hennig, ICLR 2020).
     """
-    return Statistic("batch_grad", f, EachSample(), argnums=argnums, in_dims=in_dims, has_aux=has_aux)
+    options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
+    return Statistic("batch_grad", f, EachSample(), **options)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from invfunc.errors import ArgumentError
 from invfunc.jacobian.measures import SumOfSquares
-from invfunc.jacobian.problem import InDims
+from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic, describe
 
 
@@ -15,6 +15,7 @@ def diag_ggn(
     loss: Callable | None = None,
     *,
     method: str = "auto",
+    samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
     out_dims: int = 0,
@@ -36,6 +37,7 @@ def diag_ggn(
             `logsigmoid` before it), or what `outputs(z)` marks.
         loss: `loss(outputs, target)`, convex in the outputs.
         method: how. "dense" pulls back every column of a square root of H; "auto" may use the structure of f.
+        samples: the indices of the samples whose columns are wanted, with the scale that they have in the whole batch.
         argnums, in_dims, has_aux: as in `batch_grad`; aux is that of f.
         out_dims: the sample axis of the outputs of a model function.
 
@@ -70,10 +72,11 @@ def diag_ggn(
         "diag_ggn",
         f,
         SumOfSquares(),
-        second_order=True,
+        of="ggn",
         loss=loss,
         argnums=argnums,
         in_dims=in_dims,
         out_dims=out_dims,
         has_aux=has_aux,
+        samples=samples,
     )

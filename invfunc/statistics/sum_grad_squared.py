@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from invfunc.jacobian.measures import SumOfSquares
-from invfunc.jacobian.problem import InDims
+from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
 
 
 def sum_grad_squared(
-    f: Callable, *, argnums: int | tuple[int, ...] = 0, in_dims: InDims = 0, has_aux: bool = False
+    f: Callable,
+    *,
+    samples: Indices | None = None,
+    argnums: int | tuple[int, ...] = 0,
+    in_dims: InDims = 0,
+    has_aux: bool = False,
 ) -> Statistic:
     """The sum over samples of the squared shares of a loss function, entry by entry.
 
@@ -20,7 +25,7 @@ def sum_grad_squared(
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`.
-        argnums, in_dims, has_aux: as in `batch_grad`.
+        samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
     Returns:
         A function `(params, *batch) -> tree` with leaves shaped like those of the parameters, in the unit of
@@ -42,4 +47,5 @@ def sum_grad_squared(
 
     Source: BackPACK's SumGradSquared (Dangel, Kunstner and Hennig, ICLR 2020).
     """
-    return Statistic("sum_grad_squared", f, SumOfSquares(), argnums=argnums, in_dims=in_dims, has_aux=has_aux)
+    options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
+    return Statistic("sum_grad_squared", f, SumOfSquares(), **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from invfunc.jacobian.measures import CentredSquares
-from invfunc.jacobian.problem import InDims
+from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
 
 
@@ -13,6 +13,7 @@ def variance(
     f: Callable,
     *,
     correction: float = 0,
+    samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
     has_aux: bool = False,
@@ -28,7 +29,7 @@ def variance(
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`.
         correction: the divisor is N - correction; 0 for the variance of the batch, 1 for the unbiased estimate.
-        argnums, in_dims, has_aux: as in `batch_grad`.
+        samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
     Returns:
         A function `(params, *batch) -> tree` with leaves shaped like those of the parameters, in the unit of
@@ -49,4 +50,5 @@ def variance(
 
     Source: BackPACK's Variance (Dangel, Kunstner and Hennig, ICLR 2020).
     """
-    return Statistic("variance", f, CentredSquares(correction), argnums=argnums, in_dims=in_dims, has_aux=has_aux)
+    options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
+    return Statistic("variance", f, CentredSquares(correction), **options)

@@ -1,4 +1,7 @@
-"""What the statistics are, as the plain loops of their docstrings: slow, and simple enough to be believed."""
+"""What the statistics are, as the plain loops of their docstrings: slow, and simple enough to be believed.
+
+They are differentiable where an argument requires grad, so that they are the oracles of derivatives too.
+"""
 
 from __future__ import annotations
 
@@ -9,45 +12,125 @@ import torch
 
 from invfunc import tree
 
+Samples = Any
+"""None for all, or the indices of the samples whose shares count, as a list or a tensor."""
 
-def loop_batch_grad(f: Callable) -> Callable:
+
+def loop_batch_grad(f: Callable, *, samples: Samples = None) -> Callable:
     """The oracle of `batch_grad` for an `[N]`-valued f: entry by entry, `torch.autograd.grad(f(params, *batch)[n])`."""
 
     def oracle(params: Any, *batch: Any, **kwargs: Any) -> Any:
-        leaves, structure = tree.flatten(params)
-        losses, leaves = _differentiably(lambda p: f(p, *batch, **kwargs), leaves, structure)
-        rows = zip(*(_grad(loss, leaves) for loss in losses), strict=True)
-        return tree.unflatten([torch.stack(shares) for shares in rows], structure)
+        run = _Run(f, params, batch, kwargs)
+        rows = zip(*(run.grad(loss) for loss in run.result), strict=True)
+        return run.like_params([_chosen(torch.stack(shares), samples) for shares in rows])
 
     return oracle
 
 
-def loop_sum_grad_squared(f: Callable) -> Callable:
+def loop_batch_l2_grad(f: Callable, *, samples: Samples = None) -> Callable:
+    """The oracle of `batch_l2_grad` for an `[N]`-valued f."""
+    shares = loop_batch_grad(f, samples=samples)
+    return lambda *args, **kwargs: tree.map_tensors(_squared_norms, shares(*args, **kwargs))
+
+
+def loop_sum_grad_squared(f: Callable, *, samples: Samples = None) -> Callable:
     """The oracle of `sum_grad_squared` for an `[N]`-valued f."""
-    shares = loop_batch_grad(f)
+    shares = loop_batch_grad(f, samples=samples)
     return lambda *args, **kwargs: tree.map_tensors(lambda g: g.square().sum(0), shares(*args, **kwargs))
 
 
-def loop_variance(f: Callable, correction: float = 0) -> Callable:
+def loop_variance(f: Callable, correction: float = 0, *, samples: Samples = None) -> Callable:
     """The oracle of `variance` for an `[N]`-valued f."""
-    shares = loop_batch_grad(f)
+    shares = loop_batch_grad(f, samples=samples)
     return lambda *args, **kwargs: tree.map_tensors(lambda g: g.var(0, correction=correction), shares(*args, **kwargs))
 
 
-def dense_diag_ggn(f: Callable, loss: Callable) -> Callable:
-    """The oracle of `diag_ggn(f, loss)`: the diagonal of `J^T H J` with the whole J and H of the batch, row by row."""
+def loop_grad_and_variance(f: Callable, *, correction: float = 0, samples: Samples = None) -> Callable:
+    """The oracle of `grad_and_variance` for an `[N]`-valued f: the sum of the shares and their variance."""
+    shares = loop_batch_grad(f, samples=samples)
+
+    def oracle(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        given = shares(*args, **kwargs)
+        summed = tree.map_tensors(lambda g: g.sum(0), given)
+        return summed, tree.map_tensors(lambda g: g.var(0, correction=correction), given)
+
+    return oracle
+
+
+def loop_clipped_grad(f: Callable, max_norm: float, *, samples: Samples = None) -> Callable:
+    """The oracle of `clipped_grad` for an `[N]`-valued f: share by share, `min(1, max_norm / norm) * share`."""
+    shares = loop_batch_grad(f, samples=samples)
+
+    def oracle(*args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
+        given = shares(*args, **kwargs)
+        clipped, norms = [], []
+        for one in zip(*tree.leaves(given), strict=True):
+            squared = torch.cat([g.flatten() for g in one]).square().sum()
+            norm = squared.sqrt() if squared > 0 else 0 * squared  # the slope of a norm at zero is taken to be zero
+            factor = max_norm / norm if norm > max_norm else 1
+            clipped.append([factor * g for g in one])
+            norms.append(norm)
+        summed = [torch.stack(leaf).sum(0) for leaf in zip(*clipped, strict=True)]
+        return tree.unflatten(summed, tree.flatten(given)[1]), torch.stack(norms)
+
+    return oracle
+
+
+def loop_batch_jacobian(f: Callable, *, out_dims: int = 0, samples: Samples = None) -> Callable:
+    """The oracle of `batch_jacobian`: entry by entry, `torch.autograd.grad(f(params, *inputs)[n, c])`."""
+
+    def oracle(params: Any, *inputs: Any, **kwargs: Any) -> Any:
+        run = _Run(f, params, inputs, kwargs)
+
+        def jacobian(z: torch.Tensor) -> Any:
+            z = z.movedim(out_dims, 0)
+            rows = [j.reshape(*z.shape, *p.shape) for j, p in zip(run.jacobian([z]), run.leaves, strict=True)]
+            return run.like_params([_chosen(j, samples) for j in rows])
+
+        return tree.map_tensors(jacobian, run.result)
+
+    return oracle
+
+
+def loop_gram(f: Callable, *, per_parameter: bool = False, out_dims: int = 0, samples: Samples = None) -> Callable:
+    """The oracle of `gram`: the inner products of all rows of `batch_jacobian`, row by row.
+
+    For an `[N]`-valued loss function the rows are the shares; for a model function it is the empirical NTK.
+    """
+    jacobian = loop_batch_jacobian(f, out_dims=out_dims, samples=samples)
+
+    def oracle(params: Any, *inputs: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree.flatten(params)
+        grams = []
+        for j, p in zip(tree.leaves(jacobian(params, *inputs, **kwargs)), leaves, strict=True):
+            outputs = j.shape[: j.ndim - p.ndim]
+            rows = j.reshape(-1, p.numel())
+            products = torch.stack([rows @ row for row in rows])
+            grams.append(products.reshape(*outputs, *outputs))
+        return tree.unflatten(grams, structure) if per_parameter else sum(grams)
+
+    return oracle
+
+
+def dense_diag_ggn(f: Callable, loss: Callable, *, samples: Samples = None) -> Callable:
+    """The oracle of `diag_ggn(f, loss)`: the diagonal of `J^T H J` with the whole J and H of the batch, row by row.
+
+    With `samples`, the rows of a sample count as often as it is named (outputs with their samples along axis 0).
+    """
 
     def oracle(params: Any, *inputs: Any, **kwargs: Any) -> Any:
         *given, target = inputs
-        leaves, structure = tree.flatten(params)
-        z, leaves = _differentiably(lambda p: f(p, *given, **kwargs), leaves, structure)
-        outputs, layout = tree.flatten(z)
-        jacobian = _jacobian(outputs, leaves)
-        value, outputs = _differentiably(lambda z: loss(z, target), outputs, layout)
-        slope = torch.autograd.grad(value.sum(), outputs, create_graph=True, materialize_grads=True)
-        hessian = torch.cat(_jacobian(slope, outputs), 1)
-        diagonals = [torch.einsum("ap,ab,bp->p", j, hessian, j) for j in jacobian]
-        return tree.unflatten([d.reshape(p.shape) for d, p in zip(diagonals, leaves, strict=True)], structure)
+        model = _Run(f, params, tuple(given), kwargs)
+        z = model.result if model.deep else tree.map_tensors(torch.detach, model.result)
+        outer = _Run(lambda z, target: loss(z, target), z, (target,), {})
+        slope = torch.autograd.grad(outer.result.sum(), outer.leaves, create_graph=True, materialize_grads=True)
+        hessian = torch.cat(outer.jacobian(slope), 1)
+        if samples is not None:
+            n = len(slope[0])
+            counts = torch.bincount(torch.arange(n)[samples], minlength=n).to(hessian)
+            hessian = hessian * torch.cat([counts.repeat_interleave(h[0].numel()) for h in slope])
+        diagonals = [torch.einsum("ap,ab,bp->p", j, hessian, j) for j in model.jacobian(tree.leaves(model.result))]
+        return model.like_params([d.reshape(p.shape) for d, p in zip(diagonals, model.leaves, strict=True)])
 
     return oracle
 
@@ -75,19 +158,35 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float, floor: float = 0
             )
 
 
-def _differentiably(f: Callable, leaves: Any, structure: Any) -> tuple[Any, list[torch.Tensor]]:
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    with torch.enable_grad():
-        return f(tree.unflatten(leaves, structure)), leaves
+class _Run:
+    """One call of f, to be differentiated in its parameters; `deep` if what is found is to be differentiated again."""
+
+    def __init__(self, f: Callable, params: Any, batch: tuple, kwargs: dict[str, Any]) -> None:
+        leaves, self.structure = tree.flatten(params)
+        given = tree.tensors((params, batch, kwargs))
+        self.deep = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        # a view of its own for each leaf: one leaf may have been computed from another
+        self.leaves = [x.view_as(x) if self.deep and x.requires_grad else x.detach().requires_grad_() for x in leaves]
+        with torch.enable_grad():
+            self.result = f(self.like_params(self.leaves), *batch, **kwargs)
+
+    def like_params(self, leaves: list[torch.Tensor]) -> Any:
+        return tree.unflatten(leaves, self.structure)
+
+    def grad(self, y: torch.Tensor) -> Any:
+        if not y.requires_grad:
+            return [torch.zeros_like(x) for x in self.leaves]
+        return torch.autograd.grad(y, self.leaves, retain_graph=True, create_graph=self.deep, materialize_grads=True)
+
+    def jacobian(self, outputs: Any) -> list[torch.Tensor]:
+        """For each parameter `[numbers in the outputs, numbers in the parameter]`."""
+        rows = [self.grad(y) for z in outputs for y in z.flatten()]
+        return [torch.stack([g.flatten() for g in found]) for found in zip(*rows, strict=True)]
 
 
-def _grad(y: torch.Tensor, leaves: list[torch.Tensor]) -> Any:
-    if not y.requires_grad:
-        return [torch.zeros_like(x) for x in leaves]
-    return torch.autograd.grad(y, leaves, retain_graph=True, materialize_grads=True)
+def _chosen(shares: torch.Tensor, samples: Samples) -> torch.Tensor:
+    return shares if samples is None else shares[samples]
 
 
-def _jacobian(outputs: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """For each leaf `[numbers in the outputs, numbers in the leaf]`."""
-    rows = [_grad(y, leaves) for z in outputs for y in z.flatten()]
-    return [torch.stack([g.flatten() for g in found]) for found in zip(*rows, strict=True)]
+def _squared_norms(shares: torch.Tensor) -> torch.Tensor:
+    return shares.reshape(len(shares), -1).square().sum(1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +56,7 @@ class Call:
     def place(self, x: Any) -> Place:
         return self.places.get(id(x))
 
-    @property
+    @cached_property
     def samples(self) -> list[tuple[torch.Tensor, Axis | Total]]:
         return [(x, self.places[id(x)]) for x in tree.tensors((self.args, self.kwargs)) if id(x) in self.places]
 
@@ -86,7 +86,7 @@ def find(name: str) -> Rule | None:
     """The rule of a function, by its name; functions that torch itself tags as pointwise share one."""
     if name in RULES:
         return RULES[name]
-    packet = getattr(torch.ops.aten, name, None)
+    packet = getattr(torch.ops.aten, name.removeprefix("special_"), None)
     if packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads()):
         return pointwise
     return None
@@ -134,6 +134,7 @@ def total(call: Call) -> Place:
     "float double half bfloat16 int long bool type clone detach requires_grad alias hardswish softsign tanhshrink "
     "log_sigmoid logsigmoid floor_divide negative subtract multiply divide true_divide absolute square "
     "special_expit bernoulli relu6 clip clamp greater less greater_equal less_equal not_equal isclose get:data "
+    "and or xor invert lshift rshift bucketize "
     "get:real get:imag rrelu rsub rdiv rpow pow copy nan_to_num fill masked_fill where maximum minimum".split()
 )
 def pointwise(call: Call) -> Place:

@@ -92,6 +92,9 @@ def _along(x: torch.Tensor, axis: Axis, dims: set[int], active: bool, name: str)
 def along(call: Call) -> Place:
     x = call.first
     axis = call.place(x)
+    if not isinstance(axis, Axis) and call.name == "index_select":
+        found = call.place(call.arg(2, "index"))
+        return found.at(call.arg(1, "dim") % x.ndim) if isinstance(found, Axis) else None
     if not isinstance(axis, Axis):
         raise Mixed("it looks constants up by sample indices")
     if call.name == "unfold" and getattr(call.func, "__module__", None) == "torch.nn.functional":
@@ -146,7 +149,6 @@ _SPATIAL |= {
     "linalg_solve": 2,
     "linalg_cholesky": 2,
     "inverse": 2,
-    "embedding": 0,
     "im2col": 2,
     "col2im": 2,
 }
@@ -154,9 +156,16 @@ _SPATIAL |= {
 
 @rule(*_SPATIAL)
 def spatial(call: Call) -> Place:
-    if call.name == "embedding" and (call.arg(3, "max_norm") is not None or call.arg(5, "scale_grad_by_freq")):
-        raise Mixed("max_norm and scale_grad_by_freq depend on which indices the whole batch has")
     return _leading(call, _SPATIAL[call.name])
+
+
+@rule("embedding")
+def lookup(call: Call) -> Place:
+    if call.arg(3, "scale_grad_by_freq"):
+        raise Mixed("scale_grad_by_freq depends on which indices the whole batch has")
+    if call.place(call.arg(0, "weight")) is not None:
+        raise Mixed("its table depends on the samples")
+    return call.place(call.arg(1, "indices"))
 
 
 @rule("interpolate", "upsample", "grid_sample", "affine_grid")

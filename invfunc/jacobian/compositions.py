@@ -1,0 +1,227 @@
+"""Fused functions of torch written out in operations that can be followed: recurrent layers and cells, bags.
+
+Each takes the arguments of torch's own function, returns the same values and draws the same random numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from invfunc.errors import SampleAxisError
+
+# A step of a cell: from what the input adds to its gates, the state before and the weights to the next state
+
+
+@dataclass
+class Weights:
+    """Of a layer in one direction; `w_hr` projects the hidden state of an LSTM."""
+
+    w_ih: torch.Tensor
+    w_hh: torch.Tensor
+    b_ih: torch.Tensor | None = None
+    b_hh: torch.Tensor | None = None
+    w_hr: torch.Tensor | None = None
+
+
+Tensors = tuple[torch.Tensor, ...]
+"""As a state: the hidden state, which is the output too, then what else the cell remembers."""
+Step = Callable[[Tensors, Tensors, Weights], Tensors]
+
+
+def _lstm(x: Tensors, state: Tensors, w: Weights) -> Tensors:
+    h, c = state
+    i, f, g, o = (x[0] + F.linear(h, w.w_hh, w.b_hh)).chunk(4, -1)
+    c = torch.addcmul(f.sigmoid() * c, i.sigmoid(), g.tanh())
+    h = o.sigmoid() * c.tanh()
+    return (h if w.w_hr is None else F.linear(h, w.w_hr)), c
+
+
+def _gru(x: Tensors, state: Tensors, w: Weights) -> Tensors:
+    (h,) = state
+    h_r, h_z, h_n = F.linear(h, w.w_hh, w.b_hh).chunk(3, -1)
+    r, z = (x[0] + h_r).sigmoid(), (x[1] + h_z).sigmoid()
+    n = torch.addcmul(x[2], r, h_n).tanh()  # the reset gate scales the hidden bias too
+    return (torch.lerp(n, h, z),)
+
+
+def _rnn(nonlinearity: Callable[[torch.Tensor], torch.Tensor]) -> Step:
+    def step(x: Tensors, state: Tensors, w: Weights) -> Tensors:
+        return (nonlinearity(x[0] + F.linear(state[0], w.w_hh, w.b_hh)),)
+
+    return step
+
+
+def _gates(step: Step, x: torch.Tensor, w: Weights) -> Tensors:
+    """What the input adds to the gates, at all time steps at once."""
+    gates = F.linear(x, w.w_ih, w.b_ih)
+    return gates.chunk(3, -1) if step is _gru else (gates,)
+
+
+# Layers of cells
+
+
+def _unroll(step: Step, x: torch.Tensor, state: Tensors, w: Weights, backwards: bool) -> tuple[torch.Tensor, Tensors]:
+    """The outputs at all time steps, which lie along axis 0, and the last state."""
+    gates: Iterable[Tensors] = zip(*(part.unbind() for part in _gates(step, x, w)), strict=True)
+    outputs: list[torch.Tensor] = []
+    for now in reversed(list(gates)) if backwards else gates:
+        state = step(now, state, w)
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if backwards else outputs), state
+
+
+def _layers(name: str, step: Step) -> Callable[..., Tensors]:
+    def run(
+        input: torch.Tensor,
+        hx: Any,
+        params: Sequence[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Tensors:
+        states = (hx,) if name != "lstm" else hx
+        if isinstance(params, torch.Tensor) or isinstance(states, torch.Tensor):  # batch_sizes come second
+            raise SampleAxisError(
+                f"`{name}`: a packed sequence holds the samples of each step together, where they cannot be followed. "
+                "Pad the sequences to the same length and mask the loss."
+            )
+        x = input.transpose(0, 1) if batch_first else input
+        if x.ndim != 3 or any(h.shape[1:2] != x.shape[1:2] for h in states):  # torch does not broadcast either
+            shapes = ", ".join(str(tuple(y.shape)) for y in (input, *states))
+            raise ValueError(f"{name}: the input has three dimensions and one state for each sample; got {shapes}.")
+        directions = 2 if bidirectional else 1
+        width = len(params) // (num_layers * directions)
+        first = list(zip(*(h.unbind() for h in states), strict=True))
+        last: list[Tensors] = []
+        for layer in range(num_layers):
+            if layer > 0 and train and dropout != 0:
+                x = F.dropout(x, dropout)
+            outputs = []
+            for backwards in (False, True)[:directions]:
+                weights = _weights(params[len(last) * width :][:width], has_biases)
+                output, state = _unroll(step, x, first[len(last)], weights, backwards)
+                outputs.append(output)
+                last.append(state)
+            x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        x = x.transpose(0, 1) if batch_first else x
+        return (x, *(torch.stack(h) for h in zip(*last, strict=True)))
+
+    return run
+
+
+def _weights(params: Sequence[torch.Tensor], has_biases: bool) -> Weights:
+    w_ih, w_hh, *others = params
+    biases = others[:2] if has_biases else (None, None)
+    return Weights(w_ih, w_hh, *biases, *others[2 if has_biases else 0 :])
+
+
+def _cell(name: str, step: Step) -> Callable[..., Any]:
+    def run(
+        input: torch.Tensor,
+        hx: Any,
+        w_ih: torch.Tensor,
+        w_hh: torch.Tensor,
+        b_ih: torch.Tensor | None = None,
+        b_hh: torch.Tensor | None = None,
+    ) -> Any:
+        weights = Weights(w_ih, w_hh, b_ih, b_hh)
+        state = step(_gates(step, input, weights), (hx,) if name != "lstm_cell" else tuple(hx), weights)
+        return state if name == "lstm_cell" else state[0]
+
+    return run
+
+
+# Bags
+
+
+def _refuse(name: str, **options: Any) -> None:
+    for option, given in options.items():
+        if given:
+            raise SampleAxisError(f"`{name}`: {option} depends on which indices the whole batch has. Leave it out.")
+
+
+def embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    _refuse("embedding", max_norm=max_norm is not None, scale_grad_by_freq=scale_grad_by_freq)
+    if padding_idx is not None and not -len(weight) <= padding_idx < len(weight):
+        raise ValueError(f"embedding: padding_idx is {padding_idx}, but there are {len(weight)} rows.")
+    return torch.embedding(weight, input, -1 if padding_idx is None else padding_idx % len(weight))
+
+
+def embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    if offsets is not None or input.ndim != 2 or input.is_nested:
+        raise SampleAxisError(
+            "`embedding_bag`: bags of different lengths lie one behind the other, where they cannot be followed. Give "
+            "[N, L] indices, padded with padding_idx."
+        )
+    _refuse("embedding_bag", max_norm=max_norm is not None, scale_grad_by_freq=scale_grad_by_freq)
+    if mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum"):
+        raise ValueError(f"embedding_bag: mode is {mode!r}; it is one of sum, mean, max, with per_sample_weights sum.")
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    entries = F.embedding(input, weight, padding_idx)
+    if per_sample_weights is not None:
+        entries = entries * per_sample_weights.unsqueeze(-1)
+    if padding_idx is None:
+        return entries.max(1).values if mode == "max" else entries.mean(1) if mode == "mean" else entries.sum(1)
+    padding = (input == padding_idx).unsqueeze(-1)
+    if mode == "max":
+        largest = entries.masked_fill(padding, -math.inf).max(1).values
+        return largest.masked_fill(padding.all(1), 0)
+    total = entries.masked_fill(padding, 0).sum(1)
+    return total if mode == "sum" else total / padding.logical_not().sum(1).clamp(min=1)
+
+
+_STEPS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
+COMPOSITIONS: dict[str, Callable[..., Any]] = {
+    "embedding": embedding,
+    "embedding_bag": embedding_bag,
+    **{name: _layers(name, step) for name, step in _STEPS.items()},
+    **{f"{name}_cell": _cell(f"{name}_cell", step) for name, step in _STEPS.items()},
+}
+"""By the name of torch's function."""
+
+
+def composition(func: Callable) -> Callable[..., Any] | None:
+    """The operations of which a function is composed, where it is better followed in those."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("embedding") and getattr(func, "__module__", None) != "torch.nn.functional":
+        return None  # torch's own take the same arguments in another order
+    return COMPOSITIONS.get(name)
+
+
+def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:
+    """The initial states that a recurrent function is called with, which have an entry for each sample, and where."""
+    name = getattr(func, "__name__", "")
+    if name not in COMPOSITIONS or name.startswith("embedding"):
+        return []
+    hx = args[1] if isinstance(args[1], (tuple, list)) else args[1:2]
+    return [(h, 0 if name.endswith("cell") else 1) for h in hx]

@@ -1,0 +1,312 @@
+"""The factored share of a parameter at one place of a function, contracted only as far as a statistic asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from invfunc.jacobian.contract import (
+    Term,
+    contract,
+    cost,
+    largest,
+    narrowed,
+    paired,
+    present,
+    squeezed,
+    stacked,
+    twice,
+    widened,
+)
+from invfunc.jacobian.plan import even
+from invfunc.jacobian.rules import Part
+from invfunc.jacobian.tags import Tap
+
+Deltas = list[torch.Tensor | None]
+"""For each site of a run the cotangents `[V, n, *one]` at its output, None where nothing arrives."""
+
+
+@dataclass
+class Columns:
+    """What was pulled back: `left`, `right` for a product of two, and `weight[v, n]`, which multiplies squares."""
+
+    left: Deltas
+    right: Deltas | None = None
+    weight: torch.Tensor | None = None
+
+
+@dataclass
+class Samples:
+    """All n samples of a run, or those of them that were chosen."""
+
+    n: int
+    chosen: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.n if self.chosen is None else len(self.chosen)
+
+    @property
+    def all(self) -> Part:
+        return slice(0, self.n) if self.chosen is None else self.chosen
+
+    def parts(self, size: int, budget: int) -> list[Part]:
+        """Blocks of samples of which each makes about `budget` numbers, `size` a sample."""
+        ranges = even(self.count, max(1, budget // max(1, size)))
+        return [slice(a, b) if self.chosen is None else self.chosen[a:b] for a, b in ranges]
+
+
+def length(part: Part) -> int:
+    return part.stop - part.start if isinstance(part, slice) else len(part)
+
+
+def summed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    first, *others = tensors
+    for other in others:
+        first = first + other
+    return first
+
+
+_TRAFFIC = 16
+"""What forming an entry of a share costs, in multiplications of a matrix product: it goes through memory four times."""
+
+
+@dataclass
+class Factor:
+    """`G[v, n, *param]` at one operation, or at several alike: those are one with one more position to sum over."""
+
+    taps: list[Tap]
+    columns: Columns
+    samples: Samples
+    budget: int
+    """How many numbers an intermediate tensor may have."""
+
+    def __post_init__(self) -> None:
+        self.tap = self.taps[0]
+        self.recipe = self.tap.recipe
+        self.output = self.recipe.output
+        self.work = len(self.taps) * self.recipe.work
+        self.kept = "N" * bool(self.recipe.rows) + self.output
+        """What is left of a sum over samples, whose entries may still have to land in the rows of each."""
+
+    # What statistics are made of: all are in the layout of the tapped parameter
+
+    def dense(self, deltas: Deltas, part: Part) -> torch.Tensor:
+        """`[V, b, *param]`, instantiated."""
+        terms, output = self._terms(deltas, part), "VN" + self.output
+        share = contract(terms, present(output, terms)).reshape(_sizes(terms, output, part))
+        return self._shaped(self._landed_each(share, part), 2)
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        """`sum_n weights[n] G[v, n]`, for the only column."""
+        total, start = [], 0
+        for part in self.samples.parts(self.work, 16 * self.budget):
+            terms = self._terms(self.columns.left, part)
+            w = weights[start : start + length(part)].to(terms[0][1].dtype)
+            start += length(part)
+            terms += squeezed([("N", w)]) if len(w) > 1 else [("", w[0])]
+            total.append(self._landed(contract(terms, present(self.kept, terms)), terms, part))
+        return self._shaped(summed(total), 0)
+
+    def square_sum(self) -> torch.Tensor:
+        """`sum_vn weight[v, n] G[v, n]^2`, or the product of left and right in place of the square."""
+        columns, total = self.columns, []
+        for part, terms, direct in self._blocks(self.kept):
+            right = terms if columns.right is None else self._terms(columns.right, part)
+            weight = [] if columns.weight is None else squeezed(widened([("NV", columns.weight[:, part].T)]))
+            kept = present(self.kept, terms)
+            if direct:  # nothing large is formed
+                more = contract(widened(twice(terms, right, self.output) + weight), kept)
+            else:
+                instance = present("NV" + self.output, terms)
+                share, lead = contract(terms, instance), instance[: len(instance) - len(kept)]
+                other = None if columns.right is None else contract(right, instance)
+                more = squares(share, other, weight[0][1] if weight else None, lead, fresh=len(terms) > 1)
+            total.append(self._landed(more, terms, part))
+        return self._shaped(summed(total), 0)
+
+    def norms(self) -> torch.Tensor:
+        """`sum_p G[n, p]^2` of each sample: `[count]`."""
+        found = []
+        for part, terms, direct in self._blocks("N"):
+            if direct:  # the "ghost norm": products of positions with positions
+                norms = contract(twice(terms, terms, self.output), present("N", terms))
+            else:
+                share = contract(terms, present("N" + self.output, terms)).reshape(length(part), -1)
+                norms = share.square().sum(1)
+            found.append(norms.reshape(length(part)))
+        return torch.cat(found)
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
+        if self.recipe.rows:
+            total, centred = self._moments_in_rows()
+        else:
+            parts, terms, direct = self._way("N" + self.output, self.output)
+            exact = all(x.dtype == torch.float32 for _, x in terms)  # their products are, in float64
+            shares = (self._share(terms if i == 0 else None, part) for i, part in enumerate(parts))
+            total, centred = self._wide_moments() if exact and direct else shifted_moments(shares)
+        return self._shaped(total, 0), self._shaped(centred, 0)
+
+    def products(self) -> torch.Tensor:
+        """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`."""
+        everyone = self.samples.all
+        terms = self._terms(self.columns.left, everyone)
+        v, n, *_ = _sizes(terms, "VN" + self.output, everyone)
+        pairs, kept = paired(terms, self.output), present("VN", terms)
+        both = kept + kept.translate(str.maketrans("VN", "WM"))
+        instances = 2 * _instantiated(terms, present("VN" + self.output, terms)) + (v * n) ** 2 * self._entries(terms)
+        if not self.recipe.rows and cost(pairs, both) < instances and largest(pairs, both) < 4 * self.budget:
+            return contract(pairs, both).reshape(v, n, v, n)
+        last = next((c for c in reversed(self.output) if any(c in labels for labels, _ in terms)), "")
+        width = _sizes(terms, last)[0] if last else 1
+        rows = self.tap.param.shape[0] if self.recipe.rows else 1
+        per = v * n * max(1, rows * self._entries(terms) // max(1, width))
+        total = []
+        for a, b in even(width, max(1, 4 * self.budget // per)):
+            some = narrowed(terms, last, a, b) if last else terms
+            share = contract(some, present("VN" + self.output, some))
+            share = share.reshape(_sizes(some, "VN" + self.output, everyone))
+            flat = self._landed_each(share, everyone).reshape(v * n, -1)
+            total.append(flat @ flat.T)
+        return summed(total).reshape(v, n, v, n)
+
+    # Blocks of samples
+
+    def _way(self, instance: str, kept: str) -> tuple[list[Part], list[Term], bool]:
+        """Blocks of samples, the terms of the first, and whether the square is cheaper without forming a share."""
+        delta = self.columns.left[self.tap.site]
+        assert delta is not None
+        size = self.work + len(self.taps) * delta[:, 0].numel() + delta.shape[0] * self.tap.param.numel()
+        parts = self.samples.parts(size, self.budget // 4)
+        terms = self._terms(self.columns.left, parts[0])
+        pair, kept = twice(terms, terms, self.output), present(kept, terms)
+        direct = bool(self.recipe.rows) or cost(pair, kept) < _instantiated(terms, present(instance, terms))
+        return parts, terms, direct
+
+    def _blocks(self, kept: str) -> Iterator[tuple[Part, list[Term], bool]]:
+        parts, terms, direct = self._way("NV" + self.output, kept)
+        if direct and len(parts) > 1:
+            size = largest(twice(terms, terms, self.output), present(kept, terms)) // length(parts[0])
+            parts = self.samples.parts(max(self.work, size), 4 * self.budget)
+            terms = self._terms(self.columns.left, parts[0])
+        for i, part in enumerate(parts):
+            yield part, terms if i == 0 else self._terms(self.columns.left, part), direct
+
+    def _terms(self, deltas: Deltas, part: Part) -> list[Term]:
+        reached = [(tap, delta) for tap in self.taps if (delta := deltas[tap.site]) is not None]
+        built = [tap.recipe.build(delta[:, part], part) for tap, delta in reached]
+        return squeezed(widened(built[0] if len(built) == 1 else stacked(built)))
+
+    def _entries(self, terms: list[Term]) -> int:
+        return math.prod(_sizes(terms, self.output))
+
+    # Moments
+
+    def _share(self, terms: list[Term] | None, part: Part) -> torch.Tensor:
+        """`[b, *output]` of the only column."""
+        terms = self._terms(self.columns.left, part) if terms is None else terms
+        output = "N" + self.output
+        return contract(terms, present(output, terms)).reshape(_sizes(terms, output, part))
+
+    def _wide_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum G^2 - (sum G)^2 / n` in float64, whose rounding is 1e9 times finer than that of the float32 shares."""
+        total, squared, shape = [], [], []
+        for part in self.samples.parts(self.work, 16 * self.budget):
+            terms = [(labels, x.double()) for labels, x in self._terms(self.columns.left, part)]
+            kept, shape = present(self.output, terms), _sizes(terms, self.output)
+            total.append(contract(terms, kept))
+            squared.append(contract(twice(terms, terms, self.output), kept))
+        centred = torch.addcmul(summed(squared), (first := summed(total)), first, value=-1 / self.samples.count)
+        return first.float().reshape(shape), centred.float().clamp(min=0).reshape(shape)
+
+    def _moments_in_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A row that a sample does not touch is a zero in its share: it counts, but is not visited."""
+        n, parts = self.samples.count, self.samples.parts(self.work, 16 * self.budget)
+        shares = [self._share(None, part) for part in parts]
+        total = summed(self._land(share, part) for share, part in zip(shares, parts, strict=True))
+        mean = torch.cat([total, total.new_zeros(1, *total.shape[1:])]) / n
+        visits, squared = [], []
+        for share, part in zip(shares, parts, strict=True):
+            visits.append(self._land(torch.ones_like(share), part))
+            squared.append(self._land((share - mean[self._rows(part)]).square(), part))
+        return total, summed(squared) + (n - summed(visits)) * mean[:-1].square()
+
+    # Where entries land
+
+    def _rows(self, part: Part) -> torch.Tensor:
+        assert self.recipe.rows is not None
+        return self.recipe.rows(part)
+
+    def _land(self, share: torch.Tensor, part: Part) -> torch.Tensor:
+        """`[b, u, *rest]` added up in the rows of the parameter; what lands behind the last is dropped."""
+        rows = self._rows(part).flatten()
+        target = share.new_zeros(self.tap.param.shape[0] + 1, *share.shape[2:])
+        return target.index_add(0, rows, share.flatten(0, 1))[:-1]
+
+    def _landed(self, share: torch.Tensor, terms: list[Term], part: Part) -> torch.Tensor:
+        """From the labels kept to `[*output]`."""
+        share = share.reshape(_sizes(terms, self.kept, part))
+        return self._land(share, part) if self.recipe.rows else share
+
+    def _landed_each(self, share: torch.Tensor, part: Part) -> torch.Tensor:
+        """The same for each column and sample, `[V, b, *output]`."""
+        if not self.recipe.rows:
+            return share
+        v, b, u, *rest = share.shape
+        rows = self._rows(part).reshape(1, b, u, *[1] * len(rest)).expand(share.shape)
+        target = share.new_zeros(v, b, self.tap.param.shape[0] + 1, *rest)
+        return target.scatter_add(2, rows, share)[:, :, :-1]
+
+    def _shaped(self, share: torch.Tensor, lead: int) -> torch.Tensor:
+        """`[*lead, *output]` in the layout of the tapped parameter."""
+        if self.recipe.finish is not None:
+            share = self.recipe.finish(share, lead)
+        return share.reshape((*share.shape[:lead], *self.tap.param.shape))
+
+
+def shifted_moments(shares: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sum G` and `sum (G - mean)^2` of blocks `[b, *p]`: the latter around the mean of the first block, corrected."""
+    shift, totals, squared, n = None, [], [], 0
+    for share in shares:
+        shift = share.mean(0) if shift is None else shift
+        n += len(share)
+        share = share - shift
+        totals.append(share.sum(0))
+        squared.append(squares(share, None, None, "N", fresh=True))
+    total = summed(totals)
+    centred = torch.addcmul(summed(squared), total, total, value=-1 / n).clamp(min=0)
+    assert shift is not None
+    return total + n * shift, centred
+
+
+def _sizes(terms: list[Term], output: str, part: Part | None = None) -> list[int]:
+    """The sizes of the labels, 1 where a dimension of size 1 was dropped."""
+    sizes = {c: s for labels, x in terms for c, s in zip(labels, x.shape, strict=True)}
+    if part is not None:
+        sizes["N"] = length(part)
+    return [sizes.get(c, 1) for c in output]
+
+
+def _instantiated(terms: list[Term], instance: str) -> float:
+    """The cost of forming shares and squaring them."""
+    return cost(terms, instance) + _TRAFFIC * math.prod(_sizes(terms, instance))
+
+
+def squares(
+    left: torch.Tensor, right: torch.Tensor | None, weight: torch.Tensor | None, lead: str, fresh: bool = False
+) -> torch.Tensor:
+    """`sum weight * left * right` over the leading dimensions; a fresh `left` may be overwritten."""
+    if right is not None:
+        product = left * right
+    else:
+        product = left.square_() if fresh and not left.requires_grad else left.square()
+    weight = None if weight is None else weight.to(product.dtype)
+    if not lead:
+        return product if weight is None else product * weight
+    if weight is None:
+        return product.sum(list(range(len(lead))))
+    return torch.tensordot(weight, product, len(lead))

@@ -1,0 +1,18 @@
+"""Fast rules: the share of a parameter at an operation that is linear in it, as an einsum of small tensors."""
+
+from invfunc.jacobian.rules import convolutions, layers
+from invfunc.jacobian.rules.recipe import RULES, Part, Recipe, Site, aligned, axis_of, find, product, rule
+
+__all__ = [
+    "RULES",
+    "Part",
+    "Recipe",
+    "Site",
+    "aligned",
+    "axis_of",
+    "convolutions",
+    "find",
+    "layers",
+    "product",
+    "rule",
+]

@@ -1,0 +1,101 @@
+"""Layers that scale and shift, channel by channel, or look rows up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from invfunc import tree
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.contract import Term
+from invfunc.jacobian.equations import LETTERS
+from invfunc.jacobian.rules.recipe import Part, Recipe, Site, rule
+
+
+def _scale(site: Site, output: str, factor: Callable[[Part], torch.Tensor], reads: tuple[torch.Tensor, ...]) -> Recipe:
+    """`G[output] = sum delta * factor` over all other dimensions."""
+    labels = LETTERS[: site.call.out.ndim]
+
+    def build(delta: torch.Tensor, part: Part) -> list[Term]:
+        return [("VN" + labels, delta), ("N" + labels, factor(part))]
+
+    return Recipe(output, build, reads=reads, work=site.call.out.numel() // site.call.n)
+
+
+def _shift(site: Site, output: str) -> Recipe:
+    labels = LETTERS[: site.call.out.ndim]
+    return Recipe(output, lambda delta, part: [("VN" + labels, delta)])
+
+
+@rule("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm")
+def norm(site: Site, param: torch.Tensor) -> Recipe | None:
+    """`y = normalised(x) * weight + bias`: of the trailing dimensions, or channel by channel."""
+    call = site.call
+    x, name = call.arg(0, "input"), call.name
+    axis = call.place(x)
+    if name in ("layer_norm", "rms_norm"):
+        labels = LETTERS[x.ndim - param.ndim : x.ndim]
+        weight, bias = call.arg(2, "weight"), call.arg(3, "bias") if name == "layer_norm" else None
+    else:
+        functional = getattr(call.func, "__module__", None) == "torch.nn.functional"
+        first = 2 if name == "group_norm" else 3 if functional else 1  # torch.nn has the running statistics first
+        weight, bias = call.arg(first, "weight"), call.arg(first + 1, "bias")
+        labels = LETTERS[1]
+    if param is bias and param is not weight:
+        return _shift(site, labels)
+    if param is not weight or param is bias or not isinstance(axis, Axis) or param is x:
+        return None
+    affine = {id(weight), id(bias)}
+    if name == "instance_norm" and call.arg(5, "use_input_stats"):  # it reads no running statistics, but writes them
+        mean = 1 if functional else 3
+        affine |= {id(call.arg(mean, "running_mean")), id(call.arg(mean + 1, "running_var"))}
+    args, kwargs = tree.map_leaves(lambda a: None if id(a) in affine else a, (call.args, call.kwargs))
+
+    def normalised(part: Part) -> torch.Tensor:
+        value = site.exposed(x, axis, part)
+        value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        flat = value.flatten(0, 1) if len(labels) == 1 and name not in ("layer_norm", "rms_norm") else value
+        given, named = tree.map_leaves(lambda a: flat if a is x else a, (args, kwargs))
+        return call.func(*given, **named).reshape(value.shape)
+
+    return _scale(site, labels, normalised, (x,))
+
+
+@rule("prelu")
+def prelu(site: Site, param: torch.Tensor) -> Recipe | None:
+    """`y = x` above 0, `weight * x` below."""
+    x, weight = site.call.arg(0, "input"), site.call.arg(1, "weight")
+    axis = site.call.place(x)
+    if param is not weight or param is x or not isinstance(axis, Axis):
+        return None
+    labels = LETTERS[1] if param.numel() > 1 else ""
+    return _scale(site, labels, lambda part: site.exposed(x, axis, part).clamp(max=0), (x,))
+
+
+@rule("embedding")
+def embedding(site: Site, param: torch.Tensor) -> Recipe | None:
+    """The cotangents at equal tokens of a sample are added up first, so that each row occurs once in it."""
+    weight, indices = site.call.arg(0, "weight"), site.call.arg(1, "indices")
+    padding = site.call.arg(2, "padding_idx", -1)
+    axis, count = site.call.place(indices), len(weight)
+    if param is not weight or not isinstance(axis, Axis):
+        return None
+
+    def grouped(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """To which of its entries each position of a sample adds, and the row of each entry: `[b, u]`."""
+        tokens = site.exposed(indices, axis, part).flatten(1).long()
+        ordered, order = tokens.sort(1)
+        first = ordered[:, :1] != ordered[:, :1]
+        entry = torch.cat([first, ordered[:, 1:] != ordered[:, :-1]], 1).cumsum(1)
+        found = torch.full_like(tokens, count).scatter(1, entry, ordered)
+        return torch.zeros_like(tokens).scatter(1, order, entry), found.masked_fill(found == padding, count)
+
+    def build(delta: torch.Tensor, part: Part) -> list[Term]:
+        entry, found = grouped(part)
+        delta = delta.reshape(*delta.shape[:2], -1, delta.shape[-1])
+        share = torch.zeros_like(delta).scatter_add(2, entry[None, :, :, None].expand(delta.shape), delta)
+        return [("VNud", share * (found < count)[:, :, None])]
+
+    work = 2 * site.call.out.numel() // site.call.n
+    return Recipe("ud", build, reads=(indices,), work=work, joins=False, rows=lambda part: grouped(part)[1])

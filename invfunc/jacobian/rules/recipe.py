@@ -1,0 +1,123 @@
+"""Fast rules: the share of a parameter at an operation that is linear in it, as an einsum of small tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.contract import Term
+from invfunc.jacobian.equations import LETTERS, PARSERS, equation
+from invfunc.jacobian.follow import Call
+
+Part = slice | torch.Tensor
+"""Some samples of a run: a range, or their indices."""
+Build = Callable[[torch.Tensor, Part], list[Term]]
+
+
+@dataclass
+class Recipe:
+    """`G[v, n, *output] = einsum(build(delta, part))`, with V and N as the labels of columns and samples.
+
+    `delta [V, b, *one]` is the cotangent at the operation's output for the samples `part`, each exposed as a batch of
+    one; `finish` brings what the output labels enumerate (`[*lead, *output]`) into the parameter's shape.
+    """
+
+    output: str
+    build: Build
+    finish: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    reads: tuple[torch.Tensor, ...] = ()
+    work: int = 0
+    """How many numbers `build` makes for one sample, beyond what the run kept anyway."""
+    joins: bool = True
+    """Whether several such shares of one parameter may be stacked and contracted together."""
+    rows: Callable[[Part], torch.Tensor] | None = None
+    """Where the first label of the output counts entries of each sample: `[b, u]`, the rows of the parameter that they
+    are added to, no row twice in a sample; one behind the last drops an entry."""
+
+
+@dataclass
+class Site:
+    """One operation at which a parameter meets samples: the call, where they are in its output, how to read values."""
+
+    call: Call
+    axis: Axis
+    value: Callable[[torch.Tensor], torch.Tensor]
+
+    def exposed(self, x: torch.Tensor, axis: Axis, part: Part) -> torch.Tensor:
+        return axis.expose(self.value(x), self.call.n)[part]
+
+
+FactorRule = Callable[[Site, torch.Tensor], Recipe | None]
+RULES: dict[str, FactorRule] = {}
+
+
+def rule(*names: str) -> Callable[[FactorRule], FactorRule]:
+    def register(fn: FactorRule) -> FactorRule:
+        RULES.update(dict.fromkeys(names, fn))
+        return fn
+
+    return register
+
+
+def find(name: str) -> FactorRule | None:
+    """The fast rule of a function, by its name."""
+    return RULES.get(name, product if name in PARSERS else None)
+
+
+def product(site: Site, param: torch.Tensor) -> Recipe | None:
+    """Any product or sum that can be written as an einsum: swap the parameter for the cotangent."""
+    call = site.call
+    parsed = equation(call.name, call.args, call.kwargs)
+    if parsed is None:
+        return None
+    added = [factor for x, factor in parsed.added if x is param]
+    at = [i for i, x in enumerate(parsed.operands) if x is param]
+    if len(at) + len(added) != 1:
+        return None
+    if added:
+        labels, scale, others = parsed.output[len(parsed.output) - param.ndim :], added[0], []
+    else:
+        labels, scale = parsed.inputs[at[0]], parsed.scale
+        others = [(parsed.inputs[i], x) for i, x in enumerate(parsed.operands) if i != at[0]]
+    if isinstance(scale, torch.Tensor):
+        return None
+    sample = None if site.axis.dim is None else parsed.output[site.axis.dim]
+    axes = [axis_of(site, x, inputs, sample) for inputs, x in others]
+    sizes = dict(zip(labels, param.shape, strict=True))
+    output = "".join(c for c in labels if sizes[c] != 1)
+
+    def build(delta: torch.Tensor, part: Part) -> list[Term]:
+        terms: list[Term] = [("VN" + parsed.output, delta if scale == 1 else delta * scale)]
+        for (inputs, x), axis in zip(others, axes, strict=True):
+            terms.append((inputs, site.value(x)) if axis is None else ("N" + inputs, site.exposed(x, axis, part)))
+        seen = {c for inputs, x in terms for c, size in zip(inputs, x.shape, strict=True) if size != 1}
+        terms += [(c, delta.new_ones(sizes[c])) for c in output if c not in seen]  # summed in the parameter alone
+        return terms
+
+    return Recipe(output, build, reads=tuple(x for _, x in others))
+
+
+def axis_of(site: Site, x: torch.Tensor, labels: str, sample: str | None) -> Axis | None:
+    """Where an operand has its samples; a constant may have an entry for each of them too."""
+    axis = site.call.place(x)
+    if axis is None and sample is not None and sample in labels and x.shape[labels.index(sample)] != 1:
+        return site.axis.at(labels.index(sample))
+    return axis if isinstance(axis, Axis) else None
+
+
+def aligned(axis: Axis, param: torch.Tensor, n: int) -> Recipe:
+    """A parameter with an entry for each sample: the share of sample n is in entry n only."""
+
+    def build(delta: torch.Tensor, part: Part) -> list[Term]:
+        eye = torch.eye(n, dtype=delta.dtype, device=delta.device)[part]
+        return [("VN" + LETTERS[: delta.ndim - 2], delta), ("Nz", eye)]
+
+    def finish(share: torch.Tensor, lead: int) -> torch.Tensor:
+        """`[*lead, n, *one]` into the layout of the parameter."""
+        one = [axis.width if d == axis.dim else size for d, size in enumerate(param.shape)]
+        return axis.restore(share.reshape((*share.shape[:lead], n, *one)), n, lead)
+
+    return Recipe("z" + LETTERS[: param.ndim], build, finish, joins=False)

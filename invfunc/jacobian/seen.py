@@ -1,0 +1,45 @@
+"""One call of a torch function, with what is known of the tensors that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc.jacobian.calls import in_place, produced_by
+from invfunc.jacobian.tags import Derived, Sampled
+
+
+@dataclass
+class Seen:
+    """One call of a torch function as the trace sees it, with what is known of what it reads."""
+
+    name: str
+    func: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    read: list[torch.Tensor]
+    tags: dict[int, Derived | Sampled]
+
+    @property
+    def writes(self) -> bool:
+        return in_place(self.func)
+
+    @property
+    def params(self) -> dict[int, torch.Tensor]:
+        """Parameters among what it reads that a derivative reaches."""
+        if not torch.is_grad_enabled():
+            return {}
+        return {id(x): x for x in self.read if isinstance(self.tags.get(id(x)), Derived)}
+
+    @property
+    def sampled(self) -> list[Sampled]:
+        return [tag for tag in self.tags.values() if isinstance(tag, Sampled)]
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+    def produced(self, out: Any) -> list[torch.Tensor]:
+        return [self.args[0]] if self.name == "setitem" else produced_by(out)

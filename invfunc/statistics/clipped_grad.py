@@ -1,0 +1,64 @@
+"""The sum of the shares, each clipped by its norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from invfunc.errors import ArgumentError
+from invfunc.jacobian.measures import ClippedSum
+from invfunc.jacobian.problem import Indices, InDims
+from invfunc.transform import Statistic, describe
+
+
+def clipped_grad(
+    f: Callable,
+    max_norm: float,
+    *,
+    samples: Indices | None = None,
+    argnums: int | tuple[int, ...] = 0,
+    in_dims: InDims = 0,
+    has_aux: bool = False,
+) -> Statistic:
+    """The gradient with the share of each sample clipped to a norm, and the norms before.
+
+        G = batch_grad(f)(params, *batch)                                       # a dict, say
+        norms = sum(g.flatten(1).square().sum(1) for g in G.values()).sqrt()    # [N], over all parameters
+        {name: torch.einsum("n...,n->...", g, (max_norm / norms).clamp(max=1)) for name, g in G.items()}, norms
+
+    Warning: a mean loss puts 1/N into every share, and so into the norms that are compared with `max_norm`. Return the
+    `[N]` losses, and divide the result by N where a mean is wanted:
+
+        losses = lambda params, x, y: F.cross_entropy(model(params, x), y, reduction="none")
+        clipped, norms = clipped_grad(losses, max_norm=1.0)(params, x, y)
+
+    Args:
+        f: a loss function `f(params, *batch)`, better `[N]`-valued than scalar.
+        max_norm: the largest norm of a share, above 0.
+        samples, argnums, in_dims, has_aux: as in `batch_grad`. With several argnums the norm is over all of them.
+
+    Returns:
+        A function `(params, *batch) -> (grad, norms)`: a tree like the parameters in the unit of loss / parameter, and
+        the `[N]` norms of the shares over all parameters before clipping; with has_aux `(grad, norms, aux)`.
+
+    Raises:
+        ArgumentError: `max_norm` is not above 0; and as in `batch_grad`.
+        SampleAxisError: as in `batch_grad`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda w, x, y: (x @ w - y).square()
+        >>> invfunc.clipped_grad(f, 4.0)(torch.tensor([1.0]), torch.tensor([[1.0], [2.0]]), torch.zeros(2))
+        (tensor([6.]), tensor([2., 8.]))
+
+    Composes with: `chunked` over samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
+
+    Cost: one backward pass, whose cotangents are kept, the norms as in `batch_l2_grad`, and the weighted sum. The
+    shares of all samples are never in memory together.
+
+    Source: Abadi et al., "Deep learning with differential privacy", CCS 2016; Lee and Kifer, "Scaling up differentially
+    private deep learning with fast per-example gradient clipping", PoPETs 2021.
+    """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
+        raise ArgumentError(f"clipped_grad({describe(f)}, max_norm={max_norm!r}): max_norm has to be a number above 0.")
+    options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
+    return Statistic("clipped_grad", f, ClippedSum(max_norm), **options)

@@ -1,0 +1,269 @@
+"""What fused functions of torch are written out as equals them: values, gradients and random numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from invfunc import SampleAxisError, tree
+from invfunc.jacobian.compositions import COMPOSITIONS
+from invfunc.testing import assert_trees_close
+from tests.laws import assert_every_path_equals_the_loop, moved
+from tests.strategies import SIZES, Case, Numbers
+
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-4}
+LAYERS = {
+    "lstm": (nn.LSTM, {}),
+    "gru": (nn.GRU, {}),
+    "rnn_tanh": (nn.RNN, {"nonlinearity": "tanh"}),
+    "rnn_relu": (nn.RNN, {"nonlinearity": "relu"}),
+}
+CELLS = {
+    "lstm_cell": (nn.LSTMCell, {}),
+    "gru_cell": (nn.GRUCell, {}),
+    "rnn_tanh_cell": (nn.RNNCell, {"nonlinearity": "tanh"}),
+    "rnn_relu_cell": (nn.RNNCell, {"nonlinearity": "relu"}),
+}
+MODES = ["sum", "weighted", "mean", "max"]
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+
+
+class WrittenOut(TorchFunctionMode):
+    """Calls of the functions that have a composition run as that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = func.__name__
+        if name in COMPOSITIONS:
+            self.called.append(name)
+        return COMPOSITIONS.get(name, func)(*args, **(kwargs or {}))
+
+
+@dataclass
+class Calls:
+    """`f(*args)`; the floating-point tensors among the arguments are differentiated."""
+
+    called: str
+    f: Any
+    args: Any
+
+    def __repr__(self) -> str:
+        return self.called
+
+    def outcome(self, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, torch.Tensor]:
+        """Values, gradients in a direction, and the state of the generator."""
+        args = tree.map_tensors(
+            lambda x: x.clone().requires_grad_(x.is_floating_point()), moved(self.args, dtype, device)
+        )
+        torch.manual_seed(1)
+        values = self.f(*args)
+        state, rand = torch.get_rng_state(), Numbers(2)
+        total = sum((z * rand(*z.shape).to(z)).sum() for z in tree.tensors(values))
+        slopes = torch.autograd.grad(total, [x for x in tree.tensors(args) if x.requires_grad])
+        return tree.map_tensors(torch.Tensor.detach, values), slopes, state
+
+    def assert_equals_torch(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
+        with torch.random.fork_rng():
+            values, slopes, state = self.outcome(device, dtype)
+            with WrittenOut() as mode:
+                found, found_slopes, found_state = self.outcome(device, dtype)
+        assert mode.called == [name]
+        assert_trees_close(found, values, EXACT[dtype])
+        assert_trees_close(found_slopes, slopes, EXACT[dtype])
+        assert torch.equal(found_state, state)
+
+
+def with_weights(module: nn.Module, rand: Numbers) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A module as a function of its weights too, and weights for it."""
+    weights = {name: rand(*p.shape) for name, p in module.named_parameters()}
+    return lambda weights, *args: torch.func.functional_call(module, weights, args), weights
+
+
+@st.composite
+def layers(draw, name: str) -> Calls:
+    """A recurrent module with drawn options, batched or not, with initial states or without."""
+    rand, (make, options) = Numbers(), LAYERS[name]
+    steps, n, width, hidden = draw(SIZES), draw(SIZES), draw(SIZES), draw(st.integers(2, 4))
+    number, two, first, unbatched = draw(st.integers(1, 3)), *(draw(st.booleans()) for _ in range(3))
+    options = options | {"num_layers": number, "bidirectional": two, "batch_first": first, "bias": draw(st.booleans())}
+    options["dropout"] = draw(st.sampled_from([0.0, 0.4, 1.0])) if number > 1 else 0.0
+    if name == "lstm":
+        options["proj_size"] = draw(st.integers(0, hidden - 1))
+    module = make(width, hidden, **options).train(draw(st.booleans()))
+    f, weights = with_weights(module, rand)
+    x = rand(steps, width) if unbatched else rand(*((n, steps) if first else (steps, n)), width)
+    args: list[Any] = [weights, x]
+    if draw(st.booleans()):
+        batch = [number * (1 + two), *([] if unbatched else [n])]
+        h, c = rand(*batch, options.get("proj_size") or hidden), rand(*batch, hidden)
+        args.append((h, c) if name == "lstm" else h)
+    return Calls(f"{module}, train={module.training}, {len(args)} arguments, {tuple(x.shape)}", f, args)
+
+
+@st.composite
+def cells(draw, name: str) -> Calls:
+    """A cell with drawn options, batched or not, with a state or without."""
+    rand, (make, options) = Numbers(), CELLS[name]
+    n, width, hidden = draw(st.lists(SIZES, max_size=1)), draw(SIZES), draw(SIZES)
+    f, weights = with_weights(make(width, hidden, bias=draw(st.booleans()), **options), rand)
+    args: list[Any] = [weights, rand(*n, width)]
+    if draw(st.booleans()):
+        args.append((rand(*n, hidden), rand(*n, hidden)) if name == "lstm_cell" else rand(*n, hidden))
+    return Calls(f"{name} with {len(args)} arguments, hidden {hidden}, bias {len(weights) > 2}", f, args)
+
+
+@st.composite
+def bags(draw, mode: str) -> Calls:
+    """Bags of few words with equal entries; one bag has nothing but the padding, where there is one."""
+    rand, many = Numbers(draw(st.integers(0, 9))), draw(SIZES)
+    words, padding = rand.below(many, draw(SIZES), draw(SIZES)), draw(st.none() | st.integers(-many, many - 1))
+    if padding is not None:
+        words = torch.cat([words, torch.full_like(words[:1], padding % many)])
+    options = {"mode": "sum" if mode == "weighted" else mode, "padding_idx": padding}
+    args = [words, rand.below(2, many, draw(SIZES)).double(), *([rand(*words.shape)] if mode == "weighted" else [])]
+
+    def f(words: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+        return F.embedding_bag(words, weight, per_sample_weights=scales, **options)
+
+    return Calls(f"{mode} of bags, padding_idx={padding}, words {words.tolist()}", f, args)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_layers_equal_torch(name, data, device, dtype):
+    """CUDA draws the masks of dropout in a sequence of its own."""
+    if device.type == "cuda":
+        calls = data.draw(layers(name).filter(lambda c: "dropout" not in c.called or "train=False" in c.called))
+    else:
+        calls = data.draw(layers(name))
+    calls.assert_equals_torch(name, device, dtype)
+
+
+@pytest.mark.parametrize("name", CELLS)
+@given(data=st.data())
+def test_cells_equal_torch(name, data, device, dtype):
+    data.draw(cells(name)).assert_equals_torch(name, device, dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_bags_equal_torch(mode, data, device, dtype):
+    data.draw(bags(mode)).assert_equals_torch("embedding_bag", device, dtype)
+
+
+def test_dropout_draws(device):
+    """The law of the layers cannot pass because nothing is drawn."""
+    x, module = Numbers()(3, 2, 4).to(device), nn.LSTM(4, 4, num_layers=2, dropout=0.5).double().to(device)
+    with torch.random.fork_rng(), WrittenOut():
+        torch.manual_seed(0)
+        one, same, other = (module(x)[0] for seed in (0, 0, 1) if torch.manual_seed(seed))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+class TestSamplesAreFollowed:
+    """Every path through a composition gives the shares of the plain loop."""
+
+    @pytest.mark.parametrize("name", LAYERS)
+    @settings(max_examples=3)
+    @given(data=st.data())
+    def test_in_layers(self, name, data, device, dtype):
+        rand, several = Numbers(), name == "lstm"
+        n, steps, width, hidden, number = (data.draw(st.integers(1, 3)) for _ in range(5))
+        two, first, bias = (data.draw(st.booleans()) for _ in range(3))
+        options = LAYERS[name][1] | ({"proj_size": data.draw(st.integers(0, hidden - 1))} if several else {})
+        module = LAYERS[name][0](width, hidden, number, bias=bias, bidirectional=two, **options)
+        at = [rand(*p.shape) for p in module._flat_weights]
+        x = rand(*((n, steps) if first else (steps, n)), width)
+        sizes = [options.get("proj_size") or hidden, hidden][: 1 + several]
+        states = [rand(number * (1 + two), n, size) for size in sizes]
+
+        def f(weights: Any, x: torch.Tensor, *hx: torch.Tensor) -> torch.Tensor:
+            state = hx if several else hx[0]
+            y, *last = COMPOSITIONS[name](x, state, weights, bias, number, 0.0, True, two, first)
+            ours = [y if first else y.transpose(0, 1), *(h.transpose(0, 1) for h in last)]
+            return torch.cat([z.flatten(1) for z in ours], 1)
+
+        case = Case(f"{module}", f, at, (x, *states), (0 if first else 1, *[1] * len(states)))
+        assert_every_path_equals_the_loop(case, device, dtype)
+
+    @pytest.mark.parametrize("name", CELLS)
+    @settings(max_examples=3)
+    @given(n=SIZES, width=SIZES, hidden=SIZES, bias=st.booleans())
+    def test_in_cells(self, name, n, width, hidden, bias, device, dtype):
+        rand, several = Numbers(), name == "lstm_cell"
+        module = CELLS[name][0](width, hidden, bias=bias, **CELLS[name][1])
+        weights = [rand(*p.shape) for p in module.parameters()]
+
+        def f(weights: Any, x: torch.Tensor, *hx: torch.Tensor) -> torch.Tensor:
+            out = COMPOSITIONS[name](x, hx if several else hx[0], *weights)
+            return torch.cat(out, 1) if several else out
+
+        inputs = (rand(n, width), *(rand(n, hidden) for _ in range(1 + several)))
+        assert_every_path_equals_the_loop(Case(f"{module}", f, weights, inputs, (0,) * len(inputs)), device, dtype)
+
+    @pytest.mark.parametrize("mode", MODES)
+    @settings(max_examples=5)
+    @given(n=SIZES, length=SIZES, padding=st.none() | st.integers(-3, 2))
+    def test_in_bags(self, mode, n, length, padding, device, dtype):
+        rand, weighted = Numbers(), mode == "weighted"
+
+        def f(weight: torch.Tensor, words: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+            options = {"mode": "sum" if weighted else mode, "padding_idx": padding}
+            return COMPOSITIONS["embedding_bag"](words, weight, per_sample_weights=(*scales, None)[0], **options)
+
+        inputs = (rand.below(3, n, length), *([rand(n, length)] if weighted else []))
+        case = Case(f"{mode} of bags", f, rand(3, 2), inputs, (0,) * len(inputs))
+        assert_every_path_equals_the_loop(case, device, dtype)
+
+
+WORDS, TABLE = torch.zeros(2, 3, dtype=torch.long), torch.ones(4, 2)
+REFUSED = {
+    "offsets": ({"input": WORDS[0], "offsets": torch.tensor([0, 2])}, "different lengths ... [N, L] ... padding_idx"),
+    "nested": ({"input": torch.nested.nested_tensor([WORDS[0]], layout=torch.jagged)}, "different lengths ... [N, L]"),
+    "max_norm": ({"max_norm": 1.0}, "max_norm depends on which indices the whole batch has"),
+    "scale_grad_by_freq": ({"scale_grad_by_freq": True}, "scale_grad_by_freq depends on which indices"),
+}
+
+
+class TestErrors:
+    @pytest.mark.parametrize("name", LAYERS)
+    def test_packed_sequences_are_refused(self, name):
+        module = LAYERS[name][0](2, 3, **LAYERS[name][1])
+        packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+        text = f"`{name}`: a packed sequence.*Pad the sequences to the same length and mask the loss"
+        with WrittenOut(), pytest.raises(SampleAxisError, match=text):
+            module(packed)
+
+    @pytest.mark.parametrize("options, text", REFUSED.values(), ids=REFUSED)
+    def test_bags_that_mix_samples_are_refused(self, options, text):
+        pattern = ".*".join(re.escape(words) for words in f"`embedding_bag`:  ... {text}".split(" ... "))
+        with WrittenOut(), pytest.raises(SampleAxisError, match=pattern):
+            F.embedding_bag(**{"input": WORDS, "weight": TABLE, "mode": "sum"} | options)
+
+    @pytest.mark.parametrize("options", [{"mode": "median"}, {"mode": "max", "per_sample_weights": TABLE}])
+    def test_options_that_torch_refuses(self, options):
+        with WrittenOut(), pytest.raises(ValueError, match=f"embedding_bag: mode is '{options['mode']}'"):
+            F.embedding_bag(WORDS, TABLE, **options)
+
+    @pytest.mark.parametrize("x, h", [((3, 2), (1, 1, 3)), ((5, 4, 2), (1, 1, 3)), ((5, 4, 2), (1, 3))])
+    def test_shapes_that_torch_refuses(self, x, h):
+        weights = nn.GRU(2, 3)._flat_weights
+        with pytest.raises(
+            ValueError,
+            match=re.escape(f"gru: the input has three dimensions and one state for each sample; got {x}, {h}"),
+        ):
+            COMPOSITIONS["gru"](torch.ones(x), torch.ones(h), weights, True, 1, 0.0, False, False, False)
