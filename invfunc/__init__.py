@@ -12,6 +12,7 @@ from invfunc.errors import (
     SplitError,
 )
 from invfunc.functional import functional
+from invfunc.operation import operation
 from invfunc.outputs import outputs
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.statistics.batch_jacobian import batch_jacobian
@@ -43,6 +44,7 @@ __all__ = [
     "functional",
     "grad_and_variance",
     "gram",
+    "operation",
     "outputs",
     "sum_grad_squared",
     "variance",

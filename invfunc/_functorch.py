@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
+from torch.overrides import _get_current_function_mode_stack
 
 
 def transforming() -> bool:
@@ -22,6 +23,11 @@ def innermost(x: torch.Tensor) -> torch.Tensor:
     while _C.is_functorch_wrapped_tensor(x):
         x = _C.get_unwrapped(x)
     return x.detach()
+
+
+def under(kind: type) -> bool:
+    """Whether a torch function mode of some kind is active."""
+    return any(isinstance(mode, kind) for mode in _get_current_function_mode_stack())
 
 
 @contextmanager

@@ -161,6 +161,7 @@ class Engine:
         with loss, active(splitter):
             assert problem.loss is not None
             result = problem.loss(outputs, problem.target(loss))
+        loss.watcher = loss.after = None  # no cycle that keeps the outputs alive
         check_loss(loss, result, "the loss")
         made = hessian(self.scope, result, list(splitter.roots.values()), splitter.pieces, problem.n)
         aux = runs[0].aux

@@ -285,7 +285,7 @@ class Trace(TorchFunctionMode):
             return
         call = replace(call, out=torch.empty(call.out.shape, device="meta"))  # its values need not be kept
         site = Site(call, axis, self.scope.leave)
-        rule = rules.find(call.name) if self.fast else None
+        rule = rules.find(call) if self.fast else None
         for x in params.values():
             tag = self.tag(x)
             assert isinstance(tag, Derived)

@@ -1,6 +1,7 @@
 """Tools for those who test and measure what they build with this library."""
 
 from invfunc.testing.memory import peak_memory, return_freed_memory
+from invfunc.testing.operations import check_operation
 from invfunc.testing.oracles import (
     assert_trees_close,
     dense_diag_ggn,
@@ -16,6 +17,7 @@ from invfunc.testing.oracles import (
 
 __all__ = [
     "assert_trees_close",
+    "check_operation",
     "dense_diag_ggn",
     "loop_batch_grad",
     "loop_batch_jacobian",

@@ -98,7 +98,7 @@ def follow(call: Call) -> Place | list[Place]:
         return total(call)
     if any(place is TOTAL for _, place in call.samples):
         raise Mixed("it combines a sum over the samples with tensors that keep them apart")
-    found = find(call.name)
+    found = getattr(call.func, "follow", None) or find(call.name)  # one's own operations say it themselves
     if call.n == 1:  # nothing to mix, and everything is of the one sample
         return Axis(None)
     if found is None:

@@ -62,9 +62,10 @@ def rule(*names: str) -> Callable[[FactorRule], FactorRule]:
     return register
 
 
-def find(name: str) -> FactorRule | None:
-    """The fast rule of a function, by its name."""
-    return RULES.get(name, product if name in PARSERS else None)
+def find(call: Call) -> FactorRule | None:
+    """The fast rule of a function, by its name; one's own operations bring theirs."""
+    own = getattr(call.func, "recipe", None)
+    return own or RULES.get(call.name, product if call.name in PARSERS else None)
 
 
 def product(site: Site, param: torch.Tensor) -> Recipe | None:
