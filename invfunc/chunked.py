@@ -44,10 +44,10 @@ def chunked(
             `@chunked(n=16)`.
         n: the number of passes, at least 1; more than the axis is long are as many as it is long. Chunks may be ragged.
         chunk_size: in place of n, the length of a chunk. With neither (or None), f is returned as it is.
-        over: of a statistic: `"outputs"` (the columns of the loss Hessian; default for the GGN family: one forward
-            pass, kept), `"samples"` (default for first-order statistics: the model part is run chunk by chunk, the
-            loss part once on all outputs, so that means, weights and ignore_index keep their scale) or `"params"`
-            (leaf by leaf). A plain function has `"samples"` only.
+        over: of a statistic: `"outputs"` (the columns of the loss Hessian or of the outputs; default for the GGN family
+            and `batch_jacobian`: one forward pass, kept), `"samples"` (default for first-order statistics: the model
+            part is run chunk by chunk, the loss part once on all outputs, so that means, weights and ignore_index keep
+            their scale) or `"params"` (leaf by leaf; all that `gram` has). A plain function has `"samples"` only.
         fold: of a plain function: how the results of the chunks become one: `"cat"` along `out_dims`, `"sum"` or
             `"mean"`; or a pytree prefix of the output of these.
         in_dims, out_dims, has_aux: of a plain function: where its batch arguments and outputs have their samples; aux

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,15 +28,26 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
 
 def tensors(tree: Tree) -> list[torch.Tensor]:
     """The tensors among the leaves."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if type(tree) in (tuple, list):  # without torch's detour, which takes ten times as long for arguments of a call
-        return [x for branch in tree for x in tensors(branch)]
-    if type(tree) is dict:
-        return [x for branch in tree.values() for x in tensors(branch)]
-    if tree is None or isinstance(tree, (bool, int, float, str)):
-        return []
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    _gather((tree,), found)
+    return found
+
+
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, slice}
+
+
+def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
+    """For the arguments of a call, a tenth of the time of torch's own walk."""
+    for branch in branches:
+        kind = type(branch)
+        if kind is torch.Tensor:
+            found.append(branch)
+        elif kind is tuple or kind is list:
+            _gather(branch, found)
+        elif kind is dict:
+            _gather(branch.values(), found)
+        elif kind not in _PLAIN:
+            found.extend(leaf for leaf in pytree.tree_leaves(branch) if isinstance(leaf, torch.Tensor))
 
 
 def broadcast(prefix: Tree, tree: Tree) -> list[Any] | None:

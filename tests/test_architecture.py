@@ -18,9 +18,9 @@ from invfunc import _functorch
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
 FLOORS = [
-    {"errors", "tree", "_functorch"},
+    {"errors", "tree", "_functorch", "_pages"},
     {"jacobian"},
-    {"transform", "chunked", "outputs", "functional"},
+    {"transform", "chunked", "outputs", "functional", "operation"},
     {"statistics"},
     {"__init__"},
     {"testing", "_tour", "_tour_picture", "__main__"},

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import opt_einsum
 import torch
+
+from invfunc._functorch import transforming
+from invfunc._pages import room
 
 Term = tuple[str, torch.Tensor]
 """Labels and a tensor: V enumerates columns, N samples, lower-case letters the rest."""
@@ -63,7 +67,8 @@ def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     rows, columns = [c for c in left if c not in right], [c for c in right if c not in left]
     if not summed or not (rows or columns):
         order = [*output, *summed]
-        product = _ordered(x, left, order) * _ordered(y, right, order)
+        x, y = _ordered(x, left, order), _ordered(y, right, order)
+        product = torch.mul(x, y, out=_room(torch.broadcast_shapes(x.shape, y.shape), x, y))
         return product.sum(list(range(len(output), len(order)))) if summed else product
     sizes = dict(zip(left + right, (*x.shape, *y.shape), strict=True))
     ordered = not columns or (rows and output.index(rows[0]) < output.index(columns[0]))
@@ -74,10 +79,18 @@ def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     y = y.permute([right.index(c) for c in (*batch, *columns, *summed)])
     b, k = (math.prod(sizes[c] for c in group) for group in (batch, summed))
     x, y = x.reshape(b, -1, k), y.reshape(b, -1, k)
-    product = torch.bmm(x, y.mT) if b > 1 else torch.mm(x[0], y[0].T)
+    out = _room((b, x.shape[1], y.shape[1]), x, y)
+    product = torch.bmm(x, y.mT, out=out) if b > 1 else torch.mm(x[0], y[0].T, out=None if out is None else out[0])
     order = [*batch, *rows, *columns]
     product = product.reshape([sizes[c] for c in order])
     return product.permute([order.index(c) for c in output])
+
+
+def _room(shape: Sequence[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+    """Where a large result that nobody differentiates can be written."""
+    if x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming():
+        return None
+    return room(list(shape), x)
 
 
 _NARROW = 128
