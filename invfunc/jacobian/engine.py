@@ -89,6 +89,7 @@ class Engine:
             if b == self.problem.n:
                 self.runner.check_part(run)
                 aux = run.aux
+            run.part = WHOLE  # the columns are those of its outputs alone
             self._consume(run, [self._units(run)])
         if self.problem.has_aux and len(parts) > 1:
             aux = self.runner.model(WHOLE, self.problem.n, tapped=False).aux

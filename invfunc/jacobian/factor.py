@@ -161,7 +161,8 @@ class Factor:
         instances = 2 * _instantiated(terms, present("VN" + self.output, terms)) + (v * n) ** 2 * self._entries(terms)
         if not self.recipe.rows and cost(pairs, both) < instances and largest(pairs, both) < 4 * self.budget:
             return contract(pairs, both).reshape(v, n, v, n)
-        last = next((c for c in reversed(self.output) if any(c in labels for labels, _ in terms)), "")
+        free = self.output[1:] if self.recipe.rows else self.output  # entries that land in rows stay together
+        last = next((c for c in reversed(free) if any(c in labels for labels, _ in terms)), "")
         width = _sizes(terms, last)[0] if last else 1
         rows = self.tap.param.shape[0] if self.recipe.rows else 1
         per = v * n * max(1, rows * self._entries(terms) // max(1, width))

@@ -154,7 +154,7 @@ class ClippedSum(Measure):
 
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
         assert joint is not None
-        return (shares.weighted(torch.where(joint > self.max_norm, self.max_norm / joint, 1)),)
+        return (shares.weighted((joint / self.max_norm).clamp(min=1).reciprocal()),)
 
     def assemble(self, found: Finished) -> Any:
         return found.unflatten(found.leaves), found.joint

@@ -123,6 +123,8 @@ def problem(
 def _places(samples: Any, n: int) -> list[int]:
     """The samples that were chosen, counted from 0."""
     wanted = "wanted is a sequence of ints, or a tensor [S] of them"
+    if isinstance(samples, (list, tuple)) and any(isinstance(i, bool) for i in samples):
+        samples = torch.tensor(samples, dtype=torch.bool)
     if isinstance(samples, torch.Tensor):
         if samples.dtype == torch.bool:
             raise ArgumentTypeError("samples is a mask, but has to have indices: pass its nonzero().squeeze(1).")
