@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch.overrides import _get_current_function_mode_stack
 
@@ -23,6 +24,11 @@ def innermost(x: torch.Tensor) -> torch.Tensor:
     while _C.is_functorch_wrapped_tensor(x):
         x = _C.get_unwrapped(x)
     return x.detach()
+
+
+def checkpointing() -> bool:
+    """Whether hooks take the place of saved tensors, as those of torch.utils.checkpoint do."""
+    return _autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def under(kind: type) -> bool:

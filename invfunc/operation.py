@@ -13,6 +13,7 @@ from invfunc._functorch import under
 from invfunc.errors import ArgumentError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.contract import Term
+from invfunc.jacobian.equations import LETTERS
 from invfunc.jacobian.follow import Call, Mixed, Place, Unknown
 from invfunc.jacobian.rules import Part, Recipe, Site
 from invfunc.jacobian.trace import Trace
@@ -136,7 +137,7 @@ class Operation:
             return rule(delta.squeeze(2), *args, **kwargs)
 
         nothing = torch.zeros(1, 1, 1, *call.out.shape[1:], dtype=param.dtype, device=param.device)
-        inputs, output = self._labels(factors(nothing, slice(0, 1))[0], param)
+        inputs, output = self._labels(param, *factors(nothing, slice(0, 1)))
 
         def build(delta: torch.Tensor, part: Part) -> list[Term]:
             _, *operands = factors(delta, part)
@@ -145,15 +146,26 @@ class Operation:
         reads = tuple(x for x in tree.tensors((call.args, call.kwargs)) if x is not param)
         return Recipe(output, build, reads=reads)
 
-    def _labels(self, equation: Any, param: torch.Tensor) -> tuple[list[str], str]:
-        inputs, arrow, output = str(equation).replace(" ", "").partition("->")
-        if not isinstance(equation, str) or not arrow or len(output) != param.ndim or set(output) & {"v", "n"}:
+    def _labels(self, param: torch.Tensor, equation: Any, *operands: torch.Tensor) -> tuple[list[str], str]:
+        """Those of the core: V and N for v and n, other lower-case letters for the rest."""
+        left, _, output = str(equation).replace(" ", "").partition("->")
+        inputs = left.split(",")
+        others = sorted({c for c in left if c.isalpha()} - {"v", "n"})
+        names = {"v": "V", "n": "N", **dict(zip(others, LETTERS, strict=False))}
+        fits = len(inputs) == len(operands) and len(others) <= len(LETTERS)
+        fits = fits and all(set(labels) <= names.keys() for labels in inputs)
+        fits = fits and all(len(labels) == x.ndim for labels, x in zip(inputs, operands, strict=True))
+        sizes = {
+            c: s for labels, x in zip(inputs, operands, strict=False) for c, s in zip(labels, x.shape, strict=False)
+        }
+        if not fits or set(output) & {"v", "n"} or [sizes.get(c) for c in output] != list(param.shape):
+            shapes = ", ".join(str(tuple(getattr(x, "shape", ()))) for x in operands)
             raise ArgumentError(
-                f"the rule of {self!r} returned the equation {equation!r}, but it has to be that of an einsum "
-                f"'...->...' whose output has a label for each of the {param.ndim} dimensions of the parameter, none "
-                "of them v or n."
+                f"the rule of {self!r} returned the equation {equation!r} with operands of shapes {shapes} (for one "
+                "column of one sample). It has to be that of an einsum whose operands have v and n where they depend "
+                f"on columns and samples, and whose output has the dimensions {tuple(param.shape)} of the parameter."
             )
-        return [labels.replace("v", "V").replace("n", "N") for labels in inputs.split(",")], output
+        return ["".join(names[c] for c in labels) for labels in inputs], "".join(names[c] for c in output)
 
     def position(self, argument: str | int) -> int:
         """Where an argument stands among the positional ones."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from invfunc._functorch import checkpointing
 from invfunc.errors import SampleAxisError
 
 # A step of a cell: from what the input adds to its gates, the state before and the weights to the next state
@@ -215,6 +216,11 @@ def composition(func: Callable) -> Callable[..., Any] | None:
     name = getattr(func, "__name__", "")
     if name.startswith("embedding") and getattr(func, "__module__", None) != "torch.nn.functional":
         return None  # torch's own take the same arguments in another order
+    if name in COMPOSITIONS and name != "embedding" and checkpointing():
+        raise SampleAxisError(
+            f"`{name}` is followed step by step, but what torch.utils.checkpoint computes again has to be the same "
+            "operations. Take it out of the checkpoint."
+        )
     return COMPOSITIONS.get(name)
 
 

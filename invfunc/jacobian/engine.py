@@ -232,7 +232,7 @@ class Engine:
         n, chosen = run.trace.n, self.problem.samples
         if chosen is None:
             return Samples(n)
-        if self.plan.asked("samples"):
+        if n < self.problem.n or self.plan.asked("samples"):
             chosen = sorted(i - run.start for i in chosen if run.start <= i < run.start + n)
         return Samples(n, torch.tensor(chosen, device=self.problem.leaves[0].device, dtype=torch.long))
 

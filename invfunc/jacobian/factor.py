@@ -119,7 +119,8 @@ class Factor:
             weight = [] if columns.weight is None else squeezed(widened([("NV", columns.weight[:, part].T)]))
             kept = present(self.kept, terms)
             if direct:  # nothing large is formed
-                more = contract(widened(twice(terms, right, self.output) + weight), kept)
+                pair = self._exact(twice(terms, right, self.output))
+                more = contract(widened(pair + weight), kept).to(terms[0][1].dtype)
             else:
                 instance = present("NV" + self.output, terms)
                 share, lead = contract(terms, instance), instance[: len(instance) - len(kept)]
@@ -133,7 +134,8 @@ class Factor:
         found = []
         for part, terms, direct in self._blocks("N"):
             if direct:  # the "ghost norm": products of positions with positions
-                norms = contract(twice(terms, terms, self.output), present("N", terms))
+                pair = self._exact(twice(terms, terms, self.output))
+                norms = contract(pair, present("N", terms)).clamp(min=0).to(terms[0][1].dtype)
             else:
                 share = contract(terms, present("N" + self.output, terms)).reshape(length(part), -1)
                 norms = share.square().sum(1)
@@ -160,7 +162,7 @@ class Factor:
         both = kept + kept.translate(str.maketrans("VN", "WM"))
         instances = 2 * _instantiated(terms, present("VN" + self.output, terms)) + (v * n) ** 2 * self._entries(terms)
         if not self.recipe.rows and cost(pairs, both) < instances and largest(pairs, both) < 4 * self.budget:
-            return contract(pairs, both).reshape(v, n, v, n)
+            return contract(self._exact(pairs), both).to(terms[0][1].dtype).reshape(v, n, v, n)
         free = self.output[1:] if self.recipe.rows else self.output  # entries that land in rows stay together
         last = next((c for c in reversed(free) if any(c in labels for labels, _ in terms)), "")
         width = _sizes(terms, last)[0] if last else 1
@@ -185,8 +187,15 @@ class Factor:
         parts = self.samples.parts(size, self.budget // 4)
         terms = self._terms(self.columns.left, parts[0])
         pair, kept = twice(terms, terms, self.output), present(kept, terms)
-        direct = bool(self.recipe.rows) or cost(pair, kept) < _instantiated(terms, present(instance, terms))
-        return parts, terms, direct
+        work = cost(pair, kept) * (1 if self._exact(pair) is pair else 2)
+        return parts, terms, bool(self.recipe.rows) or work < _instantiated(terms, present(instance, terms))
+
+    def _exact(self, pair: list[Term]) -> list[Term]:
+        """Products of positions with positions cancel: with the rounding of float64 what is left is still exact."""
+        inner = [c for labels, _ in pair for c in labels if c not in "VNMW" + self.output]
+        if len(set(inner)) == len(inner) or any(x.dtype != torch.float32 for _, x in pair):
+            return pair
+        return [(labels, x.double()) for labels, x in pair]
 
     def _blocks(self, kept: str) -> Iterator[tuple[Part, list[Term], bool]]:
         parts, terms, direct = self._way("NV" + self.output, kept)

@@ -97,11 +97,17 @@ class Scope:
             return [g for g in grads if g is not None]
 
         columns = [c for _, c in reached]
-        if batched and self.plain and not graph:  # torch.func does not know this older vmap, which needs less memory
-            return list(
-                torch.autograd.grad(ys, inputs, columns, is_grads_batched=True, retain_graph=True, allow_unused=True)
-            )
-        found = torch.vmap(pull)(*columns) if batched else pull(*columns)
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        try:
+            if (
+                batched and self.plain and not graph
+            ):  # torch.func does not know this older vmap, which needs less memory
+                return list(torch.autograd.grad(ys, inputs, columns, is_grads_batched=True, **options))
+            found = torch.vmap(pull)(*columns) if batched else pull(*columns)
+        except RuntimeError:  # no batching rule for a derivative
+            if not batched:
+                raise
+            found = [torch.stack(g) for g in zip(*(pull(*c) for c in zip(*columns, strict=True)), strict=True)]
         result: list[torch.Tensor | None] = [None] * len(inputs)
         for i, g in zip(used, found, strict=True):
             result[i] = g
@@ -120,6 +126,8 @@ class Scope:
             return
         last = lowest([y for y, _ in reached], {edge.node for edge in edges.values()})
         ends = {i: edge for i, edge in edges.items() if edge.node in last}
+        if not ends:
+            return
 
         def tell(grads: Any, i: int, edge: Any) -> None:
             if grads[edge.output_nr] is not None:

@@ -68,8 +68,9 @@ class Tap:
         def described(x: Any) -> Hashable:
             return (tuple(x.shape), x is self.param, call.place(x)) if isinstance(x, torch.Tensor) else repr(x)
 
-        arguments = tuple(described(x) for x in tree.leaves((call.args, call.kwargs)))
-        return id(self.param), call.name, self.axis, tuple(call.out.shape), arguments
+        leaves, structure = tree.flatten((call.args, call.kwargs))
+        arguments = repr(structure), tuple(described(x) for x in leaves)
+        return id(self.param), call.func, self.axis, tuple(call.out.shape), arguments, self.recipe.output
 
 
 class Tags:

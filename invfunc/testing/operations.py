@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from invfunc.errors import ArgumentTypeError
 from invfunc.jacobian.engine import Options
 from invfunc.operation import Operation
 from invfunc.statistics.batch_grad import batch_grad
@@ -36,6 +37,9 @@ def check_operation(op: Operation, *args: Any, samples: tuple[int, ...] = (0,), 
         >>> rule = scaled.share_of("weight")(lambda delta, x, weight: ("vni,ni->i", delta, x))
         >>> check_operation(scaled, torch.randn(3, 2), torch.randn(2))
     """
+    if not isinstance(op, Operation):
+        kind = type(op).__name__
+        raise ArgumentTypeError(f"check_operation(op, ...): op is of type {kind}, but has to be made by `operation`.")
     out = op(*args)
     n = len(out)
     alone = [op(*(x[i : i + 1] if at in samples else x for at, x in enumerate(args))) for i in range(n)]

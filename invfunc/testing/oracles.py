@@ -104,8 +104,8 @@ def loop_gram(f: Callable, *, per_parameter: bool = False, out_dims: int = 0, sa
         grams = []
         for j, p in zip(tree.leaves(jacobian(params, *inputs, **kwargs)), leaves, strict=True):
             outputs = j.shape[: j.ndim - p.ndim]
-            rows = j.reshape(-1, p.numel())
-            products = torch.stack([rows @ row for row in rows])
+            rows = j.reshape(outputs.numel(), p.numel())
+            products = torch.stack([rows @ row for row in rows]) if len(rows) else rows @ rows.T
             grams.append(products.reshape(*outputs, *outputs))
         return tree.unflatten(grams, structure) if per_parameter else sum(grams)
 
@@ -181,7 +181,8 @@ class _Run:
     def jacobian(self, outputs: Any) -> list[torch.Tensor]:
         """For each parameter `[numbers in the outputs, numbers in the parameter]`."""
         rows = [self.grad(y) for z in outputs for y in z.flatten()]
-        return [torch.stack([g.flatten() for g in found]) for found in zip(*rows, strict=True)]
+        empty = [x.new_zeros(0, x.numel()) for x in self.leaves]
+        return [torch.stack([g.flatten() for g in found]) for found in zip(*rows, strict=True)] if rows else empty
 
 
 def _chosen(shares: torch.Tensor, samples: Samples) -> torch.Tensor:

@@ -53,13 +53,16 @@ def norm(site: Site, param: torch.Tensor) -> Recipe | None:
     args, kwargs = tree.map_leaves(lambda a: None if id(a) in affine else a, (call.args, call.kwargs))
 
     def normalised(part: Part) -> torch.Tensor:
-        value = site.exposed(x, axis, part)
-        value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        value = _wide(site.exposed(x, axis, part))
         flat = value.flatten(0, 1) if len(labels) == 1 and name not in ("layer_norm", "rms_norm") else value
-        given, named = tree.map_leaves(lambda a: flat if a is x else a, (args, kwargs))
+        given, named = tree.map_tensors(lambda a: flat if a is x else _wide(site.value(a)), (args, kwargs))
         return call.func(*given, **named).reshape(value.shape)
 
     return _scale(site, labels, normalised, (x,))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 @rule("prelu")
