@@ -10,10 +10,10 @@ import torch
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
 from invfunc.jacobian.columns import Block, Columns, joined_block
-from invfunc.jacobian.factor import Columns as Pulled
-from invfunc.jacobian.factor import Deltas, Samples
 from invfunc.jacobian.measures import Measure, State
 from invfunc.jacobian.plan import Plan, even
+from invfunc.jacobian.pulled import Columns as Pulled
+from invfunc.jacobian.pulled import Deltas, Samples
 from invfunc.jacobian.runs import Run
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.shares import Shares

@@ -8,16 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from invfunc._functorch import innermost
-from invfunc.jacobian.factor import (
-    Columns,
-    Deltas,
-    Factor,
-    Samples,
-    length,
-    shifted_moments,
-    squares,
-    summed,
-)
+from invfunc.jacobian.factor import Factor, shifted_moments, squares, summed
+from invfunc.jacobian.pulled import Columns, Deltas, Samples, length
 from invfunc.jacobian.rules import Part
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.tags import Tap
