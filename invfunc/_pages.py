@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-_FRESH = 32 * 2**20
+FRESH = 32 * 2**20
 """Bytes from which on malloc takes fresh memory from the system each time."""
 
 
@@ -33,7 +33,7 @@ def _madvise() -> Callable[[int, int, int], Any] | None:
 def room(shape: list[int], like: torch.Tensor) -> torch.Tensor | None:
     """An empty tensor for a large result on the CPU; None where there is nothing to gain."""
     size = math.prod(shape) * like.element_size()
-    if size < _FRESH or like.device.type != "cpu" or (advise := _madvise()) is None:
+    if size < FRESH or like.device.type != "cpu" or (advise := _madvise()) is None:
         return None
     empty = torch.empty(shape, dtype=like.dtype)
     start = -(-empty.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

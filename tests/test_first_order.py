@@ -1,4 +1,4 @@
-"""batch_grad, sum_grad_squared and variance against the shares of a plain loop."""
+"""The statistics of the shares of a loss function against a plain loop."""
 
 import pytest
 import torch
@@ -7,18 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import tree
-from invfunc.testing.oracles import assert_trees_close, loop_batch_grad, loop_sum_grad_squared, loop_variance
+from invfunc import ArgumentError, ArgumentTypeError, chunked, tree
+from invfunc.testing.oracles import assert_trees_close, loop_batch_grad, loop_sum_grad_squared
+from tests.laws import OF_LOSSES
 from tests.networks import LOSSES, networks, samples_loss
 from tests.strategies import Numbers
 
 EXACT = 1e-10
-STATISTICS = {
-    "batch_grad": (invfunc.batch_grad, loop_batch_grad),
-    "sum_grad_squared": (invfunc.sum_grad_squared, loop_sum_grad_squared),
-    "variance": (invfunc.variance, loop_variance),
-}
-statistics = pytest.mark.parametrize("transform, loop", STATISTICS.values(), ids=STATISTICS)
+statistics = pytest.mark.parametrize("kind", OF_LOSSES.values(), ids=OF_LOSSES)
 losses = st.sampled_from(LOSSES)
 reductions = st.sampled_from([None, torch.sum, torch.mean])
 
@@ -79,12 +75,29 @@ class TestShares:
 @statistics
 class TestEveryStatistic:
     @given(networks(), losses, reductions)
-    def test_equals_the_loop(self, transform, loop, net, loss, reduction):
+    def test_equals_the_loop(self, kind, net, loss, reduction):
         f, args = samples_loss(net, loss), drawn(net, loss)
         scaled = (lambda *a: f(*a) / net.n) if reduction is torch.mean else f
-        assert_trees_close(transform(reduced(f, reduction))(*args), loop(scaled)(*args), EXACT)
+        assert_trees_close(kind.make(reduced(f, reduction))(*args), kind.loop(scaled)(*args), EXACT)
 
-    def test_is_zero_where_a_parameter_has_no_influence(self, transform, loop):
+    @given(st.data(), networks(), losses, reductions)
+    def test_does_not_depend_on_chunks(self, kind, data, net, loss, reduction):
+        args = drawn(net, loss)
+        f = samples_loss(net, loss)
+        if reduction is not None:
+            f = lambda p, x, y: loss(net.f(p, x), y, reduction.__name__)  # noqa: E731
+        t = divided = kind.make(f)
+        for over in data.draw(st.lists(st.sampled_from(kind.axes), min_size=1, max_size=2)):
+            divided = chunked(divided, data.draw(st.integers(1, 6)), over=over)
+        assert_trees_close(divided(*args), t(*args), EXACT)
+
+    def test_has_no_other_axes(self, kind):
+        for over in {"outputs", "samples", "params"} - {*kind.axes}:
+            with pytest.raises(ArgumentError, match=f"over='{over}'.*{', '.join(map(repr, kind.axes))}"):
+                chunked(kind.make(F.mse_loss), 2, over=over)
+        assert repr(chunked(kind.make(F.mse_loss), 2)).endswith(f"over='{kind.axes[0]}')")
+
+    def test_is_zero_where_a_parameter_has_no_influence(self, kind):
         rand = Numbers()
         params = {"used": rand(3), "unused": rand(2, 2), "cut": rand(3), "rounded": rand(3)}
         params["selected"] = rand(2, 3)
@@ -94,54 +107,68 @@ class TestEveryStatistic:
             return z.square()
 
         args = (params, rand(4, 3))
-        found = transform(f)(*args)
-        assert_trees_close(found, loop(f)(*args), EXACT)
-        assert not any(found[name].any() for name in ("unused", "cut", "rounded"))
-        assert not found["selected"].select(-2, 0).any() and found["selected"].any()
+        found = kind.make(f)(*args)
+        assert_trees_close(found, kind.loop(f)(*args), EXACT)
+        for part in found if isinstance(found, tuple) else (found,):
+            if isinstance(part, dict):
+                assert not any(part[name].any() for name in ("unused", "cut", "rounded"))
+                assert part["selected"].any()
+
+    def test_of_parameters_without_influence_is_zero(self, kind):
+        args = ({"a": Numbers()(2), "b": Numbers()()}, Numbers(1)(4, 3))
+        for f in (lambda p, x: x.sum(1), lambda p, x: x.sum(1) + p["a"].detach().sum()):
+            found = kind.make(f)(*args)
+            assert_trees_close(found, kind.loop(f)(*args), EXACT)
+            assert not any(leaf.any() for leaf in tree.leaves(found))
 
     @pytest.mark.parametrize(
         "aux",
         ["a string", None, 3, (), {"deep": [None, "string", (1.5,)]}, [torch.ones(2), {"t": torch.arange(3)}]],
         ids=repr,
     )
-    def test_hands_on_any_aux(self, transform, loop, aux):
+    def test_hands_on_any_aux_as_the_last(self, kind, aux):
         def f(w, x):
             return (x @ w).square(), aux
 
         args = (Numbers()(3), Numbers(1)(4, 3))
-        result, found = transform(f, has_aux=True)(*args)
-        assert_trees_close(result, loop(lambda *a: f(*a)[0])(*args), EXACT)
+        *result, found = kind.make(f, has_aux=True)(*args)
+        wanted = kind.loop(lambda *a: f(*a)[0])(*args)
+        assert_trees_close(tuple(result) if isinstance(wanted, tuple) else result[0], wanted, EXACT)
         assert tree.flatten(found)[1] == tree.flatten(aux)[1]
         for ours, theirs in zip(tree.leaves(found), tree.leaves(aux), strict=True):
             assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
 
-    def test_hands_on_aux_that_it_computed(self, transform, loop):
+    def test_hands_on_aux_that_it_computed(self, kind):
         def f(w, x):
             z = x @ w
             return z.square().mean(), {"outputs": z, "sum": z.sum()}
 
         w, x = Numbers()(3), Numbers(1)(4, 3)
-        _, aux = transform(f, has_aux=True)(w, x)
+        *_, aux = kind.make(f, has_aux=True)(w, x)
         assert_trees_close(aux, f(w, x)[1], EXACT)
         assert not any(a.requires_grad for a in aux.values())
 
     @pytest.mark.parametrize("argnums", [0, 1, -2, (0, 1), (1, 0), (-3,)], ids=str)
-    def test_takes_its_parameters_from_argnums(self, transform, loop, argnums):
+    def test_takes_its_parameters_from_argnums(self, kind, argnums):
         rand = Numbers()
         args = ({"w": rand(3, 2)}, [rand(2), rand(2)], rand(5, 3))
 
         def f(a, b, x):
             return ((x @ a["w"]).tanh() * b[0] + b[1]).square().sum(1)
 
-        wanted = tuple(argnums) if isinstance(argnums, tuple) else (argnums,)
-        fixed = tuple(None for i in range(2) if i not in [a % 3 for a in wanted])
-        found = transform(f, argnums=argnums, in_dims=(*fixed, 0))(*args)
-        both = loop(lambda pair, x: f(*pair, x))(args[:2], args[2])
-        picked = tuple(both[a % 3] for a in wanted)
-        assert_trees_close(found, picked if isinstance(argnums, tuple) else picked[0], EXACT)
+        wanted = [a % 3 for a in (argnums if isinstance(argnums, tuple) else (argnums,))]
+        fixed = tuple(None for i in range(2) if i not in wanted)
+
+        def of(params, x):
+            given = dict(zip(wanted, params if isinstance(argnums, tuple) else [params], strict=True))
+            return f(*(given.get(i, args[i]) for i in range(2)), x)
+
+        params = tuple(args[a] for a in wanted) if isinstance(argnums, tuple) else args[argnums]
+        found = kind.make(f, argnums=argnums, in_dims=(*fixed, 0))(*args)
+        assert_trees_close(found, kind.loop(of)(params, args[2]), EXACT)
 
     @given(st.permutations(range(3)), st.integers(0, 2), st.booleans())
-    def test_finds_its_samples_along_in_dims(self, transform, loop, order, other, negative):
+    def test_finds_its_samples_along_in_dims(self, kind, order, other, negative):
         rand = Numbers()
         w, x, y, scale = rand(3), rand(4, 2, 3), rand(4, 2, 2), rand(2)
 
@@ -155,41 +182,71 @@ class TestEveryStatistic:
 
         at = order.index(0)
         in_dims = (at - 3 if negative else at, other, None)
-        found = transform(moved, in_dims=in_dims)(w, x.permute(order), y.movedim(0, other), scale)
-        assert_trees_close(found, loop(f)(w, x, y, scale), EXACT)
+        found = kind.make(moved, in_dims=in_dims)(w, x.permute(order), y.movedim(0, other), scale)
+        assert_trees_close(found, kind.loop(f)(w, x, y, scale), EXACT)
 
-    def test_keeps_keyword_arguments_constant(self, transform, loop):
+    def test_keeps_keyword_arguments_constant(self, kind):
         def f(w, x, *, scale, name):
             assert name == "constant"
             return (x @ w * scale).square()
 
         args, kwargs = (Numbers()(3), Numbers(1)(4, 3)), {"scale": Numbers(2)(4), "name": "constant"}
-        assert_trees_close(transform(f)(*args, **kwargs), loop(f)(*args, **kwargs), EXACT)
+        assert_trees_close(kind.make(f)(*args, **kwargs), kind.loop(f)(*args, **kwargs), EXACT)
 
-    @pytest.mark.parametrize("leaf", ["tensor", "tuple", "nested"])
-    def test_is_shaped_like_the_parameters(self, transform, loop, leaf):
+    @pytest.mark.parametrize("leaf", ["tensor", "tuple", "list", "nested"])
+    def test_is_shaped_like_the_parameters(self, kind, leaf):
         w, b = Numbers()(3, 2), Numbers(1)()
-        params = {"tensor": w, "tuple": (w, b), "nested": {"a": [w, {"b": b}], "c": (), "d": {}}}[leaf]
+        nested = {"a": [w, {"b": b}], "c": (), "d": {}}
+        params = {"tensor": w, "tuple": (w, b), "list": [w, b], "nested": nested}[leaf]
 
         def f(p, x):
             w, *b = tree.leaves(p)
             return (x @ w + sum(b)).cosh().sum(1)
 
         args = (params, Numbers(2)(4, 3))
-        assert_trees_close(transform(f)(*args), loop(f)(*args), EXACT)
+        assert_trees_close(kind.make(f)(*args), kind.loop(f)(*args), EXACT)
+
+    def test_of_a_weight_that_is_read_in_other_shapes(self, kind):
+        """Tied, with other numbers of positions at each place where it is used."""
+
+        def f(w, x):
+            z = F.conv1d(x, w[:, None], padding=1).tanh()  # [N, 3, T]
+            return ((z.mT @ w).square().sum((1, 2)) + F.linear(x[:, 0, :2], w) @ w.sum(1)) * w[0, 0]
+
+        args = (Numbers()(3, 2), Numbers(1)(4, 1, 5))
+        assert_trees_close(kind.make(f)(*args), kind.loop(f)(*args), EXACT)
+
+    def test_of_activations_in_place(self, kind):
+        def f(p, x):
+            z = F.linear(x, p["a"])
+            z += p["b"]
+            z = F.relu(z.mul_(2), inplace=True)
+            return F.linear(z, p["a"].mT).add_(1).exp_().sum(1)
+
+        args = ({"a": Numbers()(3, 2), "b": Numbers(1)(3)}, Numbers(2)(4, 2))
+        assert_trees_close(kind.make(f)(*args), kind.loop(f)(*args), EXACT)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-    def test_keeps_the_dtype(self, transform, loop, dtype):
+    def test_keeps_the_dtype(self, kind, dtype):
         params = {"w": Numbers()(3).to(dtype), "b": Numbers(1)().double()}
 
         def f(p, x):
             return ((x * p["w"]).sum(1).double() + p["b"]).square()
 
-        found = transform(f)(params, Numbers(2)(4, 3).to(dtype))
-        assert {name: x.dtype for name, x in found.items()} == {"w": dtype, "b": torch.float64}
+        found = kind.make(f)(params, Numbers(2)(4, 3).to(dtype))
+        for part in found if isinstance(found, tuple) else (found,):
+            kept = {name: x.dtype for name, x in part.items()} if isinstance(part, dict) else part.dtype
+            assert kept == ({"w": dtype, "b": torch.float64} if isinstance(part, dict) else torch.float64)
 
-    def test_says_what_it_is(self, transform, loop):
-        assert repr(transform(F.mse_loss)) == f"{transform.__name__}(mse_loss)"
+    def test_says_what_it_is(self, kind, request):
+        assert repr(kind.make(F.mse_loss)).startswith(request.node.callspec.id.split()[0] + "(mse_loss")
+
+    def test_refuses_a_module_and_parameters_that_are_not_real(self, kind):
+        with pytest.raises(ArgumentTypeError, match=r"\(f.*Linear.*functional\(model\)"):
+            kind.make(torch.nn.Linear(2, 2))
+        for leaf in (torch.arange(2), torch.ones(2, dtype=torch.complex64)):
+            with pytest.raises(ArgumentTypeError, match=rf"params\['b'\]\[0\] has dtype {leaf.dtype}.*real"):
+                kind.make(lambda params, x: x @ params["a"])({"a": torch.ones(3), "b": [leaf]}, torch.ones(2, 3))
 
 
 class TestVariance:
@@ -230,10 +287,34 @@ class TestVariance:
         assert_trees_close(invfunc.variance(f)(params, x), shares.var(0, correction=0), 1e-3)
 
 
-class TestHalfPrecision:
+class TestLowPrecision:
+    @statistics
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-    def test_sums_are_accumulated_in_float32(self, dtype):
+    @pytest.mark.parametrize("shape", [(320, 2), (3, 512, 2)], ids=["samples", "positions"])
+    def test_sums_are_accumulated_in_float32(self, kind, dtype, shape):
         """A bfloat16 sum of ones stops at 256."""
-        w, x = torch.zeros(2, dtype=dtype), torch.ones(1000, 2, dtype=dtype)
-        found = invfunc.sum_grad_squared(lambda w, x: (x * w).sum(1))(w, x)
-        assert found.dtype == dtype and torch.equal(found, torch.full((2,), 1000, dtype=dtype))
+
+        def f(w, x):
+            return (x * w).flatten(1).sum(1)
+
+        w, x = torch.zeros(2, dtype=dtype), torch.full(shape, 1 / 16, dtype=dtype)
+        found, wanted = kind.make(f)(w, x), kind.loop(f)(w.double(), x.double())
+        assert all(leaf.dtype == dtype for leaf in tree.leaves(found))
+        assert_trees_close(found, wanted, torch.finfo(dtype).eps, 1.0)
+
+    @statistics
+    def test_under_autocast_results_have_the_precision_of_the_parameters(self, kind, device):
+        w, v, x, y = (
+            t.float().to(device) for t in (Numbers()(4, 6), Numbers(1)(3, 4), Numbers(2)(5, 6), Numbers(3)(5, 3))
+        )
+
+        def f(params, x, y):
+            return (F.linear(F.linear(x, params[0]).sigmoid(), params[1]).float() - y).square().sum(1)
+
+        def low(*args):
+            with torch.autocast(device.type, torch.bfloat16):
+                return f(*args)
+
+        found = kind.make(low)((w, v), x, y)
+        assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(found))
+        assert_trees_close(found, kind.loop(f)((w, v), x, y), 5e-2)

@@ -1,7 +1,9 @@
-"""The README's example runs, and its two commands stand where tools find them."""
+"""The README's example runs, its table is what the code does, and its two commands stand where tools find them."""
 
 import re
 from pathlib import Path
+
+from tests import coverage
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -20,3 +22,8 @@ def test_commands_stand_on_lines_of_their_own():
         'python -m pip install -e ".[notebooks]" && python -m invfunc',
         'python -m pip install -e ".[dev]" && python -m pytest',
     ]
+
+
+def test_layers_and_quantities_are_those_of_todays_code():
+    """If not, `python -m tests.coverage` brings the table up to date."""
+    assert README == coverage.rewritten(README)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,9 +20,16 @@ SELECTIONS = set(
 )
 AFFINE = SELECTIONS | {"mul", "div", "add", "sub", "neg", "getitem", "multiply", "divide", "true_divide", "subtract"}
 SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
-CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "size", "dim", "get:shape", "get:dtype"}
+QUERIES = set(
+    "get:shape get:ndim get:dtype get:device get:is_cuda get:is_cpu get:is_nested get:is_sparse get:is_mkldnn "
+    "get:is_quantized get:layout get:requires_grad get:is_leaf size dim ndimension numel nelement len stride "
+    "is_contiguous is_floating_point is_complex get_device element_size".split()
+)
+"""What is asked about a tensor, and not about its values."""
+CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy"}
 
 
+@lru_cache(maxsize=4096)
 def function_name(func: Callable) -> str:
     """`relu` for F.relu, torch.relu_, Tensor.relu; `get:T` for the attribute T; `getitem` for the operator."""
     name = getattr(func, "__name__", "")
@@ -30,6 +38,7 @@ def function_name(func: Callable) -> str:
     return name.strip("_")
 
 
+@lru_cache(maxsize=4096)
 def in_place(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")

@@ -214,14 +214,16 @@ COMPOSITIONS: dict[str, Callable[..., Any]] = {
 def composition(func: Callable) -> Callable[..., Any] | None:
     """The operations of which a function is composed, where it is better followed in those."""
     name = getattr(func, "__name__", "")
+    if name not in COMPOSITIONS:
+        return None
     if name.startswith("embedding") and getattr(func, "__module__", None) != "torch.nn.functional":
         return None  # torch's own take the same arguments in another order
-    if name in COMPOSITIONS and name != "embedding" and checkpointing():
+    if name != "embedding" and checkpointing():
         raise SampleAxisError(
             f"`{name}` is followed step by step, but what torch.utils.checkpoint computes again has to be the same "
             "operations. Take it out of the checkpoint."
         )
-    return COMPOSITIONS.get(name)
+    return COMPOSITIONS[name]
 
 
 def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:

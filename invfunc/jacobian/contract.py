@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Literal, TypeVar
 
 import opt_einsum
 import torch
 
 from invfunc._functorch import transforming
-from invfunc._pages import room
+from invfunc._pages import FRESH, room
 
+T = TypeVar("T")
 Term = tuple[str, torch.Tensor]
 """Labels and a tensor: V enumerates columns, N samples, lower-case letters the rest."""
+Shape = tuple[str, tuple[int, ...]]
+"""Labels and sizes, all that a plan depends on."""
 
 
 @lru_cache(maxsize=4096)
@@ -28,18 +33,51 @@ def _plan(
     return float(info.opt_cost), int(info.largest_intermediate), steps
 
 
-def _equation(terms: list[Term], output: str) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    return ",".join(labels for labels, _ in terms) + "->" + output, tuple(tuple(x.shape) for _, x in terms)
+def _equation(terms: Sequence[Term | Shape], output: str) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    sizes = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for _, x in terms)
+    return ",".join(labels for labels, _ in terms) + "->" + output, sizes
 
 
-def cost(terms: list[Term], output: str) -> float:
+def cost(terms: Sequence[Term | Shape], output: str) -> float:
     """How many multiplications the cheapest order takes."""
     return _plan(*_equation(terms, output))[0]
 
 
-def largest(terms: list[Term], output: str) -> int:
+def largest(terms: Sequence[Term | Shape], output: str) -> int:
     """How many numbers the largest tensor has that the cheapest order makes."""
     return _plan(*_equation(terms, output))[1]
+
+
+_TRAFFIC = 16
+"""What forming an entry of a share costs, in multiplications of a matrix product: it goes through memory four times."""
+
+
+def instantiated(terms: Sequence[Term | Shape], instance: str) -> float:
+    """The cost of forming shares and squaring them."""
+    sizes = {c: size for labels, x in _shapes(terms) for c, size in zip(labels, x, strict=True)}
+    return cost(terms, instance) + _TRAFFIC * math.prod(sizes.get(c, 1) for c in instance)
+
+
+def _shapes(terms: Sequence[Term | Shape]) -> tuple[Shape, ...]:
+    return tuple((labels, tuple(x.shape) if isinstance(x, torch.Tensor) else x) for labels, x in terms)
+
+
+def squares_directly(terms: list[Term], output: str, instance: str, kept: str) -> bool:
+    """Whether the sum of squares is cheaper without forming a share: `instance` are its labels, `kept` those left."""
+    return _squares_directly(_shapes(terms), output, instance, kept, terms[0][1].dtype == torch.float32)
+
+
+@lru_cache(maxsize=4096)
+def _squares_directly(terms: tuple[Shape, ...], output: str, instance: str, kept: str, single: bool) -> bool:
+    pair = twice(terms, terms, output)
+    slow = 2 if single and crosses(pair, output) else 1  # in float64
+    return slow * cost(pair, present(kept, terms)) < instantiated(terms, present(instance, terms))
+
+
+def crosses(pair: Sequence[tuple[str, Any]], output: str) -> bool:
+    """Whether products of positions with positions are summed, which may cancel."""
+    inner = [c for labels, _ in pair for c in labels if c not in "VNMW" + output]
+    return len(set(inner)) < len(inner)
 
 
 def contract(terms: list[Term], output: str) -> torch.Tensor:
@@ -52,55 +90,104 @@ def contract(terms: list[Term], output: str) -> torch.Tensor:
     return tensors[0]
 
 
-def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
-    """One step, as an element-wise product or as one batched matrix product.
+@dataclass(frozen=True)
+class _Layout:
+    """How a tensor is laid out for a product: its dimensions in an order, then as a shape."""
 
-    torch.einsum would make batched products of length-one vectors of the former, and knows one order of the latter.
+    order: tuple[int, ...] | None
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, order: Sequence[int], shape: Sequence[int]) -> _Layout:
+        return cls(tuple(order) if list(order) != sorted(order) else None, tuple(shape))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.order is None else x.permute(self.order)
+        return x if x.shape == self.shape else x.reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A product of two tensors, element by element or of matrices, with what has to be done before and after."""
+
+    kind: Literal["mul", "mm", "bmm"]
+    swapped: bool
+    first: _Layout
+    second: _Layout
+    room: tuple[int, ...]
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None
+    summed: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=4096)
+def _step(equation: str, shape: torch.Size, other: torch.Size) -> _Step | None:
+    """How to compute a step; None leaves it to torch.einsum.
+
+    torch.einsum would make batched products of length-one vectors of an element-wise product, and knows one order of a
+    batched matrix product.
     """
     inputs, output = equation.split("->")
-    labels = inputs.split(",")
-    if len(operands) == 1 or any(c not in output for c in set(labels[0]) ^ set(labels[1])):
-        return torch.einsum(equation, *operands)
-    (left, right), (x, y) = labels, operands
+    left, right = inputs.split(",")
+    if any(c not in output for c in set(left) ^ set(right)):
+        return None
+    sizes = dict(zip(left + right, (*shape, *other), strict=True))
     shared = [c for c in left if c in right]
     batch, summed = [c for c in shared if c in output], [c for c in shared if c not in output]
     rows, columns = [c for c in left if c not in right], [c for c in right if c not in left]
+
+    def laid(labels: str, order: Sequence[str], shape: Sequence[int]) -> _Layout:
+        return _Layout.of([labels.index(c) for c in order if c in labels], shape)
+
     if not summed or not (rows or columns):
         order = [*output, *summed]
-        x, y = _ordered(x, left, order), _ordered(y, right, order)
-        product = torch.mul(x, y, out=_room(torch.broadcast_shapes(x.shape, y.shape), x, y))
-        return product.sum(list(range(len(output), len(order)))) if summed else product
-    sizes = dict(zip(left + right, (*x.shape, *y.shape), strict=True))
+        first, second = (laid(x, order, [sizes[c] if c in x else 1 for c in order]) for x in (left, right))
+        full = tuple(sizes[c] for c in order)
+        return _Step("mul", False, first, second, full, full, None, tuple(range(len(output), len(order))))
     ordered = not columns or (rows and output.index(rows[0]) < output.index(columns[0]))
-    second = columns if ordered else rows
-    if ordered is (math.prod(sizes[c] for c in second) < _NARROW):
-        left, right, x, y, rows, columns = right, left, y, x, columns, rows
-    x = x.permute([left.index(c) for c in (*batch, *rows, *summed)])
-    y = y.permute([right.index(c) for c in (*batch, *columns, *summed)])
-    b, k = (math.prod(sizes[c] for c in group) for group in (batch, summed))
-    x, y = x.reshape(b, -1, k), y.reshape(b, -1, k)
-    out = _room((b, x.shape[1], y.shape[1]), x, y)
-    product = torch.bmm(x, y.mT, out=out) if b > 1 else torch.mm(x[0], y[0].T, out=None if out is None else out[0])
+    swapped = ordered is (math.prod(sizes[c] for c in (columns if ordered else rows)) < _NARROW)
+    if swapped:
+        left, right, rows, columns = right, left, columns, rows
+    b, k, r, c = (math.prod(sizes[i] for i in group) for group in (batch, summed, rows, columns))
+    lead = [b] if b > 1 else []
     order = [*batch, *rows, *columns]
-    product = product.reshape([sizes[c] for c in order])
-    return product.permute([order.index(c) for c in output])
+    back = [order.index(i) for i in output]
+    return _Step(
+        "bmm" if b > 1 else "mm",
+        swapped,
+        laid(left, [*batch, *rows, *summed], [*lead, r, k]),
+        laid(right, [*batch, *columns, *summed], [*lead, c, k]),
+        (*lead, r, c),
+        tuple(sizes[i] for i in order),
+        tuple(back) if back != sorted(back) else None,
+    )
+
+
+def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
+    """One step of a contraction."""
+    step = _step(equation, operands[0].shape, operands[1].shape) if len(operands) == 2 else None
+    if step is None:
+        return torch.einsum(equation, *operands)
+    x, y = reversed(operands) if step.swapped else operands
+    x, y = step.first(x), step.second(y)
+    out = _room(step.room, x, y)
+    if step.kind == "mul":
+        product = torch.mul(x, y, out=out)
+        return product.sum(step.summed) if step.summed else product
+    product = (torch.bmm if step.kind == "bmm" else torch.mm)(x, y.mT, out=out)
+    product = product if product.shape == step.shape else product.reshape(step.shape)
+    return product if step.order is None else product.permute(step.order)
 
 
 def _room(shape: Sequence[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
     """Where a large result that nobody differentiates can be written."""
-    if x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming():
+    if math.prod(shape) < FRESH // 8 or x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming():
         return None
     return room(list(shape), x)
 
 
 _NARROW = 128
 """A matrix product with fewer columns is faster as the transpose of the other order (twice, at 27 columns)."""
-
-
-def _ordered(x: torch.Tensor, labels: str, order: list[str]) -> torch.Tensor:
-    """x with its dimensions in an order, of size 1 where it has none."""
-    x = x.permute([labels.index(c) for c in order if c in labels])
-    return x[tuple(slice(None) if c in labels else None for c in order)]
 
 
 def squeezed(terms: list[Term]) -> list[Term]:
@@ -112,14 +199,17 @@ def squeezed(terms: list[Term]) -> list[Term]:
     return out
 
 
-def present(labels: str, terms: list[Term]) -> str:
+def present(labels: str, terms: Sequence[tuple[str, Any]]) -> str:
     """Those of the labels that occur in the terms."""
     return "".join(c for c in labels if any(c in other for other, _ in terms))
 
 
 def widened(terms: list[Term]) -> list[Term]:
     """Half precision accumulates in float32."""
+    kinds = {x.dtype for _, x in terms}
     low = (torch.float16, torch.bfloat16)
+    if len(kinds) == 1 and not kinds & set(low):
+        return terms
     wide = torch.float32 if all(x.dtype in low for _, x in terms) else None
     if wide is None:
         wide = max((x.dtype for _, x in terms), key=lambda d: torch.finfo(d).bits)
@@ -138,7 +228,7 @@ def stacked(alike: list[list[Term]]) -> list[Term]:
     return [("S" + labels, torch.stack([terms[i][1] for terms in alike])) for i, (labels, _) in enumerate(alike[0])]
 
 
-def twice(terms: list[Term], others: list[Term], output: str) -> list[Term]:
+def twice(terms: Sequence[tuple[str, T]], others: Sequence[tuple[str, T]], output: str) -> list[tuple[str, T]]:
     """The terms of a product of two contractions: what is summed within one gets its own labels in the other."""
     return [*terms, *_renamed(others, {c: c for c in output + "VN"})]
 
@@ -148,7 +238,7 @@ def paired(terms: list[Term], output: str) -> list[Term]:
     return [*terms, *_renamed(terms, {**{c: c for c in output}, "V": "W", "N": "M"})]
 
 
-def _renamed(terms: list[Term], names: dict[str, str]) -> list[Term]:
+def _renamed(terms: Sequence[tuple[str, T]], names: dict[str, str]) -> list[tuple[str, T]]:
     """The terms with the names given, and fresh ones for all other labels."""
     free = iter("ZYXUTRQPOLKJIHGFEDCBA")
     inner = sorted({c for labels, _ in terms for c in labels} - set(names))

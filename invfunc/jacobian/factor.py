@@ -12,10 +12,13 @@ from invfunc.jacobian.contract import (
     Term,
     contract,
     cost,
+    crosses,
+    instantiated,
     largest,
     narrowed,
     paired,
     present,
+    squares_directly,
     squeezed,
     stacked,
     twice,
@@ -32,10 +35,6 @@ def summed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     for other in others:
         first = first + other
     return first
-
-
-_TRAFFIC = 16
-"""What forming an entry of a share costs, in multiplications of a matrix product: it goes through memory four times."""
 
 
 @dataclass
@@ -124,7 +123,7 @@ class Factor:
         v, n, *_ = _sizes(terms, "VN" + self.output, everyone)
         pairs, kept = paired(terms, self.output), present("VN", terms)
         both = kept + kept.translate(str.maketrans("VN", "WM"))
-        instances = 2 * _instantiated(terms, present("VN" + self.output, terms)) + (v * n) ** 2 * self._entries(terms)
+        instances = 2 * instantiated(terms, present("VN" + self.output, terms)) + (v * n) ** 2 * self._entries(terms)
         if not self.recipe.rows and cost(pairs, both) < instances and largest(pairs, both) < 4 * self.budget:
             return contract(self._exact(pairs), both).to(terms[0][1].dtype).reshape(v, n, v, n)
         free = self.output[1:] if self.recipe.rows else self.output  # entries that land in rows stay together
@@ -150,16 +149,12 @@ class Factor:
         size = self.work + len(self.taps) * delta[:, 0].numel() + delta.shape[0] * self.tap.param.numel()
         parts = self.samples.parts(size, self.budget // 4)
         terms = self._terms(self.columns.left, parts[0])
-        pair, kept = twice(terms, terms, self.output), present(kept, terms)
-        work = cost(pair, kept) * (1 if self._exact(pair) is pair else 2)
-        return parts, terms, bool(self.recipe.rows) or work < _instantiated(terms, present(instance, terms))
+        return parts, terms, bool(self.recipe.rows) or squares_directly(terms, self.output, instance, kept)
 
     def _exact(self, pair: list[Term]) -> list[Term]:
-        """Products of positions with positions cancel: with the rounding of float64 what is left is still exact."""
-        inner = [c for labels, _ in pair for c in labels if c not in "VNMW" + self.output]
-        if len(set(inner)) == len(inner) or any(x.dtype != torch.float32 for _, x in pair):
-            return pair
-        return [(labels, x.double()) for labels, x in pair]
+        """What may cancel in the rounding of float64."""
+        single = all(x.dtype == torch.float32 for _, x in pair)
+        return [(labels, x.double()) for labels, x in pair] if single and crosses(pair, self.output) else pair
 
     def _blocks(self, kept: str) -> Iterator[tuple[Part, list[Term], bool]]:
         parts, terms, direct = self._way("NV" + self.output, kept)
@@ -263,11 +258,6 @@ def _sizes(terms: list[Term], output: str, part: Part | None = None) -> list[int
     if part is not None:
         sizes["N"] = length(part)
     return [sizes.get(c, 1) for c in output]
-
-
-def _instantiated(terms: list[Term], instance: str) -> float:
-    """The cost of forming shares and squaring them."""
-    return cost(terms, instance) + _TRAFFIC * math.prod(_sizes(terms, instance))
 
 
 def squares(

@@ -17,6 +17,7 @@ from invfunc.jacobian.axis import Axis, Everyone
 from invfunc.jacobian.calls import (
     AFFINE,
     CONSTANT,
+    QUERIES,
     SELECTIONS,
     alignment,
     function_name,
@@ -86,6 +87,8 @@ class Trace(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = function_name(func)
+        if name in QUERIES:
+            return func(*args, **kwargs)
         if self.draws is not None:
             self.draws.before(name, args, kwargs)
         seen = self._seen(name, func, args, kwargs)
@@ -106,9 +109,10 @@ class Trace(TorchFunctionMode):
         for x in seen.read:
             if id(x) not in seen.tags:
                 self.scope.closes_over(x)
-        data = {i for i, tag in seen.tags.items() if isinstance(tag, Sampled) and tag.place is TOTAL and not tag.active}
-        seen.tags = {i: tag for i, tag in seen.tags.items() if i not in data}
-        if not seen.tags:  # data summed over the samples is a constant
+        data = [i for i, tag in seen.tags.items() if isinstance(tag, Sampled) and tag.place is TOTAL and not tag.active]
+        for i in data:  # data summed over the samples is a constant
+            del seen.tags[i]
+        if not seen.tags:
             out = seen.run()
             for x in seen.produced(out):
                 self.set(x, Sampled(TOTAL))
@@ -159,9 +163,10 @@ class Trace(TorchFunctionMode):
 
     def _of_samples(self, seen: Seen) -> Any:
         kept = self._kept(seen) if seen.writes and seen.params else None
-        if seen.params and not any(tag.lost for tag in seen.sampled):
-            seen = self._promote(seen)
         params = seen.params
+        if params and not any(tag.lost for tag in seen.sampled):
+            seen = self._promote(seen)
+            params = seen.params
         out = seen.run()
         if params and self.tapped and isinstance(out, torch.Tensor) and not seen.writes:
             out = unviewed(out)
@@ -226,19 +231,23 @@ class Trace(TorchFunctionMode):
     def _tell(self, seen: Seen, produced: list[torch.Tensor], found: Any, lost: str | None, met: bool) -> None:
         """What is known of the result from here on."""
         sampled, name = seen.sampled, seen.name
-        came_in = next((tag.around for tag in sampled if tag.around and tag.crossed), None)
-        around = came_in or (name if met or any(tag.around for tag in sampled) else None)
+        around = name if met or any(tag.around for tag in sampled) else None
         crossed = frozenset().union(*(tag.crossed for tag in sampled))
-        moved = [x for x in seen.read if isinstance(t := seen.tags.get(id(x)), Sampled) and t.crossed]
-        keeps = name in AFFINE and not around and len(moved) == 1
-        if name in ("div", "divide", "true_divide"):
-            keeps = keeps and moved[0] is (seen.args[0] if seen.args else seen.kwargs.get("input"))
-        affine, logarithm = (keeps and any(getattr(t, k) for t in sampled) for k in ("affine", "logarithm"))
+        affine = logarithm = False
+        if crossed:
+            around = next((tag.around for tag in sampled if tag.around and tag.crossed), around)
+            moved = [x for x in seen.read if isinstance(t := seen.tags.get(id(x)), Sampled) and t.crossed]
+            keeps = name in AFFINE and not around and len(moved) == 1
+            if name in ("div", "divide", "true_divide"):
+                keeps = keeps and moved[0] is (seen.args[0] if seen.args else seen.kwargs.get("input"))
+            affine, logarithm = (keeps and any(getattr(t, k) for t in sampled) for k in ("affine", "logarithm"))
+        differentiable = torch.is_grad_enabled()
         for i, x in enumerate(produced):
             place = found[i] if isinstance(found, list) else found
-            tag = Sampled(place, lost)
-            if torch.is_grad_enabled() and x.is_floating_point():
+            if differentiable and x.is_floating_point():
                 tag = Sampled(place, lost, around, crossed, affine, logarithm)
+            else:
+                tag = Sampled(place, lost)
             self.set(x, tag if place is not None or lost or tag.active else None)
             if seen.writes:
                 self.known.written(x, tag)

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import torch
 
+from .first_order import FIRST_ORDER
 from .measure import difference, medians, peak_here, peak_in_a_process
-from .peers import BACKPACK, INSTALL_BACKPACK, OURS, PEERS, has_backpack
-from .tables import TABLES, UNIT, Row, Table, Times
+from .peers import BACKPACK, INSTALL_BACKPACK, OURS, VMAP, Call, Problem, Result, has_backpack, plain_gradient
+from .report import mebibytes, memory_cells, print_table, time_cells, verdict
+from .tables import BEHIND, GRADIENT, TABLES, Case, Table
 
-Peaks = dict[tuple[str, str], int | None]
+_EXPECTED = "Full backward hook is firing", "There is a performance drop"  # BackPACK's first layer; vmap of attention
+_FAILS = "Extension saving to"  # BackPACK leaves out a module that it does not know
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables, or with `--memory-case` the bytes of one case."""
     options = _parse(argv)
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "Full backward hook is firing")  # BackPACK's first layer
+    for text in _EXPECTED:
+        warnings.filterwarnings("ignore", text)
+    warnings.filterwarnings("error", _FAILS)
     if options.memory_case:
         name, row, peer = options.memory_case
         problem = TABLES[name].problem().to(options.device)
@@ -29,94 +36,71 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if not has_backpack():
         print(f"BackPACK is missing, its columns stay empty: {INSTALL_BACKPACK}\n")
+    behind: dict[str, float] = {}
     for name in options.only:
-        _run(name, TABLES[name], options)
+        behind |= _run(name, TABLES[name], options)
+    if behind:
+        row = max(behind, key=behind.__getitem__)
+        slowest = verdict(behind[row] * 1e3, BEHIND)
+        print_table([{"": "the most that ours is slower than vmap(grad)", "row": row, "ms to reach": slowest}])
 
 
-def _run(name: str, table: Table, options: argparse.Namespace) -> None:
-    """Measure a table and print it."""
+def _run(name: str, table: Table, options: argparse.Namespace) -> dict[str, float]:
+    """Measure a table and print it; returns how many seconds statistics of shares are slower than `vmap(grad)`."""
 
     def announce(text: str) -> None:
         if sys.stderr.isatty():
             print(f"\r\x1b[K{text and f'{name}: {text}'}", end="", file=sys.stderr, flush=True)
 
-    problem = table.problem().to(options.device)
-    peers = {key: peer for key, peer in table.peers().items() if key[1] != BACKPACK or has_backpack()}
-    calls = {key: peer(problem) for key, peer in peers.items()}
     announce("do they agree?")
-    differences = {row.name: _disagreement(row, calls) for row in table.rows}
-    times = medians(calls, options.repeats, options.device, announce)
-    peaks: Peaks = {}
-    for row, peer in () if options.no_memory else calls:
-        announce(f"memory of {peer}, {row}")
-        peaks[row, peer] = peak_in_a_process(f"{name}/{row}/{peer}", options.device)
+    calls, differences, failures = _first_calls(table, table.problem().to(options.device))
+    failed = dict.fromkeys(failures, math.nan)
+    repeats = options.repeats * table.rounds
+    times = medians(calls, repeats, options.device, announce) | failed
+    peaks: dict[Case, float] = {}
+    if table.memory and not options.no_memory:
+        announce("memory")
+        with ThreadPoolExecutor(2) as pool:  # what is beside a process does not change its size
+            sizes = pool.map(lambda case: peak_in_a_process("/".join((name, *case)), options.device), calls)
+            peaks = dict(zip(calls, sizes, strict=True)) | failed
     announce("")
 
-    print(f"{name}: {table.title}; {options.device}, one thread, median of {options.repeats}")
-    unit = times[UNIT] if table.unit else 1.0
+    print(f"{name}: {table.title}; {options.device}, one thread, median of {repeats}")
     lines = []
     for row in table.rows:
-        line = {"": row.name} | _times(row, times, unit, "gradients" if table.unit else "s")
-        line |= _memory(row, peaks) if peaks else {}
+        line = {"": row.name} | time_cells(row, times, table) | memory_cells(row, peaks)
         lines.append(line | {"difference": f"{differences[row.name]:.0e}"})
-    _print(lines)
-    if table.unit:
-        print(f"{UNIT[0]}: {unit:.4f} s" + (f", {_mebibytes(peaks[UNIT])} MiB" if peaks else ""))
+    print_table(lines)
+    print(f"{GRADIENT[0]}: {times[GRADIENT]:.4f} s" + (f", {mebibytes(peaks[GRADIENT])} MiB" if peaks else ""))
+    for peer, words in {peer: words for (_, peer), words in failures.items()}.items():
+        print(f"{peer} fails: {words}")
     print(table.legend)
     print("difference: ours and each peer's, the largest, relative to the largest entry of the peer's leaf\n")
+    beside = [row.name for row in table.rows if row.name in FIRST_ORDER and (row.name, VMAP) in calls]
+    return {f"{name}/{row}": times[row, OURS] - times[row, VMAP] for row in beside}
 
 
-def _disagreement(row: Row, calls: dict) -> float:
-    """How far our result is from the other peers'; this first call also warms each of them."""
-    results = {peer: calls[row.name, peer]() for peer in row.peers if (row.name, peer) in calls}
-    ours = results.pop(OURS)
-    return max((difference(ours, other) for other in results.values()), default=float("nan"))
-
-
-def _times(row: Row, times: Times, unit: float, name: str) -> dict[str, str]:
-    seconds = {peer: times.get((row.name, peer)) for peer in PEERS}
-    cells = {f"{peer} {name}": _number(_over(t, unit), 3) for peer, t in seconds.items()}
-    return cells | {
-        "time / BackPACK": _number(_over(seconds[OURS], seconds[BACKPACK])),
-        "time to reach": _verdict(_over(seconds[OURS], row.base(times, row)), row.time),
-    }
-
-
-def _memory(row: Row, peaks: Peaks) -> dict[str, str]:
-    sizes = {peer: peaks.get((row.name, peer)) for peer in PEERS}
-    over = _over(sizes[OURS], sizes[BACKPACK])
-    cells = {f"{peer} MiB": _mebibytes(size) for peer, size in sizes.items()}
-    return cells | {"memory / BackPACK": _number(over), "memory to reach": _verdict(over, row.memory)}
-
-
-def _over(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _mebibytes(size: int | None) -> str:
-    return "-" if size is None else f"{size / 2**20:.1f}"
-
-
-def _verdict(value: float | None, limit: float | None) -> str:
-    if value is None or limit is None:
-        return "-"
-    return f"{value:.2f} <= {limit:g} {'yes' if value <= limit else 'NO'}"
-
-
-def _print(lines: list[dict[str, str]]) -> None:
-    """Print the lines as a Markdown table, each column as wide as it needs to be."""
-    columns = [[name, *[line[name] for line in lines]] for name in lines[0]]
-    for column in columns:
-        width = max(map(len, column))
-        pad = str.rjust if column[0] else str.ljust
-        column[:] = [pad(cell, width) for cell in column]
-        column.insert(1, "-" * (width - 1) + (":" if column[0].strip() else "-"))
-    for cells in zip(*columns, strict=True):
-        print(f"| {' | '.join(cells)} |")
+def _first_calls(table: Table, problem: Problem) -> tuple[dict[Case, Call], dict[str, float], dict[Case, str]]:
+    """The calls, warm; how far ours and the others are apart in each row; and why another peer fails, where it does."""
+    calls: dict[Case, Call] = {GRADIENT: plain_gradient(problem)}
+    calls[GRADIENT]()
+    differences: dict[str, float] = {}
+    failures: dict[Case, str] = {}
+    for row in table.rows:
+        results: dict[str, Result] = {}
+        for name, peer in row.peers.items():
+            if name == BACKPACK and not has_backpack():
+                continue
+            try:
+                call = peer(problem)
+                results[name], calls[row.name, name] = call(), call
+            except Exception as error:
+                if name == OURS:
+                    raise
+                failures[row.name, name] = str(error).partition("\n")[0]
+        ours = results.pop(OURS)
+        differences[row.name] = max((difference(ours, other) for other in results.values()), default=math.nan)
+    return calls, differences, failures
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,29 +28,31 @@ def medians(
 ) -> dict[Key, float]:
     """The median seconds of each call over rounds of all of them, so that a slow moment hits all.
 
-    Each round has an order of its own: the first large call after small ones pays for fresh pages.
+    Each round has an order of its own: the first large call after small ones pays for fresh pages. On a CPU the
+    seconds are those of this process, on its one thread, whatever else the machine does.
     """
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
     shuffle = random.Random(0).sample
     seconds: dict[Key, list[float]] = {key: [] for key in calls}
     for repeat in range(repeats):
         announce(f"round {repeat + 1} of {repeats}")
         for key in shuffle(list(calls), len(calls)):
-            started = time.perf_counter()
+            started = clock()
             calls[key]()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            seconds[key].append(time.perf_counter() - started)
+            seconds[key].append(clock() - started)
     return {key: statistics.median(times) for key, times in seconds.items()}
 
 
-def peak_in_a_process(case: str, device: torch.device) -> int | None:
-    """The peak memory of a case in bytes, from a fresh process; None, and its last words, if that fails."""
+def peak_in_a_process(case: str, device: torch.device) -> float:
+    """The peak memory of a case in bytes, from a fresh process; NaN, and its last words, if that fails."""
     command = [sys.executable, "-m", __package__, "--memory-case", case, "--device", str(device)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         print(f"memory of {case}: {words[-1]}", file=sys.stderr)
-        return None
+        return math.nan
     return int(done.stdout)
 
 
@@ -62,5 +65,14 @@ def peak_here(call: Call, device: torch.device) -> int:
 
 def difference(result: Result, reference: Result) -> float:
     """The largest difference of two results, relative to the largest entry of the reference's leaf."""
-    leaves = [(result[name] - leaf).abs().max() / leaf.abs().max() for name, leaf in reference.items()]
+    leaves = [(leaf - other).abs().max() / other.abs().max() for leaf, other in _pairs(result, reference)]
     return torch.stack(leaves).max().item()
+
+
+def _pairs(result: Result, reference: Result) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The leaves of two results, those of dicts by their names."""
+    if isinstance(result, torch.Tensor):
+        yield result, reference
+    else:
+        for key in result if isinstance(result, dict) else range(len(result)):
+            yield from _pairs(result[key], reference[key])

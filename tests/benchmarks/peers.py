@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ import invfunc
 OURS, BACKPACK, VMAP = PEERS = ("invfunc", "BackPACK", "vmap")
 INSTALL_BACKPACK = "pip install --no-deps backpack-for-pytorch einops unfoldNd"
 
-Result = dict[str, Tensor]
+Params = dict[str, Tensor]
+Result = Any
+"""A tensor, or a dict or a tuple of results."""
 Call = Callable[[], Result]
 
 
@@ -27,7 +30,7 @@ class Problem:
         self.model, self.loss, self.x, self.y = model, loss, x, y
         self.f, self.params = invfunc.functional(model)
 
-    def loss_fn(self, params: Result, x: Tensor, y: Tensor) -> Tensor:
+    def loss_fn(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
         """The mean loss, a function of the parameters."""
         return self.loss(self.f(params, x), y)
 
@@ -59,7 +62,7 @@ def plain_gradient(problem: Problem) -> Call:
     return call
 
 
-def transformed(build: Callable[[Problem], Callable[[Result, Tensor, Tensor], Result]]) -> Peer:
+def transformed(build: Callable[[Problem], Callable[[Params, Tensor, Tensor], Result]]) -> Peer:
     """The transform that `build` makes of a problem's functions, called on its parameters and batch."""
 
     def peer(problem: Problem) -> Call:
@@ -69,15 +72,15 @@ def transformed(build: Callable[[Problem], Callable[[Result, Tensor, Tensor], Re
     return peer
 
 
-def vmap_grad(statistic: Callable[[Tensor], Tensor]) -> Peer:
+def vmap_grad(statistic: Callable[[Params], Result]) -> Peer:
     """The statistic of `vmap(grad)`, whose shares sum to the gradient of the mean loss."""
 
     def build(problem: Problem):
-        def share(params: Result, x: Tensor, y: Tensor) -> Tensor:
+        def share(params: Params, x: Tensor, y: Tensor) -> Tensor:
             return problem.loss_fn(params, x[None], y[None]) / len(problem.x)
 
         shares = vmap(grad(share), in_dims=(None, 0, 0))
-        return lambda *args: {name: statistic(leaf) for name, leaf in shares(*args).items()}
+        return lambda *args: statistic(shares(*args))
 
     return transformed(build)
 
@@ -88,7 +91,7 @@ def vmap_jacrev(chunks: int = 1) -> Peer:
     def build(problem: Problem):
         root_transposed, _ = _LOSSES[problem.loss]
 
-        def columns(params: Result, x: Tensor) -> Tensor:
+        def columns(params: Params, x: Tensor) -> Tensor:
             return root_transposed(problem.f(params, x[None])[0])
 
         outputs = problem.f(problem.params, problem.x[:1]).numel()
@@ -100,8 +103,8 @@ def vmap_jacrev(chunks: int = 1) -> Peer:
     return transformed(build)
 
 
-def backpack(extension: str) -> Peer:
-    """BackPACK's extension of that name, in one backward pass."""
+def backpack(extension: str, gradient: bool = False) -> Peer:
+    """BackPACK's extension of that name, in one backward pass, whose gradient comes first where it is wanted."""
 
     def peer(problem: Problem) -> Call:
         from backpack import backpack, extensions
@@ -113,7 +116,7 @@ def backpack(extension: str) -> Peer:
             active = getattr(extensions, extension)()
             with backpack(active):
                 error.backward()
-            return _collect(model, active.savefield)
+            return _collect(model, *["grad"] * gradient, active.savefield)
 
         return call
 
@@ -159,14 +162,14 @@ def _extended(problem: Problem) -> tuple[nn.Module, nn.Module]:
     return extend(copy.deepcopy(problem.model)), extend(loss())
 
 
-def _collect(model: nn.Module, field: str) -> Result:
+def _collect(model: nn.Module, *fields: str) -> Result:
     """Take what BackPACK and autograd left on the parameters, so that nothing outlives the call."""
-    result = {}
-    for name, p in model.named_parameters():
-        result[name] = getattr(p, field)
-        delattr(p, field)
+    results = [{name: getattr(p, field) for name, p in model.named_parameters()} for field in fields]
+    for p in model.parameters():
         p.grad = None
-    return result
+        for field in set(fields) - {"grad"}:
+            delattr(p, field)
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def _mse_root(z: Tensor) -> Tensor:

@@ -94,9 +94,10 @@ def find(name: str) -> Rule | None:
 
 def follow(call: Call) -> Place | list[Place]:
     """Where the samples are in the result of a call."""
-    if all(place is TOTAL for _, place in call.samples):
-        return total(call)
-    if any(place is TOTAL for _, place in call.samples):
+    places = [place for _, place in call.samples]
+    if TOTAL in places:
+        if all(place is TOTAL for place in places):
+            return total(call)
         raise Mixed("it combines a sum over the samples with tensors that keep them apart")
     found = getattr(call.func, "follow", None) or find(call.name)  # one's own operations say it themselves
     if call.n == 1:  # nothing to mix, and everything is of the one sample

@@ -1,0 +1,68 @@
+"""What the statistics are computed of: small models with batches, the same in each run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .peers import Problem
+
+
+def autoencoder() -> Problem:
+    """The auto-encoder of BackPACK's retain_graph tutorial."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Conv2d(3, 10, 3), nn.Sigmoid())
+    decoder = nn.Sequential(nn.ConvTranspose2d(10, 3, 3), nn.Flatten())
+    x = torch.rand(5, 3, 32, 32)
+    return Problem(nn.Sequential(encoder, decoder), F.mse_loss, x, x.flatten(1))
+
+
+def three_c_three_d() -> Problem:
+    """DeepOBS's 3c3d: three convolutions and three dense layers."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for convolution in (nn.Conv2d(3, 64, 5), nn.Conv2d(64, 96, 3), nn.Conv2d(96, 128, 3, padding=1)):
+        layers += [convolution, nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers += [
+        nn.Flatten(),
+        nn.Linear(1152, 512),
+        nn.ReLU(),
+        nn.Linear(512, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    ]
+    return Problem(nn.Sequential(*layers), F.cross_entropy, torch.rand(32, 3, 32, 32), torch.randint(10, (32,)))
+
+
+def transformer() -> Problem:
+    """A classifier: the mean over positions of four layers of `nn.TransformerEncoder`."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, dim_feedforward=512, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    model = nn.Sequential(encoder, _Mean(), nn.Linear(128, 10))
+    return Problem(model, F.cross_entropy, torch.randn(16, 64, 128), torch.randint(10, (16,)))
+
+
+def lstm() -> Problem:
+    """A classifier: the last state of an LSTM of 64 units, in the layout that BackPACK takes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(64, 64, batch_first=True), _LastState(), nn.Linear(64, 10))
+    return Problem(model, F.cross_entropy, torch.randn(16, 32, 64), torch.randint(10, (16,)))
+
+
+def tiny() -> Problem:
+    """A net so small that a call costs what its Python costs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 2))
+    return Problem(model, F.cross_entropy, torch.randn(8, 10), torch.randint(2, (8,)))
+
+
+class _Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class _LastState(nn.Module):
+    def forward(self, out: tuple[Tensor, tuple[Tensor, Tensor]]) -> Tensor:
+        return out[0][:, -1]

@@ -1,0 +1,62 @@
+"""Numbers as the cells of a Markdown table."""
+
+from __future__ import annotations
+
+import math
+
+from .peers import BACKPACK, OURS, PEERS
+from .tables import Goal, Numbers, Row, Table
+
+Cells = dict[str, str]
+
+
+def time_cells(row: Row, times: Numbers, table: Table) -> Cells:
+    """What each peer takes, and whether ours reaches its goal."""
+    unit = table.unit(times, row.name)
+    cells = {f"{peer} {table.unit_name}": _number(_over(times.get((row.name, peer)), unit), 3) for peer in PEERS}
+    return cells | _ratios("time", row, row.time, times)
+
+
+def memory_cells(row: Row, peaks: Numbers) -> Cells:
+    """The peak of each peer, and whether ours reaches its goal."""
+    cells = {f"{peer} MiB": mebibytes(peaks.get((row.name, peer))) for peer in PEERS}
+    return cells | _ratios("memory", row, row.memory, peaks)
+
+
+def _ratios(kind: str, row: Row, goal: Goal | None, numbers: Numbers) -> Cells:
+    ours, theirs = numbers.get((row.name, OURS)), numbers.get((row.name, BACKPACK))
+    reached = "-" if goal is None else verdict(_over(ours, goal.base(numbers, row.name)), goal.most)
+    return {f"{kind} / BackPACK": _number(_over(ours, theirs)), f"{kind} to reach": reached}
+
+
+def verdict(value: float | None, limit: float) -> str:
+    """Whether a value is within a limit."""
+    if value is None or math.isnan(value):
+        return _number(value)
+    return f"{value:.2f} <= {limit:g} {'yes' if value <= limit else 'NO'}"
+
+
+def mebibytes(size: float | None) -> str:
+    """Bytes as MiB."""
+    return _number(_over(size, 2**20), 1)
+
+
+def _over(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else "fails" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def print_table(lines: list[Cells]) -> None:
+    """Print the lines as a Markdown table, each column as wide as it needs to be; without those that say nothing."""
+    columns = [[name, *[line[name] for line in lines]] for name in lines[0]]
+    columns = [column for column in columns if set(column[1:]) != {"-"}]
+    for column in columns:
+        width = max(map(len, column))
+        pad = str.rjust if column[0] else str.ljust
+        column[:] = [pad(cell, width) for cell in column]
+        column.insert(1, "-" * (width - 1) + (":" if column[0].strip() else "-"))
+    for cells in zip(*columns, strict=True):
+        print(f"| {' | '.join(cells)} |")

@@ -1,0 +1,123 @@
+"""The README's table of layers and quantities, as today's code computes them; `python -m tests.coverage` writes it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, find, settings
+
+from invfunc import SampleAxisError, diag_ggn
+from invfunc.jacobian import runs, trace
+from tests.forms import GENERIC
+from tests.laws import OF_LOSSES, OF_MODELS, composed, squares
+from tests.layers import LAYERS, refused
+from tests.strategies import Case, Numbers, formed
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- layers: begin -->\n", "<!-- layers: end -->\n"
+FIRST = settings(
+    max_examples=1,
+    phases=[Phase.generate],
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+KINDS = ["fast", "generic", "refused"]
+"""From the best to the worst."""
+WIDTH = 120
+TEXT = """\
+Each cell says how today's code computes a quantity for a layer: **fast** is one contraction of small factors for every
+parameter of it, **generic** is right but slower, for at least one parameter, and **refused** is an error that names the
+operation. With w a parameter and x data, the lines with operations in place of layers are those without a fast rule.
+Every case that is not refused is tested against a plain loop over the samples, with all options of the layer drawn at
+random (`tests/layers.py`). `python -m tests.coverage` writes this section.
+"""
+
+
+def statistics(case: Case) -> Iterator[tuple[str, Any, tuple]]:
+    """The column of each statistic of a case, and the statistic with its arguments."""
+    f, batch = case.f, case.inputs
+    target = Numbers(1)(*f(case.params, *batch).shape)
+    options: dict[str, Any] = {"in_dims": (*case.in_dims, 0)}
+    for name, kind in OF_LOSSES.items():
+        column = "gram" if name.startswith("gram") else "first order"
+        yield column, kind.make(composed(f, squares), **options), (case.params, *batch, target)
+    for name, kind in OF_MODELS.items():
+        column = "gram" if name.startswith("NTK") else name
+        yield column, kind.make(f, in_dims=case.in_dims), (case.params, *batch)
+    yield "diag_ggn", diag_ggn(f, F.mse_loss, **options), (case.params, *batch, target)
+
+
+def kind_of(call: Callable) -> str:
+    """How a statistic is computed, seen from the recipes that it asks for."""
+    asked: list[str] = []
+
+    def watched(generic: Callable) -> Callable:
+        return lambda site, param: asked.append(site.call.name) or generic(site, param)
+
+    with mock.patch.object(trace, "generic", watched(trace.generic)):
+        with mock.patch.object(runs, "generic", watched(runs.generic)):
+            try:
+                call()
+            except SampleAxisError:
+                return "refused"
+    return "generic" if asked else "fast"
+
+
+def cells(case: Case) -> dict[str, str]:
+    """For each column the worst way in which one of its statistics is computed."""
+    found: dict[str, str] = {}
+    for column, statistic, args in statistics(case):
+        kind = kind_of(lambda statistic=statistic, args=args: statistic(*args))
+        found[column] = max(kind, found.get(column, kind), key=KINDS.index)
+    return found
+
+
+def rows() -> Iterator[tuple[str, dict[str, str]]]:
+    """Of each layer the first case that is drawn, which has most of its options; what is not fast; what is refused."""
+    for name, strategy in LAYERS.items():
+        yield name, cells(find(strategy, lambda case: True, settings=FIRST))
+    for form in GENERIC:
+        found = cells(find(formed(form), lambda case: True, settings=FIRST))
+        if set(found.values()) != {"fast"}:
+            yield form.called, found
+    for name, (_, case) in refused().items():
+        yield name, cells(case)
+
+
+def table() -> str:
+    """The table in Markdown; neighbours that are computed alike share a line."""
+    lines: list[tuple[str, dict[str, str]]] = []
+    for name, found in rows():
+        if lines and lines[-1][1] == found and len(_line(lines[-1][0] + ", " + name, found)) <= WIDTH:
+            lines[-1] = (lines[-1][0] + ", " + name, found)
+        else:
+            lines.append((name, found))
+    columns = list(lines[0][1])
+    head = [_line("layer", {column: column for column in columns}), "|---" * (1 + len(columns)) + "|\n"]
+    return "".join(head + [_line(*line) for line in lines])
+
+
+def _line(name: str, cells: dict[str, str]) -> str:
+    return "| " + " | ".join([name, *cells.values()]) + " |\n"
+
+
+def section() -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch says of options that are drawn
+        return f"{BEGIN}## Layers and quantities\n\n{TEXT}\n{table()}{END}"
+
+
+def rewritten(readme: str) -> str:
+    """The README with the section of today's code."""
+    before, rest = readme.split(BEGIN)
+    return before + section() + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(rewritten(README.read_text()))

@@ -1,0 +1,302 @@
+"""operation: a function of the user's as one operation, with shares by the generic path or by a rule of the user's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.func import grad, vmap
+
+from invfunc import (
+    ArgumentError,
+    ArgumentTypeError,
+    InvFuncError,
+    SampleAxisError,
+    batch_grad,
+    chunked,
+    diag_ggn,
+    operation,
+    tree,
+)
+from invfunc.testing import assert_trees_close, check_operation, dense_diag_ggn, loop_batch_grad
+from tests.laws import FLOOR, STATISTICS, arranged
+from tests.networks import LOSSES, total
+from tests.operations import affine, of_no_rule, of_rules, of_tied_rules, spectrum, with_rules
+from tests.strategies import Numbers
+from tests.test_differentiable import DERIVED, derivatives
+
+EXACT = 1e-10
+statistics = pytest.mark.parametrize("statistic", STATISTICS)
+
+
+MODELS = {
+    "rules": lambda: of_rules(with_rules(affine)),
+    "tied rules": lambda: of_tied_rules(with_rules(affine)),
+    "function, rules missing": lambda: of_rules(operation(affine)),
+    "no rule": lambda: of_no_rule(operation),
+}
+PLAIN = {
+    "rules": lambda: of_rules(affine),
+    "tied rules": lambda: of_tied_rules(affine),
+    "function, rules missing": lambda: of_rules(affine),
+    "no rule": lambda: of_no_rule(lambda fn: fn),
+}
+
+
+@statistics
+@pytest.mark.parametrize("called", MODELS)
+class TestStatistics:
+    """Of a model with operations they are those of the same model without."""
+
+    def both(self, statistic, called, loss=LOSSES[1]):
+        kind, functions, args = arranged(statistic, MODELS[called](), loss)
+        return kind, kind.make(*functions), kind.loop(*arranged(statistic, PLAIN[called](), loss)[1]), args
+
+    def test_equal_the_loop(self, statistic, called):
+        kind, t, loop, args = self.both(statistic, called)
+        wanted = loop(*args)
+        for over in (None, *kind.axes):
+            assert_trees_close((t if over is None else chunked(t, 2, over=over))(*args), wanted, EXACT, FLOOR)
+
+    def test_are_differentiable(self, statistic, called):
+        kind, t, loop, args = self.both(statistic, called)
+        assert_trees_close(derivatives(t, *args), derivatives(loop, *args), DERIVED, FLOOR)
+
+    def test_under_vmap_over_parameters(self, statistic, called):
+        kind, t, loop, (params, *batch) = self.both(statistic, called)
+        points = [tree.map_leaves(lambda leaf, c=c: c * leaf, params) for c in (1, -0.5)]
+        stacked = tree.map_leaves(lambda *leaves: torch.stack(leaves), *points)
+        wanted = tree.map_leaves(lambda *found: torch.stack(found), *(loop(p, *batch) for p in points))
+        assert_trees_close(vmap(t, (0, *[None] * len(batch)))(stacked, *batch), wanted, EXACT, FLOOR)
+
+
+class TestScalarLosses:
+    """An operation keeps its samples apart by its word, so that what has no rule may enter a mean."""
+
+    w, x = Numbers()(3, 3), Numbers(1)(4, 3)
+
+    def test_take_what_is_refused_without(self):
+        each = loop_batch_grad(lambda w, x: spectrum(x, w).square().sum(1) / 4)(self.w, self.x)
+        op = operation(spectrum)
+        assert_trees_close(batch_grad(lambda w, x: op(x, w).square().sum(1).mean())(self.w, self.x), each, EXACT)
+        with pytest.raises(SampleAxisError):
+            batch_grad(lambda w, x: spectrum(x, w).square().sum(1).mean())(self.w, self.x)
+
+    def test_of_the_ggn(self):
+        op, y = operation(spectrum), Numbers(2)(4, 3)
+        found = diag_ggn(lambda w, x, y: F.mse_loss(op(x, w), y))(self.w, self.x, y)
+        assert_trees_close(found, dense_diag_ggn(lambda w, x: spectrum(x, w), F.mse_loss)(self.w, self.x, y), EXACT)
+
+
+class Opaque(torch.autograd.Function):
+    """As old code has them: neither vmap nor torch.func can take it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g @ weight.mT, x.mT @ g
+
+
+def test_a_function_that_torch_cannot_vmap_works_by_its_rule():
+    op = operation(lambda x, weight: Opaque.apply(x, weight))
+
+    @op.share_of("weight")
+    def _(delta, x, weight):
+        return "vno,ni->io", delta, x
+
+    args = (Numbers()(3, 2), Numbers(1)(4, 3))
+    wanted = loop_batch_grad(lambda w, x: (x @ w).tanh().sum(1))(*args)
+    assert_trees_close(batch_grad(lambda w, x: op(x, w).tanh().sum(1))(*args), wanted, EXACT)
+    assert_trees_close(batch_grad(lambda w, x: op(x, w).tanh().sum(1).mean())(*args), wanted / 4, EXACT)
+
+
+class TestRules:
+    def test_get_what_the_operation_got_with_the_samples_in_front(self):
+        seen = []
+        op = operation(lambda x, weight, bias, *, names: x @ weight.mT + bias)
+
+        @op.share_of("weight")
+        def _(delta, x, weight, bias, *, names):
+            seen.append((delta.shape[1:], x.shape, weight.shape, bias, names))
+            return "vno,ni->oi", delta, x
+
+        w, x = Numbers()(2, 3), Numbers(1)(4, 3)
+        found = batch_grad(lambda w, x: op(x, w, 1.5, names=["a"]).square().sum(1))(w, x)
+        assert_trees_close(found, loop_batch_grad(lambda w, x: (x @ w.mT + 1.5).square().sum(1))(w, x), EXACT)
+        assert {n for (n, _), *_ in seen} <= {1, 4} and seen[-1] == ((4, 2), (4, 3), (2, 3), 1.5, ["a"])
+
+    def test_are_used(self):
+        """A wrong rule gives a wrong share."""
+        op = with_rules(affine)
+
+        @op.share_of("bias")
+        def _(delta, x, weight, bias):
+            return "vnpo->o", 2 * delta
+
+        net = of_rules(op)
+        found = batch_grad(lambda p, x: net.f(p, x).sum(1))(net.params, net.x)
+        wanted = loop_batch_grad(lambda p, x: of_rules(affine).f(p, x).sum(1))(net.params, net.x)
+        assert_trees_close(found["w"], wanted["w"], EXACT)
+        assert_trees_close(found["c"], 2 * wanted["c"], EXACT)
+
+    def test_of_some_arguments_leave_the_others_to_the_generic_path(self):
+        op = operation(affine)
+
+        @op.share_of("bias")
+        def _(delta, x, weight, bias):
+            return "vnpo->o", delta
+
+        net, plain = of_rules(op), of_rules(affine)
+        found = batch_grad(lambda p, x: net.f(p, x).sum(1))(net.params, net.x)
+        assert_trees_close(found, loop_batch_grad(lambda p, x: plain.f(p, x).sum(1))(net.params, net.x), EXACT)
+
+    @pytest.mark.parametrize("name", ["wieght", ""])
+    def test_of_an_argument_that_there_is_not(self, name):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match="share_of.*weight"):
+            operation(affine).share_of(name)(lambda delta, *args: ("vno->o", delta))
+
+    @pytest.mark.parametrize("f", [3, None], ids=repr)
+    def test_are_of_functions_only(self, f):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=r"operation\("):
+            operation(f)
+
+    @pytest.mark.parametrize("equation", ["vnpo,npi->io1", "vnpo,npi->noi", "vnpo,npi->o", "vnpo,npi", None])
+    def test_that_do_not_give_the_dimensions_of_the_parameter_are_told(self, equation):
+        op = with_rules(affine)
+        op.share_of("weight")(lambda delta, x, weight, bias: (equation, delta, x))
+        net = of_rules(op)
+        with pytest.raises((ArgumentError, ArgumentTypeError), match="affine.*equation"):
+            batch_grad(lambda p, x: net.f(p, x).sum(1))(net.params, net.x)
+
+
+class TestItself:
+    """Outside of our transforms an operation is its function."""
+
+    args = Numbers()(4, 2, 3), Numbers(1)(5, 3), Numbers(2)(5)
+
+    def test_is_the_function(self):
+        op = with_rules(affine)
+        assert torch.equal(op(*self.args), affine(*self.args))
+        assert torch.equal(op(self.args[0], bias=self.args[2], weight=self.args[1]), affine(*self.args))
+        assert "affine" in op.__name__ and op.__doc__ == affine.__doc__ and "affine" in repr(op)
+
+    def test_under_transforms_of_torch(self):
+        op = with_rules(affine)
+        for i in range(3):
+            assert torch.equal(grad(lambda *a: op(*a).sin().sum(), i)(*self.args), _slope(i)(*self.args))
+        stacked = [torch.stack([x, 2 * x]) for x in self.args]
+        wanted = torch.stack([affine(*self.args), affine(*(2 * x for x in self.args))])
+        assert_trees_close(vmap(op)(*stacked), wanted, EXACT)
+        assert_trees_close(
+            vmap(grad(lambda *a: op(*a).sum(), 1))(*stacked),
+            2 * stacked[0].sum((1, 2))[:, None] / 2 + torch.zeros(2, 5, 3),
+            EXACT,
+        )
+
+    def test_by_autograd(self):
+        given = [x.clone().requires_grad_() for x in self.args]
+        found = torch.autograd.grad(with_rules(affine)(*given).sin().sum(), given)
+        assert_trees_close(found, torch.autograd.grad(affine(*given).sin().sum(), given), EXACT)
+
+    @pytest.mark.parametrize("name", ["linear", "relu", "matmul", "detach", "sum"])
+    def test_does_not_take_the_place_of_a_function_of_torch_with_its_name(self, name):
+        def fn(x, weight):
+            return (x @ weight.square()).flip(1)
+
+        fn.__name__ = fn.__qualname__ = name
+        op = operation(fn)
+
+        @op.share_of("weight")
+        def _(delta, x, weight):
+            return "vno,ni,io->io", delta.flip(2), x, 2 * weight
+
+        def model(op):
+            return lambda p, x: torch.matmul(F.linear(F.relu(op(x, p["a"])), p["b"]), p["a"]).square().sum(1)
+
+        args = ({"a": Numbers()(3, 3), "b": Numbers(1)(3, 3)}, Numbers(2)(4, 3))
+        assert_trees_close(batch_grad(model(op))(*args), loop_batch_grad(model(fn))(*args), EXACT)
+
+
+def _slope(i):
+    return grad(lambda *a: affine(*a).sin().sum(), i)
+
+
+class TestCheck:
+    """check_operation is the law of a rule."""
+
+    args = Numbers()(4, 2, 3), Numbers(1)(5, 3), Numbers(2)(5)
+
+    @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+    def test_passes_right_rules(self, n, positions, width):
+        check_operation(with_rules(affine), Numbers()(n, positions, width), Numbers(1)(2, width), Numbers(2)(2))
+
+    @pytest.mark.parametrize(
+        "rule",
+        [
+            lambda delta, x, weight, bias: ("vnpo,npi->oi", 2 * delta, x),
+            lambda delta, x, weight, bias: ("vnpo,npi->oi", delta, x.flip(0)),
+            lambda delta, x, weight, bias: ("vnpo,npi->oi", delta, x.square()),
+            lambda delta, x, weight, bias: ("vnpo,npi,oi->oi", delta, x, weight),
+        ],
+        ids=["factor", "other samples", "other numbers", "other equation"],
+    )
+    def test_names_the_operation_and_the_argument_of_a_wrong_one(self, rule):
+        op = with_rules(affine)
+        op.share_of("weight")(rule)
+        with pytest.raises(AssertionError, match="affine(.|\n)*weight"):
+            check_operation(op, *self.args)
+
+    def test_refuses_a_function_that_is_no_operation(self):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match="check_operation"):
+            check_operation(affine, *self.args)
+
+    def test_names_an_operation_that_mixes_samples(self):
+        with pytest.raises(AssertionError, match="<lambda>(.|\n)*apart"):
+            check_operation(operation(lambda x, weight: (x - x.mean(0)) @ weight), Numbers()(4, 3), Numbers(1)(3, 2))
+
+
+class TestWhatIsRefused:
+    w, x = Numbers()(3, 3), Numbers(1)(4, 3)
+
+    def test_a_parameter_that_the_body_closes_over(self):
+        """It would be silently without influence."""
+
+        def f(w, x):
+            return operation(lambda x: x @ w)(x).square().sum(1)
+
+        try:
+            found = batch_grad(f)(self.w, self.x)
+        except InvFuncError:
+            return
+        assert_trees_close(found, loop_batch_grad(f)(self.w, self.x), EXACT)
+
+    @pytest.mark.parametrize("reduction", [lambda losses: losses, torch.mean], ids=["[N]", "mean"])
+    def test_samples_along_another_axis(self, reduction):
+        op = operation(lambda x, weight: x @ weight)
+
+        def f(w, x):
+            return reduction(op(x.mT, w).square().sum(0))
+
+        with pytest.raises(SampleAxisError, match="axis 0"):
+            batch_grad(f)(Numbers(2)(4, 2), Numbers(3)(4, 4))
+
+    def test_an_output_that_is_no_tensor_with_the_samples_in_front(self):
+        for fn in (lambda x, w: x.sum() * w.sum(), lambda x, w: (x @ w)[:2], lambda x, w: (x @ w).flatten()):
+            op = operation(fn)
+            with pytest.raises(SampleAxisError):
+                batch_grad(lambda w, x, op=op: op(x, w).sum())(self.w, self.x)
+
+
+def test_derivatives_reach_through_an_operation_into_what_is_below():
+    op = with_rules(affine)
+    w, x = Numbers()(3, 3), Numbers(1)(4, 2, 3)
+
+    def value(f):
+        return lambda w: total(batch_grad(lambda w, x: f((x @ w).tanh(), w, w[0]).square().sum((1, 2)))(w, x))
+
+    assert_trees_close(grad(value(op))(w), grad(value(affine))(w), DERIVED)
