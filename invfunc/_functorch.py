@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 
 
@@ -29,6 +30,11 @@ def innermost(x: torch.Tensor) -> torch.Tensor:
 def checkpointing() -> bool:
     """Whether hooks take the place of saved tensors, as those of torch.utils.checkpoint do."""
     return _autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def dual(x: torch.Tensor) -> bool:
+    """Whether a tensor carries a tangent of torch.autograd.forward_ad."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def under(kind: type) -> bool:

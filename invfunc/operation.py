@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +96,8 @@ class Operation:
 
     def share_of(self, argument: str | int) -> Callable[[ShareRule], ShareRule]:
         """Decorate the rule for the share of an argument, given by its name or its position."""
-        if isinstance(argument, str) and argument not in self._named:
+        known = argument in self._named or (isinstance(argument, int) and 0 <= argument < self._most)
+        if not known:
             raise ArgumentError(f"{self!r}.share_of({argument!r}): its arguments are {', '.join(self._named)}.")
 
         def decorate(rule: ShareRule) -> ShareRule:
@@ -137,7 +139,8 @@ class Operation:
             return rule(delta.squeeze(2), *args, **kwargs)
 
         nothing = torch.zeros(1, 1, 1, *call.out.shape[1:], dtype=param.dtype, device=param.device)
-        inputs, output = self._labels(param, *factors(nothing, slice(0, 1)))
+        answer = factors(nothing, slice(0, 1))
+        inputs, output = self._labels(param, *(answer if isinstance(answer, (tuple, list)) else (answer,)))
 
         def build(delta: torch.Tensor, part: Part) -> list[Term]:
             _, *operands = factors(delta, part)
@@ -152,24 +155,32 @@ class Operation:
         inputs = left.split(",")
         others = sorted({c for c in left if c.isalpha()} - {"v", "n"})
         names = {"v": "V", "n": "N", **dict(zip(others, LETTERS, strict=False))}
-        fits = len(inputs) == len(operands) and len(others) <= len(LETTERS)
-        fits = fits and all(set(labels) <= names.keys() for labels in inputs)
-        fits = fits and all(len(labels) == x.ndim for labels, x in zip(inputs, operands, strict=True))
-        sizes = {
-            c: s for labels, x in zip(inputs, operands, strict=False) for c, s in zip(labels, x.shape, strict=False)
-        }
-        if not fits or set(output) & {"v", "n"} or [sizes.get(c) for c in output] != list(param.shape):
-            shapes = ", ".join(str(tuple(getattr(x, "shape", ()))) for x in operands)
+        pairs = [(labels, tuple(getattr(x, "shape", ()))) for labels, x in zip(inputs, operands, strict=False)]
+        fits = len(inputs) == len(operands) and len(others) <= len(LETTERS) and not set(output) & {"v", "n"}
+        fits = fits and all(set(labels) <= names.keys() and len(set(labels)) == len(labels) for labels in inputs)
+        fits = fits and all(len(labels) == len(shape) for labels, shape in pairs)
+        sizes = [(c, size) for labels, shape in pairs for c, size in zip(labels, shape, strict=False)]
+        alone = all(size == 1 for c, size in sizes if c in "vn")  # asked about one column of one sample
+        if not fits or not alone or [dict(sizes).get(c) for c in output] != list(param.shape):
+            shapes = ", ".join(str(shape) for _, shape in pairs)
             raise ArgumentError(
                 f"the rule of {self!r} returned the equation {equation!r} with operands of shapes {shapes} (for one "
                 "column of one sample). It has to be that of an einsum whose operands have v and n where they depend "
-                f"on columns and samples, and whose output has the dimensions {tuple(param.shape)} of the parameter."
+                "on columns and samples, and whose output has the dimensions of the parameter, "
+                f"{tuple(param.shape)}. What else has an entry for each sample has to be an argument of the operation, "
+                "and samples one of f."
             )
         return ["".join(names[c] for c in labels) for labels in inputs], "".join(names[c] for c in output)
 
     def position(self, argument: str | int) -> int:
         """Where an argument stands among the positional ones."""
         return argument if isinstance(argument, int) else self._named.index(argument)
+
+    @property
+    def _most(self) -> float:
+        """How many positional arguments there can be."""
+        kinds = [] if self._signature is None else [p.kind for p in self._signature.parameters.values()]
+        return math.inf if inspect.Parameter.VAR_POSITIONAL in kinds or not kinds else len(kinds)
 
     @property
     def _named(self) -> list[str]:

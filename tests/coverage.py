@@ -34,8 +34,8 @@ TEXT = """\
 Each cell says how today's code computes a quantity for a layer: **fast** is one contraction of small factors for every
 parameter of it, **generic** is right but slower, for at least one parameter, and **refused** is an error that names the
 operation. With w a parameter and x data, the lines with operations in place of layers are those without a fast rule.
-Every case that is not refused is tested against a plain loop over the samples, with all options of the layer drawn at
-random (`tests/layers.py`). `python -m tests.coverage` writes this section.
+Every case that is not refused is tested against a plain loop over the samples, with options of the layer that are drawn
+(`tests/layers.py`, `tests/forms.py`). `python -m tests.coverage` writes this section.
 """
 
 

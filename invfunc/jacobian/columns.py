@@ -65,7 +65,8 @@ class Units:
         for i, z in self.values.items():
             at = offset + torch.arange(z[0].numel(), device=z.device)
             unit = (torch.arange(start, stop, device=z.device)[:, None] == at).to(z.dtype)[:, None]
-            left[i] = unit.expand(-1, len(z[part]), -1).reshape(stop - start, -1, *z.shape[1:])
+            n = len(z[part])
+            left[i] = unit.expand(-1, n, -1).reshape(stop - start, n, *z.shape[1:])
             offset += z[0].numel()
         return Block(left)
 

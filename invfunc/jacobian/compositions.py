@@ -64,12 +64,19 @@ def _gates(step: Step, x: torch.Tensor, w: Weights) -> Tensors:
     return gates.chunk(3, -1) if step is _gru else (gates,)
 
 
+def _like(gates: Tensors, state: Sequence[torch.Tensor]) -> Tensors:
+    """The state in the precision that autocast gives to the gates."""
+    return tuple(h if h.dtype == gates[0].dtype else h.to(gates[0].dtype) for h in state)
+
+
 # Layers of cells
 
 
 def _unroll(step: Step, x: torch.Tensor, state: Tensors, w: Weights, backwards: bool) -> tuple[torch.Tensor, Tensors]:
     """The outputs at all time steps, which lie along axis 0, and the last state."""
-    gates: Iterable[Tensors] = zip(*(part.unbind() for part in _gates(step, x, w)), strict=True)
+    added = _gates(step, x, w)
+    state = _like(added, state)
+    gates: Iterable[Tensors] = zip(*(part.unbind() for part in added), strict=True)
     outputs: list[torch.Tensor] = []
     for now in reversed(list(gates)) if backwards else gates:
         state = step(now, state, w)
@@ -135,7 +142,8 @@ def _cell(name: str, step: Step) -> Callable[..., Any]:
         b_hh: torch.Tensor | None = None,
     ) -> Any:
         weights = Weights(w_ih, w_hh, b_ih, b_hh)
-        state = step(_gates(step, input, weights), (hx,) if name != "lstm_cell" else tuple(hx), weights)
+        gates = _gates(step, input, weights)
+        state = step(gates, _like(gates, (hx,) if name != "lstm_cell" else hx), weights)
         return state if name == "lstm_cell" else state[0]
 
     return run
@@ -220,8 +228,8 @@ def composition(func: Callable) -> Callable[..., Any] | None:
         return None  # torch's own take the same arguments in another order
     if name != "embedding" and checkpointing():
         raise SampleAxisError(
-            f"`{name}` is followed step by step, but what torch.utils.checkpoint computes again has to be the same "
-            "operations. Take it out of the checkpoint."
+            f"`{name}` is followed step by step, but hooks on saved tensors, as those of torch.utils.checkpoint, "
+            "have to meet the same operations again. Take it out of the checkpoint."
         )
     return COMPOSITIONS[name]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any, Literal
@@ -220,7 +221,9 @@ class Engine:
         if not samples.count:
             return
         pullback = Pullback(self.scope, run, made, self.plan, samples, self.budget)
-        states, joint = pullback.measured(self.measure)
+        device = self.problem.leaves[0].device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            states, joint = pullback.measured(self.measure)
         if joint is not None:
             self.joint.append(joint)
         for i, state in states.items():

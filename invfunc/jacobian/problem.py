@@ -134,7 +134,7 @@ def _places(samples: Any, n: int) -> list[int]:
             )
         samples = samples.tolist()
     try:
-        places = [operator.index(i) for i in samples]
+        places = [operator.index(samples[i]) for i in range(len(samples))]
     except TypeError:
         raise ArgumentTypeError(f"samples={samples!r}; {wanted}.") from None
     if not places:

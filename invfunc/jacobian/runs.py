@@ -190,8 +190,18 @@ class Runner:
 
     def _take_outputs(self, run: Run) -> None:
         leaves, structure = tree.flatten(run.result)
+        leaves = [self._of_each_sample(run, z) for z in leaves]
         run.outputs = {i: (z, output_axis(run.trace, z, self.problem.out_dims)) for i, z in enumerate(leaves)}
         run.result = structure
+
+    def _of_each_sample(self, run: Run, z: Any) -> Any:
+        """Outputs that depend on the parameters alone are those of every sample."""
+        if not isinstance(z, torch.Tensor) or not isinstance(run.trace.tag(z), Derived) or not z.is_floating_point():
+            return z
+        zero = torch.zeros_like(z.detach())
+        run.trace.set(zero, Sampled(Axis(self.problem.out_dims % max(z.ndim, 1))))
+        with run.trace:
+            return z + zero
 
     def check_part(self, run: Run) -> None:
         """The outputs of a sample must not depend on how many samples, or which, are beside it."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import grad_level, transforming
+from invfunc._functorch import dual, grad_level, transforming
+from invfunc.errors import ArgumentError
 from invfunc.jacobian.graph import lowest
 
 
@@ -22,7 +23,12 @@ class Scope:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        tensors = list(tensors)
         self.plain = not transforming()
+        if self.plain and any(dual(x) for x in tensors):
+            raise ArgumentError(
+                "an argument carries a tangent of torch.autograd.forward_ad, which is not followed; use jvp."
+            )
         self.outside = torch.is_grad_enabled()
         self.wanted = self.outside and any(x.requires_grad for x in tensors)
         """Whether the caller can differentiate the result by plain autograd."""

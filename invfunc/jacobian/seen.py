@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from invfunc._functorch import version
+from invfunc.errors import ArgumentError
 from invfunc.jacobian.calls import in_place, produced_by
 from invfunc.jacobian.tags import Derived, Sampled
 
@@ -39,7 +41,13 @@ class Seen:
         return [tag for tag in self.tags.values() if isinstance(tag, Sampled)]
 
     def run(self) -> Any:
-        return self.func(*self.args, **self.kwargs)
+        if not hasattr(self.func, "recipe"):
+            return self.func(*self.args, **self.kwargs)
+        before = [version(x) for x in self.read]  # what one's own operation does is not looked into
+        out = self.func(*self.args, **self.kwargs)
+        if before != [version(x) for x in self.read]:
+            raise ArgumentError(f"`{self.name}` writes into one of its arguments in place; let it work on a copy.")
+        return out
 
     def produced(self, out: Any) -> list[torch.Tensor]:
         return [self.args[0]] if self.name == "setitem" else produced_by(out)

@@ -1,0 +1,155 @@
+"""The second review's ways to a wrong number, of the first-order family: right, or refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import invfunc.jacobian.engine as engine
+from invfunc import (
+    ArgumentError,
+    SampleAxisError,
+    batch_grad,
+    batch_jacobian,
+    batch_l2_grad,
+    clipped_grad,
+    diag_ggn,
+    functional,
+    gram,
+    operation,
+    sum_grad_squared,
+)
+from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad, loop_batch_jacobian, loop_gram
+from tests.strategies import Numbers
+
+W, X = Numbers()(3, 3), Numbers(1)(4, 3)
+EXACT = 1e-10
+
+
+def assert_shares(f, *args):
+    """The shares, each by itself and contracted."""
+    shares = loop_batch_grad(f)(*args)
+    assert_trees_close(batch_grad(f)(*args), shares, EXACT)
+    assert_trees_close(sum_grad_squared(f)(*args), shares.square().sum(0), EXACT)
+    assert_trees_close(batch_l2_grad(f)(*args), shares.flatten(1).square().sum(1), EXACT)
+
+
+@pytest.mark.parametrize("chosen", [[0, 1, 2], [25], [29, 3, 3]], ids=str)
+def test_samples_where_the_batch_is_cut_into_blocks(chosen, monkeypatch):
+    x, y = Numbers(1)(30, 3), Numbers(2).below(3, 30)
+    monkeypatch.setattr(engine, "budget", lambda device: 64)
+
+    def f(w, x):
+        return (x @ w).tanh() @ w
+
+    def total(z, y):
+        return F.cross_entropy(z, y, reduction="sum")
+
+    expected = dense_diag_ggn(f, total)(W, x[chosen], y[chosen])
+    assert_trees_close(diag_ggn(f, total, samples=chosen)(W, x, y), expected, EXACT)
+
+
+class TestTheSameParameterAtCallsThatOnlyLookAlike:
+    def test_names_of_arguments(self):
+        x = Numbers(1)(3, 3)
+        assert_shares(
+            lambda w, x: (torch.matmul(input=x, other=w).sin() + torch.matmul(other=w.T, input=x).cos()).sum(1), W, x
+        )
+
+    def test_options(self):
+        x, w = Numbers()(4, 2, 7), Numbers(1)(2, 2, 3)
+
+        def f(w, x):
+            strided = F.conv_transpose1d(x, w, stride=2, padding=1)[..., :7]
+            return (strided.sin() * F.conv_transpose1d(x, w, dilation=2, padding=2)).flatten(1).sum(1)
+
+        assert_shares(f, w, x)
+
+    def test_operations_of_one_name(self):
+        one, other = operation(lambda x, w: x @ w), operation(lambda x, w: x @ w.T)
+        one.share_of("w")(lambda delta, x, w: ("vno,ni->io", delta, x))
+        other.share_of("w")(lambda delta, x, w: ("vno,ni->oi", delta, x))
+        assert_shares(lambda w, x: (one(x, w).sin() + other(x, w).cos()).sum(1), W, X)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_that_is_checkpointed(kind):
+    f, params = functional(kind(3, 3, batch_first=True))
+    x = torch.ones(4, 2, 3)
+    with pytest.raises(SampleAxisError, match="checkpoint"):
+        batch_grad(lambda p, x: checkpoint(f, p, x, use_reentrant=False)[0].sum((1, 2)))(params, x)
+
+
+def test_an_operation_that_writes_into_its_argument():
+    @operation
+    def doubled(x, w):
+        return x.mul_(2) * w
+
+    doubled.share_of("w")(lambda delta, x, w: ("vni,ni->i", delta, x))
+    with pytest.raises(ArgumentError, match="in place"):
+        batch_grad(lambda w, x: doubled(x.clone(), w).sum(1))(W[0], X)
+
+
+def test_an_operation_that_reads_a_constant_of_each_sample():
+    scaled = operation(lambda x, w: x * C * w)
+    scaled.share_of("w")(lambda delta, x, w: ("vni,ni,ni->i", delta, x, C))
+    with pytest.raises(ArgumentError, match="argument of the operation"):
+        batch_grad(lambda w, x: scaled(x, w).sum(1), samples=[1, 0, 3, 2])(W[0], X)
+
+
+C = Numbers(5)(4, 3)
+
+
+def test_tangents_of_forward_mode():
+    with torch.autograd.forward_ad.dual_level():
+        w = torch.autograd.forward_ad.make_dual(W, torch.ones_like(W))
+        with pytest.raises(ArgumentError, match="jvp"):
+            batch_grad(lambda w, x: (x @ w).sum(1))(w, X)
+
+
+def test_autocast_around_what_is_computed_in_full_precision(device):
+    w, x = W.float().to(device), X.float().to(device)
+
+    def f(w, x):
+        with torch.autocast(device.type, enabled=False):
+            return (x @ w).sin().sum(1)
+
+    with torch.autocast(device.type, torch.bfloat16):
+        found = gram(f)(w, x)
+    assert_trees_close(found, loop_gram(f)(w, x), 1e-5)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_recurrent_layers_under_autocast(kind):
+    f, params = functional(kind(3, 2, batch_first=True))
+
+    def low(params, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return f(params, x)[0].float().square().sum((1, 2))
+
+    x = Numbers()(4, 5, 3).float()
+    expected = loop_batch_grad(lambda p, x: f(p, x)[0].square().sum((1, 2)))(params, x)
+    assert_trees_close(batch_grad(low)(params, x), expected, 5e-2)
+
+
+def test_batch_norm_in_half_precision():
+    f, params = functional(nn.BatchNorm1d(3).bfloat16().eval())
+    x = X.bfloat16()
+    expected = loop_batch_grad(lambda p, x: f(p, x).sin().sum(1))(params, x)
+    assert_trees_close(batch_grad(lambda p, x: f(p, x).sin().sum(1))(params, x), expected, 2e-2)
+
+
+def test_outputs_of_the_parameters_alone():
+    def f(w, x):
+        return w[0].expand(len(x), 3)
+
+    assert_trees_close(batch_jacobian(f)(W, X), loop_batch_jacobian(f)(W, X), EXACT)
+
+
+def test_a_result_that_no_parameter_reaches_under_no_grad():
+    c = torch.ones(3, dtype=X.dtype, requires_grad=True)
+    with torch.no_grad():
+        found, norms = clipped_grad(lambda w, x: (x * c).sum(1) + 0 * (x @ w).detach().sum(1), 1.0)(W, X)
+        assert not found.any() and not norms.any()
+        assert not batch_grad(lambda w, x: (x * c).sum(1))(W, X).any()
