@@ -149,7 +149,7 @@ class Runner:
             for x, d in zip(values[len(params) :], where, strict=True)
             if isinstance(x, torch.Tensor) and d is not None
         }
-        call = Call("f", function, tuple(values), {}, result, places, problem.n, True)
+        call = Call("f", function, tuple(values), {}, result, places, problem.n, True, tree.tensors(values))
         site = Site(call, axis, self.scope.leave)
         n, dims = problem.n, [places.get(id(x)) for x in values]
         exposed = [x if a is None else a.expose(x, n) for x, a in zip(values, dims, strict=True)]

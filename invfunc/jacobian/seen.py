@@ -11,6 +11,7 @@ import torch
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
 from invfunc.jacobian.calls import in_place, produced_by
+from invfunc.jacobian.follow import TOTAL, Call
 from invfunc.jacobian.tags import Derived, Sampled
 
 
@@ -51,3 +52,14 @@ class Seen:
 
     def produced(self, out: Any) -> list[torch.Tensor]:
         return [self.args[0]] if self.name == "setitem" else produced_by(out)
+
+
+def cannot_meet(call: Call, produced: list[torch.Tensor], found: Any, params: list[Any]) -> str | None:
+    """Why parameters with these tags have no shares at an operation."""
+    if len(produced) > 1:
+        return f"`{call.name}`: a parameter meets samples in an operation with several outputs"
+    if found is TOTAL and call.name not in ("add", "sub", "rsub", "subtract"):
+        return f"`{call.name}`: a parameter meets a sum over the samples"
+    if found is TOTAL and any(getattr(tag, "of_data", False) for tag in params):
+        return f"`{call.name}`: its share of each sample is gone where the data were summed"
+    return None

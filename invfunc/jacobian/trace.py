@@ -31,7 +31,7 @@ from invfunc.jacobian.indices import advanced
 from invfunc.jacobian.random import Draws
 from invfunc.jacobian.rules import Recipe, Site
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.seen import Seen
+from invfunc.jacobian.seen import Seen, cannot_meet
 from invfunc.jacobian.tags import Derived, Sampled, Tags, Tap
 
 
@@ -92,8 +92,9 @@ class Trace(TorchFunctionMode):
         if self.draws is not None:
             self.draws.before(name, args, kwargs)
         seen = self._seen(name, func, args, kwargs)
-        if any(self._hidden(x, seen.tags.get(id(x))) for x in seen.read):
-            raise samples_lost(_HIDDEN, unknown=True)
+        for x in seen.read:
+            if x.requires_grad and self._hidden(x, seen.tags.get(id(x))):
+                raise samples_lost(_HIDDEN, unknown=True)
         if not seen.tags:
             return self._of_others(seen)
         if name in CONSTANT and not seen.writes:
@@ -182,12 +183,13 @@ class Trace(TorchFunctionMode):
         }
         active = self.partial or (any(tag.active for tag in seen.sampled) and torch.is_grad_enabled())
         result = produced[0] if seen.name == "setitem" else out
-        call = Call(seen.name, seen.func, seen.args, seen.kwargs, result, places, self.n, active)
+        read = seen.read if kept is None else tree.tensors((seen.args, seen.kwargs))
+        call = Call(seen.name, seen.func, seen.args, seen.kwargs, result, places, self.n, active, read)
         if not (produced[0].is_floating_point() or produced[0].is_complex()):
             params = {}
         found, lost = self._followed(call, seen, params)
         if params:
-            lost = lost or self._cannot_meet(call, produced, found, params)
+            lost = lost or cannot_meet(call, produced, found, [seen.tags.get(i) for i in params])
             if lost is None:
                 self._meet(call, produced[0], Everyone(None) if found is TOTAL else found, params)
             elif self.tapped or found is None:
@@ -218,21 +220,11 @@ class Trace(TorchFunctionMode):
             raise part_mixed(seen.name)
         return found, lost
 
-    def _cannot_meet(self, call: Call, produced: list, found: Any, params: dict[int, torch.Tensor]) -> str | None:
-        """Why the parameters have no shares at an operation."""
-        if len(produced) > 1:
-            return f"`{call.name}`: a parameter meets samples in an operation with several outputs"
-        if found is TOTAL and call.name not in ("add", "sub", "rsub", "subtract"):
-            return f"`{call.name}`: a parameter meets a sum over the samples"
-        if found is TOTAL and any(getattr(self.tag(x), "of_data", False) for x in params.values()):
-            return f"`{call.name}`: its share of each sample is gone where the data were summed"
-        return None
-
     def _tell(self, seen: Seen, produced: list[torch.Tensor], found: Any, lost: str | None, met: bool) -> None:
         """What is known of the result from here on."""
         sampled, name = seen.sampled, seen.name
         around = name if met or any(tag.around for tag in sampled) else None
-        crossed = frozenset().union(*(tag.crossed for tag in sampled))
+        crossed = frozenset().union(*(tag.crossed for tag in sampled)) if any(tag.crossed for tag in sampled) else _NONE
         affine = logarithm = False
         if crossed:
             around = next((tag.around for tag in sampled if tag.around and tag.crossed), around)
@@ -315,4 +307,5 @@ class Trace(TorchFunctionMode):
         self.taps.append(Tap(param, tag, recipe, at, call, axis, versions))
 
 
+_NONE: frozenset[int] = frozenset()
 _HIDDEN = "an operation that cannot be seen (a custom autograd.Function, torch.func inside f, a write into a view?)"

@@ -49,6 +49,7 @@ class Call:
     n: int
     active: bool
     """Whether the sample tensors depend on the parameters."""
+    read: list[torch.Tensor]
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
@@ -58,7 +59,7 @@ class Call:
 
     @cached_property
     def samples(self) -> list[tuple[torch.Tensor, Axis | Total]]:
-        return [(x, self.places[id(x)]) for x in tree.tensors((self.args, self.kwargs)) if id(x) in self.places]
+        return [(x, self.places[id(x)]) for x in self.read if id(x) in self.places]
 
     @property
     def first(self) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 
 from invfunc import tree
@@ -16,16 +19,30 @@ from invfunc.jacobian.indices import advanced
     "unsafe_split matrix_H broadcast_to iter".split()
 )
 def view(call: Call) -> list[Place]:
-    """Run the view on an empty tensor of the same shape that has a stride in the sample's dimension only."""
     x = call.first
     axis = call.place(x)
-    assert isinstance(axis, Axis) and axis.dim is not None
-    size = x.shape[axis.dim]
-    probe = torch.empty_strided(
-        tuple(x.shape), [int(d == axis.dim) for d in range(x.ndim)], dtype=torch.bool, device="meta"
-    )
-    like = [probe if a is x else a for a in call.args]
-    out = call.func(*like, **{k: probe if a is x else a for k, a in call.kwargs.items()})
+    assert isinstance(axis, Axis)
+    args = tuple(_PROBE if a is x else a for a in call.args)
+    kwargs = tuple((k, _PROBE if a is x else a) for k, a in call.kwargs.items())
+    if len(call.read) == 1:
+        try:
+            return list(_viewed(call.func, tuple(x.shape), axis, args, kwargs))
+        except TypeError:  # slices and lists cannot be looked up
+            pass
+    return _viewed.__wrapped__(call.func, tuple(x.shape), axis, args, kwargs)
+
+
+_PROBE = object()
+
+
+@lru_cache(maxsize=4096)
+def _viewed(func: Callable, shape: tuple[int, ...], axis: Axis, args: tuple, kwargs: tuple) -> list[Place]:
+    """Run the view on an empty tensor of the same shape that has a stride in the sample's dimension only."""
+    assert axis.dim is not None
+    size = shape[axis.dim]
+    probe = torch.empty_strided(shape, [int(d == axis.dim) for d in range(len(shape))], dtype=torch.bool, device="meta")
+    like = [probe if a is _PROBE else a for a in args]
+    out = func(*like, **{k: probe if a is _PROBE else a for k, a in kwargs})
     moved = [out] if isinstance(out, torch.Tensor) else list(out)
     places: list[Place] = []
     for y in moved:
