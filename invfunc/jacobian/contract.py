@@ -233,9 +233,9 @@ def twice(terms: Sequence[tuple[str, T]], others: Sequence[tuple[str, T]], outpu
     return [*terms, *_renamed(others, {c: c for c in output + "VN"})]
 
 
-def paired(terms: list[Term], output: str) -> list[Term]:
+def paired(terms: list[Term], others: list[Term], output: str) -> list[Term]:
     """The terms of the products of each column of each sample (V, N) with each of each other (W, M)."""
-    return [*terms, *_renamed(terms, {**{c: c for c in output}, "V": "W", "N": "M"})]
+    return [*terms, *_renamed(others, {**{c: c for c in output}, "V": "W", "N": "M"})]
 
 
 def _renamed(terms: Sequence[tuple[str, T]], names: dict[str, str]) -> list[tuple[str, T]]:

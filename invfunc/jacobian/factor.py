@@ -118,27 +118,42 @@ class Factor:
 
     def products(self) -> torch.Tensor:
         """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`."""
-        everyone = self.samples.all
-        terms = self._terms(self.columns.left, everyone)
-        v, n, *_ = _sizes(terms, "VN" + self.output, everyone)
-        pairs, kept = paired(terms, self.output), present("VN", terms)
-        both = kept + kept.translate(str.maketrans("VN", "WM"))
-        instances = 2 * instantiated(terms, present("VN" + self.output, terms)) + (v * n) ** 2 * self._entries(terms)
-        if not self.recipe.rows and cost(pairs, both) < instances and largest(pairs, both) < 4 * self.budget:
-            return contract(self._exact(pairs), both).to(terms[0][1].dtype).reshape(v, n, v, n)
+        parts = self.samples.parts(self.work, 16 * self.budget)
+        rows: list[list[torch.Tensor]] = []
+        for i, part in enumerate(parts):
+            terms = self._terms(self.columns.left, part)
+            mirrored = [rows[j][i].permute(2, 3, 0, 1) for j in range(i)]
+            others = [self._products(part, terms, q, self._terms(self.columns.left, q)) for q in parts[i + 1 :]]
+            rows.append([*mirrored, self._products(part, terms, part, terms), *others])
+        return torch.cat([torch.cat(row, 3) for row in rows], 1) if len(parts) > 1 else rows[0][0]
+
+    def _products(self, part: Part, terms: list[Term], other: Part, others: list[Term]) -> torch.Tensor:
+        """The same for two blocks of samples, `[V, b, V, c]`."""
+        output = "VN" + self.output
+        v, b, *_ = _sizes(terms, output, part)
+        c = length(other)
+        pairs, kept = paired(terms, others, self.output), present("VN", terms)
+        both = kept + present("VN", others).translate(str.maketrans("VN", "WM"))
+        formed = instantiated(terms, present(output, terms)) + instantiated(others, present(output, others))
+        formed += v * v * b * c * self._entries(terms)
+        if not self.recipe.rows and cost(pairs, both) < formed and largest(pairs, both) < 4 * self.budget:
+            return contract(self._exact(pairs), both).to(terms[0][1].dtype).reshape(v, b, v, c)
         free = self.output[1:] if self.recipe.rows else self.output  # entries that land in rows stay together
         last = next((c for c in reversed(free) if any(c in labels for labels, _ in terms)), "")
         width = _sizes(terms, last)[0] if last else 1
         rows = self.tap.param.shape[0] if self.recipe.rows else 1
-        per = v * n * max(1, rows * self._entries(terms) // max(1, width))
+        per = v * (b + c) * max(1, rows * self._entries(terms) // max(1, width))
         total = []
-        for a, b in even(width, max(1, 4 * self.budget // per)):
-            some = narrowed(terms, last, a, b) if last else terms
-            share = contract(some, present("VN" + self.output, some))
-            share = share.reshape(_sizes(some, "VN" + self.output, everyone))
-            flat = self._landed_each(share, everyone).reshape(v * n, -1)
-            total.append(flat @ flat.T)
-        return summed(total).reshape(v, n, v, n)
+        for start, stop in even(width, max(1, 4 * self.budget // per)):
+            flat = []
+            for some, where in ((terms, part), (others, other)):
+                some = narrowed(some, last, start, stop) if last else some
+                share = contract(some, present(output, some)).reshape(_sizes(some, output, where))
+                flat.append(self._landed_each(share, where).reshape(v * length(where), -1))
+                if others is terms:
+                    break
+            total.append(flat[0] @ flat[-1].T)
+        return summed(total).reshape(v, b, v, c)
 
     # Blocks of samples
 
