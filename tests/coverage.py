@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, find, settings
 
 from invfunc import SampleAxisError, diag_ggn
-from invfunc.jacobian import runs, trace
+from invfunc.jacobian import runs
+from invfunc.jacobian.trace import trace
 from tests.forms import GENERIC
 from tests.laws import OF_LOSSES, OF_MODELS, composed, squares
 from tests.layers import LAYERS, refused

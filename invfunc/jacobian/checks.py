@@ -10,8 +10,8 @@ from invfunc._functorch import innermost
 from invfunc.errors import ArgumentError, RandomnessError, samples_lost
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import TOTAL
-from invfunc.jacobian.tags import Derived, Sampled
 from invfunc.jacobian.trace import Trace
+from invfunc.jacobian.trace.tags import Derived, Sampled
 
 
 def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:

@@ -14,20 +14,20 @@ from invfunc import tree
 from invfunc.errors import SplitError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import check_loss
-from invfunc.jacobian.columns import Columns, Gradient, Units
 from invfunc.jacobian.graph import node_of, reaches
-from invfunc.jacobian.hessian import gradient, hessian
+from invfunc.jacobian.loss.columns import Columns, Gradient, Units
+from invfunc.jacobian.loss.hessian import gradient, hessian
+from invfunc.jacobian.loss.split import Root, Splitter, active
 from invfunc.jacobian.measures import Finished, Measure, State
 from invfunc.jacobian.plan import Plan
 from invfunc.jacobian.problem import Problem
 from invfunc.jacobian.pullback import Pullback, check_versions
-from invfunc.jacobian.pulled import Samples
-from invfunc.jacobian.random import Draws
 from invfunc.jacobian.runs import WHOLE, Run, Runner
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.split import Root, Splitter, active
-from invfunc.jacobian.tags import Sampled
+from invfunc.jacobian.shares.pulled import Samples
 from invfunc.jacobian.trace import Trace
+from invfunc.jacobian.trace.random import Draws
+from invfunc.jacobian.trace.tags import Sampled
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ import torch
 
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.columns import Block, Columns, joined_block
+from invfunc.jacobian.loss.columns import Block, Columns, joined_block
 from invfunc.jacobian.measures import Measure, State
 from invfunc.jacobian.plan import Plan, even
-from invfunc.jacobian.pulled import Columns as Pulled
-from invfunc.jacobian.pulled import Deltas, Samples
 from invfunc.jacobian.runs import Run
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.shares import Shares
-from invfunc.jacobian.tags import Tap
+from invfunc.jacobian.shares.pulled import Columns as Pulled
+from invfunc.jacobian.shares.pulled import Deltas, Samples
+from invfunc.jacobian.trace.tags import Tap
 
 States = dict[int, State]
 """For each parameter that is reached, what a measure keeps of it."""

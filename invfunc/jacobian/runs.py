@@ -19,15 +19,15 @@ from invfunc.errors import (
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import cannot_draw, check_loss, output_axis, same_values
 from invfunc.jacobian.follow import TOTAL, Call
-from invfunc.jacobian.generic import generic
+from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
 from invfunc.jacobian.plan import Plan, even
 from invfunc.jacobian.problem import Problem
-from invfunc.jacobian.random import Draws, Drew, Watch, restore
 from invfunc.jacobian.rules import Site
+from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.split import Reached, Root, Splitter, active
-from invfunc.jacobian.tags import Derived, Sampled
 from invfunc.jacobian.trace import Trace
+from invfunc.jacobian.trace.random import Draws, Drew, Watch, restore
+from invfunc.jacobian.trace.tags import Derived, Sampled
 
 WHOLE = slice(None)
 _FOREIGN = (RuntimeError, ValueError, TypeError, IndexError)

@@ -10,7 +10,7 @@ import torch
 from invfunc import tree
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow.call import Call, Mixed, Place, Unknown, pointwise, rule
-from invfunc.jacobian.indices import advanced
+from invfunc.jacobian.follow.indices import advanced
 
 
 @rule(

@@ -10,7 +10,7 @@ import torch
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.contract import Term
 from invfunc.jacobian.follow import Call
-from invfunc.jacobian.patches import patches, same_padding, spread
+from invfunc.jacobian.rules.patches import patches, same_padding, spread
 from invfunc.jacobian.rules.recipe import Part, Recipe, Site, rule
 
 

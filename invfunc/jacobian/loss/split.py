@@ -12,8 +12,8 @@ import torch
 from invfunc._functorch import version
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import Call
-from invfunc.jacobian.tags import Sampled
 from invfunc.jacobian.trace import Trace
+from invfunc.jacobian.trace.tags import Sampled
 
 _LOSSES = {
     "cross_entropy": "softmax",

@@ -10,9 +10,9 @@ import torch
 
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.calls import in_place, produced_by
 from invfunc.jacobian.follow import TOTAL, Call
-from invfunc.jacobian.tags import Derived, Sampled
+from invfunc.jacobian.trace.calls import in_place, produced_by
+from invfunc.jacobian.trace.tags import Derived, Sampled
 
 
 @dataclass

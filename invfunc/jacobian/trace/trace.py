@@ -14,7 +14,13 @@ from invfunc._functorch import opened, unviewed, version
 from invfunc.errors import part_mixed, samples_lost
 from invfunc.jacobian import follow, rules
 from invfunc.jacobian.axis import Axis, Everyone
-from invfunc.jacobian.calls import (
+from invfunc.jacobian.follow import TOTAL, Call, Mixed, Total, Unknown
+from invfunc.jacobian.follow.indices import advanced
+from invfunc.jacobian.graph import node_of, reaches
+from invfunc.jacobian.rules import Recipe, Site
+from invfunc.jacobian.rules.generic import generic
+from invfunc.jacobian.scope import Scope
+from invfunc.jacobian.trace.calls import (
     AFFINE,
     CONSTANT,
     QUERIES,
@@ -23,16 +29,10 @@ from invfunc.jacobian.calls import (
     function_name,
     read_by,
 )
-from invfunc.jacobian.compositions import composition, states
-from invfunc.jacobian.follow import TOTAL, Call, Mixed, Total, Unknown
-from invfunc.jacobian.generic import generic
-from invfunc.jacobian.graph import node_of, reaches
-from invfunc.jacobian.indices import advanced
-from invfunc.jacobian.random import Draws
-from invfunc.jacobian.rules import Recipe, Site
-from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.seen import Seen, cannot_meet
-from invfunc.jacobian.tags import Derived, Sampled, Tags, Tap
+from invfunc.jacobian.trace.compositions import composition, states
+from invfunc.jacobian.trace.random import Draws
+from invfunc.jacobian.trace.seen import Seen, cannot_meet
+from invfunc.jacobian.trace.tags import Derived, Sampled, Tags, Tap
 
 
 class Trace(TorchFunctionMode):

@@ -25,9 +25,9 @@ from invfunc.jacobian.contract import (
     widened,
 )
 from invfunc.jacobian.plan import even
-from invfunc.jacobian.pulled import Columns, Deltas, Samples, length
 from invfunc.jacobian.rules import Part
-from invfunc.jacobian.tags import Tap
+from invfunc.jacobian.shares.pulled import Columns, Deltas, Samples, length
+from invfunc.jacobian.trace.tags import Tap
 
 
 def summed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -8,11 +8,11 @@ import torch
 
 from invfunc._functorch import innermost
 from invfunc.errors import ConvexityError, SplitError
-from invfunc.jacobian.columns import Affine, Columns, Elementwise, General, Gradient, Softmax
 from invfunc.jacobian.follow.layers import reduction
 from invfunc.jacobian.graph import node_of, reaches
+from invfunc.jacobian.loss.columns import Affine, Columns, Elementwise, General, Gradient, Softmax
+from invfunc.jacobian.loss.split import Piece, Root
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.split import Piece, Root
 
 
 def gradient(scope: Scope, result: torch.Tensor, roots: list[Root], n: int) -> Gradient:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from invfunc._functorch import innermost
-from invfunc.jacobian.factor import Factor, shifted_moments, squares, summed
-from invfunc.jacobian.pulled import Columns, Deltas, Samples, length
 from invfunc.jacobian.rules import Part
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.tags import Tap
+from invfunc.jacobian.shares.factor import Factor, shifted_moments, squares, summed
+from invfunc.jacobian.shares.pulled import Columns, Deltas, Samples, length
+from invfunc.jacobian.trace.tags import Tap
 
 
 @dataclass
