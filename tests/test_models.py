@@ -253,3 +253,28 @@ class TestNothingIsLeftBehind:
             return f(params, x) * weights.sum()
 
         assert_trees_close(diag_ggn(inner, F.mse_loss)(p, x, y), dense_diag_ggn(inner, F.mse_loss)(p, x, y), EXACT)
+
+
+class TestParametersThatAreExpandedOverTheSamples:
+    """They have an entry for each sample, and their shares are the sums of what each entry gets."""
+
+    @given(n=st.integers(1, 3), reads=st.sampled_from(["query", "key and value"]))
+    def test_in_attention(self, n, reads, device, dtype):
+        w, x = Numbers()(1, 2, 3, 4), Numbers(1)(n, 2, 3, 4)
+
+        def f(w, x):
+            learned = w.expand(len(x), -1, -1, -1)
+            if reads == "query":
+                return F.scaled_dot_product_attention(learned, x, x.sin())
+            return F.scaled_dot_product_attention(x, learned, learned.sin())
+
+        assert_every_path_equals_the_loop(Case(reads, f, w, (x,), (0,)), device, dtype)
+
+    @given(n=st.integers(1, 3))
+    def test_in_grid_sample(self, n, device, dtype):
+        image, grid = Numbers()(1, 2, 4, 4), Numbers(1)(n, 3, 3, 2).tanh()
+
+        def f(image, grid):
+            return F.grid_sample(image.expand(len(grid), -1, -1, -1), grid, align_corners=False)
+
+        assert_every_path_equals_the_loop(Case("grid_sample", f, image, (grid,), (0,)), device, dtype)

@@ -69,6 +69,10 @@ def paired(name: str, args: tuple, kwargs: dict, x: torch.Tensor, dim: int, para
     return own.index(label) if label is not None and own is not None and label in own else None
 
 
+_ENTRY_BY_ENTRY = {"stack", "scaled_dot_product_attention", "grid_sample"}
+"""Pair the samples of their arguments, as element-wise operations do."""
+
+
 def alignment(
     name: str, args: tuple, kwargs: dict[str, Any], param: torch.Tensor, placed: list[tuple[torch.Tensor, Axis]]
 ) -> Axis | None:
@@ -76,7 +80,7 @@ def alignment(
     for x, place in placed:
         if place.dim is None:
             continue
-        if follow.find(name) in (follow.pointwise, follow.moves.cat) or name == "stack":
+        if follow.find(name) in (follow.pointwise, follow.moves.cat) or name in _ENTRY_BY_ENTRY:
             dim = place.dim - x.ndim + param.ndim
         else:
             dim = paired(name, args, kwargs, x, place.dim, param)
