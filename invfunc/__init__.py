@@ -14,6 +14,7 @@ from invfunc.errors import (
 from invfunc.functional import functional
 from invfunc.operation import operation
 from invfunc.outputs import outputs
+from invfunc.statistics.batch_diag_ggn import batch_diag_ggn
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.statistics.batch_jacobian import batch_jacobian
 from invfunc.statistics.batch_l2_grad import batch_l2_grad
@@ -21,6 +22,7 @@ from invfunc.statistics.clipped_grad import clipped_grad
 from invfunc.statistics.diag_ggn import diag_ggn
 from invfunc.statistics.grad_and_variance import grad_and_variance
 from invfunc.statistics.gram import gram
+from invfunc.statistics.sqrt_ggn import sqrt_ggn
 from invfunc.statistics.sum_grad_squared import sum_grad_squared
 from invfunc.statistics.variance import variance
 
@@ -35,6 +37,7 @@ __all__ = [
     "RandomnessError",
     "SampleAxisError",
     "SplitError",
+    "batch_diag_ggn",
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
@@ -46,6 +49,7 @@ __all__ = [
     "gram",
     "operation",
     "outputs",
+    "sqrt_ggn",
     "sum_grad_squared",
     "variance",
 ]

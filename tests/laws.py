@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import (
+    batch_diag_ggn,
     batch_grad,
     batch_jacobian,
     batch_l2_grad,
@@ -180,6 +181,11 @@ def _of_losses(case: Case, target: torch.Tensor, chosen: list[int], others: Iter
         yield Expectation(batch_l2_grad(mean, samples=chosen, **options), args, norms, (next(others),))
 
 
+def _half_squares(z: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss whose Hessian in the outputs is the identity."""
+    return F.mse_loss(z, target, reduction="sum") / 2
+
+
 def _of_the_model(case: Case, shape: torch.Size, chosen: list[int], others: Iterator[str]) -> Iterator:
     f, args, options = case.f, (case.params, *case.inputs), dict[str, Any](in_dims=case.in_dims)
     jacobian = loop_batch_jacobian(f)(*args)
@@ -190,6 +196,11 @@ def _of_the_model(case: Case, shape: torch.Size, chosen: list[int], others: Iter
     yield Expectation(batch_jacobian(f, samples=chosen, **options), args, picked, (next(others),))
     yield Expectation(gram(f, **options), args, sum(tree.leaves(kernels)), ("fast", next(others)))
     yield Expectation(gram(f, per_parameter=True, **options), args, kernels, (next(others),))
+    outputs = list(range(1, len(shape)))
+    squares = tree.map_tensors(lambda j: j.square().sum(outputs) if outputs else j.square(), jacobian)
+    target = Numbers(1)(*shape).to(next(iter(tree.tensors(case.params))))
+    curvature = batch_diag_ggn(f, _half_squares, in_dims=(*case.in_dims, 0))
+    yield Expectation(curvature, (*args, target), squares, ("fast",))
 
 
 def _of_curvature(case: Case, losses: dict, scalar: bool) -> Iterator:

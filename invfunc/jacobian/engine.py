@@ -15,7 +15,7 @@ from invfunc.errors import SplitError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import check_loss
 from invfunc.jacobian.graph import node_of, reaches
-from invfunc.jacobian.loss.columns import Columns, Gradient, Units
+from invfunc.jacobian.loss.columns import Columns, Gradient, Units, rooted
 from invfunc.jacobian.loss.hessian import gradient, hessian
 from invfunc.jacobian.loss.split import Root, Splitter, active
 from invfunc.jacobian.measures import Finished, Measure, State
@@ -112,7 +112,7 @@ class Engine:
         joint = None
         if self.joint:
             dtypes = [leaf.dtype for leaf in problem.leaves]
-            joint = self._delivered(reduce(torch.promote_types, dtypes), torch.cat(self.joint), each=True)
+            joint = self._delivered(reduce(torch.promote_types, dtypes), torch.cat(self.joint), each=(0,))
 
         def unflatten(leaves: list[Any]) -> Any:
             trees = tree.unflatten(leaves, problem.structure)
@@ -121,12 +121,14 @@ class Engine:
         result = measure.assemble(Finished(found, unflatten, joint, self.outputs, self.structure))
         return self.scope.result(result), self.scope.result(aux)
 
-    def _delivered(self, dtype: torch.dtype, x: torch.Tensor, each: bool | None = None) -> torch.Tensor:
-        """In the precision of the parameters, and in the order of the samples that were chosen."""
+    def _delivered(self, dtype: torch.dtype, x: torch.Tensor, each: tuple[int, ...] | None = None) -> torch.Tensor:
+        """In the precision of the parameters, and with the samples in the order in which they were chosen."""
         chosen = self.problem.samples
-        if chosen is not None and self.plan.asked("samples") and (self.measure.each if each is None else each):
+        if chosen is not None and chosen != sorted(chosen):
             order = sorted(range(len(chosen)), key=chosen.__getitem__)
-            x = x[torch.tensor(sorted(order, key=order.__getitem__), device=x.device)]
+            back = torch.tensor(sorted(order, key=order.__getitem__), device=x.device)
+            for axis in self.measure.each if each is None else each:
+                x = x.index_select(axis, back)
         return x.to(dtype)
 
     def _ones(self, run: Run) -> Gradient:
@@ -143,6 +145,12 @@ class Engine:
             del shape[self.problem.out_dims]
             self.outputs.append(torch.Size(shape))
         return units
+
+    def _hessian(self, result: torch.Tensor, roots: list[Root], splitter: Splitter) -> list[Columns]:
+        """The columns of the loss, and how many they are."""
+        made = hessian(self.scope, result, roots, splitter.pieces, self.problem.n)
+        self.columns = sum(c.count for c in made)
+        return [rooted(c) for c in made] if self.measure.rooted else made
 
     # Splits
 
@@ -165,7 +173,7 @@ class Engine:
             result = problem.loss(outputs, problem.target(loss))
         loss.watcher = loss.after = None  # no cycle that keeps the outputs alive
         check_loss(loss, result, "the loss")
-        made = hessian(self.scope, result, list(splitter.roots.values()), splitter.pieces, problem.n)
+        made = self._hessian(result, list(splitter.roots.values()), splitter)
         aux = runs[0].aux
         if problem.has_aux and len(runs) > 1:
             aux = self.runner.model(WHOLE, problem.n, tapped=False).aux
@@ -206,7 +214,7 @@ class Engine:
         _check_seen(light, roots, splitter)
         made: list[Columns] = []
         if second_order:
-            made = hessian(self.scope, light.result, roots, splitter.pieces, n)
+            made = self._hessian(light.result, roots, splitter)
         else:
             made = [gradient(self.scope, light.result, roots, n)]
         for run in self.runner.parts(roots, sum(c.count for c in made), draws):
@@ -231,12 +239,11 @@ class Engine:
             self.states[i] = state if before is None else self.measure.over_samples(before, state)
 
     def _samples(self, run: Run) -> Samples:
-        """Those that the caller chose among those of the run; of a part of the batch, in their order there."""
+        """Those that the caller chose among those of the run, in their order there."""
         n, chosen = run.trace.n, self.problem.samples
         if chosen is None:
             return Samples(n)
-        if n < self.problem.n or self.plan.asked("samples"):
-            chosen = sorted(i - run.start for i in chosen if run.start <= i < run.start + n)
+        chosen = sorted(i - run.start for i in chosen if run.start <= i < run.start + n)
         return Samples(n, torch.tensor(chosen, device=self.problem.leaves[0].device, dtype=torch.long))
 
 

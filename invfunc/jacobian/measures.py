@@ -34,10 +34,12 @@ class Measure:
 
     axes: ClassVar[tuple[str, ...]] = ("outputs", "samples", "params")
     """What it folds over."""
-    each: ClassVar[bool] = False
-    """Whether axis 0 of the result of a parameter counts the samples."""
+    each: ClassVar[tuple[int, ...]] = ()
+    """The axes of the result of a parameter that count the samples."""
     several: ClassVar[bool] = False
     """Whether the caller gets a tuple of results."""
+    rooted: ClassVar[bool] = False
+    """Whether the columns have to be those of a square root, without weights."""
     before: ClassVar[Measure | None] = None
     """What has to be known of all parameters before the first partial result; `joint` makes one tensor of it."""
 
@@ -69,7 +71,7 @@ class Measure:
 class EachSample(Measure):
     """The shares themselves, one sample after the other."""
 
-    each = True
+    each = (0,)
 
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
         return (shares.dense().squeeze(0),)
@@ -92,6 +94,13 @@ class SquaredNorms(EachSample):
 
     def zero(self, leaf: torch.Tensor, n: int, columns: int) -> torch.Tensor:
         return leaf.new_zeros(n)
+
+
+class SquaresOfEach(EachSample):
+    """`sum_v G[v, n]^2` of each sample."""
+
+    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+        return (shares.square_sum(each=True),)
 
 
 class SumOfSquares(Measure):
@@ -164,6 +173,7 @@ class InnerProducts(Measure):
     """`sum_p G[v, n, p] G[w, m, p]`, of all parameters together or of each."""
 
     axes = ("params",)
+    each = (0, 2)
 
     def __init__(self, per_parameter: bool) -> None:
         self.per_parameter = per_parameter
@@ -183,9 +193,9 @@ class InnerProducts(Measure):
 
 
 class JacobianRows(Measure):
-    """The columns themselves, one after the other: `[V, n, *p]`."""
+    """The columns themselves, one after the other."""
 
-    each = True
+    each = (0,)
 
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
         return (shares.dense(),)
@@ -209,6 +219,22 @@ class JacobianRows(Measure):
             trees.append(found.unflatten([_with_outputs(j[:, start:stop], 1, [one]) for j in found.leaves]))
             start = stop
         return tree.unflatten(trees, found.structure)
+
+
+class SquareRoot(JacobianRows):
+    """The columns as they are: `[V, n, *p]`."""
+
+    each = (1,)
+    rooted = True
+
+    def finish(self, state: State, n: int) -> torch.Tensor:
+        return state[0]
+
+    def zero(self, leaf: torch.Tensor, n: int, columns: int) -> torch.Tensor:
+        return leaf.new_zeros(columns, n, *leaf.shape)
+
+    def assemble(self, found: Finished) -> Any:
+        return found.unflatten(found.leaves)
 
 
 def _with_outputs(x: torch.Tensor, dim: int, outputs: Sequence[torch.Size]) -> torch.Tensor:

@@ -170,6 +170,41 @@ class General:
         return {i: c.reshape(*c.shape[:2], *s) for (i, s), c in zip(self.shapes.items(), pieces, strict=True)}
 
 
+@dataclass
+class Weighted:
+    """Columns whose weights are taken into them."""
+
+    inner: Columns
+
+    @property
+    def count(self) -> int:
+        return self.inner.count
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        block = self.inner.block(start, stop, part)
+        if block.weight is None:
+            return block
+        some = block.weight > 0  # the square root has no derivative at 0
+        root = torch.where(some, torch.where(some, block.weight, 1).sqrt(), 0)
+        return Block({i: c * root.reshape(*root.shape, *[1] * (c.ndim - 2)) for i, c in block.left.items()})
+
+
+@dataclass
+class Root(General):
+    """The columns of a square root in place of those of the Hessian."""
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        return Block(self._split(self.hessian[part][:, :, start:stop].movedim(2, 0)))
+
+
+def rooted(columns: Columns) -> Columns:
+    """Columns S with `S S^T` the Hessian: those of a known loss with their weights, else its eigenvectors."""
+    if not isinstance(columns, General):
+        return Weighted(columns)
+    values, vectors = torch.linalg.eigh(columns.hessian)
+    return Root(columns.shapes, vectors * values.clamp(min=0).sqrt().unsqueeze(1))
+
+
 def joined_block(made: list[Columns], start: int, stop: int, part: slice, n: int) -> Block:
     """The columns of a range over all kinds together; a kind that has no part in a column has zeros there."""
     found: list[Block] = []

@@ -74,23 +74,28 @@ class Factor:
             total.append(self._landed(contract(terms, present(self.kept, terms)), terms, part))
         return self._shaped(summed(total), 0)
 
-    def square_sum(self) -> torch.Tensor:
-        """`sum_vn weight[v, n] G[v, n]^2`, or the product of left and right in place of the square."""
-        columns, total = self.columns, []
-        for part, terms, direct in self._blocks(self.kept):
+    def square_sum(self, each: bool = False) -> torch.Tensor:
+        """`sum_v weight[v, n] G[v, n]^2`, or the product of left and right in place of the square; summed over samples,
+        or `[count, *param]` of each."""
+        columns, found = self.columns, []
+        for part, terms, direct in self._blocks("N" + self.output if each else self.kept):
             right = terms if columns.right is None else self._terms(columns.right, part)
             weight = [] if columns.weight is None else squeezed(widened([("NV", columns.weight[:, part].T)]))
-            kept = present(self.kept, terms)
+            kept = present("N" + self.output if each else self.kept, terms)
             if direct:  # nothing large is formed
                 pair = self._exact(twice(terms, right, self.output))
-                more = contract(widened(pair + weight), kept).to(terms[0][1].dtype)
             else:
                 instance = present("NV" + self.output, terms)
-                share, lead = contract(terms, instance), instance[: len(instance) - len(kept)]
+                share = contract(terms, instance)
                 other = None if columns.right is None else contract(right, instance)
-                more = squares(share, other, weight[0][1] if weight else None, lead, fresh=len(terms) > 1)
-            total.append(self._landed(more, terms, part))
-        return self._shaped(summed(total), 0)
+                pair = [(instance, squared(share, other, fresh=len(terms) > 1))]
+            more = contract(widened(pair + weight), kept).to(terms[0][1].dtype)
+            if each:
+                more = more.reshape(1, *_sizes(terms, "N" + self.output, part))
+                found.append(self._landed_each(more, part)[0])
+            else:
+                found.append(self._landed(more, terms, part))
+        return self._shaped(torch.cat(found), 1) if each else self._shaped(summed(found), 0)
 
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of each sample: `[count]`."""
@@ -254,15 +259,15 @@ class Factor:
 
 def shifted_moments(shares: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """`sum G` and `sum (G - mean)^2` of blocks `[b, *p]`: the latter around the mean of the first block, corrected."""
-    shift, totals, squared, n = None, [], [], 0
+    shift, totals, squares, n = None, [], [], 0
     for share in shares:
         shift = share.mean(0) if shift is None else shift
         n += len(share)
         share = share - shift
         totals.append(share.sum(0))
-        squared.append(squares(share, None, None, "N", fresh=True))
+        squares.append(squared(share, fresh=True).sum(0))
     total = summed(totals)
-    centred = torch.addcmul(summed(squared), total, total, value=-1 / n).clamp(min=0)
+    centred = torch.addcmul(summed(squares), total, total, value=-1 / n).clamp(min=0)
     assert shift is not None
     return total + n * shift, centred
 
@@ -275,17 +280,8 @@ def _sizes(terms: list[Term], output: str, part: Part | None = None) -> list[int
     return [sizes.get(c, 1) for c in output]
 
 
-def squares(
-    left: torch.Tensor, right: torch.Tensor | None, weight: torch.Tensor | None, lead: str, fresh: bool = False
-) -> torch.Tensor:
-    """`sum weight * left * right` over the leading dimensions; a fresh `left` may be overwritten."""
-    if right is not None:
-        product = left * right
-    else:
-        product = left.square_() if fresh and not left.requires_grad else left.square()
-    weight = None if weight is None else weight.to(product.dtype)
-    if not lead:
-        return product if weight is None else product * weight
-    if weight is None:
-        return product.sum(list(range(len(lead))))
-    return torch.tensordot(weight, product, len(lead))
+def squared(share: torch.Tensor, other: torch.Tensor | None = None, fresh: bool = False) -> torch.Tensor:
+    """`share^2`, or its product with another; what is fresh may be overwritten."""
+    if other is not None:
+        return share * other
+    return share.square_() if fresh and not share.requires_grad else share.square()

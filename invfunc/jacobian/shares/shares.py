@@ -10,7 +10,7 @@ import torch
 from invfunc._functorch import innermost
 from invfunc.jacobian.rules import Part
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.shares.factor import Factor, shifted_moments, squares, summed
+from invfunc.jacobian.shares.factor import Factor, shifted_moments, squared, summed
 from invfunc.jacobian.shares.pulled import Columns, Deltas, Samples, length
 from invfunc.jacobian.trace.tags import Tap
 
@@ -44,16 +44,19 @@ class Shares:
         """`sum_n weights[n] G[n]` of the only column."""
         return summed(self._pull(f, f.weighted(weights), 0) for f in self.factors)
 
-    def square_sum(self) -> torch.Tensor:
-        """`sum_vn weight[v, n] G[v, n]^2`, or the product of left and right in place of the square."""
+    def square_sum(self, each: bool = False) -> torch.Tensor:
+        """`sum_v weight[v, n] G[v, n]^2`, or the product of left and right in place of the square; summed over samples,
+        or `[count, *p]` of each."""
         if self._apart:
-            return summed(self._pull(f, f.square_sum(), 0) for f in self.factors)
-        columns, total = self.columns, []
+            return summed(self._pull(f, f.square_sum(each), int(each)) for f in self.factors)
+        columns, found = self.columns, []
         for part in self._blocks():
             right = None if columns.right is None else self._dense(part, columns.right)
-            weight = None if columns.weight is None else columns.weight[:, part]
-            total.append(squares(self._dense(part), right, weight, "VN"))
-        return summed(total)
+            square = squared(self._dense(part), right).movedim(1, 0)
+            if columns.weight is not None:
+                square = square * columns.weight[:, part].T.reshape(*square.shape[:2], *[1] * self.leaf.ndim)
+            found.append(square.sum(1) if each else square.sum((0, 1)))
+        return torch.cat(found) if each else summed(found)
 
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of the only column: `[count]`."""
