@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from invfunc.errors import ArgumentTypeError, InvFuncError
@@ -75,6 +76,13 @@ class Statistic:
         return self.shown or f"{self.name}({describe(self.f)}{loss})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            from invfunc._eager import eagerly  # imports the compiler, which takes a second
+
+            return eagerly(self._call, args, kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         names = argument_names(self.f, len(args), self.loss is not None)
         try:
             given = problem(

@@ -249,3 +249,14 @@ class TestTransformsInside:
         except (invfunc.SplitError, invfunc.SampleAxisError):
             return
         assert_trees_close(found, dense_diag_ggn(f, F.mse_loss)(*args), EXACT)
+
+
+@pytest.mark.parametrize("t", [invfunc.variance, invfunc.diag_ggn], ids=lambda t: t.__name__)
+def test_compiled_functions_may_use_them(t):
+    """The compiler leaves a statistic as it is, and compiles what is around it."""
+    w, x, y = Numbers()(3, 2), Numbers(1)(4, 3), Numbers(2)(4, 2)
+
+    def step(w, x, y):
+        return w.sin() - t(lambda w, x, y: torch.nn.functional.mse_loss(x @ w, y))(w, x, y).sqrt()
+
+    assert_trees_close(torch.compile(step, backend="eager")(w, x, y), step(w, x, y), 1e-12)

@@ -28,7 +28,7 @@ def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:
         kind = "a model function" if isinstance(place, Axis) else "no loss function"
         raise ArgumentError(
             f"{name} returned shape {tuple(result.shape)} for N = {n}, so it looks like {kind}; wanted is a loss "
-            f"function, which returns a scalar or shape ({n},). Compute the loss in it."
+            f"function, which returns a scalar or shape ({n},). Compute the loss in it, or sum over its other axes."
         )
     if result.ndim and n > 1 and (place is TOTAL or isinstance(tag, Derived)):
         raise ArgumentError(

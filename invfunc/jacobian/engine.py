@@ -205,13 +205,16 @@ class Engine:
         light = self.runner.run(WHOLE, n, tapped=False, draws=draws, splitter=look)
         tag, splitter = check_loss(light.trace, light.result), splitters[0]
         wanted = splitter.selected()
-        if not second_order and light.result.ndim and not wanted:
-            for run in self.runner.loss_parts(light.result, draws):
+        roots = [splitter.roots[i] for i in wanted]
+        try:
+            _check_split(tag, splitter, wanted)
+            _check_seen(light, roots, splitter)
+        except SplitError:
+            if second_order or not light.result.ndim:
+                raise
+            for run in self.runner.loss_parts(light.result, draws):  # a loss for each sample needs no split
                 self._consume(run, [self._ones(run)])
             return light.aux
-        _check_split(tag, splitter, wanted)
-        roots = [splitter.roots[i] for i in wanted]
-        _check_seen(light, roots, splitter)
         made: list[Columns] = []
         if second_order:
             made = self._hessian(light.result, roots, splitter)

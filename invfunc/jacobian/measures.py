@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from invfunc import tree
+from invfunc.errors import ArgumentError
 from invfunc.jacobian.shares import Shares
 
 State = tuple[torch.Tensor, ...]
@@ -126,10 +127,15 @@ class CentredSquares(Measure):
         return m + n, total + other, centred + more + apart.square() * (m * n / (m + n))
 
     def finish(self, state: State, n: int) -> Any:
-        return state[2] / (n - self.correction)
+        return state[2] / self._divisor(n)
 
     def zero(self, leaf: torch.Tensor, n: int, columns: int) -> Any:
-        return torch.zeros_like(leaf) / (n - self.correction)
+        return torch.zeros_like(leaf) / self._divisor(n)
+
+    def _divisor(self, n: int) -> float:
+        if n - self.correction <= 0:
+            raise ArgumentError(f"correction={self.correction} leaves no divisor for the shares of {n} samples.")
+        return n - self.correction
 
 
 class SumAndCentredSquares(CentredSquares):

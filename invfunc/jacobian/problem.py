@@ -171,7 +171,10 @@ def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -
     """N, on which all batch arguments have to agree."""
     sizes = _sizes(args, dims, names)
     if not sizes:
-        raise ArgumentError("there is no batch argument: pass the samples as arguments, not in a closure.")
+        raise ArgumentError(
+            "there is no batch argument: pass the samples as positional arguments, tensors or trees of them, not by "
+            "keyword (those are constants) or in a closure."
+        )
     (first, n), *others = sizes
     for name, size in others:
         if size != n:

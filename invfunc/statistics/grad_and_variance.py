@@ -37,7 +37,8 @@ def grad_and_variance(
         loss / parameter and its square; with has_aux `(grad, variance, aux)`.
 
     Raises:
-        ArgumentError, SampleAxisError: as in `batch_grad`.
+        ArgumentError: N - correction is not above 0; and as in `batch_grad`.
+        SampleAxisError: as in `batch_grad`.
 
     Example:
         >>> import torch, invfunc

@@ -26,15 +26,15 @@ def sqrt_ggn(
         R = ...                                               # [V, N, C], with R[:, n].T @ R[:, n] == H[n, :, n]
         torch.einsum("vnc,ncp->vnp", R, J)
 
-    A square root is one of many: only its products `S S^T` have a meaning. It has no more columns than H has rank: C - 1
-    for a cross entropy over C classes, one for each output for element-wise losses.
+    A square root is one of many: only its products `S S^T` have a meaning. Of a cross entropy over C classes it has
+    C - 1 columns, of other losses one for each output.
 
     Args:
         f, loss, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
     Returns:
-        A function `(params, *inputs, target) -> S`, without `loss` `(params, *batch) -> S`, with leaves `[V, N, *p]`, in
-        the unit of sqrt(loss) / parameter.
+        A function `(params, *inputs, target) -> S`, without `loss` `(params, *batch) -> S`, with leaves `[V, N, *p]`,
+        in the unit of sqrt(loss) / parameter.
 
     Raises:
         SplitError, ConvexityError, ArgumentError, SampleAxisError: as in `diag_ggn`.

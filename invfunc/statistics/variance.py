@@ -36,7 +36,8 @@ def variance(
         (loss / parameter)^2.
 
     Raises:
-        ArgumentError, SampleAxisError: as in `batch_grad`.
+        ArgumentError: N - correction is not above 0; and as in `batch_grad`.
+        SampleAxisError: as in `batch_grad`.
 
     Example:
         >>> import torch, invfunc

@@ -14,7 +14,7 @@ from invfunc.statistics.batch_grad import batch_grad
 from invfunc.testing.oracles import assert_trees_close
 
 
-def check_operation(op: Operation, *args: Any, samples: tuple[int, ...] = (0,), rtol: float = 1e-8) -> None:
+def check_operation(op: Operation, *args: Any, samples: tuple[int, ...] = (0,), rtol: float | None = None) -> None:
     """Assert that an operation keeps the samples apart, and that its rules give the shares that autograd gives.
 
         for n in range(N):
@@ -25,7 +25,8 @@ def check_operation(op: Operation, *args: Any, samples: tuple[int, ...] = (0,), 
         op: what `operation` made.
         args: arguments for it, best in float64; those with a rule are its parameters.
         samples: the positions of the arguments that have the samples, along axis 0.
-        rtol: the largest difference, relative to the largest entry of a share.
+        rtol: the largest difference, relative to the largest entry of a share; the square root of the precision of
+            the output unless given.
 
     Raises:
         AssertionError: that names the operation and the argument whose rule is wrong.
@@ -42,8 +43,9 @@ def check_operation(op: Operation, *args: Any, samples: tuple[int, ...] = (0,), 
         raise ArgumentTypeError(f"check_operation(op, ...): op is of type {kind}, but has to be made by `operation`.")
     out = op(*args)
     n = len(out)
+    tolerance = torch.finfo(out.dtype).eps ** 0.5 if rtol is None else rtol
     alone = [op(*(x[i : i + 1] if at in samples else x for at, x in enumerate(args))) for i in range(n)]
-    _close(torch.cat(alone), out, rtol, f"{op!r} does not keep the samples apart")
+    _close(torch.cat(alone), out, tolerance, f"{op!r} does not keep the samples apart")
     delta = torch.randn(out.shape, dtype=out.dtype, device=out.device, generator=torch.Generator(out.device))
     for argument in op.rules:
         at = op.position(argument)
@@ -59,12 +61,17 @@ def check_operation(op: Operation, *args: Any, samples: tuple[int, ...] = (0,), 
         entries = losses(p, *rest, delta)
         expected = torch.stack([torch.autograd.grad(entries[i], p, retain_graph=True)[0] for i in range(n)])
         wrong = f"the rule of {op!r} for {argument!r} gives other shares than"
-        _close(fast(args[at], *rest, delta), expected, rtol, f"{wrong} autograd")
+        _close(fast(args[at], *rest, delta), expected, tolerance, f"{wrong} autograd")
         try:
             generic = replace(fast, options=Options(fast=False))(args[at], *rest, delta)
         except ValueError:  # what torch.vmap cannot batch has no generic path
             continue
-        _close(generic, expected, rtol, f"the generic path of {op!r} for {argument!r} gives other shares than autograd")
+        _close(
+            generic,
+            expected,
+            tolerance,
+            f"the generic path of {op!r} for {argument!r} gives other shares than autograd",
+        )
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor, rtol: float, wrong: str) -> None:

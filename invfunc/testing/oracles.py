@@ -154,7 +154,7 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float, floor: float = 0
             x, y = x.detach().double().cpu(), y.detach().double().cpu()
             error, largest = (x - y).abs().max().item(), y.abs().max().item()
             assert error <= rtol * max(largest, floor), (
-                f"leaf {path} is off by {error:.1e}, its largest entry is {largest:.1e}"
+                f"leaf {path or '(the only one)'} is off by {error:.1e}, its largest entry is {largest:.1e}"
             )
 
 

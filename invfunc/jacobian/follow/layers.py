@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,6 +96,10 @@ def along(call: Call) -> Place:
     if not isinstance(axis, Axis) and call.name == "index_select":
         found = call.place(call.arg(2, "index"))
         return found.at(call.arg(1, "dim") % x.ndim) if isinstance(found, Axis) else None
+    if not isinstance(axis, Axis) and call.name in ("gather", "scatter", "scatter_add", "take_along_dim"):
+        axis = pointwise(call) if call.out.ndim == x.ndim else None
+        if isinstance(axis, Axis) and axis.dim is not None and x.shape[axis.dim] == call.out.shape[axis.dim]:
+            call = replace(call, places={**call.places, id(x): axis})  # a constant with an entry for each sample
     if not isinstance(axis, Axis):
         raise Mixed("it looks constants up by sample indices")
     if call.name == "unfold" and getattr(call.func, "__module__", None) == "torch.nn.functional":
@@ -231,6 +236,26 @@ def reduction(call: Call) -> str:
         return "none" if reduced is False else "sum" if average is False else "mean"
     said = [a for a in call.args if isinstance(a, str)]
     return said[0] if said else call.kwargs.get("reduction", "mean")
+
+
+@rule("margin_ranking_loss", "hinge_embedding_loss", "gaussian_nll_loss")
+def elementwise_loss(call: Call) -> Place:
+    return pointwise(call) if call.out.ndim else TOTAL
+
+
+_ROWS = {"triplet_margin_loss": 3, "cosine_embedding_loss": 2, "multi_margin_loss": 1}
+_ROWS |= {"multilabel_margin_loss": 2, "multilabel_soft_margin_loss": 2}
+"""Losses that compare rows, and how many of their arguments have rows."""
+
+
+@rule(*_ROWS)
+def row_loss(call: Call) -> Place:
+    rows = [a for a in call.args[: _ROWS[call.name]] if isinstance(a, torch.Tensor)]
+    if len(rows) < _ROWS[call.name] or any(x.ndim != rows[0].ndim or x.ndim < 2 for x in rows):
+        raise Unknown("its arguments are not rows of the same number of dimensions, given by position")
+    if any(axis != Axis(0) for _, axis in call.samples):
+        raise Mixed("it compares along the sample axis")
+    return Axis(0) if call.out.ndim else TOTAL
 
 
 @rule(*_ELEMENTWISE_LOSSES, "cross_entropy", "nll_loss")

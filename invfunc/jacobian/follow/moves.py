@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ def reshape(call: Call) -> Place:
 def getitem(call: Call) -> Place | list[Place]:
     x, index = call.args
     axis = call.place(x)
-    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = _without_masks(call, list(index) if isinstance(index, tuple) else [index])
     if not advanced(index):
         if isinstance(axis, Axis):
             return view(call)
@@ -96,17 +97,29 @@ def getitem(call: Call) -> Place | list[Place]:
                 return axis  # data alone in another order: entry n now belongs to sample n
             raise Mixed("it selects samples")
         d += w
-    return _only_changed_size(call, x, axis)
+    return _only_changed_size(call, x, axis, parts)
 
 
-def _only_changed_size(call: Call, x: torch.Tensor, axis: Axis) -> Place:
+def _without_masks(call: Call, parts: list[Any]) -> list[Any]:
+    """Constant masks as the indices of their entries."""
+    found: list[Any] = []
+    for p in parts:
+        mask = torch.tensor(p) if isinstance(p, list) and p and all(isinstance(i, bool) for i in p) else p
+        if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.ndim and call.place(mask) is None:
+            found.extend(mask.nonzero(as_tuple=True))
+        else:
+            found.append(p)
+    return found
+
+
+def _only_changed_size(call: Call, x: torch.Tensor, axis: Axis, index: list[Any]) -> Place:
     """The dimension of the result that grows with the sample's dimension of x."""
     assert axis.dim is not None
     shape = list(x.shape)
     shape[axis.dim] += 1
     meta = [torch.empty(s, device="meta") for s in (tuple(x.shape), tuple(shape))]
-    parts = [tree.map_tensors(lambda t: _meta_index(t), a) for a in call.args[1:]]
-    small, large = (call.func(m, *parts, **call.kwargs).shape for m in meta)
+    parts = tuple(tree.map_tensors(_meta_index, p) for p in index)
+    small, large = (m[parts].shape for m in meta)
     dims = [d for d, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
     if len(dims) != 1:
         raise Mixed("it moves the sample axis where nothing can follow")

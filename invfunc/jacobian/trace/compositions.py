@@ -209,8 +209,15 @@ def embedding_bag(
     return total if mode == "sum" else total / padding.logical_not().sum(1).clamp(min=1)
 
 
+def broadcast_tensors(*given: Any) -> Tensors:
+    tensors = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    return tuple(x.expand(shape) for x in tensors)
+
+
 _STEPS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
 COMPOSITIONS: dict[str, Callable[..., Any]] = {
+    "broadcast_tensors": broadcast_tensors,
     "embedding": embedding,
     "embedding_bag": embedding_bag,
     **{name: _layers(name, step) for name, step in _STEPS.items()},
@@ -226,7 +233,7 @@ def composition(func: Callable) -> Callable[..., Any] | None:
         return None
     if name.startswith("embedding") and getattr(func, "__module__", None) != "torch.nn.functional":
         return None  # torch's own take the same arguments in another order
-    if name != "embedding" and checkpointing():
+    if name not in ("embedding", "broadcast_tensors") and checkpointing():
         raise SampleAxisError(
             f"`{name}` is followed step by step, but hooks on saved tensors, as those of torch.utils.checkpoint, "
             "have to meet the same operations again. Take it out of the checkpoint."
@@ -237,7 +244,7 @@ def composition(func: Callable) -> Callable[..., Any] | None:
 def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:
     """The initial states that a recurrent function is called with, which have an entry for each sample, and where."""
     name = getattr(func, "__name__", "")
-    if name not in COMPOSITIONS or name.startswith("embedding"):
+    if name.removesuffix("_cell") not in _STEPS:
         return []
     hx = args[1] if isinstance(args[1], (tuple, list)) else args[1:2]
     return [(h, 0 if name.endswith("cell") else 1) for h in hx]
