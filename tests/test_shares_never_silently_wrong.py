@@ -153,3 +153,83 @@ def test_a_result_that_no_parameter_reaches_under_no_grad():
         found, norms = clipped_grad(lambda w, x: (x * c).sum(1) + 0 * (x @ w).detach().sum(1), 1.0)(W, X)
         assert not found.any() and not norms.any()
         assert not batch_grad(lambda w, x: (x * c).sum(1))(W, X).any()
+
+
+def copied(x, how):
+    o = torch.zeros_like(x)
+    if how == "data":
+        o.data.copy_(x)
+    elif how == "detach":
+        o.detach().copy_(x)
+    elif how == "earlier view":
+        view = o.T
+        o.copy_(x)
+        return view.T
+    elif how == "numpy":
+        return torch.from_numpy(x.numpy())
+    else:
+        o.data = x
+    return o
+
+
+@pytest.mark.parametrize("how", ["data", "detach", "earlier view", "numpy", "set"])
+def test_samples_that_become_constants(how):
+    with pytest.raises(SampleAxisError, match="where they cannot be followed|through a view"):
+        batch_grad(lambda w, x: (copied(x, how) * w[0]).square().sum())(W, X)
+
+
+def test_an_operation_called_like_a_function_of_torch_that_reads_nothing():
+    def tanh_like(x):
+        return x.tanh()
+
+    op = operation(tanh_like)
+    assert_shares(lambda w, x: (op(x) @ w).square().sum(1), W, X)
+
+
+def test_aux_of_a_function_that_is_taken_sample_by_sample():
+    class Square(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x, w):
+            return (x @ w).square()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            slope = 2 * (x @ w) * g
+            return slope @ w.T, x.T @ slope
+
+    def f(w, x):
+        return Square.apply(x, w).sum(1), x.sum(1)
+
+    found, aux = batch_grad(f, has_aux=True)(W, X)
+    assert_trees_close(found, loop_batch_grad(lambda w, x: f(w, x)[0])(W, X), EXACT)
+    assert_trees_close(aux, X.sum(1), EXACT)
+
+
+def test_an_operation_without_a_rule_under_autocast():
+    op = operation(lambda x, w: x @ w)
+
+    def f(w, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return op((x @ w).float(), w).float().square().sum(1)
+
+    w, x = W.float(), X.float()
+    expected = loop_batch_grad(lambda w, x: ((x @ w) @ w).square().sum(1))(w, x)
+    assert_trees_close(batch_grad(f)(w, x), expected, 1e-1)
+
+
+def test_one_value_for_each_group_of_one_sample():
+    f, params = functional(nn.GroupNorm(3, 3).double())
+    found = batch_grad(lambda p, x: f(p, x).sin().sum(1), samples=[0])(params, X)
+    assert_trees_close(found["bias"], torch.ones(1, 3).double(), EXACT)
+
+
+def test_leaves_have_memory_of_their_own():
+    found = batch_grad(lambda p, x: ((x + p[0]) + p[1]).square().sum(1))((W[0], W[1]), X)
+    assert found[0].data_ptr() != found[1].data_ptr()

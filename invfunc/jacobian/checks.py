@@ -37,6 +37,8 @@ def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:
         )
     if not result.is_floating_point():
         raise ArgumentError(f"{name} returned dtype {result.dtype}, but a loss is a floating-point tensor.")
+    if isinstance(tag, Derived) and trace.escaped:
+        raise samples_lost(f"`{trace.escaped}`: it takes samples to where they cannot be followed", False)
     if isinstance(tag, Derived) and tag.of_data:
         raise samples_lost(f"the result of {name}: its share of each sample is gone where the data were summed", False)
     if isinstance(tag, Derived):

@@ -21,7 +21,7 @@ from invfunc.jacobian.checks import cannot_draw, check_loss, output_axis, same_v
 from invfunc.jacobian.follow import TOTAL, Call
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
 from invfunc.jacobian.plan import Plan, even
-from invfunc.jacobian.problem import Problem
+from invfunc.jacobian.problem import Problem, with_aux
 from invfunc.jacobian.rules import Site
 from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
@@ -127,16 +127,19 @@ class Runner:
         flat, structure = tree.flatten(batch)
         where = [d for i, d in problem.dims.items() if i in batch for _ in tree.leaves(batch[i])]
 
-        def function(*values: Any) -> Any:
+        def whole(*values: Any) -> tuple[Any, Any]:
             trees = tree.unflatten(list(values[: len(params)]), problem.structure)
             rest = tree.unflatten(list(values[len(params) :]), structure)
             given = [trees[problem.argnums.index(i)] if i in problem.argnums else rest[i] for i in problem.inputs]
             result = problem.f(*given, **problem.kwargs)
-            return result[0] if problem.has_aux else result
+            return with_aux(result) if problem.has_aux else (result, None)
+
+        def function(*values: Any) -> Any:
+            return whole(*values)[0]
 
         values = [*params, *(self.scope.alias(x) if isinstance(x, torch.Tensor) else x for x in flat)]
         with Watch(draws):
-            result = function(*values)
+            result, aux = whole(*values)
         if not isinstance(result, torch.Tensor) or result.ndim == 0:
             return None
         axis = Axis(problem.out_dims % result.ndim if result.ndim > 1 else 0)
@@ -163,7 +166,7 @@ class Runner:
         for i, leaf in enumerate(params):
             trace.tap(leaf, Derived(frozenset({i}), True), generic(site, leaf), result, axis)
         trace.set(result, Sampled(axis, around="f"))
-        return Run(trace, params, WHOLE, {0: (result, axis)}, result=result)
+        return Run(trace, params, WHOLE, {0: (result, axis)}, result=result, aux=aux)
 
     def model(self, part: slice | torch.Tensor, n: int, tapped: bool = True) -> Run:
         """The model function on a part of the batch; `run.result` becomes the structure of its outputs."""

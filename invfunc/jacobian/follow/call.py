@@ -136,7 +136,7 @@ def total(call: Call) -> Place:
     "float double half bfloat16 int long bool type clone detach requires_grad alias hardswish softsign tanhshrink "
     "log_sigmoid logsigmoid floor_divide negative subtract multiply divide true_divide absolute square "
     "special_expit bernoulli relu6 clip clamp greater less greater_equal less_equal not_equal isclose get:data "
-    "and or xor invert lshift rshift bucketize "
+    "cpu cuda and or xor invert lshift rshift bucketize "
     "get:real get:imag rrelu rsub rdiv rpow pow copy nan_to_num fill masked_fill where maximum minimum".split()
 )
 def pointwise(call: Call) -> Place:

@@ -25,7 +25,7 @@ def view(call: Call) -> list[Place]:
     assert isinstance(axis, Axis)
     args = tuple(_PROBE if a is x else a for a in call.args)
     kwargs = tuple((k, _PROBE if a is x else a) for k, a in call.kwargs.items())
-    if len(call.read) == 1:
+    if len(tree.tensors((call.args, call.kwargs))) == 1:
         try:
             return list(_viewed(call.func, tuple(x.shape), axis, args, kwargs))
         except TypeError:  # slices and lists cannot be looked up

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from invfunc import tree
@@ -19,6 +21,8 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
     axes = {id(x): axis for x, axis in _with_samples(site, param)}
     flat, structure = tree.flatten((call.args, call.kwargs))
     batched = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and id(x) in axes]
+    device = param.device.type
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def build(delta: torch.Tensor, part: Part) -> list[Term]:
         values = [site.value(x) if isinstance(x, torch.Tensor) else x for x in flat]
@@ -30,7 +34,8 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
                 for i, x in zip(batched, xs, strict=True):
                     operands[i] = x.clone()
                 args, kwargs = tree.unflatten(operands, structure)
-                return call.func(*args, **kwargs)
+                with torch.autocast(device, low) if low is not None else nullcontext():  # as it was in the run
+                    return call.func(*args, **kwargs)
 
             out, pull, *_ = torch.func.vjp(operation, site.value(param))
             if out.shape != column.shape:

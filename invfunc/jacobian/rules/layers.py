@@ -52,11 +52,14 @@ def norm(site: Site, param: torch.Tensor) -> Recipe | None:
         affine |= {id(call.arg(mean, "running_mean")), id(call.arg(mean + 1, "running_var"))}
     args, kwargs = tree.map_leaves(lambda a: None if id(a) in affine else a, (call.args, call.kwargs))
 
+    # that of torch.nn refuses one value for each group of a single sample, which has a share like any other
+    function = torch.group_norm if name == "group_norm" else call.func
+
     def normalised(part: Part) -> torch.Tensor:
         value = _wide(site.exposed(x, axis, part))
         flat = value.flatten(0, 1) if len(labels) == 1 and name not in ("layer_norm", "rms_norm") else value
         given, named = tree.map_tensors(lambda a: flat if a is x else _wide(site.value(a)), (args, kwargs))
-        return call.func(*given, **named).reshape(value.shape)
+        return function(*given, **named).reshape(value.shape)
 
     return _scale(site, labels, normalised, (x,))
 

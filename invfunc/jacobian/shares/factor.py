@@ -61,6 +61,7 @@ class Factor:
         """`[V, b, *param]`, instantiated."""
         terms, output = self._terms(deltas, part), "VN" + self.output
         share = contract(terms, present(output, terms)).reshape(_sizes(terms, output, part))
+        share = share.clone() if len(terms) == 1 and self.recipe.joins else share  # of its own, not the cotangent
         return self._shaped(self._landed_each(share, part), 2)
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:

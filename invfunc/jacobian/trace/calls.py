@@ -26,7 +26,9 @@ QUERIES = set(
     "is_contiguous is_floating_point is_complex get_device element_size".split()
 )
 """What is asked about a tensor, and not about its values."""
-CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy"}
+EXITS = {"set", "dlpack", "to_dlpack"}
+"""Hand the memory of a tensor to one that is not followed."""
+CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "new_tensor", "deepcopy"}
 
 
 @lru_cache(maxsize=4096)
@@ -44,9 +46,12 @@ def in_place(func: Callable) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
+_FRESH = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
+
+
 def read_by(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The tensors whose values a call reads."""
-    if name.endswith("_like") or name.startswith("new_"):
+    if name in _FRESH or (name.startswith("new_") and name != "new_tensor"):
         return []
     if name in SHAPE_ONLY:
         args, kwargs = args[:1], {}

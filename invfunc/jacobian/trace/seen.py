@@ -54,12 +54,16 @@ class Seen:
         return [self.args[0]] if self.name == "setitem" else produced_by(out)
 
 
-def cannot_meet(call: Call, produced: list[torch.Tensor], found: Any, params: list[Any]) -> str | None:
+def cannot_meet(
+    call: Call, produced: list[torch.Tensor], found: Any, params: list[Any], escaped: str | None
+) -> str | None:
     """Why parameters with these tags have no shares at an operation."""
     if len(produced) > 1:
         return f"`{call.name}`: a parameter meets samples in an operation with several outputs"
     if found is TOTAL and call.name not in ("add", "sub", "rsub", "subtract"):
         return f"`{call.name}`: a parameter meets a sum over the samples"
+    if found is TOTAL and escaped:
+        return f"`{escaped}`: it takes samples to where they cannot be followed"
     if found is TOTAL and any(getattr(tag, "of_data", False) for tag in params):
         return f"`{call.name}`: its share of each sample is gone where the data were summed"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ class Tags:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref, Derived | Sampled]] = {}
+        self._memory: set[int] = set()
+        """What samples were written to, under whatever name it is read."""
 
     def get(self, x: torch.Tensor) -> Derived | Sampled | None:
         found = self._of.get(id(x))
@@ -89,12 +91,18 @@ class Tags:
         else:
             self._of[id(x)] = (weakref.ref(x), tag)
 
+    def holds_samples(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether samples were written into the memory of one of these tensors, of which nothing is known."""
+        return bool(self._memory) and any(storage_of(x) in self._memory for x in tensors)
+
     def written(self, x: torch.Tensor, new: Derived | Sampled) -> None:
         """What is written into a tensor is written into all that share its memory."""
         base = base_of(x)
         if base is not None and self.get(base) is None:
             self.set(base, Derived(frozenset(), False) if isinstance(new, Derived) else Sampled(None))
         memory = storage_of(x)
+        if isinstance(new, Sampled):
+            self._memory.add(memory)
         for reference, old in list(self._of.values()):
             y = reference()
             if y is None or y is x or storage_of(y) != memory:

@@ -23,6 +23,7 @@ from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace.calls import (
     AFFINE,
     CONSTANT,
+    EXITS,
     QUERIES,
     SELECTIONS,
     alignment,
@@ -62,6 +63,8 @@ class Trace(TorchFunctionMode):
         """Whether an operation without a rule, rather than one that mixes, has lost the samples."""
         self.watcher: Callable[[Trace, str, Callable, tuple, dict], tuple[tuple, dict] | None] | None = None
         self.after: Callable[[Trace, Call], None] | None = None
+        self.escaped: str | None = None
+        """The operation by which samples went where they are not seen: numbers of Python, an alias."""
         self.known = Tags()
         self.tag, self.set = self.known.get, self.known.set
 
@@ -95,6 +98,8 @@ class Trace(TorchFunctionMode):
         for x in seen.read:
             if x.requires_grad and self._hidden(x, seen.tags.get(id(x))):
                 raise samples_lost(_HIDDEN, unknown=True)
+        if name in EXITS and seen.tags or self.known.holds_samples(x for x in seen.read if id(x) not in seen.tags):
+            self.escaped = self.escaped or name
         if not seen.tags:
             return self._of_others(seen)
         if name in CONSTANT and not seen.writes:
@@ -146,6 +151,8 @@ class Trace(TorchFunctionMode):
                 self.set(out, Sampled(tag.place, tag.lost))
             elif self.partial and seen.name in ("item", "tolist", "numpy"):
                 raise part_mixed(seen.name)
+            elif seen.name in ("item", "tolist", "numpy") and tag.place is not TOTAL:
+                self.escaped = seen.name
         return out
 
     def _of_parameters(self, seen: Seen, of_data: bool) -> Any:
@@ -189,7 +196,7 @@ class Trace(TorchFunctionMode):
             params = {}
         found, lost = self._followed(call, seen, params)
         if params:
-            lost = lost or cannot_meet(call, produced, found, [seen.tags.get(i) for i in params])
+            lost = lost or cannot_meet(call, produced, found, [seen.tags.get(i) for i in params], self.escaped)
             if lost is None:
                 self._meet(call, produced[0], Everyone(None) if found is TOTAL else found, params)
             elif self.tapped or found is None:
