@@ -107,7 +107,7 @@ class Factor:
                 norms = contract(pair, present("N", terms)).clamp(min=0).to(terms[0][1].dtype)
             else:
                 share = contract(terms, present("N" + self.output, terms)).reshape(length(part), -1)
-                norms = share.square().sum(1)
+                norms = squared(share, fresh=len(terms) > 1).sum(1)
             found.append(norms.reshape(length(part)))
         return torch.cat(found)
 
