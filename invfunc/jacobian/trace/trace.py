@@ -315,4 +315,6 @@ class Trace(TorchFunctionMode):
 
 
 _NONE: frozenset[int] = frozenset()
-_HIDDEN = "an operation that cannot be seen (a custom autograd.Function, torch.func inside f, a write into a view?)"
+_HIDDEN = (
+    "an operation that cannot be seen (custom autograd.Function, torch.func or autograd.grad in f, write to a view?)"
+)
