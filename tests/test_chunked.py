@@ -116,7 +116,10 @@ class TestStatistics:
     def test_options_stay_with_the_statistic(self, over, alone):
         rand = Numbers()
         w, b, x, y = rand(3, 2), rand(2), rand(3, 5), rand(2, 5)
-        f = lambda b, w, x: (w.T @ x + b[:, None], "aux")  # noqa: E731
+
+        def f(b, w, x):
+            return w.T @ x + b[:, None], "aux"
+
         options = {"argnums": (1, 0), "in_dims": (1, 1), "has_aux": True}
         if alone:
             t = diag_ggn(lambda b, w, x, y: (F.mse_loss(f(b, w, x)[0], y), "aux"), **options)

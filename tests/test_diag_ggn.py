@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from invfunc import ConvexityError, SampleAxisError, SplitError, diag_ggn, outputs, tree
 from invfunc.testing.oracles import assert_trees_close, dense_diag_ggn
 from tests.criteria import after_logarithms, cross_entropies, elementwise, model
+from tests.laws import composed
 from tests.networks import LOSSES, networks, total
 from tests.strategies import Numbers
 
@@ -52,8 +53,7 @@ class TestKnownLosses:
         args, method = (net.params, net.x, target), "dense" if dense else "auto"
         wanted = dense_diag_ggn(net.f, criterion)(*args)
         assert_trees_close(diag_ggn(net.f, criterion, method=method)(*args), wanted, EXACT)
-        f = lambda p, x, y: criterion(net.f(p, x), y)  # noqa: E731
-        assert_trees_close(diag_ggn(f, method=method)(*args), wanted, EXACT)
+        assert_trees_close(diag_ggn(composed(net.f, criterion), method=method)(*args), wanted, EXACT)
 
 
 CONVEX = {
@@ -239,7 +239,10 @@ class TestArguments:
     def test_a_shared_target_and_one_without_tensors(self):
         f, params = model((3,))
         x, rates = Numbers(1)(4, 2), Numbers(2)(3)
-        loss = lambda z, t: F.mse_loss(z, t["rates"].expand_as(z), reduction=t["reduction"])  # noqa: E731
+
+        def loss(z, t):
+            return F.mse_loss(z, t["rates"].expand_as(z), reduction=t["reduction"])
+
         target = {"rates": rates, "reduction": "sum"}
         found = diag_ggn(f, loss, in_dims=(0, None))(params, x, target)
         assert_trees_close(found, dense_diag_ggn(f, loss)(params, x, target), EXACT)

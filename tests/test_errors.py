@@ -293,7 +293,10 @@ class TestNotANumber:
     @pytest.mark.parametrize("statistic", STATISTICS)
     def test_passes_through(self, statistic, value):
         net, y = network("perceptron", 4), Numbers(1).below(3, 4)
-        loss = lambda z, y, reduction: F.cross_entropy(z, y, reduction=reduction)  # noqa: E731
+
+        def loss(z, y, reduction):
+            return F.cross_entropy(z, y, reduction=reduction)
+
         x = net.x.clone()
         x[1, 0] = value
         found = STATISTICS[statistic](net.f, loss)(net.params, x, y)

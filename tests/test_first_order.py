@@ -1,5 +1,7 @@
 """The statistics of the shares of a loss function against a plain loop."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, tree
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad, loop_sum_grad_squared
-from tests.laws import OF_LOSSES
+from tests.laws import OF_LOSSES, composed
 from tests.networks import LOSSES, networks, samples_loss
 from tests.strategies import Numbers
 
@@ -85,7 +87,7 @@ class TestEveryStatistic:
         args = drawn(net, loss)
         f = samples_loss(net, loss)
         if reduction is not None:
-            f = lambda p, x, y: loss(net.f(p, x), y, reduction.__name__)  # noqa: E731
+            f = composed(net.f, partial(loss, reduction=reduction.__name__))
         t = divided = kind.make(f)
         for over in data.draw(st.lists(st.sampled_from(kind.axes), min_size=1, max_size=2)):
             divided = chunked(divided, data.draw(st.integers(1, 6)), over=over)

@@ -45,10 +45,12 @@ class Measure:
     """What has to be known of all parameters before the first partial result; `joint` makes one tensor of it."""
 
     def joint(self, states: list[State], zeros: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """Of what `before` kept of the parameters that are reached; `zeros` has an entry for each sample."""
+        raise NotImplementedError  # only where there is something before
 
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
-        raise NotImplementedError
+        """What is kept of one parameter and one block."""
+        raise NotImplementedError  # each statistic says it
 
     def over_samples(self, a: State, b: State) -> State:
         return tuple(x + y for x, y in zip(a, b, strict=True))

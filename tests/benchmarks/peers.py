@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,7 @@ Peer = Callable[[Problem], Call]
 def has_backpack() -> bool:
     """Whether BackPACK and what it imports are installed."""
     try:
-        import backpack  # noqa: F401
+        importlib.import_module("backpack")
     except ImportError:
         return False
     return True
