@@ -12,19 +12,40 @@ from invfunc.errors import (
     SplitError,
 )
 from invfunc.functional import functional
+from invfunc.kronecker import Kronecker
 from invfunc.operation import operation
 from invfunc.outputs import outputs
+from invfunc.products.estimate import Estimate
+from invfunc.products.estimate_diagonal import estimate_diagonal
+from invfunc.products.estimate_trace import estimate_trace
+from invfunc.products.fvp import fvp
+from invfunc.products.ggn_block_product import ggn_block_product
+from invfunc.products.ggnvp import ggnvp
+from invfunc.products.hessian_block_product import hessian_block_product
+from invfunc.products.hvp import hvp
+from invfunc.products.linear_operator import linear_operator
+from invfunc.products.linearize import linearize
+from invfunc.products.pch_block_product import pch_block_product
+from invfunc.reduced import reduced
 from invfunc.statistics.batch_diag_ggn import batch_diag_ggn
+from invfunc.statistics.batch_diag_hessian import batch_diag_hessian
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.statistics.batch_jacobian import batch_jacobian
 from invfunc.statistics.batch_l2_grad import batch_l2_grad
 from invfunc.statistics.clipped_grad import clipped_grad
 from invfunc.statistics.diag_ggn import diag_ggn
+from invfunc.statistics.diag_hessian import diag_hessian
+from invfunc.statistics.ekfac import ekfac
+from invfunc.statistics.ggn_trace import ggn_trace
 from invfunc.statistics.grad_and_variance import grad_and_variance
 from invfunc.statistics.gram import gram
+from invfunc.statistics.kfac import kfac
+from invfunc.statistics.kflr import kflr
+from invfunc.statistics.kfra import kfra
 from invfunc.statistics.sqrt_ggn import sqrt_ggn
 from invfunc.statistics.sum_grad_squared import sum_grad_squared
 from invfunc.statistics.variance import variance
+from invfunc.together import together
 
 __version__ = "0.1.0"
 
@@ -32,24 +53,45 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "ConvexityError",
+    "Estimate",
     "InvFuncError",
+    "Kronecker",
     "MissingExtraError",
     "RandomnessError",
     "SampleAxisError",
     "SplitError",
     "batch_diag_ggn",
+    "batch_diag_hessian",
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
     "chunked",
     "clipped_grad",
     "diag_ggn",
+    "diag_hessian",
+    "ekfac",
+    "estimate_diagonal",
+    "estimate_trace",
     "functional",
+    "fvp",
+    "ggn_block_product",
+    "ggn_trace",
+    "ggnvp",
     "grad_and_variance",
     "gram",
+    "hessian_block_product",
+    "hvp",
+    "kfac",
+    "kflr",
+    "kfra",
+    "linear_operator",
+    "linearize",
     "operation",
     "outputs",
+    "pch_block_product",
+    "reduced",
     "sqrt_ggn",
     "sum_grad_squared",
+    "together",
     "variance",
 ]

@@ -20,11 +20,22 @@ def transforming() -> bool:
     return _C.peek_interpreter_stack() is not None
 
 
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Without the transforms of torch.func around us: what is made here is the same for all entries of a vmap."""
+    with torch._C._DisableFuncTorch():
+        yield
+
+
 def innermost(x: torch.Tensor) -> torch.Tensor:
     """The plain tensor below all the wrappers of torch.func, batch dimensions of an outer vmap included."""
+    return _plain(x).detach()
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
     while _C.is_functorch_wrapped_tensor(x):
         x = _C.get_unwrapped(x)
-    return x.detach()
+    return x
 
 
 def checkpointing() -> bool:
@@ -72,7 +83,7 @@ def version(x: torch.Tensor) -> int:
 
 def storage_of(x: torch.Tensor) -> int:
     """Which memory a tensor is in."""
-    return innermost(x).untyped_storage()._cdata
+    return _plain(x).untyped_storage()._cdata
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor | None:

@@ -87,9 +87,10 @@ def chunked(
     if split is None:
         return f
     if isinstance(f, Statistic):
-        over = over or f.axes[0]
+        over = over or next(iter(f.axes), None)
         if over not in f.axes:
-            raise ArgumentError(f"chunked({f!r}, over={over!r}): its axes are {', '.join(map(repr, f.axes))}.")
+            axes = ", ".join(map(repr, f.axes)) or "none"
+            raise ArgumentError(f"chunked({f!r}, over={over!r}): its axes are {axes}.")
         options = replace(f.options, plan=f.options.plan.split(cast(AxisName, over), split))
         return replace(f, options=options, shown=f"chunked({f!r}, {text}, over={over!r})")
     if over not in (None, "samples"):

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from invfunc.errors import ArgumentTypeError, InvFuncError
-from invfunc.jacobian.engine import Engine, Of, Options
+from invfunc.jacobian.engine import Engine
 from invfunc.jacobian.measures import Measure
+from invfunc.jacobian.plan import Options
 from invfunc.jacobian.problem import InDims, problem
+from invfunc.jacobian.quantity import Drawing, Of, Quantity
 
 
 def check_callable(name: str, f: Any) -> None:
@@ -61,7 +63,10 @@ class Statistic:
     out_dims: int = 0
     has_aux: bool = False
     samples: Any = None
+    drawing: Drawing | None = None
     options: Options = field(default_factory=Options)
+    members: tuple[Statistic, ...] = ()
+    """Those whose results come together."""
     shown: str | None = None
     """What `repr` says, where a relative of `chunked` made it of another statistic."""
 
@@ -97,17 +102,23 @@ class Statistic:
                 names,
                 self.samples,
             )
-            result, aux = Engine(given, self.options, self.measure).result(self.of)
+            asked = [Quantity(s.measure, s.of, s.drawing) for s in self.members or (self,)]
+            results, aux = Engine(given, self.options, asked).result()
         except InvFuncError as error:
             raise told(error, f"{self!r}({', '.join(names)})") from error.__cause__
+        several = bool(self.members) or self.measure.several
+        result = tuple(results) if self.members else results[0]
         if not self.has_aux:
             return result
-        return (*result, aux) if self.measure.several else (result, aux)
+        return (*result, aux) if several else (result, aux)
 
     @property
     def axes(self) -> tuple[str, ...]:
         """What it can be chunked over; the first is what `chunked` takes by itself."""
-        return tuple(a for a in self.measure.axes if a != "outputs" or self.of in ("ggn", "jacobian"))
+        if self.members:
+            return tuple(a for a in ("outputs", "samples", "params") if all(a in m.axes for m in self.members))
+        columns = self.of in ("ggn", "hessian", "jacobian")
+        return tuple(a for a in self.measure.axes if a != "outputs" or columns)
 
 
 def told(error: InvFuncError, call: str) -> InvFuncError:

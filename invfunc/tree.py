@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
 Tree = Any
+Class = TypeVar("Class", bound=type)
 
 flatten = pytree.tree_flatten
 unflatten = pytree.tree_unflatten
@@ -53,3 +55,32 @@ def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
 def broadcast(prefix: Tree, tree: Tree) -> list[Any] | None:
     """The leaves of a prefix of a tree, one for each leaf of the tree; None if it is no prefix."""
     return pytree._broadcast_to_and_flatten(prefix, pytree.tree_structure(tree))
+
+
+def register(*names: str) -> Callable[[Class], Class]:
+    """Makes a frozen dataclass a node: the fields of these names are its children, the others belong to its structure.
+
+    None is no child, as it would be a leaf. Leaves are put in unchecked: torch.func has its own things travel there.
+    """
+
+    def registered(kind: Class) -> Class:
+        def flatten_with_keys(node: Any) -> tuple[list, tuple]:
+            given = {f.name: getattr(node, f.name) for f in fields(kind)}
+            children = {name: value for name, value in given.items() if name in names and value is not None}
+            rest = tuple((name, value) for name, value in given.items() if name not in children)
+            return [(pytree.GetAttrKey(name), value) for name, value in children.items()], (tuple(children), rest)
+
+        def flatten(node: Any) -> tuple[list, tuple]:
+            children, structure = flatten_with_keys(node)
+            return [value for _, value in children], structure
+
+        def unflatten(children: Iterable[Any], structure: tuple) -> Any:
+            node = object.__new__(kind)
+            for name, value in (*zip(structure[0], children, strict=True), *structure[1]):
+                object.__setattr__(node, name, value)
+            return node
+
+        pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
+        return kind
+
+    return registered

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,8 +12,9 @@ from unittest import mock
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, find, settings
 
-from invfunc import SampleAxisError, diag_ggn
-from invfunc.jacobian import runs
+from invfunc import ArgumentError, SampleAxisError, diag_ggn, diag_hessian, kflr
+from invfunc.jacobian import fold, runs
+from invfunc.jacobian.residual import entries
 from invfunc.jacobian.trace import trace
 from tests.forms import GENERIC
 from tests.laws import OF_LOSSES, OF_MODELS, composed, squares
@@ -33,10 +35,11 @@ KINDS = ["fast", "generic", "refused"]
 WIDTH = 120
 TEXT = """\
 Each cell says how today's code computes a quantity for a layer: **fast** is one contraction of small factors for every
-parameter of it, **generic** is right but slower, for at least one parameter, and **refused** is an error that names the
-operation. With w a parameter and x data, the lines with operations in place of layers are those without a fast rule.
-Every case that is not refused is tested against a plain loop over the samples, with options of the layer that are drawn
-(`tests/layers.py`, `tests/forms.py`). `python -m tests.coverage` writes this section.
+parameter of it, **generic** is right but slower, for at least one parameter (of `diag_hessian`, entry by entry), and
+**refused** is an error that names the operation or the parameter. With w a parameter and x data, the lines with
+operations in place of layers are those without a fast rule. Cases that are not refused are tested against plain loops
+over the samples, with options of the layer that are drawn (`tests/layers.py`, `tests/forms.py`).
+`python -m tests.coverage` writes this section.
 """
 
 
@@ -51,7 +54,8 @@ def statistics(case: Case) -> Iterator[tuple[str, Any, tuple]]:
     for name, kind in OF_MODELS.items():
         column = "gram" if name.startswith("NTK") else name
         yield column, kind.make(f, in_dims=case.in_dims), (case.params, *batch)
-    yield "diag_ggn", diag_ggn(f, F.mse_loss, **options), (case.params, *batch, target)
+    for column, made in (("diag_ggn", diag_ggn), ("diag_hessian", diag_hessian), ("kflr", kflr)):
+        yield column, made(f, F.mse_loss, **options), (case.params, *batch, target)
 
 
 def kind_of(call: Callable) -> str:
@@ -61,12 +65,18 @@ def kind_of(call: Callable) -> str:
     def watched(generic: Callable) -> Callable:
         return lambda site, param: asked.append(site.call.name) or generic(site, param)
 
-    with mock.patch.object(trace, "generic", watched(trace.generic)):
-        with mock.patch.object(runs, "generic", watched(runs.generic)):
-            try:
-                call()
-            except SampleAxisError:
-                return "refused"
+    def differentiated(*args: Any) -> Any:
+        asked.append("entries")
+        return entries(*args)
+
+    with ExitStack() as stack:
+        for module in (trace, runs):
+            stack.enter_context(mock.patch.object(module, "generic", watched(module.generic)))
+        stack.enter_context(mock.patch.object(fold, "entries", differentiated))
+        try:
+            call()
+        except (SampleAxisError, ArgumentError):
+            return "refused"
     return "generic" if asked else "fast"
 
 

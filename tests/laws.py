@@ -26,7 +26,7 @@ from invfunc import (
     tree,
     variance,
 )
-from invfunc.jacobian.engine import Options
+from invfunc.jacobian.plan import Options
 from invfunc.testing import (
     assert_trees_close,
     dense_diag_ggn,

@@ -1,4 +1,4 @@
-"""The README's example runs, its table is what the code does, and its two commands stand where tools find them."""
+"""The README's examples run, its table is what the code does, and its two commands stand where tools find them."""
 
 import re
 from pathlib import Path
@@ -8,12 +8,13 @@ from tests import coverage
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def test_example_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+def test_examples_run():
     names = {}
-    exec(example, names)
+    for example in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL):
+        exec(example, names)
     for name, leaf in names["ggn"].items():
         assert (leaf - names["again"][name]).abs().max() <= 1e-4 * leaf.abs().max()
+    assert {name: step.shape for name, step in names["step"].items()} == {k: p.shape for k, p in names["params"].items()}
 
 
 def test_commands_stand_on_lines_of_their_own():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 import opt_einsum
 import torch
+from torch.nn.grad import conv1d_weight
 
 from invfunc._functorch import transforming
 from invfunc._pages import FRESH, room
@@ -184,6 +185,57 @@ def _room(shape: Sequence[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     if math.prod(shape) < FRESH // 8 or x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming():
         return None
     return room(list(shape), x)
+
+
+def summed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    first, *others = tensors
+    for other in others:
+        first = first + other
+    return first
+
+
+def joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """The parts in one tensor; a single one is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    size = sum(x.shape[dim] for x in parts)
+    shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
+    apart = any(x.requires_grad or x.dtype != first.dtype for x in parts)
+    return torch.cat(parts, dim, out=None if apart else _room(shape, first, first))
+
+
+def outer(x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+    """`sum_br x[b, k, r] other[b, l, r]`, symmetric where the other is x itself."""
+    b, k, r = x.shape
+    fresh = other is None and b * r >= 256 and not x.requires_grad and not transforming()
+    if fresh and x.dtype == torch.float32 and x.device.type == "cpu" and b >= 16 and x.numel() < 3 * 2**20:
+        # the gradient of a convolution: oneDNN's product is twice as fast as MKL's, and needs no copy
+        return _mirrored(
+            x, 3 if k >= 256 else 1, lambda x, y: conv1d_weight(y, (x.shape[1], y.shape[1], 1), x)[:, :, 0]
+        )
+    if r >= 256 and x.numel() >= 2**20 and not transforming():  # a copy with the samples beside the positions is dear
+        return torch.addbmm(x.new_zeros(k, k), x, (x if other is None else other).mT)
+    x = x.movedim(0, 1).reshape(1, k, b * r)
+    if other is not None:
+        return x[0] @ other.movedim(0, 1).reshape(k, b * r).mT
+    return _mirrored(x, min(6, k // 96) if fresh else 1, lambda x, y: x[0] @ y[0].mT)
+
+
+def _mirrored(
+    x: torch.Tensor, count: int, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """A symmetric product of `[b, k, r]`, in blocks of rows up to the diagonal: half of it is the mirror image."""
+    k = x.shape[1]
+    if count < 2:
+        return product(x, x)
+    found = x.new_empty(k, k)
+    edges = [k * i // count for i in range(count + 1)]
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        rows = product(x[:, start:stop], x[:, :stop])
+        found[start:stop, :stop] = rows
+        found[:start, start:stop] = rows[:, :start].mT
+    return found
 
 
 _NARROW = 128

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial, reduce
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc.errors import SplitError
+from invfunc.errors import ArgumentError, SplitError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import check_loss
-from invfunc.jacobian.graph import node_of, reaches
-from invfunc.jacobian.loss.columns import Columns, Gradient, Units, rooted
-from invfunc.jacobian.loss.hessian import gradient, hessian
-from invfunc.jacobian.loss.split import Root, Splitter, active
-from invfunc.jacobian.measures import Finished, Measure, State
-from invfunc.jacobian.plan import Plan
+from invfunc.jacobian.fold import SLOPE, Fold
+from invfunc.jacobian.loss.columns import Columns, Gradient, Units
+from invfunc.jacobian.loss.drawn import Drawn
+from invfunc.jacobian.loss.hessian import gradient
+from invfunc.jacobian.loss.made import Loss, Made
+from invfunc.jacobian.loss.split import Splitter, active, check_seen, check_split
+from invfunc.jacobian.plan import Options
 from invfunc.jacobian.problem import Problem
-from invfunc.jacobian.pullback import Pullback, check_versions
+from invfunc.jacobian.quantity import Drawing, Quantity
 from invfunc.jacobian.runs import WHOLE, Run, Runner
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.shares.pulled import Samples
 from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.random import Draws
+from invfunc.jacobian.trace.steps import any_step, bends
 from invfunc.jacobian.trace.tags import Sampled
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to compute: `fast=False` takes the generic path at every operation."""
-
-    plan: Plan = field(default_factory=Plan)
-    fast: bool = True
-
-
-Of = Literal["gradient", "ggn", "jacobian", "gradient_or_jacobian"]
-"""What a statistic is made of."""
 
 
 def budget(device: torch.device) -> int:
@@ -48,138 +35,121 @@ def budget(device: torch.device) -> int:
 
 
 class Engine:
-    """One evaluation of one statistic."""
+    """One evaluation of one statistic, or of several of the same function together."""
 
-    def __init__(self, problem: Problem, options: Options, measure: Measure) -> None:
-        self.problem, self.options, self.measure = problem, options, measure
-        self.plan = options.plan
-        self.scope = Scope(problem.tensors())
-        self.states: list[State | None] = [None] * len(problem.leaves)
-        self.joint: list[torch.Tensor] = []
-        self.columns = 1
-        self.outputs: list[torch.Size] = [torch.Size()]
-        self.structure: Any = tree.flatten(0)[1]
-        self.budget = budget(problem.leaves[0].device)
-        self.runner = Runner(problem, self.scope, self.plan, options.fast, self.budget)
+    def __init__(self, problem: Problem, options: Options, quantities: Sequence[Quantity]) -> None:
+        self.problem, self.plan, self.quantities = problem, options.plan, quantities
+        self.kinds = {q.of for q in quantities}
+        self.scope = Scope(problem.tensors(), twice="hessian" in self.kinds)
+        limit = budget(problem.leaves[0].device)
+        self.fold = Fold(problem, self.scope, options, quantities, limit)
+        remember = any_step if "chain" in self.kinds else bends if "hessian" in self.kinds else None
+        whole = options.reduce is not None or "chain" in self.kinds or all(q.measure.thin for q in quantities)
+        self.runner = Runner(problem, self.scope, options, limit, remember, whole)
 
-    def result(self, of: Of) -> tuple[Any, Any]:
-        """The statistic, and aux."""
+    def result(self) -> tuple[list[Any], Any]:
+        """What is asked for, and aux."""
         with self.scope:
-            return self._finish(getattr(self, of)())
+            aux = self._run()
+            return self.fold.finished(), self.scope.result(aux)
 
-    # Of what: each consumes the runs of the function and returns aux
+    # Of what: each folds over the runs of the function and returns aux
 
-    def gradient(self) -> Any:
+    def _run(self) -> Any:
+        if self.kinds == {"gradient"} and self.problem.loss is None:
+            return self._gradient()
+        if "jacobian" in self.kinds:
+            return self._jacobian()
+        if "gradient_or_jacobian" in self.kinds:
+            return self._gradient_or_jacobian()
+        return self._found_split() if self.problem.loss is None else self._given_split()
+
+    def _gradient(self) -> Any:
         """The shares of a loss function."""
         if self.plan.asked("samples"):
-            return self._found_split(second_order=False)
+            return self._found_split()
         run = self.runner.loss()
-        self._consume(run, [self._ones(run)])
+        self.fold.over(lambda: [run], self._ones)
         return run.aux
 
-    def ggn(self) -> Any:
-        """The columns `J^T S` of a model function with its loss, or of a loss function alone."""
-        return self._found_split(second_order=True) if self.problem.loss is None else self._given_split()
-
-    def jacobian(self) -> Any:
+    def _jacobian(self) -> Any:
         """The rows of the Jacobian of a model function."""
         aux = None
         parts = self.plan.ranges("samples", self.problem.n)
-        for a, b in parts:
-            run = self.runner.model(slice(a, b) if len(parts) > 1 else WHOLE, b - a)
-            if b == self.problem.n:
-                self.runner.check_part(run)
-                aux = run.aux
-            run.part = WHOLE  # the columns are those of its outputs alone
-            self._consume(run, [self._units(run)])
+
+        def runs() -> Iterable[Run]:
+            nonlocal aux
+            for a, b in parts:
+                run = self.runner.model(slice(a, b) if len(parts) > 1 else WHOLE, b - a)
+                if b == self.problem.n:
+                    self.runner.check_part(run)
+                    aux = run.aux
+                run.part = WHOLE  # the columns are those of its outputs alone
+                yield run
+
+        self.fold.over(runs, self._units)
         if self.problem.has_aux and len(parts) > 1:
             aux = self.runner.model(WHOLE, self.problem.n, tapped=False).aux
         return aux
 
-    def gradient_or_jacobian(self) -> Any:
+    def _gradient_or_jacobian(self) -> Any:
         """Whichever the function has."""
         run = self.runner.loss(or_model=True)
-        self._consume(run, [self._ones(run) if isinstance(run.result, torch.Tensor) else self._units(run)])
+        self.fold.over(lambda: [run], self._ones if isinstance(run.result, torch.Tensor) else self._units)
         return run.aux
 
-    def _finish(self, aux: Any) -> tuple[Any, Any]:
-        problem, measure = self.problem, self.measure
-        n = problem.n if problem.samples is None else len(problem.samples)
-        found = []
-        for leaf, state in zip(problem.leaves, self.states, strict=True):
-            value = measure.zero(leaf, n, self.columns) if state is None else measure.finish(state, n)
-            found.append(tree.map_tensors(partial(self._delivered, leaf.dtype), value))
-        joint = None
-        if self.joint:
-            dtypes = [leaf.dtype for leaf in problem.leaves]
-            joint = self._delivered(reduce(torch.promote_types, dtypes), torch.cat(self.joint), each=(0,))
+    def _ones(self, run: Run) -> Made:
+        """The columns of a run whose output is the loss itself, of which no part is an affine function."""
+        one: list[Columns] = [Gradient({0: torch.ones_like(self.scope.leave(run.result))[None]})]
+        return {SLOPE: one, **{q.columns: one if q.of != "hessian" else [] for q in self.quantities}}
 
-        def unflatten(leaves: list[Any]) -> Any:
-            trees = tree.unflatten(leaves, problem.structure)
-            return tuple(trees) if problem.several else trees[0]
-
-        result = measure.assemble(Finished(found, unflatten, joint, self.outputs, self.structure))
-        return self.scope.result(result), self.scope.result(aux)
-
-    def _delivered(self, dtype: torch.dtype, x: torch.Tensor, each: tuple[int, ...] | None = None) -> torch.Tensor:
-        """In the precision of the parameters, and with the samples in the order in which they were chosen."""
-        chosen = self.problem.samples
-        if chosen is not None and chosen != sorted(chosen):
-            order = sorted(range(len(chosen)), key=chosen.__getitem__)
-            back = torch.tensor(sorted(order, key=order.__getitem__), device=x.device)
-            for axis in self.measure.each if each is None else each:
-                x = x.index_select(axis, back)
-        return x.to(dtype)
-
-    def _ones(self, run: Run) -> Gradient:
-        return Gradient({0: torch.ones_like(self.scope.leave(run.result))[None]})
-
-    def _units(self, run: Run) -> Units:
+    def _units(self, run: Run) -> Made:
         """And what the result has to know of the outputs."""
         values = {i: axis.expose(self.scope.leave(z), run.trace.n) for i, (z, axis) in run.outputs.items()}
         units = Units(values)
-        self.columns, self.structure = units.count, run.result
-        self.outputs = []
+        self.fold.found.columns, self.fold.found.structure, self.fold.found.outputs = units.count, run.result, []
         for z, _ in run.outputs.values():
             shape = list(z.shape)
             del shape[self.problem.out_dims]
-            self.outputs.append(torch.Size(shape))
-        return units
-
-    def _hessian(self, result: torch.Tensor, roots: list[Root], splitter: Splitter) -> list[Columns]:
-        """The columns of the loss, and how many they are."""
-        made = hessian(self.scope, result, roots, splitter.pieces, self.problem.n)
-        self.columns = sum(c.count for c in made)
-        return [rooted(c) for c in made] if self.measure.rooted else made
+            self.fold.found.outputs.append(torch.Size(shape))
+        return {q.columns: [units] for q in self.quantities}
 
     # Splits
 
     def _given_split(self) -> Any:
         """diag_ggn(f, loss): blocks of the model function, then the loss of all outputs."""
-        problem, plan = self.problem, self.plan
-        if plan.asked("samples"):
-            runs = [self.runner.model(slice(a, b), b - a, tapped=False) for a, b in plan.ranges("samples", problem.n)]
+        problem, draws, parts = self.problem, Draws(stop=False), self.plan.ranges("samples", self.problem.n)
+        if self.plan.asked("samples"):
+            runs = [self.runner.model(slice(a, b), b - a, tapped=False) for a, b in parts]
             self.runner.check_part(runs[-1])
-            again: Iterator[Run] = (self.runner.model(run.part, run.trace.n) for run in runs)
         else:
-            runs = self.runner.blocks()
-            again = iter(runs)
-        loss = Trace(self.scope, problem.n, tapped=False)
-        splitter = Splitter(loss)
-        joined = self._joined(runs, splitter)
-        outputs = tree.unflatten(joined, runs[0].result)
-        with loss, active(splitter):
-            assert problem.loss is not None
-            result = problem.loss(outputs, problem.target(loss))
-        loss.watcher = loss.after = None  # no cycle that keeps the outputs alive
-        check_loss(loss, result, "the loss")
-        made = self._hessian(result, list(splitter.roots.values()), splitter)
+            runs = self.runner.blocks(self._few, draws)
+        trace = Trace(self.scope, problem.n, tapped=False)
+        splitter = Splitter(trace)
+        joined, structure = self._joined(runs, splitter), runs[0].result
+        with active(splitter):
+            result = self._lost(trace, tree.unflatten(joined, structure), problem.target(trace))
+        trace.watcher = trace.after = None  # no cycle that keeps the outputs alive
+        loss = Loss(self.scope, problem.n, result, list(splitter.roots.values()), splitter)
+        made = loss.made(self.quantities, partial(self._sampled, loss, structure))
+        if "hessian" in self.kinds:
+            made[SLOPE] = [loss.gradient()]
         aux = runs[0].aux
         if problem.has_aux and len(runs) > 1:
             aux = self.runner.model(WHOLE, problem.n, tapped=False).aux
-        for run in again:
-            self._consume(run, made)
+        # where the gradient of the loss keeps its graph, that must not be the one of the run that is differentiated
+        if self.plan.asked("samples") or ("hessian" in self.kinds and self.scope.wanted):
+            self.fold.over(lambda: (self.runner.model(run.part, run.trace.n, draws=draws) for run in runs), made)
+        else:
+            self.fold.over(lambda: runs, made)
         return aux
+
+    def _lost(self, trace: Trace, outputs: Any, target: Any) -> torch.Tensor:
+        assert self.problem.loss is not None
+        with trace:
+            result = self.problem.loss(outputs, target)
+        check_loss(trace, result, "the loss")
+        return result
 
     def _joined(self, runs: list[Run], splitter: Splitter) -> list[torch.Tensor]:
         """The outputs of all blocks, as the loss is to see them."""
@@ -193,7 +163,28 @@ class Engine:
             joined.append(splitter.add(z, "f", marked=True))
         return joined
 
-    def _found_split(self, second_order: bool) -> Any:
+    def _sampled(self, loss: Loss, structure: Any, drawing: Drawing) -> list[Columns]:
+        """The gradients of the `[N]` losses at targets that the user's sampler draws."""
+        trace, found = loss.splitter.trace, []
+        assert drawing.sample is not None
+        for _ in range(drawing.count):
+            with torch.no_grad():
+                drawn = drawing.sample(
+                    tree.unflatten([r.value.detach() for r in loss.roots], structure), drawing.generator
+                )
+            outputs = [loss.splitter.shown(r) for r in loss.roots]
+            result = self._lost(trace, tree.unflatten(outputs, structure), self.problem.drawn(trace, drawn))
+            if not result.ndim:
+                raise ArgumentError(
+                    "with `sample=`, the loss has to return the [N] losses of the samples: a scalar does not say "
+                    "whether it is their mean or their sum. Return them, with the scale that they have in it."
+                )
+            found.append(gradient(self.scope, result, loss.roots, self.problem.n).cotangents)
+        roots = {i for one in found for i in one}
+        scale = drawing.count**-0.5
+        return [Drawn({i: scale * torch.stack([one[i] for one in found]) for i in roots})]
+
+    def _found_split(self) -> Any:
         """A loss function: run once for its outputs and their cotangents, then its model part again, part by part."""
         n, draws = self.problem.n, Draws(stop=False)
         splitters: list[Splitter] = []
@@ -207,76 +198,32 @@ class Engine:
         wanted = splitter.selected()
         roots = [splitter.roots[i] for i in wanted]
         try:
-            _check_split(tag, splitter, wanted)
-            _check_seen(light, roots, splitter)
+            check_split(tag, splitter, wanted)
+            check_seen(light.result, light.params, roots, splitter)
         except SplitError:
-            if second_order or not light.result.ndim:
+            if self.kinds & {"ggn", "chain"} or (self.plan.asked("samples") and not light.result.ndim):
                 raise
-            for run in self.runner.loss_parts(light.result, draws):  # a loss for each sample needs no split
-                self._consume(run, [self._ones(run)])
+            if self.plan.asked("samples"):  # a loss for each sample needs no split
+                self.fold.over(lambda: self.runner.loss_parts(light.result, draws), self._ones)
+            else:
+                self.fold.over(lambda: [self.runner.loss(draws=draws)], self._ones)
             return light.aux
-        made: list[Columns] = []
-        if second_order:
-            made = self._hessian(light.result, roots, splitter)
-        else:
-            made = [gradient(self.scope, light.result, roots, n)]
-        for run in self.runner.parts(roots, sum(c.count for c in made), draws):
-            self._consume(run, made)
+        loss = Loss(self.scope, n, light.result, roots, splitter)
+        made = loss.made(self.quantities, _unsampled)
+        if "hessian" in self.kinds:
+            made[SLOPE] = [loss.gradient()]
+        columns = max(sum(c.count for c in columns) for columns in made.values())
+        self.fold.over(lambda: self.runner.parts(roots, columns, draws), made)
         return light.aux
 
-    def _consume(self, run: Run, made: list[Columns]) -> None:
-        """Pull the columns of the run's samples back to its taps, and fold what the statistic keeps of them."""
-        check_versions(run.trace.taps)
-        run.trace.check([z for z, _ in run.outputs.values()], run.params)
-        samples = self._samples(run)
-        if not samples.count:
-            return
-        pullback = Pullback(self.scope, run, made, self.plan, samples, self.budget)
-        device = self.problem.leaves[0].device.type
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            states, joint = pullback.measured(self.measure)
-        if joint is not None:
-            self.joint.append(joint)
-        for i, state in states.items():
-            before = self.states[i]
-            self.states[i] = state if before is None else self.measure.over_samples(before, state)
-
-    def _samples(self, run: Run) -> Samples:
-        """Those that the caller chose among those of the run, in their order there."""
-        n, chosen = run.trace.n, self.problem.samples
-        if chosen is None:
-            return Samples(n)
-        chosen = sorted(i - run.start for i in chosen if run.start <= i < run.start + n)
-        return Samples(n, torch.tensor(chosen, device=self.problem.leaves[0].device, dtype=torch.long))
+    @property
+    def _few(self) -> bool:
+        """Whether there are so few columns that blocks of samples would not pay."""
+        return all(q.of == "gradient" or (q.drawing is not None and q.drawing.count < 4) for q in self.quantities)
 
 
-def _check_split(tag: Sampled, splitter: Splitter, wanted: list[int]) -> None:
-    """Every path from the parameters to the result has to cross the outputs."""
-    ways_out = (
-        "Mark the outputs with `outputs(z)`, use one of torch's convex losses, or give the model and the loss apart."
+def _unsampled(drawing: Drawing) -> list[Columns]:
+    raise ArgumentError(
+        "with `sample=`, the loss has to be given apart from the model, as in `diag_ggn(f, loss, ...)`: a function of "
+        "all arguments does not say which is the target."
     )
-    if not wanted:
-        raise SplitError(
-            f"no outputs are found in f: no known convex loss of the model's outputs is called. {ways_out}"
-        )
-    if tag.around is not None:
-        raise SplitError(
-            f"a path from the parameters to the result goes around the outputs (it comes in at `{tag.around}`), as an "
-            f"L2 term or a loss that is not known does. Take it out of f, or: {ways_out[0].lower()}{ways_out[1:]}"
-        )
-    astray = [splitter.roots[i].called for i in tag.crossed if i not in wanted]
-    if astray:
-        raise SplitError(
-            f"a path from the parameters to the result goes around the outputs, through `{astray[0]}`. {ways_out}"
-        )
-
-
-def _check_seen(light: Run, roots: list[Root], splitter: Splitter) -> None:
-    """Autograd knows of paths around the outputs that no call told of."""
-    astray = [root.value for root in splitter.roots.values() if root not in roots]
-    targets = {node_of(x) for x in (*light.params, *astray)} - {None}
-    if reaches(light.result, targets, {node_of(r.value) for r in roots}):
-        raise SplitError(
-            "a path from the parameters to the result goes around the outputs, through an operation that cannot be "
-            "seen (a custom autograd.Function, or torch.func inside f)."
-        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 AxisName = Literal["outputs", "samples", "params"]
 
@@ -42,6 +43,16 @@ class Plan:
         for split in self.splits.get(over, ()):
             found = [piece for start, stop in found for piece in split.ranges(start, stop)]
         return found
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compute: `fast=False` takes the generic path at every operation."""
+
+    plan: Plan = field(default_factory=Plan)
+    fast: bool = True
+    reduce: Callable[[str, Any], Any] | None = None
+    """What becomes of the result of a parameter (by its key path) as soon as it is known."""
 
 
 def even(length: int, size: int) -> list[tuple[int, int]]:

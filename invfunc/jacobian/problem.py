@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,16 @@ class Problem:
         """The positions of what f gets."""
         return range(len(self.args) - (self.loss is not None))
 
+    @property
+    def paths(self) -> list[str]:
+        """The key paths of the parameters in the result."""
+        trees = [self.args[i] for i in self.argnums]
+        return [path for path, _ in tree.named_leaves(trees if self.several else trees[0])]
+
+    def name(self, place: int) -> str:
+        """What a parameter is called in an error."""
+        return "params" + self.paths[place]
+
     def call(self, trace: Trace, params: list[torch.Tensor], part: slice | torch.Tensor) -> tuple[Any, Any]:
         """f under a trace on some of the samples: its result and aux."""
         trees = tree.unflatten(params, self.structure)
@@ -58,6 +68,11 @@ class Problem:
 
     def target(self, trace: Trace) -> Any:
         return self._samples(trace, len(self.args) - 1, slice(None))
+
+    def drawn(self, trace: Trace, target: Any) -> Any:
+        """A target that was drawn in place of the given one."""
+        place = len(self.args) - 1
+        return replace(self, args=(*self.args[:-1], target), dims={**self.dims, place: 0}).target(trace)
 
     def _samples(self, trace: Trace, position: int, part: slice | torch.Tensor) -> Any:
         dim = self.dims[position]

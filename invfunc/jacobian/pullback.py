@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,12 +15,19 @@ from invfunc.jacobian.plan import Plan, even
 from invfunc.jacobian.runs import Run
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.shares import Shares
+from invfunc.jacobian.shares.layers import roles
 from invfunc.jacobian.shares.pulled import Columns as Pulled
 from invfunc.jacobian.shares.pulled import Deltas, Samples
 from invfunc.jacobian.trace.tags import Tap
 
 States = dict[int, State]
 """For each parameter that is reached, what a measure keeps of it."""
+Done = Callable[[int, int, State], None]
+"""Is told of a measure (by its place), a parameter, and all that was kept of it, as soon as nothing more comes."""
+
+
+_LARGE = 2**16
+"""Numbers in a column at a site from which on columns are pulled back one by one on a CPU."""
 
 
 @dataclass
@@ -46,63 +53,117 @@ class Pullback:
     plan: Plan
     samples: Samples
     budget: int
+    leaves: frozenset[int] | None = None
+    """The parameters that are wanted, if not all."""
+    one_by_one: bool = False
+    """Whether all columns of a parameter come before the next parameter."""
+    last: bool = False
+    """Whether nobody needs the graph of the run any more."""
+    name: Callable[[int], str] = str
+    """What the parameter at a place is called."""
+    roles: dict[int, str] = field(default_factory=dict)
 
-    def measured(self, measure: Measure) -> tuple[States, torch.Tensor | None]:
-        """What the measure keeps of each parameter, and of all jointly."""
-        passes = self._passes(measure)
-        if measure.before is None:
-            if len(passes) == 1 and passes[0].stop == 1 and not self.scope.create_graph:
+    @property
+    def total(self) -> int:
+        return sum(c.count for c in self.made)
+
+    def measured(self, measures: Sequence[Measure], done: Done) -> list[torch.Tensor | None]:
+        """Tells what each measure keeps of each parameter; returns what each found of all of them jointly."""
+        if any(m.paired for m in measures):
+            self.roles = roles(self.run.params, self.run.trace.taps)
+        passes = self._passes(all("outputs" in m.axes for m in measures), all(m.thin for m in measures))
+        firsts = [m.before for m in measures if m.before is not None]
+        if not firsts:
+            if len(passes) == 1 and passes[0].stop == 1 and self.last and not self.scope.create_graph:
                 block = self._block(passes[0])
                 if block.right is None:
-                    return self._stream(measure, passes.pop(), block), None
-            return self._sweep(measure, ((p, self._pull(p)) for p in passes)), None
+                    self._stream(measures, passes.pop(), block, done)
+                    return [None] * len(measures)
+            self._sweep(measures, [None] * len(measures), ((p, self._pull(p)) for p in passes), done)
+            return [None] * len(measures)
         kept = [(p, self._pull(p)) for p in passes] if len(passes) == 1 else None
-        first = self._sweep(measure.before, kept or ((p, self._pull(p)) for p in passes))
+        states: list[list[State]] = [[] for _ in firsts]
+        pulled = kept or ((p, self._pull(p)) for p in passes)
+        self._sweep(firsts, [None] * len(firsts), pulled, lambda k, leaf, state: states[k].append(state))
         zeros = self.run.params[0].detach().new_zeros(self.samples.count)
-        joint = measure.joint(list(first.values()), zeros)
-        return self._sweep(measure, kept or ((p, self._pull(p)) for p in passes), joint), joint
+        joint = iter([m.joint(s, zeros) for m, s in zip((m for m in measures if m.before), states, strict=True)])
+        joints = [next(joint) if m.before is not None else None for m in measures]
+        self._sweep(measures, joints, kept or ((p, self._pull(p)) for p in passes), done)
+        return joints
 
-    def _passes(self, measure: Measure) -> list[Pass]:
-        run, total = self.run, sum(c.count for c in self.made)
+    def _passes(self, divisible: bool, thin: bool) -> list[Pass]:
+        """`divisible` says that the columns may come in several passes, `thin` that these may be of one each."""
+        run, total = self.run, self.total
         if total == 0:  # a cross entropy over one class
             return []
         passes = []
         for first, last in self.plan.ranges("params", len(run.params)):
-            taps = {i: [t for t in run.trace.taps if i in t.derived.leaves] for i in range(first, last)}
+            wanted = [i for i in range(first, last) if self.leaves is None or i in self.leaves]
+            taps = {i: [t for t in run.trace.taps if i in t.derived.leaves] for i in wanted}
+            taps = {i: found for i, found in taps.items() if found}
             sites = {t.site for found in taps.values() for t in found}
-            if sites and self.plan.asked("outputs"):
-                passes += [Pass(taps, a, b) for a, b in self.plan.ranges("outputs", total)]
-            elif sites and "outputs" not in measure.axes:  # it needs all columns together
-                passes.append(Pass(taps, 0, total))
-            elif sites:
-                largest = max(run.trace.sizes[s] for s in sites) * run.trace.n
-                passes += [Pass(taps, a, b) for a, b in even(total, max(1, self.budget // largest))]
+            if not sites:
+                continue
+            largest = max(run.trace.sizes[s] for s in sites) * run.trace.n
+            ranges = even(total, 1 if thin and largest >= _LARGE else max(1, self.budget // largest))
+            if self.plan.asked("outputs"):
+                ranges = self.plan.ranges("outputs", total)
+            elif not divisible:
+                ranges = [(0, total)]
+            alone = self.one_by_one and len(ranges) > 1
+            passes += [Pass(some, a, b) for some in (_by_sites(taps) if alone else [taps]) for a, b in ranges]
         return passes
 
     def _sweep(
-        self, measure: Measure, pulled: Iterable[tuple[Pass, Pulled]], joint: torch.Tensor | None = None
-    ) -> States:
-        states: States = {}
+        self,
+        measures: Sequence[Measure],
+        joints: Sequence[torch.Tensor | None],
+        pulled: Iterable[tuple[Pass, Pulled]],
+        done: Done,
+    ) -> None:
+        """Pass by pass; a parameter is done with its last column."""
+        states: list[States] = [{} for _ in measures]
         for each, columns in pulled:
             for i, taps in each.taps.items():
-                self._keep(states, measure, i, taps, columns, joint)
+                self._keep(states, measures, i, taps, columns, joints)
+                if each.stop == self.total:
+                    self._tell(states, i, done)
             del columns  # before the next pass makes its own
-        return states
+
+    @staticmethod
+    def _tell(states: list[States], leaf: int, done: Done) -> None:
+        for k, kept in enumerate(states):
+            if leaf in kept:
+                done(k, leaf, kept.pop(leaf))
 
     def _keep(
         self,
-        states: States,
-        measure: Measure,
+        states: list[States],
+        measures: Sequence[Measure],
         leaf: int,
         taps: list[Tap],
         pulled: Pulled,
-        joint: torch.Tensor | None = None,
+        joints: Sequence[torch.Tensor | None],
     ) -> None:
         reached = [t for t in taps if pulled.left[t.site] is not None]
-        if reached:
-            shares = Shares(self.scope, self.run.params[leaf], reached, pulled, self.samples, self.budget)
+        if not reached:
+            return
+        for kept, measure, joint in zip(states, measures, joints, strict=True):
+            again = leaf in kept
+            shares = Shares(
+                self.scope,
+                self.run.params[leaf],
+                reached,
+                pulled,
+                self.samples,
+                self.budget,
+                again,
+                leaf,
+                self.name,
+                self.roles.get(leaf),
+            )
             state = measure.partial(shares, joint)
-            states[leaf] = measure.over_columns(states[leaf], state) if leaf in states else state
+            kept[leaf] = measure.over_columns(kept[leaf], state) if again else state
 
     # All cotangents at once
 
@@ -128,7 +189,9 @@ class Pullback:
         outputs, given = self._cotangents(columns)
         batched = given[0].shape[0] > 1
         given = given if batched else [c[0] for c in given]
-        found = self.scope.grad(outputs, [trace.edges[s] for s in sites], given, batched=batched)
+        large = max(trace.sizes[s] for s in sites) * trace.n >= _LARGE and given[0].device.type == "cpu"
+        edges = [trace.edges[s] for s in sites]
+        found = self.scope.grad(outputs, edges, given, batched=batched, one_by_one=large)
         deltas: Deltas = [None] * len(trace.edges)
         for s, d in zip(sites, found, strict=True):
             if d is not None:
@@ -140,27 +203,39 @@ class Pullback:
 
     # One cotangent after the other, where nobody needs them again
 
-    def _stream(self, measure: Measure, only: Pass, block: Block) -> States:
+    def _stream(self, measures: Sequence[Measure], only: Pass, block: Block, done: Done) -> None:
         """A parameter is measured when its cotangent comes by, so that neither it nor what it met is kept."""
-        run, states, waiting = self.run, {}, dict(only.taps)
+        run, waiting = self.run, dict(only.taps)
+        states: list[States] = [{} for _ in measures]
         pulled = Pulled([None] * len(run.trace.edges), weight=block.weight)
         sites = only.sites
         del only
         run.trace.taps.clear()
 
+        def measured(leaf: int, taps: list[Tap]) -> None:
+            self._keep(states, measures, leaf, taps, pulled, [None] * len(measures))
+            self._tell(states, leaf, done)
+
         def arrived(site: int, delta: torch.Tensor) -> None:
             pulled.left[site] = self._exposed(site, delta[None])
             for i, taps in list(waiting.items()):
                 if len(taps) == 1 and taps[0].site == site and taps[0].param is run.params[i]:
-                    self._keep(states, measure, i, waiting.pop(i), pulled)
+                    measured(i, waiting.pop(i))
             if not any(tap.site == site for taps in waiting.values() for tap in taps):
                 pulled.left[site] = None
 
         outputs, given = self._cotangents(block.left)
         self.scope.stream(outputs, [c[0] for c in given], {s: run.trace.edges[s] for s in sites}, arrived)
         for i, taps in waiting.items():
-            self._keep(states, measure, i, taps, pulled)
-        return states
+            measured(i, taps)
+
+
+def _by_sites(taps: dict[int, list[Tap]]) -> list[dict[int, list[Tap]]]:
+    """The parameters one by one, but for those whose cotangents are the same, as weight and bias of a layer."""
+    groups: dict[frozenset[int], dict[int, list[Tap]]] = {}
+    for i, found in taps.items():
+        groups.setdefault(frozenset(t.site for t in found), {})[i] = found
+    return list(groups.values())
 
 
 def check_versions(taps: list[Tap]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +21,16 @@ from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import cannot_draw, check_loss, output_axis, same_values
 from invfunc.jacobian.follow import TOTAL, Call
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
-from invfunc.jacobian.plan import Plan, even
+from invfunc.jacobian.plan import Options, even
 from invfunc.jacobian.problem import Problem, with_aux
 from invfunc.jacobian.rules import Site
 from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.random import Draws, Drew, Watch, restore
+from invfunc.jacobian.trace.steps import Remember
 from invfunc.jacobian.trace.tags import Derived, Sampled
+from invfunc.jacobian.twice import TwiceDifferentiable
 
 WHOLE = slice(None)
 _FOREIGN = (RuntimeError, ValueError, TypeError, IndexError)
@@ -52,8 +55,13 @@ class Run:
 class Runner:
     """Runs the function of a problem; `budget` bounds the numbers in an intermediate tensor of a block."""
 
-    def __init__(self, problem: Problem, scope: Scope, plan: Plan, fast: bool, budget: int) -> None:
-        self.problem, self.scope, self.plan, self.fast, self.budget = problem, scope, plan, fast, budget
+    def __init__(
+        self, problem: Problem, scope: Scope, options: Options, budget: int, remember: Remember | None, whole: bool
+    ) -> None:
+        """`remember` says which calls are to be run again; `whole` that blocks of samples do not pay."""
+        self.problem, self.scope, self.budget = problem, scope, budget
+        self.plan, self.fast = options.plan, options.fast
+        self.remember, self.whole = remember, whole or budget > 2**24
 
     def run(
         self,
@@ -66,12 +74,13 @@ class Runner:
         splitter: Callable[[Trace], Splitter] | None = None,
     ) -> Run:
         trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, partial=partial, draws=draws)
+        trace.remember = self.remember if tapped else None
         watching = splitter(trace) if splitter is not None else None
         params = trace.parameters(self.problem.leaves, enter=tapped or watching is not None)
         run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
         before = [version(x) for x in self.problem.tensors()]
         try:
-            with active(watching):
+            with active(watching), TwiceDifferentiable() if self.scope.twice else nullcontext():
                 run.result, run.aux = self.problem.call(trace, params, part)
         except Reached:
             assert watching is not None
@@ -84,11 +93,13 @@ class Runner:
             )
         return run
 
-    def loss(self, or_model: bool = False) -> Run:
-        """The loss function in one run; `or_model` also takes a model function."""
+    def loss(self, or_model: bool = False, draws: Draws | None = None) -> Run:
+        """The loss function in one run; `or_model` also takes a model function; `draws` are those to be repeated."""
         problem = self.problem
+        after = draws.rewind() if draws is not None else {}
         try:
             run = self.run(WHOLE, problem.n)
+            restore(after)
             if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
                 return self._checked_model(run)
             check_loss(run.trace, run.result)
@@ -168,11 +179,16 @@ class Runner:
         trace.set(result, Sampled(axis, around="f"))
         return Run(trace, params, WHOLE, {0: (result, axis)}, result=result, aux=aux)
 
-    def model(self, part: slice | torch.Tensor, n: int, tapped: bool = True) -> Run:
-        """The model function on a part of the batch; `run.result` becomes the structure of its outputs."""
+    def model(self, part: slice | torch.Tensor, n: int, tapped: bool = True, draws: Draws | None = None) -> Run:
+        """The model function on a part of the batch; `run.result` becomes the structure of its outputs.
+
+        `draws` are those of an earlier run, to be repeated, if there was one.
+        """
         partial = n < self.problem.n
+        after = draws.rewind() if draws is not None else {}
         try:
-            run = self.run(part, n, tapped=tapped, partial=partial, draws=Draws(stop=True) if partial else None)
+            run = self.run(part, n, tapped=tapped, partial=partial, draws=Draws(stop=True) if partial else draws)
+            restore(after)
             if tapped:
                 self._checked_model(run)
             else:
@@ -222,12 +238,12 @@ class Runner:
                     "of the batch?), so f cannot be chunked over samples."
                 )
 
-    def blocks(self) -> list[Run]:
-        """The model function in one pass, or in blocks of samples whose cotangents fit the cache."""
+    def blocks(self, few: bool, draws: Draws) -> list[Run]:
+        """The model function in one pass, or, if columns are not few, in blocks of samples that fit the cache."""
         n = self.problem.n
         divided = any(self.plan.asked(over) for over in ("outputs", "params"))
-        if self.budget > 2**24 or divided or self.problem.has_aux or n < 3:
-            return [self.model(WHOLE, n)]
+        if few or self.whole or divided or self.problem.has_aux or n < 3:
+            return [self.model(WHOLE, n, draws=draws)]
         try:
             first = min(n, 4)
             run = self.model(slice(0, first), first)
@@ -235,20 +251,20 @@ class Runner:
                 return [run]
             size = self._block_size(run.trace, sum(z.numel() for z, _ in run.outputs.values()) // first)
             if n <= size:
-                return [self.model(WHOLE, n)]
+                return [self.model(WHOLE, n, draws=draws)]
             rest = even(n - first, size)
             runs = [run, *(self.model(slice(first + a, first + b), b - a) for a, b in rest if a < b)]
             self.check_part(runs[-1])
             return runs
         except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
-            return [self.model(WHOLE, n)]
+            return [self.model(WHOLE, n, draws=draws)]
 
     def parts(self, roots: list[Root], columns: int, draws: Draws) -> Iterable[Run]:
         """The model part up to the roots: chunks one by one, or blocks where nobody asked for passes of their own."""
         n, parts = self.problem.n, self.plan.ranges("samples", self.problem.n)
         if draws.drew and len(parts) > 1:
             raise cannot_draw()
-        if any(self.plan.splits.values()) or draws.drew or columns < 4 or n < 3 or self.budget > 2**24:
+        if any(self.plan.splits.values()) or draws.drew or columns < 4 or n < 3 or self.whole:
             return (self._up_to(roots, start, stop, draws) for start, stop in parts)
         try:
             first = self._up_to(roots, 0, min(n, 4), draws)

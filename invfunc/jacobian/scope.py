@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
 from invfunc._functorch import dual, grad_level, transforming
@@ -22,8 +23,10 @@ class Scope:
     Values keep their derivatives with respect to what the caller differentiates, and lose those taken in here.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], twice: bool = False) -> None:
+        """`twice` says that second derivatives are taken in here."""
         tensors = list(tensors)
+        self.twice = twice
         self.plain = not transforming()
         if self.plain and any(dual(x) for x in tensors):
             raise ArgumentError(
@@ -41,6 +44,8 @@ class Scope:
         self._stack.enter_context(torch.enable_grad())
         self._stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation of the user's
+        if self.twice or self.create_graph:  # the fused kernels of attention have no second derivative
+            self._stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if not self.plain:
             self._enter, self._leave = self._stack.enter_context(grad_level())
         return self
@@ -85,11 +90,13 @@ class Scope:
         cotangents: list[torch.Tensor],
         *,
         batched: bool = True,
+        one_by_one: bool = False,
         create_graph: bool | None = None,
     ) -> list[torch.Tensor | None]:
         """Vector-Jacobian products; with `batched`, cotangents `[V, *output]` give `[V, *input]`.
 
-        An input is a tensor or a gradient edge. What does not depend on it gives None. The graph is kept.
+        An input is a tensor or a gradient edge. What does not depend on it gives None. The graph is kept. `one_by_one`
+        says that columns are so large that there is nothing to gain from doing them at once.
         """
         reached = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
         if not reached or not inputs:
@@ -103,6 +110,10 @@ class Scope:
             return [g for g in grads if g is not None]
 
         columns = [c for _, c in reached]
+        if batched and one_by_one and self.plain and not graph:  # oneDNN's kernels want one batch dimension
+            parts = zip(*(pull(*c) for c in zip(*columns, strict=True)), strict=True)
+            stacks = iter([torch.stack(g) for g in parts])
+            return [next(stacks) if i in used else None for i in range(len(inputs))]
         options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
         try:
             if (

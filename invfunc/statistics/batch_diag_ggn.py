@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.jacobian.measures import SquaresOfEach
+import torch
+
+from invfunc.columns import drawing
+from invfunc.jacobian.measures.columns import SquaresOfEach
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
 
@@ -13,6 +16,9 @@ def batch_diag_ggn(
     f: Callable,
     loss: Callable | None = None,
     *,
+    mc_samples: int | None = None,
+    generator: torch.Generator | None = None,
+    sample: Callable | None = None,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -28,7 +34,7 @@ def batch_diag_ggn(
     It sums over samples to `diag_ggn`, and has its scale: the H of a mean loss contains its 1/N.
 
     Args:
-        f, loss, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+        f, loss, mc_samples, generator, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
     Returns:
         A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with leaves
@@ -53,4 +59,5 @@ def batch_diag_ggn(
     Source: BackPACK's BatchDiagGGNExact (Dangel, Kunstner and Hennig, ICLR 2020).
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("batch_diag_ggn", f, SquaresOfEach(), of="ggn", loss=loss, **options)
+    drawn = drawing("batch_diag_ggn", mc_samples, generator, sample)
+    return Statistic("batch_diag_ggn", f, SquaresOfEach(), of="ggn", loss=loss, drawing=drawn, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.jacobian.measures import JacobianRows
+from invfunc.jacobian.measures.columns import JacobianRows
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
 

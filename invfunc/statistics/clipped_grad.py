@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.measures import ClippedSum
+from invfunc.jacobian.measures.gradients import ClippedSum
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic, describe
 

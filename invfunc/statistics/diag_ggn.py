@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
+from invfunc.columns import drawing
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.measures import SumOfSquares
+from invfunc.jacobian.measures.columns import SumOfSquares
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic, describe
 
@@ -15,13 +18,16 @@ def diag_ggn(
     loss: Callable | None = None,
     *,
     method: str = "auto",
+    mc_samples: int | None = None,
+    generator: torch.Generator | None = None,
+    sample: Callable | None = None,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
     out_dims: int = 0,
     has_aux: bool = False,
 ) -> Statistic:
-    """The exact diagonal of the generalised Gauss-Newton matrix (GGN) of a loss in the parameters.
+    """The diagonal of the generalised Gauss-Newton matrix (GGN) of a loss in the parameters, exact or drawn.
 
         J = jacrev(f)(params, *inputs)                        # [N, C, P]
         H = hessian(lambda z: loss(z, target))(f(params, *inputs))
@@ -37,6 +43,13 @@ def diag_ggn(
             `logsigmoid` before it), or what `outputs(z)` marks.
         loss: `loss(outputs, target)`, convex in the outputs.
         method: how. "dense" pulls back every column of a square root of H; "auto" may use the structure of f.
+        mc_samples: in place of all columns, this many that are drawn: the gradient of each sample's loss at a target
+            from the model's predictive (categorical, normal of variance 1/2 for `mse_loss`, Bernoulli), times
+            `sqrt(c / mc_samples)` for the scale c that the sample has in the loss. Losses with other element-wise
+            Hessians h get columns `sqrt(h / mc_samples)` with random signs. The result is right on average.
+        generator: the `torch.Generator` that draws them; needed with mc_samples.
+        sample: a function `sample(outputs, generator) -> target` that draws from the predictive of a loss of your own,
+            which then has to be given as `loss` and to return the `[N]` losses.
         samples: the indices of the samples whose columns are wanted, with the scale that they have in the whole batch.
         argnums, in_dims, has_aux: as in `batch_grad`; aux is that of f.
         out_dims: the sample axis of the outputs of a model function.
@@ -46,6 +59,7 @@ def diag_ggn(
         like those of the parameters, in the unit of loss / parameter^2.
 
     Raises:
+        ArgumentError: mc_samples of a loss that no one knows how to sample.
         SplitError: no outputs are found, or a path from the parameters to the result goes around them.
         ConvexityError: the loss is not convex in the outputs.
         ArgumentError, SampleAxisError: as in `batch_grad`.
@@ -63,8 +77,9 @@ def diag_ggn(
 
     Cost: one forward pass and a pullback of M columns for M outputs of a sample (C - 1 for a cross entropy over C
     classes), in blocks that fit the cache. A loss without known structure: twice the pullbacks, and its Hessian.
+    With mc_samples that many columns, whatever M is.
 
-    Source: Schraudolph (2002); BackPACK's DiagGGNExact (Dangel, Kunstner and Hennig, ICLR 2020).
+    Source: Schraudolph (2002); BackPACK's DiagGGNExact and DiagGGNMC (Dangel, Kunstner and Hennig, ICLR 2020).
     """
     if method not in ("auto", "dense"):
         raise ArgumentError(f"diag_ggn({describe(f)}, method={method!r}): a method is one of 'auto', 'dense'.")
@@ -79,4 +94,5 @@ def diag_ggn(
         out_dims=out_dims,
         has_aux=has_aux,
         samples=samples,
+        drawing=drawing("diag_ggn", mc_samples, generator, sample),
     )

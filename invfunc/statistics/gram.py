@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.jacobian.measures import InnerProducts
+from invfunc.jacobian.measures.columns import InnerProducts
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.jacobian.measures import SquareRoot
+import torch
+
+from invfunc.columns import drawing
+from invfunc.jacobian.measures.columns import SquareRoot
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
 
@@ -13,6 +16,9 @@ def sqrt_ggn(
     f: Callable,
     loss: Callable | None = None,
     *,
+    mc_samples: int | None = None,
+    generator: torch.Generator | None = None,
+    sample: Callable | None = None,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -30,7 +36,7 @@ def sqrt_ggn(
     C - 1 columns, of other losses one for each output.
 
     Args:
-        f, loss, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+        f, loss, mc_samples, generator, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
     Returns:
         A function `(params, *inputs, target) -> S`, without `loss` `(params, *batch) -> S`, with leaves `[V, N, *p]`,
@@ -56,4 +62,5 @@ def sqrt_ggn(
     Source: BackPACK's SqrtGGNExact; Dangel, Tatzel and Hennig, "ViViT", TMLR 2022.
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("sqrt_ggn", f, SquareRoot(), of="ggn", loss=loss, **options)
+    drawn = drawing("sqrt_ggn", mc_samples, generator, sample)
+    return Statistic("sqrt_ggn", f, SquareRoot(), of="ggn", loss=loss, drawing=drawn, **options)

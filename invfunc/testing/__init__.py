@@ -1,5 +1,6 @@
 """Tools for those who test and measure what they build with this library."""
 
+from invfunc.testing.curvature import dense_batch_diag_hessian, dense_diag_hessian, dense_ggn, loop_kfac, loop_kfra
 from invfunc.testing.memory import peak_memory, return_freed_memory
 from invfunc.testing.operations import check_operation
 from invfunc.testing.oracles import (
@@ -18,13 +19,18 @@ from invfunc.testing.oracles import (
 __all__ = [
     "assert_trees_close",
     "check_operation",
+    "dense_batch_diag_hessian",
     "dense_diag_ggn",
+    "dense_diag_hessian",
+    "dense_ggn",
     "loop_batch_grad",
     "loop_batch_jacobian",
     "loop_batch_l2_grad",
     "loop_clipped_grad",
     "loop_grad_and_variance",
     "loop_gram",
+    "loop_kfac",
+    "loop_kfra",
     "loop_sum_grad_squared",
     "loop_variance",
     "peak_memory",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentTypeError
-from invfunc.jacobian.engine import Options
+from invfunc.jacobian.plan import Options
 from invfunc.operation import Operation
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.testing.oracles import assert_trees_close

@@ -14,8 +14,9 @@ import torch
 
 from .first_order import FIRST_ORDER
 from .measure import difference, medians, peak_here, peak_in_a_process
-from .peers import BACKPACK, INSTALL_BACKPACK, OURS, VMAP, Call, Problem, Result, has_backpack, plain_gradient
-from .report import mebibytes, memory_cells, print_table, time_cells, verdict
+from .peers import BACKPACK, FUNC, INSTALL_BACKPACK, OURS, Call, Problem, Result, has_backpack, plain_gradient
+from .report import difference_cell, mebibytes, memory_cells, print_table, time_cells, verdict
+from .second_order import DRAWN
 from .tables import BEHIND, GRADIENT, TABLES, Case, Table
 
 _EXPECTED = "Full backward hook is firing", "There is a performance drop"  # BackPACK's first layer; vmap of attention
@@ -55,8 +56,8 @@ def _run(name: str, table: Table, options: argparse.Namespace) -> dict[str, floa
     announce("do they agree?")
     calls, differences, failures = _first_calls(table, table.problem().to(options.device))
     failed = dict.fromkeys(failures, math.nan)
-    repeats = options.repeats * table.rounds
-    times = medians(calls, repeats, options.device, announce) | failed
+    repeats = table.repeats(options.repeats)
+    times = medians(calls, {case: repeats[case[0]] for case in calls}, options.device, announce) | failed
     peaks: dict[Case, float] = {}
     if table.memory and not options.no_memory:
         announce("memory")
@@ -65,26 +66,29 @@ def _run(name: str, table: Table, options: argparse.Namespace) -> dict[str, floa
             peaks = dict(zip(calls, sizes, strict=True)) | failed
     announce("")
 
-    print(f"{name}: {table.title}; {options.device}, one thread, median of {repeats}")
+    most = max(repeats.values())
+    few = [f"{repeats[row.name]} of {row.name}" for row in table.rows if repeats[row.name] < most]
+    print(f"{name}: {table.title}; {options.device}, one thread, median of {'; '.join([f'{most} calls', *few])}")
     lines = []
     for row in table.rows:
         line = {"": row.name} | time_cells(row, times, table) | memory_cells(row, peaks)
-        lines.append(line | {"difference": f"{differences[row.name]:.0e}"})
+        lines.append(line | {"difference": difference_cell(differences[row.name])})
     print_table(lines)
     print(f"{GRADIENT[0]}: {times[GRADIENT]:.4f} s" + (f", {mebibytes(peaks[GRADIENT])} MiB" if peaks else ""))
-    for peer, words in {peer: words for (_, peer), words in failures.items()}.items():
-        print(f"{peer} fails: {words}")
+    for failure in dict.fromkeys((peer, words) for (_, peer), words in failures.items()):
+        rows_of = [row for (row, peer), words in failures.items() if (peer, words) == failure]
+        print(f"{failure[0]} fails in {', '.join(rows_of)}: {failure[1]}")
     print(table.legend)
     print("difference: ours and each peer's, the largest, relative to the largest entry of the peer's leaf\n")
-    beside = [row.name for row in table.rows if row.name in FIRST_ORDER and (row.name, VMAP) in calls]
-    return {f"{name}/{row}": times[row, OURS] - times[row, VMAP] for row in beside}
+    beside = [row.name for row in table.rows if row.name in FIRST_ORDER and (row.name, FUNC) in calls]
+    return {f"{name}/{row}": times[row, OURS] - times[row, FUNC] for row in beside}
 
 
-def _first_calls(table: Table, problem: Problem) -> tuple[dict[Case, Call], dict[str, float], dict[Case, str]]:
+def _first_calls(table: Table, problem: Problem) -> tuple[dict[Case, Call], dict[str, float | None], dict[Case, str]]:
     """The calls, warm; how far ours and the others are apart in each row; and why another peer fails, where it does."""
     calls: dict[Case, Call] = {GRADIENT: plain_gradient(problem)}
     calls[GRADIENT]()
-    differences: dict[str, float] = {}
+    differences: dict[str, float | None] = {}
     failures: dict[Case, str] = {}
     for row in table.rows:
         results: dict[str, Result] = {}
@@ -99,7 +103,8 @@ def _first_calls(table: Table, problem: Problem) -> tuple[dict[Case, Call], dict
                     raise
                 failures[row.name, name] = str(error).partition("\n")[0]
         ours = results.pop(OURS)
-        differences[row.name] = max((difference(ours, other) for other in results.values()), default=math.nan)
+        others = () if row.name in DRAWN else results.values()
+        differences[row.name] = max((difference(ours, other) for other in others), default=None)
     return calls, differences, failures
 
 

@@ -10,7 +10,7 @@ from torch.func import jacrev, vmap
 
 import invfunc
 
-from .peers import BACKPACK, OURS, VMAP, Params, Peer, Problem, Result, backpack, transformed, vmap_grad
+from .peers import BACKPACK, FUNC, OURS, Params, Peer, Problem, Result, backpack, by_leaf, transformed, vmap_grad
 
 MAX_NORM = 0.0434
 """About half of 3c3d's shares are larger."""
@@ -19,16 +19,12 @@ MAX_NORM = 0.0434
 def _peers(
     transform: Callable[[Callable], Callable], of_shares: Callable[[Params], Result], extension: Peer | None = None
 ) -> dict[str, Peer]:
-    peers = {OURS: transformed(lambda problem: transform(problem.loss_fn)), VMAP: vmap_grad(of_shares)}
+    peers = {OURS: transformed(lambda problem: transform(problem.loss_fn)), FUNC: vmap_grad(of_shares)}
     return peers if extension is None else peers | {BACKPACK: extension}
 
 
-def _by_leaf(statistic: Callable[[Tensor], Tensor]) -> Callable[[Params], Params]:
-    return lambda shares: {name: statistic(g) for name, g in shares.items()}
-
-
-_sum = _by_leaf(lambda g: g.sum(0))
-_variance = _by_leaf(lambda g: g.var(0, correction=0))
+_sum = by_leaf(lambda g: g.sum(0))
+_variance = by_leaf(lambda g: g.var(0, correction=0))
 
 
 def _clipped(shares: Params) -> Result:
@@ -54,10 +50,10 @@ def _of_model(transform: Callable[[Problem], Callable[[Params, Tensor], Result]]
 FIRST_ORDER = {
     "batch_grad": _peers(invfunc.batch_grad, lambda shares: shares, backpack("BatchGrad")),
     "batch_l2_grad": _peers(
-        invfunc.batch_l2_grad, _by_leaf(lambda g: g.flatten(1).square().sum(1)), backpack("BatchL2Grad")
+        invfunc.batch_l2_grad, by_leaf(lambda g: g.flatten(1).square().sum(1)), backpack("BatchL2Grad")
     ),
     "sum_grad_squared": _peers(
-        invfunc.sum_grad_squared, _by_leaf(lambda g: g.square().sum(0)), backpack("SumGradSquared")
+        invfunc.sum_grad_squared, by_leaf(lambda g: g.square().sum(0)), backpack("SumGradSquared")
     ),
     "variance": _peers(invfunc.variance, _variance, backpack("Variance")),
     "grad_and_variance": _peers(
@@ -67,7 +63,7 @@ FIRST_ORDER = {
     "gram": _peers(invfunc.gram, _gram),
     "batch_jacobian": {
         OURS: _of_model(lambda p: invfunc.batch_jacobian(p.f)),
-        VMAP: _of_model(lambda p: vmap(jacrev(lambda params, x: p.f(params, x[None])[0]), in_dims=(None, 0))),
+        FUNC: _of_model(lambda p: vmap(jacrev(lambda params, x: p.f(params, x[None])[0]), in_dims=(None, 0))),
     },
 }
 """Each peer by its name, for each statistic by its own."""

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+import invfunc
 from invfunc.testing import peak_memory, return_freed_memory
 
 from .peers import Call, Result
@@ -24,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def medians(
-    calls: Mapping[Key, Call], repeats: int, device: torch.device, announce: Callable[[str], None]
+    calls: Mapping[Key, Call], repeats: Mapping[Key, int], device: torch.device, announce: Callable[[str], None]
 ) -> dict[Key, float]:
-    """The median seconds of each call over rounds of all of them, so that a slow moment hits all.
+    """The median seconds of each call over its number of rounds of all of them, so that a slow moment hits all.
 
     Each round has an order of its own: the first large call after small ones pays for fresh pages. On a CPU the
     seconds are those of this process, on its one thread, whatever else the machine does.
@@ -34,9 +35,11 @@ def medians(
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     shuffle = random.Random(0).sample
     seconds: dict[Key, list[float]] = {key: [] for key in calls}
-    for repeat in range(repeats):
-        announce(f"round {repeat + 1} of {repeats}")
-        for key in shuffle(list(calls), len(calls)):
+    rounds = max(repeats.values())
+    for repeat in range(rounds):
+        announce(f"round {repeat + 1} of {rounds}")
+        taking_part = [key for key in calls if repeat < repeats[key]]
+        for key in shuffle(taking_part, len(taking_part)):
             started = clock()
             calls[key]()
             if device.type == "cuda":
@@ -70,7 +73,9 @@ def difference(result: Result, reference: Result) -> float:
 
 
 def _pairs(result: Result, reference: Result) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The leaves of two results, those of dicts by their names."""
+    """The leaves of two results, those of dicts by their names, and factors one by one."""
+    if isinstance(result, invfunc.Kronecker):
+        result = result.factors
     if isinstance(result, torch.Tensor):
         yield result, reference
     else:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import invfunc
 
-OURS, BACKPACK, VMAP = PEERS = ("invfunc", "BackPACK", "vmap")
+OURS, BACKPACK, FUNC = PEERS = ("invfunc", "BackPACK", "torch.func")
 INSTALL_BACKPACK = "pip install --no-deps backpack-for-pytorch einops unfoldNd"
 
 Params = dict[str, Tensor]
@@ -73,6 +73,11 @@ def transformed(build: Callable[[Problem], Callable[[Params, Tensor, Tensor], Re
     return peer
 
 
+def by_leaf(fn: Callable[[Tensor], Tensor]) -> Callable[[Params], Params]:
+    """A function of a tensor as one of a tree, leaf by leaf."""
+    return lambda tree: {name: fn(leaf) for name, leaf in tree.items()}
+
+
 def vmap_grad(statistic: Callable[[Params], Result]) -> Peer:
     """The statistic of `vmap(grad)`, whose shares sum to the gradient of the mean loss."""
 
@@ -86,8 +91,8 @@ def vmap_grad(statistic: Callable[[Params], Result]) -> Peer:
     return transformed(build)
 
 
-def vmap_jacrev(chunks: int = 1) -> Peer:
-    """The GGN diagonal from `vmap(jacrev)`: squares of all columns of J^T S, summed."""
+def vmap_jacrev(chunks: int = 1, over: tuple[int, ...] = (0, 1)) -> Peer:
+    """The GGN diagonal from `vmap(jacrev)`: squares of all columns of J^T S, summed over samples and columns."""
 
     def build(problem: Problem):
         root_transposed, _ = _LOSSES[problem.loss]
@@ -98,14 +103,14 @@ def vmap_jacrev(chunks: int = 1) -> Peer:
         outputs = problem.f(problem.params, problem.x[:1]).numel()
         jacobians = vmap(jacrev(columns, chunk_size=math.ceil(outputs / chunks)), in_dims=(None, 0))
         return lambda params, x, _: {
-            name: leaf.square().sum((0, 1)) / len(x) for name, leaf in jacobians(params, x).items()
+            name: leaf.square().sum(over) / len(x) for name, leaf in jacobians(params, x).items()
         }
 
     return transformed(build)
 
 
-def backpack(extension: str, gradient: bool = False) -> Peer:
-    """BackPACK's extension of that name, in one backward pass, whose gradient comes first where it is wanted."""
+def backpack(*names: str, gradient: bool = False, then: Callable[[Result], Result] | None = None) -> Peer:
+    """BackPACK's extensions of those names, in one backward pass, whose gradient comes first where it is wanted."""
 
     def peer(problem: Problem) -> Call:
         from backpack import backpack, extensions
@@ -114,10 +119,11 @@ def backpack(extension: str, gradient: bool = False) -> Peer:
 
         def call() -> Result:
             error = loss(model(problem.x), problem.y)
-            active = getattr(extensions, extension)()
-            with backpack(active):
+            active = [getattr(extensions, name)() for name in names]
+            with backpack(*active):
                 error.backward()
-            return _collect(model, *["grad"] * gradient, active.savefield)
+            result = _collect(model, *["grad"] * gradient, *[extension.savefield for extension in active])
+            return then(result) if then else result
 
         return call
 

@@ -38,10 +38,41 @@ def three_c_three_d() -> Problem:
 def transformer() -> Problem:
     """A classifier: the mean over positions of four layers of `nn.TransformerEncoder`."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(128, 4, dim_feedforward=512, dropout=0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-    model = nn.Sequential(encoder, _Mean(), nn.Linear(128, 10))
+    model = nn.Sequential(_encoder(), _Mean(), nn.Linear(128, 10))
     return Problem(model, F.cross_entropy, torch.randn(16, 64, 128), torch.randint(10, (16,)))
+
+
+def tokens() -> Problem:
+    """The same encoder, with a class for each position: outputs `[N, classes, positions]`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(_encoder(), nn.Linear(128, 10), _ClassesSecond())
+    return Problem(model, F.cross_entropy, torch.randn(16, 64, 128), torch.randint(10, (16, 64)))
+
+
+def all_cnn_c() -> Problem:
+    """DeepOBS's All-CNN-C for CIFAR-100, without dropout: nine convolutions, the last one's pixels averaged."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, size, stride, padding in (
+        *((96, 3, 1, 1), (96, 3, 1, 1), (96, 3, 2, 1)),
+        *((192, 3, 1, 1), (192, 3, 1, 1), (192, 3, 2, 1)),
+        *((192, 3, 1, 0), (192, 1, 1, 0), (100, 1, 1, 0)),
+    ):
+        layers += [nn.Conv2d(channels, width, size, stride, padding), nn.ReLU()]
+        channels = width
+    model = nn.Sequential(*layers, nn.AvgPool2d(6), nn.Flatten())
+    return Problem(model, F.cross_entropy, torch.rand(8, 3, 32, 32), torch.randint(100, (8,)))
+
+
+def dense() -> Problem:
+    """Ten dense layers, nearly all of whose parameters are eight equal weights."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(64, 512), nn.ReLU()]
+    for _ in range(8):
+        layers += [nn.Linear(512, 512), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(512, 10))
+    return Problem(model, F.cross_entropy, torch.randn(8, 64), torch.randint(10, (8,)))
 
 
 def lstm() -> Problem:
@@ -58,9 +89,19 @@ def tiny() -> Problem:
     return Problem(model, F.cross_entropy, torch.randn(8, 10), torch.randint(2, (8,)))
 
 
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(128, 4, dim_feedforward=512, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
 class _Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
+
+
+class _ClassesSecond(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT
 
 
 class _LastState(nn.Module):

@@ -36,6 +36,11 @@ def verdict(value: float | None, limit: float) -> str:
     return f"{value:.2f} <= {limit:g} {'yes' if value <= limit else 'NO'}"
 
 
+def difference_cell(value: float | None) -> str:
+    """A relative difference, where two results were compared."""
+    return "-" if value is None else f"{value:.0e}"
+
+
 def mebibytes(size: float | None) -> str:
     """Bytes as MiB."""
     return _number(_over(size, 2**20), 1)

@@ -77,6 +77,9 @@ class Elementwise:
 
     root: int
     diagonal: torch.Tensor
+    predictive: str = "signs"
+    """What a target is drawn from: "normal", "bernoulli" of the logits; else the columns get random signs."""
+    logits: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -170,6 +173,12 @@ class General:
         return {i: c.reshape(*c.shape[:2], *s) for (i, s), c in zip(self.shapes.items(), pieces, strict=True)}
 
 
+def safe_root(x: torch.Tensor) -> torch.Tensor:
+    """The square root, which has no derivative at 0: there it is 0."""
+    some = x > 0
+    return torch.where(some, torch.where(some, x, 1).sqrt(), 0)
+
+
 @dataclass
 class Weighted:
     """Columns whose weights are taken into them."""
@@ -184,8 +193,7 @@ class Weighted:
         block = self.inner.block(start, stop, part)
         if block.weight is None:
             return block
-        some = block.weight > 0  # the square root has no derivative at 0
-        root = torch.where(some, torch.where(some, block.weight, 1).sqrt(), 0)
+        root = safe_root(block.weight)
         return Block({i: c * root.reshape(*root.shape, *[1] * (c.ndim - 2)) for i, c in block.left.items()})
 
 
@@ -197,12 +205,15 @@ class Root(General):
         return Block(self._split(self.hessian[part][:, :, start:stop].movedim(2, 0)))
 
 
-def rooted(columns: Columns) -> Columns:
-    """Columns S with `S S^T` the Hessian: those of a known loss with their weights, else its eigenvectors."""
+def rooted(columns: Columns, which: str) -> Columns:
+    """Columns S with `S S^T` the Hessian: those of a known loss with their weights, else ("all") its eigenvectors."""
+    if which == "no" or (which == "known" and isinstance(columns, General)):
+        return columns
     if not isinstance(columns, General):
         return Weighted(columns)
-    values, vectors = torch.linalg.eigh(columns.hessian)
-    return Root(columns.shapes, vectors * values.clamp(min=0).sqrt().unsqueeze(1))
+    h = columns.hessian
+    values, vectors = torch.linalg.eigh(h.to(torch.promote_types(h.dtype, torch.float32)))
+    return Root(columns.shapes, (vectors * values.clamp(min=0).sqrt().unsqueeze(1)).to(h.dtype))
 
 
 def joined_block(made: list[Columns], start: int, stop: int, part: slice, n: int) -> Block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -22,19 +23,21 @@ def gradient(scope: Scope, result: torch.Tensor, roots: list[Root], n: int) -> G
     return Gradient({r.ordinal: r.axis.expose(scope.leave(g), n) for r, g in values if g is not None})
 
 
-def hessian(scope: Scope, result: torch.Tensor, roots: list[Root], pieces: list[Piece], n: int) -> list[Columns]:
-    """The columns of the Hessian of the result in the outputs."""
+def hessian(
+    scope: Scope, result: torch.Tensor, roots: list[Root], pieces: list[Piece], n: int, convex: bool = True
+) -> list[Columns]:
+    """The columns of the Hessian of the result in the outputs; `convex` says that it has to be positive."""
     pieces = [p for p in pieces if p.root in {r.ordinal for r in roots}]
     structured = _structured(scope, result, roots, pieces)
     if structured is None:
-        return [_general(scope, result, roots, n)]
+        return [_general(scope, result, roots, n, convex)]
     by_ordinal = {r.ordinal: r for r in roots}
     try:
-        return [_columns(scope, piece, c, by_ordinal[piece.root], n) for piece, c in structured]
+        return [columns(scope, piece, c, by_ordinal[piece.root], n, convex) for piece, c in structured]
     except ConvexityError:
         if len(structured) < 2:
             raise
-        return [_general(scope, result, roots, n)]  # a difference of losses may be convex
+        return [_general(scope, result, roots, n, convex)]  # a difference of losses may be convex
 
 
 def _structured(
@@ -48,19 +51,29 @@ def _structured(
         return None
     found = scope.grad([result], list(outputs.values()), [torch.ones_like(result)], batched=False, create_graph=True)
     slopes = dict(zip(outputs, found, strict=True))
-    if any(c is not None and reaches(c, nodes, set()) for c in slopes.values()):
+    if any(c is not None and _varies(scope, c, roots, nodes) for c in slopes.values()):
         return None
     used = [(p, slopes.get(id(p.output))) for p in pieces]
     return [(p, scope.leave(c)) for p, c in used if c is not None]
 
 
-def _columns(scope: Scope, piece: Piece, slope: torch.Tensor, root: Root, n: int) -> Columns:
+def _varies(scope: Scope, slope: torch.Tensor, roots: list[Root], nodes: set[Any]) -> bool:
+    """Whether a slope depends on the outputs: autograd says so of some losses that are linear, too (nll_loss)."""
+    if not reaches(slope, nodes, set()):
+        return False
+    weights = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().reshape(slope.shape)
+    found = scope.grad([slope], [r.value for r in roots], [weights], batched=False)
+    return any(g is not None and bool(innermost(g != 0).any()) for g in found)
+
+
+def columns(scope: Scope, piece: Piece, slope: torch.Tensor, root: Root | None, n: int, convex: bool = True) -> Columns:
+    """The columns of one piece, whose output comes with a slope; without a root, those at its own input."""
     if piece.kind == "elementwise":
-        made: Columns = _elementwise(scope, piece, slope, n)
+        made: Columns = _elementwise(scope, piece, slope, n, convex)
     else:
         weight = _class_weight(piece, slope) if piece.kind == "softmax" else -_over_classes(piece, slope)
-        made = _softmax(scope, piece, weight, n)
-    if piece.at_root:
+        made = _softmax(scope, piece, weight, n, convex)
+    if piece.at_root or root is None:
         return made
 
     def pull(columns: torch.Tensor, part: slice) -> torch.Tensor:
@@ -71,14 +84,22 @@ def _columns(scope: Scope, piece: Piece, slope: torch.Tensor, root: Root, n: int
     return Affine(made, root.ordinal, pull)
 
 
-def _elementwise(scope: Scope, piece: Piece, slope: torch.Tensor, n: int) -> Elementwise:
+_PREDICTIVE = {
+    "mse_loss": "normal",
+    **dict.fromkeys(("binary_cross_entropy_with_logits", "logsigmoid", "log_sigmoid"), "bernoulli"),
+}
+
+
+def _elementwise(scope: Scope, piece: Piece, slope: torch.Tensor, n: int, convex: bool) -> Elementwise:
     (first,) = scope.grad([piece.output], [piece.input], [slope], batched=False, create_graph=True)
     assert first is not None
     (second,) = scope.grad([first], [piece.input], [torch.ones_like(first)], batched=False)
     second = torch.zeros_like(piece.input) if second is None else second
     diagonal = scope.leave(second)
-    _check_sign(diagonal, piece.call.name)
-    return Elementwise(piece.root, piece.axis.expose(diagonal, n))
+    if convex:
+        _check_sign(diagonal, piece.call.name)
+    logits = piece.axis.expose(scope.leave(piece.input), n)
+    return Elementwise(piece.root, piece.axis.expose(diagonal, n), _PREDICTIVE.get(piece.call.name, "signs"), logits)
 
 
 def _class_dim(piece: Piece) -> int:
@@ -118,10 +139,11 @@ def _class_weight(piece: Piece, slope: torch.Tensor) -> torch.Tensor:
     return scale * met if reduced != "mean" else torch.where(met == 0, 0, scale * met)
 
 
-def _softmax(scope: Scope, piece: Piece, weight: torch.Tensor, n: int) -> Softmax:
+def _softmax(scope: Scope, piece: Piece, weight: torch.Tensor, n: int, convex: bool) -> Softmax:
     """Bring logits to `[n, C, positions]` and the weights to `[n, positions]`."""
     dim, axis = _class_dim(piece), piece.axis
-    _check_sign(weight, piece.call.name)
+    if convex:
+        _check_sign(weight, piece.call.name)
     logits = axis.expose(scope.leave(piece.input), n)
     if axis.dim is None:
         positions = axis
@@ -142,7 +164,7 @@ _LARGEST = 2**28
 """Numbers in the joint Hessian of a loss without known structure: above it, say so instead of filling the memory."""
 
 
-def _general(scope: Scope, result: torch.Tensor, roots: list[Root], n: int) -> General:
+def _general(scope: Scope, result: torch.Tensor, roots: list[Root], n: int, convex: bool) -> General:
     values = [r.value for r in roots]
     shapes = {r.ordinal: r.axis.expose(r.value, n).shape[1:] for r in roots}
     sizes = [math.prod(s) for s in shapes.values()]
@@ -167,7 +189,8 @@ def _general(scope: Scope, result: torch.Tensor, roots: list[Root], n: int) -> G
         for h, r, m in zip(found, roots, sizes, strict=True)
     ]
     joint = torch.cat(rows, 2).movedim(0, 2)
-    _check_convex(joint)
+    if convex:
+        _check_convex(joint)
     return General(shapes, joint)
 
 
@@ -179,10 +202,10 @@ def _check_sign(values: torch.Tensor, name: str) -> None:
 
 def _check_convex(h: torch.Tensor) -> None:
     """A Cholesky factor exists if the Hessian is positive semi-definite up to rounding."""
-    detached = h.detach()
+    detached = h.detach().to(torch.promote_types(h.dtype, torch.float32))
     scale = detached.diagonal(dim1=1, dim2=2).abs().amax(1) + detached.abs().amax((1, 2))
     eps = torch.finfo(h.dtype).eps * 32 * h.shape[-1] ** 0.5
-    eye = torch.eye(h.shape[-1], dtype=h.dtype, device=h.device)
+    eye = torch.eye(h.shape[-1], dtype=detached.dtype, device=h.device)
     shift = (scale * eps + torch.finfo(h.dtype).tiny)[:, None, None]
     info = torch.linalg.cholesky_ex((detached + detached.mT) / 2 + shift * eye).info
     if bool((innermost(info) != 0).any()) and bool(innermost(detached).isfinite().all()):

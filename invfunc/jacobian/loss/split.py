@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from invfunc._functorch import version
+from invfunc.errors import SplitError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import Call
+from invfunc.jacobian.graph import node_of, reaches
 from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.tags import Sampled
 
-_LOSSES = {
+LOSSES = {
     "cross_entropy": "softmax",
     "mse_loss": "elementwise",
     "binary_cross_entropy_with_logits": "elementwise",
@@ -24,7 +26,7 @@ _LOSSES = {
     "poisson_nll_loss": "elementwise",
 }
 """Losses that are convex in their input, and the structure of their Hessian."""
-_LOGARITHMS = {"log_softmax": "log_softmax", "logsigmoid": "elementwise", "log_sigmoid": "elementwise"}
+LOGARITHMS = {"log_softmax": "log_softmax", "logsigmoid": "elementwise", "log_sigmoid": "elementwise"}
 """What nll_loss and kl_div, linear in their own input, follow."""
 
 
@@ -98,11 +100,17 @@ class Splitter:
         self.roots[ordinal] = Root(ordinal, root, shown, tag.place, marked, called)
         return shown
 
+    def shown(self, root: Root) -> torch.Tensor:
+        """A root for another run of the loss."""
+        value = root.value.clone()
+        self.trace.set(value, Sampled(root.axis, crossed=frozenset({root.ordinal}), affine=True))
+        return value
+
     def marked_before(self, tag: Sampled) -> bool:
         return not self.marks.isdisjoint(tag.crossed)
 
     def _before(self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if name not in _LOSSES and name not in _LOGARITHMS:
+        if name not in LOSSES and name not in LOGARITHMS:
             return None
         value = args[0] if args else kwargs.get("input")
         if not isinstance(value, torch.Tensor):
@@ -122,7 +130,7 @@ class Splitter:
             return
         if call.name in ("nll_loss", "kl_div") and tag.logarithm:
             self.confirmed |= tag.crossed
-        kind = _LOSSES.get(call.name) or _LOGARITHMS.get(call.name)
+        kind = LOSSES.get(call.name) or LOGARITHMS.get(call.name)
         if kind is None or len(tag.crossed) != 1:
             return
         (ordinal,) = tag.crossed
@@ -130,9 +138,9 @@ class Splitter:
         if root is None:
             return
         at_root = root.shown is value and version(value) == 0
-        if at_root and call.name in _LOSSES:
+        if at_root and call.name in LOSSES:
             self.confirmed.add(ordinal)
-        if call.name in _LOGARITHMS:
+        if call.name in LOGARITHMS:
             seen = trace.tag(call.out)
             assert isinstance(seen, Sampled)
             trace.set(call.out, replace(seen, logarithm=True))
@@ -150,6 +158,38 @@ def _others_constant(trace: Trace, call: Call) -> bool:
     others = [x for x in (*call.args[1:], *call.kwargs.values()) if isinstance(x, torch.Tensor)]
     tags = [trace.tag(x) for x in others if x is not call.first]
     return all(tag is None or (isinstance(tag, Sampled) and not tag.active) for tag in tags)
+
+
+def check_split(tag: Sampled, splitter: Splitter, wanted: list[int]) -> None:
+    """Every path from the parameters to the result has to cross the outputs."""
+    ways_out = (
+        "Mark the outputs with `outputs(z)`, use one of torch's convex losses, or give the model and the loss apart."
+    )
+    if not wanted:
+        raise SplitError(
+            f"no outputs are found in f: no known convex loss of the model's outputs is called. {ways_out}"
+        )
+    if tag.around is not None:
+        raise SplitError(
+            f"a path from the parameters to the result goes around the outputs (it comes in at `{tag.around}`), as an "
+            f"L2 term or a loss that is not known does. Take it out of f, or: {ways_out[0].lower()}{ways_out[1:]}"
+        )
+    astray = [splitter.roots[i].called for i in tag.crossed if i not in wanted]
+    if astray:
+        raise SplitError(
+            f"a path from the parameters to the result goes around the outputs, through `{astray[0]}`. {ways_out}"
+        )
+
+
+def check_seen(result: torch.Tensor, params: list[torch.Tensor], roots: list[Root], splitter: Splitter) -> None:
+    """Autograd knows of paths around the outputs that no call told of."""
+    astray = [root.value for root in splitter.roots.values() if root not in roots]
+    targets = {node_of(x) for x in (*params, *astray)} - {None}
+    if reaches(result, targets, {node_of(r.value) for r in roots}):
+        raise SplitError(
+            "a path from the parameters to the result goes around the outputs, through an operation that cannot be "
+            "seen (a custom autograd.Function, or torch.func inside f)."
+        )
 
 
 _active = threading.local()

@@ -48,17 +48,17 @@ def convolution(site: Site, param: torch.Tensor) -> Recipe | None:
     stride, dilation = spread(stride, d), spread(dilation, d)
     pads = same_padding(padding, kernel, dilation)
 
-    def build(delta: torch.Tensor, part: Part) -> list[Term]:
+    def sent(delta: torch.Tensor) -> Term:
         delta = delta if delta.ndim == d + 4 else delta.unsqueeze(2)
+        return "VNbgop", delta.reshape(*delta.shape[:3], groups, -1, math.prod(delta.shape[4:]))
+
+    def build(delta: torch.Tensor, part: Part) -> list[Term]:
         inputs = _channels(site, x, axis, part, d)
         read = patches(inputs.flatten(0, 1), kernel, stride, pads, dilation)
-        return [
-            ("VNbgop", delta.reshape(*delta.shape[:3], groups, -1, math.prod(delta.shape[4:]))),
-            ("Nbgip", read.reshape(*inputs.shape[:2], groups, -1, read.shape[-1])),
-        ]
+        return [sent(delta), ("Nbgip", read.reshape(*inputs.shape[:2], groups, -1, read.shape[-1]))]
 
     work = math.prod(weight.shape[1:]) * groups * math.prod(call.out.shape[-d:])
-    return Recipe("goi", build, reads=(x,), work=work)
+    return Recipe("goi", build, reads=(x,), work=work, sent=sent)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -91,10 +91,10 @@ def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
 
     def of_input(delta: torch.Tensor, part: Part) -> list[Term]:
         delta = delta if delta.ndim == d + 4 else delta.unsqueeze(2)
-        inputs = _channels(site, x, axis, part, d)
+        inputs = _stuffed(_channels(site, x, axis, part, d), stride)
         edges = [a * (k - 1) - p for a, k, p in zip(dilation, kernel, padding, strict=True)]
         pads = [(e, e + o) for e, o in zip(edges, extra, strict=True)]
-        read = patches(inputs.flatten(0, 1), kernel, stride, pads, dilation)
+        read = patches(inputs.flatten(0, 1), kernel, (1,) * d, pads, dilation)
         return [
             ("VNbgop", delta.reshape(*delta.shape[:3], groups, width, math.prod(delta.shape[4:]))),
             ("Nbgip", read.reshape(*inputs.shape[:2], groups, -1, read.shape[-1])),
@@ -104,7 +104,17 @@ def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
         share = share.reshape(*share.shape[:lead], groups, weight.shape[0] // groups, *kernel, width)
         return share.movedim(-1, lead + 2).flip(list(range(lead + 3, lead + 3 + d))).flatten(lead, lead + 1)
 
+    work = weight.shape[0] * math.prod(kernel) * math.prod(call.out.shape[-d:])
+    of_patches = Recipe("gio", of_input, mirror, reads=(x,), work=work)
     if all(s == 1 for s in stride):
-        work = weight.shape[0] * math.prod(kernel) * math.prod(call.out.shape[-d:])
-        return Recipe("gio", of_input, mirror, reads=(x,), work=work)
-    return Recipe("gci", of_delta, reads=(x,))
+        return of_patches
+    return Recipe("gci", of_delta, reads=(x,), factored=of_patches)
+
+
+def _stuffed(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """With the zeros between entries that make a transposed convolution one of stride 1."""
+    for dim, s in enumerate(stride, x.ndim - len(stride)):
+        if s > 1:
+            apart = torch.nn.functional.pad(x.unsqueeze(dim + 1).movedim(dim + 1, -1), (0, s - 1)).movedim(-1, dim + 1)
+            x = apart.flatten(dim, dim + 1).narrow(dim, 0, (x.shape[dim] - 1) * s + 1)
+    return x

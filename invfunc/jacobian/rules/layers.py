@@ -103,5 +103,16 @@ def embedding(site: Site, param: torch.Tensor) -> Recipe | None:
         share = torch.zeros_like(delta).scatter_add(2, entry[None, :, :, None].expand(delta.shape), delta)
         return [("VNud", share * (found < count)[:, :, None])]
 
+    def picked(part: Part) -> torch.Tensor:
+        tokens = site.exposed(indices, axis, part).flatten(1).long()
+        return tokens.masked_fill(tokens == padding, count)
+
+    def at_positions(delta: torch.Tensor, part: Part) -> list[Term]:
+        delta = delta.reshape(*delta.shape[:2], -1, delta.shape[-1])
+        return [("VNtd", delta * (picked(part) < count)[:, :, None])]
+
+    factored = Recipe("d", at_positions, reads=(indices,), selects=picked)
     work = 2 * site.call.out.numel() // site.call.n
-    return Recipe("ud", build, reads=(indices,), work=work, joins=False, rows=lambda part: grouped(part)[1])
+    return Recipe(
+        "ud", build, reads=(indices,), work=work, joins=False, rows=lambda part: grouped(part)[1], factored=factored
+    )

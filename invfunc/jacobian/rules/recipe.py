@@ -33,6 +33,14 @@ class Recipe:
     """How many numbers `build` makes for one sample, beyond what the run kept anyway."""
     joins: bool = True
     """Whether several such shares of one parameter may be stacked and contracted together."""
+    sent: Callable[[torch.Tensor], Term] | None = None
+    """The first term that `build` makes, where the others are dear and may be known already."""
+    factored: Recipe | None = None
+    """The same as a product of what a linear layer sends back and reads at each of its positions, if this is not."""
+    selects: Callable[[Part], torch.Tensor] | None = None
+    """In place of what is read, the row of the parameter that each position picks: `[b, t]`, as in `rows`."""
+    linear: bool = True
+    """Whether the operation is known to be linear in the parameter."""
     rows: Callable[[Part], torch.Tensor] | None = None
     """Where the first label of the output counts entries of each sample: `[b, u]`, the rows of the parameter that they
     are added to, no row twice in a sample; one behind the last drops an entry."""

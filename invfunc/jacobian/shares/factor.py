@@ -14,6 +14,7 @@ from invfunc.jacobian.contract import (
     cost,
     crosses,
     instantiated,
+    joined,
     largest,
     narrowed,
     paired,
@@ -21,6 +22,7 @@ from invfunc.jacobian.contract import (
     squares_directly,
     squeezed,
     stacked,
+    summed,
     twice,
     widened,
 )
@@ -28,13 +30,6 @@ from invfunc.jacobian.plan import even
 from invfunc.jacobian.rules import Part
 from invfunc.jacobian.shares.pulled import Columns, Deltas, Samples, length
 from invfunc.jacobian.trace.tags import Tap
-
-
-def summed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    first, *others = tensors
-    for other in others:
-        first = first + other
-    return first
 
 
 @dataclass
@@ -96,7 +91,7 @@ class Factor:
                 found.append(self._landed_each(more, part)[0])
             else:
                 found.append(self._landed(more, terms, part))
-        return self._shaped(torch.cat(found), 1) if each else self._shaped(summed(found), 0)
+        return self._shaped(joined(found), 1) if each else self._shaped(summed(found), 0)
 
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of each sample: `[count]`."""
@@ -109,7 +104,7 @@ class Factor:
                 share = contract(terms, present("N" + self.output, terms)).reshape(length(part), -1)
                 norms = squared(share, fresh=len(terms) > 1).sum(1)
             found.append(norms.reshape(length(part)))
-        return torch.cat(found)
+        return joined(found)
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""

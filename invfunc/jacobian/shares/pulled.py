@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +21,8 @@ class Columns:
     left: Deltas
     right: Deltas | None = None
     weight: torch.Tensor | None = None
+    known: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    """What one parameter has found out of them that another needs too."""
 
 
 @dataclass

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from invfunc._functorch import innermost
+from invfunc.jacobian.contract import joined, summed
 from invfunc.jacobian.rules import Part
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.shares.factor import Factor, shifted_moments, squared, summed
+from invfunc.jacobian.shares.factor import Factor, shifted_moments, squared
 from invfunc.jacobian.shares.pulled import Columns, Deltas, Samples, length
 from invfunc.jacobian.trace.tags import Tap
 
@@ -27,6 +28,14 @@ class Shares:
     samples: Samples
     budget: int
     """How many numbers an intermediate tensor may have."""
+    again: bool = False
+    """Whether other columns of these samples have been measured before."""
+    place: int = 0
+    """Of the parameter among all."""
+    name: Callable[[int], str] = str
+    """What the parameter at a place is called."""
+    role: str | None = None
+    """Whether it is the "weight" or the "bias" of operations that read it with another parameter, and only those."""
     factors: list[Factor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,7 +47,7 @@ class Shares:
     def dense(self) -> torch.Tensor:
         """`[V, count, *p]`, instantiated."""
         shares = [self._dense(part) for part in self._blocks(16 * self.budget, sum(f.work for f in self.factors))]
-        return shares[0] if len(shares) == 1 else torch.cat(shares, 1)
+        return joined(shares, 1)
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
         """`sum_n weights[n] G[n]` of the only column."""
@@ -56,7 +65,7 @@ class Shares:
             if columns.weight is not None:
                 square = square * columns.weight[:, part].T.reshape(*square.shape[:2], *[1] * self.leaf.ndim)
             found.append(square.sum(1) if each else square.sum((0, 1)))
-        return torch.cat(found) if each else summed(found)
+        return joined(found) if each else summed(found)
 
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of the only column: `[count]`."""
@@ -106,6 +115,18 @@ class Shares:
         if found is None:
             return wide.new_zeros(*wide.shape[:lead], *self.leaf.shape)
         return self.scope.leave(found).reshape((*wide.shape[:lead], *self.leaf.shape))
+
+    def located(self, param: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Integers at the entries of a selection of the parameter, where these are in the parameter; 0 elsewhere."""
+        if param is self.leaf:
+            return numbers
+        found, scale = torch.zeros(self.leaf.shape, dtype=torch.long, device=numbers.device), 1
+        while bool((numbers > 0).any()):  # digit by digit: each is exact in half precision
+            (digits,) = self.scope.grad([param], [self.leaf], [(numbers % 128).to(param.dtype)], batched=False)
+            assert digits is not None
+            found = found + scale * innermost(digits).long()
+            numbers, scale = numbers // 128, scale * 128
+        return found
 
     @property
     def _apart(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -44,6 +46,23 @@ def function_name(func: Callable) -> str:
 def in_place(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+
+
+@lru_cache(maxsize=4096)
+def _flag(func: Callable) -> int | None:
+    """The position of the argument that makes a function of torch.nn.functional write into its input."""
+    if getattr(func, "__module__", None) != "torch.nn.functional" or not isinstance(func, FunctionType):
+        return None
+    names = list(inspect.signature(func).parameters)
+    return names.index("inplace") if "inplace" in names else None
+
+
+def writes(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes into its first argument."""
+    if in_place(func):
+        return True
+    at = _flag(func)
+    return at is not None and bool(args[at] if len(args) > at else kwargs.get("inplace", False))
 
 
 _FRESH = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}

@@ -215,11 +215,17 @@ def broadcast_tensors(*given: Any) -> Tensors:
     return tuple(x.expand(shape) for x in tensors)
 
 
+def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Its own second derivative is wrong (torch 2.13)."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
 _STEPS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
 COMPOSITIONS: dict[str, Callable[..., Any]] = {
     "broadcast_tensors": broadcast_tensors,
     "embedding": embedding,
     "embedding_bag": embedding_bag,
+    "_weight_norm": weight_norm,
     **{name: _layers(name, step) for name, step in _STEPS.items()},
     **{f"{name}_cell": _cell(f"{name}_cell", step) for name, step in _STEPS.items()},
 }
@@ -233,7 +239,7 @@ def composition(func: Callable) -> Callable[..., Any] | None:
         return None
     if name.startswith("embedding") and getattr(func, "__module__", None) != "torch.nn.functional":
         return None  # torch's own take the same arguments in another order
-    if name not in ("embedding", "broadcast_tensors") and checkpointing():
+    if name not in ("embedding", "broadcast_tensors", "_weight_norm") and checkpointing():
         raise SampleAxisError(
             f"`{name}` is followed step by step, but hooks on saved tensors, as those of torch.utils.checkpoint, "
             "have to meet the same operations again. Take it out of the checkpoint."

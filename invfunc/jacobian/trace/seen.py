@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from invfunc import tree
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
 from invfunc.jacobian.follow import TOTAL, Call
-from invfunc.jacobian.trace.calls import in_place, produced_by
+from invfunc.jacobian.trace.calls import produced_by, writes
 from invfunc.jacobian.trace.tags import Derived, Sampled
 
 
@@ -28,7 +29,7 @@ class Seen:
 
     @property
     def writes(self) -> bool:
-        return in_place(self.func)
+        return writes(self.func, self.args, self.kwargs)
 
     @property
     def params(self) -> dict[int, torch.Tensor]:
@@ -49,6 +50,21 @@ class Seen:
         if before != [version(x) for x in self.read]:
             raise ArgumentError(f"`{self.name}` writes into one of its arguments in place; let it work on a copy.")
         return out
+
+    def read_instead(self, kept: torch.Tensor) -> None:
+        """A copy of the first argument, from before it was written to."""
+        tag = self.tags.pop(id(self.args[0]), None)
+        if tag is not None:
+            self.tags[id(kept)] = tag
+        self.args = (kept, *self.args[1:])
+        self.read = tree.tensors((self.args, self.kwargs))
+
+    def call(self, out: Any, n: int, partial: bool) -> Call:
+        """The same for those who follow the samples: what came out, and where they are in what it read."""
+        places = {i: t.place for i, t in self.tags.items() if isinstance(t, Sampled) and t.place is not None}
+        active = partial or (any(tag.active for tag in self.sampled) and torch.is_grad_enabled())
+        result = self.args[0] if self.name == "setitem" else out
+        return Call(self.name, self.func, self.args, self.kwargs, result, places, n, active, self.read)
 
     def produced(self, out: Any) -> list[torch.Tensor]:
         return [self.args[0]] if self.name == "setitem" else produced_by(out)

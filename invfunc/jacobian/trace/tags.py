@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,8 @@ class Tap:
     call: Call | None
     axis: Axis
     versions: tuple[tuple[torch.Tensor, int], ...]
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What a measure of some columns has to know of others."""
 
     @property
     def kind(self) -> Hashable:

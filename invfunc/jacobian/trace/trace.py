@@ -14,7 +14,7 @@ from invfunc._functorch import opened, unviewed, version
 from invfunc.errors import part_mixed, samples_lost
 from invfunc.jacobian import follow, rules
 from invfunc.jacobian.axis import Axis, Everyone
-from invfunc.jacobian.follow import TOTAL, Call, Mixed, Total, Unknown
+from invfunc.jacobian.follow import TOTAL, Call, Mixed, Unknown
 from invfunc.jacobian.follow.indices import advanced
 from invfunc.jacobian.graph import node_of, reaches
 from invfunc.jacobian.rules import Recipe, Site
@@ -33,6 +33,7 @@ from invfunc.jacobian.trace.calls import (
 from invfunc.jacobian.trace.compositions import composition, states
 from invfunc.jacobian.trace.random import Draws
 from invfunc.jacobian.trace.seen import Seen, cannot_meet
+from invfunc.jacobian.trace.steps import Remember, Step, is_view, step
 from invfunc.jacobian.trace.tags import Derived, Sampled, Tags, Tap
 
 
@@ -63,6 +64,9 @@ class Trace(TorchFunctionMode):
         """Whether an operation without a rule, rather than one that mixes, has lost the samples."""
         self.watcher: Callable[[Trace, str, Callable, tuple, dict], tuple[tuple, dict] | None] | None = None
         self.after: Callable[[Trace, Call], None] | None = None
+        self.remember: Remember | None = None
+        """Which calls become `steps`."""
+        self.steps: list[Step] = []
         self.escaped: str | None = None
         """The operation by which samples went where they are not seen: numbers of Python, an alias."""
         self.known = Tags()
@@ -170,28 +174,23 @@ class Trace(TorchFunctionMode):
         return out
 
     def _of_samples(self, seen: Seen) -> Any:
-        kept = self._kept(seen) if seen.writes and seen.params else None
+        bent = self.remember is not None and self.remember(seen)
+        kept = self._kept(seen) if seen.writes and (seen.params or bent) else None
         params = seen.params
         if params and not any(tag.lost for tag in seen.sampled):
             seen = self._promote(seen)
             params = seen.params
         out = seen.run()
-        if params and self.tapped and isinstance(out, torch.Tensor) and not seen.writes:
+        bent = bent and not is_view(out, seen)
+        if (bent or (params and self.tapped)) and isinstance(out, torch.Tensor) and not seen.writes:
             out = unviewed(out)
         produced = seen.produced(out)
         if not produced:
             return out
         if kept is not None:
             params.pop(id(seen.args[0]), None)
-            seen.tags[id(kept)] = seen.tags.pop(id(seen.args[0]), None)  # pyright: ignore[reportArgumentType]
-            seen.args = (kept, *seen.args[1:])
-        places: dict[int, Axis | Total] = {
-            i: tag.place for i, tag in seen.tags.items() if isinstance(tag, Sampled) and tag.place is not None
-        }
-        active = self.partial or (any(tag.active for tag in seen.sampled) and torch.is_grad_enabled())
-        result = produced[0] if seen.name == "setitem" else out
-        read = seen.read if kept is None else tree.tensors((seen.args, seen.kwargs))
-        call = Call(seen.name, seen.func, seen.args, seen.kwargs, result, places, self.n, active, read)
+            seen.read_instead(kept)
+        call = seen.call(out, self.n, self.partial)
         if not (produced[0].is_floating_point() or produced[0].is_complex()):
             params = {}
         found, lost = self._followed(call, seen, params)
@@ -201,6 +200,8 @@ class Trace(TorchFunctionMode):
                 self._meet(call, produced[0], Everyone(None) if found is TOTAL else found, params)
             elif self.tapped or found is None:
                 raise samples_lost(lost, self.unknown)
+        if bent:
+            self.steps.append(step(seen, call, produced, None if isinstance(found, list) else found))
         self._tell(seen, produced, found, lost, bool(params))
         if self.after is not None:
             self.after(self, call)
@@ -315,6 +316,4 @@ class Trace(TorchFunctionMode):
 
 
 _NONE: frozenset[int] = frozenset()
-_HIDDEN = (
-    "an operation that cannot be seen (custom autograd.Function, torch.func or autograd.grad in f, write to a view?)"
-)
+_HIDDEN = "an operation that cannot be seen (custom autograd.Function, torch.func or autograd in f, write to a view?)"

@@ -1,0 +1,189 @@
+"""From runs to results: pull the columns back, measure the shares, and fold what the measures keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial, reduce
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.jacobian.chain import averaged, not_a_chain
+from invfunc.jacobian.loss.columns import Columns, Gradient
+from invfunc.jacobian.loss.made import Made
+from invfunc.jacobian.measures import Found, State
+from invfunc.jacobian.plan import Options
+from invfunc.jacobian.problem import Problem
+from invfunc.jacobian.pullback import Pullback, check_versions
+from invfunc.jacobian.quantity import Quantity, Tally
+from invfunc.jacobian.residual import entries, read_once, residual
+from invfunc.jacobian.runs import Run
+from invfunc.jacobian.scope import Scope
+from invfunc.jacobian.shares import Shares
+from invfunc.jacobian.shares.layers import roles
+from invfunc.jacobian.shares.pulled import Samples
+
+SLOPE = "slope"
+"""The key of the gradient of the loss among the columns, which a Hessian needs beside its own."""
+
+
+class Fold:
+    """What several quantities keep of the runs of one function."""
+
+    def __init__(
+        self, problem: Problem, scope: Scope, options: Options, quantities: Sequence[Quantity], budget: int
+    ) -> None:
+        self.problem, self.scope, self.options, self.budget = problem, scope, options, budget
+        self.tallies = [Tally(q, q.measure) for q in quantities]
+        n = problem.n if problem.samples is None else len(problem.samples)
+        self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], reduced=options.reduce is not None)
+
+    def over(self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made]) -> None:
+        """Pull the columns back through every run, once for each stage of the measures."""
+        stages = max(t.measure.stages for t in self.tallies)
+        for stage in range(stages):
+            tallies = [t for t in self.tallies if stage < t.quantity.measure.stages]
+            for run in runs():
+                self._consume(run, made(run) if callable(made) else made, tallies, last=stage + 1 == stages)
+            for tally in tallies:
+                if stage + 1 < tally.quantity.measure.stages:
+                    tally.measure = tally.measure.then(dict(enumerate(self._results(tally))))
+                    tally.states = {}
+
+    def _consume(self, run: Run, made: Made, tallies: list[Tally], last: bool) -> None:
+        check_versions(run.trace.taps)
+        run.trace.check([z for z, _ in run.outputs.values()], run.params)
+        samples = self._samples(run)
+        alike: dict[Hashable, list[Tally]] = {}
+        for t in sorted(tallies, key=lambda t: t.quantity.of == "gradient"):  # that may be streamed, and is last
+            t.columns = sum(c.count for c in made[t.quantity.columns])
+            alike.setdefault(t.quantity.columns, []).append(t)
+        if not samples.count:
+            return
+        device = self.problem.leaves[0].device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            for k, (key, group) in enumerate(alike.items()):
+                if group[0].quantity.of == "hessian":
+                    self._hessian(run, made[key], made[SLOPE][0], group, samples)
+                    continue
+                if group[0].quantity.of == "chain":
+                    self._chain(run, made[key], group, samples)
+                    continue
+                pullback = self._pullback(run, made[key], samples, last=last and k + 1 == len(alike))
+                joints = pullback.measured([t.measure for t in group], partial(self._add, run, group))
+                for t, joint in zip(group, joints, strict=True):
+                    if joint is not None:
+                        t.joint.append(joint)
+
+    def _pullback(
+        self, run: Run, made: list[Columns], samples: Samples, leaves: frozenset[int] | None = None, last: bool = False
+    ) -> Pullback:
+        alone = self.options.reduce is not None
+        plan, name = self.options.plan, self.problem.name
+        return Pullback(self.scope, run, made, plan, samples, self.budget, leaves, alone, last, name)
+
+    def _add(self, run: Run, group: list[Tally], k: int, leaf: int, state: State) -> None:
+        """What a measure keeps of one parameter in one run; where that is all, the parameter is done."""
+        group[k].add(leaf, state)
+        if self.options.reduce is not None and run.trace.n == self.problem.n and group[k].measure.stages == 1:
+            self._close(group[k], leaf)
+
+    def _hessian(self, run: Run, made: list[Columns], slope: Columns, group: list[Tally], samples: Samples) -> None:
+        """The columns of the loss and those of all calls that bend; what they miss, entry by entry."""
+        assert isinstance(slope, Gradient)
+        measures, once = [t.measure for t in group], read_once(run)
+        bent = residual(self.scope, run, slope) if run.trace.steps and once else []
+        self._pullback(run, [*made, *bent], samples, once).measured(measures, partial(self._add, run, group))
+        others = [i for i in range(len(run.params)) if i not in once]
+        kept: dict[tuple[int, int], State] = {}
+
+        def keep(k: int, leaf: int, state: State) -> None:
+            kept[k, leaf] = state
+
+        for some in [[i] for i in others] if self.options.reduce is not None else [others]:
+            self._pullback(run, made, samples, frozenset(some)).measured(measures, keep)
+            for i in some:
+                for k, m in enumerate(measures):
+                    rows = entries(self.scope, run, slope, i, samples, bool(m.each), self.budget)
+                    before, more = kept.pop((k, i), None), m.directly(rows)
+                    self._add(run, group, k, i, more if before is None else m.over_columns(before, more))
+
+    def _chain(self, run: Run, made: list[Columns], group: list[Tally], samples: Samples) -> None:
+        """A matrix averaged over the samples at each layer, in place of columns."""
+        columns = averaged(self.scope, run, made, samples)
+        for i, leaf in enumerate(run.params):
+            taps = [t for t in run.trace.taps if i in t.derived.leaves]
+            if len(taps) > 1:
+                raise not_a_chain(f"{self.problem.name(i)} is read more than once")
+            for k, t in enumerate(group if taps else []):
+                role = roles(run.params, run.trace.taps).get(i)
+                shares = Shares(
+                    self.scope, leaf, taps, columns, samples, self.budget, False, i, self.problem.name, role
+                )
+                self._add(run, group, k, i, t.measure.partial(shares, None))
+
+    def _samples(self, run: Run) -> Samples:
+        """Those that the caller chose among those of the run, in their order there."""
+        n, chosen = run.trace.n, self.problem.samples
+        if chosen is None:
+            return Samples(n)
+        chosen = sorted(i - run.start for i in chosen if run.start <= i < run.start + n)
+        return Samples(n, torch.tensor(chosen, device=self.problem.leaves[0].device, dtype=torch.long))
+
+    # Results
+
+    def finished(self) -> list[Any]:
+        """What the caller gets of each quantity."""
+        return [self._finished(t) for t in self.tallies]
+
+    def _finished(self, tally: Tally) -> Any:
+        problem = self.problem
+        results = self._results(tally)
+        found = self._found(tally)
+        if tally.joint:
+            dtypes = [leaf.dtype for leaf in problem.leaves]
+            found.joint = self._delivered(reduce(torch.promote_types, dtypes), (0,), torch.cat(tally.joint))
+
+        def unflatten(leaves: list[Any]) -> Any:
+            trees = tree.unflatten(leaves, problem.structure)
+            return tuple(trees) if problem.several else trees[0]
+
+        trees = [unflatten(list(part)) for part in zip(*results, strict=True)]
+        return self.scope.result(tally.measure.assemble(trees, found))
+
+    def _results(self, tally: Tally) -> list[list[Any]]:
+        """Of all parameters, in their order."""
+        for leaf in range(len(self.problem.leaves)):
+            if leaf not in tally.results:
+                self._close(tally, leaf)
+        return [tally.results.pop(leaf) for leaf in range(len(self.problem.leaves))]
+
+    def _close(self, tally: Tally, place: int) -> None:
+        """Make the result of one parameter of what is kept of it."""
+        leaf, state, measure = self.problem.leaves[place], tally.states.pop(place, None), tally.measure
+        found = self._found(tally)
+        result = measure.zero(leaf, found) if state is None else measure.finish(state, found)
+        deliver = partial(self._delivered, leaf.dtype, measure.sample_axes(found))
+        result = [tree.map_tensors(deliver, part) for part in result]
+        if self.options.reduce is not None and measure.stages == 1:
+            result = [
+                part if part is None else self.options.reduce(self.problem.paths[place], self.scope.result(part))
+                for part in result
+            ]
+        tally.results[place] = result
+
+    def _found(self, tally: Tally) -> Found:
+        self.found.columns = tally.columns
+        return self.found
+
+    def _delivered(self, dtype: torch.dtype, each: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
+        """In the precision of the parameters, and with the samples in the order in which they were chosen."""
+        chosen = self.problem.samples
+        if chosen is not None and chosen != sorted(chosen):
+            order = sorted(range(len(chosen)), key=chosen.__getitem__)
+            back = torch.tensor(sorted(order, key=order.__getitem__), device=x.device)
+            for axis in each:
+                x = x.index_select(axis, back)
+        return x.to(dtype)

@@ -1,0 +1,125 @@
+"""Operations of torch whose second derivative is missing or wrong (torch 2.13), in a form in which it is right."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from invfunc._functorch import opened
+from invfunc.errors import SampleAxisError
+from invfunc.jacobian.trace.compositions import embedding_bag
+
+
+def _attention(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Fused kernels have no second derivative."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return func(*args, **kwargs)
+
+
+def _recurrent(func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Nor has cuDNN."""
+    with torch.backends.cudnn.flags(enabled=False):
+        return func(*args, **kwargs)
+
+
+def _bag(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Nor has `embedding_bag`; bags of different lengths stay with torch."""
+    try:
+        return embedding_bag(*args, **kwargs) if func is F.embedding_bag else func(*args, **kwargs)
+    except SampleAxisError:
+        return func(*args, **kwargs)
+
+
+def _weight_norm(func: Callable, v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Has a wrong one."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+# Norms: their passes back, which are fused, have a wrong derivative under vmap
+
+
+def _layer_norm(
+    func: Callable, input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> torch.Tensor:
+    dtype = input.dtype
+    if torch.is_autocast_enabled(input.device.type):  # which has its own rule for each device
+        with torch.no_grad():
+            dtype = func(input.detach(), normalized_shape, weight, bias, eps).dtype
+    return _standard(input, list(range(-len(normalized_shape), 0)), eps, weight, bias).to(dtype)
+
+
+def _batch_norm(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """And the one of instances, which takes the same; in eval mode both are right."""
+    instances = func is F.instance_norm
+    given = _SIGNATURES[func].bind(input, *args, **kwargs)
+    given.apply_defaults()
+    options = given.arguments
+    if not options["use_input_stats" if instances else "training"]:
+        return func(input, *args, **kwargs)
+    with torch.no_grad():  # checks, and writes the running statistics
+        dtype = func(input.detach(), *args, **kwargs).dtype
+    shape = [-1, *[1] * (input.ndim - 2)]
+    weight, bias = (x if x is None else x.reshape(shape) for x in (options["weight"], options["bias"]))
+    along = [d for d in range(input.ndim) if d != 1 and not (instances and d == 0)]
+    return _standard(input, along, options["eps"], weight, bias).to(dtype)
+
+
+_SIGNATURES = {func: inspect.signature(func) for func in (F.batch_norm, F.instance_norm)}
+
+
+def _standard(x: torch.Tensor, along: list[int], eps: float, weight: Any, bias: Any) -> torch.Tensor:
+    """With mean 0 and variance 1, then scaled and shifted; in float32 at least."""
+    x = x.float() if _low(x) else x
+    x = x - x.mean(along, keepdim=True)
+    x = x * (x.square().mean(along, keepdim=True) + eps).rsqrt()
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _low(x: torch.Tensor) -> bool:
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
+_INSTEAD = {
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    "embedding_bag": _bag,
+    "_weight_norm": _weight_norm,
+}
+_NORMS = {"layer_norm": _layer_norm, "batch_norm": _batch_norm, "instance_norm": _batch_norm}
+"""Those of torch.nn.functional; torch's own take their arguments in another order."""
+
+
+class TwiceDifferentiable(TorchFunctionMode):
+    """What runs in it can be differentiated twice, under vmap too."""
+
+    used = False
+    """Whether something had to be done about that."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in ("multi_head_attention_forward", "grad"):  # what happens in there is to be seen too
+            with self:
+                return (opened(func) or func)(*args, **kwargs)
+        instead = _INSTEAD.get(name) or (_NORMS.get(name) if func is getattr(F, name, None) else None)
+        if instead is None:
+            return func(*args, **kwargs)
+        self.used = True
+        return instead(func, *args, **kwargs)
+
+    @contextmanager
+    def back(self, device: torch.device) -> Iterator[None]:
+        """What a pass back runs in: autocast has chosen the precisions already, and a checkpoint runs f again."""
+        kind = device.type
+        casts = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        with casts, self if self.used else nullcontext(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation in f
+            yield

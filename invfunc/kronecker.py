@@ -1,0 +1,296 @@
+"""The curvature of one parameter as a Kronecker product of small matrices."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import reduce
+from numbers import Real
+
+import torch
+from torch.nn import functional as F
+
+from invfunc import tree
+from invfunc._functorch import innermost
+from invfunc.errors import ArgumentError, ArgumentTypeError
+
+Damping = float | torch.Tensor
+
+
+@tree.register("factors", "values")
+@dataclass(frozen=True, eq=False, repr=False)
+class Kronecker:
+    """A symmetric positive semi-definite matrix over the P entries of one parameter, as a Kronecker product.
+
+        K = reduce(torch.kron, factors)          # [P, P]
+        K = K @ values.flatten().diag() @ K.T    # with values: factors are orthogonal eigenvectors
+
+    Rows and columns are those of `parameter.flatten()`: where the groups of dims stand in another order, or mix, they
+    are moved there. For the weight `[out, in]` of an `nn.Linear` the K-factors are (B, A) in this order, with
+    `A = 1/N sum_n a a^T` over its inputs a, and `B = sum_n s s^T` over the columns s of a square root of the loss
+    Hessian pulled back to its outputs. B contains the scale of the loss, such as the 1/N of a mean. The factors of W
+    `[in, out]` in `x @ W` are (A, B).
+
+    Args:
+        factors: symmetric matrices `[k, k]`; a vector `[k]` is the diagonal of one. With `values`, the eigenvectors.
+        groups: the dims of the parameter that each factor is over, in order; k is the product of their sizes.
+        shape: of the parameter.
+        values: the eigenvalues `[k1, k2, ...]`, one for each product of eigenvectors.
+
+    Raises:
+        ArgumentError: shapes that do not fit, damping that is negative or not finite, a factor that is not symmetric,
+            positive semi-definite and finite, a matrix to be inverted that is singular, a split that does not exist.
+        ArgumentTypeError: factors that are no floating-point tensors, damping that is no number.
+
+    Example:
+        >>> import torch, invfunc
+        >>> B, A = torch.tensor([[2.0, 1.0], [1.0, 2.0]]), torch.tensor([1.0, 3.0])
+        >>> K = invfunc.Kronecker((B, A), groups=((0,), (1,)), shape=torch.Size([2, 2]))
+        >>> K
+        Kronecker([2, 2] over (0,), [2] over (1,), shape=(2, 2))
+        >>> K @ torch.ones(2, 2)
+        tensor([[3., 9.],
+                [3., 9.]])
+        >>> K.solve(torch.ones(2, 2), damping=1.0)
+        tensor([[0.2500, 0.1000],
+                [0.2500, 0.1000]])
+
+    Composes with: pytrees and so torch.func, as a node whose leaves are the factors and values. What a vmap returns has
+        its axis; use it inside another one. There is no derivative in the factors through eigenvectors at equal
+        eigenvalues (it is NaN, and of any size near them): in `eigen`, `sqrt`, and `inverse` and `solve` with damping
+        and no split. That of `logdet` exists once, that of `sqrt` not at an eigenvalue 0; all others always.
+
+    Cost: `P * (k1 + k2 + ...)` multiplications for a product, a decomposition of each factor (`k^3`) for the rest.
+        Half precision is computed in float32; only products with a v of half precision are cast back.
+
+    Source: Martens and Grosse (ICML 2015), section 6.3 for the split; George et al. (NeurIPS 2018) for the values.
+    """
+
+    factors: tuple[torch.Tensor, ...]
+    groups: tuple[tuple[int, ...], ...]
+    shape: torch.Size
+    values: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        leaves = tree.leaves(self)
+        if any(isinstance(x, torch.fx.Proxy) for x in leaves):
+            return  # torch.compile at work
+        floats = all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves)
+        if not floats or not isinstance(self.factors, tuple | list):
+            given = ", ".join(str(getattr(x, "dtype", type(x).__name__)) for x in leaves)
+            raise ArgumentTypeError(f"Kronecker: wanted is a tuple of floating-point tensors; these came: {given}.")
+        object.__setattr__(self, "factors", tuple(self.factors))
+        object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
+        object.__setattr__(self, "shape", torch.Size(self.shape))
+        self._check()
+
+    def __repr__(self) -> str:
+        parts = [f"{[*getattr(x, 'shape', ())]} over {g}" for x, g in zip(self.factors, self.groups, strict=False)]
+        return f"Kronecker({', '.join(parts)}, shape={tuple(self.shape)}{', values' * (self.values is not None)})"
+
+    def __matmul__(self, v: torch.Tensor) -> torch.Tensor:
+        """The product with each v of `[*lead, *shape]`."""
+        if not isinstance(v, torch.Tensor):
+            return NotImplemented
+        self._check()
+        lead = v.shape[: max(v.ndim - len(self.shape), 0)]
+        if v.shape != (*lead, *self.shape):
+            wanted = ", ".join(map(str, ("*lead", *self.shape)))
+            raise ArgumentError(f"{self} @ v: v has shape {list(v.shape)}, but has to have shape [{wanted}].")
+        order = [*range(len(lead)), *(len(lead) + d for group in self.groups for d in group)]
+        dtype = self._dtype(v)
+        x = v.permute(order).reshape(*lead, *self._sizes).to(_wide(dtype))
+        if self.values is not None:
+            x = self.values.to(x.dtype) * _product(self.factors, x, transposed=True)
+        x = _product(self.factors, x).reshape([v.shape[d] for d in order])
+        return x.permute(sorted(range(v.ndim), key=order.__getitem__)).to(dtype)
+
+    def dense(self) -> torch.Tensor:
+        """The matrix `[P, P]`."""
+        size, like = math.prod(self.shape), self.factors[0]
+        units = torch.eye(size, dtype=_wide(like.dtype), device=like.device)
+        return (self @ units.reshape(size, *self.shape)).reshape(size, size).mT
+
+    def trace(self) -> torch.Tensor:
+        """The sum of the diagonal, or of the eigenvalues."""
+        self._check()
+        parts = [_diagonal(f) for f in self.factors] if self.values is None else [self.values]
+        return reduce(torch.mul, [x.sum(dtype=_wide(x.dtype)) for x in parts])
+
+    def eigen(self) -> Kronecker:
+        """The same matrix in the form with values."""
+        values, vectors = self._spectrum()
+        return replace(self, factors=vectors, values=values)
+
+    def sqrt(self) -> Kronecker:
+        """The symmetric positive semi-definite matrix whose square it is, in the form with values."""
+        values, vectors = self._spectrum()
+        return replace(self, factors=vectors, values=values.sqrt())
+
+    def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
+        """The logarithm of the determinant of `K + damping I`."""
+        return _positive(self._spectrum()[0] + _checked(damping)).log().sum()
+
+    def inverse(self, damping: Damping = 0.0, split: str | None = None) -> Kronecker:
+        """The inverse of `K + damping I`, where the damping is not 0 in the form with values.
+
+        With `split="pi"`, of the product of two damped factors that is near it and whose inverse is one of factors:
+        `(A + pi sqrt(damping) I) kron (B + sqrt(damping) / pi I)`, `pi = sqrt((tr A / dim A) / (tr B / dim B))`, or 1
+        where a trace is 0.
+        """
+        undamped = not isinstance(_checked(damping), torch.Tensor) and damping == 0
+        if split not in (None, "pi"):
+            raise ArgumentError(f"{self}: split is {split!r}, but a split is None or 'pi'.")
+        if split == "pi" and (self.values is not None or len(self.factors) != 2):
+            raise ArgumentError(f"{self}: split='pi' is of two factors without values. Pass split=None.")
+        if self.values is not None or not (split or undamped):
+            values, vectors = self._spectrum()
+            return replace(self, factors=vectors, values=_positive(values + damping).reciprocal())
+        self._check()
+        shifts = [0.0] * len(self.factors) if undamped else _split(self.factors, damping)
+        parts = zip(self.factors, shifts, strict=True)
+        return replace(self, factors=tuple(_inverse(f, shift, f"factors[{i}]") for i, (f, shift) in enumerate(parts)))
+
+    def solve(self, v: torch.Tensor, damping: Damping = 0.0, split: str | None = None) -> torch.Tensor:
+        """The product of `inverse(damping, split)` with each v of `[*lead, *shape]`."""
+        return (self.inverse(damping, split) @ v).to(self._dtype(v))
+
+    def _spectrum(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The eigenvalues and the eigenvectors."""
+        self._check()
+        if self.values is not None:
+            return _not_negative(self.values, "values", _noise(self.values)), self.factors
+        spectra, vectors = zip(*(_eigen(f, f"factors[{i}]") for i, f in enumerate(self.factors)), strict=True)
+        return reduce(lambda a, b: a[..., None] * b, spectra), vectors
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [math.prod(self.shape[d] for d in group) for group in self.groups]
+
+    def _dtype(self, v: torch.Tensor) -> torch.dtype:
+        return reduce(torch.promote_types, [x.dtype for x in (*tree.tensors(self), v)])
+
+    def _check(self) -> None:
+        """Before every use, as there is an axis more in what a vmap returned."""
+        sizes, shape, dims = self._sizes, tuple(self.shape), sorted(d for group in self.groups for d in group)
+        ordered = dims == list(range(len(shape))) and all(list(group) == sorted(group) for group in self.groups)
+        if not ordered or not len(self.factors) == len(sizes) > 0:
+            raise ArgumentError(
+                f"Kronecker: {len(self.factors)} factors with groups {self.groups} came; wanted is a group for each, "
+                f"and each of the {len(shape)} dims of shape {shape} in one group, in order."
+            )
+        wanted = [[[k, k], [k]] for k in sizes] + [[sizes]] * (self.values is not None)
+        for (name, x), shapes in zip(tree.named_leaves(self), wanted, strict=True):
+            if list(x.shape) not in shapes:
+                raise ArgumentError(
+                    f"Kronecker: {name[1:]} has shape {list(x.shape)}, but for groups {self.groups} of shape {shape} "
+                    f"it has to be {' or '.join(map(str, shapes))}. Use what a vmap returned inside a vmap."
+                )
+
+
+def _product(factors: tuple[torch.Tensor, ...], x: torch.Tensor, transposed: bool = False) -> torch.Tensor:
+    """Each factor applied along its axis, which are the last ones of x."""
+    device = x.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        for axis, f in enumerate(factors, -len(factors)):
+            f, x = f.to(x.dtype), x.movedim(axis, -1)
+            x = x * f if f.ndim == 1 else x @ (f if transposed else f.mT)
+            x = x.movedim(-1, axis)
+    return x
+
+
+def _eigen(factor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues and eigenvectors."""
+    f = _symmetric(factor, name)
+    values, vectors = _spectrum(f) if f.ndim == 2 else (f, torch.ones_like(f))
+    return _not_negative(values, name, _noise(factor), 8 * torch.finfo(f.dtype).eps * (f.ndim == 2)), vectors
+
+
+def _spectrum(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float32 LAPACK may fail where rows are zero, as those of dead units are; in float64 it does not."""
+    try:
+        values, vectors = torch.linalg.eigh(f)
+        if innermost(values.isfinite() & vectors.isfinite().all(-1)).all():
+            return values, vectors
+    except RuntimeError:  # that of torch.linalg is one
+        pass
+    values, vectors = torch.linalg.eigh(f.double())
+    return values.to(f.dtype), vectors.to(f.dtype)
+
+
+def _inverse(factor: torch.Tensor, shift: Damping, name: str) -> torch.Tensor:
+    """Without eigenvectors, so that it has a derivative at equal eigenvalues."""
+    f = _symmetric(factor, name)
+    if f.ndim == 1:
+        return _positive(f + shift, name).reciprocal()
+    eye = torch.eye(len(f), dtype=f.dtype, device=f.device)
+    f = f + shift * eye
+    root, failed = torch.linalg.cholesky_ex(f)
+    _positive(1 - failed, name)
+    half = torch.linalg.solve_triangular(root, eye, upper=False)
+    inverse = _product((half.mT,), half.mT)  # torch.cholesky_inverse has a wrong derivative in forward mode
+    inflation = f.diagonal() * inverse.diagonal()  # from 1 for a diagonal to 1 / eps, where no digit is right
+    _positive(1 / (64 * torch.finfo(f.dtype).eps) - inflation, name)
+    return inverse
+
+
+def _positive(x: torch.Tensor, name: str = "the matrix") -> torch.Tensor:
+    _require(x > 0, f"{name} is not positive definite, or nearly singular. Pass damping, or more of it.")
+    return x
+
+
+def _split(factors: tuple[torch.Tensor, ...], damping: Damping) -> list[torch.Tensor]:
+    """What to add to the diagonals of two factors: parts of the damping in the ratio of their mean eigenvalues."""
+    a, b = (_diagonal(f).mean(dtype=_wide(f.dtype)) for f in factors)
+    ratio = torch.where((a > 0) & (b > 0), a, 1) / torch.where((a > 0) & (b > 0), b, 1)
+    return [(damping * ratio).sqrt(), (damping / ratio).sqrt()]
+
+
+def _not_negative(values: torch.Tensor, name: str, noise: float, zero: float = 0.0) -> torch.Tensor:
+    """Eigenvalues with 0 for those that are rounding: negative, or below this part of the largest.
+
+    Their derivative is that of what they are without rounding.
+    """
+    values = values.to(_wide(values.dtype))
+    largest = F.pad(values.flatten(), (0, 1)).amax()  # there may be none
+    _require((values >= -noise * largest) & values.isfinite(), f"{name} is not positive semi-definite and finite.")
+    return values + (torch.where(values > zero * largest, values, 0) - values).detach()
+
+
+def _symmetric(factor: torch.Tensor, name: str) -> torch.Tensor:
+    """A factor in the precision to compute in, after a look at its values."""
+    f = factor.to(_wide(factor.dtype))
+    other = f.mT if f.ndim == 2 else f
+    near = (f - other).abs() <= _noise(factor) * F.pad(f.abs().flatten(), (0, 1)).amax()
+    _require(near & f.isfinite(), f"{name} is not symmetric and finite. Without NaN, pass (A + A.T) / 2.")
+    return f
+
+
+def _checked(damping: Damping) -> Damping:
+    if not isinstance(damping, Real) and not (isinstance(damping, torch.Tensor) and damping.ndim == 0):
+        kind = f"a tensor of {damping.ndim} dims" if isinstance(damping, torch.Tensor) else type(damping).__name__
+        raise ArgumentTypeError(f"Kronecker: damping is {kind}, but has to be a number or a 0-d tensor.")
+    shown = innermost(damping).tolist() if isinstance(damping, torch.Tensor) else damping
+    fine = (damping >= 0) & (damping < math.inf)
+    _require(fine, f"damping is {shown}, but has to be finite, and 0 or more.")
+    return damping
+
+
+def _require(holds: torch.Tensor | bool, otherwise: str) -> None:
+    """Looks at values, also at those below the wrappers of torch.func."""
+    if not (innermost(holds).all() if isinstance(holds, torch.Tensor) else holds):
+        raise ArgumentError(f"Kronecker: {otherwise}")
+
+
+def _noise(x: torch.Tensor) -> float:
+    """What rounding may have done to the entries of a matrix, as a part of the largest."""
+    return 32 * x.shape[-1] ** 0.5 * torch.finfo(x.dtype).eps
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _diagonal(factor: torch.Tensor) -> torch.Tensor:
+    return factor if factor.ndim == 1 else factor.diagonal()

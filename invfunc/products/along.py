@@ -1,0 +1,51 @@
+"""A product at fixed parameters and data, also one of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.errors import ArgumentError
+from invfunc.jacobian.problem import _check_params
+from invfunc.products.maps import Kind
+from invfunc.products.product import Product, Space
+from invfunc.transform import argument_names
+
+
+def names_of(product: Callable, count: int) -> list[str]:
+    """What the arguments behind a transform of a product are called in an error: all but the vector."""
+    if isinstance(product, Product):
+        return argument_names(product.f, count, product.loss is not None)
+    names = argument_names(product, count + 1)
+    return [*names[:1], *names[2:]]
+
+
+def space_of(args: tuple, names: list[str]) -> Space:
+    """That of the parameters."""
+    if not args:
+        raise ArgumentError("the parameters are missing.")
+    _check_params(args[0], names[0])
+    leaves, structure = tree.flatten(args[0])
+    if not leaves:
+        raise ArgumentError(f"{names[0]} has no tensors in it.")
+    return Space(names[0], structure, [Kind.of(p) for p in leaves])
+
+
+def along(
+    product: Callable, args: tuple, kwargs: dict[str, Any], space: Space
+) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """From the leaves of a vector to those of its product, without aux; linearised once where that can be done."""
+    aux, linearize = getattr(product, "has_aux", False), getattr(product, "linearize", None)
+    if linearize is not None:
+        made = linearize(*args, **kwargs)
+        at = made[0] if aux else made
+    else:
+
+        def at(v: Any) -> Any:
+            result = product(args[0], v, *args[1:], **kwargs)
+            return result[0] if aux else result
+
+    return lambda v: space.leaves(at(space.tree(v)), "product")

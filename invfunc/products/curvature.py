@@ -1,0 +1,199 @@
+"""Curvature matrices as linear maps: what is recorded once, and what each product evaluates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from invfunc.errors import ArgumentError, SampleAxisError, SplitError
+from invfunc.jacobian.loss.columns import Columns
+from invfunc.jacobian.loss.drawn import Drawn, drawn
+from invfunc.jacobian.loss.hessian import _structured, gradient, hessian
+from invfunc.jacobian.quantity import Drawing
+from invfunc.jacobian.scope import Scope
+from invfunc.products.given import Given, Split
+from invfunc.products.maps import Kind, Linear, Pull, Steps, Vectors, Way
+
+CHECKED = 2**24
+"""Numbers in the Hessian of a loss without known structure up to which it is looked whether it is convex."""
+
+
+def of_hessian(given: Given, blocks: bool = False) -> Linear:
+    """`H v`, the gradient of `g . v`; with `blocks`, that of each parameter alone."""
+    value, params = given.value(), given.params
+    with given.mode.back(value.device):
+        slopes = Pull(given.scope, graph=True)([value], params, [torch.ones_like(value)])
+
+    def steps(v: Vectors, pull: Pull) -> Vectors:
+        if not blocks:
+            return pull(slopes, params, v)
+        return [pull([g], [p], [x])[0] for g, p, x in zip(slopes, params, v, strict=True)]
+
+    return _symmetric(given, steps)
+
+
+def of_ggn(given: Given, blocks: bool = False) -> Linear:
+    """`J^T H J v`, with the H of a convex loss."""
+    try:
+        split = given.found_split() if given.loss is None else given.given_split(each=False)
+    except SampleAxisError as error:
+        raise SampleAxisError(f"{error} Or give the model and the loss apart: then they may be mixed.") from None
+    scope, roots = given.scope, [r.value for r in split.roots]
+    with given.mode.back(split.result.device):
+        check_convex(scope, split)
+        slopes = Pull(scope, graph=True)([split.result], roots, [torch.ones_like(split.result)])
+    return sandwich(given, split, lambda t, pull: pull(slopes, roots, t), blocks)
+
+
+def of_fisher(given: Given, drawing: Drawing | None = None) -> Linear:
+    """`sum_mn S[m, n] (S[m, n] . v)`: S are the shares of the gradient, or of gradients at targets that are drawn."""
+    if given.loss is not None:
+        split = given.given_split(each=True)
+    else:
+        try:
+            split = given.found_split(losses=drawing is None)
+        except SplitError as error:
+            more = " Or return the [N] losses of the samples." if drawing is None else ""
+            raise SplitError(f"{error}{more}") from None
+    if not split.roots:
+        return sandwich(given, split, lambda t, pull: t)
+    with given.mode.back(split.result.device):
+        columns = _columns(given.scope, split, drawing)
+    return sandwich(given, split, _squares(split, columns))
+
+
+def of_jacobian(given: Given) -> tuple[Linear, list[torch.Tensor], Any]:
+    """`J v` with its transpose, the outputs and their structure."""
+    values, structure = given.outputs()
+    jacobian = _Jacobian.recorded(given, Split(values, [], values[0], 1))
+    there = Way(jacobian.forth, [Kind.of(z) for z in values])
+    return Linear(given.scope, given.mode, there, Way(jacobian.back, _kinds(given))), values, structure
+
+
+def _kinds(given: Given) -> list[Kind]:
+    return [Kind.of(p) for p in given.leaves]
+
+
+def _symmetric(given: Given, steps: Steps) -> Linear:
+    way = Way(steps, _kinds(given))
+    return Linear(given.scope, given.mode, way, way)
+
+
+@dataclass(frozen=True)
+class _Jacobian:
+    """The Jacobian of some values in the parameters."""
+
+    values: list[torch.Tensor]
+    params: list[torch.Tensor]
+    cuts: list[tuple[torch.Tensor, torch.Tensor]]
+    dummies: list[torch.Tensor]
+    rows: Vectors
+    """`J^T u` of the dummies u: what is linear in u has `v -> J v` for the transpose of its derivative."""
+
+    @staticmethod
+    def recorded(given: Given, split: Split) -> _Jacobian:
+        scope = given.scope
+        dummies = [scope.enter(scope.leave(torch.ones_like(z))) for z in split.values]
+        found = _Jacobian(split.values, given.params, split.cuts, dummies, [])
+        with given.mode.back(split.result.device):
+            return replace(found, rows=found.back([*dummies], Pull(scope, graph=True)))
+
+    def forth(self, v: Vectors, pull: Pull) -> Vectors:
+        return pull(self.rows, self.dummies, v)
+
+    def back(self, cotangents: Vectors, pull: Pull) -> Vectors:
+        """Through the cuts, from the last one to the first."""
+        pull, count = replace(pull, keep=pull.keep or bool(self.cuts)), len(self.params)
+        found = pull(self.values, [*self.params, *(after for after, _ in self.cuts)], cotangents)
+        while len(found) > count:
+            *found, cotangent = found
+            after = [after for after, _ in self.cuts[: len(found) - count]]
+            more = pull([self.cuts[len(after)][1]], [*self.params, *after], [cotangent])
+            found = [a if b is None else b if a is None else a + b for a, b in zip(found, more, strict=True)]
+        return found
+
+    def of(self, i: int) -> _Jacobian:
+        """In one of the parameters."""
+        return replace(self, params=self.params[i : i + 1], rows=self.rows[i : i + 1])
+
+
+def sandwich(given: Given, split: Split, middle: Steps, blocks: bool = False) -> Linear:
+    """`J^T (...) J v`; with `blocks`, in each parameter alone."""
+    jacobian = _Jacobian.recorded(given, split)
+
+    def product(jacobian: _Jacobian, v: Vectors, pull: Pull) -> Vectors:
+        return jacobian.back(middle(jacobian.forth(v, pull), pull), pull)
+
+    def steps(v: Vectors, pull: Pull) -> Vectors:
+        if not blocks:
+            return product(jacobian, v, pull)
+        return [product(jacobian.of(i), [x], pull)[0] for i, x in enumerate(v)]
+
+    return _symmetric(given, steps)
+
+
+def check_convex(scope: Scope, split: Split) -> None:
+    """That a GGN exists, unless the Hessian of the loss is too large to be looked at."""
+    n, roots = split.n, split.roots
+    outputs = sum(r.value.numel() for r in roots) // n
+    pieces = [p for p in split.pieces if p.root in {r.ordinal for r in roots}]
+    known = n * outputs**2 <= CHECKED or _structured(scope, split.result, roots, pieces) is not None
+    if known and outputs:
+        hessian(scope, split.result, roots, pieces, n)
+
+
+def _columns(scope: Scope, split: Split, drawing: Drawing | None) -> list[Columns]:
+    if drawing is None:
+        return [gradient(scope, split.result, split.roots, split.n)]
+    if drawing.sample is None:
+        made = hessian(scope, split.result, split.roots, split.pieces, split.n)
+        return drawn(made, drawing.count, drawing.generator)
+    if split.again is None:
+        raise ArgumentError(
+            "with `sample=`, the loss has to be given apart from the model, as in `fvp(f, loss, ...)`: a function that "
+            "computes it from its own arguments does not say what its target is."
+        )
+    found, sample = [], partial(_drawn_target, drawing)
+    for _ in range(drawing.count):
+        losses = split.again(sample)
+        if not losses.ndim:
+            raise ArgumentError(
+                "with `sample=`, the loss has to return the [N] losses of the samples: a scalar does not say whether "
+                "it is their mean or their sum. Return them, with the scale that they have in it."
+            )
+        found.append(gradient(scope, losses, split.roots, split.n).cotangents)
+    roots = {i for one in found for i in one}
+    return [Drawn({i: torch.stack([one[i] for one in found]) * drawing.count**-0.5 for i in roots})]
+
+
+def _drawn_target(drawing: Drawing, outputs: Any) -> Any:
+    assert drawing.sample is not None
+    return drawing.sample(outputs, drawing.generator)
+
+
+def _squares(split: Split, columns: list[Columns]) -> Steps:
+    """`t -> sum_m S[m, n] (S[m, n] . t[n])` for columns S at the outputs."""
+    n, places = split.n, [(r.ordinal, r.axis) for r in split.roots]
+    blocks = [made.block(0, made.count, slice(None)).left for made in columns]
+
+    def steps(t: Vectors, pull: Pull) -> Vectors:
+        given = [x if x is None or pull.batched else x.unsqueeze(0) for x in t]
+        exposed = {i: axis.expose(x, n, 1) for (i, axis), x in zip(places, given, strict=True) if x is not None}
+        found: dict[int, torch.Tensor] = {}
+        for left in blocks:
+            along = [torch.einsum("mnx,knx->kmn", _flat(s), _flat(exposed[i])) for i, s in left.items() if i in exposed]
+            for i, s in left.items() if along else []:
+                part = torch.einsum("kmn,mnx->knx", torch.stack(along).sum(0), _flat(s))
+                part = part.reshape(len(part), *s.shape[1:])
+                found[i] = found[i] + part if i in found else part
+        whole = [axis.restore(found[i], n, 1) if i in found else None for i, axis in places]
+        return [x if x is None or pull.batched else x.squeeze(0) for x in whole]
+
+    return steps
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(*x.shape[:2], -1)

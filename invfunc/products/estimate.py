@@ -1,0 +1,120 @@
+"""Estimates of what a matrix is, from its products with random vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from invfunc._functorch import plainly
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.jacobian.loss.columns import safe_root
+from invfunc.products.along import along, names_of, space_of
+from invfunc.products.extras import extra
+from invfunc.products.maps import Kind
+from invfunc.products.product import Product, check_functions, eagerly
+from invfunc.transform import describe, told
+
+DISTRIBUTIONS = ("rademacher", "gaussian")
+
+
+class Estimate(NamedTuple):
+    """A mean over random vectors, and the standard error of that mean.
+
+    `standard_error` is the standard deviation of the values for single vectors, divided by the square root of how many
+    they are; with one vector it is NaN. Both have the same structure: tensors, or trees of them.
+    """
+
+    value: Any
+    standard_error: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Estimator:
+    """A function `(params, *batch) -> Estimate`."""
+
+    of: Literal["trace", "diagonal"]
+    product: Callable
+    probes: int
+    generator: torch.Generator
+    distribution: str
+    progress: bool
+
+    def __post_init__(self) -> None:
+        name, shown = f"estimate_{self.of}", repr(self)[:-1]
+        check_functions(name, self.product)
+        if isinstance(self.product, Product) and self.product.lead:
+            raise ArgumentError(f"{shown}): a product of blocks takes several vectors at once; give that of the whole.")
+        if not isinstance(self.probes, int) or isinstance(self.probes, bool):
+            kind = type(self.probes).__name__
+            raise ArgumentTypeError(
+                f"{shown}, probes={self.probes!r}): probes is of type {kind}, but has to be an int."
+            )
+        if self.probes < 1:
+            raise ArgumentError(f"{shown}, probes={self.probes}): probes has to be at least 1.")
+        if not isinstance(self.generator, torch.Generator):
+            kind = type(self.generator).__name__
+            raise ArgumentTypeError(
+                f"{shown}, generator=...): generator is of type {kind}, but the vectors are drawn from an explicit "
+                "torch.Generator: pass generator=torch.Generator().manual_seed(0)."
+            )
+        if self.distribution not in DISTRIBUTIONS:
+            raise ArgumentError(
+                f"{shown}, distribution={self.distribution!r}): it is one of {', '.join(map(repr, DISTRIBUTIONS))}."
+            )
+
+    def __repr__(self) -> str:
+        return f"estimate_{self.of}({describe(self.product)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Estimate:
+        return eagerly(self._call, args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Estimate:
+        names = names_of(self.product, len(args))
+        try:
+            return self._estimated(args, kwargs, names)
+        except InvFuncError as error:
+            raise told(error, f"{self!r}({', '.join(names)})") from error.__cause__
+
+    def _estimated(self, args: tuple, kwargs: dict[str, Any], names: list[str]) -> Estimate:
+        space, count, steps = space_of(args, names), self.probes, range(self.probes)
+        for path, kind in zip(space.paths, space.kinds, strict=True):
+            if kind.device != self.generator.device:
+                raise ArgumentError(
+                    f"generator is on {self.generator.device}, but {names[0]}{path} is on {kind.device}: pass "
+                    f"generator=torch.Generator({str(kind.device)!r})."
+                )
+        rounds = extra("tqdm", "notebooks").tqdm(steps, repr(self)) if self.progress else steps
+        at, mean, spread = along(self.product, args, kwargs, space), [], []
+        for i in rounds:
+            v = [self._drawn(kind) for kind in space.kinds]
+            found = [_wide(x) * _wide(y) for x, y in zip(v, at(v), strict=True)]
+            if self.of == "trace":
+                first, *others = [x.sum() for x in found]
+                found = [sum(others, first)]
+            off = [x - m for x, m in zip(found, mean, strict=True)] if mean else found
+            mean = [m + d / (i + 1) for m, d in zip(mean, off, strict=True)] if mean else found
+            more = [d * (x - m) for x, m, d in zip(found, mean, off, strict=True)]
+            spread = [s + d for s, d in zip(spread, more, strict=True)] if spread else more
+        errors = [safe_root(s / (count * (count - 1))) if count > 1 else s * torch.nan for s in spread]
+        dtypes = [kind.dtype for kind in space.kinds]
+        if self.of == "trace":
+            dtype = reduce(torch.promote_types, dtypes)
+            return Estimate(mean[0].to(dtype), errors[0].to(dtype))
+        mean, errors = ([x.to(dtype) for x, dtype in zip(xs, dtypes, strict=True)] for xs in (mean, errors))
+        return Estimate(space.tree(mean), space.tree(errors))
+
+    def _drawn(self, kind: Kind) -> torch.Tensor:
+        """A random vector whose entries are independent, with mean 0 and variance 1."""
+        with plainly():
+            where: dict[str, Any] = {"device": kind.device, "generator": self.generator}
+            if self.distribution == "gaussian":
+                return torch.randn(kind.shape, dtype=kind.dtype, **where)
+            return torch.randint(0, 2, kind.shape, **where).to(kind.dtype) * 2 - 1
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

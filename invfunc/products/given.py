@@ -1,0 +1,269 @@
+"""The arguments of a product: its function run on them, whole or split into model and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.errors import ArgumentError, SampleAxisError
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.checks import check_loss, output_axis
+from invfunc.jacobian.loss.split import Piece, Root, Splitter, active, check_seen, check_split
+from invfunc.jacobian.problem import InDims, _check_params, batch_dims, batch_size, problem, with_aux
+from invfunc.jacobian.scope import Scope
+from invfunc.jacobian.trace import Trace
+from invfunc.jacobian.trace.random import Draws
+from invfunc.jacobian.trace.seen import Seen
+from invfunc.jacobian.trace.steps import Step, bends
+from invfunc.jacobian.trace.tags import Sampled
+from invfunc.jacobian.twice import TwiceDifferentiable
+
+
+@dataclass
+class Split:
+    """A run of a function that is split at its outputs."""
+
+    values: list[torch.Tensor]
+    """The outputs, as the model gives them."""
+    roots: list[Root]
+    """The same, as the loss sees them; none where the values are the losses of the samples themselves."""
+    result: torch.Tensor
+    n: int
+    pieces: list[Piece] = field(default_factory=list)
+    cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Where the graph of the model is cut, from first to last: what goes on, and what came before."""
+    again: Callable[[Callable], torch.Tensor] | None = None
+    """The loss at another target, which a function of the outputs gives."""
+    steps: list[Step] = field(default_factory=list)
+    """The calls of the model that bend, where they were to be remembered."""
+
+
+class Given:
+    """The arguments of one call, and the scope in which its derivatives are taken."""
+
+    def __init__(
+        self,
+        f: Callable,
+        loss: Callable | None,
+        args: tuple,
+        kwargs: dict[str, Any],
+        names: list[str],
+        in_dims: InDims = 0,
+        out_dims: int = 0,
+        has_aux: bool = False,
+    ) -> None:
+        self.f, self.loss, self.args, self.kwargs, self.names = f, loss, args, kwargs, names
+        self.in_dims, self.out_dims, self.has_aux = in_dims, out_dims, has_aux
+        if len(args) < 1 + (loss is not None):
+            raise ArgumentError("arguments are missing: the parameters come first, and the target last for a loss.")
+        _check_params(args[0], names[0])
+        self.leaves, self.structure = tree.flatten(args[0])
+        if not self.leaves:
+            raise ArgumentError(f"{names[0]} has no tensors in it.")
+        self.scope = Scope(tree.tensors((args, kwargs)))
+        self.mode = TwiceDifferentiable()
+        self.params: list[torch.Tensor] = []
+        """The leaves, as the function has got them."""
+        self.aux: Any = None
+
+    def run(self) -> Any:
+        """What f returns, without aux."""
+        self.params = [self.scope.enter(x) for x in self.leaves]
+        inputs = tree.map_tensors(self.scope.alias, self.args[1 : len(self.args) - (self.loss is not None)])
+        with self.mode:
+            result = self.f(tree.unflatten(self.params, self.structure), *inputs, **self.kwargs)
+        if self.has_aux:
+            result, self.aux = with_aux(result)
+        _tell_constants(self.scope, result, self.params)
+        return result
+
+    def value(self) -> torch.Tensor:
+        """The loss; of `[N]` losses the sum."""
+        result = self.run()
+        if self.loss is None:
+            return _checked_value(result, "f").sum()
+        result = self._called(result)
+        _tell_constants(self.scope, result, self.params)
+        return _checked_value(result, "the loss").sum()
+
+    def outputs(self) -> tuple[list[torch.Tensor], Any]:
+        """The outputs of a model function, and their structure."""
+        values, structure = tree.flatten(self.run())
+        for z in values:
+            if not isinstance(z, torch.Tensor) or not z.is_floating_point():
+                kind = f"a tensor of {z.dtype}" if isinstance(z, torch.Tensor) else f"an object of {type(z).__name__}"
+                raise ArgumentError(f"f returned {kind}, but outputs are floating-point tensors.")
+        if not values:
+            raise ArgumentError("f returned no tensors, but outputs are floating-point tensors.")
+        return values, structure
+
+    def _called(self, outputs: Any, target: Any = None) -> Any:
+        """What the loss returns."""
+        assert self.loss is not None
+        target = tree.map_tensors(self.scope.alias, self.args[-1]) if target is None else target
+        with self.mode:
+            return self.loss(outputs, target)
+
+    # Splits
+
+    def given_split(self, each: bool) -> Split:
+        """Of a model function and its loss. Only with `each` the samples have to be apart in the loss."""
+        dims = batch_dims(self.in_dims, list(range(1, len(self.args))))
+        values, structure = self.outputs()
+        draws = Draws(stop=False)
+        try:
+            n = batch_size(self.args, dims, self.names)
+            trace = Trace(self.scope, n, tapped=False, draws=draws)
+            axes = [output_axis(trace, z, self.out_dims) for z in values]
+            return self._followed(trace, values, structure, axes, dims[len(self.args) - 1])
+        except (ArgumentError, SampleAxisError):
+            if each:
+                raise
+        draws.rewind()
+        whole = Trace(self.scope, 1, tapped=False, draws=draws)
+        try:
+            return self._followed(whole, values, structure, [Axis(None)] * len(values), 0)
+        except (ArgumentError, SampleAxisError):
+            draws.rewind()
+        cut = [self.scope.enter(self.scope.leave(z)) for z in values]
+        roots = [Root(i, z, z.clone(), Axis(None), True, "f") for i, z in enumerate(cut)]
+        result = self._called(tree.unflatten([r.shown for r in roots], structure))
+        _tell_constants(self.scope, result, cut)
+        return Split(values, roots, _checked_value(result, "the loss"), 1)
+
+    def followed_split(self) -> Split:
+        """Of a model function and its loss, or of a loss function, with the calls of the model that bend."""
+        if self.loss is None:
+            return self.found_split(bent=True)
+        names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
+        given = problem(self.f, self.loss, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
+        trace = Trace(self.scope, given.n, tapped=False)
+        trace.remember, self.params = _bends_before_the_loss, trace.parameters(self.leaves)
+        with self.mode:
+            result, self.aux = given.call(trace, self.params, slice(None))
+        values, structure = tree.flatten(result)
+        axes, dims = [output_axis(trace, z, out_dims) for z in values], batch_dims(in_dims, [*range(1, len(self.args))])
+        whole = Trace(self.scope, given.n, tapped=False)
+        split = self._followed(whole, values, structure, axes, dims[len(self.args) - 1])
+        return replace(split, steps=trace.steps)
+
+    def _followed(self, trace: Trace, values: list[torch.Tensor], structure: Any, axes: list[Axis], dim: Any) -> Split:
+        """The loss under a trace that knows the samples, or takes all of them for one."""
+        splitter, shown = Splitter(trace), []
+        for z, axis in zip(values, axes, strict=True):
+            z = self.scope.alias(z)  # the model may give the same tensor back twice
+            trace.set(z, Sampled(axis))
+            shown.append(splitter.add(z, "f", marked=True))
+
+        def lost(shown: list[torch.Tensor], target: Any, dim: int | None) -> torch.Tensor:
+            if dim is not None:
+                target = tree.map_tensors(lambda x: trace.samples(x, Axis(dim % x.ndim if x.ndim else None)), target)
+            with trace:
+                result = self._called(tree.unflatten(shown, structure), target)
+            check_loss(trace, result, "the loss")
+            return result
+
+        def again(sample: Callable) -> torch.Tensor:
+            with torch.no_grad():
+                target = sample(tree.unflatten([r.value.detach() for r in roots], structure))
+            return lost([splitter.shown(r) for r in roots], target, 0)
+
+        try:
+            with active(splitter):
+                result = lost(shown, self.args[-1], dim)
+        finally:
+            trace.watcher = trace.after = None  # no cycle that keeps the outputs alive
+        roots = list(splitter.roots.values())
+        return Split(values, roots, result, trace.n, splitter.pieces, again=again)
+
+    def found_split(self, losses: bool = False, bent: bool = False) -> Split:
+        """Of a loss function, at its outputs; with `losses`, `[N]` losses are taken as they are."""
+        names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
+        given = problem(self.f, None, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
+        draws = Draws(stop=False)
+        trace = Trace(self.scope, given.n, tapped=False, draws=draws)
+        trace.remember = _bends_before_the_loss if bent else None
+        splitter, self.params = _Kept(trace), trace.parameters(self.leaves)
+        try:
+            with active(splitter), self.mode:
+                result, self.aux = given.call(trace, self.params, slice(None))
+            tag = check_loss(trace, result)
+        except SampleAxisError:
+            alone = self._losses(draws, given.n) if losses else None
+            if alone is None:
+                raise
+            return alone
+        finally:
+            trace.watcher = trace.after = None  # no cycle that keeps the outputs alive
+        cuts = {i: (r.value, splitter.before[i]) for i, r in splitter.roots.items() if r.value.is_leaf}
+        if losses and result.ndim:
+            return Split([result], [], result, given.n, cuts=list(cuts.values()))
+        wanted = splitter.selected()
+        roots = [splitter.roots[i] for i in wanted]
+        check_split(tag, splitter, wanted)
+        check_seen(result, self.params, roots, splitter)
+        above = [cut for i, cut in cuts.items() if i < wanted[-1]]
+        values = [splitter.before[i] for i in wanted]
+        return Split(values, roots, result, given.n, splitter.pieces, above, steps=trace.steps)
+
+    def _losses(self, draws: Draws, n: int) -> Split | None:
+        """The `[N]` losses of a function that cannot be followed; None of a scalar."""
+        draws.rewind()
+        result = self.run()
+        if not isinstance(result, torch.Tensor) or result.shape != (n,) or not result.is_floating_point():
+            return None
+        return Split([result], [], result, n)
+
+
+def _bends_before_the_loss(seen: Seen) -> bool:
+    return bends(seen) and not any(tag.crossed for tag in seen.sampled)
+
+
+class _Kept(Splitter):
+    """Keeps what comes before the outputs, too."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        self.before: dict[int, torch.Tensor] = {}
+
+    def add(self, value: torch.Tensor, called: str, marked: bool = False) -> torch.Tensor:
+        ordinal = self.count
+        shown = super().add(value, called, marked)
+        if ordinal in self.roots:
+            self.before[ordinal] = value
+        return shown
+
+
+def _checked_value(result: Any, name: str) -> torch.Tensor:
+    wanted = "but a loss is a floating-point tensor: a scalar or [N]"
+    if not isinstance(result, torch.Tensor):
+        raise ArgumentError(f"{name} returned an object of type {type(result).__name__}, {wanted}.")
+    if not result.is_floating_point():
+        raise ArgumentError(f"{name} returned a tensor of {result.dtype}, {wanted}.")
+    if result.ndim > 1:
+        give = " Is it a model function? Then give the loss too." if name == "f" else ""
+        raise ArgumentError(f"{name} returned shape {tuple(result.shape)}, {wanted}.{give}")
+    return result
+
+
+def _tell_constants(scope: Scope, result: Any, own: list[torch.Tensor]) -> None:
+    """What a function closes over makes the result differentiable too: autograd has seen it."""
+    if scope.wanted or not (scope.plain and scope.outside):
+        return
+    known = {id(x) for x in own}
+    waiting, seen = [x.grad_fn for x in tree.tensors(result)], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            leaf: Any = node
+            if id(leaf.variable) not in known:
+                scope.closes_over(leaf.variable)
+                return
+        waiting.extend(parent for parent, _ in node.next_functions)

@@ -1,0 +1,79 @@
+"""A function and its Jacobian at one point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from invfunc.errors import InvFuncError
+from invfunc.products.curvature import of_jacobian
+from invfunc.products.given import Given
+from invfunc.products.product import Linearised, Space, check_functions, eagerly
+from invfunc.transform import argument_names, describe, told
+
+
+def linearize(f: Callable, *, has_aux: bool = False) -> Linearization:
+    """A function with products of its Jacobian J and of `J^T`, both from one forward pass.
+
+        outputs, jvp = torch.func.linearize(lambda p: f(p, *inputs), params)
+        outputs, vjp = torch.func.vjp(lambda p: f(p, *inputs), params)
+
+    Args:
+        f: any function `f(params, *inputs)` that returns a floating-point tensor or a pytree of them.
+        has_aux: f returns `(outputs, aux)`; aux comes last.
+
+    Returns:
+        A function `(params, *inputs) -> (outputs, jvp, vjp)`: `jvp(v)`, of a tree like the parameters, is a tree like
+        the outputs, and `vjp(c)`, of a tree like the outputs, one like the parameters.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: f returns something else than floating-point tensors, or v or c is no tree
+            like the parameters or the outputs.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda w, x: (x * w).sin()
+        >>> outputs, jvp, vjp = invfunc.linearize(f)(torch.zeros(2), torch.tensor([1.0, 3.0]))
+        >>> outputs, jvp(torch.ones(2)), vjp(torch.tensor([0.0, 1.0]))
+        (tensor([0., 0.]), tensor([1., 3.]), tensor([0., 3.]))
+
+    Composes with: `torch.func.grad`, `vmap`, `jvp` around it and around `jvp` and `vjp`.
+
+    Cost: one gradient to record, half of one for each product, and the memory of two gradients, which is kept.
+
+    Source: JAX's `linearize`; J v from the derivative of `u -> J^T u` is Townsend's trick of 2017.
+    """
+    check_functions("linearize", f)
+    return Linearization(f, has_aux)
+
+
+@dataclass(frozen=True, repr=False)
+class Linearization:
+    """A function `(params, *inputs) -> (outputs, jvp, vjp)`."""
+
+    f: Callable
+    has_aux: bool = False
+
+    def __repr__(self) -> str:
+        return f"linearize({describe(self.f)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple:
+        return eagerly(self._call, args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        names = argument_names(self.f, len(args))
+        shown = f"{self!r}({', '.join(names)})"
+        try:
+            given = Given(self.f, None, args, kwargs, names, has_aux=self.has_aux)
+            with given.scope:
+                there, values, structure = of_jacobian(given)
+                outputs, aux = given.scope.result((values, given.aux))
+        except InvFuncError as error:
+            raise told(error, shown) from error.__cause__
+        params = Space(names[0], given.structure, there.back.into)
+        images = Space("outputs", structure, there.there.into)
+        jvp = Linearised(f"{shown}[1]", there, params, images)
+        vjp = Linearised(f"{shown}[2]", there.transposed, images, params, "c")
+        result = images.tree(outputs), jvp, vjp
+        return (*result, aux) if self.has_aux else result

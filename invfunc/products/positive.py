@@ -1,0 +1,49 @@
+"""The Hessian with the second derivatives of the model's own operations made positive, as a linear map."""
+
+from __future__ import annotations
+
+import torch
+
+from invfunc.errors import ArgumentError
+from invfunc.jacobian.loss.columns import Elementwise
+from invfunc.jacobian.loss.hessian import gradient
+from invfunc.jacobian.residual import kind_of, residual
+from invfunc.jacobian.runs import WHOLE, Run
+from invfunc.jacobian.trace import Trace
+from invfunc.products.curvature import check_convex, sandwich
+from invfunc.products.given import Given
+from invfunc.products.maps import Linear, Pull, Vectors
+
+
+def of_positive_hessian(given: Given, modify: str) -> Linear:
+    """`J^T H J v` of the outputs and of the inputs of all calls that bend, in each parameter alone."""
+    split, scope = given.followed_split(), given.scope
+    roots, n = [r.value for r in split.roots], split.n
+    for step in split.steps:
+        if kind_of(step) != "elementwise":
+            raise ArgumentError(
+                f"`{step.call.name}` bends, and does not work element by element, so that its second derivative has no "
+                "sign to be changed. `ggn_block_product` does without it."
+            )
+    outputs = {r.ordinal: (z, r.axis) for r, z in zip(split.roots, split.values, strict=True)}
+    trace = Trace(scope, n)
+    trace.steps = split.steps
+    run = Run(trace, given.params, WHOLE, dict(outputs))
+    with given.mode.back(split.result.device):
+        check_convex(scope, split)
+        made = residual(scope, run, gradient(scope, split.result, split.roots, n))
+        slopes = Pull(scope, graph=True)([split.result], roots, [torch.ones_like(split.result)])
+    weights = []
+    for local in made:
+        assert isinstance(local.inner, Elementwise)
+        x, axis = run.outputs[local.inner.root]
+        h = axis.restore(local.inner.diagonal, n)
+        weights.append((x, h.abs() if modify == "abs" else h.clamp(min=0)))
+    split.values = [*split.values, *(x for x, _ in weights)]
+
+    def middle(t: Vectors, pull: Pull) -> Vectors:
+        along = t[len(roots) :]
+        bent = [None if x is None else x * h for x, (_, h) in zip(along, weights, strict=True)]
+        return [*pull(slopes, roots, t[: len(roots)]), *bent]
+
+    return sandwich(given, split, middle, blocks=True)

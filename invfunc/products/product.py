@@ -1,0 +1,193 @@
+"""How a product is made: a function `(params, v, *batch)` that says what it is, and its linearisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.jacobian.problem import InDims
+from invfunc.products.given import Given
+from invfunc.products.maps import Kind, Linear
+from invfunc.transform import argument_names, check_callable, describe, told
+
+
+@dataclass(frozen=True)
+class Space:
+    """Trees of tensors of a kind: the vectors that a map takes, or those that it gives."""
+
+    name: str
+    structure: Any
+    kinds: list[Kind]
+
+    def leaves(self, v: Any, name: str, lead: int = 0) -> list[torch.Tensor]:
+        """Those of a vector, checked against what it is to be; `lead` axes in front count several vectors."""
+        leaves, structure = tree.flatten(v)
+        if structure != self.structure:
+            leaves = self._in_order(v, name)
+        counts: dict[torch.Size, int] = {}
+        for i, (x, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
+            wrong = self._wrong(x, kind, lead)
+            if wrong:
+                path = self.paths[i]
+                problem, (error, text) = f"{name}{path} {{}}, but {self.name}{path} {{}}.", wrong
+                raise error(problem.format(*text))
+            counts.setdefault(x.shape[:lead], i)
+        if len(counts) > 1:
+            (a, i), (b, k) = list(counts.items())[:2]
+            raise ArgumentError(
+                f"{name}{self.paths[i]} has {a[0]} vectors but {name}{self.paths[k]} has {b[0]}; all leaves have as "
+                "many, along axis 0."
+            )
+        return leaves
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in tree.named_leaves(tree.unflatten([0] * len(self.kinds), self.structure))]
+
+    def _in_order(self, v: Any, name: str) -> list[Any]:
+        """The leaves of a tree that has the same ones in another order, or in containers of another type."""
+        own, given = self.paths, dict(tree.named_leaves(v))
+        missing, more = [p for p in own if p not in given], [p for p in given if p not in own]
+        if missing or more:
+            what = f"has no {name}{missing[0]}" if missing else f"has a leaf {name}{more[0]}"
+            raise ArgumentError(f"{name} {what}; it has to be a tree of tensors like {self.name}.")
+        return [given[path] for path in own]
+
+    @staticmethod
+    def _wrong(x: Any, kind: Kind, lead: int) -> tuple[type[InvFuncError], tuple[str, str]] | None:
+        """What is wrong with a leaf, and with which error to say it: what it is, and what it ought to be."""
+        if not isinstance(x, torch.Tensor):
+            return ArgumentTypeError, (f"is of type {type(x).__name__}", "is a tensor")
+        if x.dtype != kind.dtype:
+            return ArgumentTypeError, (f"has dtype {x.dtype}", f"has {kind.dtype}")
+        if x.ndim < lead or x.shape[lead:] != kind.shape:
+            wanted = f"has {tuple(kind.shape)}" + (", which is that of each vector behind axis 0" if lead else "")
+            return ArgumentError, (f"has shape {tuple(x.shape)}", wanted)
+        if x.device != kind.device:
+            return ArgumentError, (f"is on {x.device}", f"on {kind.device}")
+        return None
+
+    def tree(self, leaves: list[torch.Tensor]) -> Any:
+        return tree.unflatten(leaves, self.structure)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Linearised:
+    """A linear map `v -> tree`, as a function that has recorded all it needs."""
+
+    shown: str
+    linear: Linear
+    takes: Space
+    gives: Space
+    name: str = "v"
+    lead: int = 0
+
+    def __repr__(self) -> str:
+        return self.shown
+
+    def __call__(self, v: Any) -> Any:
+        return eagerly(self._call, (v,), {})
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        try:
+            leaves = self.takes.leaves(args[0], self.name, self.lead)
+            return self.gives.tree(self.linear(leaves, self.lead))
+        except InvFuncError as error:
+            raise told(error, f"{self!r}({self.name})") from error.__cause__
+
+
+@dataclass(frozen=True, repr=False)
+class Product:
+    """A function `(params, v, *batch) -> tree like params`, linear in v, made of a function by a transform."""
+
+    name: str
+    f: Callable
+    record: Callable[[Given], Linear]
+    loss: Callable | None = None
+    in_dims: InDims = 0
+    out_dims: int = 0
+    has_aux: bool = False
+    lead: int = 0
+    """Axes that v has in front of those of the parameters."""
+
+    def __post_init__(self) -> None:
+        check_functions(self.name, self.f, self.loss)
+
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f", {describe(self.loss)}"
+        return f"{self.name}({describe(self.f)}{loss})"
+
+    @property
+    def vector(self) -> str:
+        """What an error calls the vector."""
+        return "V" if self.lead else "v"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return eagerly(self._call, args, kwargs)
+
+    def linearize(self, *args: Any, **kwargs: Any) -> Any:
+        """The product at some parameters and data, `(params, *batch) -> (v -> product)`: one forward pass for all v.
+
+        With `has_aux`, the pair of that function and aux.
+        """
+        return eagerly(self._linearize, args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        names = self._names(max(len(args) - 1, min(len(args), 1)))
+        shown = f"{self!r}({', '.join([*names[:1], self.vector, *names[1:]])})"
+        try:
+            if len(args) < 2:
+                raise ArgumentError("arguments are missing: the parameters come first, then the vector.")
+            given = self._given((args[0], *args[2:]), kwargs, names)
+            space = Space(names[0], given.structure, [Kind.of(p) for p in given.leaves])
+            leaves = space.leaves(args[1], self.vector, self.lead)
+            linear, aux = self._recorded(given)
+            result = space.tree(linear(leaves, self.lead, keep=False))
+        except InvFuncError as error:
+            raise told(error, shown) from error.__cause__
+        return (result, aux) if self.has_aux else result
+
+    def _linearize(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        names = self._names(len(args))
+        shown = f"{self!r}.linearize({', '.join(names)})"
+        try:
+            given = self._given(args, kwargs, names)
+            space = Space(names[0], given.structure, [Kind.of(p) for p in given.leaves])
+            linear, aux = self._recorded(given)
+        except InvFuncError as error:
+            raise told(error, shown) from error.__cause__
+        result = Linearised(shown, linear, space, space, self.vector, self.lead)
+        return (result, aux) if self.has_aux else result
+
+    def _names(self, count: int) -> list[str]:
+        return argument_names(self.f, count, self.loss is not None and count > 1)
+
+    def _given(self, args: tuple, kwargs: dict[str, Any], names: list[str]) -> Given:
+        return Given(self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux)
+
+    def _recorded(self, given: Given) -> tuple[Linear, Any]:
+        with given.scope:
+            linear = self.record(given)
+            return linear, given.scope.result(given.aux)
+
+
+def check_functions(name: str, f: Any, loss: Any = None) -> None:
+    """That a transform gets functions."""
+    check_callable(name, f)
+    if loss is not None and not callable(loss):
+        kind = type(loss).__name__
+        raise ArgumentTypeError(f"{name}(f, loss): loss is of type {kind}, but has to be a function.")
+
+
+def eagerly(call: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A call that torch.compile does not look into."""
+    if not torch.compiler.is_compiling():
+        return call(args, kwargs)
+    from invfunc import _eager  # imports the compiler, which takes a second
+
+    return _eager.eagerly(call, args, kwargs)

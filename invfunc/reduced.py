@@ -1,0 +1,72 @@
+"""A function of each parameter's quantity, as soon as it is known."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.transform import Statistic, check_callable, describe
+
+
+def reduced(t: Statistic, fn: Callable) -> Statistic:
+    """A statistic with a function of each parameter's quantity in its place.
+
+        result = t(params, *batch)
+        {path: fn(path, quantity) for path, quantity in result}          # as a tree like the parameters
+
+    `fn` runs when the quantity is known and before that of the next parameter is formed, so that quantities of one
+    parameter at a time are in memory: per-sample gradients, their square roots, diagonals that are only summed.
+
+    Args:
+        t: a statistic of this library.
+        fn: `fn(path, quantity)`, with the key path of the parameter as it is written behind the tree (`"['weight']"`),
+            or `fn(quantity)` where it takes one argument, as `torch.sum` does. It returns anything. Of a statistic
+            with several results it is called with each.
+
+    Returns:
+        A function with the signature of t, whose result has what `fn` returned in the place of each quantity. What is
+        summed over parameters (`gram`, `ggn_trace`) comes for each of them.
+
+    Raises:
+        ArgumentTypeError: t is no statistic, or fn no function.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda params, x: (x @ params["w"] + params["b"]).square()
+        >>> spread = invfunc.reduced(invfunc.batch_grad(f), lambda path, g: g.std(0).amax())
+        >>> spread({"w": torch.ones(2), "b": torch.zeros(())}, torch.eye(2))
+        {'w': tensor(1.4142), 'b': tensor(0.)}
+
+    Composes with: `chunked`, `together` inside; `torch.func.grad`, `vmap` around it, if fn does.
+
+    Cost: that of t. Quantities of several columns that do not fit a single pass are computed parameter by parameter, a
+    pullback for each layer. Over chunks of samples fn has to wait for the last one.
+
+    Source: BackPACK's extension hooks.
+    """
+    if not isinstance(t, Statistic):
+        raise ArgumentTypeError(f"reduced({describe(t)}): it is of type {type(t).__name__}, but has to be a statistic.")
+    check_callable("reduced", fn)
+    if t.options.reduce is not None:
+        raise ArgumentError(f"reduced({t!r}): it is reduced already; compose the two functions.")
+    paths = _takes_two(fn)
+
+    def reduce(path: str, quantity: Any) -> Any:
+        return fn(path, quantity) if paths else fn(quantity)
+
+    return replace(t, options=replace(t.options, reduce=reduce), shown=f"reduced({t!r}, {describe(fn)})")
+
+
+def _takes_two(fn: Callable) -> bool:
+    """Whether a function takes a path beside the quantity; those written in C do not say."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        return True
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in positional) > 1

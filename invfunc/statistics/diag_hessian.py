@@ -1,0 +1,60 @@
+"""The diagonal of the Hessian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from invfunc.jacobian.measures.columns import SumOfSquares
+from invfunc.jacobian.problem import Indices, InDims
+from invfunc.transform import Statistic
+
+
+def diag_hessian(
+    f: Callable,
+    loss: Callable | None = None,
+    *,
+    samples: Indices | None = None,
+    argnums: int | tuple[int, ...] = 0,
+    in_dims: InDims = 0,
+    out_dims: int = 0,
+    has_aux: bool = False,
+) -> Statistic:
+    """The exact diagonal of the Hessian of a loss in the parameters.
+
+        torch.func.hessian(f)(params, *batch).diagonal()      # of the sum, where f returns [N] losses
+
+    It is the diagonal of the GGN and a residual: each operation of the model that bends adds its own second derivative.
+    Piecewise linear ones (ReLU, pooling, linear layers) add none, so a network of these costs what its GGN costs.
+
+    Args:
+        f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. With `loss`, a model function
+            `f(params, *inputs)`, which returns outputs `[N, ...]` or a pytree of them.
+        loss: `loss(outputs, target)`; it need not be convex.
+        samples: the indices of the samples whose part of the Hessian is wanted.
+        argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+
+    Returns:
+        A function `(params, *batch) -> tree`, with loss `(params, *inputs, target) -> tree`, with leaves shaped like
+        those of the parameters, in the unit of loss / parameter^2.
+
+    Raises:
+        SampleAxisError: samples are mixed.
+        RandomnessError: an operation that bends draws random numbers.
+        ArgumentError: as in `diag_ggn`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda w, x: (x @ w).sin()
+        >>> invfunc.diag_hessian(f)(torch.full((1,), torch.pi / 2), torch.tensor([[1.0], [3.0]]))
+        tensor([8.])
+
+    Composes with: `chunked` over outputs, samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
+
+    Cost: that of `diag_ggn`, and a pullback of one column for each entry of a sample at every element-wise operation
+    that bends, of two at the others. A parameter that is read again by what depends on it (tied in series, recurrent)
+    or not linearly (`exp(w)`, `weight_norm`) takes a second derivative for each of its entries.
+
+    Source: BackPACK's DiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
+    """
+    options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
+    return Statistic("diag_hessian", f, SumOfSquares(), of="hessian", loss=loss, **options)

@@ -1,0 +1,67 @@
+"""Kronecker-factored curvature with corrected eigenvalues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from invfunc.columns import check_sharing, fisher_columns
+from invfunc.jacobian.measures.kronecker import CorrectedFactors
+from invfunc.jacobian.problem import Indices, InDims
+from invfunc.transform import Statistic
+
+
+def ekfac(
+    f: Callable,
+    loss: Callable | None = None,
+    *,
+    fisher: str = "mc",
+    mc_samples: int = 1,
+    generator: torch.Generator | None = None,
+    sample: Callable | None = None,
+    weight_sharing: str = "expand",
+    joint: bool = False,
+    samples: Indices | None = None,
+    argnums: int | tuple[int, ...] = 0,
+    in_dims: InDims = 0,
+    out_dims: int = 0,
+    has_aux: bool = False,
+) -> Statistic:
+    """Each parameter's block of the Fisher matrix or of the GGN in the eigenbasis of its K-factors (EKFAC).
+
+        Q_B, Q_A = (torch.linalg.eigh(factor).eigenvectors for factor in kfac(f, loss)(...)["weight"].factors)
+        values = torch.einsum("vnoi,ok,ij->vnkj", G, Q_B, Q_A).square().sum((0, 1))       # G: shares of the columns
+
+    The eigenvalues are those of the block's diagonal in that basis, so that it has the trace of the block, and is at
+    least as near to it (in the Frobenius norm) as the product of the factors.
+
+    Args:
+        f, loss, fisher, mc_samples, generator, sample, weight_sharing, joint, samples, argnums, in_dims, out_dims,
+            has_aux: as in `kfac`; the same columns give the basis and the eigenvalues.
+
+    Returns:
+        As `kfac`, but each `Kronecker` has `values`, and eigenvectors as its factors.
+
+    Raises:
+        ArgumentError, SplitError, ConvexityError, SampleAxisError: as in `kfac`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda w, x: x @ w
+        >>> x, y = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 1)
+        >>> invfunc.ekfac(f, torch.nn.functional.mse_loss, fisher="exact")(torch.ones(2, 1), x, y).dense()
+        tensor([[1., 0.],
+                [0., 4.]])
+
+    Composes with: `chunked` over outputs and params; `torch.func.vmap` where the result is used inside. Eigenvectors
+    have no derivative at equal eigenvalues.
+
+    Cost: that of `kfac`, a second pullback, and eigendecompositions of the factors.
+
+    Source: George et al., "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis", NeurIPS 2018.
+    """
+    check_sharing("ekfac", weight_sharing)
+    options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
+    columns = fisher_columns("ekfac", fisher, mc_samples, generator, sample)
+    return Statistic("ekfac", f, CorrectedFactors(weight_sharing, joint), loss=loss, **columns, **options)

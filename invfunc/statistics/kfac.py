@@ -1,0 +1,84 @@
+"""Kronecker-factored curvature, from drawn columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from invfunc.columns import check_sharing, fisher_columns
+from invfunc.jacobian.measures.kronecker import KroneckerFactors
+from invfunc.jacobian.problem import Indices, InDims
+from invfunc.transform import Statistic
+
+
+def kfac(
+    f: Callable,
+    loss: Callable | None = None,
+    *,
+    fisher: str = "mc",
+    mc_samples: int = 1,
+    generator: torch.Generator | None = None,
+    sample: Callable | None = None,
+    weight_sharing: str = "expand",
+    joint: bool = False,
+    samples: Indices | None = None,
+    argnums: int | tuple[int, ...] = 0,
+    in_dims: InDims = 0,
+    out_dims: int = 0,
+    has_aux: bool = False,
+) -> Statistic:
+    """Kronecker factors of each parameter's block of the Fisher matrix, or of the GGN (K-FAC).
+
+        A = torch.einsum("nri,nrj->ij", a, a) / (N * R)        # a[n, r]: what a linear layer reads, in + possibly 1
+        B = torch.einsum("vnro,vnrp->op", s, s)                # s[v, n, r]: the columns at what it returns
+        torch.kron(B, A)                                       # about the block of its weight [out, in]
+
+    R positions and uses share the weight (pixels of a convolution, tokens of a sequence, calls of a module). With
+    `"expand"` (KFC) each counts as a sample of its own, as above. With `"reduce"` they are averaged first: `a.mean(r)`
+    in A and `s.sum(r)` in B. `"backpack"` takes `A = 1/N sum_nr a a^T` with the `s.sum(r)`. A bias or the scale of a
+    norm has the factor `B = sum g g^T` of its share g at each position, or of their sum. B contains the scale of the
+    loss, such as the 1/N of a mean, and A does not.
+
+    Args:
+        f, loss, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+        fisher: which columns. "mc" draws mc_samples of them from the model's predictive, "exact" takes a square root of
+            the GGN (as `kflr`), "empirical" the shares of the gradient at the given targets, with the scale of
+            `batch_grad`: return the `[N]` losses where it matters.
+        mc_samples, generator: as in `diag_ggn`, for fisher="mc".
+        weight_sharing: "expand", "reduce" or "backpack".
+        joint: a weight and the bias of the same operation have one matrix over `[out, in + 1]`, in the weight's place;
+            the bias comes last among the inputs, and has None in its own place.
+
+    Returns:
+        A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with a `Kronecker`
+        for each parameter. Its factors stand in the order of the dims: (B, A) for a weight `[out, in]` or
+        `[out, in, *k]`, (A, B) for W in `x @ W`. The A of an embedding is a diagonal.
+
+    Raises:
+        ArgumentError: a parameter that no operation linear in it reads, or a convolution reads in groups (named);
+            unknown options; a loss without a known sampler.
+        SplitError, ConvexityError, SampleAxisError: as in `diag_ggn`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f, params = invfunc.functional(torch.nn.Linear(2, 1))
+        >>> x, y = torch.tensor([[1.0, 0.0], [1.0, 2.0]]), torch.zeros(2, 1)
+        >>> factors = invfunc.kfac(f, torch.nn.functional.mse_loss, fisher="exact")(params, x, y)
+        >>> factors["weight"].factors
+        (tensor([[2.]]), tensor([[1., 1.],
+                [1., 2.]]))
+
+    Composes with: `chunked` over outputs, samples and params; `together` with the diagonals, which shares the columns;
+    `torch.func.grad` around it, and `vmap` where the result is used inside.
+
+    Cost: one forward pass, a pullback of mc_samples columns (of all, if exact), and the products of each layer's inputs
+    with themselves.
+
+    Source: Martens and Grosse (ICML 2015); Grosse and Martens (ICML 2016) for "expand"; Eschenhagen et al. (NeurIPS
+    2023) for "reduce"; Dangel, Mucsanyi, Weber and Eschenhagen, "KFAC from scratch", arXiv 2507.05127.
+    """
+    check_sharing("kfac", weight_sharing)
+    options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
+    columns = fisher_columns("kfac", fisher, mc_samples, generator, sample)
+    return Statistic("kfac", f, KroneckerFactors(weight_sharing, joint), loss=loss, **columns, **options)

@@ -1,0 +1,56 @@
+"""Kronecker-factored curvature, from all columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from invfunc.columns import check_sharing
+from invfunc.jacobian.measures.kronecker import KroneckerFactors
+from invfunc.jacobian.problem import Indices, InDims
+from invfunc.transform import Statistic
+
+
+def kflr(
+    f: Callable,
+    loss: Callable | None = None,
+    *,
+    weight_sharing: str = "expand",
+    joint: bool = False,
+    samples: Indices | None = None,
+    argnums: int | tuple[int, ...] = 0,
+    in_dims: InDims = 0,
+    out_dims: int = 0,
+    has_aux: bool = False,
+) -> Statistic:
+    """Kronecker factors of each parameter's block of the GGN, from all columns of a square root of the loss Hessian.
+
+        kfac(f, loss, fisher="exact")
+
+    Of one sample the product of the factors is the block itself, as it is of a deep linear network.
+
+    Args:
+        f, loss, weight_sharing, joint, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`.
+
+    Returns:
+        As `kfac`.
+
+    Raises:
+        ArgumentError, SplitError, ConvexityError, SampleAxisError: as in `kfac`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f, loss = lambda w, x: x @ w, lambda z, y: (z - y).square().sum() / 2
+        >>> x, y = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 1)
+        >>> invfunc.kflr(f, loss)(torch.ones(2, 1), x, y).dense()
+        tensor([[1., 2.],
+                [2., 4.]])
+
+    Composes with: as `kfac`.
+
+    Cost: that of `diag_ggn`, with products of matrices in place of squares, and those of each layer's inputs.
+
+    Source: Botev, Ritter and Barber (ICML 2017); BackPACK's KFLR.
+    """
+    check_sharing("kflr", weight_sharing)
+    options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
+    return Statistic("kflr", f, KroneckerFactors(weight_sharing, joint), of="ggn", loss=loss, **options)

@@ -1,0 +1,59 @@
+"""Kronecker-factored curvature, from a recursion that averages over the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from invfunc.columns import check_sharing
+from invfunc.jacobian.measures.kronecker import ChainFactors
+from invfunc.jacobian.problem import Indices, InDims
+from invfunc.transform import Statistic
+
+
+def kfra(
+    f: Callable,
+    loss: Callable | None = None,
+    *,
+    weight_sharing: str = "expand",
+    joint: bool = False,
+    samples: Indices | None = None,
+    argnums: int | tuple[int, ...] = 0,
+    in_dims: InDims = 0,
+    out_dims: int = 0,
+    has_aux: bool = False,
+) -> Statistic:
+    """Kronecker factors of each parameter's block of the GGN, with B from a recursion through a chain of layers (KFRA).
+
+        G = sum(hessian(loss)(z[n]) for n in range(N))         # at the outputs
+        for layer in reversed(layers):                         # with Jacobians J[n]; B of a linear layer is this G
+            G = sum(J[n].T @ G @ J[n] for n in range(N)) / N
+
+    Args:
+        f, loss, weight_sharing, joint, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`. f is a chain: each
+            operation reads one tensor, which comes from the one before, and each parameter is read once.
+
+    Returns:
+        As `kfac`.
+
+    Raises:
+        ArgumentError: f is no chain; otherwise as in `kfac`.
+        SplitError, ConvexityError, SampleAxisError: as in `kfac`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda w, x: torch.tanh(x @ w[0]) @ w[1]
+        >>> params, x, y = [torch.zeros(2, 1), torch.ones(1, 1)], torch.eye(2), torch.zeros(2, 1)
+        >>> A, B = invfunc.kfra(f, torch.nn.functional.mse_loss)(params, x, y)[0].factors
+        >>> B
+        tensor([[2.]])
+
+    Composes with: `torch.func.grad` around it, and `vmap` where the result is used inside.
+
+    Cost: one forward pass, and at each layer with d inputs and outputs of a sample a matrix `[d, d]` and pullbacks of
+    2d columns through it; element-wise operations are cheap. It is for layers of moderate width.
+
+    Source: Botev, Ritter and Barber, "Practical Gauss-Newton optimisation for deep learning", ICML 2017.
+    """
+    check_sharing("kfra", weight_sharing)
+    options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
+    return Statistic("kfra", f, ChainFactors(weight_sharing, joint), of="chain", loss=loss, **options)

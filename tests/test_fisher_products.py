@@ -1,0 +1,95 @@
+"""Products with the Fisher matrix, empirical and drawn, against the matrices."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from invfunc import diag_ggn, fvp, tree
+from invfunc.testing import assert_trees_close
+from tests import matrices
+from tests.laws import composed, moved
+from tests.matrices import assert_near, flat
+from tests.networks import LOSSES, network, networks, samples_loss
+from tests.strategies import Numbers
+
+RTOL = {torch.float64: 1e-8, torch.float32: 1e-4}
+
+
+class TestEmpirical:
+    @given(net=networks(), loss=st.sampled_from(LOSSES))
+    def test_the_empirical_fisher_matrix(self, device, dtype, net, loss):
+        each = samples_loss(net, loss)
+        args = moved((net.params, net.x, loss.target(Numbers(1), net.n)), dtype, device)
+        wanted, rtol = matrices.fisher(each, *args), RTOL[dtype]
+        assert_near(matrices.of(fvp(each), *args), wanted, rtol)
+        assert_near(matrices.of(fvp(net.f, lambda z, y: each_of(loss, z, y)), *args), wanted, rtol)
+        summed = matrices.of(fvp(net.f, lambda z, y: loss(z, y, "sum")), *args)
+        assert_near(summed, wanted, rtol)
+        assert_near(matrices.of(fvp(lambda *a: each(*a).sum()), *args), wanted, rtol)
+        mean = matrices.of(fvp(lambda *a: each(*a).mean()), *args)
+        assert_near(mean * net.n**2, wanted, rtol)
+
+
+def each_of(loss, z, y):
+    losses = loss(z, y, "none")
+    return losses if losses.ndim == 1 else losses.sum(1)
+
+
+class TestDrawn:
+    """Means over 40 matrices, off by more than 8 of their standard errors: less than once in 10^6 seeds."""
+
+    @staticmethod
+    def mean_and_error(product, *args):
+        found = torch.stack([matrices.of(product, *args) for _ in range(40)])
+        return found.mean(0), found.std(0) / 40**0.5
+
+    @pytest.mark.parametrize("loss", LOSSES[:3], ids=str)
+    def test_average_to_the_ggn(self, loss):
+        net = network("affine", 3)
+        args, generator = (net.params, net.x, loss.target(Numbers(1), 3)), torch.Generator().manual_seed(0)
+        for given_as in ((net.f, loss), (composed(net.f, loss),)):
+            mean, error = self.mean_and_error(fvp(*given_as, mc_samples=20, generator=generator), *args)
+            wanted = matrices.ggn(net.f, loss, *args)
+            assert ((mean - wanted).abs() <= 8 * error + 1e-12).all()
+            assert_near(mean, wanted, 0.3)
+
+    def test_with_a_sampler_of_the_user(self):
+        """Of a normal distribution with deviation 2, whose Fisher matrix is J^T J / 4."""
+        net = network("affine", 3)
+        args, generator = (net.params, net.x, Numbers(1)(3, 3)), torch.Generator().manual_seed(0)
+
+        def sample(z, generator):
+            assert not z.requires_grad
+            return z + 2 * torch.randn(z.shape, dtype=z.dtype, generator=generator)
+
+        product = fvp(net.f, self.negative_log, mc_samples=100, generator=generator, sample=sample)
+        mean, error = self.mean_and_error(product, *args)
+        rows = matrices.jacobian(net.f, *args[:2])
+        assert ((mean - rows.T @ rows / 4).abs() <= 8 * error + 1e-12).all()
+        assert_near(mean, rows.T @ rows / 4, 0.1)
+
+    @staticmethod
+    def negative_log(z, y):
+        return (z - y).square().sum(1) / 8
+
+    @pytest.mark.parametrize("loss", LOSSES[:3], ids=str)
+    def test_drawn_columns_are_those_of_the_same_seed(self, loss):
+        net = network("perceptron", 4)
+        args, drawn = (net.params, net.x, loss.target(Numbers(1), 4)), {"mc_samples": 3}
+        diagonal = diag_ggn(net.f, loss, generator=torch.Generator().manual_seed(1), **drawn)(*args)
+        for given_as in ((net.f, loss), (composed(net.f, loss),)):
+            product = fvp(*given_as, generator=torch.Generator().manual_seed(1), **drawn)
+            assert_near(matrices.of(product, *args).diagonal(), flat(diagonal), 1e-10)
+
+    def test_a_linearisation_draws_once(self):
+        net = network("affine", 3)
+        args, generator = (net.params, net.x, Numbers(1)(3, 3)), torch.Generator().manual_seed(0)
+        product, v = fvp(net.f, F.mse_loss, mc_samples=1, generator=generator), tree.map_leaves(torch.cos, net.params)
+        at = product.linearize(*args)
+        state = generator.get_state()
+        assert_trees_close(at(v), at(v), 0)
+        assert torch.equal(generator.get_state(), state)
+        a, b = product(net.params, v, *args[1:]), product(net.params, v, *args[1:])
+        assert not torch.allclose(flat(a), flat(b))

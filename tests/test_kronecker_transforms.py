@@ -1,0 +1,154 @@
+"""Kronecker as a pytree, under vmap and grad, and its derivatives against those of the dense matrix."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from torch.func import grad, jvp, vmap
+
+from invfunc import ArgumentError, Kronecker, tree
+from invfunc.testing import assert_trees_close
+from tests.networks import total
+from tests.strategies import Numbers
+from tests.test_kronecker import EXACT, eye, kroneckers, matrix, small, split
+
+
+def logdet(matrix):
+    """That of torch has a wrong second derivative in forward mode."""
+    return 2 * torch.linalg.cholesky(matrix).diagonal().log().sum()
+
+
+SMOOTH = {
+    "trace": (lambda K, v: K.trace(), lambda K, v: matrix(K).trace()),
+    "product": (lambda K, v: K @ v, lambda K, v: matrix(K) @ v.flatten()),
+    "logdet": (lambda K, v: K.logdet(0.3), lambda K, v: logdet(matrix(K) + 0.3 * eye(K))),
+    "solve": (lambda K, v: K.solve(v), lambda K, v: matrix(K).inverse() @ v.flatten()),
+    "solve with a split": (
+        lambda K, v: K.solve(v, 0.3, split="pi"),
+        lambda K, v: split(K, 0.3).inverse() @ v.flatten(),
+    ),
+}
+WITH_EIGENVECTORS = {
+    "solve with damping": (
+        lambda K, v: K.solve(v, 0.3),
+        lambda K, v: (matrix(K) + 0.3 * eye(K)).inverse() @ v.flatten(),
+    ),
+    "inverse": (lambda K, v: K.inverse(0.3).dense(), lambda K, v: (matrix(K) + 0.3 * eye(K)).inverse()),
+    "eigen": (lambda K, v: K.eigen().dense(), lambda K, v: matrix(K)),
+    "square of the root": (lambda K, v: K.sqrt() @ (K.sqrt() @ v), lambda K, v: matrix(K) @ v.flatten()),
+}
+ALL = SMOOTH | WITH_EIGENVECTORS
+V = Numbers(3)(2, 3)
+
+
+def symmetric(tree_of_matrices):
+    return tree.map_leaves(lambda f: f + f.mT if f.ndim == 2 else f, tree_of_matrices)
+
+
+def several():
+    """Like a Kronecker, with an axis of four of them in front."""
+    return tree.map_leaves(lambda *f: torch.stack(f), *(small("dense", "diagonal", seed=i) for i in range(4)))
+
+
+POINT, STEP = small("dense", "dense"), symmetric(small("dense", "dense", seed=1))
+
+
+def along(fn):
+    """The slope of a function at each point in one direction."""
+    return lambda K: jvp(fn, (K,), (STEP,))[1]
+
+
+DERIVATIVES = {
+    "grad": lambda fn: symmetric(grad(fn)(POINT)),
+    "vmap of grad": lambda fn: vmap(lambda K: symmetric(grad(fn)(K)))(several()),
+    "grad of grad": lambda fn: symmetric(grad(lambda K: total(symmetric(grad(fn)(K))))(POINT)),
+    "jvp": lambda fn: along(fn)(POINT),
+    "jvp of grad": lambda fn: symmetric(along(grad(fn))(POINT)),
+    "jvp of jvp": lambda fn: along(along(fn))(POINT),
+}
+
+
+class TestTransforms:
+    @given(K=kroneckers())
+    def test_is_a_node(self, K):
+        leaves, structure = tree.flatten({"w": K})
+        again = tree.unflatten(leaves, structure)
+        assert tree.flatten(again)[1] == structure
+        assert (again["w"].groups, again["w"].shape) == (K.groups, K.shape)
+        assert_trees_close(again, {"w": K}, 0)
+        names = [f"['w'].factors[{i}]" for i in range(len(K.factors))] + ["['w'].values"] * (K.values is not None)
+        assert [name for name, _ in tree.named_leaves({"w": K})] == names
+
+    def test_has_its_groups_and_shape_in_its_structure(self):
+        factors = torch.eye(2), torch.eye(2)
+        made = [Kronecker(factors, groups, torch.Size([2, 2])) for groups in (((0,), (1,)), ((1,), (0,)))]
+        assert tree.flatten(made[0])[1] != tree.flatten(made[1])[1]
+
+    @pytest.mark.parametrize("again", [copy.deepcopy, lambda K: pickle.loads(pickle.dumps(K))], ids=["copy", "pickle"])
+    def test_is_copied(self, again):
+        K = small("dense", "values")
+        assert_trees_close(again(K), K, 0)
+        assert again(K).shape == K.shape
+
+    @pytest.mark.parametrize("fn", [fn for fn, _ in ALL.values()], ids=ALL)
+    def test_goes_through_vmap(self, fn):
+        x = Numbers()(4, 5, 3)
+        made = vmap(lambda x: Kronecker((x[:, :2].mT @ x[:, :2], x[0].square() + 1), ((0,), (1,)), torch.Size([2, 3])))(
+            x
+        )
+        assert made.factors[0].shape == (4, 2, 2) and made.factors[1].shape == (4, 3)
+        each = [fn(tree.map_leaves(lambda f, i=i: f[i], made), V) for i in range(4)]
+        assert_trees_close(vmap(fn, (0, None))(made, V), torch.stack(each), EXACT)
+
+    def test_of_a_vmap_is_not_used_outside(self):
+        K = several()
+        for use in (lambda: K @ V, K.trace, K.logdet, K.dense, K.inverse, K.sqrt, K.eigen):
+            with pytest.raises(ArgumentError, match=r"factors\[0\].*\[4, 2, 2\].*\[2, 2\] or \[2\].*vmap"):
+                use()
+
+    @pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+    @pytest.mark.parametrize(("fn", "dense"), ALL.values(), ids=ALL)
+    def test_has_the_derivatives_of_the_matrix(self, fn, dense, derivative):
+        wanted = derivative(lambda K: total(dense(K, V).flatten()))
+        assert_trees_close(derivative(lambda K: total(fn(K, V).flatten())), wanted, 1e-8, 1e-3)
+
+    @pytest.mark.parametrize(("fn", "dense"), SMOOTH.values(), ids=SMOOTH)
+    def test_has_derivatives_at_equal_eigenvalues(self, fn, dense):
+        K = replace(small("dense", "dense"), factors=(torch.eye(2).double(), 2 * torch.eye(3).double()))
+        of, wanted = (grad(lambda K, g=g: total(g(K, V).flatten()))(K) for g in (fn, dense))
+        assert_trees_close(symmetric(of), symmetric(wanted), EXACT)
+
+    def test_logdet_has_the_derivative_of_a_singular_matrix_with_damping(self):
+        """An eigenvalue that is negative by rounding counts as any other."""
+        x = Numbers()(2, 5)
+        K = Kronecker((x.mT @ x, torch.tensor([0.0, 2.0]).double()), ((0,), (1,)), torch.Size([5, 2]))
+        of = grad(lambda K: K.logdet(0.1))(K)
+        wanted = grad(lambda K: (matrix(K) + 0.1 * eye(K)).logdet())(K)
+        assert_trees_close(of, wanted, 1e-8)
+
+    @pytest.mark.parametrize("options", [{}, {"split": "pi"}], ids=["exact", "pi"])
+    def test_has_derivatives_in_the_damping(self, options):
+        K, damping = small("dense", "dense"), torch.tensor(0.3).double()
+        of = grad(lambda d: total(K.solve(V, d, **options)))(damping)
+        dense = (lambda d: split(K, d)) if options else (lambda d: matrix(K) + d * eye(K))
+        wanted = grad(lambda d: total(dense(d).inverse() @ V.flatten()))(damping)
+        assert_trees_close(of, wanted, EXACT)
+        many = torch.tensor([0.1, 1.0])
+        each = [K.inverse(d, **options).dense() for d in many]
+        assert_trees_close(vmap(lambda d: K.inverse(d, **options).dense())(many), torch.stack(each), 1e-6)
+
+    def test_goes_through_compile(self):
+        K = small("dense", "diagonal")
+        for fn in (lambda K: K.solve(V, 0.1), lambda K: K.inverse(0.1, split="pi"), lambda K: K.sqrt().sqrt()):
+            assert_trees_close(torch.compile(fn, backend="eager")(K), fn(K), EXACT)
+
+    def test_is_differentiated_by_autograd(self):
+        x = Numbers()(5, 2).requires_grad_()
+        K = Kronecker((x.mT @ x,), ((0,),), torch.Size([2]))
+        (g,) = torch.autograd.grad(K.logdet(), x)
+        assert_trees_close(g, 2 * x @ (x.mT @ x).inverse(), EXACT)

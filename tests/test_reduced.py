@@ -1,0 +1,199 @@
+"""reduced: a function of each parameter's quantity in its place, as soon as it is known."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, vmap
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import invfunc
+from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, tree
+from invfunc.testing import assert_trees_close
+from tests.laws import composed, in_blocks
+from tests.networks import LOSSES, network, networks, samples_loss, total
+from tests.strategies import Numbers
+from tests.test_monte_carlo import seeded
+
+EXACT, FLOOR = 1e-9, 1e-6
+OF_LOSSES = {name: getattr(invfunc, name) for name in ("batch_grad", "batch_l2_grad", "sum_grad_squared", "variance")}
+OF_LOSSES |= {"gram per parameter": partial(invfunc.gram, per_parameter=True)}
+EITHER = {
+    name: getattr(invfunc, name)
+    for name in ("diag_ggn", "batch_diag_ggn", "sqrt_ggn", "diag_hessian", "batch_diag_hessian")
+}
+EITHER |= {"sqrt_ggn mc": lambda *f: invfunc.sqrt_ggn(*f, mc_samples=2, generator=seeded())}
+ALL = OF_LOSSES | EITHER
+
+
+def weighed(path, tensor):
+    """Another number for each path."""
+    return len(path) * tensor.square().mean() + tensor.flatten()[0]
+
+
+def expected(t, fn, args):
+    result = t(*args)
+    return tree.unflatten([fn(path, x) for path, x in tree.named_leaves(result)], tree.flatten(result)[1])
+
+
+def arranged(net, loss, form):
+    """The functions in one of the forms, and arguments."""
+    functions = {"[N]": (samples_loss(net, loss),), "mean": (composed(net.f, loss),), "model": (net.f, loss)}[form]
+    return functions, (net.params, net.x, loss.target(Numbers(1), net.n))
+
+
+@settings(max_examples=8)
+@given(net=networks(), loss=st.sampled_from(LOSSES), form=st.sampled_from(["[N]", "mean", "model"]), data=st.data())
+@pytest.mark.parametrize("of", [lambda t: t, in_blocks], ids=["fast", "blocks"])
+def test_it_is_what_one_would_compute_afterwards(of, net, loss, form, data):
+    called = data.draw(st.sampled_from(list(EITHER if form == "model" else ALL)))
+    loss = LOSSES[0] if called == "sqrt_ggn mc" else loss  # not all can be drawn from
+    functions, args = arranged(net, loss, form)
+
+    def t():
+        return ALL[called](*functions)
+
+    assert_trees_close(of(reduced(t(), weighed))(*args), expected(t(), weighed, args), EXACT, FLOOR)
+
+
+@pytest.mark.parametrize("called", ALL)
+class TestCalls:
+    @staticmethod
+    def made(called):
+        functions, args = arranged(network("perceptron", 3), LOSSES[0], "mean")
+        return ALL[called](*functions), args
+
+    def test_once_for_each_parameter_with_its_path(self, called):
+        t, args = self.made(called)
+        paths = []
+        found = reduced(t, lambda path, tensor: paths.append(path) or tuple(tensor.shape))(*args)
+        named = tree.named_leaves(args[0])
+        assert sorted(paths) == sorted(path for path, _ in named)
+        shapes = [tuple(x.shape) for x in tree.leaves(self.made(called)[0](*args))]
+        assert [found[i][j] for i, layer in enumerate(args[0]) for j in range(len(layer))] == shapes
+
+    def test_a_function_of_the_tensor_alone(self, called):
+        for fn in (torch.sum, torch.linalg.vector_norm, lambda tensor: tensor.sum(), torch.Tensor.sum):
+            t, args = self.made(called)
+            wanted = expected(self.made(called)[0], lambda path, tensor, fn=fn: fn(tensor), args)
+            assert_trees_close(reduced(t, fn)(*args), wanted, EXACT)
+
+    def test_what_was_given_is_gone_when_the_next_is_formed(self, called):
+        """Whoever keeps a small number of each parameter never pays for the tensors of two of them."""
+        t, args = self.made(called)
+        seen, alive = [], []
+
+        def fn(path, tensor):
+            alive.append(sum(not storage.expired() for storage in seen))
+            seen.append(StorageWeakRef(tensor.untyped_storage()))
+            return tensor.sum()
+
+        reduced(t, fn)(*args)
+        assert alive == [0] * len(tree.leaves(args[0]))
+
+    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
+    def test_of_chunks(self, called, over):
+        t, args = self.made(called)
+        if over in t.axes:
+            found = reduced(chunked(t, 2, over=over), weighed)(*args)
+            assert_trees_close(found, expected(self.made(called)[0], weighed, args), EXACT)
+
+    def test_says_what_it_is(self, called):
+        t, _ = self.made(called)
+        assert repr(reduced(t, torch.sum)) == f"reduced({t!r}, sum)"
+
+
+class TestResults:
+    args = {"b": Numbers()(3, 2), "a": [Numbers(1)(2), torch.ones(2).double()]}, Numbers(2)(4, 3), Numbers(3)(4, 2)
+
+    @staticmethod
+    def loss(p, x, y):
+        return F.mse_loss((x @ p["b"]).tanh() * p["a"][0], y)
+
+    def test_may_be_anything(self):
+        for made in ("text", None, 3, {"one": torch.ones(2), "two": [1]}):
+            found = reduced(invfunc.batch_grad(self.loss), lambda path, tensor, made=made: made)(*self.args)
+            assert repr(found) == repr({"b": made, "a": [made, made]})
+
+    def test_of_a_parameter_without_influence_it_is_that_of_zeros(self):
+        found = reduced(invfunc.batch_grad(self.loss), lambda path, tensor: (path, tensor.shape, tensor.any().item()))
+        assert found(*self.args)["a"][1] == ("['a'][1]", (4, 2), False)
+
+    def test_of_several_results_it_is_called_with_each(self):
+        t = invfunc.grad_and_variance(self.loss)
+        wanted = tree.map_leaves(torch.sum, t(*self.args))
+        assert_trees_close(reduced(t, torch.sum)(*self.args), wanted, EXACT)
+
+    def test_what_is_summed_over_parameters_comes_for_each(self):
+        functions = (lambda p, x: (x @ p["b"]).tanh() * p["a"][0]), F.mse_loss
+        wanted = tree.map_leaves(lambda x: 2 * x, invfunc.ggn_trace(*functions, per_parameter=True)(*self.args))
+        assert_trees_close(reduced(invfunc.ggn_trace(*functions), lambda x: 2 * x)(*self.args), wanted, EXACT)
+        wanted = tree.map_leaves(torch.trace, invfunc.gram(self.loss_of_each, per_parameter=True)(*self.args))
+        assert_trees_close(reduced(invfunc.gram(self.loss_of_each), torch.trace)(*self.args), wanted, EXACT)
+
+    @staticmethod
+    def loss_of_each(p, x, y):
+        return ((x @ p["b"]).tanh() * p["a"][0] - y).square().sum(1)
+
+    def test_aux_stays(self):
+        t = invfunc.batch_grad(lambda p, x, y: (self.loss(p, x, y), "aux"), has_aux=True)
+        found, aux = reduced(t, torch.sum)(*self.args)
+        assert aux == "aux"
+        assert_trees_close(found, expected(invfunc.batch_grad(self.loss), lambda _, g: g.sum(), self.args), EXACT)
+
+    def test_argnums(self):
+        def f(x, w, v, y):
+            return F.mse_loss(x @ w * v["v"], y)
+
+        rand = Numbers()
+        args = (rand(4, 3), rand(3, 2), {"v": rand(2)}, rand(4, 2))
+        paths = []
+        t = invfunc.batch_grad(f, argnums=(2, 1))
+        found = reduced(t, lambda path, tensor: paths.append(path) or tensor.sum())(*args)
+        assert_trees_close(found, tree.map_leaves(torch.sum, t(*args)), EXACT)
+        assert len(set(paths)) == 2 and any("['v']" in path for path in paths)
+
+
+class TestDerivatives:
+    def test_by_torch_func(self):
+        functions, (params, x, y) = arranged(network("perceptron", 3), LOSSES[1], "mean")
+        for called in ALL:
+            found, wanted = (
+                grad(lambda p, u=u: total(u(p)))(params)
+                for u in (
+                    lambda p, called=called: reduced(ALL[called](*functions), weighed)(p, x, y),
+                    lambda p, called=called: expected(ALL[called](*functions), weighed, (p, x, y)),
+                )
+            )
+            assert_trees_close(found, wanted, EXACT, FLOOR)
+
+    def test_under_vmap(self):
+        functions, (params, x, y) = arranged(network("convolution", 3), LOSSES[0], "model")
+        several = [tree.map_leaves(lambda p, k=k: p + 0.1 * k, params) for k in range(2)]
+        stacked = tree.map_leaves(lambda *leaves: torch.stack(leaves), *several)
+        t = invfunc.batch_diag_ggn(*functions)
+        wanted = tree.map_leaves(lambda *d: torch.stack(d), *(expected(t, weighed, (p, x, y)) for p in several))
+        assert_trees_close(vmap(reduced(t, weighed), in_dims=(0, None, None))(stacked, x, y), wanted, EXACT)
+
+
+class TestRefusals:
+    t = invfunc.batch_grad(TestResults.loss)
+
+    def test_what_is_reduced(self):
+        with pytest.raises(ArgumentError, match="reduced already"):
+            reduced(reduced(self.t, torch.sum), torch.sum)
+
+    @pytest.mark.parametrize("fn", [3, None, "sum"], ids=repr)
+    def test_what_is_no_function(self, fn):
+        with pytest.raises(ArgumentTypeError, match=rf"reduced\(.*is of type {type(fn).__name__}"):
+            reduced(self.t, fn)
+
+    @pytest.mark.parametrize(
+        "other", [3, None, F.mse_loss, torch.func.grad(F.mse_loss)], ids=["3", "None", "f", "grad"]
+    )
+    def test_what_is_no_statistic(self, other):
+        with pytest.raises(ArgumentTypeError, match="reduced"):
+            reduced(other, torch.sum)

@@ -1,0 +1,268 @@
+"""together: several statistics from one forward pass, each as it is alone."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, vmap
+
+import invfunc
+from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, together, tree
+from invfunc.testing import assert_trees_close
+from tests.laws import composed, in_blocks
+from tests.networks import LOSSES, network, networks, samples_loss, total
+from tests.strategies import Numbers
+from tests.test_monte_carlo import seeded
+
+EXACT, FLOOR = 1e-9, 1e-6
+CURVATURE = {
+    name: getattr(invfunc, name)
+    for name in ("diag_ggn", "batch_diag_ggn", "sqrt_ggn", "diag_hessian", "batch_diag_hessian", "ggn_trace")
+}
+DRAWN = {
+    f"{name} mc": (lambda *f, name=name: CURVATURE[name](*f, mc_samples=2, generator=seeded()))
+    for name in ("diag_ggn", "batch_diag_ggn", "sqrt_ggn")
+}
+FACTORS = {
+    "kflr": invfunc.kflr,
+    "kfac": lambda *f: invfunc.kfac(*f, generator=seeded()),
+    "kfac empirical": partial(invfunc.kfac, fisher="empirical"),
+    "ekfac": partial(invfunc.ekfac, fisher="exact"),
+}
+OF_LOSSES = {
+    **{
+        name: getattr(invfunc, name)
+        for name in ("batch_grad", "batch_l2_grad", "sum_grad_squared", "variance", "grad_and_variance")
+    },
+    "clipped_grad": lambda f: invfunc.clipped_grad(f, 1.0),
+}
+OF_MODELS = {
+    "batch_jacobian": invfunc.batch_jacobian,
+    "gram": invfunc.gram,
+    "gram per parameter": partial(invfunc.gram, per_parameter=True),
+}
+LINEAR = ["affine", "perceptron", "convolution", "module"]
+"""Networks that have K-factors."""
+
+
+def assert_as_alone(makers, functions, args, of=lambda t: t):
+    """And from as many calls of f as the one that needs most of them."""
+    calls = []
+
+    def counted(f):
+        def call(*given):
+            calls.append(1)
+            return f(*given)
+
+        return call
+
+    functions = (counted(functions[0]), *functions[1:])
+    alone, counts = [], []
+    for make in makers:
+        calls.clear()
+        alone.append(make(*functions)(*args))
+        counts.append(len(calls))
+    calls.clear()
+    found = of(together(*[make(*functions) for make in makers]))(*args)
+    assert isinstance(found, tuple) and len(found) == len(makers)
+    assert_trees_close(found, tuple(alone), EXACT, FLOOR)
+    if of is not in_blocks:
+        assert len(calls) <= max(counts)
+
+
+def some(names):
+    return st.lists(st.sampled_from(sorted(names)), min_size=1, max_size=4)
+
+
+PATHS = st.sampled_from([lambda t: t, in_blocks])
+
+
+class TestEqualsEachAlone:
+    @settings(max_examples=25)
+    @given(net=networks(), loss=st.sampled_from(LOSSES), called=some(OF_LOSSES | CURVATURE), of=PATHS)
+    def test_of_the_losses_of_samples(self, net, loss, called, of):
+        args = (net.params, net.x, loss.target(Numbers(1), net.n))
+        makers = [(OF_LOSSES | CURVATURE)[name] for name in called]
+        assert_as_alone(makers, (samples_loss(net, loss),), args, of)
+
+    @settings(max_examples=25)
+    @given(
+        called=st.sampled_from(LINEAR),
+        names=some(OF_LOSSES | CURVATURE | DRAWN | FACTORS),
+        of=PATHS,
+        n=st.integers(2, 4),
+    )
+    def test_of_a_mean_loss(self, called, names, of, n):
+        net, loss = network(called, n), LOSSES[n % 3]
+        makers = [(OF_LOSSES | CURVATURE | DRAWN | FACTORS)[name] for name in names]
+        args = (net.params, net.x, loss.target(Numbers(1), n))
+        assert_as_alone(makers, (composed(net.f, loss),), args, of)
+
+    @settings(max_examples=25)
+    @given(called=st.sampled_from(LINEAR), names=some(CURVATURE | DRAWN | FACTORS), of=PATHS, n=st.integers(2, 4))
+    def test_of_a_model_with_its_loss(self, called, names, of, n):
+        net, loss = network(called, n), LOSSES[n % 3]
+        makers = [(CURVATURE | DRAWN | FACTORS)[name] for name in names]
+        assert_as_alone(makers, (net.f, loss), (net.params, net.x, loss.target(Numbers(1), n)), of)
+
+    @settings(max_examples=8)
+    @given(net=networks(), names=some(OF_MODELS), of=PATHS)
+    def test_of_a_model(self, net, names, of):
+        assert_as_alone([OF_MODELS[name] for name in names], (net.f,), (net.params, net.x), of)
+
+    @pytest.mark.parametrize("names", [[*OF_LOSSES, *CURVATURE, *DRAWN, *FACTORS]], ids=["all"])
+    def test_all_at_once(self, names):
+        net = network("perceptron", 3)
+        makers = [(OF_LOSSES | CURVATURE | DRAWN | FACTORS)[name] for name in names]
+        args = (net.params, net.x, LOSSES[0].target(Numbers(1), 3))
+        assert_as_alone(makers, (composed(net.f, LOSSES[0]),), args)
+
+
+W, V, X, Y = Numbers()(3, 2), Numbers(3)(2), Numbers(1)(4, 3), Numbers(2)(4, 2)
+
+
+def model(w, x):
+    return (x @ w).tanh()
+
+
+def loss(w, x, y):
+    return F.mse_loss(model(w, x), y)
+
+
+def test_one_forward_pass():
+    calls = []
+
+    def counted(w, x):
+        calls.append(1)
+        return model(w, x)
+
+    def counted_loss(w, x, y):
+        return F.mse_loss(counted(w, x), y)
+
+    together(*[make(counted, F.mse_loss) for make in (*CURVATURE.values(), *FACTORS.values())])(W, X, Y)
+    assert len(calls) == 1
+    calls.clear()
+    together(invfunc.batch_grad(counted_loss), invfunc.variance(counted_loss))(W, X, Y)
+    assert len(calls) == 1
+
+
+def test_it_draws_what_one_call_draws():
+    """Each statistic sees the same dropout, and the global generator goes on as after one call."""
+
+    def dropped(w, x, y):
+        return F.mse_loss(F.dropout(x @ w, 0.5), y)
+
+    t = invfunc.batch_grad(dropped), invfunc.sum_grad_squared(dropped), invfunc.diag_ggn(dropped)
+    alone = []
+    for one in t:
+        torch.manual_seed(0)
+        alone.append(one(W, X, Y))
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    assert_trees_close(together(*t)(W, X, Y), tuple(alone), EXACT)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+class TestOptions:
+    @pytest.mark.parametrize("chosen", [None, [2, 0, 0, -1]], ids=str)
+    def test_of_some_samples(self, chosen):
+        t = [make(loss, samples=chosen) for make in (invfunc.batch_grad, invfunc.variance, invfunc.sqrt_ggn)]
+        assert_trees_close(together(*t)(W, X, Y), tuple(one(W, X, Y) for one in t), EXACT)
+
+    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
+    def test_in_chunks(self, over):
+        makers = [invfunc.diag_ggn, invfunc.batch_diag_hessian, invfunc.sqrt_ggn, DRAWN["diag_ggn mc"], invfunc.kflr]
+        alone = tuple(make(model, F.mse_loss)(W, X, Y) for make in makers)
+        found = chunked(together(*[make(model, F.mse_loss) for make in makers]), 2, over=over)
+        assert_trees_close(found(W, X, Y), alone, EXACT)
+        of_losses = invfunc.variance(loss), invfunc.batch_grad(loss), invfunc.grad_and_variance(loss)
+        if over != "outputs":
+            found = chunked(together(*of_losses), 2, over=over)(W, X, Y)
+            assert_trees_close(found, tuple(t(W, X, Y) for t in of_losses), EXACT)
+
+    def test_reduced(self):
+        t = invfunc.batch_grad(loss), invfunc.batch_diag_ggn(loss), invfunc.sqrt_ggn(loss)
+        assert_trees_close(reduced(together(*t), torch.sum)(W, X, Y), tuple(one(W, X, Y).sum() for one in t), EXACT)
+
+    def test_of_all(self):
+        def f(x, w, v):
+            return (x.T @ w * v).tanh()
+
+        options = dict[str, Any](argnums=(2, 1), in_dims=(1, 0))
+        t = invfunc.diag_ggn(f, F.mse_loss, **options), invfunc.diag_hessian(f, F.mse_loss, **options)
+        args = (X.T, W, V, Y)
+        assert_trees_close(together(*t)(*args), tuple(one(*args) for one in t), EXACT)
+
+
+class TestDerivatives:
+    t = invfunc.sum_grad_squared(loss), invfunc.diag_ggn(loss), invfunc.diag_hessian(loss)
+
+    def test_by_torch_func(self):
+        wanted = grad(lambda w: total([one(w, X, Y) for one in self.t]))(W)
+        assert_trees_close(grad(lambda w: total(together(*self.t)(w, X, Y)))(W), wanted, EXACT)
+
+    def test_under_vmap(self):
+        several = torch.stack([W, 2 * W])
+        wanted = tuple(torch.stack([one(w, X, Y) for w in several]) for one in self.t)
+        assert_trees_close(vmap(together(*self.t), in_dims=(0, None, None))(several, X, Y), wanted, EXACT)
+
+
+class TestRefusals:
+    def test_other_functions(self):
+        with pytest.raises(ArgumentError, match=r"together\(.*f"):
+            together(invfunc.batch_grad(loss), invfunc.variance(lambda w, x, y: loss(w, x, y)))
+
+    def test_other_losses(self):
+        with pytest.raises(ArgumentError, match=r"together\(.*loss"):
+            together(invfunc.diag_ggn(model, F.mse_loss), invfunc.diag_ggn(model, F.huber_loss))
+        with pytest.raises(ArgumentError, match=r"together\(.*loss"):
+            together(invfunc.diag_ggn(model, F.mse_loss), invfunc.batch_jacobian(model))
+
+    @pytest.mark.parametrize(
+        "option", [{"argnums": 1}, {"in_dims": (0, None)}, {"has_aux": True}], ids=lambda option: next(iter(option))
+    )
+    def test_other_options(self, option):
+        with pytest.raises(ArgumentError, match=rf"together\(.*{next(iter(option))}"):
+            together(invfunc.batch_grad(loss), invfunc.variance(loss, **option))
+
+    def test_other_samples(self):
+        with pytest.raises(ArgumentError, match=r"together\(.*samples"):
+            together(invfunc.batch_grad(loss), invfunc.variance(loss, samples=[0]))
+
+    def test_statistics_of_a_model_beside_those_of_a_loss(self):
+        with pytest.raises(ArgumentError, match=r"together\(.*gram"):
+            together(invfunc.batch_grad(loss), invfunc.gram(loss))
+
+    @pytest.mark.parametrize(
+        "composed",
+        [lambda t: chunked(t, 2), lambda t: reduced(t, torch.sum), lambda t: together(t)],
+        ids=["chunked", "reduced", "together"],
+    )
+    def test_compositions(self, composed):
+        with pytest.raises(ArgumentError, match="chunked"):
+            together(invfunc.batch_grad(loss), composed(invfunc.batch_grad(loss)))
+
+    @pytest.mark.parametrize("other", [loss, 3, None, torch.func.grad(loss)], ids=["f", "3", "None", "grad"])
+    def test_what_is_no_statistic(self, other):
+        with pytest.raises(ArgumentTypeError, match="together"):
+            together(invfunc.batch_grad(loss), other)
+
+    def test_nothing(self):
+        with pytest.raises(ArgumentError, match="together"):
+            together()
+
+    def test_a_bad_argument_is_told_once(self):
+        with pytest.raises(ArgumentError, match="5.*4|4.*5") as told:
+            together(invfunc.batch_grad(loss), invfunc.variance(loss))(W, torch.ones(5, 3).double(), Y)
+        assert "together(batch_grad(loss), variance(loss))(w, x, y)" in str(told.value)
+
+
+def test_says_what_it_is():
+    assert (
+        repr(together(invfunc.batch_grad(loss), invfunc.diag_ggn(loss))) == "together(batch_grad(loss), diag_ggn(loss))"
+    )
+    assert len(tree.leaves(together(invfunc.batch_grad(loss))(W, X, Y))) == 1
