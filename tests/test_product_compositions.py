@@ -67,6 +67,7 @@ MAPS = {
     "no_grad": lambda at, v: torch.no_grad()(at)(v),
     "inference_mode": lambda at, v: torch.inference_mode()(at)(v),
     "inference tensors": lambda at, v: inferred(at, v),
+    "inference tensors from before": lambda at, v: at(inferred(lambda v: v, v)),
 }
 
 
@@ -110,6 +111,15 @@ def test_a_linearisation_may_be_composed_later(how, requires_grad, product):
     if not requires_grad and how != "autograd":  # that one asks for a graph
         assert not any(x.requires_grad for x in tree.leaves(found))
     assert all(p.grad is None for p in tree.leaves(params))
+
+
+@pytest.mark.parametrize("how", MAPS)
+def test_the_linearisation_of_what_gives_its_parameters_back(how):
+    v, (z, *both) = {"a": Numbers()(2)}, linearize(lambda p: p)({"a": Numbers(1)(2)})
+    assert_trees_close(z, {"a": Numbers(1)(2)}, 0)
+    for at in both:
+        found, wanted = (MAPS[how](along, v) for along in (at, lambda v: tree.map_leaves(torch.clone, v)))
+        assert_trees_close(tree.map_leaves(torch.detach, found), tree.map_leaves(torch.detach, wanted), 0)
 
 
 class TestDerivatives:

@@ -168,6 +168,12 @@ class TestVectors:
         whole = torch.vmap(product(f, F.mse_loss).linearize(*args))(rows)
         assert_trees_close(block(f, F.mse_loss)(args[0], rows, *args[1:]), whole, 1e-10)
 
+    def test_no_vectors_at_all(self):
+        net = network("affine", 3)
+        none, y = vectors(net.params, 0), LOSSES[0].target(Numbers(1), 3)
+        for block in (hessian_block_product, ggn_block_product):
+            assert_trees_close(block(net.f, LOSSES[0])(net.params, none, net.x, y), none, 0)
+
     def test_leaves_without_influence_get_zeros(self):
         f, params = model((3,))
         args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))

@@ -195,7 +195,7 @@ class Engine:
 
         light = self.runner.run(WHOLE, n, tapped=False, draws=draws, splitter=look)
         tag, splitter = check_loss(light.trace, light.result), splitters[0]
-        wanted = splitter.selected()
+        wanted = splitter.selected(tag)
         roots = [splitter.roots[i] for i in wanted]
         try:
             check_split(tag, splitter, wanted)

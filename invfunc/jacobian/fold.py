@@ -57,7 +57,7 @@ class Fold:
         run.trace.check([z for z, _ in run.outputs.values()], run.params)
         samples = self._samples(run)
         alike: dict[Hashable, list[Tally]] = {}
-        for t in sorted(tallies, key=lambda t: t.quantity.of == "gradient"):  # that may be streamed, and is last
+        for t in sorted(tallies, key=lambda t: {"chain": 0, "gradient": 2}.get(t.quantity.of, 1)):  # may be streamed
             t.columns = sum(c.count for c in made[t.quantity.columns])
             alike.setdefault(t.quantity.columns, []).append(t)
         if not samples.count:

@@ -202,7 +202,7 @@ class Given:
         cuts = {i: (r.value, splitter.before[i]) for i, r in splitter.roots.items() if r.value.is_leaf}
         if losses and result.ndim:
             return Split([result], [], result, given.n, cuts=list(cuts.values()))
-        wanted = splitter.selected()
+        wanted = splitter.selected(tag)
         roots = [splitter.roots[i] for i in wanted]
         check_split(tag, splitter, wanted)
         check_seen(result, self.params, roots, splitter)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import innermost
+from invfunc._functorch import innermost, version
 from invfunc.errors import ConvexityError, SplitError
 from invfunc.jacobian.follow.layers import reduction
 from invfunc.jacobian.graph import node_of, reaches
@@ -44,6 +44,8 @@ def _structured(
     scope: Scope, result: torch.Tensor, roots: list[Root], pieces: list[Piece]
 ) -> list[tuple[Piece, torch.Tensor]] | None:
     """Each piece with the gradient of the result in its output; None unless the result is affine in just these."""
+    if any(version(p.output) != p.version for p in pieces):
+        return None
     outputs = {id(p.output): p.output for p in pieces if p.output.requires_grad}
     nodes = {node_of(r.value) for r in roots}
     stops = {node_of(x) for x in outputs.values()}

@@ -55,6 +55,8 @@ class Piece:
     call: Call
     at_root: bool
     """Whether the input is the root, not computed from it."""
+    version: int = 0
+    """Of the output; one that is modified afterwards is not what the loss returned."""
 
 
 class Reached(BaseException):
@@ -72,6 +74,8 @@ class Splitter:
         self.trace, self.wanted = trace, wanted
         self.count = 0
         self.roots: dict[int, Root] = {}
+        self.behind: dict[int, frozenset[int]] = {}
+        """Of each candidate, those that it depends on."""
         self.confirmed: set[int] = set()
         self.marks: set[int] = set()
         self.pieces: list[Piece] = []
@@ -86,6 +90,7 @@ class Splitter:
             return value
         if marked:
             self.marks.add(ordinal)
+        self.behind[ordinal] = tag.crossed
         if self.wanted is not None:
             self.trace.set(value, replace(tag, crossed=frozenset({ordinal})))
             if ordinal in self.wanted:
@@ -145,12 +150,19 @@ class Splitter:
             assert isinstance(seen, Sampled)
             trace.set(call.out, replace(seen, logarithm=True))
         if tag.affine and _others_constant(trace, call):
-            self.pieces.append(Piece(kind, ordinal, value, tag.place, call.out, call, at_root))
+            written = version(call.out)
+            self.pieces.append(Piece(kind, ordinal, value, tag.place, call.out, call, at_root, written))
 
-    def selected(self) -> list[int]:
-        """The ordinals of the outputs: those marked by hand if there are any, else those of known losses."""
+    def selected(self, tag: Sampled) -> list[int]:
+        """The ordinals of the outputs that a result depends on: those marked by hand, or those of known losses."""
         marked = [i for i, root in self.roots.items() if root.marked]
-        return marked or sorted(self.confirmed)
+        found = [i for i in marked or sorted(self.confirmed) if i in tag.crossed]
+        if self.trace.scope.wanted and any(not self.behind[i].isdisjoint(found) for i in found):
+            raise SplitError(
+                "outputs depend on other outputs (one known loss of another?), and the derivative of the result cannot "
+                "keep them apart. Mark the outputs with `outputs(z)`."
+            )
+        return found
 
 
 def _others_constant(trace: Trace, call: Call) -> bool:

@@ -70,43 +70,40 @@ class KroneckerFactors(Measure):
             right = [layer.operands(columns.right, part) for layer in layers]
         if len({tuple(p.dims for p in layer.places) for layer in layers}) > 1:
             raise layers[0].refused("it is read with its dimensions in different roles (an embedding as the head?)")
-        covered = [layer.covered for layer in layers]
-        positions = sum(o.s.shape[-1] * c for o, c in zip(left, covered, strict=True))
+        covered = [layer.covered for layer in layers]  # where each reads a part, that part is not to count twice
+        positions = sum(x.s.shape[-1] * out * read for x, (out, read) in zip(left, covered, strict=True))
         weight = None if columns.weight is None else columns.weight[:, part]
         if self.sharing == "expand":
-            b = summed(_columns(x.s, y.s, weight) for x, y in zip(left, right, strict=True))
+            products = [_columns(x.s, y.s, weight) for x, y in zip(left, right, strict=True)]
+            b = summed(p if read == 1 else read * p for p, (_, read) in zip(products, covered, strict=True))
         else:
-            first = summed(x.s.sum(-1, keepdim=True) for x in left)
-            second = first if right is left else summed(x.s.sum(-1, keepdim=True) for x in right)
-            b = _columns(first, second, weight)
+            first = _added(left, covered)
+            b = _columns(first, first if right is left else _added(right, covered), weight)
         a = None
         if not shares.again and len(layers[0].places) > 1:
-            a = self._inputs(left, layers[0].places[1].size, positions)
+            a = self._inputs(left, [out for out, _ in covered], layers[0].places[1].size, positions)
         b = b if columns.right is None else (b + b.mT) / 2
         return Factors(b, a, positions, layers[0].places, joint, shares.leaf.shape)
 
-    def _inputs(self, operands: list[Operands], rows: int, positions: float) -> torch.Tensor:
+    def _inputs(self, operands: list[Operands], covered: list[float], rows: int, positions: float) -> torch.Tensor:
         """`sum_n a a^T`; a diagonal where rows are picked, unless they are averaged first."""
-        if self.sharing == "reduce":
-            means = []
-            for o in operands:
-                if o.a is None:
-                    assert o.picked is not None
-                    ones = torch.ones_like(o.picked, dtype=o.s.dtype)
-                    means.append(ones.new_zeros(len(ones), rows + 1).scatter_add(1, o.picked, ones)[:, :-1])
-                else:
-                    means.append(o.a.sum(-1))
-            mean = summed(means) / positions
-            return mean.mT @ mean
-        total = []
-        for o in operands:
-            if o.a is None:
-                assert o.picked is not None
-                counts = torch.bincount(o.picked.flatten(), minlength=rows + 1)[:-1]
-                total.append(counts.to(o.s.dtype))
+        found = []
+        for o, out in zip(operands, covered, strict=True):
+            picked, like = o.picked, o.s
+            if self.sharing == "reduce" and picked is not None:
+                counts = like.new_zeros(len(picked), rows + 1)
+                part = counts.scatter_add(1, picked, torch.ones_like(picked, dtype=like.dtype))[:, :-1]
+            elif self.sharing == "reduce":
+                assert o.a is not None
+                part = o.a.sum(-1)
+            elif picked is not None:
+                part = torch.bincount(picked.flatten(), minlength=rows + 1)[:-1].to(like.dtype)
             else:
-                total.append(outer(o.a))
-        return summed(total)
+                assert o.a is not None
+                part = outer(o.a)
+            found.append(part if out == 1 else out * part)
+        total = summed(found)
+        return total.mT @ total / positions**2 if self.sharing == "reduce" else total
 
     def over_samples(self, a: State, b: State) -> State:
         return (None if a[0] is None else a[0].joined(b[0], samples=True),)
@@ -208,6 +205,12 @@ class InEigenbasis(Measure):
 
     def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
         return KroneckerFactors("expand", False).zero(leaf, found)
+
+
+def _added(operands: list[Operands], covered: list[tuple[float, float]]) -> torch.Tensor:
+    """`sum_r s` over all positions of all uses, as if there were one."""
+    sums = [x.s.sum(-1, keepdim=True) for x in operands]
+    return summed(s if read == 1 else read * s for s, (_, read) in zip(sums, covered, strict=True))
 
 
 def _columns(s: torch.Tensor, other: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from invfunc.errors import ArgumentError
 from invfunc.jacobian.contract import Term, contract, present, squeezed, widened
+from invfunc.jacobian.follow import Call
 from invfunc.jacobian.rules import Part, Recipe
 from invfunc.jacobian.shares.pulled import Deltas
 from invfunc.jacobian.shares.shares import Shares
@@ -72,9 +73,10 @@ class Layer:
         return self.tap.call.name if self.tap.call is not None else "f"
 
     @property
-    def covered(self) -> float:
-        """Which part of the parameter it reads."""
-        return math.prod((p.size if p.at is None else len(p.at)) / max(1, p.size) for p in self.places)
+    def covered(self) -> tuple[float, float]:
+        """Which part of the parameter it reads: of what is sent back, and of what is read."""
+        parts = [(p.size if p.at is None else len(p.at)) / max(1, p.size) for p in self.places]
+        return parts[0], parts[1] if len(parts) > 1 else 1.0
 
     @property
     def flipped(self) -> bool:
@@ -204,6 +206,14 @@ class Layer:
 _WITH_BIAS = {"linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3))}
 
 
+def _channels(call: Call) -> int:
+    """How many entries a bias has that is not broadcast."""
+    weight = call.arg(1, "weight")
+    if "transpose" in call.name:
+        return weight.shape[1] * call.arg(6, "groups", 1)
+    return weight.shape[0] if weight.ndim > 1 else 1
+
+
 def roles(params: list[torch.Tensor], taps: list[Tap]) -> dict[int, str]:
     """Weights and biases that the same operations read, and nothing else does."""
     number = {id(x): i for i, x in enumerate(params)}
@@ -219,6 +229,8 @@ def roles(params: list[torch.Tensor], taps: list[Tap]) -> dict[int, str]:
         if len(calls) < len(some) or len(biases) > 1:
             continue
         (bias,) = biases
-        if bias is not None and bias != i and {id(t.call) for t in of.get(bias, [])} == {id(c) for c in calls}:
+        if bias is None or bias == i or any(c.arg(2, "bias").numel() != _channels(c) for c in calls):
+            continue
+        if {id(t.call) for t in of.get(bias, [])} == {id(c) for c in calls}:
             found |= {i: "weight", bias: "bias"}
     return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from invfunc._functorch import checkpointing
+from invfunc._functorch import checkpointing, transforming
 from invfunc.errors import SampleAxisError
 
 # A step of a cell: from what the input adds to its gates, the state before and the weights to the next state
@@ -220,12 +220,20 @@ def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
+def prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Its derivative is wrong where torch.vmap batches both."""
+    if weight.numel() > 1 and input.ndim > 1:
+        weight = weight.reshape(-1, *[1] * (input.ndim - 2))
+    return torch.where(input > 0, input, weight * input)
+
+
 _STEPS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
 COMPOSITIONS: dict[str, Callable[..., Any]] = {
     "broadcast_tensors": broadcast_tensors,
     "embedding": embedding,
     "embedding_bag": embedding_bag,
     "_weight_norm": weight_norm,
+    "prelu": prelu,
     **{name: _layers(name, step) for name, step in _STEPS.items()},
     **{f"{name}_cell": _cell(f"{name}_cell", step) for name, step in _STEPS.items()},
 }
@@ -235,11 +243,11 @@ COMPOSITIONS: dict[str, Callable[..., Any]] = {
 def composition(func: Callable) -> Callable[..., Any] | None:
     """The operations of which a function is composed, where it is better followed in those."""
     name = getattr(func, "__name__", "")
-    if name not in COMPOSITIONS:
+    if name not in COMPOSITIONS or (name == "prelu" and not transforming()):
         return None
     if name.startswith("embedding") and getattr(func, "__module__", None) != "torch.nn.functional":
         return None  # torch's own take the same arguments in another order
-    if name not in ("embedding", "broadcast_tensors", "_weight_norm") and checkpointing():
+    if name not in ("embedding", "broadcast_tensors", "_weight_norm", "prelu") and checkpointing():
         raise SampleAxisError(
             f"`{name}` is followed step by step, but hooks on saved tensors, as those of torch.utils.checkpoint, "
             "have to meet the same operations again. Take it out of the checkpoint."
