@@ -65,7 +65,8 @@ def averaged(scope: Scope, run: Run, made: list[Columns], samples: Samples) -> P
 
 def _through(scope: Scope, step: Step, matrix: torch.Tensor, n: int, samples: Samples) -> torch.Tensor:
     (x,) = step.inputs
-    copies, _, _, out = again(scope, step)
+    copies, args, _, out = again(scope, step)
+    out = out if out is not None else args[0]  # of an indexed write
     copy, (y,) = copies[id(x)], [t for t in tree.tensors(out) if t.is_floating_point()]
     before, after = step.call.place(x), step.place
     if not isinstance(before, Axis) or not isinstance(after, Axis):

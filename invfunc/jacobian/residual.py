@@ -139,7 +139,8 @@ def again(scope: Scope, step: Step) -> tuple[dict[int, torch.Tensor], tuple, dic
     device = step.inputs[0].device.type
     cast = torch.autocast(device, step.autocast) if step.autocast is not None else nullcontext()
     with TwiceDifferentiable(), cast:
-        out = call.func(*((args[0].clone(), *args[1:]) if writes(call.func, args, kwargs) else args), **kwargs)
+        args = (args[0].clone(), *args[1:]) if writes(call.func, args, kwargs) else args
+        out = call.func(*args, **kwargs)
     return copies, args, kwargs, out
 
 

@@ -82,6 +82,9 @@ class KroneckerFactors(Measure):
         a = None
         if not shares.again and len(layers[0].places) > 1:
             a = self._inputs(left, [out for out, _ in covered], layers[0].places[1].size, positions)
+        if self.sharing == "backpack":  # it does not divide by the positions
+            out, read = (min(1.0, sum(parts)) for parts in zip(*covered, strict=True))
+            a, b = a if a is None or out == 1 else a / out, b if read == 1 else b / read**2
         b = b if columns.right is None else (b + b.mT) / 2
         return Factors(b, a, positions, layers[0].places, joint, shares.leaf.shape)
 

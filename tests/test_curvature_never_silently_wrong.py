@@ -1,0 +1,136 @@
+"""Programs that once gave wrong numbers of second order without a word: each is right now, or an error."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import jacrev, vmap
+
+from invfunc import (
+    ArgumentError,
+    batch_diag_hessian,
+    diag_ggn,
+    diag_hessian,
+    functional,
+    ggnvp,
+    kflr,
+    kfra,
+    together,
+)
+from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian
+from tests.strategies import Numbers
+
+W, X = Numbers(1)(3, 4), Numbers(2)(5, 3)
+CLASSES, WEIGHTS = torch.tensor([0, 1, 2, 3, 0]), Numbers(3)(5).abs()
+
+
+def linear(w, x):
+    return x @ w
+
+
+def squares(z, y):
+    return (z - y).square().sum()
+
+
+def multiplied(z, y):
+    return F.cross_entropy(z, y, reduction="none").mul_(WEIGHTS).sum()
+
+
+def masked(z, y):
+    losses = F.cross_entropy(z, y, reduction="none")
+    losses[y == 0] = 0
+    return losses.sum()
+
+
+@pytest.mark.parametrize("loss", [multiplied, masked])
+def test_a_loss_that_is_written_to_before_it_is_summed(loss):
+    wanted = dense_diag_ggn(linear, loss)(W, X, CLASSES)
+    for t in (diag_ggn(linear, loss), diag_hessian(linear, loss), diag_ggn(lambda w, x, y: loss(linear(w, x), y))):
+        assert_trees_close(t(W, X, CLASSES), wanted, 1e-10)
+
+
+@pytest.mark.parametrize("write", [lambda h: h[:, 1:3].exp_(), lambda h: h.T.sigmoid_()], ids=["slice", "transpose"])
+def test_a_view_that_is_bent_in_place(write):
+    def f(w, x):
+        h = x @ w
+        write(h)
+        return h
+
+    with pytest.raises(ArgumentError, match="view in place"):
+        diag_hessian(f, F.mse_loss)(W, X, torch.zeros(5, 4).double())
+
+
+def test_a_loss_of_a_loss():
+    def f(w, x, t):
+        return F.mse_loss(F.mse_loss(x @ w, x, reduction="none").sum(1), t)
+
+    square, t = Numbers(4)(3, 3), Numbers(5)(5)
+    found = diag_ggn(f)(square.clone().requires_grad_(), X, t)
+    assert_trees_close(found.detach(), diag_ggn(f)(square, X, t), 1e-12)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda w, x: (x @ w[:, :2]).tanh(),
+        lambda w, x: torch.cat([x @ part for part in w.chunk(2, 1)], 1).tanh(),
+        lambda w, x: (x[:, :2] @ w[:2]).sin(),
+    ],
+    ids=["columns", "all columns", "rows"],
+)
+def test_factors_of_parts_of_a_weight(f, sharing):
+    """Of one sample and position they are exact where the weight is read."""
+    x = X[:1]
+    J = jacrev(f)(W, x).reshape(-1, W.numel())
+    found = kflr(f, squares, weight_sharing=sharing)(W, x, torch.zeros_like(f(W, x))).dense()
+    wanted = 2 * J.T @ J
+    assert_trees_close(torch.where(wanted == 0, 0, found), wanted, 1e-10)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_bias_that_all_outputs_share(joint):
+    def f(p, x):
+        return F.linear(x, p["w"], p["b"])
+
+    found = kflr(f, squares, joint=joint)({"w": W.T, "b": Numbers(6)(1)}, X, Numbers(7)(5, 4))
+    assert found["w"].shape == (4, 3) and found["b"].shape == (1,)
+
+
+@pytest.mark.parametrize("make", [diag_ggn, diag_hessian, batch_diag_hessian])
+def test_prelu_under_vmap_over_parameters(make):
+    f, params = functional(nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)).double())
+    several = [{name: p + 0.1 * k for name, p in params.items()} for k in range(4)]
+    stacked = {name: torch.stack([p[name] for p in several]) for name in params}
+    t, y = make(f, F.mse_loss), Numbers(8)(5, 2)
+    found = vmap(lambda p: t(p, X, y))(stacked)
+    assert_trees_close({name: found[name][1] for name in params}, t(several[1], X, y), 1e-10)
+
+
+def test_a_product_through_logcumsumexp():
+    def f(w, x):
+        return (x @ w).logcumsumexp(1)
+
+    J = jacrev(f)(W, X).reshape(-1, W.numel())
+    found = ggnvp(f, squares)(W, W.cos(), X, torch.zeros(5, 4).double())
+    assert_trees_close(found, (2 * J.T @ J @ W.cos().flatten()).reshape(W.shape), 1e-10)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_chain_beside_a_hessian(order):
+    f, params = functional(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+    made, y = [diag_hessian(f, F.mse_loss), kfra(f, F.mse_loss)][::order], Numbers(8)(5, 2)
+    found = together(*made)(params, X, y)[::order]
+    assert_trees_close(found[0], dense_diag_hessian(f, F.mse_loss)(params, X, y), 1e-10)
+
+
+def test_a_slope_that_keeps_its_graph_because_of_what_f_closes_over():
+    """A parameter made inside, which is drawn: the gradient of the loss is a constant all the same."""
+
+    def f(w, x):
+        nn.Linear(1, 1)
+        return x @ w.exp()
+
+    found = diag_hessian(f, squares)(W, X, torch.zeros(5, 4).double())
+    wanted = dense_diag_hessian(lambda w, x: x @ w.exp(), squares)(W, X, torch.zeros(5, 4).double())
+    assert_trees_close(found.detach(), wanted, 1e-10)
