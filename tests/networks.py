@@ -190,6 +190,28 @@ def plain(statistic: str) -> Callable:
 
         return formula
 
+    def hessian(f, loss):
+        def formula(p, x, y):
+            leaves, structure = tree.flatten(p)
+
+            def slopes(*leaves):
+                return torch.func.grad(lambda p: loss(f(p, x), y, "sum"))(tree.unflatten(leaves, structure))
+
+            found, pull = torch.func.vjp(lambda *leaves: tuple(tree.leaves(slopes(*leaves))), *leaves)
+            units = [torch.eye(g.numel(), dtype=g.dtype, device=g.device) for g in found]
+            entries = [
+                [pull(tuple(e.reshape(g.shape) if k == i else 0 * g for k, g in enumerate(found)))[i] for e in unit]
+                for i, unit in enumerate(units)
+            ]
+            diagonals = [
+                (torch.stack(rows).flatten(1) * unit).sum(1) for rows, unit in zip(entries, units, strict=True)
+            ]
+            return tree.unflatten([d.reshape(g.shape) for d, g in zip(diagonals, found, strict=True)], structure)
+
+        return formula
+
+    if "hessian" in statistic:
+        return hessian
     of = {
         "batch_grad": lambda g: g,
         "sum_grad_squared": lambda g: g.square().sum(0),
@@ -209,11 +231,12 @@ STATISTICS = {
     "variance": _first(invfunc.variance),
     "diag_ggn of f and loss": lambda f, loss: invfunc.diag_ggn(f, lambda z, y: loss(z, y, "sum")),
     "diag_ggn of f": lambda f, loss: invfunc.diag_ggn(lambda p, x, y: loss(f(p, x), y, "sum")),
+    "diag_hessian of f and loss": lambda f, loss: invfunc.diag_hessian(f, lambda z, y: loss(z, y, "sum")),
 }
 
 
 def chunkings(statistic: str) -> list[Callable]:
     """All ways in which a statistic is computed: by itself, and in two passes over each of its axes."""
     make = STATISTICS[statistic]
-    overs = ["samples", "params"] + ["outputs"] * ("ggn" in statistic)
+    overs = ["samples", "params"] + ["outputs"] * ("diag" in statistic)
     return [make, *(lambda f, loss, over=over: invfunc.chunked(make(f, loss), 2, over=over) for over in overs)]

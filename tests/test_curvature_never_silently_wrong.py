@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import jacrev, vmap
+from torch.func import grad, jacrev, vjp, vmap
 
 from invfunc import (
     ArgumentError,
@@ -86,6 +86,48 @@ def test_factors_of_parts_of_a_weight(f, sharing):
     found = kflr(f, squares, weight_sharing=sharing)(W, x, torch.zeros_like(f(W, x))).dense()
     wanted = 2 * J.T @ J
     assert_trees_close(torch.where(wanted == 0, 0, found), wanted, 1e-10)
+
+
+@pytest.mark.parametrize("make", [diag_hessian, batch_diag_hessian])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda p, x: (x * p).sin() * p,
+        lambda p, x: (x + p).sin() * p,
+        lambda p, x: torch.einsum("ni,ni->n", (x * p).cos(), p)[:, None] * x,
+    ],
+    ids=["mul", "add", "einsum"],
+)
+def test_a_parameter_with_an_entry_for_each_sample_that_is_read_again(f, make):
+    p = Numbers(9)(5, 3)
+    wanted = dense_diag_hessian(f, squares)(p, X, torch.zeros(5, 3).double())
+    found = make(f, squares)(p, X, torch.zeros(5, 3).double())
+    assert_trees_close(found if make is diag_hessian else found.sum(0), wanted, 1e-10)
+
+
+def test_the_second_derivative_of_a_diagonal_through_a_norm():
+    def f(w, x):
+        return F.layer_norm(x @ w, (4,))
+
+    def slope(w):
+        return grad(lambda w: (diag_ggn(f, squares)(w, X, torch.zeros(5, 4).double()) * W.cos()).sum())(w)
+
+    along, step = W.sin(), 1e-4
+    found = vjp(slope, W)[1](along)[0]
+    ends = [slope(W + k * step * along) for k in (-2, -1, 1, 2)]
+    wanted = (ends[0] - 8 * ends[1] + 8 * ends[2] - ends[3]) / (12 * step)
+    assert_trees_close(found, wanted, 1e-6)
+
+
+def test_a_chain_with_views():
+    def f(p, x):
+        h = F.conv2d(x, p[0]).relu().flatten(1)
+        return h.view(len(x), -1) @ p[1]
+
+    params, x, y = [Numbers(1)(2, 1, 2, 2), Numbers(2)(8, 3)], Numbers(3)(1, 1, 3, 3), Numbers(4)(1, 3)
+    found = kfra(f, F.mse_loss, weight_sharing="reduce")(params, x, y)
+    wanted = kflr(f, F.mse_loss, weight_sharing="reduce")(params, x, y)
+    assert_trees_close([k.dense() for k in found], [k.dense() for k in wanted], 1e-10)
 
 
 @pytest.mark.parametrize("joint", [False, True])

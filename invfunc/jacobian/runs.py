@@ -80,7 +80,10 @@ class Runner:
         run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
         before = [version(x) for x in self.problem.tensors()]
         try:
-            with active(watching), TwiceDifferentiable() if self.scope.twice else nullcontext():
+            with (
+                active(watching),
+                TwiceDifferentiable() if self.scope.create_graph or self.scope.twice else nullcontext(),
+            ):
                 run.result, run.aux = self.problem.call(trace, params, part)
         except Reached:
             assert watching is not None

@@ -24,15 +24,21 @@ import torch.nn.functional as F
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from invfunc._functorch import dual, transforming
-from invfunc.jacobian.contract import outer
+from invfunc._pages import room
+from invfunc.jacobian.contract import joined, outer, summed
 from invfunc.jacobian.rules.patches import patches
 
 Ints = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
+Slices = list[list[int]]
 
 _CORRELATE = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 _UNFOLD, _ASSEMBLE, _CALL = 60, 60, 4_000_000
 """The cost of an entry of the patches, of an entry of the result, and of a call, in multiplications of a product."""
+
+
+_EXACT = 4096
+"""So many positions are summed at once: the weight gradient adds them one by one, which rounds 1e-5 off at 50000."""
 
 
 def patches_gram(x: torch.Tensor, kernel: Ints, pads: list[tuple[int, int]], dilation: Ints) -> torch.Tensor | None:
@@ -60,13 +66,14 @@ def _gram(x: torch.Tensor, kernel: Ints, pads: Pads, dilation: Ints) -> torch.Te
     for dim, (k, step) in enumerate(zip(kernel, dilation, strict=True)):
         sizes = x.shape[1], math.prod(kernel[:dim]), math.prod(kernel[dim + 1 :])
         place = found.view((sizes[0], sizes[1], k, sizes[2]) * 2)
-        for first, last, positions in _left_out(x.shape[2 + dim], k, pads[dim], step):
-            slices = [p + i * step for i in range(first, last) for p in positions]
-            read = x.index_select(2 + dim, torch.tensor(slices)).unflatten(2 + dim, (last - first, len(positions)))
+        for slices, blocks in _left_out(x.shape[2 + dim], k, pads[dim], step):
+            n = len(slices)
+            read = x.index_select(2 + dim, torch.tensor(slices).flatten()).unflatten(2 + dim, (n, -1))
             read = read.movedim((3 + dim, 2 + dim), (1, 3)).flatten(0, 1).flatten(1, 2)
             gram = _gram(read, *_without(dim, kernel, pads, dilation))
-            gram = gram.view((sizes[0], last - first, *sizes[1:]) * 2).permute(0, 2, 1, 3, 4, 6, 5, 7)
-            place[:, :, first:last, :, :, :, first:last] -= gram
+            gram = gram.view((sizes[0], n, *sizes[1:]) * 2).permute(0, 2, 1, 3, 4, 6, 5, 7)
+            for entries, rows in blocks:
+                place[:, :, entries, :, :, :, entries] -= gram[:, :, rows, :, :, :, rows]
     return found
 
 
@@ -76,8 +83,17 @@ def _all_positions(x: torch.Tensor, kernel: Ints, dilation: Ints) -> torch.Tenso
     reach = [(k - 1) * step for k, step in zip(kernel, dilation, strict=True)]
     around = [(0, reach[0])] + [(r, r) for r in reach[1:]]  # the displacements that go forth in the first dimension
     spans = [2 * k - 1 for k in kernel]
+    size = c, c, kernel[0], *spans[1:]
     read = F.pad(x, [p for pair in reversed(around) for p in pair])
-    half = _CORRELATE[d](read, (c, c, kernel[0], *spans[1:]), x, dilation=dilation)
+    pixels = math.prod(x.shape[2:])
+    samples, rows = max(1, _EXACT // pixels), max(1, _EXACT * x.shape[2] // pixels)
+    half = summed(
+        _CORRELATE[d](
+            given[:, :, row : row + rows + reach[0]], size, cotangent[:, :, row : row + rows], dilation=dilation
+        )
+        for given, cotangent in zip(read.split(samples), x.split(samples), strict=True)
+        for row in range(0, x.shape[2], rows)
+    )
     back = half[:, :, 1:].transpose(0, 1).flip(*range(2, 2 + d))
     entries = list(product(*map(range, kernel)))
     shift = math.prod(spans) // 2  # where displacement 0 stands
@@ -85,16 +101,37 @@ def _all_positions(x: torch.Tensor, kernel: Ints, dilation: Ints) -> torch.Tenso
     offset = torch.tensor([sum(i * s for i, s in zip(entry, strides, strict=True)) for entry in entries])
     displacement = offset - offset[:, None] + shift
     index = displacement[:, None] + math.prod(spans) * torch.arange(c)[:, None]
-    return torch.cat([back, half], 2).flatten(1).index_select(1, index.flatten()).view((c * len(entries),) * 2)
+    whole = joined([back, half], 2).flatten(1)
+    rows = c * len(entries)
+    out = room([c, rows * len(entries)], x)
+    return torch.index_select(whole, 1, index.flatten(), out=out).view(rows, rows)
 
 
 @lru_cache(maxsize=4096)
-def _left_out(size: int, k: int, pads: tuple[int, int], step: int) -> list[tuple[int, int, list[int]]]:
-    """The coordinates of positions that only the widest padding has, with the range of entries that read pixels there."""
+def _left_out(size: int, k: int, pads: tuple[int, int], step: int) -> list[tuple[Slices, list[tuple[slice, slice]]]]:
+    """What the positions that only the widest padding has read in one dimension: slices of the input, one after another.
+
+    Each with blocks, (entries of the kernel, which of the slices they read): fewer entries read a part of the same.
+    """
     (before, after), reach = pads, (k - 1) * step
     coordinates = [*range(-reach, -before), *range(size + after - reach, size)]
     ranges = groupby(coordinates, lambda p: (max(0, -(p // step)), min(k, (size - 1 - p) // step + 1)))
-    return [(first, last, list(group)) for (first, last), group in ranges if first < last]
+    reads = [
+        (slice(first, last), [[p + i * step for p in group] for i in range(first, last)])
+        for (first, last), positions in ranges
+        for group in [list(positions)]
+        if first < last
+    ]
+    found: list[tuple[Slices, list[tuple[slice, slice]]]] = []
+    for entries, part in sorted(reads, key=lambda read: -len(read[1])):
+        for slices, blocks in found:
+            start = slices.index(part[0]) if part[0] in slices else len(slices)
+            if slices[start : start + len(part)] == part:
+                blocks.append((entries, slice(start, start + len(part))))
+                break
+        else:
+            found.append((part, [(entries, slice(0, len(part)))]))
+    return found
 
 
 def _without(dim: int, kernel: Ints, pads: Pads, dilation: Ints) -> tuple[Ints, Pads, Ints]:
@@ -117,10 +154,10 @@ def _cost(shape: Ints, kernel: Ints, pads: Pads, dilation: Ints) -> tuple[float,
     found = _CALL + c * c * b * math.prod(spatial) * kernel[0] * math.prod(2 * k - 1 for k in kernel[1:])
     found += _ASSEMBLE * rows * rows
     for dim, (size, k, pair, step) in enumerate(axes):
-        for first, last, group in _left_out(size, k, pair, step):
+        for slices, blocks in _left_out(size, k, pair, step):
             if found >= direct:
                 return direct, False
-            n = last - first
-            other = b * len(group), c * n, *spatial[:dim], *spatial[dim + 1 :]
-            found += _cost(other, *_without(dim, kernel, pads, dilation))[0] + _ASSEMBLE * (rows * n // k) ** 2
+            other = b * len(slices[0]), c * len(slices), *spatial[:dim], *spatial[dim + 1 :]
+            found += _cost(other, *_without(dim, kernel, pads, dilation))[0]
+            found += _ASSEMBLE * sum((rows * len(slices[part]) // k) ** 2 for _, part in blocks)
     return found, True

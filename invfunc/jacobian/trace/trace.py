@@ -33,7 +33,7 @@ from invfunc.jacobian.trace.calls import (
 from invfunc.jacobian.trace.compositions import composition, states
 from invfunc.jacobian.trace.random import Draws
 from invfunc.jacobian.trace.seen import Seen, cannot_meet
-from invfunc.jacobian.trace.steps import Remember, Step, is_view, step
+from invfunc.jacobian.trace.steps import Remember, Step, bends, is_view, step
 from invfunc.jacobian.trace.tags import Derived, Sampled, Tags, Tap
 
 
@@ -174,15 +174,16 @@ class Trace(TorchFunctionMode):
         return out
 
     def _of_samples(self, seen: Seen) -> Any:
-        bent = self.remember is not None and self.remember(seen)
-        kept = self._kept(seen) if seen.writes and (seen.params or bent) else None
         params = seen.params
         if params and not any(tag.lost for tag in seen.sampled):
             seen = self._promote(seen)
             params = seen.params
+        bent = self.remember is not None and self.remember(seen)
+        kept = self._kept(seen) if seen.writes and (params or bent) else None
         out = seen.run()
-        bent = bent and not is_view(out, seen)
-        if (bent or (params and self.tapped)) and isinstance(out, torch.Tensor) and not seen.writes:
+        view = bent and is_view(out, seen)
+        bent = bent and not (view and self.remember is bends)
+        if ((bent and not view) or (params and self.tapped)) and isinstance(out, torch.Tensor) and not seen.writes:
             out = unviewed(out)
         produced = seen.produced(out)
         if not produced:
