@@ -124,7 +124,7 @@ def problem(
     trees = [args[i] for i in positions]
     leaves, structure = tree.flatten(trees)
     for i, params in zip(positions, trees, strict=True):
-        _check_params(params, names[i])
+        check_params(params, names[i])
     if not leaves:
         raise ArgumentError(f"{names[positions[0]]} has no tensors in it.")
     rest = [i for i in range(len(args)) if i not in positions]
@@ -160,7 +160,8 @@ def _places(samples: Any, n: int) -> list[int]:
     return [i % n for i in places]
 
 
-def _check_params(params: Any, name: str) -> None:
+def check_params(params: Any, name: str) -> None:
+    """That all leaves are real floating-point tensors."""
     for path, leaf in tree.named_leaves(params):
         if not isinstance(leaf, torch.Tensor):
             raise ArgumentTypeError(f"{name}{path} is of type {type(leaf).__name__}, but parameters are tensors.")

@@ -9,7 +9,7 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.problem import _check_params
+from invfunc.jacobian.problem import check_params
 from invfunc.products.maps import Kind
 from invfunc.products.product import Product, Space
 from invfunc.transform import argument_names
@@ -27,7 +27,7 @@ def space_of(args: tuple, names: list[str]) -> Space:
     """That of the parameters."""
     if not args:
         raise ArgumentError("the parameters are missing.")
-    _check_params(args[0], names[0])
+    check_params(args[0], names[0])
     leaves, structure = tree.flatten(args[0])
     if not leaves:
         raise ArgumentError(f"{names[0]} has no tensors in it.")

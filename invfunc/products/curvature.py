@@ -11,7 +11,7 @@ import torch
 from invfunc.errors import ArgumentError, SampleAxisError, SplitError
 from invfunc.jacobian.loss.columns import Columns
 from invfunc.jacobian.loss.drawn import Drawn, drawn
-from invfunc.jacobian.loss.hessian import _structured, gradient, hessian
+from invfunc.jacobian.loss.hessian import gradient, hessian, structured
 from invfunc.jacobian.quantity import Drawing
 from invfunc.jacobian.scope import Scope
 from invfunc.products.given import Given, Split
@@ -140,7 +140,7 @@ def check_convex(scope: Scope, split: Split) -> None:
     n, roots = split.n, split.roots
     outputs = sum(r.value.numel() for r in roots) // n
     pieces = [p for p in split.pieces if p.root in {r.ordinal for r in roots}]
-    known = n * outputs**2 <= CHECKED or _structured(scope, split.result, roots, pieces) is not None
+    known = n * outputs**2 <= CHECKED or structured(scope, split.result, roots, pieces) is not None
     if known and outputs:
         hessian(scope, split.result, roots, pieces, n)
 

@@ -13,7 +13,7 @@ from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import check_loss, output_axis
 from invfunc.jacobian.loss.split import Piece, Root, Splitter, active, check_seen, check_split
-from invfunc.jacobian.problem import InDims, _check_params, batch_dims, batch_size, problem, with_aux
+from invfunc.jacobian.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.random import Draws
@@ -60,7 +60,7 @@ class Given:
         self.in_dims, self.out_dims, self.has_aux = in_dims, out_dims, has_aux
         if len(args) < 1 + (loss is not None):
             raise ArgumentError("arguments are missing: the parameters come first, and the target last for a loss.")
-        _check_params(args[0], names[0])
+        check_params(args[0], names[0])
         self.leaves, self.structure = tree.flatten(args[0])
         if not self.leaves:
             raise ArgumentError(f"{names[0]} has no tensors in it.")

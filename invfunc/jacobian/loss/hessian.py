@@ -28,19 +28,19 @@ def hessian(
 ) -> list[Columns]:
     """The columns of the Hessian of the result in the outputs; `convex` says that it has to be positive."""
     pieces = [p for p in pieces if p.root in {r.ordinal for r in roots}]
-    structured = _structured(scope, result, roots, pieces)
-    if structured is None:
+    found = structured(scope, result, roots, pieces)
+    if found is None:
         return [_general(scope, result, roots, n, convex)]
     by_ordinal = {r.ordinal: r for r in roots}
     try:
-        return [columns(scope, piece, c, by_ordinal[piece.root], n, convex) for piece, c in structured]
+        return [columns(scope, piece, c, by_ordinal[piece.root], n, convex) for piece, c in found]
     except ConvexityError:
-        if len(structured) < 2:
+        if len(found) < 2:
             raise
         return [_general(scope, result, roots, n, convex)]  # a difference of losses may be convex
 
 
-def _structured(
+def structured(
     scope: Scope, result: torch.Tensor, roots: list[Root], pieces: list[Piece]
 ) -> list[tuple[Piece, torch.Tensor]] | None:
     """Each piece with the gradient of the result in its output; None unless the result is affine in just these."""
