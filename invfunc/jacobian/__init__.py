@@ -1,6 +1,8 @@
 """Factored per-sample Jacobians.
 
 A call of a statistic goes through `problem` (its arguments), `engine` (what to run), `runs` (the function under a
-`trace`, which uses `follow` and `rules` at every operation), `loss` (the columns to send back), `pullback`, `shares`
-(contractions), and ends in `measures` (what is kept, and how it folds).
+`trace`, which uses `follow` and `rules` at every operation), `loss` (the columns to send back) and `fold`, which sends
+them back (`pullback`), has `measures` keep what they want of the `shares` (contractions), and makes results of it. A
+`quantity` is a measure with the kind of its columns: those of the gradient, of the GGN, of the Hessian (`residual` adds
+what the model's own operations bend), of a `chain`, or of the outputs. `twice` mends what torch differentiates wrongly.
 """

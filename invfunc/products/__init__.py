@@ -1,1 +1,5 @@
-"""Products of curvature matrices with vectors, and what is made of them: operators and estimates."""
+"""Products of curvature matrices with vectors, and what is made of them.
+
+`given` runs a function whole or split at its outputs, `curvature` records the maps of a matrix as vector-Jacobian
+products, `maps` evaluates them, and `product` makes functions of them; `along` is a product at fixed parameters.
+"""

@@ -1,7 +1,7 @@
 """The Gram matrix of the patches that a convolution of stride 1 reads, without the patches.
 
-Entry k of a kernel reads, at position p, the input at p + k (times the dilation). Summed over *all* positions, a product
-of two entries depends on their displacement only,
+Entry k of a kernel reads, at position p, the input at p + k (times the dilation). Summed over *all* positions, a
+product of two entries depends on their displacement only,
 
     sum_p x[c, p + k] x[c', p + k'] = T[c, c', k' - k],    T[c, c', t] = sum_p x[c, p] x[c', p + t],
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,8 @@ Pads = tuple[tuple[int, int], ...]
 Slices = list[list[int]]
 
 _CORRELATE = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
-_UNFOLD, _ASSEMBLE, _CALL = 60, 60, 4_000_000
-"""The cost of an entry of the patches, of an entry of the result, and of a call, in multiplications of a product."""
+_UNFOLD, _ASSEMBLE, _CALL, _SLICES = 60, 60, 4_000_000, 10_000_000
+"""What an entry of the patches, one of the result, a product, and reading slices cost, in multiplications."""
 
 
 _EXACT = 4096
@@ -95,37 +95,33 @@ def _all_positions(x: torch.Tensor, kernel: Ints, dilation: Ints) -> torch.Tenso
         for row in range(0, x.shape[2], rows)
     )
     back = half[:, :, 1:].transpose(0, 1).flip(*range(2, 2 + d))
-    entries = list(product(*map(range, kernel)))
-    shift = math.prod(spans) // 2  # where displacement 0 stands
-    strides = [math.prod(spans[i + 1 :]) for i in range(d)]
-    offset = torch.tensor([sum(i * s for i, s in zip(entry, strides, strict=True)) for entry in entries])
-    displacement = offset - offset[:, None] + shift
+    offset = torch.arange(math.prod(spans)).view(spans)[tuple(slice(k) for k in kernel)].flatten()
+    displacement = offset - offset[:, None] + math.prod(spans) // 2
     index = displacement[:, None] + math.prod(spans) * torch.arange(c)[:, None]
     whole = joined([back, half], 2).flatten(1)
-    rows = c * len(entries)
-    out = room([c, rows * len(entries)], x)
-    return torch.index_select(whole, 1, index.flatten(), out=out).view(rows, rows)
+    out = room([c, index.numel()], x)
+    return torch.index_select(whole, 1, index.flatten(), out=out).view((c * len(offset),) * 2)
 
 
 @lru_cache(maxsize=4096)
 def _left_out(size: int, k: int, pads: tuple[int, int], step: int) -> list[tuple[Slices, list[tuple[slice, slice]]]]:
-    """What the positions that only the widest padding has read in one dimension: slices of the input, one after another.
+    """The slices of the input that positions read, in one dimension, which only the widest padding has.
 
-    Each with blocks, (entries of the kernel, which of the slices they read): fewer entries read a part of the same.
+    Each with its blocks (entries of the kernel, slices that they read): where fewer entries read, it is a part of them.
     """
     (before, after), reach = pads, (k - 1) * step
     coordinates = [*range(-reach, -before), *range(size + after - reach, size)]
     ranges = groupby(coordinates, lambda p: (max(0, -(p // step)), min(k, (size - 1 - p) // step + 1)))
-    reads = [
-        (slice(first, last), [[p + i * step for p in group] for i in range(first, last)])
-        for (first, last), positions in ranges
-        for group in [list(positions)]
-        if first < last
+    groups = [
+        (slice(*read), [[p + i * step for p in group] for i in range(*read)])
+        for read, same in ranges
+        for group in [list(same)]
+        if read[0] < read[1]
     ]
     found: list[tuple[Slices, list[tuple[slice, slice]]]] = []
-    for entries, part in sorted(reads, key=lambda read: -len(read[1])):
+    for entries, part in sorted(groups, key=lambda group: -len(group[1])):
         for slices, blocks in found:
-            start = slices.index(part[0]) if part[0] in slices else len(slices)
+            start = slices.index(part[0]) if part[0] in slices else 0
             if slices[start : start + len(part)] == part:
                 blocks.append((entries, slice(start, start + len(part))))
                 break
@@ -158,6 +154,6 @@ def _cost(shape: Ints, kernel: Ints, pads: Pads, dilation: Ints) -> tuple[float,
             if found >= direct:
                 return direct, False
             other = b * len(slices[0]), c * len(slices), *spatial[:dim], *spatial[dim + 1 :]
-            found += _cost(other, *_without(dim, kernel, pads, dilation))[0]
+            found += _SLICES + _cost(other, *_without(dim, kernel, pads, dilation))[0]
             found += _ASSEMBLE * sum((rows * len(slices[part]) // k) ** 2 for _, part in blocks)
-    return found, True
+    return min((found, True), (direct, False))
