@@ -64,7 +64,8 @@ class KroneckerFactors(Measure):
 
     def _of(self, shares: Shares, layers: list[Layer], part: Part, joint: bool) -> Factors:
         columns = shares.columns
-        left = [layer.operands(columns.left, part) for layer in layers]
+        whole = self.sharing != "reduce"
+        left = [(layer.products if whole else layer.operands)(columns.left, part) for layer in layers]
         right = left
         if columns.right is not None:
             right = [layer.operands(columns.right, part) for layer in layers]
@@ -102,8 +103,8 @@ class KroneckerFactors(Measure):
             elif picked is not None:
                 part = torch.bincount(picked.flatten(), minlength=rows + 1)[:-1].to(like.dtype)
             else:
-                assert o.a is not None
-                part = outer(o.a)
+                assert o.a is not None or o.gram is not None
+                part = outer(o.a) if o.gram is None else o.gram  # pyright: ignore[reportArgumentType]
             found.append(part if out == 1 else out * part)
         total = summed(found)
         return total.mT @ total / positions**2 if self.sharing == "reduce" else total

@@ -16,6 +16,7 @@ channels, their Gram matrix is the same problem in one dimension less.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import groupby
 
@@ -30,13 +31,12 @@ from invfunc.jacobian.rules.patches import patches
 
 Ints = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
-Slices = list[list[int]]
+Read = tuple[list[list[int]], list[tuple[slice, slice]]]
+"""Slices of the input, and blocks: entries of the kernel with those of the slices that they read."""
 
-_CORRELATE = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
+_CORRELATE: dict[int, Callable] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 _UNFOLD, _ASSEMBLE, _CALL, _SLICES = 60, 60, 4_000_000, 10_000_000
 """What an entry of the patches, one of the result, a product, and reading slices cost, in multiplications."""
-
-
 _EXACT = 4096
 """So many positions are summed at once: the weight gradient adds them one by one, which rounds 1e-5 off at 50000."""
 
@@ -79,20 +79,17 @@ def _gram(x: torch.Tensor, kernel: Ints, pads: Pads, dilation: Ints) -> torch.Te
 
 def _all_positions(x: torch.Tensor, kernel: Ints, dilation: Ints) -> torch.Tensor:
     """The matrix for the widest padding: entry (c, k, c', k') is T[c, c', k' - k]."""
-    c, d = x.shape[1], len(kernel)
+    c, d, pixels = x.shape[1], len(kernel), math.prod(x.shape[2:])
     reach = [(k - 1) * step for k, step in zip(kernel, dilation, strict=True)]
     around = [(0, reach[0])] + [(r, r) for r in reach[1:]]  # the displacements that go forth in the first dimension
     spans = [2 * k - 1 for k in kernel]
     size = c, c, kernel[0], *spans[1:]
     read = F.pad(x, [p for pair in reversed(around) for p in pair])
-    pixels = math.prod(x.shape[2:])
     samples, rows = max(1, _EXACT // pixels), max(1, _EXACT * x.shape[2] // pixels)
     half = summed(
-        _CORRELATE[d](
-            given[:, :, row : row + rows + reach[0]], size, cotangent[:, :, row : row + rows], dilation=dilation
-        )
-        for given, cotangent in zip(read.split(samples), x.split(samples), strict=True)
-        for row in range(0, x.shape[2], rows)
+        _CORRELATE[d](at[:, :, i : i + rows + reach[0]], size, of[:, :, i : i + rows], dilation=dilation)
+        for at, of in zip(read.split(samples), x.split(samples), strict=True)
+        for i in range(0, x.shape[2], rows)
     )
     back = half[:, :, 1:].transpose(0, 1).flip(*range(2, 2 + d))
     offset = torch.arange(math.prod(spans)).view(spans)[tuple(slice(k) for k in kernel)].flatten()
@@ -104,23 +101,16 @@ def _all_positions(x: torch.Tensor, kernel: Ints, dilation: Ints) -> torch.Tenso
 
 
 @lru_cache(maxsize=4096)
-def _left_out(size: int, k: int, pads: tuple[int, int], step: int) -> list[tuple[Slices, list[tuple[slice, slice]]]]:
-    """The slices of the input that positions read, in one dimension, which only the widest padding has.
-
-    Each with its blocks (entries of the kernel, slices that they read): where fewer entries read, it is a part of them.
-    """
+def _left_out(size: int, k: int, pads: tuple[int, int], step: int) -> list[Read]:
+    """What is read in one dimension by the positions that only the widest padding has."""
     (before, after), reach = pads, (k - 1) * step
     coordinates = [*range(-reach, -before), *range(size + after - reach, size)]
     ranges = groupby(coordinates, lambda p: (max(0, -(p // step)), min(k, (size - 1 - p) // step + 1)))
-    groups = [
-        (slice(*read), [[p + i * step for p in group] for i in range(*read)])
-        for read, same in ranges
-        for group in [list(same)]
-        if read[0] < read[1]
-    ]
-    found: list[tuple[Slices, list[tuple[slice, slice]]]] = []
-    for entries, part in sorted(groups, key=lambda group: -len(group[1])):
-        for slices, blocks in found:
+    runs = [(read, list(positions)) for read, positions in ranges if read[0] < read[1]]
+    parts = [(slice(*read), [[p + i * step for p in run] for i in range(*read)]) for read, run in runs]
+    found: list[Read] = []
+    for entries, part in sorted(parts, key=lambda part: -len(part[1])):
+        for slices, blocks in found:  # fewer entries read a part of what more of them do
             start = slices.index(part[0]) if part[0] in slices else 0
             if slices[start : start + len(part)] == part:
                 blocks.append((entries, slice(start, start + len(part))))
@@ -132,7 +122,8 @@ def _left_out(size: int, k: int, pads: tuple[int, int], step: int) -> list[tuple
 
 def _without(dim: int, kernel: Ints, pads: Pads, dilation: Ints) -> tuple[Ints, Pads, Ints]:
     """The problem in the other dimensions: those after `dim` still have all positions, those before the true ones."""
-    wide = tuple(((k - 1) * step,) * 2 for k, step in zip(kernel[dim + 1 :], dilation[dim + 1 :], strict=True))
+    reach = [(k - 1) * step for k, step in zip(kernel[dim + 1 :], dilation[dim + 1 :], strict=True)]
+    wide = tuple((r, r) for r in reach)
     return kernel[:dim] + kernel[dim + 1 :], pads[:dim] + wide, dilation[:dim] + dilation[dim + 1 :]
 
 

@@ -10,6 +10,7 @@ import torch
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.contract import Term
 from invfunc.jacobian.follow import Call
+from invfunc.jacobian.rules.autocorrelation import patches_gram
 from invfunc.jacobian.rules.patches import patches, same_padding, spread
 from invfunc.jacobian.rules.recipe import Part, Recipe, Site, rule
 
@@ -52,13 +53,18 @@ def convolution(site: Site, param: torch.Tensor) -> Recipe | None:
         delta = delta if delta.ndim == d + 4 else delta.unsqueeze(2)
         return "VNbgop", delta.reshape(*delta.shape[:3], groups, -1, math.prod(delta.shape[4:]))
 
+    def gram(part: Part) -> torch.Tensor | None:
+        if groups != 1 or any(s != 1 for s in stride):
+            return None
+        return patches_gram(_channels(site, x, axis, part, d).flatten(0, 1), kernel, pads, dilation)
+
     def build(delta: torch.Tensor, part: Part) -> list[Term]:
         inputs = _channels(site, x, axis, part, d)
         read = patches(inputs.flatten(0, 1), kernel, stride, pads, dilation)
         return [sent(delta), ("Nbgip", read.reshape(*inputs.shape[:2], groups, -1, read.shape[-1]))]
 
     work = math.prod(weight.shape[1:]) * groups * math.prod(call.out.shape[-d:])
-    return Recipe("goi", build, reads=(x,), work=work, sent=sent)
+    return Recipe("goi", build, reads=(x,), work=work, sent=sent, gram=gram)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")

@@ -35,6 +35,8 @@ class Recipe:
     """Whether several such shares of one parameter may be stacked and contracted together."""
     sent: Callable[[torch.Tensor], Term] | None = None
     """The first term that `build` makes, where the others are dear and may be known already."""
+    gram: Callable[[Part], torch.Tensor | None] | None = None
+    """The sum over samples and positions of the products of what is read, where that is cheaper than to read it."""
     factored: Recipe | None = None
     """The same as a product of what a linear layer sends back and reads at each of its positions, if this is not."""
     selects: Callable[[Part], torch.Tensor] | None = None

@@ -44,6 +44,8 @@ class Operands:
     s: torch.Tensor
     a: torch.Tensor | None = None
     picked: torch.Tensor | None = None
+    gram: torch.Tensor | None = None
+    """`sum_nr a a^T` in place of a."""
 
 
 @dataclass
@@ -87,6 +89,15 @@ class Layer:
         delta = deltas[self.tap.site]
         assert delta is not None
         return self.of(delta[:, part], part)
+
+    def products(self, deltas: Deltas, part: Part) -> Operands:
+        """The operands, with the sum of the products of what is read in its place where that is cheaper."""
+        gram = self.recipe.gram(part) if self.read and not self.joint and self.recipe.gram is not None else None
+        if gram is None:
+            return self.operands(deltas, part)
+        self.look(deltas, part[:1] if isinstance(part, torch.Tensor) else slice(part.start, part.start + 1))
+        sent = replace(self, read=False).operands(deltas, part)
+        return replace(sent, gram=self.places[1].spread(self.places[1].spread(gram, 0), 1))
 
     def look(self, deltas: Deltas, part: Part) -> None:
         """Find out where the factors lie in the parameter, from one column of some samples."""
