@@ -87,10 +87,15 @@ def chunked(
     if split is None:
         return f
     if isinstance(f, Statistic):
-        over = over or next(iter(f.axes), None)
+        if (fold, in_dims, out_dims, has_aux) != ("cat", 0, 0, False):
+            raise ArgumentError(
+                f"chunked({f!r}): fold, in_dims, out_dims, has_aux are of plain functions; leave them out."
+            )
+        if not f.axes:
+            raise ArgumentError(f"chunked({f!r}): it cannot be computed in parts.")
+        over = over or f.axes[0]
         if over not in f.axes:
-            axes = ", ".join(map(repr, f.axes)) or "none"
-            raise ArgumentError(f"chunked({f!r}, over={over!r}): its axes are {axes}.")
+            raise ArgumentError(f"chunked({f!r}, over={over!r}): its axes are {', '.join(map(repr, f.axes))}.")
         options = replace(f.options, plan=f.options.plan.split(cast(AxisName, over), split))
         return replace(f, options=options, shown=f"chunked({f!r}, {text}, over={over!r})")
     if over not in (None, "samples"):

@@ -13,8 +13,9 @@ from invfunc.jacobian.quantity import Drawing, Of
 def drawing(name: str, mc_samples: Any, generator: Any, sample: Any = None) -> Drawing | None:
     """Check how columns are to be drawn; None takes all of them."""
     if mc_samples is None:
-        if sample is not None:
-            raise ArgumentError(f"{name}(sample=...): a sampler is used with mc_samples only.")
+        for option, value in (("generator", generator), ("sample", sample)):
+            if value is not None:
+                raise ArgumentError(f"{name}({option}=...): nothing is drawn without mc_samples; pass mc_samples=1.")
         return None
     if not isinstance(mc_samples, int) or isinstance(mc_samples, bool):
         kind = type(mc_samples).__name__
@@ -43,6 +44,7 @@ def fisher_columns(name: str, fisher: str, mc_samples: int, generator: Any, samp
     if fisher not in kinds:
         raise ArgumentError(f"{name}(fisher={fisher!r}): fisher is one of 'mc', 'exact', 'empirical'.")
     if fisher == "mc":
+        mc_samples = 0 if mc_samples is None else mc_samples  # of which drawing() says that it is too few
         return {"of": "ggn", "drawing": drawing(name, mc_samples, generator, sample)}
     if generator is not None or sample is not None:
         raise ArgumentError(f"{name}(fisher={fisher!r}): nothing is drawn, so leave generator and sample out.")

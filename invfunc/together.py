@@ -28,7 +28,7 @@ def together(*statistics: Statistic) -> Statistic:
         A function `(params, *batch) -> tuple` of the results in their order, aux last.
 
     Raises:
-        ArgumentError: no statistics, different functions or options, statistics of a loss beside `batch_jacobian`.
+        ArgumentError: no statistics, different functions or options, `gram` or `batch_jacobian` beside others.
 
     Example:
         >>> import torch, invfunc
@@ -47,7 +47,7 @@ def together(*statistics: Statistic) -> Statistic:
         raise ArgumentError("together(): give at least one statistic.")
     for t in statistics:
         if not isinstance(t, Statistic):
-            raise ArgumentTypeError(f"together(...): {t!r} is of type {type(t).__name__}, but has to be a statistic.")
+            raise ArgumentTypeError(f"together(...): an argument is of type {type(t).__name__}, not a statistic.")
         if t.members or t.options != statistics[0].options or t.shown is not None:
             raise ArgumentError(
                 f"together({t!r}): it is a composition; apply `chunked` and `reduced` to together(...)."
@@ -57,8 +57,8 @@ def together(*statistics: Statistic) -> Statistic:
         for name in _SHARED:
             if not _same(getattr(t, name), getattr(first, name)):
                 raise ArgumentError(
-                    f"together({first!r}, {t!r}): they have different {name}. Give all the same; as a loss function f, "
-                    "the outputs of `diag_ggn(f)` are found in it."
+                    f"together({first!r}, {t!r}): they have different {name}. Give all the same object; of a loss "
+                    "function f, `diag_ggn(f)` finds the outputs itself."
                 )
     kinds = {t.of in ("jacobian", "gradient_or_jacobian") for t in statistics}
     if len(kinds) > 1:

@@ -177,7 +177,7 @@ class Engine:
             if not result.ndim:
                 raise ArgumentError(
                     "with `sample=`, the loss has to return the [N] losses of the samples: a scalar does not say "
-                    "whether it is their mean or their sum. Return them, with the scale that they have in it."
+                    "whether it is their mean or their sum. Return the negative log-likelihoods, without a factor."
                 )
             found.append(gradient(self.scope, result, loss.roots, self.problem.n).cotangents)
         roots = {i for one in found for i in one}

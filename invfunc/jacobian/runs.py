@@ -11,12 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import version
-from invfunc.errors import (
-    ArgumentError,
-    InvFuncError,
-    RandomnessError,
-    SampleAxisError,
-)
+from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleAxisError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import cannot_draw, check_loss, output_axis, same_values
 from invfunc.jacobian.follow import TOTAL, Call

@@ -8,11 +8,20 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.jacobian.problem import check_params
 from invfunc.products.maps import Kind
 from invfunc.products.product import Product, Space
-from invfunc.transform import argument_names
+from invfunc.transform import Statistic, argument_names, check_callable
+
+
+def check_product(name: str, product: Any) -> None:
+    """That a transform of products gets one."""
+    check_callable(name, product)
+    if isinstance(product, Statistic):
+        raise ArgumentTypeError(
+            f"{name}({product!r}): it is a statistic, but has to be a product (params, v, *batch), as `ggnvp(f, loss)` is."
+        )
 
 
 def names_of(product: Callable, count: int) -> list[str]:

@@ -162,7 +162,7 @@ def _columns(scope: Scope, split: Split, drawing: Drawing | None) -> list[Column
         if not losses.ndim:
             raise ArgumentError(
                 "with `sample=`, the loss has to return the [N] losses of the samples: a scalar does not say whether "
-                "it is their mean or their sum. Return them, with the scale that they have in it."
+                "it is their mean or their sum. Return the negative log-likelihoods, without a factor."
             )
         found.append(gradient(scope, losses, split.roots, split.n).cotangents)
     roots = {i for one in found for i in one}

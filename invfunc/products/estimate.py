@@ -12,10 +12,10 @@ import torch
 from invfunc._functorch import plainly
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.jacobian.loss.columns import safe_root
-from invfunc.products.along import along, names_of, space_of
+from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.extras import extra
 from invfunc.products.maps import Kind
-from invfunc.products.product import Product, check_functions, eagerly
+from invfunc.products.product import Product, eagerly
 from invfunc.transform import describe, told
 
 DISTRIBUTIONS = ("rademacher", "gaussian")
@@ -45,7 +45,7 @@ class Estimator:
 
     def __post_init__(self) -> None:
         name, shown = f"estimate_{self.of}", repr(self)[:-1]
-        check_functions(name, self.product)
+        check_product(name, self.product)
         if isinstance(self.product, Product) and self.product.lead:
             raise ArgumentError(f"{shown}): a product of blocks takes several vectors at once; give that of the whole.")
         if not isinstance(self.probes, int) or isinstance(self.probes, bool):

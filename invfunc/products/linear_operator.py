@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
-from invfunc.products.along import along, names_of, space_of
+from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.extras import extra
-from invfunc.products.product import Product, Space, check_functions
+from invfunc.products.product import Product, Space
 from invfunc.transform import describe, told
 
 
@@ -53,7 +53,7 @@ def linear_operator(product: Callable) -> Operator:
 
     Source: `scipy.sparse.linalg.LinearOperator`; curvlinops (Dangel et al.).
     """
-    check_functions("linear_operator", product)
+    check_product("linear_operator", product)
     if isinstance(product, Product) and product.lead:
         raise ArgumentError(f"linear_operator({product!r}): a product of blocks takes several vectors at once.")
     return Operator(product)

@@ -49,7 +49,8 @@ def diag_ggn(
             Hessians h get columns `sqrt(h / mc_samples)` with random signs. The result is right on average.
         generator: the `torch.Generator` that draws them; needed with mc_samples.
         sample: a function `sample(outputs, generator) -> target` that draws from the predictive of a loss of your own,
-            which then has to be given as `loss` and to return the `[N]` losses.
+            which then has to be given as `loss` and to return the `[N]` negative log-likelihoods, without a factor:
+            the square of what is drawn is taken for their curvature, and a factor would be squared, too.
         samples: the indices of the samples whose columns are wanted, with the scale that they have in the whole batch.
         argnums, in_dims, has_aux: as in `batch_grad`; aux is that of f.
         out_dims: the sample axis of the outputs of a model function.

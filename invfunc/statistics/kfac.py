@@ -47,8 +47,9 @@ def kfac(
             `batch_grad`: return the `[N]` losses where it matters.
         mc_samples, generator: as in `diag_ggn`, for fisher="mc".
         weight_sharing: "expand", "reduce" or "backpack".
-        joint: a weight and the bias of the same operation have one matrix over `[out, in + 1]`, in the weight's place;
-            the bias comes last among the inputs, and has None in its own place.
+        joint: a weight and the bias of the same operation have one matrix over `[out, in + 1]` (of a convolution `in`
+            counts the entries of a patch), in the weight's place; the bias comes last among the inputs, and has None
+            in its own place.
 
     Returns:
         A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with a `Kronecker`

@@ -202,7 +202,7 @@ class Trace(TorchFunctionMode):
             elif self.tapped or found is None:
                 raise samples_lost(lost, self.unknown)
         if bent:
-            self.steps.append(step(seen, call, produced, None if isinstance(found, list) else found))
+            self.steps.append(step(seen, call, produced, found[0] if isinstance(found, list) else found))
         self._tell(seen, produced, found, lost, bool(params))
         if self.after is not None:
             self.after(self, call)
