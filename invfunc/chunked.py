@@ -88,9 +88,7 @@ def chunked(
         return f
     if isinstance(f, Statistic):
         if (fold, in_dims, out_dims, has_aux) != ("cat", 0, 0, False):
-            raise ArgumentError(
-                f"chunked({f!r}): fold, in_dims, out_dims, has_aux are of plain functions; leave them out."
-            )
+            raise ArgumentError(f"chunked({f!r}): fold, in_dims, out_dims, has_aux are for plain functions only.")
         if not f.axes:
             raise ArgumentError(f"chunked({f!r}): it cannot be computed in parts.")
         over = over or f.axes[0]

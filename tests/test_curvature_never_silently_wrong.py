@@ -8,11 +8,17 @@ from torch.func import grad, jacrev, vjp, vmap
 
 from invfunc import (
     ArgumentError,
+    InvFuncError,
     batch_diag_hessian,
+    batch_grad,
+    chunked,
     diag_ggn,
     diag_hessian,
+    estimate_trace,
     functional,
     ggnvp,
+    gram,
+    kfac,
     kflr,
     kfra,
     together,
@@ -156,6 +162,35 @@ def test_a_product_through_logcumsumexp():
     J = jacrev(f)(W, X).reshape(-1, W.numel())
     found = ggnvp(f, squares)(W, W.cos(), X, torch.zeros(5, 4).double())
     assert_trees_close(found, (2 * J.T @ J @ W.cos().flatten()).reshape(W.shape), 1e-10)
+
+
+IGNORED = {
+    "a generator without draws": (lambda: diag_ggn(linear, squares, generator=torch.Generator()), "generator"),
+    "no number of draws": (lambda: kfac(linear, squares, mc_samples=None, generator=torch.Generator()), "mc_samples"),
+    "a fold of a statistic": (lambda: chunked(diag_ggn(linear, squares), 2, fold="sum"), "fold"),
+    "parts of a recursion": (lambda: chunked(kfra(linear, squares), 2), "parts"),
+    "a statistic for a product": (
+        lambda: estimate_trace(diag_ggn(linear, squares), probes=2, generator=torch.Generator()),
+        "statistic",
+    ),
+    "gram beside others": (lambda: together(batch_grad(squares), gram(squares)), "gram"),
+}
+
+
+@pytest.mark.parametrize("case", IGNORED)
+def test_options_that_would_be_ignored(case):
+    make, named = IGNORED[case]
+    with pytest.raises(InvFuncError, match=named):
+        make()
+
+
+def test_a_chain_with_indexing_and_squeezing():
+    def f(p, x):
+        return (x.unsqueeze(1) @ p[0]).squeeze(1).sin()[:, :3] @ p[1]
+
+    args = [Numbers(1)(3, 4), Numbers(2)(3, 2)], X[:1], Numbers(4)(1, 2)
+    found, wanted = kfra(f, F.mse_loss)(*args), kflr(f, F.mse_loss)(*args)
+    assert_trees_close([k.dense() for k in found], [k.dense() for k in wanted], 1e-10)
 
 
 @pytest.mark.parametrize("order", [1, -1])

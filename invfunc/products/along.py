@@ -20,7 +20,7 @@ def check_product(name: str, product: Any) -> None:
     check_callable(name, product)
     if isinstance(product, Statistic):
         raise ArgumentTypeError(
-            f"{name}({product!r}): it is a statistic, but has to be a product (params, v, *batch), as `ggnvp(f, loss)` is."
+            f"{name}({product!r}): it is a statistic, but has to be a product (params, v, *batch), as `ggnvp(f)` is."
         )
 
 
