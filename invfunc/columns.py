@@ -44,7 +44,8 @@ def fisher_columns(name: str, fisher: str, mc_samples: int, generator: Any, samp
     if fisher not in kinds:
         raise ArgumentError(f"{name}(fisher={fisher!r}): fisher is one of 'mc', 'exact', 'empirical'.")
     if fisher == "mc":
-        mc_samples = 0 if mc_samples is None else mc_samples  # of which drawing() says that it is too few
+        if mc_samples is None:
+            raise ArgumentError(f"{name}(mc_samples=None): fisher='mc' draws at least one column; 'exact' takes all.")
         return {"of": "ggn", "drawing": drawing(name, mc_samples, generator, sample)}
     if generator is not None or sample is not None:
         raise ArgumentError(f"{name}(fisher={fisher!r}): nothing is drawn, so leave generator and sample out.")

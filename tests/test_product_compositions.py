@@ -199,7 +199,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, dx, dw):
-        raise NotImplementedError
+        raise NotImplementedError  # as in most functions of one's own: products take reverse mode only
 
 
 @products
