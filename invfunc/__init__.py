@@ -1,17 +1,31 @@
 """Pure function transforms on `torch.func`: gradient statistics, curvature, and memory for time."""
 
+from invfunc import layers
 from invfunc.chunked import chunked
 from invfunc.errors import (
     ArgumentError,
     ArgumentTypeError,
+    ClosedOverError,
     ConvexityError,
+    InverseError,
     InvFuncError,
     MissingExtraError,
+    ModifiedError,
     RandomnessError,
+    RangeError,
+    ReplayError,
     SampleAxisError,
     SplitError,
 )
 from invfunc.functional import functional
+from invfunc.invertible.chain import chain, repeated
+from invfunc.invertible.checkpoint import invertible_checkpoint, state_first
+from invfunc.invertible.checks import InverseReport, check_inverse, drift
+from invfunc.invertible.couplings import additive_coupling, affine_coupling
+from invfunc.invertible.exact import Grid
+from invfunc.invertible.integrators import leapfrog, momentum
+from invfunc.invertible.log_det import with_log_det
+from invfunc.invertible.pair import Invertible, invert
 from invfunc.kronecker import Kronecker
 from invfunc.operation import operation
 from invfunc.outputs import outputs
@@ -52,23 +66,36 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "ClosedOverError",
     "ConvexityError",
     "Estimate",
+    "Grid",
     "InvFuncError",
+    "InverseError",
+    "InverseReport",
+    "Invertible",
     "Kronecker",
     "MissingExtraError",
+    "ModifiedError",
     "RandomnessError",
+    "RangeError",
+    "ReplayError",
     "SampleAxisError",
     "SplitError",
+    "additive_coupling",
+    "affine_coupling",
     "batch_diag_ggn",
     "batch_diag_hessian",
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
+    "chain",
+    "check_inverse",
     "chunked",
     "clipped_grad",
     "diag_ggn",
     "diag_hessian",
+    "drift",
     "ekfac",
     "estimate_diagonal",
     "estimate_trace",
@@ -81,17 +108,25 @@ __all__ = [
     "gram",
     "hessian_block_product",
     "hvp",
+    "invert",
+    "invertible_checkpoint",
     "kfac",
     "kflr",
     "kfra",
+    "layers",
+    "leapfrog",
     "linear_operator",
     "linearize",
+    "momentum",
     "operation",
     "outputs",
     "pch_block_product",
     "reduced",
+    "repeated",
     "sqrt_ggn",
+    "state_first",
     "sum_grad_squared",
     "together",
     "variance",
+    "with_log_det",
 ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 
@@ -18,6 +19,24 @@ from torch.overrides import _get_current_function_mode_stack
 def transforming() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp, ...) is running around us."""
     return _C.peek_interpreter_stack() is not None
+
+
+def levels() -> list[tuple[str, int]]:
+    """The transforms of torch.func around us, outermost first: their kinds ("grad", "vmap", "jvp", ...) and levels."""
+    return [(layer.key().name.lower(), layer.level()) for layer in _C.get_interpreter_stack() or ()]
+
+
+def level_of(x: torch.Tensor) -> int | None:
+    """The level of torch.func at which a tensor is wrapped; None for a plain tensor and after the transform ended."""
+    level = _C.maybe_get_level(x)
+    return level if level > 0 else None
+
+
+def alive(x: torch.Tensor) -> torch.Tensor:
+    """The tensor without the wrappers of transforms that have ended."""
+    while _C.is_functorch_wrapped_tensor(x) and level_of(x) is None:
+        x = _C.get_unwrapped(x)
+    return x
 
 
 @contextmanager
@@ -40,7 +59,12 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 def checkpointing() -> bool:
     """Whether hooks take the place of saved tensors, as those of torch.utils.checkpoint do."""
-    return _autograd._top_saved_tensors_default_hooks(True) is not None
+    return saving_hooks() is not None
+
+
+def saving_hooks() -> tuple[Callable, Callable] | None:
+    """The hooks `(pack, unpack)` that take the place of saved tensors now."""
+    return _autograd._top_saved_tensors_default_hooks(True)
 
 
 def dual(x: torch.Tensor) -> bool:
@@ -74,6 +98,43 @@ def grad_level() -> Iterator[tuple[Callable, Callable]]:
         yield enter, leave
     finally:
         _C._grad_decrement_nesting()
+
+
+@contextmanager
+def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
+    """A level of our own whose leaves may also be made, and its tensors read, inside of a vmap that runs in it.
+
+    Yields `enter` (a tensor becomes a leaf there), `beneath` (the tensor of the level that lies below batch dimensions)
+    and `leave` (a tensor without its graph of the level).
+    """
+    with grad_level() as (wrap, unwrap):
+        level = _C.current_level()
+
+        def peel(x: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+            layers = []
+            while _C.is_batchedtensor(x) and _C.maybe_get_level(x) > level:
+                layers.append((_C.maybe_get_bdim(x), _C.maybe_get_level(x)))
+                x = _C.get_unwrapped(x)
+            return x, layers
+
+        def put_back(x: torch.Tensor, layers: list[tuple[int, int]]) -> torch.Tensor:
+            for dim, above in reversed(layers):
+                x = _C._add_batch_dim(x, dim, above)
+            return x
+
+        def at_the_level(change: Callable, x: torch.Tensor) -> torch.Tensor:
+            x, layers = peel(x)
+            return put_back(_below(level, lambda: change(unwrap(x))), layers)
+
+        yield partial(at_the_level, wrap), lambda x: peel(x)[0], partial(at_the_level, lambda x: x)
+
+
+def _below(level: int, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `run` gives while no transform above a level is active."""
+    if _C.current_level() == level:
+        return run()
+    with temporarily_pop_interpreter_stack():
+        return _below(level, run)
 
 
 def version(x: torch.Tensor) -> int:

@@ -57,3 +57,23 @@ class RandomnessError(InvFuncError, RuntimeError):
 
 class MissingExtraError(InvFuncError, ImportError):
     """A feature needs a package that belongs to an extra."""
+
+
+class InverseError(InvFuncError, ValueError):
+    """What was given as the inverse of a function does not give its input back."""
+
+
+class ModifiedError(InvFuncError, RuntimeError):
+    """A tensor that is needed again was written in place."""
+
+
+class ClosedOverError(InvFuncError, ValueError):
+    """A function reads a tensor that needs a gradient, and is none of its arguments."""
+
+
+class ReplayError(InvFuncError, RuntimeError):
+    """A function that is evaluated again does something else than the first time."""
+
+
+class RangeError(InvFuncError, ValueError):
+    """A number is not on a fixed-point grid, or outside of its range."""

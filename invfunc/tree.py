@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -84,3 +84,30 @@ def register(*names: str) -> Callable[[Class], Class]:
         return kind
 
     return registered
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tree without its tensors: its structure, and its other leaves in their places."""
+
+    structure: Any
+    others: tuple
+    places: tuple[int, ...]
+    """Where the tensors are among the leaves."""
+
+    def join(self, values: Iterable[Any]) -> Tree:
+        """The tree again, with other tensors."""
+        found = list(self.others)
+        for place, value in zip(self.places, values, strict=True):
+            found[place] = value
+        return unflatten(found, self.structure)
+
+
+def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
+    """The tensors of a tree, and the rest of it."""
+    found, structure = flatten(tree)
+    places = tuple(i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor))
+    tensors = [found[i] for i in places]
+    for i in places:
+        found[i] = None
+    return tensors, Form(structure, tuple(found), places)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NoReturn
 
 import torch
 
+from .chain_ways import INSTALL_PEERS, missing
 from .first_order import FIRST_ORDER
 from .measure import difference, medians, peak_here, peak_in_a_process
 from .peers import BACKPACK, FUNC, INSTALL_BACKPACK, OURS, Call, Problem, Result, has_backpack, plain_gradient
-from .report import difference_cell, mebibytes, memory_cells, print_table, time_cells, verdict
+from .report import announce, difference_cell, mebibytes, memory_cells, print_table, time_cells, verdict
+from .reversible import MEMORY_CASES, MEMORY_TABLE, REVERSIBLE, activation_memory
 from .second_order import DRAWN
 from .tables import BEHIND, GRADIENT, TABLES, Case, Table
 
@@ -32,14 +34,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("error", _FAILS)
     if options.memory_case:
         name, row, peer = options.memory_case
+        if name == MEMORY_TABLE:
+            print(activation_memory((row, peer), options.device))
+            return
         problem = TABLES[name].problem().to(options.device)
         print(peak_here(TABLES[name].peers()[row, peer](problem), options.device))
         return
-    if not has_backpack():
+    if not has_backpack() and set(options.only) & set(TABLES):
         print(f"BackPACK is missing, its columns stay empty: {INSTALL_BACKPACK}\n")
+    if missing() and set(options.only) & set(REVERSIBLE):
+        print(f"{' and '.join(missing())}: missing, the rows stay empty: {INSTALL_PEERS}\n")
     behind: dict[str, float] = {}
     for name in options.only:
-        behind |= _run(name, TABLES[name], options)
+        if name in TABLES:
+            behind |= _run(name, TABLES[name], options)
+        else:
+            REVERSIBLE[name](name, options)
     if behind:
         row = max(behind, key=behind.__getitem__)
         slowest = verdict(behind[row] * 1e3, BEHIND)
@@ -48,23 +58,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(name: str, table: Table, options: argparse.Namespace) -> dict[str, float]:
     """Measure a table and print it; returns how many seconds statistics of shares are slower than `vmap(grad)`."""
-
-    def announce(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{text and f'{name}: {text}'}", end="", file=sys.stderr, flush=True)
-
-    announce("do they agree?")
+    announce(name, "do they agree?")
     calls, differences, failures = _first_calls(table, table.problem().to(options.device))
     failed = dict.fromkeys(failures, math.nan)
     repeats = table.repeats(options.repeats)
-    times = medians(calls, {case: repeats[case[0]] for case in calls}, options.device, announce) | failed
+    times = medians(calls, {case: repeats[case[0]] for case in calls}, options.device, partial(announce, name)) | failed
     peaks: dict[Case, float] = {}
     if table.memory and not options.no_memory:
-        announce("memory")
+        announce(name, "memory")
         with ThreadPoolExecutor(2) as pool:  # what is beside a process does not change its size
             sizes = pool.map(lambda case: peak_in_a_process("/".join((name, *case)), options.device), calls)
             peaks = dict(zip(calls, sizes, strict=True)) | failed
-    announce("")
+    announce(name, "")
 
     most = max(repeats.values())
     few = [f"{repeats[row.name]} of {row.name}" for row in table.rows if repeats[row.name] < most]
@@ -119,10 +124,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Time and peak memory of invfunc, BackPACK and plain vmap: seconds from interleaved "
         f"calls in one process on one thread, memory from a process a case. BackPACK: {INSTALL_BACKPACK}",
     )
-    names = list(TABLES)
+    names = [*TABLES, *REVERSIBLE]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TABLE", help=", ".join(names))
     parser.add_argument("--device", type=_device, default="cpu", help="cpu or a CUDA device (default: cpu)")
-    parser.add_argument("--repeats", type=_repeats, default=7, help="rounds of each median (default: 7)")
+    parser.add_argument("--repeats", type=_count("rounds"), default=7, help="rounds of each median (default: 7)")
+    parser.add_argument("--depth", type=_count("blocks"), default=8, help="blocks of the table chain (default: 8)")
     parser.add_argument("--no-memory", action="store_true", help="measure seconds only")
     parser.add_argument("--memory-case", type=_case, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -139,15 +145,19 @@ def _device(text: str) -> torch.device:
     return device
 
 
-def _repeats(text: str) -> int:
-    if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"a number of rounds from 1 on is wanted, not {text!r}")
-    return int(text)
+def _count(things: str) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not (text.isdecimal() and int(text) >= 1):
+            raise argparse.ArgumentTypeError(f"a number of {things} from 1 on is wanted, not {text!r}")
+        return int(text)
+
+    return count
 
 
 def _case(text: str) -> tuple[str, str, str]:
     table, row, peer = (text.split("/") + ["", ""])[:3]
-    if table not in TABLES or (row, peer) not in TABLES[table].peers():
+    cases = MEMORY_CASES if table == MEMORY_TABLE else TABLES[table].peers() if table in TABLES else ()
+    if (row, peer) not in cases:
         raise argparse.ArgumentTypeError(f"TABLE/ROW/PEER is wanted, not {text!r}")
     return table, row, peer
 

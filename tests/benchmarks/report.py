@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 from .peers import BACKPACK, OURS, PEERS
 from .tables import Goal, Numbers, Row, Table
@@ -10,10 +11,16 @@ from .tables import Goal, Numbers, Row, Table
 Cells = dict[str, str]
 
 
+def announce(name: str, text: str) -> None:
+    """Tell on a terminal what of a table is being measured; nothing once it is done."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text and f'{name}: {text}'}", end="", file=sys.stderr, flush=True)
+
+
 def time_cells(row: Row, times: Numbers, table: Table) -> Cells:
     """What each peer takes, and whether ours reaches its goal."""
     unit = table.unit(times, row.name)
-    cells = {f"{peer} {table.unit_name}": _number(_over(times.get((row.name, peer)), unit), 3) for peer in PEERS}
+    cells = {f"{peer} {table.unit_name}": number(over(times.get((row.name, peer)), unit), 3) for peer in PEERS}
     return cells | _ratios("time", row, row.time, times)
 
 
@@ -25,14 +32,14 @@ def memory_cells(row: Row, peaks: Numbers) -> Cells:
 
 def _ratios(kind: str, row: Row, goal: Goal | None, numbers: Numbers) -> Cells:
     ours, theirs = numbers.get((row.name, OURS)), numbers.get((row.name, BACKPACK))
-    reached = "-" if goal is None else verdict(_over(ours, goal.base(numbers, row.name)), goal.most)
-    return {f"{kind} / BackPACK": _number(_over(ours, theirs)), f"{kind} to reach": reached}
+    reached = "-" if goal is None else verdict(over(ours, goal.base(numbers, row.name)), goal.most)
+    return {f"{kind} / BackPACK": number(over(ours, theirs)), f"{kind} to reach": reached}
 
 
 def verdict(value: float | None, limit: float) -> str:
     """Whether a value is within a limit."""
     if value is None or math.isnan(value):
-        return _number(value)
+        return number(value)
     return f"{value:.2f} <= {limit:g} {'yes' if value <= limit else 'NO'}"
 
 
@@ -43,14 +50,16 @@ def difference_cell(value: float | None) -> str:
 
 def mebibytes(size: float | None) -> str:
     """Bytes as MiB."""
-    return _number(_over(size, 2**20), 1)
+    return number(over(size, 2**20), 1)
 
 
-def _over(value: float | None, base: float | None) -> float | None:
+def over(value: float | None, base: float | None) -> float | None:
+    """The ratio of two numbers, where there are both."""
     return value / base if value is not None and base else None
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def number(value: float | None, digits: int = 2) -> str:
+    """A number, where there is one; NaN is that of a peer that fails."""
     return "-" if value is None else "fails" if math.isnan(value) else f"{value:.{digits}f}"
 
 

@@ -1,0 +1,181 @@
+"""One call of an invertible function, on flat lists of tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import version
+from invfunc.errors import ArgumentError, InverseError, ModifiedError, ReplayError
+
+from .pair import Invertible
+from .replay import Replay
+from .watch import Shield, Watch
+
+Tensors = Sequence[torch.Tensor]
+Evaluate = Callable[[int, Callable, tuple, dict[str, Any]], Any]
+"""An evaluation of a shared function: which one in the order of forward, the function and its arguments."""
+
+
+class Call:
+    """`y = forward(x, *args, **kwargs)` and what it takes to do it again, or backwards.
+
+    `xs` are the tensors of x, `rest` those of args and kwargs, `ys` those of y (and of what is hidden); `sources` are
+    what the inverse reads, the ys and those of xs that are kept.
+    """
+
+    def __init__(self, pair: Invertible, x: tree.Form, rest: tree.Form, kept: Sequence[int], random: bool) -> None:
+        self.pair = pair
+        self.kept = kept
+        self._x = x
+        self._rest = rest
+        self._random = random
+        self._generators = [leaf for leaf in (*x.others, *rest.others) if isinstance(leaf, torch.Generator)]
+        self._start: Replay
+        self.moments: list[Replay] = []
+        """When the shared functions were evaluated."""
+        self._y: tree.Form
+        self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._written: list[torch.Tensor] = []
+        self._read: list[tuple[weakref.ref[torch.Tensor], int]] = []
+
+    def _moment(self, tensors: Tensors) -> Replay:
+        return Replay(tensors, self._generators, self._random)
+
+    def first(self, xs: Tensors, rest: Tensors, closed: bool, evaluate: Evaluate | None = None) -> Any:
+        """The result of forward, for the first time: what it reads and writes besides its arguments is noted."""
+        self._like = [(x.shape, x.dtype, x.device) for x in xs]
+        given = (*xs, *rest)
+        self._start = self._moment(given)
+        versions = [version(t) for t in given]
+
+        def noted(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+            self.moments.append(self._moment(tree.tensors((args, kwargs))))
+            return fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
+
+        with Watch(given, closed) as watch:
+            y = self.run(xs, rest, noted)
+        for i, (t, then) in enumerate(zip(given, versions, strict=True)):
+            if version(t) != then:
+                which = "x" if i < len(xs) else "a further argument"
+                raise ReplayError(
+                    f"the function writes into {which} (a tensor of shape {list(t.shape)}) in place, so that it cannot be "
+                    "evaluated again. Write x = x + z in place of x += z."
+                )
+        watch.check()
+        self._written, self._read = watch.written, watch.read()
+        return y
+
+    def run(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> Any:
+        """The result of forward, with the hidden part beside it where there is one."""
+        args, kwargs = self._rest.join(rest)
+        shared = Evaluations(evaluate).of(self.pair.shared)
+        y = self.pair.forward(*shared, self._x.join(xs), *args, **kwargs)
+        if self.pair.hidden and not (isinstance(y, tuple) and len(y) == 2):
+            raise ArgumentError(f"{self.pair!r}: forward has to return (y, hidden), but gave {type(y).__name__}.")
+        return y
+
+    def flat(self, y: Any) -> list[torch.Tensor]:
+        """The tensors of a result; its form is kept for the inverse."""
+        ys, self._y = tree.separate(y)
+        return ys
+
+    def joined(self, ys: Tensors) -> Any:
+        """The result with these tensors."""
+        return self._y.join(ys)
+
+    def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None = None) -> list[torch.Tensor]:
+        """The tensors of x, from those of y."""
+        count = len(self._y.places)
+        ys, kept = sources[:count], dict(zip(self.kept, sources[count:], strict=True))
+        given = self._y.join(ys)
+        args, kwargs = self._rest.join(rest)
+        number = len(self.moments)
+
+        def backwards(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+            if index >= number:
+                raise InverseError(
+                    f"{self.pair!r}: the inverse evaluates its shared functions more often than forward ({number} times)."
+                )
+            with self.moments[number - 1 - index].again():
+                if evaluate is None:
+                    return fn(*args, **kwargs)
+                return evaluate(number - 1 - index, fn, args, kwargs)
+
+        evaluations = Evaluations(backwards)
+        shared = evaluations.of(self.pair.shared)
+        x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
+        if evaluations.count != number:
+            raise InverseError(
+                f"{self.pair!r}: the inverse evaluates its shared functions {evaluations.count} times, forward {number}."
+            )
+        return self._like_x(x, kept)
+
+    def _like_x(self, x: Any, kept: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """What the inverse gave, if it has the form of x."""
+        leaves, structure = tree.flatten(x)
+        if structure != self._x.structure:
+            raise InverseError(f"{self.pair!r}: the inverse gives {structure} where x is {self._x.structure}.")
+        found = []
+        for i, (place, like) in enumerate(zip(self._x.places, self._like, strict=True)):
+            leaf = leaves[place]
+            if i in kept:
+                found.append(kept[i])
+                continue
+            if not isinstance(leaf, torch.Tensor):
+                raise InverseError(
+                    f"{self.pair!r}: the inverse gives {type(leaf).__name__} where x has a tensor of shape {list(like[0])}"
+                    f" (tensor {i}). If it is to be kept in memory: keep=({i},)."
+                )
+            if (leaf.shape, leaf.dtype, leaf.device) != like:
+                came = f"{list(leaf.shape)} {leaf.dtype} on {leaf.device}"
+                raise InverseError(
+                    f"{self.pair!r}: the inverse gives {came} where x has {list(like[0])} {like[1]} on {like[2]} "
+                    f"(tensor {i})."
+                )
+            found.append(leaf)
+        return found
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """What was read besides the arguments is as it was, and nothing is written."""
+        for read, then in self._read:
+            tensor = read()
+            if tensor is not None and version(tensor) != then:
+                raise ModifiedError(
+                    f"{self.pair!r}: a tensor of shape {list(tensor.shape)} that the function reads has been modified by an "
+                    "inplace operation since."
+                )
+        with ExitStack() as stack:
+            if self._written:
+                stack.enter_context(Shield(self._written))
+            stack.enter_context(self._start.again())
+            yield
+
+    def names(self) -> list[str]:
+        """The tensors of x as one would write them."""
+        named = tree.named_leaves(self._x.join(range(len(self._like))))
+        return ["x" + named[place][0] for place in self._x.places]
+
+
+class Evaluations:
+    """The evaluations of shared functions in one direction, counted."""
+
+    def __init__(self, evaluate: Evaluate | None) -> None:
+        self._evaluate = evaluate
+        self.count = 0
+
+    def of(self, shared: tuple[Callable, ...]) -> tuple[Callable, ...]:
+        """The functions as forward or inverse gets them."""
+        return shared if self._evaluate is None else tuple(partial(self._call, fn) for fn in shared)
+
+    def _call(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+        assert self._evaluate is not None
+        self.count += 1
+        return self._evaluate(self.count - 1, fn, args, kwargs)

@@ -1,0 +1,240 @@
+"""The transform: a function whose input is freed, and computed from its output when the gradient needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import EllipsisType
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import dual, innermost, levels
+from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError
+from invfunc.transform import check_callable, describe, told
+
+from .call import Call, Tensors
+from .function import noded
+from .hooks import hooked
+from .pair import Invertible
+
+
+def invertible_checkpoint(
+    f: Callable | None = None,
+    f_inv: Callable | None | EllipsisType = ...,
+    *,
+    keep: bool | Sequence[int] = False,
+    preserve_rng_state: bool = True,
+    check: bool | float = False,
+    min_bytes: int = 0,
+    has_aux: bool = False,
+) -> Any:
+    """`g = f`, whose input need not stay in memory for the gradient: it is computed as `f_inv(y)` when needed.
+
+    What autograd saves of `y = f(x, *args)` is y alone, and no longer that once another block takes y over: the memory
+    of stacked calls does not grow with their number,
+
+        for p in params:
+            x = g(x, p)
+
+    Value and gradients of every order are those of f; what f saves for its gradient is computed once more from x.
+
+    Args:
+        f: `f(x, *args, **kwargs) -> y`, x and y any pytrees. The further arguments pass through: tensors among them get
+            their gradients, anything else is a constant. Or an `Invertible`, which brings its inverse.
+        f_inv: `f_inv(y, *args, **kwargs) -> x`. None: a plain checkpoint, which keeps x and evaluates f again.
+        keep: which tensors of x, by their place among its leaves, stay in memory and are not computed by the inverse;
+            True keeps all.
+        preserve_rng_state: replay the random numbers that f drew, so that dropout draws the same mask again. False saves
+            the copies of the generators' states, for an f that draws nothing.
+        check: compare `f_inv(f(x))` with x in every call, while x is in memory; a number is the error that is
+            tolerated, relative to the largest entry of each tensor (True: the square root of the precision).
+        min_bytes: below this size of x, g is simply f.
+        has_aux: of an `Invertible` that hides something: return `(y, hidden)`.
+
+    Returns:
+        `g(x, *args, **kwargs) -> y`. Without f, a decorator.
+
+    Raises:
+        ArgumentTypeError: f or f_inv is no function, or f_inv is missing.
+        InverseError: `check` finds an error, or what the inverse gives has not the form, shape or dtype of x.
+        ReplayError: f writes into its arguments, or reads and writes a state of its own (running statistics that are
+            only written are updated once); or it does something else when it is evaluated again.
+        ModifiedError: y was written in place before the gradient was computed.
+        ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient and is no argument.
+
+    Example:
+        >>> import torch, invfunc
+        >>> g = invfunc.invertible_checkpoint(lambda x, w: x + w.tanh(), lambda y, w: y - w.tanh())
+        >>> w = torch.zeros(2, requires_grad=True)
+        >>> g(g(torch.ones(2), w), w).sum().backward()
+        >>> w.grad
+        tensor([2., 2.])
+
+    Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
+    memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is. Statistics
+    of this library see f as it is.
+
+    Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time without, or 4/3 for a
+    coupling, whose inverse and f share their evaluations. The reconstructed x has the rounding errors of the inverse,
+    which grow with the number of blocks (`drift`).
+
+    Source: A. Gomez et al., The Reversible Residual Network, 2017; the interfaces of MemCNN and invtorch.
+    """
+    options = {
+        "keep": keep if isinstance(keep, bool) else tuple(keep),
+        "preserve_rng_state": preserve_rng_state,
+        "check": check,
+        "min_bytes": min_bytes,
+        "has_aux": has_aux,
+    }
+    if f is None:
+        return partial(invertible_checkpoint, f_inv=f_inv, **options)
+    if isinstance(f, Checkpointed):
+        f = f.pair
+    if isinstance(f, Invertible):
+        if not isinstance(f_inv, EllipsisType):
+            raise ArgumentTypeError(f"invertible_checkpoint({f!r}, f_inv): the pair has its inverse; leave f_inv out.")
+        return Checkpointed(f, **options)
+    check_callable("invertible_checkpoint", f)
+    if isinstance(f_inv, EllipsisType):
+        raise ArgumentTypeError(
+            f"invertible_checkpoint({describe(f)}): f_inv is missing. It is the inverse of f; None makes a plain checkpoint."
+        )
+    if f_inv is None:
+        pair = Invertible(f, _no_inverse, name=f"{describe(f)}, None")
+        return Checkpointed(pair, **{**options, "keep": True})
+    check_callable("invertible_checkpoint", f_inv)
+    return Checkpointed(Invertible(f, f_inv, name=f"{describe(f)}, {describe(f_inv)}"), **options)
+
+
+def _no_inverse(y: Any, *args: Any, **kwargs: Any) -> Any:
+    raise InverseError("there is no inverse: f_inv is None.")
+
+
+@dataclass(frozen=True, repr=False)
+class Checkpointed:
+    """A function that is its pair's forward in every respect but memory."""
+
+    pair: Invertible
+    keep: bool | tuple[int, ...] = False
+    preserve_rng_state: bool = True
+    check: bool | float = False
+    min_bytes: int = 0
+    has_aux: bool = False
+
+    def __post_init__(self) -> None:
+        if self.has_aux and not self.pair.hidden:
+            raise ArgumentError(f"{self!r}: has_aux=True shows what a pair hides, but this one hides nothing.")
+
+    @property
+    def has_inverse(self) -> bool:
+        """Whether it was made with an inverse."""
+        return self.pair.inverse is not _no_inverse
+
+    def __repr__(self) -> str:
+        return f"invertible_checkpoint({self.pair!r})"
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            y = self._call(x, args, kwargs)
+        except InvFuncError as error:
+            raise told(error, f"{self!r}(x, ...)") from error.__cause__
+        return y[0] if self.pair.hidden and not self.has_aux else y
+
+    def _call(self, x: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        xs, x_form = tree.separate(x)
+        rest, rest_form = tree.separate((args, kwargs))
+        kinds = {kind for kind, _ in levels()}
+        small = sum(t.nbytes for t in xs) < self.min_bytes
+        if self.pair.composition is not None or small or not xs or not _keeps_a_graph(kinds, (*xs, *rest)):
+            return self.pair.forward(*self.pair.shared, x, *args, **kwargs)
+        kept = tuple(range(len(xs))) if self.keep is True else self.keep or ()
+        if any(not 0 <= i < len(xs) for i in kept):
+            raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {len(xs)} of them.")
+        call = Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state)
+        if kinds:
+            ys = noded(call, xs, rest)
+            y = call.joined(ys)
+        else:
+            y, ys = hooked(call, xs, rest)
+        if self.check is not False and len(kept) < len(xs):
+            _check(call, xs, ys, rest, self.check)
+        return y
+
+
+def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:
+    """Whether there is memory to save: somebody may go backwards, and nobody compiles or goes forwards."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or any(dual(t) for t in tensors):
+        return False
+    if kinds - {"grad", "vmap"}:
+        return False
+    return not kinds or "grad" in kinds or any(t.requires_grad for t in tensors)
+
+
+def _check(call: Call, xs: Tensors, ys: Tensors, rest: Tensors, tolerance: bool | float) -> None:
+    with torch.no_grad(), call.again():
+        back = call.inverse([t.detach() for t in (*ys, *(xs[i] for i in call.kept))], [t.detach() for t in rest])
+    for name, x, came in zip(call.names(), xs, back, strict=True):
+        error, most = relative_error(came, x), default_tolerance(x) if tolerance is True else float(tolerance)
+        if not error <= most:
+            raise InverseError(
+                f"the inverse gives {name} of shape {list(x.shape)} back with an error of {error:.1e} of its largest entry, "
+                f"where {most:.1e} is tolerated (check=)."
+            )
+
+
+def default_tolerance(x: torch.Tensor) -> float:
+    """The error of an inverse that is taken for rounding, relative to the largest entry."""
+    return torch.finfo(x.dtype).eps ** 0.5 if x.is_floating_point() or x.is_complex() else 0.0
+
+
+def relative_error(came: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, relative to the largest entry of what was wanted; over all entries of any vmap."""
+    came, wanted = innermost(came), innermost(wanted)
+    if wanted.numel() == 0:
+        return 0.0
+    wide = torch.complex128 if wanted.is_complex() else torch.float64
+    came, wanted = came.to(wide), wanted.to(wide)
+    largest = wanted.abs().max().item()
+    return (came - wanted).abs().max().item() / (largest or 1.0)
+
+
+def state_first(f: Callable) -> Callable:
+    """Turn `f(params, x, *args)` into `f(x, params, *args)`, or back.
+
+    A model function takes its parameters first, as `torch.func.grad` and the statistics want it, an invertible function
+    its state:
+
+        g = invertible_checkpoint(state_first(f), state_first(f_inv))
+        variance(state_first(g))(params, x)
+
+    Args:
+        f: a function of two or more arguments.
+
+    Returns:
+        The function with its first two arguments swapped.
+
+    Raises:
+        ArgumentTypeError: f is no function.
+
+    Example:
+        >>> import invfunc
+        >>> invfunc.state_first(lambda params, x: x - params)(1.0, 3.0)
+        -2.0
+
+    Composes with: everything.
+
+    Cost: none.
+
+    Source: `flip` of functional programming.
+    """
+    check_callable("state_first", f)
+
+    def swapped(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+        return f(second, first, *args, **kwargs)
+
+    swapped.__name__ = swapped.__qualname__ = f"state_first({describe(f)})"
+    return swapped

@@ -1,0 +1,111 @@
+"""Fixed-point numbers in the mantissa of floating-point ones, whose sums and differences have no rounding errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc._functorch import innermost
+from invfunc.errors import ArgumentError, RangeError
+
+_MANTISSA = {torch.float32: 24, torch.float64: 53}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The multiples of `2 ** -fraction_bits`, up to where a dtype holds all of them.
+
+    For a and r on the grid `a + r` is computed exactly as long as it is in the range, and so is `(a + r) - r == a`.
+
+    Args:
+        fraction_bits: the bits behind the point.
+        dtype: what holds the numbers, `torch.float32` (24 bits in all: up to 2 ** (24 - fraction_bits)) or
+            `torch.float64` (53). By default float32, unless `largest` asks for more.
+        largest: how large the numbers become.
+
+    Raises:
+        ArgumentError: dtype holds no such grid.
+
+    Example:
+        >>> import torch, invfunc
+        >>> grid = invfunc.Grid(fraction_bits=2)
+        >>> grid.enter(torch.tensor([0.3, 1.6])), grid.limit
+        (tensor([0.2500, 1.5000]), 4194304.0)
+        >>> invfunc.Grid(fraction_bits=16, largest=1000.0).dtype
+        torch.float64
+    """
+
+    fraction_bits: int = 16
+    dtype: torch.dtype | None = None
+    largest: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.dtype is None:
+            fits = self.largest <= 2.0 ** (24 - self.fraction_bits)
+            object.__setattr__(self, "dtype", torch.float32 if fits else torch.float64)
+        if self.dtype not in _MANTISSA:
+            raise ArgumentError(f"{self!r}: the numbers are held by torch.float32 or torch.float64.")
+        if self.largest > self.limit:
+            raise ArgumentError(f"{self!r}: numbers up to {self.largest} do not fit, the range ends at {self.limit}.")
+
+    @property
+    def limit(self) -> float:
+        """The end of the range."""
+        assert self.dtype is not None
+        return 2.0 ** (_MANTISSA[self.dtype] - self.fraction_bits)
+
+    def enter(self, x: Any) -> torch.Tensor:
+        """The nearest numbers of the grid, of its dtype; the gradient is that of the identity."""
+        return self.checked(self.round(x))
+
+    def round(self, x: torch.Tensor) -> torch.Tensor:
+        """The same, without a look at the range."""
+        x = x.to(self.dtype)
+        if torch.compiler.is_compiling():
+            return x + (_nearest(x, self.fraction_bits) - x).detach()
+        return _Round.apply(x, self.fraction_bits)
+
+    def checked(self, x: torch.Tensor) -> torch.Tensor:
+        """x itself, if it is on the grid."""
+        if torch.compiler.is_compiling():
+            return x
+        plain = innermost(x)
+        if plain.dtype != self.dtype:
+            raise RangeError(f"{self!r}: a state of {plain.dtype} is not on the grid; put it there with Grid.enter(x).")
+        low, high = (float(end) for end in plain.aminmax()) if plain.numel() else (0.0, 0.0)
+        if not (-self.limit <= low and high <= self.limit):
+            raise RangeError(
+                f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at {self.limit:.6g}. Take "
+                "fewer fraction_bits, or dtype=torch.float64."
+            )
+        if not torch.equal(_nearest(plain, self.fraction_bits), plain):
+            raise RangeError(f"{self!r}: the state is not on the grid; put it there with Grid.enter(x).")
+        return x
+
+
+def _nearest(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x * 2.0**bits).round_().mul_(2.0**-bits)
+
+
+class _Round(torch.autograd.Function):
+    """The nearest number of the grid, differentiated as the identity."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, bits: int) -> torch.Tensor:
+        return _nearest(x, bits)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, bits: None) -> torch.Tensor:
+        return tangent.view_as(tangent)

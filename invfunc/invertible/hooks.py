@@ -1,0 +1,206 @@
+"""Checkpointing in plain autograd: hooks in the place of saved tensors, so that the graph is that of f itself.
+
+The graph of `y = f(x)` saves nothing. The first of its nodes that asks for a saved tensor has the block rebuilt: x from
+the slot of y by the inverse, and what f saves by evaluating f at it again. Tensors that f closes over get their gradients
+as ever, as it is f's own graph that is run backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from invfunc import tree
+from invfunc._functorch import plainly
+from invfunc.errors import ReplayError
+
+from .call import Call, Tensors
+from .slots import Block, Held, fetch, metadata_of
+
+Key = tuple[int, int]
+"""Which saved tensor: of the evaluation of a shared function (-1: of f beside them), and which one there."""
+OUTSIDE = -1
+
+
+class Tape:
+    """The tensors that autograd saves in one evaluation of f, in order."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        self._part = OUTSIDE
+
+    @contextmanager
+    def part(self, index: int) -> Iterator[None]:
+        """What is saved meanwhile belongs to the evaluation of a shared function."""
+        outer, self._part = self._part, index
+        try:
+            yield
+        finally:
+            self._part = outer
+
+    def next(self) -> Key:
+        """The key of the tensor that is saved now."""
+        index = self.counts.get(self._part, 0)
+        self.counts[self._part] = index + 1
+        return self._part, index
+
+
+class HookedBlock(Block):
+    """A call of f in plain autograd."""
+
+    def __init__(self, call: Call, xs: Tensors, rest: Tensors) -> None:
+        super().__init__(call.kept)
+        self._call = call
+        self._rest = [Held(t) for t in rest]
+        self._needs = [t.requires_grad for t in (*xs, *rest)]
+        self._shared_needs: dict[int, list[bool]] = {}
+        self._tape = Tape()
+        self._like: dict[Key, tuple[torch.Size, torch.dtype]] = {}
+        self._saved: dict[Key, torch.Tensor] = {}
+
+    def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
+        """Instead of a tensor autograd saves where to get it."""
+        key = self._tape.next()
+        self._like[key] = tensor.shape, tensor.dtype
+        return self, key
+
+    def evaluate(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A shared function, for the first time."""
+        self._shared_needs[index] = [t.requires_grad for t in tree.tensors((args, kwargs))]
+        with self._tape.part(index):
+            return fn(*args, **kwargs)
+
+    def invert(self) -> None:
+        with plainly(), torch.no_grad(), self._call.again():
+            self.give_back(self._call.inverse(fetch(self.sources), self._detached()))
+
+    def _detached(self) -> list[torch.Tensor]:
+        return [held.get().detach() for held in self._rest]
+
+    def saved(self, key: Key) -> torch.Tensor:
+        """A saved tensor; it is handed out once, and computed again for whoever asks again."""
+        tensor = self._saved.pop(key, None)
+        if tensor is None:
+            found = self._rebuild()
+            tensor = found.pop(key)
+            self._saved = found
+        return tensor
+
+    def forget(self) -> None:
+        """Let go of what was computed again."""
+        self._saved = {}
+
+    def _rebuild(self) -> dict[Key, torch.Tensor]:
+        for block in self.behind():
+            if isinstance(block, HookedBlock):
+                block.forget()  # autograd is done with it
+        recorded = _Recording(self._like)
+        with plainly(), self._call.again():
+            xs = self.xs()
+            outputs = None
+            if xs is None:
+                xs, outputs = self._invert_recording(recorded)
+            if recorded.misses():
+                self._run_recording(recorded, xs, outputs)
+        return recorded.found
+
+    def _invert_recording(self, recorded: _Recording) -> tuple[list[torch.Tensor], dict[int, Any]]:
+        """Invert; what the shared functions save meanwhile is what they saved in forward."""
+        outputs: dict[int, Any] = {}
+
+        def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+            tensors, form = tree.separate((args, kwargs))
+            args, kwargs = form.join(_as_then(tensors, self._shared_needs[index]))
+            with torch.enable_grad(), recorded.part(index):
+                output = fn(*args, **kwargs)
+            if OUTSIDE in self._tape.counts:
+                outputs[index] = output
+            return tree.map_tensors(torch.Tensor.detach, output)
+
+        with torch.no_grad():
+            xs = self._call.inverse(fetch(self.sources), self._detached(), evaluate)
+        self.give_back(xs)
+        return xs, outputs
+
+    def _run_recording(self, recorded: _Recording, xs: Tensors, outputs: dict[int, Any] | None) -> None:
+        """Evaluate f again, with the known outputs of shared functions, as long as something saved is missing."""
+
+        def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+            if outputs is not None:
+                return tree.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs[index])
+            with recorded.part(index):
+                return fn(*args, **kwargs)
+
+        given = _as_then((*xs, *self._detached()), self._needs)
+        try:
+            with torch.enable_grad(), recorded.part(OUTSIDE):
+                self._call.run(given[: len(xs)], given[len(xs) :], evaluate)
+        except _Enough:
+            pass
+        if recorded.misses():
+            raise ReplayError(
+                f"{self._call.pair!r}: autograd saved {len(self._like)} tensors when it was evaluated and "
+                f"{len(recorded.found)} when it was evaluated again: it does not do the same thing twice."
+            )
+
+
+def _as_then(tensors: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor]:
+    return [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+
+
+class _Enough(Exception):
+    """All that was saved is there."""
+
+
+class _Recording:
+    """Saved tensors of an evaluation that is done again."""
+
+    def __init__(self, like: dict[Key, tuple[torch.Size, torch.dtype]]) -> None:
+        self._like = like
+        self._tape = Tape()
+        self.found: dict[Key, torch.Tensor] = {}
+
+    def misses(self) -> bool:
+        return len(self.found) < len(self._like)
+
+    @contextmanager
+    def part(self, index: int) -> Iterator[None]:
+        with self._tape.part(index), saved_tensors_hooks(self._pack, _never):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> None:
+        key = self._tape.next()
+        like = self._like.get(key)
+        if like != (tensor.shape, tensor.dtype):
+            then = "nothing" if like is None else f"{list(like[0])} {like[1]}"
+            raise ReplayError(
+                f"autograd saves a tensor {list(tensor.shape)} {tensor.dtype} where it saved {then} the first time: the "
+                "function does not do the same thing twice."
+            )
+        self.found[key] = tensor.detach()
+        if key[0] == OUTSIDE and not self.misses():
+            raise _Enough
+
+
+def _never(packed: None) -> torch.Tensor:
+    raise AssertionError("this graph is never run backwards")
+
+
+def _unpack(packed: tuple[HookedBlock, Key]) -> torch.Tensor:
+    block, key = packed
+    return block.saved(key)
+
+
+def hooked(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tensor]]:
+    """The result of a call whose graph saves nothing, and its tensors."""
+    block = HookedBlock(call, xs, rest)
+    with saved_tensors_hooks(block.pack, _unpack):
+        y = call.first(xs, rest, closed=False, evaluate=block.evaluate)
+    ys = call.flat(y)
+    if any(t.requires_grad for t in ys):
+        block.connect(xs, ys, [metadata_of(t) for t in ys])
+    return y, ys

@@ -1,0 +1,201 @@
+"""Functions of flat lists of tensors: a call forwards and backwards, its derivative, and any of them for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import leaf_level
+
+from .call import Call, Evaluate, Tensors
+
+Map = Callable[[Tensors], list[torch.Tensor]]
+
+
+class Run:
+    """A call, as functions of flat lists of tensors."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def first(self, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
+        """The tensors of y, for the first time."""
+        return self.call.flat(self.call.first(xs, rest, closed=True))
+
+    def forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
+        """The tensors of y, another time."""
+        return self.call.flat(self.call.run(xs, rest, evaluate))
+
+    def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
+        """The tensors of x."""
+        return self.call.inverse(sources, rest, evaluate)
+
+
+class BatchedRun(Run):
+    """A run for every entry of a batch, which some of xs and rest have in front."""
+
+    def __init__(self, run: Run, xs: Sequence[bool], rest: Sequence[bool], randomness: str) -> None:
+        super().__init__(run.call)
+        self._run = run
+        self._xs = _dims(xs)
+        self._rest = _dims(rest)
+        self._randomness = randomness
+
+    def first(self, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
+        return self._each(self._run.first, self._xs)(list(xs), list(rest))
+
+    def forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
+        return self._each(lambda a, b: self._run.forward(a, b, evaluate), self._xs)(list(xs), list(rest))
+
+    def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
+        kept = [self._xs[i] for i in self.call.kept]
+        dims = [0] * (len(sources) - len(kept)) + kept
+        inverse = self._each(lambda a, b: self._run.inverse(a, b, evaluate), dims)
+        return unbatched(inverse(list(sources), list(rest)), self._xs)
+
+    def _each(self, fn: Callable, dims: Sequence[int | None]) -> Callable[[list, list], list[torch.Tensor]]:
+        return cast(Any, torch.vmap(fn, in_dims=(list(dims), self._rest), randomness=self._randomness))
+
+
+def _dims(has: Sequence[bool]) -> list[int | None]:
+    return [0 if h else None for h in has]
+
+
+def unbatched(tensors: Tensors, dims: Sequence[int | None]) -> list[torch.Tensor]:
+    """One entry of what is the same for all of a batch."""
+    return [t if dim == 0 else t.select(0, 0) for t, dim in zip(tensors, dims, strict=True)]
+
+
+def batched(fn: Map, has: Sequence[bool], randomness: str) -> Map:
+    """A map for every entry of a batch, which some of its inputs have in front."""
+    dims = (_dims(has),)
+    return lambda tensors: cast(Any, torch.vmap(fn, in_dims=dims, randomness=randomness))(list(tensors))
+
+
+def pulled(fn: Map, number: int, wanted: Sequence[int], given: Sequence[int]) -> Map:
+    """The gradients of a map: `(inputs, gradients of outputs) -> gradients of inputs`.
+
+    Args:
+        fn: a map of `number` inputs.
+        wanted: the inputs whose gradients are asked for.
+        given: the outputs that have a gradient; that of the others is zero.
+    """
+
+    def slope(tensors: Tensors) -> list[torch.Tensor]:
+        create_graph = torch.is_grad_enabled()
+        with leaf_level() as (enter, _, leave), torch.enable_grad():
+            inputs = [enter(t) if i in wanted else t for i, t in enumerate(tensors[:number])]
+            asked = [_edge(inputs[i]) for i in wanted]
+            outputs = fn(inputs)
+            back = [(_edge(outputs[i]), g) for i, g in zip(given, tensors[number:], strict=True)]
+            del inputs, outputs  # autograd knows what it needs of them
+            found = _gradients(back, asked, create_graph)
+            return [_left(g, tensors[i], leave) for i, g in zip(wanted, found, strict=True)]
+
+    return slope
+
+
+def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given: Sequence[int]) -> Map:
+    """A step back: `(sources, rest, gradients of ys) -> (xs, gradients of xs and rest)`.
+
+    Every shared function is evaluated once, for the inverse, and its graph serves the gradients as well. What remains
+    of forward is evaluated between them, with their known outputs.
+
+    Args:
+        run: a call forwards and backwards.
+        counts: how many sources, xs and tensors of rest there are.
+        wanted: the inputs (xs, then rest) whose gradients are asked for.
+        given: the ys that have a gradient; that of the others is zero.
+    """
+    n_sources, n_xs, n_rest = counts
+
+    def step(tensors: Tensors) -> list[torch.Tensor]:
+        sources, rest, gs = tensors[:n_sources], tensors[n_sources : n_sources + n_rest], tensors[n_sources + n_rest :]
+        create_graph = torch.is_grad_enabled()
+        with leaf_level() as (enter, beneath, leave), torch.enable_grad():
+            graphs: dict[int, _Graph] = {}
+            values: dict[int, tuple[list[torch.Tensor], tree.Form]] = {}
+
+            def edges(found: Tensors) -> list[Edge | None]:
+                return [_edge(beneath(t)) for t in found]
+
+            def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+                inputs, form = tree.separate((args, kwargs))
+                inputs = [enter(t) if differentiable(t) else t for t in inputs]
+                args, kwargs = form.join(inputs)
+                outputs, form = tree.separate(fn(*args, **kwargs))
+                graphs[index] = edges(inputs), edges(outputs)
+                values[index] = [leave(t) for t in outputs], form
+                return form.join(values[index][0])
+
+            xs = [leave(x) for x in run.inverse(sources, rest, evaluate)]
+            places: dict[int, _Graph] = {}
+
+            def recall(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+                found, form = values.pop(index)
+                found = [enter(t) if differentiable(t) else t for t in found]
+                places[index] = edges(tree.tensors((args, kwargs))), edges(found)
+                return form.join(found)
+
+            inputs = [enter(t) if i in wanted else t for i, t in enumerate((*xs, *rest))]
+            asked = [_edge(inputs[i]) for i in wanted]
+            ys = run.forward(inputs[:n_xs], inputs[n_xs:], recall)
+            back = [(_edge(ys[i]), g) for i, g in zip(given, gs, strict=True)]
+            del inputs, ys  # autograd knows what it needs of them
+            for index in sorted(graphs, reverse=True):
+                (inner, outer), (own_inner, own_outer) = places.pop(index), graphs.pop(index)
+                of_outer = _gradients(back, outer, create_graph, retain=True)
+                within = [own if place is not None else None for place, own in zip(inner, own_inner, strict=True)]
+                pairs = [(edge, g) for edge, g in zip(own_outer, of_outer, strict=True) if g is not None]
+                of_inner = _gradients(pairs, within, create_graph)
+                back += [(place, g) for place, g in zip(inner, of_inner, strict=True) if g is not None]
+            found = _gradients(back, asked, create_graph)
+            given_in = (*xs, *rest)
+            return xs + [_left(g, given_in[i], leave) for i, g in zip(wanted, found, strict=True)]
+
+    return step
+
+
+Edge = torch.autograd.graph.GradientEdge
+_Graph = tuple[list[Edge | None], list[Edge | None]]
+"""Where the inputs and the outputs of an evaluation are in the graph; None where they have none."""
+
+
+def differentiable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _edge(tensor: torch.Tensor) -> Edge | None:
+    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _left(gradient: torch.Tensor | None, like: torch.Tensor, leave: Callable) -> torch.Tensor:
+    return torch.zeros_like(like) if gradient is None else leave(gradient)
+
+
+def _gradients(
+    outputs: Sequence[tuple[Edge | None, torch.Tensor]],
+    inputs: Sequence[Edge | None],
+    create_graph: bool,
+    retain: bool = False,
+) -> list[torch.Tensor | None]:
+    """`torch.autograd.grad` where nothing has to depend on anything."""
+    ends = [(edge, g) for edge, g in outputs if edge is not None]
+    asked = [i for i, edge in enumerate(inputs) if edge is not None]
+    found: list[torch.Tensor | None] = [None] * len(inputs)
+    if ends and asked:
+        gradients = torch.autograd.grad(
+            [edge for edge, _ in ends],
+            [edge for edge in inputs if edge is not None],
+            [g for _, g in ends],
+            retain_graph=retain or create_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+        for i, gradient in zip(asked, gradients, strict=True):
+            found[i] = gradient
+    return found

@@ -1,0 +1,71 @@
+"""Random numbers and autocast as they were at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+
+class Replay:
+    """What a function reads besides its arguments: the states of the random number generators, and autocast.
+
+    Used as a context, the moment of its making comes back for as long; the caller's states are left as they were.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], generators: Iterable[torch.Generator], random: bool) -> None:
+        devices = {tensor.device for tensor in tensors}
+        kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
+        self._autocast = [(kind, _autocast(kind)) for kind in sorted(kinds)]
+        self._generators: list[_Global | torch.Generator] = []
+        if random:
+            indexed = {device for device in devices if device.type not in ("cpu", "meta")}
+            self._generators = [_Global(device) for device in (torch.device("cpu"), *indexed)]
+            self._generators += generators
+        self._states = [generator.get_state() for generator in self._generators]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The moment comes back."""
+        with ExitStack() as stack:
+            for kind, then in self._autocast:
+                if then != _autocast(kind):
+                    enabled, dtype, cache = then
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            before = [generator.get_state() for generator in self._generators]
+            try:
+                self._set(self._states)
+                yield
+            finally:
+                self._set(before)
+
+    def _set(self, states: Iterable[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+class _Global:
+    """The generator of a device that draws what is not given one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def get_state(self) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return torch.get_rng_state()
+        return torch.get_device_module(self._device).get_rng_state(self._device)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        if self._device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(self._device).set_rng_state(state, self._device)
+
+
+def _autocast(kind: str) -> tuple[bool, Any, bool]:
+    """Whether autocast is on for a kind of device, to which dtype, and whether it caches."""
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return False, None, False
+    return True, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

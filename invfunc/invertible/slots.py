@@ -1,0 +1,194 @@
+"""Where the tensors between blocks are: in memory, or behind the block that took them over.
+
+A block `y = f(x)` has a slot for every tensor of x and of y. The slots of a chain are its memory:
+
+    x1 --f1--> x2 --f2--> x3            a block knows the slots of its y, a slot the block that took its tensor over
+      slot 1     slot 2     slot 3      only slot 3 holds a tensor: it was taken over by nobody
+
+When f2 takes x2 over, slot 2 lets go of it: whoever needs it asks f2, which inverts itself from slot 3. In a backward
+pass each block fills the slots of its x, which is where the block before it looks for its y.
+
+Nothing here refers in circles: a slot refers to the block behind it, and that block to the slot only weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from invfunc._functorch import saving_hooks, version
+from invfunc.errors import ModifiedError
+
+
+class Slot:
+    """One tensor of x or y. It is held until a block takes it over; a tensor that the user holds is found anyway."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._version = version(tensor)
+        self._users = weakref.ref(tensor)
+        self._held: Held | None = None
+        self.block: Block | None = None
+        """The block that took the tensor over."""
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keep the tensor in memory, unless a block can give it back."""
+        if self.block is None and self._held is None:
+            self._held = Held(tensor)
+
+    def find(self) -> torch.Tensor | None:
+        """The tensor, where it is in memory as it was."""
+        users = self._users()
+        if users is not None and version(users) == self._version:
+            return users.detach()
+        if self._held is None:
+            return None
+        tensor = self._held.get()
+        if self._held.is_users and version(tensor) != self._version:
+            raise ModifiedError(
+                "a tensor that is needed for a gradient has been modified by an inplace operation: the output of shape "
+                f"{list(tensor.shape)} of an invertible block, from which its input is computed. Write y = y + z in place "
+                "of y += z."
+            )
+        return tensor
+
+    def take_over(self, block: Block) -> None:
+        """Let go of the tensor, which the block can give back."""
+        self.block, self._held = block, None
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Hold a tensor that was given back."""
+        self._held = Held(tensor, users=False)
+
+    def release(self) -> None:
+        """Let go of a tensor that can be given back again."""
+        if self.block is not None:
+            self._held = None
+
+
+class Held:
+    """A tensor in memory, detached, or in the care of the hooks that take the place of saved tensors around us."""
+
+    def __init__(self, tensor: torch.Tensor, users: bool = True) -> None:
+        hooks = saving_hooks() if users else None
+        self.is_users = users and hooks is None
+        """Whether the caller has it too, and may write into it."""
+        self._tensor = tensor.detach() if hooks is None else None
+        if hooks is not None:
+            pack, self._unpack = hooks
+            self._packed = pack(tensor)
+
+    def get(self) -> torch.Tensor:
+        if self._tensor is None:
+            self._tensor = self._unpack(self._packed).detach()
+        return self._tensor
+
+
+class Block:
+    """A call `y = f(x)` at one level of differentiation, with its slots.
+
+    Args:
+        kept: which tensors of x stay in memory, as the inverse does not give them back.
+    """
+
+    def __init__(self, kept: Sequence[int]) -> None:
+        self.kept = kept
+        self._xs: list[Callable[[], Slot | None]] = []
+        self._taken: set[int] = set()
+        self._ys: list[Slot] = []
+
+    def connect(self, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor], metadata: Sequence[dict | None]) -> None:
+        """Take the slots of x over, and give out those of y by the metadata of the nodes they come from."""
+        for output, (y, of_node) in enumerate(zip(ys, metadata, strict=True)):
+            slot = slot_of(y) or Slot(y)
+            self._ys.append(slot)
+            if of_node is not None:
+                number = output if y.grad_fn is None else y.output_nr
+                of_node.setdefault(_KEY, {})[number] = weakref.ref(slot)
+            if len(self.kept) < len(xs):
+                slot.hold(y)
+        for i, x in enumerate(xs):
+            self._xs.append(self._source(i, x))
+
+    def _source(self, i: int, x: torch.Tensor) -> Callable[[], Slot | None]:
+        produced = slot_of(x)
+        slot = produced or Slot(x)
+        if i in self.kept:
+            slot.hold(x)
+        elif produced is None:
+            self._taken.add(i)
+        elif produced.block is None and not any(produced is y for y in self._ys):
+            produced.take_over(self)
+            self._taken.add(i)
+            return weakref.ref(produced)
+        return lambda: slot
+
+    @property
+    def sources(self) -> list[Slot]:
+        """The slots that the inverse reads: those of y, and those of x that are kept."""
+        return [*self._ys, *(slot for i in self.kept if (slot := self._xs[i]()) is not None)]
+
+    def xs(self) -> list[torch.Tensor] | None:
+        """The tensors of x, or None where some have to be computed by the inverse."""
+        found: list[torch.Tensor] = []
+        for i, source in enumerate(self._xs):
+            slot = source()
+            tensor = None if slot is None else slot.find()
+            if tensor is None:
+                if i in self._taken or slot is None:
+                    return None
+                (tensor,) = fetch([slot])
+            found.append(tensor)
+        return found
+
+    def give_back(self, xs: Sequence[torch.Tensor]) -> None:
+        """Fill the slots of x, for the blocks that they come from; what can be given back again is let go of."""
+        for i in self._taken:
+            slot = self._xs[i]()
+            if slot is not None and slot.block is self:
+                slot.fill(xs[i])
+        for slot in self._ys:
+            slot.release()
+
+    def behind(self) -> list[Block]:
+        """The blocks that took over what comes out of this one."""
+        return [slot.block for slot in self._ys if slot.block is not None]
+
+    def invert(self) -> None:
+        """Give the tensors of x back, from the sources, which are in memory."""
+        raise NotImplementedError
+
+
+def fetch(slots: Sequence[Slot]) -> list[torch.Tensor]:
+    """The tensors of some slots; blocks that took them over are inverted, from the last one on."""
+    blocks: list[Block] = []
+    needed = slots
+    while True:
+        found = [slot.find() for slot in needed]
+        lost = next((slot for slot, tensor in zip(needed, found, strict=True) if tensor is None), None)
+        if lost is not None:
+            assert lost.block is not None
+            blocks.append(lost.block)
+            needed = lost.block.sources
+        elif blocks:
+            blocks.pop().invert()
+            needed = blocks[-1].sources if blocks else slots
+        else:
+            return [tensor for tensor in found if tensor is not None]
+
+
+_KEY = "invfunc.slots"
+
+
+def slot_of(tensor: torch.Tensor) -> Slot | None:
+    """The slot of a tensor that a block gave out, found from the node of autograd that it comes from."""
+    metadata = metadata_of(tensor)
+    given_out = None if metadata is None else metadata.get(_KEY, {}).get(tensor.output_nr)
+    return None if given_out is None else given_out()
+
+
+def metadata_of(tensor: torch.Tensor) -> dict | None:
+    """What may be noted on the node of autograd that a tensor comes from."""
+    return None if tensor.grad_fn is None else cast(dict, tensor.grad_fn.metadata)

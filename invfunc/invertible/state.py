@@ -1,0 +1,24 @@
+"""States of two parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from invfunc.errors import ArgumentError
+
+
+def two_parts(state: Any, call: str, name: str) -> tuple[Any, Any]:
+    """The parts of x or y."""
+    if not isinstance(state, (tuple, list)) or len(state) != 2:
+        raise ArgumentError(
+            f"{call}: {name} has to be a pair of tensors, but is {type(state).__name__}. One tensor is split with "
+            "split_dim=."
+        )
+    return state[0], state[1]
+
+
+def per_sample(t: torch.Tensor) -> torch.Tensor:
+    """The sum over all axes but the leading one."""
+    return t.flatten(1).sum(1) if t.dim() > 1 else t

@@ -1,0 +1,161 @@
+"""Batch normalisation, whose statistics are what the inverse needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.invertible.pair import Invertible
+from invfunc.layers.common import for_each, need_axes, need_number, need_size, need_tensor, shape, wide
+
+Params = tuple[torch.Tensor, torch.Tensor] | None
+Statistics = tuple[torch.Tensor, torch.Tensor]
+
+
+def batch_norm(eps: float = 1e-5, *, statistics: Statistics | None = None) -> Invertible:
+    """Batch normalisation: `y = (x - mean) / sqrt(var + eps) * weight + bias`, per channel.
+
+        var, mean = torch.var_mean(x, [0, 2, 3], correction=0)      # over all axes but 1: x [N, C, H, W], say
+        x = (y - bias) / weight * sqrt(var + eps) + mean
+
+    The statistics of the batch are hidden beside y and stay in memory, two numbers a channel. They leave, for running
+    averages, as what the pair returns beside y:
+
+        y, (mean, var) = invertible_checkpoint(layers.batch_norm(), has_aux=True)(x, (weight, bias))
+
+    and the averages come back, for evaluation, as `batch_norm(eps, statistics=(mean, var))`. The variance is the biased
+    one that normalises; torch's modules average the unbiased one, which is var * n / (n - 1) for n numbers a channel.
+
+    Args:
+        eps: added to the variance, above 0.
+        statistics: `(mean, var)`, both `[C]`: constants to use in place of those of the batch. Then nothing is hidden.
+
+    Returns:
+        An `Invertible` `(x, params=None) -> y`: x and y `[N, C, ...]`, and params is `(weight, bias)`, both `[C]` and
+        no entry of weight 0, or None for 1 and 0. `forward` returns `(y, (mean, var))`, and the inverse is `inverse(y,
+        (mean, var), params=None) -> x`; with `statistics` they are y and `inverse(y, params=None)`. The log-determinant
+        `[N]`, the sum of log|weight / sqrt(var + eps)| over the numbers of a sample, takes the statistics for
+        constants, as usual with normalising flows: with them varying, dy/dx is singular.
+
+    Raises:
+        ArgumentError: `eps` is not above 0; shapes do not fit; statistics of a batch with one number a channel.
+        ArgumentTypeError: x, the parameters or the statistics are no tensors.
+
+    Example:
+        >>> import torch
+        >>> from invfunc import layers
+        >>> norm, x = layers.batch_norm(), torch.tensor([[1.0, 2.0], [3.0, 2.0]])
+        >>> y, (mean, var) = norm.forward(x)
+        >>> y.round(decimals=3), mean, var
+        (tensor([[-1.,  0.],
+                [ 1.,  0.]]), tensor([2., 2.]), tensor([1., 0.]))
+        >>> norm.inverse(y, (mean, var))
+        tensor([[1., 2.],
+                [3., 2.]])
+
+    Composes with: `invert` with `statistics`; `chain`, and every transform of torch.func. A `vmap` over the samples
+    leaves no batch; give `statistics` there.
+
+    Cost: a pass for the statistics and one for y; the inverse is one pass.
+
+    Source: invtorch's BatchNorm1d, BatchNorm2d and BatchNorm3d; Ioffe and Szegedy, "Batch normalization", ICML 2015;
+    the log-determinant as in Dinh et al., "Density estimation using Real NVP", ICLR 2017.
+    """
+    need_number(f"batch_norm(eps={eps!r})", "eps", eps)
+    called = "batch_norm()" if eps == 1e-5 else f"batch_norm(eps={eps!r})"
+    if statistics is None:
+        return _of_batch(called, eps)
+    called = f"{called[:-1]}{'' if eps == 1e-5 else ', '}statistics=...)"
+    return _given(called, eps, _pair(called, "statistics", statistics, ("mean", "var")))
+
+
+def _of_batch(called: str, eps: float) -> Invertible:
+    def forward(x: torch.Tensor, params: Params = None) -> tuple[torch.Tensor, Statistics]:
+        call = f"{called}(x, params)"
+        statistics = _statistics(call, x)
+        return _normal(call, x, statistics, params, eps), statistics
+
+    def inverse(y: torch.Tensor, statistics: Statistics, params: Params = None) -> torch.Tensor:
+        call = f"{called}.inverse(y, statistics, params)"
+        return _back(call, y, _pair(call, "statistics", statistics, ("mean", "var")), params, eps)
+
+    def log_det(x: torch.Tensor, params: Params = None) -> torch.Tensor:
+        call = f"{called}.log_det(x, params)"
+        return _log_det(call, x, _statistics(call, x), params, eps)
+
+    return Invertible(forward, inverse, hidden=True, log_det=log_det, name=called)
+
+
+def _given(called: str, eps: float, statistics: Statistics) -> Invertible:
+    def forward(x: torch.Tensor, params: Params = None) -> torch.Tensor:
+        return _normal(f"{called}(x, params)", x, statistics, params, eps)
+
+    def inverse(y: torch.Tensor, params: Params = None) -> torch.Tensor:
+        return _back(f"{called}.inverse(y, params)", y, statistics, params, eps)
+
+    def log_det(x: torch.Tensor, params: Params = None) -> torch.Tensor:
+        return _log_det(f"{called}.log_det(x, params)", x, statistics, params, eps)
+
+    return Invertible(forward, inverse, log_det=log_det, name=called)
+
+
+# What they compute
+
+
+def _statistics(call: str, x: Any) -> Statistics:
+    need_axes(call, "x", x, "[N, C, ...]", 2)
+    if x.numel() <= x.shape[1]:
+        raise ArgumentError(
+            f"{call}: x has shape {shape(x)}, at most one number a channel, which is no batch to take statistics of. "
+            "Give more samples, or batch_norm(statistics=(mean, var))."
+        )
+    var, mean = torch.var_mean(wide(x), [0, *range(2, x.ndim)], correction=0)
+    return mean, var
+
+
+def _normal(call: str, x: Any, statistics: Statistics, params: Params, eps: float) -> torch.Tensor:
+    (mean, var), (weight, bias) = _read(call, "x", x, statistics, params)
+    y = (wide(x) - mean) / (var + eps).sqrt()
+    return (y if weight is None else y * weight + bias).to(x.dtype)
+
+
+def _back(call: str, y: Any, statistics: Statistics, params: Params, eps: float) -> torch.Tensor:
+    (mean, var), (weight, bias) = _read(call, "y", y, statistics, params)
+    x = wide(y) if weight is None else (wide(y) - bias) / weight
+    return (x * (var + eps).sqrt() + mean).to(y.dtype)
+
+
+def _log_det(call: str, x: Any, statistics: Statistics, params: Params, eps: float) -> torch.Tensor:
+    (_, var), (weight, _) = _read(call, "x", x, statistics, params)
+    logs = -(var + eps).log() / 2
+    return for_each(x, x.shape[2:].numel() * (logs if weight is None else logs + weight.abs().log()).sum())
+
+
+# What they are given
+
+
+def _read(call: str, name: str, x: Any, statistics: Statistics, params: Params) -> tuple[tuple, tuple]:
+    """The statistics and the parameters, each shaped for the channels of x."""
+    need_axes(call, name, x, "[N, C, ...]", 2)
+    pairs = {"mean": statistics[0], "var": statistics[1]}
+    if params is not None:
+        pairs["weight"], pairs["bias"] = _pair(call, "params", params, ("weight", "bias"))
+    for which, v in pairs.items():
+        need_size(call, which, v, 0, x.shape[1], f"as {name} has shape {shape(x)}")
+    shaped = [wide(v).reshape(-1, *[1] * (x.ndim - 2)) for v in pairs.values()]
+    return tuple(shaped[:2]), tuple(shaped[2:]) or (None, None)
+
+
+def _pair(call: str, name: str, given: Any, names: tuple[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
+    form = f"({names[0]}, {names[1]})"
+    if not isinstance(given, (tuple, list)):
+        kind = type(given).__name__
+        raise ArgumentTypeError(f"{call}: {name} is of type {kind}, but has to be {form}, both [C].")
+    if len(given) != 2:
+        raise ArgumentError(f"{call}: {name} has {len(given)} entries, but has to be {form}, both [C].")
+    for which, v in zip(names, given, strict=True):
+        need_tensor(call, which, v)
+        need_axes(call, which, v, "[C]", 1, 1)
+    return given[0], given[1]

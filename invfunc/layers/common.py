@@ -1,0 +1,81 @@
+"""What the layers share: checks of x, the precision that is computed in, and log-determinants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """At least in float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def shape(x: torch.Tensor) -> tuple[int, ...]:
+    """As plain ints, the way it reads best in a message."""
+    return tuple(x.shape)
+
+
+def need_tensor(call: str, name: str, x: Any) -> None:
+    """The first of the checks: each raises an error that opens with the call."""
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentTypeError(f"{call}: {name} is of type {type(x).__name__}, but has to be a tensor.")
+
+
+def need_axes(call: str, name: str, x: Any, form: str, least: int, most: int | None = None) -> None:
+    """A tensor with so many axes; `form` says which."""
+    need_tensor(call, name, x)
+    if x.ndim < least or (most is not None and x.ndim > most):
+        raise ArgumentError(f"{call}: {name} has shape {shape(x)}, but has to be {form}.")
+
+
+def need_size(call: str, name: str, x: torch.Tensor, axis: int, size: int, why: str) -> None:
+    """So many numbers along an axis; `why` says where the size is from."""
+    if x.shape[axis] != size:
+        place = "the last axis" if axis == -1 else f"axis {axis}"
+        raise ArgumentError(f"{call}: {name} has shape {shape(x)}, but {place} has to have size {size}, {why}.")
+
+
+def need_number(call: str, name: str, value: Any) -> None:
+    """A finite number above 0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise ArgumentError(f"{call}: {name} has to be a finite number above 0.")
+
+
+def need_integers(call: str, name: str, values: Any, least: int) -> None:
+    """A tuple or list of integers that are not too small."""
+    if not isinstance(values, (tuple, list)):
+        raise ArgumentTypeError(
+            f"{call}: {name} is of type {type(values).__name__}, but has to be a tuple of integers."
+        )
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ArgumentError(f"{call}: {value!r} in {name}, whose entries have to be integers of at least {least}.")
+
+
+def need_count(call: str, name: str, value: Any) -> None:
+    """An integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{call}: {name} has to be an integer of at least 1.")
+
+
+def for_each(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The same value for each entry of the leading axis of x, `[N]`."""
+    return value.repeat(x.shape[0])
+
+
+def keeps_volume(call: str, form: str = "[N, ...]", least: int = 1) -> Callable[..., torch.Tensor]:
+    """The log-determinant of a layer that only moves or turns the numbers of each sample: zeros `[N]`."""
+
+    def log_det(x: Any, *params: Any) -> torch.Tensor:
+        first = next(iter(tree.tensors(x)), x)
+        need_axes(f"{call}.log_det(x)", "x", first, form, least)
+        return first.new_zeros(first.shape[0], dtype=torch.promote_types(first.dtype, torch.float32))
+
+    return log_det

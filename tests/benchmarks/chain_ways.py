@@ -1,0 +1,140 @@
+"""The ways to run a chain: plain, the peers', ours."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import invfunc
+
+from .chains import Block, Run, State, Way, Weights, couple, net, of_one_tensor, one_tensor, pair, uncouple
+
+_MEMCNN, _INVTORCH = PACKAGES = ("memcnn", "invtorch")
+INSTALL_PEERS = f"pip install --no-deps {' '.join(PACKAGES)}"
+
+
+def missing() -> list[str]:
+    """The packages of peers that are not installed."""
+    return [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+
+
+def _one_by_one(block: Callable[[State, Block], State]) -> Callable[[Sequence[Block]], Run]:
+    """The same function for each block."""
+
+    def run(x: State, blocks: Sequence[Block]) -> State:
+        for weights in blocks:
+            x = block(x, weights)
+        return x
+
+    return lambda _: run
+
+
+def _checkpointed(x: State, block: Block) -> State:
+    return checkpoint(couple, x, block, use_reentrant=False)
+
+
+def _sequential(blocks: Sequence[Block]) -> Run:
+    """Checkpoints at every sqrt(depth)-th block."""
+    parts = round(math.sqrt(len(blocks)))
+
+    def run(x: State, blocks: Sequence[Block]) -> State:
+        functions = [lambda x, block=block: couple(x, block) for block in blocks]
+        return checkpoint_sequential(functions, parts, x, use_reentrant=False)
+
+    return run
+
+
+def _modules(blocks: Sequence[Block], module: Callable[[nn.Module, nn.Module], nn.Module]) -> Run:
+    """A peer's modules around the weights of a chain."""
+    modules = [module(_Net(p), _Net(q)) for p, q in blocks]
+
+    def run(x: Tensor, blocks: Sequence[Block]) -> Tensor:
+        for block in modules:
+            x = block(x)
+        return x
+
+    return run
+
+
+class _Net(nn.Module):
+    """`net` as a module, of the weights themselves, so that their .grad is filled."""
+
+    def __init__(self, weights: Weights):
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return net(x, tuple(self.weights))
+
+
+def _memcnn(blocks: Sequence[Block]) -> Run:
+    _quiet(_MEMCNN)
+    import memcnn
+
+    return _modules(blocks, lambda f, g: memcnn.InvertibleModuleWrapper(memcnn.AdditiveCoupling(f, g)))
+
+
+def _invtorch(blocks: Sequence[Block]) -> Run:
+    _quiet(_INVTORCH)
+    import invtorch
+
+    class Coupling(invtorch.nn.Module):
+        def __init__(self, f: nn.Module, g: nn.Module):
+            super().__init__()
+            self.f, self.g = f, g
+
+        def function(self, x: Tensor) -> Tensor:
+            a, b = x.chunk(2, -1)
+            a = a + self.f(b)
+            return torch.cat([a, b + self.g(a)], -1)
+
+        def inverse(self, y: Tensor) -> Tensor:
+            a, b = y.chunk(2, -1)
+            b = b - self.g(a)
+            return torch.cat([a - self.f(b), b], -1)
+
+    return _modules(blocks, Coupling)
+
+
+def _quiet(package: str) -> None:
+    """What torch says to a peer about its use of torch is not news here."""
+    warnings.filterwarnings("ignore", module=package)
+
+
+def _merged(**options: Any) -> Callable:
+    return invfunc.invertible_checkpoint(invfunc.additive_coupling(net, net, **options))
+
+
+def _ours(name: str, g: Callable[[], Callable], enter: Callable[[Tensor], State] = pair) -> Way:
+    """One transformed function that is called for each block."""
+    return Way(name, lambda blocks: _one_by_one(g())(blocks), enter, ours=True)
+
+
+def _exact(x: Tensor) -> State:
+    return invfunc.Grid().enter(pair(x))
+
+
+PLAIN = Way("plain, pair", _one_by_one(couple))
+PLAIN_ONE = Way("plain, one tensor", _one_by_one(of_one_tensor(couple)), one_tensor)
+CHECKPOINT = Way("torch checkpoint, pair", _one_by_one(_checkpointed))
+SEQUENTIAL = Way("checkpoint_sequential, pair", _sequential)
+MEMCNN = Way("MemCNN, one tensor", _memcnn, one_tensor, needs=_MEMCNN)
+INVTORCH = Way("invtorch, one tensor", _invtorch, one_tensor, needs=_INVTORCH)
+MERGED = _ours("merged, pair", _merged)
+MERGED_ONE = _ours("merged, one tensor", lambda: _merged(split_dim=-1), one_tensor)
+GENERIC = _ours("generic, pair", lambda: invfunc.invertible_checkpoint(couple, uncouple))
+GENERIC_ONE = _ours(
+    "generic, one tensor",
+    lambda: invfunc.invertible_checkpoint(of_one_tensor(couple), of_one_tensor(uncouple)),
+    one_tensor,
+)
+REPEATED = Way("repeated, pair", lambda blocks: invfunc.repeated(_merged()), ours=True)
+CHAINED = Way("chain, pair", lambda blocks: invfunc.chain(*[_merged()] * len(blocks)), ours=True)
+EXACT = _ours("exact, pair", lambda: _merged(exact=True), _exact)
