@@ -242,6 +242,7 @@ def test_the_error_tells_the_call_and_the_reason(call, fn, reason):
 def test_a_singular_matrix_is_torchs_error():
     with pytest.raises(torch.linalg.LinAlgError):
         LINEAR.inverse(X, torch.zeros(3, 3))
+    assert LINEAR.log_det(X, torch.zeros(3, 3)).tolist() == [-torch.inf] * 2
 
 
 def test_layers_are_called_by_their_names():

@@ -12,7 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import version
-from invfunc.errors import ArgumentError, InverseError, ModifiedError, ReplayError
+from invfunc.errors import InverseError, ModifiedError, ReplayError
 
 from .pair import Invertible
 from .replay import Replay
@@ -38,8 +38,8 @@ class Call:
         self._random = random
         self._generators = [leaf for leaf in (*x.others, *rest.others) if isinstance(leaf, torch.Generator)]
         self._start: Replay
-        self.moments: list[Replay] = []
-        """When the shared functions were evaluated."""
+        self.moments: list[tuple[Replay, Callable, list[torch.Size]]] = []
+        """When the shared functions were evaluated, which one it was, and the shapes of the tensors that it got."""
         self._y: tree.Form
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._written: list[torch.Tensor] = []
@@ -56,7 +56,8 @@ class Call:
         versions = [version(t) for t in given]
 
         def noted(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-            self.moments.append(self._moment(tree.tensors((args, kwargs))))
+            tensors = tree.tensors((args, kwargs))
+            self.moments.append((self._moment(tensors), fn, [t.shape for t in tensors]))
             return fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
 
         with Watch(given, closed) as watch:
@@ -77,8 +78,7 @@ class Call:
         args, kwargs = self._rest.join(rest)
         shared = Evaluations(evaluate).of(self.pair.shared)
         y = self.pair.forward(*shared, self._x.join(xs), *args, **kwargs)
-        if self.pair.hidden and not (isinstance(y, tuple) and len(y) == 2):
-            raise ArgumentError(f"{self.pair!r}: forward has to return (y, hidden), but gave {type(y).__name__}.")
+        self.pair.apart(y)
         return y
 
     def flat(self, y: Any) -> list[torch.Tensor]:
@@ -103,7 +103,13 @@ class Call:
                 raise InverseError(
                     f"{self.pair!r}: the inverse evaluates its shared functions more often than forward ({number} times)."
                 )
-            with self.moments[number - 1 - index].again():
+            moment, then, shapes = self.moments[number - 1 - index]
+            if fn is not then or [t.shape for t in tree.tensors((args, kwargs))] != shapes:
+                raise InverseError(
+                    f"{self.pair!r}: evaluation {index} of the inverse is that of another shared function, or of other "
+                    f"shapes, than evaluation {number - 1 - index} of forward. The inverse evaluates them in reverse order."
+                )
+            with moment.again():
                 if evaluate is None:
                     return fn(*args, **kwargs)
                 return evaluate(number - 1 - index, fn, args, kwargs)

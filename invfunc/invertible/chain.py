@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -62,7 +62,7 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
     checkpointed = tuple(_checkpointed(block, f"chain: block {i}") for i, block in enumerate(blocks))
     name = f"chain({', '.join(repr(block.pair) for block in checkpointed)})"
 
-    def steps(params: Any) -> Any:
+    def steps(params: Any) -> list[Step]:
         if (
             isinstance(params, (str, dict, torch.Tensor))
             or not isinstance(params, Sequence)
@@ -75,10 +75,10 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
             )
         return _anchored(zip(checkpointed, params, strict=True), anchor_every)
 
-    def changed(change: Callable[[Invertible], Invertible]) -> Invertible:
-        return chain(*(_changed(block, change) for block in checkpointed), anchor_every=anchor_every)
+    def changed(change: Callable[[Checkpointed], Checkpointed]) -> Invertible:
+        return chain(*map(change, checkpointed), anchor_every=anchor_every)
 
-    return _sequence(Composition(steps, changed), any(block.pair.hidden for block in checkpointed), name)
+    return _sequence(steps, changed, any(block.pair.hidden for block in checkpointed), name)
 
 
 def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
@@ -118,19 +118,25 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
     checkpointed = _checkpointed(block, "repeated")
     name = f"repeated({checkpointed.pair!r})"
 
-    def steps(params: Any) -> Any:
+    def steps(params: Any) -> list[Step]:
         each = params if isinstance(params, list) else _unstacked(params, name)
         return _anchored(((checkpointed, p) for p in each), anchor_every)
 
-    def changed(change: Callable[[Invertible], Invertible]) -> Invertible:
-        return repeated(_changed(checkpointed, change), anchor_every=anchor_every)
+    def changed(change: Callable[[Checkpointed], Checkpointed]) -> Invertible:
+        return repeated(change(checkpointed), anchor_every=anchor_every)
 
-    return _sequence(Composition(steps, changed), checkpointed.pair.hidden, name)
+    return _sequence(steps, changed, checkpointed.pair.hidden, name)
 
 
-def _sequence(composition: Composition, hidden: bool, name: str) -> Invertible:
-    """The blocks as one."""
-    steps = cast(Callable[[Any], list[Step]], composition.steps)
+def _sequence(steps: Callable[[Any], list[Step]], changed: Callable, hidden: bool, name: str) -> Invertible:
+    """The blocks that `steps` makes of parameters, as one."""
+
+    def keeping(keep: bool | tuple[int, ...]) -> Invertible:
+        def first_keeps(params: Any) -> list[Step]:
+            blocks = steps(params)
+            return [(replace(g, keep=g.keep if i else keep), p) for i, (g, p) in enumerate(blocks)]
+
+        return _sequence(first_keeps, changed, hidden, name)
 
     def forward(x: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         seen = []
@@ -148,7 +154,7 @@ def _sequence(composition: Composition, hidden: bool, name: str) -> Invertible:
             y = back(y) if p is None else back(y, p, *args, **kwargs)
         return y
 
-    return Invertible(forward, inverse, hidden=hidden, name=name, composition=composition)
+    return Invertible(forward, inverse, hidden=hidden, name=name, composition=Composition(steps, changed, keeping))
 
 
 def _inverse(g: Checkpointed, hidden: Any) -> Callable:
@@ -171,13 +177,11 @@ def _checkpointed(block: Callable, where: str) -> Checkpointed:
     return replace(made, has_aux=made.pair.hidden)
 
 
-def _changed(block: Checkpointed, change: Callable[[Invertible], Invertible]) -> Checkpointed:
-    return replace(block, pair=change(block.pair), has_aux=False)
-
-
 def _check_anchor(name: str, anchor_every: int | None) -> None:
-    if anchor_every is not None and anchor_every < 1:
-        raise ArgumentError(f"{name}(..., anchor_every={anchor_every}): a number of blocks from 1 on is wanted.")
+    if anchor_every is not None and (not isinstance(anchor_every, int) or anchor_every < 1):
+        raise ArgumentError(
+            f"{name}(..., anchor_every={anchor_every!r}): a whole number of blocks from 1 on is wanted."
+        )
 
 
 def _anchored(steps: Iterable[Step], every: int | None) -> list[Step]:

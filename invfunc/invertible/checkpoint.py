@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import EllipsisType
 from typing import Any
@@ -90,6 +90,7 @@ def invertible_checkpoint(
         "min_bytes": min_bytes,
         "has_aux": has_aux,
     }
+    inner = {name: options[name] for name in ("preserve_rng_state", "check", "min_bytes")}
     if f is None:
         return partial(invertible_checkpoint, f_inv=f_inv, **options)
     if isinstance(f, Checkpointed):
@@ -97,6 +98,8 @@ def invertible_checkpoint(
     if isinstance(f, Invertible):
         if not isinstance(f_inv, EllipsisType):
             raise ArgumentTypeError(f"invertible_checkpoint({f!r}, f_inv): the pair has its inverse; leave f_inv out.")
+        if f.composition is not None:
+            f = f.composition.changed(lambda block: replace(block, **inner))
         return Checkpointed(f, **options)
     check_callable("invertible_checkpoint", f)
     if isinstance(f_inv, EllipsisType):
@@ -142,14 +145,18 @@ class Checkpointed:
             y = self._call(x, args, kwargs)
         except InvFuncError as error:
             raise told(error, f"{self!r}(x, ...)") from error.__cause__
-        return y[0] if self.pair.hidden and not self.has_aux else y
+        return y if self.has_aux else self.pair.apart(y)[0]
 
     def _call(self, x: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         xs, x_form = tree.separate(x)
         rest, rest_form = tree.separate((args, kwargs))
         kinds = {kind for kind, _ in levels()}
         small = sum(t.nbytes for t in xs) < self.min_bytes
-        if self.pair.composition is not None or small or not xs or not _keeps_a_graph(kinds, (*xs, *rest)):
+        composition = self.pair.composition
+        if composition is not None:
+            pair = composition.keeping(self.keep) if self.keep else self.pair
+            return pair.forward(x, *args, **kwargs)
+        if small or not xs or not _keeps_a_graph(kinds, (*xs, *rest)):
             return self.pair.forward(*self.pair.shared, x, *args, **kwargs)
         kept = tuple(range(len(xs))) if self.keep is True else self.keep or ()
         if any(not 0 <= i < len(xs) for i in kept):

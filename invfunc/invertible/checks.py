@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.errors import ArgumentTypeError, InverseError
+from invfunc.errors import ArgumentTypeError, InverseError, InvFuncError
+from invfunc.transform import told
 
+from .call import Call
 from .chain import repeated
 from .checkpoint import Checkpointed, default_tolerance, relative_error
 from .pair import Invertible
@@ -61,26 +64,20 @@ def check_inverse(
 
     Source: invtorch's `check`.
     """
-    pair = _as_pair("check_inverse", pair)
-    generator_free = torch.no_grad()
-    with generator_free:
-        y = pair.forward(*pair.shared, x, *args, **kwargs)
-        hidden = (y[1],) if pair.hidden else ()
-        y = y[0] if pair.hidden else y
-
-        def inverse(y: Any) -> Any:
-            return pair.inverse(*pair.shared, y, *hidden, *args, **kwargs)
-
-        back = inverse(y)
-        of_x = _compared(pair, "x", back, x, tolerance)
-        of_y = _compared(pair, "y", pair(back, *args, **kwargs), y, tolerance)
-        condition = _condition(inverse, y, back)
+    trip = _Trip(_as_pair("check_inverse", pair), x, args, kwargs)
+    try:
+        back = trip.back(trip.y)
+        of_x = _errors("x", back, x, tolerance)
+        of_y = _errors("y", trip.forth(back), trip.y, tolerance)
+    except InvFuncError as error:
+        raise told(error, f"check_inverse({trip.pair!r}, x, ...)") from error.__cause__
+    condition = _condition(trip.back, trip.y, back)
     floats = [t for t in tree.tensors(x) if t.is_floating_point() or t.is_complex()]
     coarsest = max((torch.finfo(t.dtype).eps for t in floats), default=0.0)
     if condition * coarsest > coarsest**0.5:
         warnings.warn(
-            f"{pair!r} is ill-conditioned: an error of y is {condition:.1e} times larger in x, so that rounding takes more "
-            "than half of its digits. Compute in float64, or keep anchors (anchor_every=).",
+            f"{trip.pair!r} is ill-conditioned: an error of y is {condition:.1e} times larger in x, so that rounding takes "
+            "more than half of its digits. Compute in float64, or keep anchors (anchor_every=).",
             stacklevel=2,
         )
     return InverseReport(of_x, of_y, condition)
@@ -119,23 +116,44 @@ def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args
     pair = _as_pair("drift", pair)
     composition = pair.composition or repeated(pair).composition
     assert composition is not None
-    states, errors = [x], []
-    with torch.no_grad():
-        steps = [
-            (_as_pair("drift", g), () if p is None else (p, *args), {} if p is None else kwargs)
-            for g, p in composition.steps(params)
-        ]
-        hidden = []
-        for g, given, named in steps:
-            y = g.forward(*g.shared, states[-1], *given, **named)
-            y, own = (y[0], (y[1],)) if g.hidden else (y, ())
-            states.append(y)
-            hidden.append(own)
-        y = states.pop()
-        for (g, given, named), own in zip(reversed(steps), reversed(hidden), strict=True):
-            y = g.inverse(*g.shared, y, *own, *given, **named)
-            errors.append(max(_compared(g, "x", y, states.pop(), float("inf")).values(), default=0.0))
+    try:
+        trips: list[_Trip] = []
+        for g, p in composition.steps(params):
+            given = ((), {}) if p is None else ((p, *args), kwargs)
+            trips.append(_Trip(_as_pair("drift", g), trips[-1].y if trips else x, *given))
+        errors, y = [], trips[-1].y if trips else x
+        while trips:
+            trip = trips.pop()
+            y = trip.back(y)
+            errors.append(max(_errors("x", y, trip.x, math.inf).values(), default=0.0))
+    except InvFuncError as error:
+        raise told(error, f"drift({pair!r}, x, ...)") from error.__cause__
     return errors
+
+
+class _Trip:
+    """x, y = f(x), and the ways between them, with the same random numbers on each."""
+
+    def __init__(self, pair: Invertible, x: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.pair, self.x = pair, x
+        xs, self._form = tree.separate(x)
+        self._rest, rest = tree.separate((args, kwargs))
+        self._call = Call(pair, self._form, rest, (), random=True)
+        with torch.no_grad():
+            full = self._call.first(xs, self._rest, closed=False)
+        self._call.flat(full)
+        self.y, self._hidden = pair.apart(full)
+
+    def back(self, y: Any) -> Any:
+        """`f_inv(y)`."""
+        full = (y, *self._hidden) if self._hidden else y
+        with torch.no_grad(), self._call.again():
+            return self._form.join(self._call.inverse(tree.separate(full)[0], self._rest))
+
+    def forth(self, x: Any) -> Any:
+        """`f(x)`."""
+        with torch.no_grad(), self._call.again():
+            return self.pair.apart(self._call.run(tree.separate(x)[0], self._rest, None))[0]
 
 
 def _as_pair(name: str, pair: Any) -> Invertible:
@@ -150,36 +168,19 @@ def _as_pair(name: str, pair: Any) -> Invertible:
     )
 
 
-def _compared(pair: Invertible, name: str, came: Any, wanted: Any, tolerance: float | None) -> dict[str, float]:
-    """The error of each tensor."""
-    there, here = tree.named_leaves(came), tree.named_leaves(wanted)
-    if [path for path, _ in there] != [path for path, _ in here]:
-        raise InverseError(f"check_inverse({pair!r}): {name} comes back as {_form(there)}, but was {_form(here)}.")
+def _errors(name: str, came: Any, wanted: Any, tolerance: float | None) -> dict[str, float]:
+    """The error of each tensor, by its name."""
     errors = {}
-    for (path, leaf), (_, like) in zip(there, here, strict=True):
-        if not isinstance(like, torch.Tensor):
-            continue
-        if not isinstance(leaf, torch.Tensor) or (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
-            raise InverseError(
-                f"check_inverse({pair!r}): {name}{path} comes back as {_kind(leaf)}, but was {_kind(like)}."
-            )
-        error = relative_error(leaf, like)
-        most = default_tolerance(like) if tolerance is None else tolerance
-        if not error <= most:
-            raise InverseError(
-                f"check_inverse({pair!r}): {name}{path} comes back with an error of {error:.1e} of its largest entry, where "
-                f"{most:.1e} is tolerated (tolerance=)."
-            )
-        errors[name + path] = error
+    for (path, leaf), (_, like) in zip(tree.named_leaves(came), tree.named_leaves(wanted), strict=True):
+        if isinstance(like, torch.Tensor):
+            errors[name + path] = error = relative_error(leaf, like)
+            most = default_tolerance(like) if tolerance is None else tolerance
+            if most < math.inf and not error <= most:
+                raise InverseError(
+                    f"{name}{path} comes back with an error of {error:.1e} of its largest entry, where {most:.1e} is tolerated "
+                    "(tolerance=)."
+                )
     return errors
-
-
-def _form(leaves: list[tuple[str, Any]]) -> str:
-    return "{" + ", ".join(path or "a tensor" for path, _ in leaves) + "}"
-
-
-def _kind(leaf: Any) -> str:
-    return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
 
 
 def _condition(inverse: Callable, y: Any, x: Any) -> float:
@@ -199,9 +200,7 @@ def _condition(inverse: Callable, y: Any, x: Any) -> float:
 
 def _distance(a: Any, b: Any) -> float:
     """Relative, over all tensors."""
-    pairs = [
-        (s.double(), t.double()) for s, t in zip(tree.tensors(a), tree.tensors(b), strict=True) if not t.is_complex()
-    ]
+    pairs = list(zip(tree.tensors(a), tree.tensors(b), strict=True))
     largest = max((float(t.abs().max()) for _, t in pairs if t.numel()), default=0.0)
-    squares = sum(float((s - t).square().sum()) for s, t in pairs)
+    squares = sum(float((s - t).abs().double().square().sum()) for s, t in pairs if s.dtype != torch.bool)
     return (squares / max(1, sum(t.numel() for _, t in pairs))) ** 0.5 / (largest or 1.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.transform import check_callable, describe
 
 from .exact import Grid
@@ -58,8 +58,10 @@ def additive_coupling(
     """
     check_callable("additive_coupling", F)
     check_callable("additive_coupling", G)
-    grid = exact if isinstance(exact, Grid) else Grid() if exact else None
     call = f"additive_coupling({describe(F)}, {describe(G)})"
+    if not isinstance(exact, (bool, Grid)):
+        raise ArgumentTypeError(f"{call[:-1]}, exact={exact!r}): exact is True, False or a Grid.")
+    grid = exact if isinstance(exact, Grid) else Grid() if exact else None
     shared = (F, G) if grid is None else (partial(_rounded, grid, F), partial(_rounded, grid, G))
 
     def forward(F: Callable, G: Callable, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +77,7 @@ def additive_coupling(
         return a, b
 
     def log_det(F: Callable, G: Callable, state: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return state[0].new_zeros(len(state[0]))
+        return per_sample(torch.zeros_like(state[0]))
 
     return _on_one_tensor(Invertible(forward, inverse, shared, log_det=log_det, name=call), split_dim)
 
@@ -121,9 +123,9 @@ def affine_coupling(
 
     def forward(F: Callable, G: Callable, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = two_parts(state, call, "x"), _each(params, call)
-        s, t = F(b, *p, *args, **kwargs)
+        s, t = two_parts(F(b, *p, *args, **kwargs), call, "what F returns")
         a = a * log_scale(s).exp() + t
-        s, t = G(a, *q, *args, **kwargs)
+        s, t = two_parts(G(a, *q, *args, **kwargs), call, "what G returns")
         return a, b * log_scale(s).exp() + t
 
     def inverse(F: Callable, G: Callable, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -163,6 +165,8 @@ def _on_one_tensor(pair: Invertible, dim: int | None) -> Invertible:
     """The pair on one tensor, of which the two parts of its state are the halves."""
     if dim is None:
         return pair
+    if not isinstance(dim, int):
+        raise ArgumentTypeError(f"{pair.name[:-1]}, split_dim={dim!r}): split_dim is an axis, a whole number.")
     number = len(pair.shared)
 
     def joined(fn: Callable) -> Callable:
@@ -172,12 +176,17 @@ def _on_one_tensor(pair: Invertible, dim: int | None) -> Invertible:
 
         return on_one
 
+    name = f"{pair.name[:-1]}, split_dim={dim})"
+
     def log_det(*given: Any, **kwargs: Any) -> torch.Tensor:
         shared, (x, *args) = given[:number], given[number:]
         assert pair.log_det is not None
+        if isinstance(x, torch.Tensor) and dim % max(1, x.dim()) == 0:
+            raise ArgumentError(
+                f"{name}: the log-determinant is that of each entry of axis 0, which is the one that is split."
+            )
         return pair.log_det(*shared, _halves(x, dim, pair), *args, **kwargs)
 
-    name = f"{pair.name[:-1]}, split_dim={dim})"
     return Invertible(joined(pair.forward), joined(pair.inverse), pair.shared, log_det=log_det, name=name)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc._functorch import innermost
-from invfunc.errors import ArgumentError, RangeError
+from invfunc.errors import ArgumentError, ArgumentTypeError, RangeError
 
 _MANTISSA = {torch.float32: 24, torch.float64: 53}
 
@@ -42,6 +42,8 @@ class Grid:
     largest: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.fraction_bits, int):
+            raise ArgumentTypeError(f"{self!r}: fraction_bits is a whole number.")
         if self.dtype is None:
             fits = self.largest <= 2.0 ** (24 - self.fraction_bits)
             object.__setattr__(self, "dtype", torch.float32 if fits else torch.float64)
@@ -62,6 +64,9 @@ class Grid:
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """The same, without a look at the range."""
+        if not isinstance(x, torch.Tensor) or x.is_complex():
+            kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ArgumentTypeError(f"{self!r}: a tensor of real numbers is put on a grid, not {kind}.")
         x = x.to(self.dtype)
         if torch.compiler.is_compiling():
             return x + (_nearest(x, self.fraction_bits) - x).detach()
@@ -86,7 +91,7 @@ class Grid:
 
 
 def _nearest(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x * 2.0**bits).round_().mul_(2.0**-bits)
+    return (x * 2.0**bits).round_().mul_(2.0**-bits).add_(0.0)  # -0.0 does not come back as such
 
 
 class _Round(torch.autograd.Function):

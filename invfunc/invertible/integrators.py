@@ -47,7 +47,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
     """
     check_callable("momentum", f)
     call = f"momentum({describe(f)}, gamma={gamma})"
-    if not 0 < gamma < 1:
+    if not isinstance(gamma, (int, float)) or not 0 < gamma < 1:
         raise ArgumentError(f"{call}: gamma has to be between 0 and 1.")
 
     def forward(f: Callable, state: Any, *given: Any, **kwargs: Any) -> Any:
@@ -108,6 +108,6 @@ def leapfrog(force: Callable, step: float) -> Invertible:
         return moved
 
     def log_det(force: Callable, state: Any, *given: Any, **kwargs: Any) -> torch.Tensor:
-        return state[0].new_zeros(len(state[0]))
+        return per_sample(torch.zeros_like(state[0]))
 
     return Invertible(move(step, "x"), move(-step, "y"), (force,), log_det=log_det, name=call)

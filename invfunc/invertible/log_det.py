@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 
-from .pair import Invertible
+from .pair import Invertible, Remembered
 
 
 def with_log_det(pair: Invertible) -> Invertible:
@@ -42,35 +41,20 @@ def with_log_det(pair: Invertible) -> Invertible:
         kind = type(pair).__name__
         raise ArgumentTypeError(f"with_log_det(pair): pair is of type {kind}, but has to be an Invertible.")
     if pair.composition is not None:
-        return pair.composition.changed(with_log_det)
+        return pair.composition.changed(lambda block: replace(block, pair=with_log_det(block.pair), has_aux=False))
     if pair.log_det is None or pair.hidden:
         why = "hides something, so that its inverse is no function of y" if pair.hidden else "has no log_det"
         raise ArgumentError(f"with_log_det({pair!r}): the pair {why}.")
     log_det, number = pair.log_det, len(pair.shared)
 
     def forward(*given: Any, **kwargs: Any) -> Any:
-        shared, ((x, s), *args) = _remembering(given[:number]), given[number:]
-        return pair.forward(*shared, x, *args, **kwargs), s + log_det(*shared, x, *args, **kwargs)
+        shared, ((x, s), *args) = Remembered(given[:number]), given[number:]
+        y = pair.forward(*shared.functions, x, *args, **kwargs)
+        return y, s + log_det(*shared.recalled(backwards=False), x, *args, **kwargs)
 
     def inverse(*given: Any, **kwargs: Any) -> Any:
-        shared, ((y, s), *args) = _remembering(given[:number]), given[number:]
-        x = pair.inverse(*shared, y, *args, **kwargs)
-        return x, s - log_det(*shared, x, *args, **kwargs)
+        shared, ((y, s), *args) = Remembered(given[:number]), given[number:]
+        x = pair.inverse(*shared.functions, y, *args, **kwargs)
+        return x, s - log_det(*shared.recalled(backwards=True), x, *args, **kwargs)
 
     return Invertible(forward, inverse, pair.shared, name=f"with_log_det({pair!r})")
-
-
-def _remembering(functions: tuple[Callable, ...]) -> tuple[Callable, ...]:
-    """Functions that give the same result, without evaluating again, for the very same arguments."""
-    made: list[tuple[Callable, tuple, dict[str, Any], Any]] = []
-
-    def call(fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        for known, given, named, result in made:
-            same = known is fn and len(given) == len(args) and named.keys() == kwargs.keys()
-            if same and all(a is b for a, b in zip(given, args, strict=True)):
-                if all(named[name] is kwargs[name] for name in named):
-                    return result
-        made.append((fn, args, kwargs, fn(*args, **kwargs)))
-        return made[-1][-1]
-
-    return tuple(partial(call, fn) for fn in functions)

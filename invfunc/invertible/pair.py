@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ class Composition:
 
     steps: Callable[[Any], list[tuple[Callable, Any]]]
     """The blocks for some parameters, with those of each."""
-    changed: Callable[[Callable[[Invertible], Invertible]], Invertible]
-    """The same composition of changed pairs."""
+    changed: Callable[[Callable[[Any], Any]], Invertible]
+    """The same composition of changed blocks."""
+    keeping: Callable[[bool | tuple[int, ...]], Invertible]
+    """The same composition, in which these tensors of x stay in memory."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,12 +41,13 @@ class Invertible:
         hidden: whether forward returns `(y, hidden)`. The inverse gets it as its second argument, the caller does not
             see it. It stays in memory, so it had better be small.
         log_det: `log_det(x, *args, **kwargs) -> [N]`, the logarithm of the absolute determinant of dy/dx for each
-            entry of the leading axis; gets `shared` in front too.
+            entry of the leading axis. It gets `shared` in front too, and evaluates them in the order of forward.
         name: what `repr` says.
         composition: what it is composed of, as `chain` does; it frees what it can by itself.
 
     Raises:
         ArgumentTypeError: a part that has to be a function is none.
+        ArgumentError: `hidden`, but forward returns no pair.
 
     Example:
         >>> import torch, invfunc
@@ -61,6 +65,9 @@ class Invertible:
     composition: Composition | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.shared, tuple):
+            kind = type(self.shared).__name__
+            raise ArgumentTypeError(f"{self!r}: shared is of type {kind}, but has to be a tuple of functions.")
         parts = {"forward": self.forward, "inverse": self.inverse}
         parts |= {f"shared[{i}]": part for i, part in enumerate(self.shared)}
         if self.log_det is not None:
@@ -74,8 +81,15 @@ class Invertible:
         return self.name or f"Invertible({describe(self.forward)}, {describe(self.inverse)})"
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        y = self.forward(*self.shared, x, *args, **kwargs)
-        return y[0] if self.hidden else y
+        return self.apart(self.forward(*self.shared, x, *args, **kwargs))[0]
+
+    def apart(self, y: Any) -> tuple[Any, tuple]:
+        """What forward returns for the caller, and what it hides."""
+        if not self.hidden:
+            return y, ()
+        if not isinstance(y, tuple) or len(y) != 2:
+            raise ArgumentError(f"{self!r}: forward has to return (y, hidden), but returns {type(y).__name__}.")
+        return y[0], (y[1],)
 
 
 def invert(pair: Invertible) -> Invertible:
@@ -112,12 +126,13 @@ def invert(pair: Invertible) -> Invertible:
         raise ArgumentError(
             f"invert({pair!r}): its inverse needs what forward hides beside y, so that it is no function of y alone."
         )
-    log_det = pair.log_det
+    log_det, number = pair.log_det, len(pair.shared)
 
-    def negated(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def negated(*given: Any, **kwargs: Any) -> torch.Tensor:
         assert log_det is not None
-        shared, (y, *rest) = args[: len(pair.shared)], args[len(pair.shared) :]
-        return -log_det(*shared, pair.inverse(*shared, y, *rest, **kwargs), *rest, **kwargs)
+        shared, (y, *args) = Remembered(given[:number]), given[number:]
+        x = pair.inverse(*shared.functions, y, *args, **kwargs)
+        return -log_det(*shared.recalled(backwards=True), x, *args, **kwargs)
 
     return Invertible(
         pair.inverse,
@@ -126,3 +141,20 @@ def invert(pair: Invertible) -> Invertible:
         log_det=None if log_det is None else negated,
         name=f"invert({pair!r})",
     )
+
+
+class Remembered:
+    """Functions whose results are remembered, in order, to be recalled in place of evaluating them again."""
+
+    def __init__(self, functions: tuple[Callable, ...]) -> None:
+        self._results: list[Any] = []
+        self.functions = tuple(partial(self._evaluate, fn) for fn in functions)
+
+    def _evaluate(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+        self._results.append(fn(*args, **kwargs))
+        return self._results[-1]
+
+    def recalled(self, backwards: bool) -> tuple[Callable, ...]:
+        """The functions for the same evaluations once more, in the same or in the reverse order."""
+        results = iter(self._results[::-1] if backwards else self._results)
+        return tuple(lambda *args, **kwargs: next(results) for _ in self.functions)

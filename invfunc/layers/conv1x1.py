@@ -30,7 +30,7 @@ def conv1x1(*, orthogonal: bool = False) -> Invertible:
     Raises:
         ArgumentError: the matrix is not square, or shapes do not fit.
         ArgumentTypeError: x or the parameters are no tensors.
-        torch.linalg.LinAlgError: the inverse or a derivative of log_det, of a W that is singular.
+        torch.linalg.LinAlgError: the inverse of a W that is singular; its log-determinant is -inf.
 
     Example:
         >>> import torch

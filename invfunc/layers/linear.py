@@ -31,8 +31,8 @@ def linear() -> Invertible:
     Raises:
         ArgumentError: out < in, which has no inverse; shapes that do not fit; log_det of out > in.
         ArgumentTypeError: x or the parameters are no tensors.
-        torch.linalg.LinAlgError: the inverse or a derivative of log_det, of a square W that is singular. A tall W whose
-            columns are dependent gives infinite or undefined numbers.
+        torch.linalg.LinAlgError: the inverse of a square W that is singular; its log-determinant is -inf. A tall W with
+            dependent columns goes unnoticed, and what the inverse gives is arbitrary.
 
     Example:
         >>> import torch

@@ -117,8 +117,10 @@ def _ours(name: str, g: Callable[[], Callable], enter: Callable[[Tensor], State]
     return Way(name, lambda blocks: _one_by_one(g())(blocks), enter, ours=True)
 
 
-def _exact(x: Tensor) -> State:
-    return invfunc.Grid().enter(pair(x))
+def _exact(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The halves on the grid."""
+    a, b = x.chunk(2, -1)
+    return invfunc.Grid().enter(a), invfunc.Grid().enter(b)
 
 
 PLAIN = Way("plain, pair", _one_by_one(couple))
