@@ -66,8 +66,8 @@ class Call:
             if version(t) != then:
                 which = "x" if i < len(xs) else "a further argument"
                 raise ReplayError(
-                    f"the function writes into {which} (a tensor of shape {list(t.shape)}) in place, so that it cannot be "
-                    "evaluated again. Write x = x + z in place of x += z."
+                    f"the function writes into {which} (a tensor of shape {list(t.shape)}) in place, so that it "
+                    "cannot be evaluated again. Write x = x + z in place of x += z."
                 )
         watch.check()
         self._written, self._read = watch.written, watch.read()
@@ -101,13 +101,15 @@ class Call:
         def backwards(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if index >= number:
                 raise InverseError(
-                    f"{self.pair!r}: the inverse evaluates its shared functions more often than forward ({number} times)."
+                    f"{self.pair!r}: the inverse evaluates its shared functions more often than forward ({number} "
+                    "times)."
                 )
             moment, then, shapes = self.moments[number - 1 - index]
             if fn is not then or [t.shape for t in tree.tensors((args, kwargs))] != shapes:
                 raise InverseError(
-                    f"{self.pair!r}: evaluation {index} of the inverse is that of another shared function, or of other "
-                    f"shapes, than evaluation {number - 1 - index} of forward. The inverse evaluates them in reverse order."
+                    f"{self.pair!r}: evaluation {index} of the inverse is that of another shared function, or of "
+                    f"other shapes, than evaluation {number - 1 - index} of forward. The inverse evaluates them in "
+                    "reverse order."
                 )
             with moment.again():
                 if evaluate is None:
@@ -119,7 +121,8 @@ class Call:
         x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if evaluations.count != number:
             raise InverseError(
-                f"{self.pair!r}: the inverse evaluates its shared functions {evaluations.count} times, forward {number}."
+                f"{self.pair!r}: the inverse evaluates its shared functions {evaluations.count} times, forward "
+                f"{number}."
             )
         return self._like_x(x, kept)
 
@@ -136,8 +139,8 @@ class Call:
                 continue
             if not isinstance(leaf, torch.Tensor):
                 raise InverseError(
-                    f"{self.pair!r}: the inverse gives {type(leaf).__name__} where x has a tensor of shape {list(like[0])}"
-                    f" (tensor {i}). If it is to be kept in memory: keep=({i},)."
+                    f"{self.pair!r}: the inverse gives {type(leaf).__name__} where x has a tensor of shape "
+                    f"{list(like[0])} (tensor {i}). If it is to be kept in memory: keep=({i},)."
                 )
             if (leaf.shape, leaf.dtype, leaf.device) != like:
                 came = f"{list(leaf.shape)} {leaf.dtype} on {leaf.device}"
@@ -155,8 +158,8 @@ class Call:
             tensor = read()
             if tensor is not None and version(tensor) != then:
                 raise ModifiedError(
-                    f"{self.pair!r}: a tensor of shape {list(tensor.shape)} that the function reads has been modified by an "
-                    "inplace operation since."
+                    f"{self.pair!r}: a tensor of shape {list(tensor.shape)} that the function reads has been modified "
+                    "by an inplace operation since."
                 )
         with ExitStack() as stack:
             if self._written:

@@ -70,8 +70,8 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
         ):
             given = f"{len(params)} entries" if isinstance(params, (list, tuple)) else type(params).__name__
             raise ArgumentError(
-                f"{name}(x, params): params is {given}, but has to be a list with an entry for each of the {len(blocks)} "
-                "blocks (None for a block without parameters)."
+                f"{name}(x, params): params is {given}, but has to be a list with an entry for each of the "
+                f"{len(blocks)} blocks (None for a block without parameters)."
             )
         return _anchored(zip(checkpointed, params, strict=True), anchor_every)
 
@@ -198,7 +198,7 @@ def _unstacked(params: Any, name: str) -> list[Any]:
     if len(sizes) != 1 or None in sizes:
         shapes = ", ".join(str(list(t.shape)) for t in tensors) or "none"
         raise ArgumentError(
-            f"{name}(x, params): stacked parameters have one leading size, that of the number of blocks, but the tensors "
-            f"have the shapes {shapes}. A list has an entry for each block instead."
+            f"{name}(x, params): stacked parameters have one leading size, that of the number of blocks, but the "
+            f"tensors have the shapes {shapes}. A list has an entry for each block instead."
         )
     return [form.join(each) for each in zip(*(t.unbind(0) for t in tensors), strict=True)]

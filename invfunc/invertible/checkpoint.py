@@ -47,8 +47,8 @@ def invertible_checkpoint(
         f_inv: `f_inv(y, *args, **kwargs) -> x`. None: a plain checkpoint, which keeps x and evaluates f again.
         keep: which tensors of x, by their place among its leaves, stay in memory and are not computed by the inverse;
             True keeps all.
-        preserve_rng_state: replay the random numbers that f drew, so that dropout draws the same mask again. False saves
-            the copies of the generators' states, for an f that draws nothing.
+        preserve_rng_state: replay the random numbers that f drew, so that dropout draws the same mask again. False
+            saves the copies of the generators' states, for an f that draws nothing.
         check: compare `f_inv(f(x))` with x in every call, while x is in memory; a number is the error that is
             tolerated, relative to the largest entry of each tensor (True: the square root of the precision).
         min_bytes: below this size of x, g is simply f.
@@ -74,8 +74,8 @@ def invertible_checkpoint(
         tensor([2., 2.])
 
     Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
-    memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is. Statistics
-    of this library see f as it is.
+    memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is.
+    Statistics of this library see f as it is.
 
     Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time without, or 4/3 for a
     coupling, whose inverse and f share their evaluations. The reconstructed x has the rounding errors of the inverse,
@@ -104,7 +104,8 @@ def invertible_checkpoint(
     check_callable("invertible_checkpoint", f)
     if isinstance(f_inv, EllipsisType):
         raise ArgumentTypeError(
-            f"invertible_checkpoint({describe(f)}): f_inv is missing. It is the inverse of f; None makes a plain checkpoint."
+            f"invertible_checkpoint({describe(f)}): f_inv is missing. It is the inverse of f; None makes a plain "
+            "checkpoint."
         )
     if f_inv is None:
         pair = Invertible(f, _no_inverse, name=f"{describe(f)}, None")
@@ -188,8 +189,8 @@ def _check(call: Call, xs: Tensors, ys: Tensors, rest: Tensors, tolerance: bool 
         error, most = relative_error(came, x), default_tolerance(x) if tolerance is True else float(tolerance)
         if not error <= most:
             raise InverseError(
-                f"the inverse gives {name} of shape {list(x.shape)} back with an error of {error:.1e} of its largest entry, "
-                f"where {most:.1e} is tolerated (check=)."
+                f"the inverse gives {name} of shape {list(x.shape)} back with an error of {error:.1e} of its largest "
+                f"entry, where {most:.1e} is tolerated (check=)."
             )
 
 

@@ -45,8 +45,8 @@ def check_inverse(
             square root of the precision of its dtype, `math.inf` for a report in any case.
 
     Returns:
-        `InverseReport(x, y, condition)`: the errors of each tensor by its name, and how much larger a small error of y is
-        in x. There is a warning where rounding alone takes half the digits of x.
+        `InverseReport(x, y, condition)`: the errors of each tensor by its name, and how much larger a small error of y
+        is in x. There is a warning where rounding alone takes half the digits of x.
 
     Raises:
         ArgumentTypeError: `pair` is none.
@@ -76,8 +76,8 @@ def check_inverse(
     coarsest = max((torch.finfo(t.dtype).eps for t in floats), default=0.0)
     if condition * coarsest > coarsest**0.5:
         warnings.warn(
-            f"{trip.pair!r} is ill-conditioned: an error of y is {condition:.1e} times larger in x, so that rounding takes "
-            "more than half of its digits. Compute in float64, or keep anchors (anchor_every=).",
+            f"{trip.pair!r} is ill-conditioned: an error of y is {condition:.1e} times larger in x, so that rounding "
+            "takes more than half of its digits. Compute in float64, or keep anchors (anchor_every=).",
             stacklevel=2,
         )
     return InverseReport(of_x, of_y, condition)
@@ -177,8 +177,8 @@ def _errors(name: str, came: Any, wanted: Any, tolerance: float | None) -> dict[
             most = default_tolerance(like) if tolerance is None else tolerance
             if most < math.inf and not error <= most:
                 raise InverseError(
-                    f"{name}{path} comes back with an error of {error:.1e} of its largest entry, where {most:.1e} is tolerated "
-                    "(tolerance=)."
+                    f"{name}{path} comes back with an error of {error:.1e} of its largest entry, where {most:.1e} is "
+                    "tolerated (tolerance=)."
                 )
     return errors
 

@@ -155,8 +155,8 @@ def _each(params: Any, call: str) -> tuple[tuple, tuple]:
         return (), ()
     if not isinstance(params, (tuple, list)) or len(params) != 2:
         raise ArgumentError(
-            f"{call}: the parameters have to be a pair, of F and of G, but are {type(params).__name__}. None of it calls "
-            "them without."
+            f"{call}: the parameters have to be a pair, of F and of G, but are {type(params).__name__}. None of it "
+            "calls them without."
         )
     return (params[0],), (params[1],)
 

@@ -82,8 +82,8 @@ class Grid:
         low, high = (float(end) for end in plain.aminmax()) if plain.numel() else (0.0, 0.0)
         if not (-self.limit <= low and high <= self.limit):
             raise RangeError(
-                f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at {self.limit:.6g}. Take "
-                "fewer fraction_bits, or dtype=torch.float64."
+                f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at {self.limit:.6g}. "
+                "Take fewer fraction_bits, or dtype=torch.float64."
             )
         if not torch.equal(_nearest(plain, self.fraction_bits), plain):
             raise RangeError(f"{self!r}: the state is not on the grid; put it there with Grid.enter(x).")

@@ -1,14 +1,16 @@
 """Checkpointing inside of torch.func, where saved tensors have no hooks: a Function at every level that has a graph.
 
-At a level the graph of `y = f(x)` is one node, which holds the further arguments and the slot of y. Its backward is a step
+At a level the graph of `y = f(x)` is one node, which holds the further arguments and the slot of y. Its backward is a
+step
 
     (x, gradients) = step(y, args, gradients of y)
 
-that is computed on plain tensors, below all levels, and is a Function again for the levels below that of the node, which
-may differentiate it. For the level of the node itself nothing of the step is saved.
+that is computed on plain tensors, below all levels, and is a Function again for the levels below that of the node,
+which may differentiate it. For the level of the node itself nothing of the step is saved.
 
-Who differentiates a step needs an x with a graph, and saving x would keep it in memory. So each node gives out *ghosts* of
-x, zeros without memory of its shape, whose gradients go where those of x go: a step takes x as a value, and its ghost.
+Who differentiates a step needs an x with a graph, and saving x would keep it in memory. So each node gives out *ghosts*
+of x, zeros without memory of its shape, whose gradients go where those of x go: a step takes x as a value, and its
+ghost.
 """
 
 from __future__ import annotations
@@ -215,8 +217,8 @@ class Step(Op):
     def backward(self, ctx: Any, gradients: Gradients) -> Gradients:
         if ctx.left_out:
             raise ReplayError(
-                "the gradient of an invertible block is differentiated within the transform of torch.func that it was made "
-                "in, by torch.autograd.grad. Use torch.func.grad for the first derivative too."
+                "the gradient of an invertible block is differentiated within the transform of torch.func that it "
+                "was made in, by torch.autograd.grad. Use torch.func.grad for the first derivative too."
             )
         needs = ctx.needs_input_grad[1:]
         needs = [*needs[: self._n_xs], *needs[self._n_xs + self._n_sources :]]

@@ -1,8 +1,8 @@
 """Checkpointing in plain autograd: hooks in the place of saved tensors, so that the graph is that of f itself.
 
 The graph of `y = f(x)` saves nothing. The first of its nodes that asks for a saved tensor has the block rebuilt: x from
-the slot of y by the inverse, and what f saves by evaluating f at it again. Tensors that f closes over get their gradients
-as ever, as it is f's own graph that is run backwards.
+the slot of y by the inverse, and what f saves by evaluating f at it again. Tensors that f closes over get their
+gradients as ever, as it is f's own graph that is run backwards.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class _Recording:
         if like != (tensor.shape, tensor.dtype):
             then = "nothing" if like is None else f"{list(like[0])} {like[1]}"
             raise ReplayError(
-                f"autograd saves a tensor {list(tensor.shape)} {tensor.dtype} where it saved {then} the first time: the "
-                "function does not do the same thing twice."
+                f"autograd saves a tensor {list(tensor.shape)} {tensor.dtype} where it saved {then} the first time: "
+                "the function does not do the same thing twice."
             )
         self.found[key] = tensor.detach()
         if key[0] == OUTSIDE and not self.misses():

@@ -19,7 +19,8 @@ def with_log_det(pair: Invertible) -> Invertible:
         pair: an `Invertible` with a log_det. Of a chain the log-determinants of all blocks are carried.
 
     Returns:
-        An `Invertible`. s has the shape [N] of one sum for each entry of the leading axis of x; `torch.zeros(N)` starts.
+        An `Invertible`. s has the shape [N] of one sum for each entry of the leading axis of x; `torch.zeros(N)`
+        starts.
 
     Raises:
         ArgumentTypeError: `pair` is no `Invertible`.

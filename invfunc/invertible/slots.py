@@ -48,9 +48,9 @@ class Slot:
         tensor = self._held.get()
         if self._held.is_users and version(tensor) != self._version:
             raise ModifiedError(
-                "a tensor that is needed for a gradient has been modified by an inplace operation: the output of shape "
-                f"{list(tensor.shape)} of an invertible block, from which its input is computed. Write y = y + z in place "
-                "of y += z."
+                "a tensor that is needed for a gradient has been modified by an inplace operation: the output of "
+                f"shape {list(tensor.shape)} of an invertible block, from which its input is computed. Write y = y + "
+                "z in place of y += z."
             )
         return tensor
 

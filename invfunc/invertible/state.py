@@ -13,8 +13,8 @@ def two_parts(state: Any, call: str, name: str) -> tuple[Any, Any]:
     """The parts of x or y."""
     if not isinstance(state, (tuple, list)) or len(state) != 2:
         raise ArgumentError(
-            f"{call}: {name} has to be a pair of tensors, but is {type(state).__name__}. (One tensor as the state is split "
-            "with split_dim=.)"
+            f"{call}: {name} has to be a pair of tensors, but is {type(state).__name__}. (One tensor as the state is "
+            "split with split_dim=.)"
         )
     return state[0], state[1]
 

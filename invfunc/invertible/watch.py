@@ -75,8 +75,9 @@ class Watch(TorchFunctionMode):
             if t.requires_grad or level_of(t) is not None:
                 why = "needs a gradient" if t.requires_grad else "belongs to a transform of torch.func"
                 raise ClosedOverError(
-                    f"`{name}` reads a tensor of shape {list(t.shape)} that {why} and is no argument. Inside of torch.func "
-                    "only arguments get gradients: pass it as one (of a module: functional(model)), or detach it."
+                    f"`{name}` reads a tensor of shape {list(t.shape)} that {why} and is no argument. Inside of "
+                    "torch.func only arguments get gradients: pass it as one (of a module: functional(model)), or "
+                    "detach it."
                 )
 
     def check(self) -> None:
@@ -84,9 +85,9 @@ class Watch(TorchFunctionMode):
         for t in self.written:
             if id(t) in self._read:
                 raise ReplayError(
-                    f"the function reads and writes a tensor of shape {list(t.shape)} that is none of its arguments, so "
-                    "that it would do something else when it is evaluated again. Pass it as an argument and return its "
-                    "new value."
+                    f"the function reads and writes a tensor of shape {list(t.shape)} that is none of its arguments, "
+                    "so that it would do something else when it is evaluated again. Pass it as an argument and "
+                    "return its new value."
                 )
 
 
