@@ -32,6 +32,11 @@ def level_of(x: torch.Tensor) -> int | None:
     return level if level > 0 else None
 
 
+def unwrapped(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a wrapper of torch.func holds; None for a plain tensor."""
+    return _C.get_unwrapped(x) if _C.is_functorch_wrapped_tensor(x) else None
+
+
 def alive(x: torch.Tensor) -> torch.Tensor:
     """The tensor without the wrappers of transforms that have ended."""
     while _C.is_functorch_wrapped_tensor(x) and level_of(x) is None:

@@ -240,10 +240,15 @@ def _chain(rand: Numbers, s: Sizes, anchor_every: int | None = None) -> tuple:
         return swap(x)
 
     f = one_after_another([add, normed, stacked(add), lossy, without, without, add])
+
+    def completed(whole: Callable) -> Callable:
+        """torch.func takes no None among the parameters."""
+        return lambda x, params: whole(x, [*params[:4], None, None, *params[4:]])
+
     coupling = partial(_coupling_params, rand, s.left, s.right)
     norms, lossy_params = (1 + rand(s.left) / 4, rand(s.left)), branch_params(rand, s.left, s.left)
-    params = [*coupling(1), norms, coupling(2), lossy_params, None, None, *coupling(1)]
-    return f, g, _pair_state(rand, s), params
+    params = [*coupling(1), norms, coupling(2), lossy_params, *coupling(1)]
+    return completed(f), completed(g), _pair_state(rand, s), params
 
 
 def _repeated(rand: Numbers, s: Sizes, stack: bool, **options: Any) -> tuple:

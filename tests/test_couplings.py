@@ -12,17 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jacrev, vmap
 
-from invfunc import (
-    Invertible,
-    additive_coupling,
-    affine_coupling,
-    invert,
-    invertible_checkpoint,
-    leapfrog,
-    momentum,
-    tree,
-)
+from invfunc import additive_coupling, affine_coupling, invertible_checkpoint, leapfrog, momentum, tree
 from invfunc.errors import ArgumentError
+from invfunc.invertible.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
 from tests.laws import FLOOR, moved
 from tests.strategies import Numbers
@@ -233,27 +225,6 @@ class TestFormula:
         y = make(F, G, split_dim=dim)(x)
         assert_trees_close(y, torch.cat(make(F, G)((x.narrow(dim, 0, first), x.narrow(dim, first, second))), dim), 0)
         assert_trees_close(invert(make(F, G, split_dim=dim))(y), x, 1e-12)
-
-    def test_further_arguments_go_to_both_functions(self):
-        seen = []
-
-        def spy(x, *given, **named):
-            seen.append((given, named))
-            return x.sin()
-
-        def twice(*given, **named):
-            return (spy(*given, **named),) * 2
-
-        x = (torch.ones(2), torch.ones(2))
-        for pair in (additive_coupling(spy, spy), affine_coupling(twice, twice)):
-            y = pair(x, ("p", "q"), 7, None, mask="m")
-            invert(pair)(y, ("p", "q"), 7, None, mask="m")
-            assert seen == [((p, 7, None), {"mask": "m"}) for p in "pqqp"]
-            seen.clear()
-        for pair in (momentum(spy), leapfrog(spy, 0.1)):
-            invert(pair)(pair(x, "p", 7, mask="m"), "p", 7, mask="m")
-            assert seen and all(s == (("p", 7), {"mask": "m"}) for s in seen)
-            seen.clear()
 
 
 class TestDerivatives:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc._functorch import version
-from invfunc.errors import InverseError, ModifiedError, ReplayError
+from invfunc._functorch import innermost, version
+from invfunc.errors import InverseError, ReplayError
 
 from .pair import Invertible
 from .replay import Replay
-from .watch import Shield, Watch
+from .watch import Reading, Shield, Watch
 
 Tensors = Sequence[torch.Tensor]
 Evaluate = Callable[[int, Callable, tuple, dict[str, Any]], Any]
@@ -30,20 +30,31 @@ class Call:
     what the inverse reads, the ys and those of xs that are kept.
     """
 
-    def __init__(self, pair: Invertible, x: tree.Form, rest: tree.Form, kept: Sequence[int], random: bool) -> None:
+    def __init__(
+        self,
+        pair: Invertible,
+        x: tree.Form,
+        rest: tree.Form,
+        kept: Sequence[int] = (),
+        random: bool = True,
+        tolerance: float | None = None,
+    ) -> None:
         self.pair = pair
         self.kept = kept
         self._x = x
         self._rest = rest
+        self.tolerance = tolerance
+        """The error up to which forward has to give the same another time; None where that is not looked at."""
+        self._sums: list[tuple[float, float]] = []
         self._random = random
         self._generators = [leaf for leaf in (*x.others, *rest.others) if isinstance(leaf, torch.Generator)]
         self._start: Replay
-        self.moments: list[tuple[Replay, Callable, list[torch.Size]]] = []
-        """When the shared functions were evaluated, which one it was, and the shapes of the tensors that it got."""
+        self.moments: list[_Moment] = []
+        """The evaluations of shared functions."""
         self._y: tree.Form
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._written: list[torch.Tensor] = []
-        self._read: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._read: list[Reading] = []
 
     def _moment(self, tensors: Tensors) -> Replay:
         return Replay(tensors, self._generators, self._random)
@@ -53,32 +64,53 @@ class Call:
         self._like = [(x.shape, x.dtype, x.device) for x in xs]
         given = (*xs, *rest)
         self._start = self._moment(given)
-        versions = [version(t) for t in given]
 
         def noted(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             tensors = tree.tensors((args, kwargs))
-            self.moments.append((self._moment(tensors), fn, [t.shape for t in tensors]))
-            return fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
+            before = self._moment(tensors)
+            result = fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
+            self.moments.append(_Moment(fn, [t.shape for t in tensors], before, self._moment(tensors)))
+            return result
 
-        with Watch(given, closed) as watch:
-            y = self.run(xs, rest, noted)
-        for i, (t, then) in enumerate(zip(given, versions, strict=True)):
-            if version(t) != then:
-                which = "x" if i < len(xs) else "a further argument"
-                raise ReplayError(
-                    f"the function writes into {which} (a tensor of shape {list(t.shape)}) in place, so that it "
-                    "cannot be evaluated again. Write x = x + z in place of x += z."
-                )
-        watch.check()
-        self._written, self._read = watch.written, watch.read()
+        with Watch(given, closed, self._generators) as watch:
+            y = self._forward(xs, rest, noted)
+        self._written, self._read = watch.written(len(xs)), watch.read()
+        for generator, state in watch.drawn if self._random else ():
+            for replay in (self._start, *(r for m in self.moments for r in (m.before, m.after))):
+                replay.add(generator, state)
+        if self.tolerance is not None:
+            self._sums = _sums(y)
         return y
 
-    def run(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> Any:
-        """The result of forward, with the hidden part beside it where there is one."""
+    def rewind(self) -> None:
+        """Take back the random numbers that were drawn."""
+        self._start.rewind()
+
+    def _forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> Any:
         args, kwargs = self._rest.join(rest)
         shared = Evaluations(evaluate).of(self.pair.shared)
         y = self.pair.forward(*shared, self._x.join(xs), *args, **kwargs)
         self.pair.apart(y)
+        return y
+
+    def run(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> Any:
+        """The result of forward, with the hidden part beside it where there is one, another time."""
+
+        def again(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+            result = fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
+            self.moments[index].after.rewind()  # whether it drew its random numbers or its result was known
+            return result
+
+        with self._again():
+            y = self._forward(xs, rest, again)
+        if self.tolerance is not None:
+            for (total, size), (now, _) in zip(self._sums, _sums(y), strict=True):
+                if not abs(now - total) <= self.tolerance * size:
+                    raise ReplayError(
+                        f"{self.pair!r}: evaluated again, the function gives another result: the sum of its entries is "
+                        f"{now:.8g} and was {total:.8g}. It reads something that changes, or draws random numbers that "
+                        "are not replayed."
+                    )
         return y
 
     def flat(self, y: Any) -> list[torch.Tensor]:
@@ -104,21 +136,28 @@ class Call:
                     f"{self.pair!r}: the inverse evaluates its shared functions more often than forward ({number} "
                     "times)."
                 )
-            moment, then, shapes = self.moments[number - 1 - index]
-            if fn is not then or [t.shape for t in tree.tensors((args, kwargs))] != shapes:
+            moment = self.moments[number - 1 - index]
+            if fn is not moment.fn or [t.shape for t in tree.tensors((args, kwargs))] != moment.shapes:
                 raise InverseError(
                     f"{self.pair!r}: evaluation {index} of the inverse is that of another shared function, or of "
                     f"other shapes, than evaluation {number - 1 - index} of forward. The inverse evaluates them in "
                     "reverse order."
                 )
-            with moment.again():
+            with moment.before.again():
                 if evaluate is None:
                     return fn(*args, **kwargs)
                 return evaluate(number - 1 - index, fn, args, kwargs)
 
         evaluations = Evaluations(backwards)
         shared = evaluations.of(self.pair.shared)
-        x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
+        before = [version(t) for t in (*sources, *rest)]
+        with self._again():
+            x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
+        if [version(t) for t in (*sources, *rest)] != before:
+            raise ReplayError(
+                f"{self.pair!r}: the inverse writes into y or a further argument in place. Write y = y - z in place "
+                "of y -= z."
+            )
         if evaluations.count != number:
             raise InverseError(
                 f"{self.pair!r}: the inverse evaluates its shared functions {evaluations.count} times, forward "
@@ -152,15 +191,10 @@ class Call:
         return found
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def _again(self) -> Iterator[None]:
         """What was read besides the arguments is as it was, and nothing is written."""
-        for read, then in self._read:
-            tensor = read()
-            if tensor is not None and version(tensor) != then:
-                raise ModifiedError(
-                    f"{self.pair!r}: a tensor of shape {list(tensor.shape)} that the function reads has been modified "
-                    "by an inplace operation since."
-                )
+        for reading in self._read:
+            reading.check()
         with ExitStack() as stack:
             if self._written:
                 stack.enter_context(Shield(self._written))
@@ -171,6 +205,22 @@ class Call:
         """The tensors of x as one would write them."""
         named = tree.named_leaves(self._x.join(range(len(self._like))))
         return ["x" + named[place][0] for place in self._x.places]
+
+
+def _sums(y: Any) -> list[tuple[float, float]]:
+    """The sum and the sum of magnitudes of each tensor, over all entries of any vmap."""
+    wide = [innermost(t).to(torch.float64) for t in tree.tensors(y) if not t.is_complex()]
+    return [(t.sum().item(), t.abs().sum().item()) for t in wide]
+
+
+@dataclass
+class _Moment:
+    """An evaluation of a shared function: which one, the shapes of the tensors it got, and what was around it."""
+
+    fn: Callable
+    shapes: list[torch.Size]
+    before: Replay
+    after: Replay
 
 
 class Evaluations:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
 from typing import Any
@@ -49,8 +49,9 @@ def invertible_checkpoint(
             True keeps all.
         preserve_rng_state: replay the random numbers that f drew, so that dropout draws the same mask again. False
             saves the copies of the generators' states, for an f that draws nothing.
-        check: compare `f_inv(f(x))` with x in every call, while x is in memory; a number is the error that is
-            tolerated, relative to the largest entry of each tensor (True: the square root of the precision).
+        check: compare `f_inv(f(x))` with x in every call, while x is in memory, and what f gives when it is evaluated
+            again with what it gave; a number is the error that is tolerated, relative to the largest entry of each
+            tensor (True: the square root of the precision).
         min_bytes: below this size of x, g is simply f.
         has_aux: of an `Invertible` that hides something: return `(y, hidden)`.
 
@@ -128,6 +129,8 @@ class Checkpointed:
     check: bool | float = False
     min_bytes: int = 0
     has_aux: bool = False
+    _needs_a_node: list[bool] = field(default_factory=list, compare=False)
+    """Not empty where f turned out to use torch.func itself, beside which saved tensors have no hooks."""
 
     def __post_init__(self) -> None:
         if self.has_aux and not self.pair.hidden:
@@ -142,10 +145,16 @@ class Checkpointed:
         return f"invertible_checkpoint({self.pair!r})"
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # whose own partitioner decides what is kept
+            return self._plain(x, args, kwargs)
         try:
             y = self._call(x, args, kwargs)
         except InvFuncError as error:
             raise told(error, f"{self!r}(x, ...)") from error.__cause__
+        return y if self.has_aux else self.pair.apart(y)[0]
+
+    def _plain(self, x: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        y = self.pair.forward(*self.pair.shared, x, *args, **kwargs)
         return y if self.has_aux else self.pair.apart(y)[0]
 
     def _call(self, x: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -162,35 +171,56 @@ class Checkpointed:
         kept = tuple(range(len(xs))) if self.keep is True else self.keep or ()
         if any(not 0 <= i < len(xs) for i in kept):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {len(xs)} of them.")
-        call = Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state)
-        if kinds:
-            ys = noded(call, xs, rest)
-            y = call.joined(ys)
+        tolerance = _tolerance(self.check, xs)
+
+        def new_call() -> Call:
+            return Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance)
+
+        call = new_call()
+        if kinds or self._needs_a_node:
+            y, ys = noded(call, xs, rest)
         else:
-            y, ys = hooked(call, xs, rest)
-        if self.check is not False and len(kept) < len(xs):
-            _check(call, xs, ys, rest, self.check)
+            try:
+                y, ys = hooked(call, xs, rest)
+            except RuntimeError as error:
+                if type(error) is not RuntimeError:
+                    raise
+                call.rewind()
+                call = new_call()
+                try:  # torch.func within f does not work beside hooks
+                    y, ys = noded(call, xs, rest)
+                except Exception:
+                    raise error from None
+                self._needs_a_node.append(True)
+        if tolerance is not None and len(kept) < len(xs):
+            _check(call, xs, ys, rest, tolerance)
         return y
 
 
 def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:
-    """Whether there is memory to save: somebody may go backwards, and nobody compiles or goes forwards."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or any(dual(t) for t in tensors):
+    """Whether there is memory to save: somebody may go backwards, and nobody goes forwards."""
+    if not torch.is_grad_enabled() or any(dual(t) for t in tensors):
         return False
     if kinds - {"grad", "vmap"}:
         return False
     return not kinds or "grad" in kinds or any(t.requires_grad for t in tensors)
 
 
-def _check(call: Call, xs: Tensors, ys: Tensors, rest: Tensors, tolerance: bool | float) -> None:
-    with torch.no_grad(), call.again():
+def _tolerance(check: bool | float, xs: Tensors) -> float | None:
+    if check is False:
+        return None
+    return max(map(default_tolerance, xs)) if check is True else float(check)
+
+
+def _check(call: Call, xs: Tensors, ys: Tensors, rest: Tensors, tolerance: float) -> None:
+    with torch.no_grad():
         back = call.inverse([t.detach() for t in (*ys, *(xs[i] for i in call.kept))], [t.detach() for t in rest])
     for name, x, came in zip(call.names(), xs, back, strict=True):
-        error, most = relative_error(came, x), default_tolerance(x) if tolerance is True else float(tolerance)
-        if not error <= most:
+        error = relative_error(came, x)
+        if not error <= tolerance:
             raise InverseError(
                 f"the inverse gives {name} of shape {list(x.shape)} back with an error of {error:.1e} of its largest "
-                f"entry, where {most:.1e} is tolerated (check=)."
+                f"entry, where {tolerance:.1e} is tolerated (check=)."
             )
 
 

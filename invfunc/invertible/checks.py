@@ -147,12 +147,12 @@ class _Trip:
     def back(self, y: Any) -> Any:
         """`f_inv(y)`."""
         full = (y, *self._hidden) if self._hidden else y
-        with torch.no_grad(), self._call.again():
+        with torch.no_grad():
             return self._form.join(self._call.inverse(tree.separate(full)[0], self._rest))
 
     def forth(self, x: Any) -> Any:
         """`f(x)`."""
-        with torch.no_grad(), self._call.again():
+        with torch.no_grad():
             return self.pair.apart(self._call.run(tree.separate(x)[0], self._rest, None))[0]
 
 

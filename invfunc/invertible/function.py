@@ -25,7 +25,7 @@ from invfunc.errors import ReplayError
 
 from .call import Call, Tensors
 from .maps import BatchedRun, Map, Run, batched, differentiable, pulled, unwound
-from .slots import Block, fetch
+from .slots import Block, Held, fetch
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -93,12 +93,12 @@ class LevelBlock(Block):
     def __init__(self, run: Run, rest: Tensors) -> None:
         super().__init__(run.call.kept)
         self._run = run
-        self._rest = [t.detach() for t in rest]
+        self._rest = [Held(t) for t in rest]
 
     def invert(self) -> None:
         sources = fetch(self.sources)
-        with torch.no_grad(), self._run.call.again():
-            xs = self._run.inverse(sources, self._rest, None)
+        with torch.no_grad():
+            xs = self._run.inverse(sources, [held.get().detach() for held in self._rest], None)
         self.give_back([x.detach() for x in xs])
 
 
@@ -143,7 +143,7 @@ class Forward(Op):
         if sources is None:
             sources = fetch(ctx.block.sources)
             start = unwound(self._run, (len(sources), self._count, len(rest)), wanted, given)
-        outputs = derivative(self._forward, ghosts, sources, rest, gs, wanted, given, self._run.call, level, start)
+        outputs = derivative(self._forward, ghosts, sources, rest, gs, wanted, given, level, start)
         if start is not None:
             ctx.block.give_back([x.detach() for x in outputs[: self._count]])
             outputs = outputs[self._count :]
@@ -164,20 +164,17 @@ class Step(Op):
         slope: the gradients as a function of `(xs, rest, gradients of ys)`.
         start: xs and the gradients as a function of `(sources, rest, gradients of ys)`, or None where xs is known.
         counts: the numbers of xs and of sources.
-        run: what runs on plain tensors, replayed.
         level: the level that does not differentiate.
     """
 
-    def __init__(self, slope: Map, start: Map | None, counts: tuple[int, int], call: Call, level: int | None) -> None:
+    def __init__(self, slope: Map, start: Map | None, counts: tuple[int, int], level: int | None) -> None:
         self._slope = slope
         self._start = start
         self._n_xs, self._n_sources = counts
-        self._call = call
         self._level = level
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        with self._call.again():
-            return tuple((self._start or self._slope)(tensors[self._n_xs :]))
+        return tuple((self._start or self._slope)(tensors[self._n_xs :]))
 
     def aligned(self, tensors: list[torch.Tensor], has: list[bool]) -> None:
         if self._start is None:
@@ -193,7 +190,7 @@ class Step(Op):
             each = batched(start, given, randomness)
             start = lambda tensors: self._unbatched(each(tensors), ghosts)  # noqa: E731
         slope = batched(self._slope, [*ghosts, *tail], randomness)
-        return Step(slope, start, (self._n_xs, self._n_sources), self._call, self._level)
+        return Step(slope, start, (self._n_xs, self._n_sources), self._level)
 
     def _unbatched(self, outputs: list[torch.Tensor], ghosts: Sequence[bool]) -> list[torch.Tensor]:
         xs = [x if has else x.select(0, 0) for x, has in zip(outputs, ghosts, strict=False)]
@@ -228,9 +225,7 @@ class Step(Op):
         of_slope = gradients if self._start is None else gradients[self._n_xs :]
         given = [i for i, g in enumerate(of_slope) if g is not None]
         gs = [g for g in of_slope if g is not None]
-        found = dict(
-            zip(wanted, derivative(self._slope, ghosts, xs, tail, gs, wanted, given, self._call, level), strict=True)
-        )
+        found = dict(zip(wanted, derivative(self._slope, ghosts, xs, tail, gs, wanted, given, level), strict=True))
         of_ghosts = [found.get(i) for i in range(self._n_xs)]
         return *of_ghosts, *[None] * self._n_sources, *(found.get(i) for i in range(self._n_xs, len(needs)))
 
@@ -251,16 +246,16 @@ def derivative(
     gs: Tensors,
     wanted: Sequence[int],
     given: Sequence[int],
-    call: Call,
     level: int | None,
     start: Map | None = None,
 ) -> Sequence[torch.Tensor]:
     """The gradients of a map, as one more node for the levels below that of the one that asks."""
     slope = pulled(fn, len(ghosts) + len(rest), wanted, given)
-    return Node.apply(Step(slope, start, (len(ghosts), len(sources)), call, level), *ghosts, *sources, *rest, *gs)
+    return Node.apply(Step(slope, start, (len(ghosts), len(sources)), level), *ghosts, *sources, *rest, *gs)
 
 
-def noded(call: Call, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
-    """The tensors of y, whose graph at every level of torch.func is one node."""
+def noded(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tensor]]:
+    """The result of a call whose graph at every level of torch.func is one node, and its tensors."""
     outputs = Node.apply(Forward(Run(call), len(xs)), *xs, *rest)
-    return list(outputs[: len(outputs) - len(xs)])
+    ys = list(outputs[: len(outputs) - len(xs)])
+    return call.joined(ys), ys

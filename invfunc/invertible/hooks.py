@@ -75,7 +75,7 @@ class HookedBlock(Block):
             return fn(*args, **kwargs)
 
     def invert(self) -> None:
-        with plainly(), torch.no_grad(), self._call.again():
+        with plainly(), torch.no_grad():
             self.give_back(self._call.inverse(fetch(self.sources), self._detached()))
 
     def _detached(self) -> list[torch.Tensor]:
@@ -83,6 +83,8 @@ class HookedBlock(Block):
 
     def saved(self, key: Key) -> torch.Tensor:
         """A saved tensor; it is handed out once, and computed again for whoever asks again."""
+        if self._saved:
+            self._detached()  # what was computed before is as good as the arguments it may be a part of
         tensor = self._saved.pop(key, None)
         if tensor is None:
             found = self._rebuild()
@@ -95,16 +97,21 @@ class HookedBlock(Block):
         self._saved = {}
 
     def _rebuild(self) -> dict[Key, torch.Tensor]:
+        if not self._connected:
+            raise ReplayError(
+                f"{self._call.pair!r}: the function differentiates within itself by torch.autograd; let it use "
+                "torch.func."
+            )
         for block in self.behind():
             if isinstance(block, HookedBlock):
                 block.forget()  # autograd is done with it
-        recorded = _Recording(self._like)
-        with plainly(), self._call.again():
+        recorded = _Recording(self._like, to_the_end=self._call.tolerance is not None)
+        with plainly():
             xs = self.xs()
             outputs = None
             if xs is None:
                 xs, outputs = self._invert_recording(recorded)
-            if recorded.misses():
+            if recorded.misses() or self._call.tolerance is not None:
                 self._run_recording(recorded, xs, outputs)
         return recorded.found
 
@@ -117,7 +124,7 @@ class HookedBlock(Block):
             args, kwargs = form.join(_as_then(tensors, self._shared_needs[index]))
             with torch.enable_grad(), recorded.part(index):
                 output = fn(*args, **kwargs)
-            if OUTSIDE in self._tape.counts:
+            if OUTSIDE in self._tape.counts or self._call.tolerance is not None:
                 outputs[index] = output
             return tree.map_tensors(torch.Tensor.detach, output)
 
@@ -159,8 +166,9 @@ class _Enough(Exception):
 class _Recording:
     """Saved tensors of an evaluation that is done again."""
 
-    def __init__(self, like: dict[Key, tuple[torch.Size, torch.dtype]]) -> None:
+    def __init__(self, like: dict[Key, tuple[torch.Size, torch.dtype]], to_the_end: bool) -> None:
         self._like = like
+        self._to_the_end = to_the_end
         self._tape = Tape()
         self.found: dict[Key, torch.Tensor] = {}
 
@@ -182,7 +190,7 @@ class _Recording:
                 "the function does not do the same thing twice."
             )
         self.found[key] = tensor.detach()
-        if key[0] == OUTSIDE and not self.misses():
+        if key[0] == OUTSIDE and not self._to_the_end and not self.misses():
             raise _Enough
 
 

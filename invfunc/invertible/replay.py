@@ -26,6 +26,16 @@ class Replay:
             self._generators += generators
         self._states = [generator.get_state() for generator in self._generators]
 
+    def add(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        """One more generator, of which it was not known that it would be drawn from."""
+        if not any(generator is known for known in self._generators):
+            self._generators.append(generator)
+            self._states.append(state)
+
+    def rewind(self) -> None:
+        """The random numbers go on from the moment."""
+        self._set(self._states)
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """The moment comes back."""
@@ -36,7 +46,7 @@ class Replay:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
             before = [generator.get_state() for generator in self._generators]
             try:
-                self._set(self._states)
+                self.rewind()
                 yield
             finally:
                 self._set(before)

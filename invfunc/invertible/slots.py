@@ -43,16 +43,11 @@ class Slot:
         users = self._users()
         if users is not None and version(users) == self._version:
             return users.detach()
-        if self._held is None:
-            return None
-        tensor = self._held.get()
-        if self._held.is_users and version(tensor) != self._version:
-            raise ModifiedError(
-                "a tensor that is needed for a gradient has been modified by an inplace operation: the output of "
-                f"shape {list(tensor.shape)} of an invertible block, from which its input is computed. Write y = y + "
-                "z in place of y += z."
-            )
-        return tensor
+        return None if self._held is None else self._held.get()
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is as it was when the slot was made."""
+        return version(tensor) == self._version
 
     def take_over(self, block: Block) -> None:
         """Let go of the tensor, which the block can give back."""
@@ -73,16 +68,23 @@ class Held:
 
     def __init__(self, tensor: torch.Tensor, users: bool = True) -> None:
         hooks = saving_hooks() if users else None
-        self.is_users = users and hooks is None
-        """Whether the caller has it too, and may write into it."""
+        self._version = version(tensor) if users and hooks is None else None
+        """None where the caller has it not, and cannot write into it."""
         self._tensor = tensor.detach() if hooks is None else None
         if hooks is not None:
             pack, self._unpack = hooks
             self._packed = pack(tensor)
 
     def get(self) -> torch.Tensor:
+        """The tensor, as it was."""
         if self._tensor is None:
             self._tensor = self._unpack(self._packed).detach()
+        if self._version is not None and version(self._tensor) != self._version:
+            raise ModifiedError(
+                f"a tensor of shape {list(self._tensor.shape)} that is needed for a gradient has been modified by an "
+                "inplace operation: an argument of an invertible block, or the output from which its input is "
+                "computed. Write y = y + z in place of y += z."
+            )
         return self._tensor
 
 
@@ -98,9 +100,11 @@ class Block:
         self._xs: list[Callable[[], Slot | None]] = []
         self._taken: set[int] = set()
         self._ys: list[Slot] = []
+        self._connected = False
 
     def connect(self, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor], metadata: Sequence[dict | None]) -> None:
         """Take the slots of x over, and give out those of y by the metadata of the nodes they come from."""
+        self._connected = True
         for output, (y, of_node) in enumerate(zip(ys, metadata, strict=True)):
             slot = slot_of(y) or Slot(y)
             self._ys.append(slot)
@@ -119,7 +123,7 @@ class Block:
             slot.hold(x)
         elif produced is None:
             self._taken.add(i)
-        elif produced.block is None and not any(produced is y for y in self._ys):
+        elif produced.block in (None, self) and not any(produced is y for y in self._ys):
             produced.take_over(self)
             self._taken.add(i)
             return weakref.ref(produced)
@@ -186,7 +190,8 @@ def slot_of(tensor: torch.Tensor) -> Slot | None:
     """The slot of a tensor that a block gave out, found from the node of autograd that it comes from."""
     metadata = metadata_of(tensor)
     given_out = None if metadata is None else metadata.get(_KEY, {}).get(tensor.output_nr)
-    return None if given_out is None else given_out()
+    slot = None if given_out is None else given_out()
+    return slot if slot is not None and slot.is_of(tensor) else None
 
 
 def metadata_of(tensor: torch.Tensor) -> dict | None:

@@ -16,18 +16,17 @@ from . import chain_ways as ways
 from .chain_ways import missing
 from .chains import BACKWARD, GRAD, GRAD_VMAP, JACREV, VMAP_GRAD, Chain, Kind, Way, leaves, one_tensor
 from .measure import difference, medians, peak_in_a_process
-from .peers import Call
-from .report import announce, difference_cell, mebibytes, number, over, print_table, verdict
+from .report import Cells, announce, difference_cell, mebibytes, number, over, print_table, verdict
 
 WIDTH, ROWS = 512, 4096
 SMALL = 4, WIDTH, ROWS // 4
-"""Depth, width and rows of a chain whose gradients are compared before memory is measured."""
+"""Depth, width and rows of a chain whose gradients are compared."""
 TINY = 10, 8, 4
-TINY_ROUNDS = 30
+TINY_ROUNDS = 10
 """Of calls, for each round that is asked for."""
 SHALLOW, DEEP = 8, 64
-GROWTH = 1.05
-"""How many times the memory of the shallow chain the deep one may take."""
+GROWTH = 5
+"""How many per cent more memory the deep chain may take."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ TIMES = [
     Row(BACKWARD, ways.MERGED_ONE),
     Row(BACKWARD, ways.GENERIC, 1.75),
     Row(BACKWARD, ways.GENERIC_ONE),
-    Row(BACKWARD, ways.REPEATED),
     Row(BACKWARD, ways.CHAINED),
     Row(BACKWARD, ways.EXACT, 1.6),
     Row(GRAD, ways.PLAIN),
@@ -87,12 +85,14 @@ MEMORY = [
     ],
 ]
 TINIES = [
-    *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.CHECKPOINT, ways.MERGED, ways.GENERIC, ways.CHAINED)],
-    *[Row(GRAD, way) for way in (ways.PLAIN, ways.CHECKPOINT, ways.MERGED, ways.GENERIC, ways.CHAINED)],
+    Row(kind, way)
+    for kind in (BACKWARD, GRAD)
+    for way in (ways.PLAIN, ways.CHECKPOINT, ways.MERGED, ways.GENERIC, ways.CHAINED, ways.REPEATED)
 ]
 MEMORY_CASES = {(row.name, str(d)): row for d in (DEEP, SHALLOW) for row in MEMORY if row.deep or d == SHALLOW}
 """The long ones first."""
 MEMORY_TABLE = "chain_memory"
+_ON_SMALL = f"gradients are compared on {SMALL[0]} blocks and {SMALL[2]} rows"
 
 
 def activation_memory(case: tuple[str, str], device: torch.device) -> int:
@@ -116,9 +116,10 @@ def activation_memory(case: tuple[str, str], device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Compared:
-    """The calls of a table, warm, and how far the gradients that they gave are apart."""
+    """How far the gradients of the rows of a table are apart."""
 
-    calls: dict[str, Call]
+    rows: list[Row]
+    """Those that neither fail nor are missing."""
     differences: dict[str, float]
     failures: dict[str, str]
     """The words of a peer that fails."""
@@ -127,26 +128,30 @@ class Compared:
         """Their rows have no numbers."""
         return dict.fromkeys(self.failures, math.nan)
 
+    def cell(self, row: Row) -> Cells:
+        """The last one of a line."""
+        return {"difference": difference_cell(self.differences.get(row.name))}
+
     def print_rest(self, *remarks: str) -> None:
         """What is to be said below a table."""
         for row, words in self.failures.items():
             print(f"{row} fails: {words}")
         print(
             *remarks,
-            "difference: of its gradient and the one of the first row, relative to the largest entry of each leaf\n",
+            "difference: of the gradient, relative to the largest entry of each leaf of the first row's\n",
             sep="\n",
         )
 
 
-def _compare(rows: Sequence[Row], chain: Chain) -> Compared:
+def _compare(name: str, rows: Sequence[Row], chain: Chain) -> Compared:
     """Call each row once. The first is what the others are compared with."""
-    compared, first, absent = Compared({}, {}, {}), None, missing()
+    announce(name, "do they agree?")
+    compared, first, absent = Compared([], {}, {}), None, missing()
     for row in rows:
         if row.way.needs in absent:
             continue
         try:
-            call = row.kind.build(row.way, chain)
-            gradient = row.kind.gradient(call())
+            gradient = row.kind.gradient(row.kind.build(row.way, chain)())
         except Exception as error:
             if row.way.ours:
                 raise
@@ -154,7 +159,7 @@ def _compare(rows: Sequence[Row], chain: Chain) -> Compared:
             for w in leaves(chain.blocks):
                 w.grad = None
             continue
-        compared.calls[row.name] = call
+        compared.rows.append(row)
         if first is None:
             first = gradient
         else:
@@ -162,61 +167,48 @@ def _compare(rows: Sequence[Row], chain: Chain) -> Compared:
     return compared
 
 
-def _timed(
-    name: str, rows: Sequence[Row], chain: Chain, rounds: int, device: torch.device
-) -> tuple[dict[str, float], Compared]:
-    announce(name, "do they agree?")
-    compared = _compare(rows, chain)
-    repeats = dict.fromkeys(compared.calls, rounds)
-    seconds = medians(compared.calls, repeats, device, lambda text: announce(name, text))
+def _seconds(name: str, compared: Compared, chain: Chain, rounds: int, device: torch.device) -> dict[str, float]:
+    """The median of each row."""
+    calls = {row.name: row.kind.build(row.way, chain) for row in compared.rows}
+    seconds = medians(calls, dict.fromkeys(calls, rounds), device, lambda text: announce(name, text))
     announce(name, "")
-    return seconds | compared.failed(), compared
+    return seconds | compared.failed()
 
 
 def _times(name: str, options: argparse.Namespace) -> None:
-    """Seconds of a chain that fills the caches, as multiples of the plain way."""
-    chain = Chain(options.depth, WIDTH, ROWS, options.device)
-    seconds, compared = _timed(name, TIMES, chain, options.repeats, options.device)
-    print(
-        f"{name}: forward and backward of {options.depth} additive couplings, width {WIDTH}, N = {ROWS}; "
-        f"{options.device}, one thread, median of {options.repeats} calls"
-    )
+    """Seconds of a chain that is too large for the caches, as multiples of the plain way."""
+    device, calls = options.device, options.repeats
+    compared = _compare(name, TIMES, Chain(*SMALL, device))
+    seconds = _seconds(name, compared, Chain(options.depth, WIDTH, ROWS, device), calls, device)
+    title = f"{options.depth} additive couplings, width {WIDTH}, N = {ROWS}"
+    print(f"{name}: forward and backward of {title}; {device}, one thread, median of {calls} calls")
     lines = []
     for row in TIMES:
         ratio = over(seconds.get(row.name), seconds[row.plain])
-        lines.append(
-            {
-                "": row.name,
-                "s": number(seconds.get(row.name), 3),
-                "over plain": number(ratio),
-                "to reach": "-" if row.most is None else verdict(ratio, row.most),
-                "difference": difference_cell(compared.differences.get(row.name)),
-            }
-        )
+        cells = {"": row.name, "s": number(seconds.get(row.name), 3), "over plain": number(ratio)}
+        cells["to reach"] = "-" if row.most is None else verdict(ratio, row.most)
+        lines.append(cells | compared.cell(row))
     print_table(lines)
-    compared.print_rest("over plain: of the same kind and state; checkpoint_sequential: in sqrt(depth) parts")
+    compared.print_rest(
+        f"over plain: of the same kind and state; checkpoint_sequential: in sqrt(depth) parts; {_ON_SMALL}"
+    )
 
 
 def _tiny(name: str, options: argparse.Namespace) -> None:
     """Seconds of a chain whose arithmetic takes no time."""
     depth, width, rows = TINY
-    calls = options.repeats * TINY_ROUNDS
-    seconds, compared = _timed(name, TINIES, Chain(*TINY, options.device), calls, options.device)
+    device, calls = options.device, options.repeats * TINY_ROUNDS
+    chain = Chain(*TINY, device)
+    compared = _compare(name, TINIES, chain)
+    seconds = _seconds(name, compared, chain, calls, device)
+    title = f"forward and backward of {depth} additive couplings, width {width}, N = {rows}"
+    print(f"{name}: what a block costs at least: {title}; {device}, one thread, median of {calls} calls")
     micro = {row: second / depth * 1e6 for row, second in seconds.items()}
-    print(
-        f"{name}: what a block costs at least: {depth} additive couplings, width {width}, N = {rows}, forward and "
-        f"backward; {options.device}, one thread, median of {calls} calls"
-    )
     lines = []
     for row in TINIES:
-        lines.append(
-            {
-                "": row.name,
-                "us a block": number(micro[row.name], 1),
-                "more than plain": number(micro[row.name] - micro[row.plain], 1),
-                "difference": difference_cell(compared.differences.get(row.name)),
-            }
-        )
+        cells = {"": row.name, "us a block": number(micro[row.name], 1)}
+        cells["more than plain"] = number(micro[row.name] - micro[row.plain], 1)
+        lines.append(cells | compared.cell(row))
     print_table(lines)
     compared.print_rest()
 
@@ -225,36 +217,29 @@ def _memory(name: str, options: argparse.Namespace) -> None:
     """The memory of a chain at two depths, a process a case."""
     if options.no_memory:
         return
-    announce(name, "do they agree?")
-    compared = _compare(MEMORY, Chain(*SMALL, options.device))
-    cases = [case for case in MEMORY_CASES if case[0] in compared.calls]
+    device = options.device
+    compared = _compare(name, MEMORY, Chain(*SMALL, device))
+    cases = [case for case, row in MEMORY_CASES.items() if row in compared.rows]
     announce(name, "memory")
     with ThreadPoolExecutor(2) as pool:  # what is beside a process does not change its size
-        sizes = pool.map(lambda case: peak_in_a_process("/".join((name, *case)), options.device), cases)
+        sizes = pool.map(lambda case: peak_in_a_process("/".join((name, *case)), device), cases)
         peaks = dict(zip(cases, sizes, strict=True))
     announce(name, "")
-    print(
-        f"{name}: activation memory of {SHALLOW} and {DEEP} additive couplings, width {WIDTH}, N = {ROWS}, forward and "
-        f"backward; {options.device}"
-    )
+    title = f"{SHALLOW} and {DEEP} additive couplings, width {WIDTH}, N = {ROWS}"
+    print(f"{name}: activation memory of forward and backward of {title}; {device}")
     lines = []
     for row in MEMORY:
         shallow, deep = (peaks.get((row.name, str(d)), compared.failed().get(row.name)) for d in (SHALLOW, DEEP))
-        growth = over(deep, shallow)
-        lines.append(
-            {
-                "": row.name,
-                f"MiB at {SHALLOW}": mebibytes(shallow),
-                f"MiB at {DEEP}": mebibytes(deep),
-                f"{DEEP} over {SHALLOW}": verdict(growth, GROWTH) if row.way.ours else number(growth),
-                "MiB to reach": "-" if row.most is None else verdict(over(deep, 2**20), row.most),
-                "difference": difference_cell(compared.differences.get(row.name)),
-            }
-        )
+        ratio = over(deep, shallow)
+        growth = None if ratio is None else 100 * (ratio - 1)
+        cells = {"": row.name, f"MiB at {SHALLOW}": mebibytes(shallow), f"MiB at {DEEP}": mebibytes(deep)}
+        cells["% more"] = verdict(growth, GROWTH) if row.way.ours else number(growth)
+        cells["MiB to reach"] = "-" if row.most is None else verdict(over(deep, 2**20), row.most)
+        lines.append(cells | compared.cell(row))
     print_table(lines)
     compared.print_rest(
-        "MiB: the peak over what was there before, less the bytes of the gradients; the copy of the input counts",
-        f"difference: on {SMALL[0]} blocks and {SMALL[2]} rows",
+        "MiB: the peak over what was there before, without the bytes of the gradients, with a copy of the input",
+        f"the plain ways of torch.func are left out at {DEEP}; {_ON_SMALL}",
     )
 
 
