@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jacrev, vmap
 
-from invfunc import additive_coupling, affine_coupling, invertible_checkpoint, leapfrog, momentum, tree
-from invfunc.errors import ArgumentError
+from invfunc import additive_coupling, affine_coupling, invertible_checkpoint, layers, leapfrog, momentum, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.invertible.chain import chain
+from invfunc.invertible.log_det import with_log_det
 from invfunc.invertible.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
 from tests.laws import FLOOR, moved
@@ -302,3 +304,14 @@ class TestLogDeterminant:
         pair = make(*[lambda t: (t, t) if make is affine_coupling else t] * 2, split_dim=dim)
         with pytest.raises(ArgumentError, match=f"split_dim={dim}"):
             volume(pair, torch.ones(4, 3))
+
+    def test_of_some_there_are_none(self):
+        for pair, told in [
+            (layers.pad((1, 1)), "has no log_det"),
+            (layers.batch_norm(), "hides something"),
+            (chain(leapfrog(torch.sin, 0.5), torch.sin), "has no log_det"),
+        ]:
+            with pytest.raises(ArgumentError, match=rf"^with_log_det\(.*the pair {told}"):
+                with_log_det(pair)
+        with pytest.raises(ArgumentTypeError, match=r"^with_log_det\(pair\): pair is of type function"):
+            with_log_det(summed)

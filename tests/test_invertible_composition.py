@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -120,14 +120,14 @@ def of_func_grad(h, x, p):
     """A gradient of torch.func of what needs a gradient in plain autograd."""
     x, p = live(x, p)
     inner = grad(lambda p: squares(h(x, p)))(p)
-    return inner, torch.autograd.grad(squares(inner), tree.leaves((x, p)))
+    return inner, torch.autograd.grad(squares(inner), tree.leaves((x, p)), materialize_grads=True)
 
 
 def checkpointed(h, x, p):
     x, p = live(x, p)
     value = checkpoint(lambda x, p: total(h(x, p)), x, p, use_reentrant=False)
     found = torch.autograd.grad(value, tree.leaves((x, p)), create_graph=True)
-    return found, torch.autograd.grad(squares(found), tree.leaves((x, p)))
+    return found, torch.autograd.grad(squares(found), tree.leaves((x, p)), materialize_grads=True)
 
 
 def functional_hessian(h, x, p):
@@ -275,25 +275,69 @@ FUNC = {
         steps(x), p
     ),
 }
-forms = pytest.mark.parametrize("form", FORMS)
+REFUSED = [of_vmap, of_vmap_twice, of_func_grad]
+"""Where torch's checkpoint does not run."""
 
 
-def assert_same(composed: Callable, pair: Any, dtype: torch.dtype) -> None:
+def assert_same(composed: Callable, form: str, s: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    pair = twins(form, s).to(dtype, device)
     found, wanted = (composed(h, pair.x, pair.params) for h in (pair.g, pair.f))
     assert_trees_close(found, wanted, RTOL[dtype], FLOOR)
 
 
 @pytest.mark.parametrize("composed", (PLAIN | FUNC).values(), ids=PLAIN | FUNC)
-@forms
-@settings(max_examples=2)
-@given(s=sizes())
-def test_equals_the_function(form, composed, s, dtype, device):
-    assert_same(composed, twins(form, s).to(dtype, device), dtype)
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_the_function(form, composed, dtype, device):
+    assert_same(composed, form, Sizes(), dtype, device)
 
 
 @pytest.mark.parametrize("composed", PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("form", PLAIN_ONLY)
 def test_plain_autograd_equals_the_function(form, composed, dtype, device):
-    if composed in (of_func_grad, of_vmap, of_vmap_twice):
-        pytest.skip("torch's checkpoint does not run there")
-    assert_same(composed, twins(form, Sizes()).to(dtype, device), dtype)
+    if composed not in REFUSED:
+        assert_same(composed, form, Sizes(), dtype, device)
+
+
+@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_equals_the_function_at_any_size(data, dtype, device):
+    form, composed = data.draw(st.sampled_from(list(FORMS))), data.draw(st.sampled_from(list(PLAIN | FUNC)))
+    assert_same((PLAIN | FUNC)[composed], form, data.draw(sizes()), dtype, device)
+
+
+class TestCompiled:
+    """torch.compile takes f as it is; peers have no fullgraph."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("form", ["additive", "functions of a tensor", "repeated"])
+    def test_value_and_gradient(self, form, backend, dtype, device):
+        pair = twins(form, Sizes(depth=2)).to(dtype, device)
+        compiled = torch.compile(pair.g, backend=backend, fullgraph=True)
+        found, wanted = (backward(h, pair.x, pair.params) for h in (compiled, pair.f))
+        assert_trees_close(found, wanted, RTOL[dtype], FLOOR)
+
+    def test_grad_within(self, dtype, device):
+        pair = twins("additive", Sizes(depth=2)).to(dtype, device)
+        compiled = torch.compile(slope(pair.g), backend="aot_eager", fullgraph=True)
+        assert_trees_close(compiled(pair.x, pair.params), slope(pair.f)(pair.x, pair.params), RTOL[dtype], FLOOR)
+
+
+class TestNumerically:
+    """Against finite differences, which know nothing of autograd."""
+
+    @pytest.mark.parametrize("form", ["additive", "functions of a dict", "no inverse", "hidden", "chain"])
+    def test_gradcheck_and_gradgradcheck(self, form, device):
+        pair = twins(form, Sizes(depth=2)).to(torch.float64, device)
+        leaves, structure = tree.flatten(live(pair.x, pair.params))
+
+        def flat(*leaves):
+            return tuple(tree.leaves(pair.g(*tree.unflatten(leaves, structure))))
+
+        assert torch.autograd.gradcheck(flat, leaves, fast_mode=True)
+        assert torch.autograd.gradgradcheck(flat, leaves, fast_mode=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, jacrev, vjp, vmap
 
 from invfunc import InvFuncError, ModifiedError, ReplayError, additive_coupling, invertible_checkpoint
 from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, squares
@@ -128,10 +128,30 @@ class TestGenerators:
                 pair = additive_coupling(lambda b: b.tanh() * draw() * b, lambda b: b.sin() * draw() * b)
                 return gradients(call(wrap(pair), x, w), x, w)
 
-            try:
-                same(run, lambda pair: pair, invertible_checkpoint)
-            except InvFuncError as error:
-                assert "generator" in str(error)
+            same_or_refused(same, run, lambda pair: pair, invertible_checkpoint, why="enerator")
+
+
+class TestTransformsOfTheGradient:
+    """What is vmapped after forward has drawn gets the numbers that it drew."""
+
+    @pytest.mark.parametrize("randomness", ["error", "same", "different"])
+    @pytest.mark.parametrize(("plain", "h", "call"), PAIRS.values(), ids=PAIRS)
+    def test_of_a_pulled_back_batch(self, same, plain, h, call, randomness):
+        def run(h, x, w):
+            _, pull = vjp(lambda w: call(h, x.detach(), w), w.detach())
+            batch = torch.stack([x, x.sin()]).detach()
+            return vmap(pull, randomness=randomness)((batch, batch.cos()) if h in PAIRS["coupling"] else batch)
+
+        same(run, plain, h)
+
+    @pytest.mark.parametrize(("plain", "h", "call"), PAIRS.values(), ids=PAIRS)
+    def test_of_batched_gradients(self, same, plain, h, call):
+        def run(h, x, w):
+            y = call(h, x, w)
+            batch = torch.stack([x, x.sin()]).detach()
+            return torch.autograd.grad(y[0] if h in PAIRS["coupling"] else y, (x, w), batch, is_grads_batched=True)
+
+        same(run, plain, h)
 
 
 def test_without_preserving_the_state_an_f_that_draws_nothing_is_the_same(same):
@@ -219,21 +239,24 @@ class TestState:
         for write in (
             lambda y, w: y.sub_(w.tanh()).mul_((-w).exp()),
             lambda y, w: (y - w.tanh()) * w.neg_().exp(),
-            lambda y, w: (y.view(-1).mul_(1), f_inv(y, w))[1] / 1,
+            lambda y, w: (y.view(-1).mul_(2), f_inv(y / 2, w))[1],
         ):
 
-            def run(h, x, w):
-                y, v = h(x * 1, w), w.detach().clone()
-                value = y.detach().clone()
-                try:
-                    return gradients(y.sin(), x, w, retain_graph=True), gradients(y.sin(), x, w)
-                finally:
-                    assert torch.equal(y, value) and torch.equal(w, v)
+            def run(h, x, w, write=write):
+                y, value, v = h(x * 1, w), h(x * 1, w).detach(), w.detach().clone()
+                found = gradients(y.sin(), x, w, retain_graph=True), gradients(y.sin(), x, w)
+                assert torch.equal(y, value) and torch.equal(w, v)
+                return found
 
-            try:
-                same(run, f, invertible_checkpoint(f, write))
-            except InvFuncError as error:
-                assert "inverse" in str(error)
+            same_or_refused(same, run, f, invertible_checkpoint(f, write), why="the inverse writes")
+
+
+def same_or_refused(same, run, *functions, why="modified"):
+    """A number is the right one; an error says why."""
+    try:
+        same(run, *functions)
+    except InvFuncError as error:
+        assert why in str(error)
 
 
 def closed(f, w):
@@ -267,50 +290,29 @@ class TestWrittenSince:
         with pytest.raises((ModifiedError, RuntimeError), match="modified by an inplace operation"):
             torch.autograd.grad(s, (x, w))
 
-    def test_data_that_is_put_in_place_of_a_parameter_is_not_read(self, same):
-        """As `vector_to_parameters` does."""
+    @pytest.mark.parametrize("is_argument", [True, False])
+    def test_data_that_takes_the_place_of_a_parameters(self, same, is_argument):
+        """As `vector_to_parameters` does: the version stays as it is."""
 
-        def run(h, x, w):
-            h, w = (h, w) if h is not f else (closed(f, w), w)
-            y = h(x * 1, w) if h is g else h(x * 1, None)
-            s = squares(y)
+        def run(wrap, x, w):
+            h, args = (wrap(f, f_inv), (w,)) if is_argument else (wrap(closed(f, w), closed(f_inv, w)), (None,))
+            s = squares(h(x * 1, *args))
             w.data = w.data * 3
             return torch.autograd.grad(s, (x, w))
 
-        same(lambda h, x, w: run(h, x, w), f, g)
+        same_or_refused(same, run, lambda f, f_inv: f, invertible_checkpoint)
 
-        def closed_over(wrap, x, w):
-            y = wrap(closed(f, w), closed(f_inv, w))(x * 1, None)
-            s = squares(y)
-            w.data = w.data * 3
-            return torch.autograd.grad(s, (x, w))
-
-        try:
-            same(closed_over, lambda f, f_inv: f, invertible_checkpoint)
-        except ModifiedError:
-            pass
-
-    def test_outputs_that_are_written_before_the_next_block(self, same):
+    @pytest.mark.parametrize("write", [lambda y: y.add_(1), lambda y: y[0].zero_(), lambda y: y.detach().mul_(2)])
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_outputs_that_are_written_before_the_next_block(self, same, write, inside):
         """Without a gradient, so that the graph stays as it is; also inside of torch.func."""
 
-        def run(h, x, w, write):
-            y = h(x * 1, w)
-            with torch.no_grad():
-                write(y)
-            return gradients(h(y, w), w)
+        def run(h, x, w):
+            if inside:
+                return grad(lambda w: squares(self.twice(h, x.detach(), w, write)))(w.detach())
+            return gradients(self.twice(h, x * 1, w, write), w)
 
-        for write in (lambda y: y.add_(1), lambda y: y[0].zero_(), lambda y: y.detach().mul_(2)):
-            for inside in (False, True):
-
-                def either(h, x, w, write=write, inside=inside):
-                    if inside:
-                        return grad(lambda w: squares(self.twice(h, x.detach(), w, write)))(w.detach())
-                    return gradients(self.twice(h, x * 1, w, write), w)
-
-                try:
-                    same(either)
-                except ModifiedError:
-                    pass
+        same_or_refused(same, run)
 
     @staticmethod
     def twice(h, x, w, write):

@@ -139,8 +139,8 @@ class TestWishes:
             return gradients((y, s.exp()), x, w), s
 
         def plain(state, params):
-            for g, p in flow.composition.steps(params):
-                state = g.pair(state) if p is None else g.pair(state, p)
+            for block, p in flow.composition.steps(params):
+                state = block.pair(state) if p is None else block.pair(state, p)
             return state
 
         same(run, plain, invertible_checkpoint(flow))

@@ -62,7 +62,8 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def forward(op: Op, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return op.run(tensors)
+        given = {id(t) for t in tensors}
+        return tuple(t.view_as(t) if id(t) in given else t for t in op.run(tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
@@ -70,12 +71,13 @@ class Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in output if not differentiable(t)))
         ctx.op = op
+        ctx.around = [level for kind, level in levels() if kind == "vmap"]
         if any(ctx.needs_input_grad):
             op.save(ctx, tensors, output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.op.backward(ctx, gradients)
+        return None, *ctx.op.backward(ctx, [None if g is None else alive(g) for g in gradients])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, op: Op, *tensors: torch.Tensor) -> tuple:
@@ -112,9 +114,7 @@ class Forward(Op):
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         xs, rest = tensors[: self._count], tensors[self._count :]
         ys = self._run.first(xs, rest)
-        given = {id(t) for t in tensors}
-        apart = [y.view_as(y) if id(y) in given else y for y in ys]
-        return *apart, *(x.new_zeros(()).expand(x.shape) for x in xs)
+        return *ys, *(x.new_zeros(()).expand(x.shape) for x in xs)
 
     def batched(self, has: Sequence[bool], randomness: str) -> Op:
         return Forward(BatchedRun(self._run, has[: self._count], has[self._count :], randomness), self._count)
@@ -143,7 +143,7 @@ class Forward(Op):
         if sources is None:
             sources = fetch(ctx.block.sources)
             start = unwound(self._run, (len(sources), self._count, len(rest)), wanted, given)
-        outputs = derivative(self._forward, ghosts, sources, rest, gs, wanted, given, level, start)
+        outputs = derivative(self._forward, ghosts, sources, rest, gs, wanted, given, level, ctx.around, start)
         if start is not None:
             ctx.block.give_back([x.detach() for x in outputs[: self._count]])
             outputs = outputs[self._count :]
@@ -165,13 +165,17 @@ class Step(Op):
         start: xs and the gradients as a function of `(sources, rest, gradients of ys)`, or None where xs is known.
         counts: the numbers of xs and of sources.
         level: the level that does not differentiate.
+        around: the vmaps below that were around the call. Inside of any other the random numbers are the same for all.
     """
 
-    def __init__(self, slope: Map, start: Map | None, counts: tuple[int, int], level: int | None) -> None:
+    def __init__(
+        self, slope: Map, start: Map | None, counts: tuple[int, int], level: int | None, around: Sequence[int]
+    ) -> None:
         self._slope = slope
         self._start = start
         self._n_xs, self._n_sources = counts
         self._level = level
+        self._around = around
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         return tuple((self._start or self._slope)(tensors[self._n_xs :]))
@@ -186,11 +190,13 @@ class Step(Op):
         ghosts, given = has[: self._n_xs], has[self._n_xs :]
         tail = given[self._n_sources :]
         start = self._start
+        own = levels()[-1][1] + 1 if levels() else 1
+        randomness = randomness if own in self._around else "same"
         if start is not None:
             each = batched(start, given, randomness)
             start = lambda tensors: self._unbatched(each(tensors), ghosts)  # noqa: E731
         slope = batched(self._slope, [*ghosts, *tail], randomness)
-        return Step(slope, start, (self._n_xs, self._n_sources), self._level)
+        return Step(slope, start, (self._n_xs, self._n_sources), self._level, self._around)
 
     def _unbatched(self, outputs: list[torch.Tensor], ghosts: Sequence[bool]) -> list[torch.Tensor]:
         xs = [x if has else x.select(0, 0) for x, has in zip(outputs, ghosts, strict=False)]
@@ -225,7 +231,9 @@ class Step(Op):
         of_slope = gradients if self._start is None else gradients[self._n_xs :]
         given = [i for i, g in enumerate(of_slope) if g is not None]
         gs = [g for g in of_slope if g is not None]
-        found = dict(zip(wanted, derivative(self._slope, ghosts, xs, tail, gs, wanted, given, level), strict=True))
+        found = dict(
+            zip(wanted, derivative(self._slope, ghosts, xs, tail, gs, wanted, given, level, ctx.around), strict=True)
+        )
         of_ghosts = [found.get(i) for i in range(self._n_xs)]
         return *of_ghosts, *[None] * self._n_sources, *(found.get(i) for i in range(self._n_xs, len(needs)))
 
@@ -247,11 +255,12 @@ def derivative(
     wanted: Sequence[int],
     given: Sequence[int],
     level: int | None,
+    around: Sequence[int],
     start: Map | None = None,
 ) -> Sequence[torch.Tensor]:
     """The gradients of a map, as one more node for the levels below that of the one that asks."""
     slope = pulled(fn, len(ghosts) + len(rest), wanted, given)
-    return Node.apply(Step(slope, start, (len(ghosts), len(sources)), level), *ghosts, *sources, *rest, *gs)
+    return Node.apply(Step(slope, start, (len(ghosts), len(sources)), level, around), *ghosts, *sources, *rest, *gs)
 
 
 def noded(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tensor]]:

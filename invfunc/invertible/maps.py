@@ -174,7 +174,7 @@ def _edge(tensor: torch.Tensor) -> Edge | None:
 
 
 def _left(gradient: torch.Tensor | None, like: torch.Tensor, leave: Callable) -> torch.Tensor:
-    return torch.zeros_like(like) if gradient is None else leave(gradient)
+    return leave(torch.zeros_like(like) if gradient is None else gradient)
 
 
 def _gradients(
