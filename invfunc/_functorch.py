@@ -16,13 +16,6 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 
 
-class _C_vmap:  # noqa: N801: names of torch
-    """The older vmap, of `torch.autograd.grad(..., is_grads_batched=True)`: how deep it is nested."""
-
-    increment = torch._C._vmapmode_increment_nesting
-    decrement = torch._C._vmapmode_decrement_nesting
-
-
 def transforming() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp, ...) is running around us."""
     return _C.peek_interpreter_stack() is not None
@@ -54,15 +47,15 @@ def alive(x: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def plainly() -> Iterator[None]:
     """Without the transforms of torch.func around us: what is made here is the same for all entries of a vmap."""
-    older = _C_vmap.increment() - 1
+    older = torch._C._vmapmode_increment_nesting() - 1  # the vmap of `torch.autograd.grad(..., is_grads_batched=True)`
     for _ in range(older + 1):
-        _C_vmap.decrement()
+        torch._C._vmapmode_decrement_nesting()
     try:
         with torch._C._DisableFuncTorch():
             yield
     finally:
         for _ in range(older):
-            _C_vmap.increment()
+            torch._C._vmapmode_increment_nesting()
 
 
 def innermost(x: torch.Tensor) -> torch.Tensor:

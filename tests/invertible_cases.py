@@ -313,6 +313,7 @@ FORMS: dict[str, Callable[[Numbers, Sizes], tuple]] = {
     "chain": _chain,
     "chain, anchored": partial(_chain, anchor_every=2),
     "repeated": partial(_repeated, stack=False),
+    "repeated, stacked": partial(_repeated, stack=True),
     "repeated, stacked, anchored": partial(_repeated, stack=True, anchor_every=2),
     "keep=True": partial(_additive, keep=True),
     "keep=(1,)": partial(_functions, keep=(1,)),

@@ -27,13 +27,15 @@ WHOLE = ["repeated", "repeated, stacked"]
 
 
 class Meter(TorchDispatchMode):
-    """Counts the storages that are made while it is active, until they are freed."""
+    """Counts the bytes of the storages that are made while it is active, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, weakref.ref] = {}
+        self._known: dict[int, tuple[int, weakref.ref]] = {}
+        """The storages that are alive, by their address: their numbers."""
+        self._sizes: list[int] = []
         self._steps: list[tuple[int, int]] = []
-        """Which storage came, with its bytes, or went, with them negated."""
+        """Which one came, with its bytes, or went, with them negated."""
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -45,35 +47,29 @@ class Meter(TorchDispatchMode):
     def _see(self, found: Any, new: bool) -> None:
         for t in tree.tensors(found):
             storage = t.untyped_storage()
-            key, number = storage._cdata, len(self._steps)
-            if key in self._known:
-                continue
-            size = storage.nbytes() if new else 0
-            self._known[key] = weakref.ref(storage, lambda _, key=key, number=number: self._gone(key, number))
-            self._steps.append((number, size))
+            key, number = storage._cdata, len(self._sizes)
+            if key not in self._known:
+                gone = weakref.ref(storage, lambda _, key=key: self._gone(key))
+                self._known[key] = number, gone
+                self._sizes.append(storage.nbytes() if new else 0)
+                self._steps.append((number, self._sizes[number]))
 
-    def _gone(self, key: int, number: int) -> None:
-        del self._known[key]
-        self._steps.append((number, -self._steps[number][1]))
+    def _gone(self, key: int) -> None:
+        number, _ = self._known.pop(key)
+        self._steps.append((number, -self._sizes[number]))
 
     def live(self) -> int:
         return sum(size for _, size in self._steps)
 
     def peak(self, without: Any = ()) -> int:
         """The most that was alive at once, not counting the storages of a result."""
-        keys = {t.untyped_storage()._cdata for t in tree.tensors(without)}
-        own = {number for number, _ in enumerate(self._steps) if self._of(number) in keys}
+        known = (self._known.get(t.untyped_storage()._cdata) for t in tree.tensors(without))
+        own = {entry[0] for entry in known if entry is not None}
         most = now = 0
         for number, size in self._steps:
             now += 0 if number in own else size
             most = max(most, now)
         return most
-
-    def _of(self, number: int) -> int | None:
-        return self._numbers().get(number)
-
-    def _numbers(self) -> dict[int, int]:
-        return self._places
 
 
 @contextmanager
@@ -85,3 +81,198 @@ def nothing_collected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+# Networks of any depth
+
+
+def network(form: str, depth: int) -> Twins:
+    """Wide batches and few parameters, so that activations are what counts."""
+    s = Sizes(n=1024, left=4, right=4, depth=depth, act="gelu")
+    if form != "chain":
+        return twins(form, s)
+    pair, rand = additive_coupling(branch(s.act), branch(s.act)), Numbers()
+    params = [(branch_params(rand, 4, 4), branch_params(rand, 4, 4)) for _ in range(depth)]
+    return Twins(form, stacked(pair), chain(*[pair] * depth), (rand(s.n, 4), rand(s.n, 4)), params)
+
+
+def live(params: Any) -> Any:
+    return tree.map_leaves(lambda t: t.clone().requires_grad_(), params)
+
+
+def backward(h, x, p, times=1):
+    p = live(p)
+    loss = total(h(x, p))
+    for i in range(times):
+        loss.backward(retain_graph=i + 1 < times)
+    return [t.grad for t in tree.leaves(p)]
+
+
+def around(h, x, p):
+    p = live(p)
+    checkpoint(lambda x, p: total(h(x, p)), x, p, use_reentrant=False).backward()
+    return [t.grad for t in tree.leaves(p)]
+
+
+def pulled(h, x, p):
+    y, pull = vjp(lambda p: h(x, p), p)
+    return pull(y)
+
+
+def both(x: Any) -> Any:
+    return tree.map_leaves(lambda t: torch.stack([t, 2 * t]), x)
+
+
+def two_numbers(y: Any) -> torch.Tensor:
+    return torch.stack([total(y), total(y, 1)])
+
+
+WAYS = {
+    "backward": backward,
+    "backward twice, retained": lambda h, x, p: backward(h, x, p, times=2),
+    "grad": lambda h, x, p: grad(lambda p: total(h(x, p)))(p),
+    "vmap of grad": lambda h, x, p: vmap(grad(lambda p, x: total(h(x, p))), (None, 0))(p, both(x)),
+    "grad of vmap": lambda h, x, p: grad(lambda p: total(vmap(h, (0, None))(both(x), p)))(p),
+    "jacrev": lambda h, x, p: jacrev(lambda p: two_numbers(h(x, p)))(p),
+    "vjp": pulled,
+    "torch's checkpoint around": around,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm():
+    """torch makes some tensors of its own at a first call."""
+    for way in WAYS.values():
+        net = network("additive", 2)
+        way(net.g, net.x, net.params)
+
+
+def peak(h: Callable, network: Twins, way: Callable) -> int:
+    """Of what is neither a gradient nor a parameter; nothing is left behind."""
+    p = tree.map_leaves(lambda t: t.float(), network.params)
+    x = tree.map_leaves(lambda t: t.float(), network.x)
+    with nothing_collected(), Meter() as meter:
+        gradients = way(h, x, p)
+        found = meter.peak(without=gradients)
+        del gradients
+        assert meter.live() == 0
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("form", [*STACKED, "chain", *WHOLE])
+def test_memory_does_not_grow_with_depth(form, way):
+    shallow, deep = (peak(net.g, net, way) for net in (network(form, depth) for depth in (SHALLOW, DEEP)))
+    assert deep <= 1.05 * shallow
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_memory_of_the_function_itself_grows(way):
+    """The meter sees it."""
+    shallow, deep = (peak(net.f, net, way) for net in (network("additive", depth) for depth in (SHALLOW, DEEP)))
+    assert deep >= 2.5 * shallow
+
+
+class TestFreed:
+    """Without the garbage collector, and without a backward."""
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_a_graph_that_is_dropped_frees_everything(self, form):
+        net = twins(form, Sizes())
+        for h in (net.g, lambda x, p: vjp(net.g, x, p), lambda x, p: grad(lambda p: total(net.g(x, p)))(p)):
+            h(net.x, live(net.params))
+            p = live(net.params)
+            with nothing_collected(), Meter() as meter:
+                result = h(net.x, p)
+                assert meter.live() > 0
+                del result
+                assert meter.live() == 0
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_a_retained_graph_that_is_dropped_frees_everything(self, form):
+        net = twins(form, Sizes())
+        backward(net.g, net.x, net.params, times=2)
+        with nothing_collected(), Meter() as meter:
+            p = live(net.params)
+            loss = total(net.g(net.x, p))
+            torch.autograd.grad(loss, tree.leaves(p), create_graph=True, materialize_grads=True)
+            loss.backward(retain_graph=True)
+            del loss, p
+            assert meter.live() == 0
+
+    def test_an_output_alone_is_held(self):
+        """A stack of blocks whose end is held keeps nothing but that, and its parameters."""
+        net = network("additive", 8)
+        with nothing_collected(), Meter() as meter:
+            y = net.g(net.x, live(net.params))
+            held = sum(t.nbytes for t in tree.leaves((y, net.params)))
+            assert held <= meter.live() <= held + 1000
+
+    def test_a_dropped_consumer(self):
+        """What it took over is asked of it, though nobody else knows it any more."""
+        net = network("additive", 3)
+        p, q = live(net.params), live(net.params)
+        for h, params in ((net.g, p), (net.f, q)):
+            y = h(net.x, params)
+            h(y, params)
+            total(y).backward()
+        assert_trees_close([t.grad for t in tree.leaves(p)], [t.grad for t in tree.leaves(q)], RTOL[torch.float64])
+
+    def test_what_the_user_holds_is_left_alone(self):
+        """`x + g(x)`, where peers free the memory of x and the process dies."""
+        net = network("functions of a tensor", 4)
+        x, p = live(net.x), live(net.params)
+        before, states = x.detach().clone(), [x]
+        for block in p:
+            states.append(states[-1] + net.g(states[-1], [block]))
+        copies = [state.detach().clone() for state in states]
+        total(states[-1]).backward()
+        assert all(torch.equal(state, copy) for state, copy in zip(states, copies, strict=True))
+        assert torch.equal(x, before)
+        found = [t.grad for t in tree.leaves((x, p))]
+        y, q = live(net.x), live(net.params)
+        z = y
+        for block in q:
+            z = z + net.f(z, [block])
+        total(z).backward()
+        assert_trees_close(found, [t.grad for t in tree.leaves((y, q))], RTOL[torch.float64])
+
+
+class TestEvaluations:
+    """How often the expensive functions run: once forwards and once backwards, also for the inverse."""
+
+    def counted(self, make: Callable) -> tuple[Callable, list]:
+        calls = []
+
+        def layer(b: torch.Tensor, p: Any) -> torch.Tensor:
+            calls.append(1)
+            return (b @ p["w"] + p["b"]).tanh() * p["s"]
+
+        return make(layer), calls
+
+    @pytest.mark.parametrize("way", [WAYS[name] for name in ("backward", "grad", "vmap of grad", "vjp")])
+    @pytest.mark.parametrize("make", [stacked, lambda g: invertible_checkpoint(chain(*[g] * 5))])
+    def test_a_coupling_evaluates_twice_a_step(self, make, way):
+        pair, calls = self.counted(lambda F: additive_coupling(F, F))
+        net = network("additive", 5)
+        way(make(invertible_checkpoint(pair)), net.x, net.params)
+        assert len(calls) == 5 * 2 * 2  # blocks, functions, directions
+
+    def test_without_gradients_once(self):
+        pair, calls = self.counted(lambda F: additive_coupling(F, F))
+        net = network("additive", 5)
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                stacked(invertible_checkpoint(pair))(net.x, net.params)
+        assert len(calls) == 2 * 5 * 2
+
+    def test_a_pair_of_functions_evaluates_three_times(self):
+        """Forward, inverse and forward again; the first block finds its x in memory."""
+
+        def make(layer):
+            return lambda x, p: (x[1], x[0] + layer(x[1], p)), lambda y, p: (y[1] - layer(y[0], p), y[0])
+
+        functions, calls = self.counted(make)
+        net = network("additive", 5)
+        backward(stacked(invertible_checkpoint(*functions)), net.x, [p[0] for p in net.params])
+        assert len(calls) == 3 * 5 - 1

@@ -75,9 +75,13 @@ class Call:
         with Watch(given, closed, self._generators) as watch:
             y = self._forward(xs, rest, noted)
         self._written, self._read = watch.written(len(xs)), watch.read()
+        replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
         for generator, state in watch.drawn if self._random else ():
-            for replay in (self._start, *(r for m in self.moments for r in (m.before, m.after))):
+            for replay in replays:
                 replay.add(generator, state)
+        if self._start.is_now():
+            for replay in replays:
+                replay.drop()
         if self.tolerance is not None:
             self._sums = _sums(y)
         return y

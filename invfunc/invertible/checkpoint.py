@@ -44,11 +44,13 @@ def invertible_checkpoint(
     Args:
         f: `f(x, *args, **kwargs) -> y`, x and y any pytrees. The further arguments pass through: tensors among them get
             their gradients, anything else is a constant. Or an `Invertible`, which brings its inverse.
-        f_inv: `f_inv(y, *args, **kwargs) -> x`. None: a plain checkpoint, which keeps x and evaluates f again.
+        f_inv: `f_inv(y, *args, **kwargs) -> x`. It runs in the backward pass, so what it closes over must not change
+            until then. None: a plain checkpoint, which keeps x and evaluates f again.
         keep: which tensors of x, by their place among its leaves, stay in memory and are not computed by the inverse;
             True keeps all.
         preserve_rng_state: replay the random numbers that f drew, so that dropout draws the same mask again. False
-            saves the copies of the generators' states, for an f that draws nothing.
+            saves the copies of the generators' states, for an f that draws nothing. (Threads that draw at the same time
+            need a `generator=` each, as the numbers of the global one go to whoever comes first.)
         check: compare `f_inv(f(x))` with x in every call, while x is in memory, and what f gives when it is evaluated
             again with what it gave; a number is the error that is tolerated, relative to the largest entry of each
             tensor (True: the square root of the precision).

@@ -66,9 +66,11 @@ def additive_coupling(
 
     def forward(F: Callable, G: Callable, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = two_parts(state, call, "x"), _each(params, call)
+        if grid is not None:
+            grid.checked(a, b)
         a = a + F(b, *p, *args, **kwargs)
         b = b + G(a, *q, *args, **kwargs)
-        return (a, b) if grid is None else (grid.checked(a), grid.checked(b))
+        return (a, b) if grid is None else grid.checked(a, b, entered=True)
 
     def inverse(F: Callable, G: Callable, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = two_parts(state, call, "y"), _each(params, call)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from invfunc import tree
 from invfunc._functorch import innermost
 from invfunc.errors import ArgumentError, ArgumentTypeError, RangeError
 
@@ -58,9 +59,10 @@ class Grid:
         assert self.dtype is not None
         return 2.0 ** (_MANTISSA[self.dtype] - self.fraction_bits)
 
-    def enter(self, x: Any) -> torch.Tensor:
-        """The nearest numbers of the grid, of its dtype; the gradient is that of the identity."""
-        return self.checked(self.round(x))
+    def enter(self, x: tree.Tree) -> tree.Tree:
+        """The nearest numbers of the grid, of its dtype, for all tensors of a pytree; the gradient is that of the
+        identity."""
+        return tree.map_leaves(lambda leaf: self.checked(self.round(leaf), entered=True)[0], x)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """The same, without a look at the range."""
@@ -72,22 +74,22 @@ class Grid:
             return x + (_nearest(x, self.fraction_bits) - x).detach()
         return _Round.apply(x, self.fraction_bits)
 
-    def checked(self, x: torch.Tensor) -> torch.Tensor:
-        """x itself, if it is on the grid."""
+    def checked(self, *tensors: torch.Tensor, entered: bool = False) -> tuple[torch.Tensor, ...]:
+        """The tensors, if they are within the range, and on the grid; `entered` says that this is known."""
         if torch.compiler.is_compiling():
-            return x
-        plain = innermost(x)
-        if plain.dtype != self.dtype:
-            raise RangeError(f"{self!r}: a state of {plain.dtype} is not on the grid; put it there with Grid.enter(x).")
-        low, high = (float(end) for end in plain.aminmax()) if plain.numel() else (0.0, 0.0)
-        if not (-self.limit <= low and high <= self.limit):
-            raise RangeError(
-                f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at {self.limit:.6g}. "
-                "Take fewer fraction_bits, or dtype=torch.float64."
-            )
-        if not torch.equal(_nearest(plain, self.fraction_bits), plain):
-            raise RangeError(f"{self!r}: the state is not on the grid; put it there with Grid.enter(x).")
-        return x
+            return tensors
+        for x in map(innermost, tensors):
+            if x.dtype != self.dtype:
+                raise RangeError(f"{self!r}: a state of {x.dtype} is not on the grid; put it there with Grid.enter(x).")
+            low, high = (float(end) for end in x.aminmax()) if x.numel() else (0.0, 0.0)
+            if not (-self.limit < low and high < self.limit):
+                raise RangeError(
+                    f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at {self.limit:.6g}. "
+                    "Take fewer fraction_bits, or dtype=torch.float64."
+                )
+            if not entered and not torch.equal(_nearest(x, self.fraction_bits), x):
+                raise RangeError(f"{self!r}: the state is not on the grid; put it there with Grid.enter(x).")
+        return tensors
 
 
 def _nearest(x: torch.Tensor, bits: int) -> torch.Tensor:

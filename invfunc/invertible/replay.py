@@ -24,17 +24,28 @@ class Replay:
             indexed = {device for device in devices if device.type not in ("cpu", "meta")}
             self._generators = [_Global(device) for device in (torch.device("cpu"), *indexed)]
             self._generators += generators
-        self._states = [generator.get_state() for generator in self._generators]
+        self._states: list[torch.Tensor] | None = [generator.get_state() for generator in self._generators]
+        """None where nothing was drawn, so that any will do."""
+
+    def is_now(self) -> bool:
+        """Whether the states are those of now."""
+        states = self._states or ()
+        return all(torch.equal(g.get_state(), s) for g, s in zip(self._generators, states, strict=True))
+
+    def drop(self) -> None:
+        """Let go of the states, as nothing was drawn."""
+        self._states = None
 
     def add(self, generator: torch.Generator, state: torch.Tensor) -> None:
         """One more generator, of which it was not known that it would be drawn from."""
-        if not any(generator is known for known in self._generators):
+        if self._states is not None and not any(generator is known for known in self._generators):
             self._generators.append(generator)
             self._states.append(state)
 
     def rewind(self) -> None:
         """The random numbers go on from the moment."""
-        self._set(self._states)
+        if self._states is not None:
+            self._set(self._states)
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -29,6 +29,7 @@ class Slot:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = version(tensor)
         self._users = weakref.ref(tensor)
+        self._within = _within()
         self._held: Held | None = None
         self.block: Block | None = None
         """The block that took the tensor over."""
@@ -46,8 +47,8 @@ class Slot:
         return None if self._held is None else self._held.get()
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is as it was when the slot was made."""
-        return version(tensor) == self._version
+        """Whether a tensor is as it was when the slot was made, and it was made within the same evaluation."""
+        return version(tensor) == self._version and self._within == _within()
 
     def take_over(self, block: Block) -> None:
         """Let go of the tensor, which the block can give back."""
@@ -61,6 +62,12 @@ class Slot:
         """Let go of a tensor that can be given back again."""
         if self.block is not None:
             self._held = None
+
+
+def _within() -> Callable | None:
+    """The hook that saved tensors go through: that of a block or checkpoint whose function is being evaluated."""
+    hooks = saving_hooks()
+    return None if hooks is None else hooks[0]
 
 
 class Held:

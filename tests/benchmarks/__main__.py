@@ -121,9 +121,9 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m tests.benchmarks",
-        description="Time and peak memory of invfunc, BackPACK and plain vmap, and of reversible chains beside MemCNN and "
-        "invtorch: seconds from interleaved calls in one process on one thread, memory from a process a case. "
-        f"BackPACK: {INSTALL_BACKPACK}; MemCNN and invtorch: {INSTALL_PEERS}",
+        description="Time and peak memory of invfunc, BackPACK and plain vmap, and of reversible chains beside "
+        "MemCNN and invtorch: seconds from interleaved calls in one process on one thread, memory from a process a "
+        f"case. BackPACK: {INSTALL_BACKPACK}; MemCNN and invtorch: {INSTALL_PEERS}",
     )
     names = [*TABLES, *REVERSIBLE]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TABLE", help=", ".join(names))
