@@ -13,6 +13,7 @@ from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: i
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 
 
@@ -60,7 +61,7 @@ def plainly() -> Iterator[None]:
 
 def innermost(x: torch.Tensor) -> torch.Tensor:
     """The plain tensor below all the wrappers of torch.func, batch dimensions of an outer vmap included."""
-    return _plain(x).detach()
+    return _plain(x.detach())
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
@@ -77,6 +78,24 @@ def checkpointing() -> bool:
 def saving_hooks() -> tuple[Callable, Callable] | None:
     """The hooks `(pack, unpack)` that take the place of saved tensors now."""
     return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def given_back(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """How to get a tensor again that autograd has just saved, if the hooks that took it say so."""
+    hooks = saving_hooks()
+    find = getattr(getattr(hooks[0], "__self__", None), "given_back", None) if hooks is not None else None
+    return None if find is None else find(x)
+
+
+class Memory:
+    """Which memory a tensor is in, also after it was freed; it is not kept."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(x.untyped_storage())
+
+    def holds(self, x: torch.Tensor) -> bool:
+        """Whether a tensor is in it."""
+        return self._storage.cdata == x.untyped_storage()._cdata
 
 
 def dual(x: torch.Tensor) -> bool:

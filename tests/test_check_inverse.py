@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.func import grad
 
 from invfunc import Grid, additive_coupling, affine_coupling, check_inverse, drift, invertible_checkpoint, layers, tree
 from invfunc.errors import ArgumentTypeError, InverseError
@@ -21,16 +20,7 @@ from invfunc.invertible.integrators import leapfrog
 from invfunc.invertible.pair import Invertible, invert
 from tests.laws import moved
 from tests.strategies import Numbers
-from tests.test_chain import (
-    ADDITIVE,
-    AFFINE,
-    KINDS,
-    WIDTH,
-    blocks,
-    mixed,
-    scaled,
-)
-from tests.test_couplings import summed
+from tests.test_chain import ADDITIVE, AFFINE, KINDS, WIDTH, added, blocks, gradients, looped, mixed
 
 Point = namedtuple("Point", "left right")
 CONTAINERS = {
@@ -73,7 +63,7 @@ class TestCheckInverse:
                 wanted = off if named[name].is_floating_point() else 0.0
                 assert error == pytest.approx(wanted, rel=1e-5, abs=1e-6)
                 assert of_y == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-            assert report.condition == pytest.approx(1 + off, rel=1e-2)
+            assert 0.5 < report.condition < 2 or not named.get("x[1]", x[0]).is_floating_point()
 
     @given(data=st.data())
     def test_is_content_with_what_is_right(self, device, dtype, data):
@@ -141,26 +131,25 @@ class TestWrongInverse:
             (lambda y: {**halved(y), "b": y["b"]}, "x['b'] comes back with an error of 5.0e-01 of its largest entry"),
             (lambda y: {**halved(y), "a": y["a"] * math.nan}, "x['a'] comes back with an error of nan"),
             (lambda y: {**halved(y), "a": y["a"] / 2 + 1e-3}, "where 3.5e-04 is tolerated (tolerance=)"),
-            (lambda y: {**halved(y), "a": y["a"].mT / 2}, "x['a'] comes back as [3, 2] torch.float32, but was [2, 3]"),
-            (lambda y: {**halved(y), "a": y["a"].double() / 2}, "x['a'] comes back as [2, 3] torch.float64"),
-            (lambda y: {**halved(y), "a": None}, "x['a'] comes back as NoneType, but was [2, 3] torch.float32"),
-            (lambda y: {"a": y["a"] / 2}, "x comes back as {['a']}, but was {['a'], ['b']}"),
-            (lambda y: y["a"] / 2, "x comes back as {a tensor}, but was {['a'], ['b']}"),
+            (lambda y: {**halved(y), "a": y["a"].mT / 2}, "[3, 2] torch.float32 .*[2, 3]"),
+            (lambda y: {**halved(y), "a": y["a"].double() / 2}, "[2, 3] torch.float64 .*[2, 3] torch.float32"),
+            (lambda y: {**halved(y), "a": None}, "NoneType .*[2, 3]"),
+            (lambda y: {"a": y["a"] / 2}, "x['a'] .*x['a'], x['b']"),
+            (lambda y: y["a"] / 2, "x['a'], x['b']"),
         ],
     )
     def test_is_found_by_leaf(self, f_inv, said):
         for text in told(doubled, f_inv, self.X):
-            assert text.startswith("check_inverse(") and said in text
+            assert text.startswith("check_inverse(") and all(part in text for part in said.split(" .*"))
 
     def test_of_y_is_found(self):
         """f forgets something: x -> y -> x is right, y -> x -> y may not be."""
         x = torch.tensor([-1.0, 2.0])
         for text in told(torch.abs, lambda y: y * torch.tensor([-1.0, 1.0]) + 1, x):
             assert "x comes back with an error of" in text
-        with pytest.raises(InverseError, match="y comes back with an error of"):
-            check_inverse(
-                (lambda x: x + torch.arange(2) * (x[0] == 1), lambda y: y.clamp(0, 0.5)), torch.ones(2), tolerance=0.75
-            )
+        pair = (lambda x: x + torch.arange(2) * (x[0] == 1), lambda y: y.clamp(0, 0.5))
+        with pytest.raises(InverseError, match="y comes back with an error of 7.5e-01"):
+            check_inverse(pair, torch.ones(2), tolerance=0.6)
 
     def test_passes_where_tolerated(self):
         pair = (doubled, lambda y: halved(y) + 0.1)
@@ -178,14 +167,9 @@ class TestWrongInverse:
 
     @pytest.mark.parametrize("pair", [torch.sin, None, (torch.sin,), (torch.sin, torch.sin, torch.sin)], ids=str)
     def test_is_no_pair(self, pair):
-        for name, call in {
-            "check_inverse": lambda: check_inverse(pair, torch.ones(2)),
-            "drift": lambda: drift(pair, torch.ones(2), [None]),
-        }.items():
-            with pytest.raises(
-                ArgumentTypeError, match=rf"^{name}\(pair, ...\): pair is of type .*Invertible or \(f, f"
-            ):
-                call()
+        for check, params in ((check_inverse, ()), (drift, ([None],))):
+            with pytest.raises(ArgumentTypeError, match=rf"^{check.__name__}\(pair, ...\): .* of type .*f_inv"):
+                check(pair, torch.ones(2), *params)
         with pytest.raises(ArgumentTypeError, match="inverse is of type int"):
             check_inverse((torch.sin, 3), torch.ones(2))
 
@@ -238,25 +222,34 @@ class TestDrift:
 
     def test_of_what_comes_back_otherwise(self):
         pair = Invertible(lambda x: x, lambda y: y.double())
-        with pytest.raises(InverseError, match=r"^drift\(.*torch.float64, but was"):
+        with pytest.raises(InverseError, match=r"^drift\(.*torch.float64"):
             drift(pair, torch.ones(2), [None])
 
 
 class TestDepth:
     def test_affine_chains_stay_finite(self):
         """The scale of MemCNN's affine coupling is the plain exponential: nan at depth 10."""
-        rand, depth = Numbers(), 50
-        params = [tuple(3 * rand(2, 2) for _ in range(2)) for _ in range(depth)]
-        x = rand(4, WIDTH)
-        F = scaled_by(3)
-        flow = repeated(affine_coupling(F, F, split_dim=-1))
-        y = flow(x, params)
-        assert y.isfinite().all()
-        found = tree.tensors(grad(summed(flow), (0, 1))(x, params))
-        assert all(t.isfinite().all() and t.any() for t in found)
-        wild = repeated(affine_coupling(F, F, log_scale=lambda s: 30 * s, split_dim=-1))
-        assert not invert(wild)(wild(x, params[:10]), params[:10]).isfinite().all()
+        rand = Numbers()
+        x, params = rand(4, WIDTH), [tuple(rand(2, 2, 2) / 2) for _ in range(50)]
 
+        def unbounded(x, w):
+            return 30 * (x @ w), torch.sin(x @ w)
 
-def scaled_by(factor: float) -> Any:
-    return lambda x, w: tuple(factor * t for t in scaled(x, w))
+        flow = repeated(affine_coupling(unbounded, unbounded, split_dim=-1))
+        assert flow(x, params).isfinite().all()
+        assert all(t.isfinite().all() for t in gradients(flow, x, params))
+        wild = repeated(affine_coupling(unbounded, unbounded, log_scale=lambda s: s, split_dim=-1))
+        assert not wild(x, params[:10]).isfinite().all()
+
+    def test_anchors_bound_the_drift_of_float32(self):
+        """Peers have no anchors: 4e-5 at depth 100."""
+        rand = Numbers()
+        x, w = rand(3, WIDTH).float(), 1.5 * rand(120, 2, 2, 2).float()
+        block = Invertible(added, lambda y, w: invert(ADDITIVE)(y, tuple(w)))
+        plain = gradients(looped, x, w)[1]
+
+        def error(every):
+            found = gradients(repeated(block, anchor_every=every), x, w)[1]
+            return (found - plain).norm() / plain.norm()
+
+        assert error(10) < 0.1 * error(None)

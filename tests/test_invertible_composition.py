@@ -278,6 +278,15 @@ FUNC = {
 REFUSED = [of_vmap, of_vmap_twice, of_func_grad]
 """Where torch's checkpoint does not run."""
 
+EVERYWHERE = ["additive", "functions of a dict", "chain"]
+TABLE = [
+    (form, composed)
+    for i, form in enumerate(FORMS)
+    for k, composed in enumerate(PLAIN | FUNC)
+    if form in EVERYWHERE or (i + k) % 4 == 0
+]
+"""Some forms meet everything; what the others meet takes turns, so that everything meets some of them."""
+
 
 def assert_same(composed: Callable, form: str, s: Sizes, dtype: torch.dtype, device: torch.device) -> None:
     pair = twins(form, s).to(dtype, device)
@@ -285,10 +294,9 @@ def assert_same(composed: Callable, form: str, s: Sizes, dtype: torch.dtype, dev
     assert_trees_close(found, wanted, RTOL[dtype], FLOOR)
 
 
-@pytest.mark.parametrize("composed", (PLAIN | FUNC).values(), ids=PLAIN | FUNC)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "composed"), TABLE)
 def test_equals_the_function(form, composed, dtype, device):
-    assert_same(composed, form, Sizes(), dtype, device)
+    assert_same((PLAIN | FUNC)[composed], form, Sizes(), dtype, device)
 
 
 @pytest.mark.parametrize("composed", PLAIN.values(), ids=PLAIN)
@@ -298,7 +306,7 @@ def test_plain_autograd_equals_the_function(form, composed, dtype, device):
         assert_same(composed, form, Sizes(), dtype, device)
 
 
-@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_equals_the_function_at_any_size(data, dtype, device):
     form, composed = data.draw(st.sampled_from(list(FORMS))), data.draw(st.sampled_from(list(PLAIN | FUNC)))

@@ -1,17 +1,17 @@
-"""Functions of any kind, many of them, in many threads: checkpointed they are what they are without."""
+"""Functions of any kind, and many of them: checkpointed they are what they are without."""
 
 import gc
-import threading
 import weakref
 from functools import partial
 
 import pytest
 import torch
-from torch.func import grad, vmap
+import torch.nn.functional as F
+from torch.func import grad, jacrev, vmap
+from torch.utils.checkpoint import checkpoint
 
-from invfunc import ClosedOverError, additive_coupling, chain, invertible_checkpoint
+from invfunc import ClosedOverError, ReplayError, additive_coupling, chain, invertible_checkpoint, leapfrog, momentum
 from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, squares
-from tests.strategies import Numbers
 
 
 @pytest.fixture
@@ -49,6 +49,48 @@ class TestFunctions:
 
         same(run, forward, invertible_checkpoint(forward, back))
 
+    DIFFERENTIATING = {
+        "grad": grad(lambda b, w: (w * b.cos()).sum()),
+        "vmap of grad": lambda b, w: vmap(grad(lambda r: (r * w).sin().sum()))(b),
+        "jacrev": lambda b, w: b * jacrev(lambda r: (r * w).sin())(b[0]).diagonal(),
+        "dropout": grad(lambda b, w: (F.dropout(b, 0.5) * w).sin().sum()),
+    }
+
+    @pytest.mark.parametrize("force", DIFFERENTIATING.values(), ids=DIFFERENTIATING)
+    @pytest.mark.parametrize("make", [lambda force: leapfrog(force, 0.1), lambda force: momentum(force, 0.5)])
+    def test_that_use_torch_func_themselves(self, same, force, make):
+        pair = make(force)
+
+        def run(h, x, w):
+            first = gradients(h(h((x, x.sin()), w), w), x, w, create_graph=True)
+            state = x.detach(), x.detach().cos()
+            return first, gradients(first, x, w), grad(lambda w: squares(h(h(state, w), w)))(w.detach())
+
+        same(run, pair, invertible_checkpoint(pair))
+
+    def test_that_differentiate_by_autograd_are_told_to_use_torch_func(self):
+        def force(b):
+            with torch.enable_grad():
+                b = b if b.requires_grad else b.detach().requires_grad_()
+                return torch.autograd.grad(b.sin().sum(), b, create_graph=True)[0]
+
+        x, _ = leaves()
+        with pytest.raises(ReplayError, match="within itself by torch.autograd; let it use torch.func"):
+            gradients(invertible_checkpoint(leapfrog(force, 0.1))((x * 1, x * 2)), x)
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    @pytest.mark.parametrize("where", ["around", "inside", "around g and inside of f"])
+    def test_beside_torchs_checkpoint(self, same, reentrant, where):
+        torchs = partial(checkpoint, use_reentrant=reentrant)
+        inner = invertible_checkpoint(partial(torchs, f) if "inside" in where else f, f_inv)
+
+        def run(h, x, w):
+            call = partial(torchs, h) if h is inner and "around" in where else h
+            squares(call(call(x * 1, w), w)).backward()
+            return x.grad, w.grad
+
+        same(run, f, inner)
+
     @pytest.mark.parametrize("inner", [g, invertible_checkpoint(f, None)], ids=["inverse", "checkpoint"])
     def test_that_are_checkpointed_inside(self, same, inner):
         def make(h):
@@ -62,7 +104,7 @@ class TestFunctions:
             inside = grad(lambda w: squares(h(h(x.detach() * 0.1, w), w)))(w.detach())
             return first, gradients(first, w), inside
 
-        same(run, make(f), invertible_checkpoint(make(inner), back), chain_of(make(inner)), rtol=1e-6)
+        same(run, make(f), invertible_checkpoint(make(inner), back), lambda x, w: chain(make(inner))(x, [w]), rtol=1e-6)
 
     def test_that_read_tensors_of_outside(self, same):
         def run(wrap, x, w):
@@ -112,8 +154,56 @@ class TestFunctions:
                 torch.testing.assert_close(ours, plain)
 
 
-def chain_of(h):
-    return invertible_checkpoint(chain(h))
+class TestTraining:
+    def test_in_five_steps(self, same):
+        def run(h, x, w):
+            optimizer = torch.optim.SGD([x, w], 1e-2, momentum=0.9)
+            for _ in range(5):
+                optimizer.zero_grad()
+                squares(h(h(x, w), w)).backward()
+                optimizer.step()
+            return x.detach(), w.detach()
+
+        same(run)
+
+    def test_with_a_step_inside_of_the_backward_pass(self, same):
+        """Each parameter is written as soon as its gradient is there."""
+
+        def run(h, x, w):
+            ws = [(w * i / 3).detach().requires_grad_() for i in range(4)]
+
+            def step(p):
+                with torch.no_grad():
+                    p.add_(p.grad, alpha=-1e-3)
+                p.grad = None
+
+            for p in ws:
+                p.register_post_accumulate_grad_hook(step)
+            for _ in range(3):
+                y = x.sin()
+                for p in ws:
+                    y = h(y, p)
+                squares(y).backward()
+            return [p.detach() for p in ws]
+
+        same(run)
+
+    def test_with_other_modes_of_autocast_in_forward_inside_and_backward(self, same):
+        def part(b, p):
+            with torch.autocast("cpu", enabled=False):
+                t = (b.float() * p.float()).tanh()
+            return torch.outer(p, p).matmul(t.T).T.float().sin()
+
+        def run(h, x, w):
+            x, w = x.float(), w.float()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = h((x, x * w), (w, w))
+            with torch.autocast("cpu", dtype=torch.float16):
+                return gradients(y, x, w)
+
+        pair = additive_coupling(part, part)
+        same(run, pair, invertible_checkpoint(pair, keep=True), rtol=0.0)
+        same(run, pair, invertible_checkpoint(pair), rtol=1e-2)
 
 
 class TestManyBlocks:
@@ -144,71 +234,6 @@ class TestManyBlocks:
             return torch.autograd.grad(squares(last), (ws[0], x))
 
         same(run, f, g)
-
-
-def in_threads(*runs):
-    """The results of functions that run at the same time."""
-    results, barrier = {}, threading.Barrier(len(runs))
-
-    def one(i, run):
-        barrier.wait()
-        try:
-            results[i] = run()
-        except BaseException as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=one, args=item) for item in enumerate(runs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results.values():
-        if isinstance(result, BaseException):
-            raise result
-    return [results[i] for i in range(len(runs))]
-
-
-class TestThreads:
-    def test_forward_in_one_and_backward_in_another(self, same):
-        def run(h, x, w):
-            (y,) = in_threads(lambda: h(h(x, w), w))
-            return in_threads(lambda: gradients(y, x, w))
-
-        same(run)
-
-    def test_each_with_its_own_graph(self, same):
-        def run(h, x, w):
-            def own():
-                return [gradients(h(h(x.sin(), w), w), x, w) for _ in range(20)]
-
-            return in_threads(own, own, own)
-
-        same(run)
-
-    def test_all_with_one_graph(self, same):
-        def run(h, x, w):
-            y = h(h(h(x.sin(), w), w), w)
-            return in_threads(*[lambda: [gradients(y, x, w, retain_graph=True) for _ in range(20)]] * 3)
-
-        same(run)
-
-    def test_random_numbers_of_one_are_not_those_of_another(self):
-        """Where each has a generator; the global one goes to whoever comes first."""
-
-        def drawn(x, w, generator):
-            return x + (torch.rand(x.shape, generator=generator, dtype=x.dtype) < 0.5) * (x * w).tanh()
-
-        h = invertible_checkpoint(drawn, None)
-
-        def own(seed):
-            x, w = Numbers(seed)(50, 50).requires_grad_(), Numbers(1)(50).requires_grad_()
-            found = []
-            for call in (h, drawn):
-                generator = torch.Generator().manual_seed(seed)
-                found.append([gradients(call(call(x, w, generator), w, generator), w)[0] for _ in range(20)])
-            return sum(not torch.allclose(ours, plain) for ours, plain in zip(*found, strict=True))
-
-        assert in_threads(*(partial(own, i) for i in range(3))) == [0, 0, 0]
 
 
 def test_blocks_are_freed_without_the_garbage_collector():

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ from tests.invertible_cases import FORMS, RTOL, Sizes, Twins, branch, branch_par
 from tests.networks import total
 from tests.strategies import Numbers
 
-SHALLOW, DEEP = 6, 24
-STACKED = ["additive", "affine", "functions of a dict", "functions of a tensor", "leapfrog", "nested"]
+SHALLOW, DEEP = 5, 15
+STACKED = ["functions of a dict", "leapfrog", "nested"]
 WHOLE = ["repeated", "repeated, stacked"]
 
 
@@ -159,10 +158,18 @@ def peak(h: Callable, network: Twins, way: Callable) -> int:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("form", [*STACKED, "chain", *WHOLE])
+CASES = [
+    (form, way)
+    for i, form in enumerate(["additive", "chain", *STACKED, *WHOLE])
+    for k, way in enumerate(WAYS)
+    if i < 1 or (i + k) % 3 == 0 or (i + k) % 8 == 1
+]
+"""The first form meets all ways, and every way meets some of the other forms."""
+
+
+@pytest.mark.parametrize(("form", "way"), CASES)
 def test_memory_does_not_grow_with_depth(form, way):
-    shallow, deep = (peak(net.g, net, way) for net in (network(form, depth) for depth in (SHALLOW, DEEP)))
+    shallow, deep = (peak(net.g, net, WAYS[way]) for net in (network(form, depth) for depth in (SHALLOW, DEEP)))
     assert deep <= 1.05 * shallow
 
 
@@ -170,7 +177,7 @@ def test_memory_does_not_grow_with_depth(form, way):
 def test_memory_of_the_function_itself_grows(way):
     """The meter sees it."""
     shallow, deep = (peak(net.f, net, way) for net in (network("additive", depth) for depth in (SHALLOW, DEEP)))
-    assert deep >= 2.5 * shallow
+    assert deep >= 2 * shallow
 
 
 class TestFreed:

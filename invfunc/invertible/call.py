@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from invfunc import tree
 from invfunc._functorch import innermost, version
-from invfunc.errors import InverseError, ReplayError
+from invfunc.errors import InverseError, InvFuncError, ReplayError
+from invfunc.transform import told
 
 from .pair import Invertible
 from .replay import Replay
@@ -52,43 +53,47 @@ class Call:
         self.moments: list[_Moment] = []
         """The evaluations of shared functions."""
         self._y: tree.Form
-        self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._like: list[_Like] = []
         self._written: list[torch.Tensor] = []
         self._read: list[Reading] = []
 
     def _moment(self, tensors: Tensors) -> Replay:
         return Replay(tensors, self._generators, self._random)
 
+    def _last(self) -> Replay:
+        return self.moments[-1].after if self.moments else self._start
+
     def first(self, xs: Tensors, rest: Tensors, closed: bool, evaluate: Evaluate | None = None) -> Any:
         """The result of forward, for the first time: what it reads and writes besides its arguments is noted."""
-        self._like = [(x.shape, x.dtype, x.device) for x in xs]
+        self._like = [_Like(x.shape, x.dtype, x.device) for x in xs]
         given = (*xs, *rest)
         self._start = self._moment(given)
 
         def noted(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             tensors = tree.tensors((args, kwargs))
-            before = self._moment(tensors)
+            before = self._moment(tensors).shared_with(self._last())
             result = fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
-            self.moments.append(_Moment(fn, [t.shape for t in tensors], before, self._moment(tensors)))
+            after = self._moment(tensors).shared_with(before)
+            self.moments.append(_Moment(fn, [t.shape for t in tensors], before, after))
             return result
 
-        with Watch(given, closed, self._generators) as watch:
+        self._watch = Watch(given, closed, self._generators)
+        with self._watch as watch:
             y = self._forward(xs, rest, noted)
+        del self._watch
         self._written, self._read = watch.written(len(xs)), watch.read()
         replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
         for generator, state in watch.drawn if self._random else ():
             for replay in replays:
                 replay.add(generator, state)
-        if self._start.is_now():
-            for replay in replays:
-                replay.drop()
         if self.tolerance is not None:
             self._sums = _sums(y)
         return y
 
-    def rewind(self) -> None:
-        """Take back the random numbers that were drawn."""
+    def take_back(self) -> bool:
+        """After an error: take back the random numbers that were drawn; whether nothing else is left of the attempt."""
         self._start.rewind()
+        return not self._watch.wrote()
 
     def _forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> Any:
         args, kwargs = self._rest.join(rest)
@@ -111,7 +116,7 @@ class Call:
             for (total, size), (now, _) in zip(self._sums, _sums(y), strict=True):
                 if not abs(now - total) <= self.tolerance * size:
                     raise ReplayError(
-                        f"{self.pair!r}: evaluated again, the function gives another result: the sum of its entries is "
+                        f"evaluated again, the function gives another result: the sum of its entries is "
                         f"{now:.8g} and was {total:.8g}. It reads something that changes, or draws random numbers that "
                         "are not replayed."
                     )
@@ -137,13 +142,12 @@ class Call:
         def backwards(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if index >= number:
                 raise InverseError(
-                    f"{self.pair!r}: the inverse evaluates its shared functions more often than forward ({number} "
-                    "times)."
+                    f"the inverse evaluates its shared functions more often than forward ({number} times)."
                 )
             moment = self.moments[number - 1 - index]
             if fn is not moment.fn or [t.shape for t in tree.tensors((args, kwargs))] != moment.shapes:
                 raise InverseError(
-                    f"{self.pair!r}: evaluation {index} of the inverse is that of another shared function, or of "
+                    f"evaluation {index} of the inverse is that of another shared function, or of "
                     f"other shapes, than evaluation {number - 1 - index} of forward. The inverse evaluates them in "
                     "reverse order."
                 )
@@ -159,13 +163,11 @@ class Call:
             x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if [version(t) for t in (*sources, *rest)] != before:
             raise ReplayError(
-                f"{self.pair!r}: the inverse writes into y or a further argument in place. Write y = y - z in place "
-                "of y -= z."
+                "the inverse writes into y or a further argument in place. Write y = y - z in place of y -= z."
             )
         if evaluations.count != number:
             raise InverseError(
-                f"{self.pair!r}: the inverse evaluates its shared functions {evaluations.count} times, forward "
-                f"{number}."
+                f"the inverse evaluates its shared functions {evaluations.count} times, forward {number}."
             )
         return self._like_x(x, kept)
 
@@ -173,26 +175,35 @@ class Call:
         """What the inverse gave, if it has the form of x."""
         leaves, structure = tree.flatten(x)
         if structure != self._x.structure:
-            raise InverseError(f"{self.pair!r}: the inverse gives {structure} where x is {self._x.structure}.")
+            came = ", ".join("x" + path for path, _ in tree.named_leaves(x)) or "nothing"
+            were = ", ".join("x" + path for path, _ in tree.named_leaves(self._x.join(self._like)))
+            raise InverseError(f"the inverse gives another pytree than x: {came}, where x is {were}.")
         found = []
-        for i, (place, like) in enumerate(zip(self._x.places, self._like, strict=True)):
+        for i, (name, place, like) in enumerate(zip(self.names(), self._x.places, self._like, strict=True)):
             leaf = leaves[place]
             if i in kept:
                 found.append(kept[i])
                 continue
+            was = f"{list(like.shape)} {like.dtype} on {like.device}"
             if not isinstance(leaf, torch.Tensor):
                 raise InverseError(
-                    f"{self.pair!r}: the inverse gives {type(leaf).__name__} where x has a tensor of shape "
-                    f"{list(like[0])} (tensor {i}). If it is to be kept in memory: keep=({i},)."
+                    f"the inverse gives {name} as {type(leaf).__name__}, where it was {was}. What is to be kept in "
+                    "memory, "
+                    f"and not computed by the inverse, is named by keep=({i},)."
                 )
-            if (leaf.shape, leaf.dtype, leaf.device) != like:
+            if (leaf.shape, leaf.dtype, leaf.device) != (like.shape, like.dtype, like.device):
                 came = f"{list(leaf.shape)} {leaf.dtype} on {leaf.device}"
-                raise InverseError(
-                    f"{self.pair!r}: the inverse gives {came} where x has {list(like[0])} {like[1]} on {like[2]} "
-                    f"(tensor {i})."
-                )
+                raise InverseError(f"the inverse gives {name} as {came}, where it was {was}.")
             found.append(leaf)
         return found
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors say of which call they are."""
+        try:
+            yield
+        except InvFuncError as error:
+            raise told(error, f"invertible_checkpoint({self.pair!r}), in the backward pass") from error.__cause__
 
     @contextmanager
     def _again(self) -> Iterator[None]:
@@ -215,6 +226,14 @@ def _sums(y: Any) -> list[tuple[float, float]]:
     """The sum and the sum of magnitudes of each tensor, over all entries of any vmap."""
     wide = [innermost(t).to(torch.float64) for t in tree.tensors(y) if not t.is_complex()]
     return [(t.sum().item(), t.abs().sum().item()) for t in wide]
+
+
+class _Like(NamedTuple):
+    """What a tensor of x is like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import dual, innermost, levels
+from invfunc._functorch import dual, innermost, levels, under
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError
+from invfunc.jacobian.trace.trace import Trace
 from invfunc.transform import check_callable, describe, told
 
 from .call import Call, Tensors
@@ -101,9 +102,7 @@ def invertible_checkpoint(
     if isinstance(f, Invertible):
         if not isinstance(f_inv, EllipsisType):
             raise ArgumentTypeError(f"invertible_checkpoint({f!r}, f_inv): the pair has its inverse; leave f_inv out.")
-        if f.composition is not None:
-            f = f.composition.changed(lambda block: replace(block, **inner))
-        return Checkpointed(f, **options)
+        return _configured(Checkpointed(f, **options), inner)
     check_callable("invertible_checkpoint", f)
     if isinstance(f_inv, EllipsisType):
         raise ArgumentTypeError(
@@ -115,6 +114,13 @@ def invertible_checkpoint(
         return Checkpointed(pair, **{**options, "keep": True})
     check_callable("invertible_checkpoint", f_inv)
     return Checkpointed(Invertible(f, f_inv, name=f"{describe(f)}, {describe(f_inv)}"), **options)
+
+
+def _configured(block: Checkpointed, options: dict[str, Any]) -> Checkpointed:
+    """The options for all the blocks that it is composed of."""
+    composition = block.pair.composition
+    pair = block.pair if composition is None else composition.changed(partial(_configured, options=options))
+    return replace(block, pair=pair, **options)
 
 
 def _no_inverse(y: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +174,8 @@ class Checkpointed:
         if composition is not None:
             pair = composition.keeping(self.keep) if self.keep else self.pair
             return pair.forward(x, *args, **kwargs)
-        if small or not xs or not _keeps_a_graph(kinds, (*xs, *rest)):
+        followed = bool(kinds or self._needs_a_node) and under(Trace)  # by a statistic, which cannot look into a node
+        if small or followed or not xs or not _keeps_a_graph(kinds, (*xs, *rest)):
             return self.pair.forward(*self.pair.shared, x, *args, **kwargs)
         kept = tuple(range(len(xs))) if self.keep is True else self.keep or ()
         if any(not 0 <= i < len(xs) for i in kept):
@@ -185,12 +192,13 @@ class Checkpointed:
             try:
                 y, ys = hooked(call, xs, rest)
             except RuntimeError as error:
-                if type(error) is not RuntimeError:
+                if type(error) is not RuntimeError or not call.take_back():
                     raise
-                call.rewind()
                 call = new_call()
                 try:  # torch.func within f does not work beside hooks
                     y, ys = noded(call, xs, rest)
+                except InvFuncError:
+                    raise
                 except Exception:
                     raise error from None
                 self._needs_a_node.append(True)

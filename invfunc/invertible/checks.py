@@ -199,8 +199,9 @@ def _condition(inverse: Callable, y: Any, x: Any) -> float:
 
 
 def _distance(a: Any, b: Any) -> float:
-    """Relative, over all tensors."""
-    pairs = list(zip(tree.tensors(a), tree.tensors(b), strict=True))
+    """Relative, over all tensors of real or complex numbers."""
+    pairs = zip(tree.tensors(a), tree.tensors(b), strict=True)
+    pairs = [(s, t) for s, t in pairs if t.is_floating_point() or t.is_complex()]
     largest = max((float(t.abs().max()) for _, t in pairs if t.numel()), default=0.0)
-    squares = sum(float((s - t).abs().double().square().sum()) for s, t in pairs if s.dtype != torch.bool)
+    squares = sum(float((s - t).abs().double().square().sum()) for s, t in pairs)
     return (squares / max(1, sum(t.numel() for _, t in pairs))) ** 0.5 / (largest or 1.0)

@@ -84,7 +84,8 @@ class Grid:
             low, high = (float(end) for end in x.aminmax()) if x.numel() else (0.0, 0.0)
             if not (-self.limit < low and high < self.limit):
                 raise RangeError(
-                    f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at {self.limit:.6g}. "
+                    f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at "
+                    f"{self.limit:.6g}. "
                     "Take fewer fraction_bits, or dtype=torch.float64."
                 )
             if not entered and not torch.equal(_nearest(x, self.fraction_bits), x):

@@ -99,7 +99,7 @@ class LevelBlock(Block):
 
     def invert(self) -> None:
         sources = fetch(self.sources)
-        with torch.no_grad():
+        with torch.no_grad(), self._run.call.named():
             xs = self._run.inverse(sources, [held.get().detach() for held in self._rest], None)
         self.give_back([x.detach() for x in xs])
 
@@ -143,7 +143,8 @@ class Forward(Op):
         if sources is None:
             sources = fetch(ctx.block.sources)
             start = unwound(self._run, (len(sources), self._count, len(rest)), wanted, given)
-        outputs = derivative(self._forward, ghosts, sources, rest, gs, wanted, given, level, ctx.around, start)
+        with self._run.call.named():
+            outputs = derivative(self._forward, ghosts, sources, rest, gs, wanted, given, level, ctx.around, start)
         if start is not None:
             ctx.block.give_back([x.detach() for x in outputs[: self._count]])
             outputs = outputs[self._count :]

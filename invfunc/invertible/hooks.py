@@ -15,8 +15,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import plainly
+from invfunc._functorch import Memory, plainly, under
 from invfunc.errors import ReplayError
+from invfunc.jacobian.trace.trace import Trace
 
 from .call import Call, Tensors
 from .slots import Block, Held, fetch, metadata_of
@@ -61,12 +62,29 @@ class HookedBlock(Block):
         self._tape = Tape()
         self._like: dict[Key, tuple[torch.Size, torch.dtype]] = {}
         self._saved: dict[Key, torch.Tensor] = {}
+        self._memory: dict[Key, tuple[Memory, Geometry]] | None = {} if under(Trace) else None
 
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
         """Instead of a tensor autograd saves where to get it."""
         key = self._tape.next()
         self._like[key] = tensor.shape, tensor.dtype
+        if self._memory is not None:
+            self._memory[key] = Memory(tensor), _geometry(tensor)
         return self, key
+
+    def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """For a statistic that watches f: how to have a tensor again, if it is one that was saved."""
+        for key, (memory, geometry) in reversed((self._memory or {}).items()):
+            if memory.holds(tensor) and (geometry == _geometry(tensor) or _all_of(tensor, geometry)):
+                shape = tensor.shape
+                return lambda: self.looked_up(key).reshape(shape)
+        return None
+
+    def looked_up(self, key: Key) -> torch.Tensor:
+        """A saved tensor, which autograd may ask for as well."""
+        if key not in self._saved:
+            self._saved = self._rebuild()
+        return self._saved[key]
 
     def evaluate(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A shared function, for the first time."""
@@ -75,7 +93,7 @@ class HookedBlock(Block):
             return fn(*args, **kwargs)
 
     def invert(self) -> None:
-        with plainly(), torch.no_grad():
+        with plainly(), torch.no_grad(), self._call.named():
             self.give_back(self._call.inverse(fetch(self.sources), self._detached()))
 
     def _detached(self) -> list[torch.Tensor]:
@@ -97,21 +115,18 @@ class HookedBlock(Block):
         self._saved = {}
 
     def _rebuild(self) -> dict[Key, torch.Tensor]:
-        if not self._connected:
-            raise ReplayError(
-                f"{self._call.pair!r}: the function differentiates within itself by torch.autograd; let it use "
-                "torch.func."
-            )
+        if not self._ys:
+            raise ReplayError("the function differentiates within itself by torch.autograd; let it use torch.func.")
         for block in self.behind():
             if isinstance(block, HookedBlock):
                 block.forget()  # autograd is done with it
         recorded = _Recording(self._like, to_the_end=self._call.tolerance is not None)
-        with plainly():
+        with plainly(), self._call.named():
             xs = self.xs()
             outputs = None
             if xs is None:
                 xs, outputs = self._invert_recording(recorded)
-            if recorded.misses() or self._call.tolerance is not None:
+            if outputs is None or outputs or recorded.misses():
                 self._run_recording(recorded, xs, outputs)
         return recorded.found
 
@@ -137,8 +152,10 @@ class HookedBlock(Block):
         """Evaluate f again, with the known outputs of shared functions, as long as something saved is missing."""
 
         def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-            if outputs is not None:
+            if outputs:
                 return tree.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs[index])
+            if outputs is not None:
+                raise self._differs(recorded)
             with recorded.part(index):
                 return fn(*args, **kwargs)
 
@@ -149,10 +166,28 @@ class HookedBlock(Block):
         except _Enough:
             pass
         if recorded.misses():
-            raise ReplayError(
-                f"{self._call.pair!r}: autograd saved {len(self._like)} tensors when it was evaluated and "
-                f"{len(recorded.found)} when it was evaluated again: it does not do the same thing twice."
-            )
+            raise self._differs(recorded)
+
+    def _differs(self, recorded: _Recording) -> ReplayError:
+        return ReplayError(
+            f"autograd saved {len(self._like)} tensors when the function was evaluated, and {len(recorded.found)} "
+            "when it "
+            "was evaluated again: it does not do the same thing twice."
+        )
+
+
+Geometry = tuple[torch.Size, tuple[int, ...], int, bool]
+
+
+def _geometry(tensor: torch.Tensor) -> Geometry:
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.is_contiguous()
+
+
+def _all_of(tensor: torch.Tensor, geometry: Geometry) -> bool:
+    """Whether a tensor has the same entries in the same order, in another shape."""
+    shape, _, offset, contiguous = geometry
+    same = tensor.numel() == shape.numel() and tensor.storage_offset() == offset
+    return same and contiguous and tensor.is_contiguous()
 
 
 def _as_then(tensors: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor]:

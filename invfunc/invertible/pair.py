@@ -148,13 +148,14 @@ class Remembered:
 
     def __init__(self, functions: tuple[Callable, ...]) -> None:
         self._results: list[Any] = []
-        self.functions = tuple(partial(self._evaluate, fn) for fn in functions)
-
-    def _evaluate(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        self._results.append(fn(*args, **kwargs))
-        return self._results[-1]
+        self.functions = tuple(partial(_kept, self._results, fn) for fn in functions)
 
     def recalled(self, backwards: bool) -> tuple[Callable, ...]:
         """The functions for the same evaluations once more, in the same or in the reverse order."""
         results = iter(self._results[::-1] if backwards else self._results)
         return tuple(lambda *args, **kwargs: next(results) for _ in self.functions)
+
+
+def _kept(results: list[Any], fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    results.append(fn(*args, **kwargs))
+    return results[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,30 +23,27 @@ class Replay:
         self._generators: list[_Global | torch.Generator] = []
         if random:
             indexed = {device for device in devices if device.type not in ("cpu", "meta")}
-            self._generators = [_Global(device) for device in (torch.device("cpu"), *indexed)]
+            self._generators = [_global(device) for device in (torch.device("cpu"), *indexed)]
             self._generators += generators
-        self._states: list[torch.Tensor] | None = [generator.get_state() for generator in self._generators]
-        """None where nothing was drawn, so that any will do."""
+        self._states = [generator.get_state() for generator in self._generators]
 
-    def is_now(self) -> bool:
-        """Whether the states are those of now."""
-        states = self._states or ()
-        return all(torch.equal(g.get_state(), s) for g, s in zip(self._generators, states, strict=True))
-
-    def drop(self) -> None:
-        """Let go of the states, as nothing was drawn."""
-        self._states = None
+    def shared_with(self, other: Replay) -> Replay:
+        """The same, which keeps the states of another moment where they are equal."""
+        for i, (generator, state) in enumerate(zip(self._generators, self._states, strict=True)):
+            for known, then in zip(other._generators, other._states, strict=True):
+                if known is generator and torch.equal(then, state):
+                    self._states[i] = then
+        return self
 
     def add(self, generator: torch.Generator, state: torch.Tensor) -> None:
         """One more generator, of which it was not known that it would be drawn from."""
-        if self._states is not None and not any(generator is known for known in self._generators):
+        if not any(generator is known for known in self._generators):
             self._generators.append(generator)
             self._states.append(state)
 
     def rewind(self) -> None:
         """The random numbers go on from the moment."""
-        if self._states is not None:
-            self._set(self._states)
+        self._set(self._states)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -90,3 +88,8 @@ def _autocast(kind: str) -> tuple[bool, Any, bool]:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return False, None, False
     return True, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+@cache
+def _global(device: torch.device) -> _Global:
+    return _Global(device)

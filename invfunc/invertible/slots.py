@@ -107,11 +107,9 @@ class Block:
         self._xs: list[Callable[[], Slot | None]] = []
         self._taken: set[int] = set()
         self._ys: list[Slot] = []
-        self._connected = False
 
     def connect(self, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor], metadata: Sequence[dict | None]) -> None:
         """Take the slots of x over, and give out those of y by the metadata of the nodes they come from."""
-        self._connected = True
         for output, (y, of_node) in enumerate(zip(ys, metadata, strict=True)):
             slot = slot_of(y) or Slot(y)
             self._ys.append(slot)

@@ -102,6 +102,11 @@ class Watch(TorchFunctionMode):
                     "detach it."
                 )
 
+    def wrote(self) -> bool:
+        """Whether anything was written that outlives the function."""
+        own = any(version(t) != then for t, then in zip(self._given, self._versions, strict=True))
+        return own or any(o.written for o in self._outside.values())
+
     def written(self, number: int) -> list[torch.Tensor]:
         """The tensors from outside that were written. Those that were read too would not be the same the next time,
         nor would the arguments, of which the first `number` are x."""

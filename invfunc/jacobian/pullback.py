@@ -74,19 +74,19 @@ class Pullback:
         passes = self._passes(all("outputs" in m.axes for m in measures), all(m.thin for m in measures))
         firsts = [m.before for m in measures if m.before is not None]
         if not firsts:
-            if len(passes) == 1 and passes[0].stop == 1 and self.last and not self.scope.create_graph:
-                block = self._block(passes[0])
-                if block.right is None:
-                    self._stream(measures, passes.pop(), block, done)
-                    return [None] * len(measures)
+            if self._streams(passes):
+                states: list[States] = [{} for _ in measures]
+                for k in range(len(passes)):
+                    self._stream(measures, states, passes[k], done, last=self.last and k + 1 == len(passes))
+                return [None] * len(measures)
             self._sweep(measures, [None] * len(measures), ((p, self._pull(p)) for p in passes), done)
             return [None] * len(measures)
         kept = [(p, self._pull(p)) for p in passes] if len(passes) == 1 else None
-        states: list[list[State]] = [[] for _ in firsts]
+        firsts_of: list[list[State]] = [[] for _ in firsts]
         pulled = kept or ((p, self._pull(p)) for p in passes)
-        self._sweep(firsts, [None] * len(firsts), pulled, lambda k, leaf, state: states[k].append(state))
+        self._sweep(firsts, [None] * len(firsts), pulled, lambda k, leaf, state: firsts_of[k].append(state))
         zeros = self.run.params[0].detach().new_zeros(self.samples.count)
-        joint = iter([m.joint(s, zeros) for m, s in zip((m for m in measures if m.before), states, strict=True)])
+        joint = iter([m.joint(s, zeros) for m, s in zip((m for m in measures if m.before), firsts_of, strict=True)])
         joints = [next(joint) if m.before is not None else None for m in measures]
         self._sweep(measures, joints, kept or ((p, self._pull(p)) for p in passes), done)
         return joints
@@ -124,7 +124,7 @@ class Pullback:
         """Pass by pass; a parameter is done with its last column."""
         states: list[States] = [{} for _ in measures]
         for each, columns in pulled:
-            for i, taps in each.taps.items():
+            for i, taps in _backwards(each.taps):
                 self._keep(states, measures, i, taps, columns, joints)
                 if each.stop == self.total:
                     self._tell(states, i, done)
@@ -148,6 +148,9 @@ class Pullback:
         reached = [t for t in taps if pulled.left[t.site] is not None]
         if not reached:
             return
+        several = [a for t in reached for a in t.again] if len(reached) > 1 else []
+        for operand in several[::-1]:  # from the last one on, as each is computed from the next
+            operand.hold()
         for kept, measure, joint in zip(states, measures, joints, strict=True):
             again = leaf in kept
             shares = Shares(
@@ -164,6 +167,8 @@ class Pullback:
             )
             state = measure.partial(shares, joint)
             kept[leaf] = measure.over_columns(kept[leaf], state) if again else state
+        for operand in several:
+            operand.drop()
 
     # All cotangents at once
 
@@ -203,18 +208,27 @@ class Pullback:
 
     # One cotangent after the other, where nobody needs them again
 
-    def _stream(self, measures: Sequence[Measure], only: Pass, block: Block, done: Done) -> None:
+    def _streams(self, passes: list[Pass]) -> bool:
+        """Whether the columns come one by one, and it is of use to measure them so."""
+        if not passes or self.scope.create_graph or any(p.stop - p.start != 1 for p in passes):
+            return False
+        lean = any(tap.again for tap in self.run.trace.taps)
+        return (lean or (len(passes) == 1 and self.last)) and self._block(passes[0]).right is None
+
+    def _stream(self, measures: Sequence[Measure], states: list[States], only: Pass, done: Done, last: bool) -> None:
         """A parameter is measured when its cotangent comes by, so that neither it nor what it met is kept."""
-        run, waiting = self.run, dict(only.taps)
-        states: list[States] = [{} for _ in measures]
+        run, waiting, stop = self.run, dict(only.taps), only.stop
+        block = self._block(only)
         pulled = Pulled([None] * len(run.trace.edges), weight=block.weight)
         sites = only.sites
-        del only
-        run.trace.taps.clear()
+        if last:
+            only.taps = {}
+            run.trace.taps.clear()
 
         def measured(leaf: int, taps: list[Tap]) -> None:
             self._keep(states, measures, leaf, taps, pulled, [None] * len(measures))
-            self._tell(states, leaf, done)
+            if stop == self.total:
+                self._tell(states, leaf, done)
 
         def arrived(site: int, delta: torch.Tensor) -> None:
             pulled.left[site] = self._exposed(site, delta[None])
@@ -225,9 +239,16 @@ class Pullback:
                 pulled.left[site] = None
 
         outputs, given = self._cotangents(block.left)
-        self.scope.stream(outputs, [c[0] for c in given], {s: run.trace.edges[s] for s in sites}, arrived)
-        for i, taps in waiting.items():
+        self.scope.stream(outputs, [c[0] for c in given], {s: run.trace.edges[s] for s in sites}, arrived, not last)
+        for i, taps in _backwards(waiting):
             measured(i, taps)
+
+
+def _backwards(taps: dict[int, list[Tap]]) -> list[tuple[int, list[Tap]]]:
+    """The parameters in the order of a backward pass, where operands are computed again, each from the next."""
+    if not any(tap.again for found in taps.values() for tap in found):
+        return list(taps.items())
+    return sorted(taps.items(), key=lambda item: -max(tap.site for tap in item[1]))
 
 
 def _by_sites(taps: dict[int, list[Tap]]) -> list[dict[int, list[Tap]]]:

@@ -136,8 +136,10 @@ class Scope:
         cotangents: list[torch.Tensor],
         edges: dict[int, Any],
         arrived: Callable[[int, torch.Tensor], None],
+        retain: bool,
     ) -> None:
-        """Vector-Jacobian products at edges, each handed over as it comes; the graph is freed on the way."""
+        """Vector-Jacobian products at edges, each handed over as it comes; without `retain` the graph is freed on "
+        "the way."""
         reached = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
         if not reached:
             return
@@ -155,7 +157,7 @@ class Scope:
         ]
         try:
             ys, columns = [y for y, _ in reached], [c for _, c in reached]
-            found = torch.autograd.grad(ys, list(ends.values()), columns, allow_unused=True)
+            found = torch.autograd.grad(ys, list(ends.values()), columns, allow_unused=True, retain_graph=retain)
         finally:
             for handle in handles:
                 handle.remove()

@@ -20,6 +20,7 @@ from invfunc.jacobian.graph import node_of, reaches
 from invfunc.jacobian.rules import Recipe, Site
 from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
+from invfunc.jacobian.trace.again import Again, reader, released
 from invfunc.jacobian.trace.calls import (
     AFFINE,
     CONSTANT,
@@ -294,16 +295,27 @@ class Trace(TorchFunctionMode):
         if not self.tapped:
             return
         call = replace(call, out=torch.empty(call.out.shape, device="meta"))  # its values need not be kept
-        site = Site(call, axis, self.scope.leave)
         rule = rules.find(call) if self.fast else None
+        once = rule and self.remember is None and self.after is None and not self.scope.create_graph
+        lean, again = released(call, params) if once else (call, [])
         for x in params.values():
             tag = self.tag(x)
             assert isinstance(tag, Derived)
-            recipe = (rule(site, x) if rule else None) or generic(site, x)
-            self.tap(x, tag, recipe, out, axis, call)
+            recipe = rule(Site(lean, axis, reader(again, self.scope.leave)), x) if rule else None
+            if recipe is not None:
+                self.tap(x, tag, recipe, out, axis, lean, again)
+            else:
+                self.tap(x, tag, generic(Site(call, axis, self.scope.leave), x), out, axis, call)
 
     def tap(
-        self, param: torch.Tensor, tag: Derived, recipe: Recipe, out: torch.Tensor, axis: Axis, call: Call | None = None
+        self,
+        param: torch.Tensor,
+        tag: Derived,
+        recipe: Recipe,
+        out: torch.Tensor,
+        axis: Axis,
+        call: Call | None = None,
+        again: Sequence[Again] = (),
     ) -> None:
         edge = torch.autograd.graph.get_gradient_edge(out)
         at = next((i for i, e in enumerate(self.edges) if e == edge and self.axes[i] == axis), None)
@@ -313,7 +325,7 @@ class Trace(TorchFunctionMode):
             self.axes.append(axis)
             self.sizes.append(max(1, out.numel() // self.n))
         versions = tuple((x, version(x)) for x in (param, *recipe.reads))
-        self.taps.append(Tap(param, tag, recipe, at, call, axis, versions))
+        self.taps.append(Tap(param, tag, recipe, at, call, axis, versions, again))
 
 
 _NONE: frozenset[int] = frozenset()

@@ -1,0 +1,196 @@
+"""State that f writes is written once; what is written between forward and backward is never read as it was not."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad
+
+from invfunc import ModifiedError, ReplayError, additive_coupling, invertible_checkpoint
+from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, same_or_refused, squares
+
+
+@pytest.fixture
+def same(dtype, device):
+    return partial(assert_same, dtype, device)
+
+
+class TestState:
+    NORMS = {
+        "batch norm": lambda: nn.BatchNorm1d(3),
+        "without tracking": lambda: nn.BatchNorm1d(3, track_running_stats=False),
+        "in eval mode": lambda: nn.BatchNorm1d(3).eval(),
+        "instance norm": lambda: nn.Sequential(nn.Unflatten(0, (2, 3)), nn.InstanceNorm1d(3, track_running_stats=True)),
+        "frozen": lambda: nn.BatchNorm1d(3).requires_grad_(False),
+    }
+
+    @pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+    @pytest.mark.parametrize("options", [{}, {"keep": True}, {"check": True}], ids=str)
+    def test_running_statistics_are_updated_once(self, same, make, options):
+        def run(wrap, x, w):
+            norm = make().to(x)
+            pair = additive_coupling(lambda b: norm(b).view(6, 3).tanh(), lambda a: norm(a).view(6, 3).sin())
+            y = wrap(pair)(wrap(pair)((torch.cat([x, x.sin(), x * w]), torch.cat([x * x, x.cos(), x + w]))))
+            state = [b.clone() for b in norm.buffers()]
+            first = gradients(y, x, w, *(p for p in norm.parameters() if p.requires_grad), create_graph=True)
+            return first, gradients(first, x, w), state, list(norm.buffers())
+
+        same(run, lambda pair: pair, partial(invertible_checkpoint, **options))
+
+    def test_running_statistics_beside_torch_func(self, same):
+        """Of an f that differentiates by torch.func itself."""
+
+        def run(wrap, x, w):
+            norm = nn.BatchNorm1d(3).to(x).requires_grad_(False)
+            pair = additive_coupling(lambda b: norm(b) * grad(lambda b: b.sin().sum())(b), torch.sin)
+            return gradients(wrap(pair)((x, torch.cat([x, x.sin()])[::2] * w)), x, w), dict(norm.named_buffers())
+
+        same(run, lambda pair: pair, invertible_checkpoint)
+
+    def test_running_statistics_that_are_arguments_are_refused(self):
+        def part(b, p):
+            return F.batch_norm(b, *p, training=True)
+
+        state = (torch.zeros(3).double(), torch.ones(3).double())
+        x = leaves()[0]
+        with pytest.raises(ReplayError, match="writes into a further argument"):
+            invertible_checkpoint(additive_coupling(part, part))((x, x), (state, state))
+
+    def test_state_that_is_read_and_written_is_refused(self):
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)).double()
+        average = nn.BatchNorm1d(3, momentum=None).double()
+        count = torch.zeros(3, dtype=torch.float64)
+        x, w = leaves()
+        for part in (spectral, average, lambda b: b * count.add_(1), lambda b: (b * count, count.mul_(2))[0]):
+            with pytest.raises(ReplayError, match="reads and writes a tensor of shape"):
+                invertible_checkpoint(additive_coupling(lambda b, m=part: m(b), lambda b: b.sin()))((x, x * w))
+
+    def test_written_arguments_are_refused(self):
+        x, w = leaves()
+        for change, which in [
+            (lambda x, w: x.mul_(2), "x"),
+            (lambda x, w: x.view(-1)[1:].zero_(), "x"),
+            (lambda x, w: w.add_(1), "a further argument"),
+            (lambda x, w: w.__setitem__(0, 1.0), "a further argument"),
+        ]:
+
+            def writes(x, w, change=change):
+                change(x, w)
+                return f(x, w)
+
+            for h in (invertible_checkpoint(writes, f_inv), invertible_checkpoint(writes, None)):
+                with pytest.raises(ReplayError, match=f"writes into {which} "):
+                    h(x * 1, w * 1)
+
+    def test_an_inverse_that_writes_is_refused_or_harmless(self, same):
+        for write in (
+            lambda y, w: y.sub_(w.tanh()).mul_((-w).exp()),
+            lambda y, w: (y - w.tanh()) * w.neg_().exp(),
+            lambda y, w: (y.view(-1).mul_(2), f_inv(y / 2, w))[1],
+        ):
+
+            def run(h, x, w, write=write):
+                y, value, v = h(x * 1, w), h(x * 1, w).detach(), w.detach().clone()
+                found = gradients(y.sin(), x, w, retain_graph=True), gradients(y.sin(), x, w)
+                assert torch.equal(y, value) and torch.equal(w, v)
+                return found
+
+            same_or_refused(same, run, f, invertible_checkpoint(f, write), why="the inverse writes")
+
+
+def closed(f, w):
+    return lambda x, unused: f(x, w)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "batch norm", "several"])
+def test_a_module_whose_mode_changes_before_the_backward_is_refused(kind):
+    made = {
+        "dropout": lambda: nn.Dropout(0.5),
+        "batch norm": lambda: nn.BatchNorm1d(3).double(),
+        "several": lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3).double(), nn.Tanh()),
+    }
+    module, (x, w) = made[kind](), leaves()
+    coupling = additive_coupling(lambda b: module(b.sin()) * b, lambda a: module(a.sin()) * a)
+    y = invertible_checkpoint(coupling)((x * w, x))
+    module.eval()
+    with pytest.raises(ReplayError, match="twice"):
+        gradients(y, x, w)
+
+
+def test_a_table_that_is_renormalised_is_written_once(same):
+    def run(wrap, x, w):
+        table = torch.arange(12.0).view(4, 3).to(x)
+        pair = additive_coupling(lambda b: b * F.embedding(torch.tensor([0, 3]), table, max_norm=1.0).sin(), torch.sin)
+        return gradients(wrap(pair)((x * w, x)), x, w), table
+
+    same_or_refused(same, run, lambda pair: pair, invertible_checkpoint, why="reads and writes")
+
+
+class TestWrittenSince:
+    """Parameters that are written between forward and backward: an error, never a number of the new ones."""
+
+    @pytest.mark.parametrize("where", ["argument", "closed over", "shared", "of a dropped block", "kept"])
+    @pytest.mark.parametrize("partial", [False, True], ids=["at once", "after a partial gradient"])
+    def test_is_an_error(self, where, partial):
+        x, w = leaves()
+        h, args = g, (w,)
+        if where == "closed over":
+            h, args = invertible_checkpoint(closed(f, w), closed(f_inv, w)), (None,)
+        elif where == "kept":
+            h = invertible_checkpoint(f, None)
+        elif where == "shared":
+            coupling = additive_coupling(lambda b, p: (b * p).tanh(), lambda a, q: (a * q).sin())
+            h, args = invertible_checkpoint(coupling), ((w, w),)
+        y = h((x * 1, x * 2) if where == "shared" else x * 1, *args)
+        if where == "of a dropped block":
+            h(y, *args)
+        s = squares(y)
+        del y
+        if partial:
+            torch.autograd.grad(s, w, retain_graph=True)
+        with torch.no_grad():
+            w.mul_(3)
+        with pytest.raises((ModifiedError, RuntimeError), match="modified by an inplace operation"):
+            torch.autograd.grad(s, (x, w))
+
+    def test_is_an_error_where_it_is_among_what_is_left_of_a_partial_gradient(self):
+        x, w = leaves()
+        s = invertible_checkpoint(lambda x, w: x * w, lambda y, w: y / w)(x * 1, w).sum()
+        torch.autograd.grad(s, w, retain_graph=True)
+        with torch.no_grad():
+            w.mul_(3)
+        with pytest.raises(ModifiedError, match="modified by an inplace operation"):
+            torch.autograd.grad(s, x)
+
+    @pytest.mark.parametrize("is_argument", [True, False])
+    def test_data_that_takes_the_place_of_a_parameters(self, same, is_argument):
+        """As `vector_to_parameters` does: the version stays as it is."""
+
+        def run(wrap, x, w):
+            h, args = (wrap(f, f_inv), (w,)) if is_argument else (wrap(closed(f, w), closed(f_inv, w)), (None,))
+            s = squares(h(x * 1, *args))
+            w.data = w.data * 3
+            return torch.autograd.grad(s, (x, w))
+
+        same_or_refused(same, run, lambda f, f_inv: f, invertible_checkpoint, why="modified")
+
+    @pytest.mark.parametrize("write", [lambda y: y.add_(1), lambda y: y[0].zero_(), lambda y: y.detach().mul_(2)])
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_outputs_that_are_written_before_the_next_block(self, same, write, inside):
+        """Without a gradient, so that the graph stays as it is; also inside of torch.func."""
+
+        def run(h, x, w):
+            if inside:
+                return grad(lambda w: squares(self.twice(h, x.detach(), w, write)))(w.detach())
+            return gradients(self.twice(h, x * 1, w, write), w)
+
+        same_or_refused(same, run, why="modified")
+
+    @staticmethod
+    def twice(h, x, w, write):
+        y = h(x, w)
+        with torch.no_grad():
+            write(y)
+        return h(y, w)
