@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,6 +79,15 @@ def checkpointing() -> bool:
 def saving_hooks() -> tuple[Callable, Callable] | None:
     """The hooks `(pack, unpack)` that take the place of saved tensors now."""
     return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def hooks_refused(error: BaseException) -> bool:
+    """Whether an error says that a transform of torch.func cannot run while saved tensors have hooks."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    refusing = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
+    return trace is not None and trace.tb_frame.f_code is refusing
 
 
 def given_back(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:

@@ -74,7 +74,6 @@ class Meter(TorchDispatchMode):
 @contextmanager
 def nothing_collected() -> Iterator[None]:
     """Without the garbage collector: what is freed is freed at once."""
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -140,10 +139,11 @@ WAYS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def warm():
-    """torch makes some tensors of its own at a first call."""
+    """torch imports a part of itself at the first call under a mode."""
     for way in WAYS.values():
         net = network("additive", 2)
-        way(net.g, net.x, net.params)
+        with Meter():
+            way(net.g, net.x, net.params)
 
 
 def peak(h: Callable, network: Twins, way: Callable) -> int:
@@ -162,7 +162,7 @@ CASES = [
     (form, way)
     for i, form in enumerate(["additive", "chain", *STACKED, *WHOLE])
     for k, way in enumerate(WAYS)
-    if i < 1 or (i + k) % 3 == 0 or (i + k) % 8 == 1
+    if i < 1 or way == "backward twice, retained" or (i + k) % 3 == 0
 ]
 """The first form meets all ways, and every way meets some of the other forms."""
 

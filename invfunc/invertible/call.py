@@ -176,7 +176,7 @@ class Call:
         leaves, structure = tree.flatten(x)
         if structure != self._x.structure:
             came = ", ".join("x" + path for path, _ in tree.named_leaves(x)) or "nothing"
-            were = ", ".join("x" + path for path, _ in tree.named_leaves(self._x.join(self._like)))
+            were = ", ".join("x" + path for path, _ in tree.named_leaves(self._x.join(range(len(self._like)))))
             raise InverseError(f"the inverse gives another pytree than x: {came}, where x is {were}.")
         found = []
         for i, (name, place, like) in enumerate(zip(self.names(), self._x.places, self._like, strict=True)):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import dual, innermost, levels, under
-from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError
+from invfunc._functorch import dual, hooks_refused, innermost, levels, under
+from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, ReplayError
 from invfunc.jacobian.trace.trace import Trace
 from invfunc.transform import check_callable, describe, told
 
@@ -192,15 +192,17 @@ class Checkpointed:
             try:
                 y, ys = hooked(call, xs, rest)
             except RuntimeError as error:
-                if type(error) is not RuntimeError or not call.take_back():
+                if not hooks_refused(error):
                     raise
+                if not call.take_back():
+                    raise ReplayError(
+                        "the function uses torch.func, beside which it has to be evaluated in another way, but has "
+                        "written a state before (running statistics?). Pass the state as an argument and return its "
+                        "new "
+                        "value, or use eval mode."
+                    ) from None
                 call = new_call()
-                try:  # torch.func within f does not work beside hooks
-                    y, ys = noded(call, xs, rest)
-                except InvFuncError:
-                    raise
-                except Exception:
-                    raise error from None
+                y, ys = noded(call, xs, rest)
                 self._needs_a_node.append(True)
         if tolerance is not None and len(kept) < len(xs):
             _check(call, xs, ys, rest, tolerance)

@@ -139,11 +139,11 @@ class Forward(Op):
         gs = [g for g in of_ys if g is not None]
 
         start = None
-        sources = ctx.block.xs()
-        if sources is None:
-            sources = fetch(ctx.block.sources)
-            start = unwound(self._run, (len(sources), self._count, len(rest)), wanted, given)
         with self._run.call.named():
+            sources = ctx.block.xs()
+            if sources is None:
+                sources = fetch(ctx.block.sources)
+                start = unwound(self._run, (len(sources), self._count, len(rest)), wanted, given)
             outputs = derivative(self._forward, ghosts, sources, rest, gs, wanted, given, level, ctx.around, start)
         if start is not None:
             ctx.block.give_back([x.detach() for x in outputs[: self._count]])

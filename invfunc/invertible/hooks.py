@@ -20,7 +20,7 @@ from invfunc.errors import ReplayError
 from invfunc.jacobian.trace.trace import Trace
 
 from .call import Call, Tensors
-from .slots import Block, Held, fetch, metadata_of
+from .slots import Block, Held, fetch, metadata_of, release
 
 Key = tuple[int, int]
 """Which saved tensor: of the evaluation of a shared function (-1: of f beside them), and which one there."""
@@ -128,6 +128,9 @@ class HookedBlock(Block):
                 xs, outputs = self._invert_recording(recorded)
             if outputs is None or outputs or recorded.misses():
                 self._run_recording(recorded, xs, outputs)
+        for held in self._rest:
+            held.let_go()
+        release(self._ys)
         return recorded.found
 
     def _invert_recording(self, recorded: _Recording) -> tuple[list[torch.Tensor], dict[int, Any]]:

@@ -14,7 +14,7 @@ Nothing here refers in circles: a slot refers to the block behind it, and that b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -62,6 +62,12 @@ class Slot:
         """Let go of a tensor that can be given back again."""
         if self.block is not None:
             self._held = None
+        elif self._held is not None:
+            self._held.let_go()
+
+    def is_slot_of(self, tensor: torch.Tensor) -> bool:
+        """Whether this very tensor was put in."""
+        return self._users() is tensor and self.is_of(tensor)
 
 
 def _within() -> Callable | None:
@@ -75,6 +81,7 @@ class Held:
 
     def __init__(self, tensor: torch.Tensor, users: bool = True) -> None:
         hooks = saving_hooks() if users else None
+        self._ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Block)
         self._version = version(tensor) if users and hooks is None else None
         """None where the caller has it not, and cannot write into it."""
         self._tensor = tensor.detach() if hooks is None else None
@@ -93,6 +100,11 @@ class Held:
                 "computed. Write y = y + z in place of y += z."
             )
         return self._tensor
+
+    def let_go(self) -> None:
+        """Forget a tensor that a block around us can give back any number of times."""
+        if self._ours:
+            self._tensor = None
 
 
 class Block:
@@ -115,14 +127,19 @@ class Block:
             self._ys.append(slot)
             if of_node is not None:
                 number = output if y.grad_fn is None else y.output_nr
-                of_node.setdefault(_KEY, {})[number] = weakref.ref(slot)
+                of_node.setdefault(_KEY, {})[number] = weakref.ref(slot), weakref.ref(self)
             if len(self.kept) < len(xs):
                 slot.hold(y)
-        for i, x in enumerate(xs):
-            self._xs.append(self._source(i, x))
+        produced = [slot_of(x) for x in xs]
+        if None in produced and any(produced):
+            beside = [slot for x in xs if (block := _block_of(x)) is not None for slot in block._ys]
+            produced = [
+                p or next((s for s in beside if s.is_slot_of(x)), None) for p, x in zip(produced, xs, strict=True)
+            ]
+        for i, (x, slot) in enumerate(zip(xs, produced, strict=True)):
+            self._xs.append(self._source(i, x, slot))
 
-    def _source(self, i: int, x: torch.Tensor) -> Callable[[], Slot | None]:
-        produced = slot_of(x)
+    def _source(self, i: int, x: torch.Tensor, produced: Slot | None) -> Callable[[], Slot | None]:
         slot = produced or Slot(x)
         if i in self.kept:
             slot.hold(x)
@@ -158,8 +175,7 @@ class Block:
             slot = self._xs[i]()
             if slot is not None and slot.block is self:
                 slot.fill(xs[i])
-        for slot in self._ys:
-            slot.release()
+        release(self._ys)
 
     def behind(self) -> list[Block]:
         """The blocks that took over what comes out of this one."""
@@ -188,15 +204,30 @@ def fetch(slots: Sequence[Slot]) -> list[torch.Tensor]:
             return [tensor for tensor in found if tensor is not None]
 
 
+def release(slots: Iterable[Slot]) -> None:
+    """Let go of what can be given back again."""
+    for slot in slots:
+        slot.release()
+
+
 _KEY = "invfunc.slots"
 
 
 def slot_of(tensor: torch.Tensor) -> Slot | None:
     """The slot of a tensor that a block gave out, found from the node of autograd that it comes from."""
-    metadata = metadata_of(tensor)
-    given_out = None if metadata is None else metadata.get(_KEY, {}).get(tensor.output_nr)
-    slot = None if given_out is None else given_out()
+    slot = _given_out(tensor)[0]
     return slot if slot is not None and slot.is_of(tensor) else None
+
+
+def _block_of(tensor: torch.Tensor) -> Block | None:
+    """The block that gave a tensor out. Those of its tensors that have no node are found among its slots."""
+    return _given_out(tensor)[1]
+
+
+def _given_out(tensor: torch.Tensor) -> tuple[Slot | None, Block | None]:
+    metadata = metadata_of(tensor)
+    found = None if metadata is None else metadata.get(_KEY, {}).get(tensor.output_nr)
+    return (None, None) if found is None else (found[0](), found[1]())
 
 
 def metadata_of(tensor: torch.Tensor) -> dict | None:
