@@ -165,7 +165,11 @@ class TestWrongInverse:
         with pytest.raises(InverseError, match="inverse"):
             drift(chain(AFFINE, torch.sin), torch.ones(2, WIDTH), [(torch.ones(2, 2),) * 2, None])
 
-    @pytest.mark.parametrize("pair", [torch.sin, None, (torch.sin,), (torch.sin, torch.sin, torch.sin)], ids=str)
+    @pytest.mark.parametrize(
+        "pair",
+        [torch.sin, None, (torch.sin,), (torch.sin, torch.sin, torch.sin)],
+        ids=["a function", "None", "one", "three"],
+    )
     def test_is_no_pair(self, pair):
         for check, params in ((check_inverse, ()), (drift, ([None],))):
             with pytest.raises(ArgumentTypeError, match=rf"^{check.__name__}\(pair, ...\): .* of type .*f_inv"):

@@ -98,7 +98,7 @@ class TestInvertible:
             with pytest.raises(ArgumentError, match=r"forward has to return \(y, hidden\)"):
                 call(torch.ones(2, requires_grad=True))
 
-    @pytest.mark.parametrize("pair", [there, (there, back), None], ids=str)
+    @pytest.mark.parametrize("pair", [there, (there, back), None], ids=["a function", "functions", "None"])
     def test_invert_takes_only_pairs(self, pair):
         with pytest.raises(ArgumentTypeError, match=r"^invert\(pair\): pair is of type .* has to be an Invertible"):
             invert(pair)

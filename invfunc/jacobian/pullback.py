@@ -148,7 +148,7 @@ class Pullback:
         reached = [t for t in taps if pulled.left[t.site] is not None]
         if not reached:
             return
-        several = [a for t in reached for a in t.again] if len(reached) > 1 else []
+        several = [a for t in reached for a in t.recipe.again] if len(reached) > 1 else []
         for operand in several[::-1]:  # from the last one on, as each is computed from the next
             operand.hold()
         for kept, measure, joint in zip(states, measures, joints, strict=True):
@@ -212,7 +212,7 @@ class Pullback:
         """Whether the columns come one by one, and it is of use to measure them so."""
         if not passes or self.scope.create_graph or any(p.stop - p.start != 1 for p in passes):
             return False
-        lean = any(tap.again for tap in self.run.trace.taps)
+        lean = any(tap.recipe.again for tap in self.run.trace.taps)
         return (lean or (len(passes) == 1 and self.last)) and self._block(passes[0]).right is None
 
     def _stream(self, measures: Sequence[Measure], states: list[States], only: Pass, done: Done, last: bool) -> None:
@@ -246,7 +246,7 @@ class Pullback:
 
 def _backwards(taps: dict[int, list[Tap]]) -> list[tuple[int, list[Tap]]]:
     """The parameters in the order of a backward pass, where operands are computed again, each from the next."""
-    if not any(tap.again for found in taps.values() for tap in found):
+    if not any(tap.recipe.again for found in taps.values() for tap in found):
         return list(taps.items())
     return sorted(taps.items(), key=lambda item: -max(tap.site for tap in item[1]))
 

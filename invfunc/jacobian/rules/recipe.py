@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.contract import Term
 from invfunc.jacobian.equations import LETTERS, PARSERS, equation
 from invfunc.jacobian.follow import Call
+from invfunc.jacobian.rules.again import Again
 
 Part = slice | torch.Tensor
 """Some samples of a run: a range, or their indices."""
@@ -43,6 +44,8 @@ class Recipe:
     """In place of what is read, the row of the parameter that each position picks: `[b, t]`, as in `rows`."""
     linear: bool = True
     """Whether the operation is known to be linear in the parameter."""
+    again: Sequence[Again] = ()
+    """Those of what it reads that are not kept, but computed again where they are read."""
     rows: Callable[[Part], torch.Tensor] | None = None
     """Where the first label of the output counts entries of each sample: `[b, u]`, the rows of the parameter that they
     are added to, no row twice in a sample; one behind the last drops an entry."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ from invfunc._functorch import base_of, storage_of
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import Call, Total
 from invfunc.jacobian.rules import Recipe
-from invfunc.jacobian.trace.again import Again
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,6 @@ class Tap:
     call: Call | None
     axis: Axis
     versions: tuple[tuple[torch.Tensor, int], ...]
-    again: Sequence[Again] = ()
-    """Those operands of the call that are computed again where they are read."""
     memory: dict[str, Any] = field(default_factory=dict)
     """What a measure of some columns has to know of others."""
 

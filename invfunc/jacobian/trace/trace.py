@@ -18,19 +18,10 @@ from invfunc.jacobian.follow import TOTAL, Call, Mixed, Unknown
 from invfunc.jacobian.follow.indices import advanced
 from invfunc.jacobian.graph import node_of, reaches
 from invfunc.jacobian.rules import Recipe, Site
+from invfunc.jacobian.rules.again import reader, released
 from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.trace.again import Again, reader, released
-from invfunc.jacobian.trace.calls import (
-    AFFINE,
-    CONSTANT,
-    EXITS,
-    QUERIES,
-    SELECTIONS,
-    alignment,
-    function_name,
-    read_by,
-)
+from invfunc.jacobian.trace.calls import AFFINE, CONSTANT, EXITS, QUERIES, SELECTIONS, alignment, function_name, read_by
 from invfunc.jacobian.trace.compositions import composition, states
 from invfunc.jacobian.trace.random import Draws
 from invfunc.jacobian.trace.seen import Seen, cannot_meet
@@ -302,20 +293,13 @@ class Trace(TorchFunctionMode):
             tag = self.tag(x)
             assert isinstance(tag, Derived)
             recipe = rule(Site(lean, axis, reader(again, self.scope.leave)), x) if rule else None
-            if recipe is not None:
-                self.tap(x, tag, recipe, out, axis, lean, again)
-            else:
+            if recipe is None:
                 self.tap(x, tag, generic(Site(call, axis, self.scope.leave), x), out, axis, call)
+            else:
+                self.tap(x, tag, replace(recipe, again=again), out, axis, lean)
 
     def tap(
-        self,
-        param: torch.Tensor,
-        tag: Derived,
-        recipe: Recipe,
-        out: torch.Tensor,
-        axis: Axis,
-        call: Call | None = None,
-        again: Sequence[Again] = (),
+        self, param: torch.Tensor, tag: Derived, recipe: Recipe, out: torch.Tensor, axis: Axis, call: Call | None = None
     ) -> None:
         edge = torch.autograd.graph.get_gradient_edge(out)
         at = next((i for i, e in enumerate(self.edges) if e == edge and self.axes[i] == axis), None)
@@ -325,7 +309,7 @@ class Trace(TorchFunctionMode):
             self.axes.append(axis)
             self.sizes.append(max(1, out.numel() // self.n))
         versions = tuple((x, version(x)) for x in (param, *recipe.reads))
-        self.taps.append(Tap(param, tag, recipe, at, call, axis, versions, again))
+        self.taps.append(Tap(param, tag, recipe, at, call, axis, versions))
 
 
 _NONE: frozenset[int] = frozenset()
