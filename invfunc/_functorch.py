@@ -72,8 +72,9 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def checkpointing() -> bool:
-    """Whether hooks take the place of saved tensors, as those of torch.utils.checkpoint do."""
-    return saving_hooks() is not None
+    """Whether hooks take the place of saved tensors that know nothing of statistics, as torch.utils.checkpoint's."""
+    hooks = saving_hooks()
+    return hooks is not None and not hasattr(getattr(hooks[0], "__self__", None), "given_back")
 
 
 def saving_hooks() -> tuple[Callable, Callable] | None:
@@ -116,6 +117,15 @@ def dual(x: torch.Tensor) -> bool:
 def under(kind: type) -> bool:
     """Whether a torch function mode of some kind is active."""
     return any(isinstance(mode, kind) for mode in _get_current_function_mode_stack())
+
+
+def backward_pass() -> int:
+    """Which backward pass of autograd is running."""
+    return torch._C._current_graph_task_id()
+
+
+unwatched = torch._C.DisableTorchFunction
+"""A context without torch function modes, for what a function does not do itself."""
 
 
 @contextmanager

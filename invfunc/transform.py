@@ -125,6 +125,7 @@ def told(error: InvFuncError, call: str) -> InvFuncError:
     """The error with the call as it was written; the innermost transform that fails says it."""
     if error.told:
         return error
-    error = type(error)(f"{call}: {error}")
-    error.told = True
-    return error
+    said = type(error)(f"{call}: {error}")
+    said.__dict__.update(error.__dict__)
+    said.told = True
+    return said

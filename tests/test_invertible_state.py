@@ -115,7 +115,7 @@ def test_a_module_whose_mode_changes_before_the_backward_is_refused(kind):
     coupling = additive_coupling(lambda b: module(b.sin()) * b, lambda a: module(a.sin()) * a)
     y = invertible_checkpoint(coupling)((x * w, x))
     module.eval()
-    with pytest.raises(ReplayError, match="twice"):
+    with pytest.raises(ReplayError, match="twice|did not read the first time"):
         gradients(y, x, w)
 
 

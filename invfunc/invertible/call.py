@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, version
+from invfunc._functorch import innermost, saving_hooks, under, unwatched, version
 from invfunc.errors import InverseError, InvFuncError, ReplayError
+from invfunc.invertible.pair import Invertible
+from invfunc.invertible.recall import INVERSE, OUTSIDE, Other, Recall
+from invfunc.invertible.replay import Replay
+from invfunc.invertible.watch import Watch
+from invfunc.jacobian.trace.trace import Trace
 from invfunc.transform import told
-
-from .pair import Invertible
-from .replay import Replay
-from .watch import Reading, Shield, Watch
 
 Tensors = Sequence[torch.Tensor]
 Evaluate = Callable[[int, Callable, tuple, dict[str, Any]], Any]
@@ -50,12 +51,14 @@ class Call:
         self._random = random
         self._generators = [leaf for leaf in (*x.others, *rest.others) if isinstance(leaf, torch.Generator)]
         self._start: Replay
+        self._hooks = saving_hooks()
+        self.followed = under(Trace)
+        """Whether a statistic looks on, which writes some operations out."""
         self.moments: list[_Moment] = []
         """The evaluations of shared functions."""
         self._y: tree.Form
         self._like: list[_Like] = []
-        self._written: list[torch.Tensor] = []
-        self._read: list[Reading] = []
+        self._others: dict[int, list[Other]] = {}
 
     def _moment(self, tensors: Tensors) -> Replay:
         return Replay(tensors, self._generators, self._random)
@@ -70,18 +73,22 @@ class Call:
         self._start = self._moment(given)
 
         def noted(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-            tensors = tree.tensors((args, kwargs))
-            before = self._moment(tensors).shared_with(self._last())
+            with unwatched():
+                tensors = tree.tensors((args, kwargs))
+                shapes = [t.shape for t in tensors]
+                before = self._moment(tensors).shared_with(self._last())
+            watch.part = index
             result = fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
-            after = self._moment(tensors).shared_with(before)
-            self.moments.append(_Moment(fn, [t.shape for t in tensors], before, after))
+            watch.part = OUTSIDE
+            with unwatched():
+                self.moments.append(_Moment(fn, shapes, before, self._moment(tensors).shared_with(before)))
             return result
 
-        self._watch = Watch(given, closed, self._generators)
-        with self._watch as watch:
+        self._watch = watch = Watch(given, closed, self._generators)
+        with watch:
             y = self._forward(xs, rest, noted)
         del self._watch
-        self._written, self._read = watch.written(len(xs)), watch.read()
+        self._others = watch.outside(len(xs), self._hooks)
         replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
         for generator, state in watch.drawn if self._random else ():
             for replay in replays:
@@ -102,16 +109,28 @@ class Call:
         self.pair.apart(y)
         return y
 
-    def run(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> Any:
-        """The result of forward, with the hidden part beside it where there is one, another time."""
+    def run(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool = False) -> Any:
+        """The result of forward, with the hidden part beside it where there is one, another time.
+
+        `known` says that `evaluate` knows the results of shared functions, and does not evaluate them.
+        """
+        recall = self._recall((*xs, *rest))
 
         def again(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-            result = fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
-            self.moments[index].after.rewind()  # whether it drew its random numbers or its result was known
+            moment = self.moments[index]
+            with unwatched() if known else recall.within(index):
+                result = fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
+            recall.know_all(result)
+            moment.after.rewind()  # whether it drew its random numbers or its result was known
             return result
 
-        with self._again():
+        with self._start.again(), recall:
             y = self._forward(xs, rest, again)
+        if recall.exchanged and len(self.kept) < len(self._like):
+            raise ReplayError(
+                "the function closes over tensors that have been exchanged since, and so does its inverse, perhaps "
+                "(functional_call puts parameters into a module only while it is called). Pass them as arguments."
+            )
         if self.tolerance is not None:
             for (total, size), (now, _) in zip(self._sums, _sums(y), strict=True):
                 if not abs(now - total) <= self.tolerance * size:
@@ -138,6 +157,7 @@ class Call:
         given = self._y.join(ys)
         args, kwargs = self._rest.join(rest)
         number = len(self.moments)
+        recall = self._recall((*sources, *rest))
 
         def backwards(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if index >= number:
@@ -151,15 +171,15 @@ class Call:
                     f"other shapes, than evaluation {number - 1 - index} of forward. The inverse evaluates them in "
                     "reverse order."
                 )
-            with moment.before.again():
-                if evaluate is None:
-                    return fn(*args, **kwargs)
-                return evaluate(number - 1 - index, fn, args, kwargs)
+            with moment.before.again(), recall.within(number - 1 - index):
+                result = fn(*args, **kwargs) if evaluate is None else evaluate(number - 1 - index, fn, args, kwargs)
+            recall.know_all(result)
+            return result
 
         evaluations = Evaluations(backwards)
         shared = evaluations.of(self.pair.shared)
         before = [version(t) for t in (*sources, *rest)]
-        with self._again():
+        with self._start.again(), recall, recall.within(INVERSE):
             x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if [version(t) for t in (*sources, *rest)] != before:
             raise ReplayError(
@@ -205,16 +225,13 @@ class Call:
         except InvFuncError as error:
             raise told(error, f"invertible_checkpoint({self.pair!r}), in the backward pass") from error.__cause__
 
-    @contextmanager
-    def _again(self) -> Iterator[None]:
-        """What was read besides the arguments is as it was, and nothing is written."""
-        for reading in self._read:
-            reading.check()
-        with ExitStack() as stack:
-            if self._written:
-                stack.enter_context(Shield(self._written))
-            stack.enter_context(self._start.again())
-            yield
+    def _recall(self, given: Tensors) -> Recall:
+        return Recall(given, self._others, self.followed)
+
+    @property
+    def reads_outside(self) -> bool:
+        """Whether forward reads tensors from outside beside its shared functions, which the inverse may read too."""
+        return bool(self._others.get(OUTSIDE))
 
     def names(self) -> list[str]:
         """The tensors of x as one would write them."""

@@ -10,9 +10,8 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
-
-from .checkpoint import Checkpointed, invertible_checkpoint
-from .pair import Composition, Invertible, invert
+from invfunc.invertible.checkpoint import Checkpointed, invertible_checkpoint
+from invfunc.invertible.pair import Composition, Invertible, invert
 
 Step = tuple[Checkpointed, Any]
 """A block and its parameters."""

@@ -13,13 +13,13 @@ import torch
 from invfunc import tree
 from invfunc._functorch import dual, hooks_refused, innermost, levels, under
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, ReplayError
+from invfunc.invertible.call import Call, Tensors
+from invfunc.invertible.function import noded
+from invfunc.invertible.hooks import hooked
+from invfunc.invertible.pair import Invertible
 from invfunc.jacobian.trace.trace import Trace
+from invfunc.jacobian.twice import TwiceDifferentiable
 from invfunc.transform import check_callable, describe, told
-
-from .call import Call, Tensors
-from .function import noded
-from .hooks import hooked
-from .pair import Invertible
 
 
 def invertible_checkpoint(
@@ -32,7 +32,7 @@ def invertible_checkpoint(
     min_bytes: int = 0,
     has_aux: bool = False,
 ) -> Any:
-    """`g = f`, whose input need not stay in memory for the gradient: it is computed as `f_inv(y)` when needed.
+    """Make f a function whose input need not stay in memory: it is computed as `f_inv(y)` when a gradient needs it.
 
     What autograd saves of `y = f(x, *args)` is y alone, and no longer that once another block takes y over: the memory
     of stacked calls does not grow with their number,
@@ -79,7 +79,8 @@ def invertible_checkpoint(
 
     Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
     memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is.
-    Statistics of this library see f as it is.
+    Statistics of this library look through it, and read again what layers read, in place of keeping it; inside of
+    torch.func, or with a second derivative (`diag_hessian`, `hvp`, results that require grad), they take f as it is.
 
     Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time without, or 4/3 for a
     coupling, whose inverse and f share their evaluations. The reconstructed x has the rounding errors of the inverse,
@@ -174,7 +175,8 @@ class Checkpointed:
         if composition is not None:
             pair = composition.keeping(self.keep) if self.keep else self.pair
             return pair.forward(x, *args, **kwargs)
-        followed = bool(kinds or self._needs_a_node) and under(Trace)  # by a statistic, which cannot look into a node
+        # a statistic cannot look into a node, and second derivatives write operations out that are fused
+        followed = under(TwiceDifferentiable) or (bool(kinds or self._needs_a_node) and under(Trace))
         if small or followed or not xs or not _keeps_a_graph(kinds, (*xs, *rest)):
             return self.pair.forward(*self.pair.shared, x, *args, **kwargs)
         kept = tuple(range(len(xs))) if self.keep is True else self.keep or ()

@@ -12,12 +12,11 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentTypeError, InverseError, InvFuncError
+from invfunc.invertible.call import Call
+from invfunc.invertible.chain import repeated
+from invfunc.invertible.checkpoint import Checkpointed, default_tolerance, relative_error
+from invfunc.invertible.pair import Invertible
 from invfunc.transform import told
-
-from .call import Call
-from .chain import repeated
-from .checkpoint import Checkpointed, default_tolerance, relative_error
-from .pair import Invertible
 
 
 @dataclass(frozen=True)

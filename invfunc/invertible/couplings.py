@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.invertible.exact import Grid
+from invfunc.invertible.pair import Invertible
+from invfunc.invertible.state import per_sample, two_parts
 from invfunc.transform import check_callable, describe
-
-from .exact import Grid
-from .pair import Invertible
-from .state import per_sample, two_parts
 
 
 def additive_coupling(

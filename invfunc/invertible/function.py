@@ -22,10 +22,9 @@ import torch
 
 from invfunc._functorch import alive, level_of, levels
 from invfunc.errors import ReplayError
-
-from .call import Call, Tensors
-from .maps import BatchedRun, Map, Run, batched, differentiable, pulled, unwound
-from .slots import Block, Held, fetch
+from invfunc.invertible.call import Call, Tensors
+from invfunc.invertible.maps import BatchedRun, Map, Run, batched, differentiable, pulled, unwound
+from invfunc.invertible.slots import Block, Held, fetch
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -100,7 +99,10 @@ class LevelBlock(Block):
     def invert(self) -> None:
         sources = fetch(self.sources)
         with torch.no_grad(), self._run.call.named():
-            xs = self._run.inverse(sources, [held.get().detach() for held in self._rest], None)
+            rest = [held.get().detach() for held in self._rest]
+            xs = self._run.inverse(sources, rest, None)
+            if self._run.call.reads_outside:
+                self._run.forward(xs, rest)  # which says if it reads something else by now
         self.give_back([x.detach() for x in xs])
 
 
@@ -155,7 +157,7 @@ class Forward(Op):
         return [found.get(i) for i in range(len(needs))]
 
     def _forward(self, tensors: Tensors) -> list[torch.Tensor]:
-        return self._run.forward(tensors[: self._count], tensors[self._count :], None)
+        return self._run.forward(tensors[: self._count], tensors[self._count :])
 
 
 class Step(Op):

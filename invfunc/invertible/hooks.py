@@ -15,16 +15,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import Memory, plainly, under
-from invfunc.errors import ReplayError
-from invfunc.jacobian.trace.trace import Trace
-
-from .call import Call, Tensors
-from .slots import Block, Held, fetch, metadata_of, release
+from invfunc._functorch import Memory, backward_pass, plainly, unwatched, version
+from invfunc.errors import ModifiedError, ReplayError
+from invfunc.invertible.call import Call, Tensors
+from invfunc.invertible.recall import OUTSIDE
+from invfunc.invertible.slots import Block, Held, fetch, metadata_of, release
 
 Key = tuple[int, int]
 """Which saved tensor: of the evaluation of a shared function (-1: of f beside them), and which one there."""
-OUTSIDE = -1
 
 
 class Tape:
@@ -62,7 +60,9 @@ class HookedBlock(Block):
         self._tape = Tape()
         self._like: dict[Key, tuple[torch.Size, torch.dtype]] = {}
         self._saved: dict[Key, torch.Tensor] = {}
-        self._memory: dict[Key, tuple[Memory, Geometry]] | None = {} if under(Trace) else None
+        self._pass = -1
+        """The backward pass in which they were computed."""
+        self._memory: dict[Key, tuple[Memory, Geometry]] | None = {} if call.followed else None
 
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
         """Instead of a tensor autograd saves where to get it."""
@@ -88,21 +88,25 @@ class HookedBlock(Block):
 
     def evaluate(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A shared function, for the first time."""
-        self._shared_needs[index] = [t.requires_grad for t in tree.tensors((args, kwargs))]
+        with unwatched():
+            self._shared_needs[index] = [t.requires_grad for t in tree.tensors((args, kwargs))]
         with self._tape.part(index):
             return fn(*args, **kwargs)
 
     def invert(self) -> None:
         with plainly(), torch.no_grad(), self._call.named():
-            self.give_back(self._call.inverse(fetch(self.sources), self._detached()))
+            xs = self._call.inverse(fetch(self.sources), self._detached())
+            if self._call.reads_outside:
+                self._call.run(xs, self._detached(), None)  # which says if it reads something else by now
+            self.give_back(xs)
 
     def _detached(self) -> list[torch.Tensor]:
         return [held.get().detach() for held in self._rest]
 
     def saved(self, key: Key) -> torch.Tensor:
         """A saved tensor; it is handed out once, and computed again for whoever asks again."""
-        if self._saved:
-            self._detached()  # what was computed before is as good as the arguments it may be a part of
+        if self._saved and self._pass != backward_pass():
+            self._detached()  # what an earlier pass left is as good as the arguments it may be a part of
         tensor = self._saved.pop(key, None)
         if tensor is None:
             found = self._rebuild()
@@ -120,14 +124,16 @@ class HookedBlock(Block):
         for block in self.behind():
             if isinstance(block, HookedBlock):
                 block.forget()  # autograd is done with it
+        self._pass = backward_pass()
         recorded = _Recording(self._like, to_the_end=self._call.tolerance is not None)
         with plainly(), self._call.named():
             xs = self.xs()
             outputs = None
             if xs is None:
                 xs, outputs = self._invert_recording(recorded)
-            if outputs is None or outputs or recorded.misses():
+            if outputs is None or outputs or recorded.misses() or self._call.reads_outside:
                 self._run_recording(recorded, xs, outputs)
+        recorded.check()
         for held in self._rest:
             held.let_go()
         release(self._ys)
@@ -142,7 +148,7 @@ class HookedBlock(Block):
             args, kwargs = form.join(_as_then(tensors, self._shared_needs[index]))
             with torch.enable_grad(), recorded.part(index):
                 output = fn(*args, **kwargs)
-            if OUTSIDE in self._tape.counts or self._call.tolerance is not None:
+            if OUTSIDE in self._tape.counts or self._call.tolerance is not None or self._call.reads_outside:
                 outputs[index] = output
             return tree.map_tensors(torch.Tensor.detach, output)
 
@@ -165,7 +171,7 @@ class HookedBlock(Block):
         given = _as_then((*xs, *self._detached()), self._needs)
         try:
             with torch.enable_grad(), recorded.part(OUTSIDE):
-                self._call.run(given[: len(xs)], given[len(xs) :], evaluate)
+                self._call.run(given[: len(xs)], given[len(xs) :], evaluate, known=bool(outputs))
         except _Enough:
             pass
         if recorded.misses():
@@ -209,6 +215,16 @@ class _Recording:
         self._to_the_end = to_the_end
         self._tape = Tape()
         self.found: dict[Key, torch.Tensor] = {}
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def check(self) -> None:
+        """What was saved was not written afterwards."""
+        for tensor, then in self._versions:
+            if version(tensor) != then:
+                raise ModifiedError(
+                    f"a tensor of shape {list(tensor.shape)} that is needed for the gradient of the function has been "
+                    "modified within it by an inplace operation."
+                )
 
     def misses(self) -> bool:
         return len(self.found) < len(self._like)
@@ -228,6 +244,7 @@ class _Recording:
                 "the function does not do the same thing twice."
             )
         self.found[key] = tensor.detach()
+        self._versions.append((self.found[key], version(tensor)))
         if key[0] == OUTSIDE and not self._to_the_end and not self.misses():
             raise _Enough
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError
+from invfunc.invertible.pair import Invertible
+from invfunc.invertible.state import per_sample, two_parts
 from invfunc.transform import check_callable, describe
-
-from .pair import Invertible
-from .state import per_sample, two_parts
 
 
 def momentum(f: Callable, gamma: float = 0.9) -> Invertible:

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
-
-from .pair import Invertible, Remembered
+from invfunc.invertible.pair import Invertible, Remembered
 
 
 def with_log_det(pair: Invertible) -> Invertible:

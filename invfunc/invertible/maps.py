@@ -9,8 +9,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import leaf_level
-
-from .call import Call, Evaluate, Tensors
+from invfunc.invertible.call import Call, Evaluate, Tensors
 
 Map = Callable[[Tensors], list[torch.Tensor]]
 
@@ -25,9 +24,9 @@ class Run:
         """The tensors of y, for the first time."""
         return self.call.flat(self.call.first(xs, rest, closed=True))
 
-    def forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
-        """The tensors of y, another time."""
-        return self.call.flat(self.call.run(xs, rest, evaluate))
+    def forward(self, xs: Tensors, rest: Tensors, known: Evaluate | None = None) -> list[torch.Tensor]:
+        """The tensors of y, another time, perhaps with known results of shared functions."""
+        return self.call.flat(self.call.run(xs, rest, known, known is not None))
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
         """The tensors of x."""
@@ -47,8 +46,8 @@ class BatchedRun(Run):
     def first(self, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
         return self._each(self._run.first, self._xs)(list(xs), list(rest))
 
-    def forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
-        return self._each(lambda a, b: self._run.forward(a, b, evaluate), self._xs)(list(xs), list(rest))
+    def forward(self, xs: Tensors, rest: Tensors, known: Evaluate | None = None) -> list[torch.Tensor]:
+        return self._each(lambda a, b: self._run.forward(a, b, known), self._xs)(list(xs), list(rest))
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
         kept = [self._xs[i] for i in self.call.kept]

@@ -69,18 +69,18 @@ class _Global:
     """The generator of a device that draws what is not given one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     def get_state(self) -> torch.Tensor:
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return torch.get_rng_state()
-        return torch.get_device_module(self._device).get_rng_state(self._device)
+        return torch.get_device_module(self.device).get_rng_state(self.device)
 
     def set_state(self, state: torch.Tensor) -> None:
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             torch.set_rng_state(state)
         else:
-            torch.get_device_module(self._device).set_rng_state(state, self._device)
+            torch.get_device_module(self.device).set_rng_state(state, self.device)
 
 
 def _autocast(kind: str) -> tuple[bool, Any, bool]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import EllipsisType
 from typing import cast
 
 import torch
@@ -76,11 +77,15 @@ def _within() -> Callable | None:
     return None if hooks is None else hooks[0]
 
 
+Hooks = tuple[Callable, Callable]
+
+
 class Held:
     """A tensor in memory, detached, or in the care of the hooks that take the place of saved tensors around us."""
 
-    def __init__(self, tensor: torch.Tensor, users: bool = True) -> None:
-        hooks = saving_hooks() if users else None
+    def __init__(self, tensor: torch.Tensor, users: bool = True, hooks: Hooks | None | EllipsisType = ...) -> None:
+        if isinstance(hooks, EllipsisType):
+            hooks = saving_hooks() if users else None
         self._ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Block)
         self._version = version(tensor) if users and hooks is None else None
         """None where the caller has it not, and cannot write into it."""

@@ -1,0 +1,152 @@
+"""A function that is evaluated again uses the tensors from outside that it used the first time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from invfunc import tree
+from invfunc._functorch import unwrapped
+from invfunc.errors import ReplayError
+from invfunc.invertible.slots import Held, Hooks
+from invfunc.jacobian.trace.compositions import composition
+
+INVERSE = -2
+OUTSIDE = -1
+"""The part of a function that is in none of its shared functions; these are counted from 0."""
+
+
+class Sight(TorchFunctionMode):
+    """Sees every call of torch while a function runs, and which tensors it made or was given."""
+
+    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._inside: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.part = OUTSIDE
+        """Which part of the function is being evaluated."""
+        for t in given:
+            self.know(t)
+
+    def know(self, tensor: torch.Tensor) -> None:
+        """A tensor is of the function, and so is what it wraps."""
+        inner: torch.Tensor | None = tensor
+        while inner is not None:
+            self._inside[id(inner)] = weakref.ref(inner)
+            inner = unwrapped(inner)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, or what it wraps, is of the function."""
+        inner: torch.Tensor | None = tensor
+        while inner is not None:
+            known = self._inside.get(id(inner))
+            if known is not None and known() is inner:
+                return True
+            inner = unwrapped(inner)
+        return False
+
+
+class Other:
+    """A tensor from outside that a function used."""
+
+    def __init__(self, tensor: torch.Tensor, written: bool, hooks: Hooks | None) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._needs = tensor.requires_grad
+        self._held = None if written else Held(tensor, hooks=hooks)
+        self._like = tensor.shape, tensor.dtype, tensor.device
+
+    def is_(self, tensor: torch.Tensor) -> bool:
+        """Whether it is this very tensor."""
+        return self._tensor() is tensor
+
+    def like(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may have taken its place."""
+        return self._like == (tensor.shape, tensor.dtype, tensor.device)
+
+    def again(self, instead: torch.Tensor) -> torch.Tensor:
+        """The tensor as it was; if it is only written, a copy of the one there is now, whose values do not matter."""
+        if self._held is None:
+            return instead.detach().clone()
+        tensor = self._held.get().detach()
+        return tensor.requires_grad_() if self._needs else tensor
+
+
+class Recall(Sight):
+    """Puts the tensors from outside in place that were used the first time, by the order in which each part uses them.
+
+    They may be others by now: `torch.func.functional_call` puts parameters into a module for the time of a call.
+
+    Args:
+        given: the tensors that the function is given.
+        others: what each part used. The inverse beside shared functions is given what it asks for, as it was.
+        followed: whether a statistic looked on the first time, which writes some operations out.
+    """
+
+    def __init__(self, given: Iterable[torch.Tensor], others: Mapping[int, Sequence[Other]], followed: bool) -> None:
+        super().__init__(given)
+        self._followed = followed
+        self._active = followed or bool(others)
+        self._others = others
+        self._found: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {part: {} for part in others}
+        self._all = [other for order in others.values() for other in order]
+        self.exchanged = False
+        """Whether beside the shared functions other tensors were there than the first time."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        looks = getattr(func, "__name__", "") == "__get__"
+        outer = [t for t in tree.tensors((args, kwargs)) if unwrapped(t) is None and not self.knows(t)]
+        if outer and not (looks and not isinstance(func(*args, **kwargs), torch.Tensor)):
+            instead = {id(t): self._instead(t) for t in outer}
+            args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
+        body = composition(func) if self._followed else None
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.know_all(result)
+        return result
+
+    def __enter__(self) -> Recall:
+        return super().__enter__() if self._active else self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._active:
+            super().__exit__(*error)
+
+    @contextmanager
+    def within(self, part: int) -> Iterator[None]:
+        """Meanwhile a part is evaluated."""
+        outer, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = outer
+
+    def know_all(self, result: Any) -> None:
+        """What a call gave is of the function."""
+        if self._active:
+            for t in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
+                self.know(t)
+
+    def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = self._found.get(self.part)
+        if found is None:
+            known = next((other for other in self._all if other.is_(tensor)), None)
+            return tensor if known is None else known.again(tensor)
+        if id(tensor) not in found:
+            order = self._others[self.part]
+            if len(found) == len(order) or not order[len(found)].like(tensor):
+                raise ReplayError(
+                    f"evaluated again, the function reads a tensor of shape {list(tensor.shape)} from outside that it "
+                    "did "
+                    "not read the first time."
+                )
+            other = order[len(found)]
+            self.exchanged |= self.part == OUTSIDE and not other.is_(tensor)
+            found[id(tensor)] = tensor, other.again(tensor)
+        return found[id(tensor)][1]
