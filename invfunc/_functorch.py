@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -14,7 +15,6 @@ from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: i
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 
 
@@ -99,14 +99,14 @@ def given_back(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
 
 
 class Memory:
-    """Which memory a tensor is in, also after it was freed; it is not kept."""
+    """Which memory a tensor is in; it is not kept."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        self._storage = StorageWeakRef(x.untyped_storage())
+        self._storage = weakref.ref(x.untyped_storage())
 
     def holds(self, x: torch.Tensor) -> bool:
         """Whether a tensor is in it."""
-        return self._storage.cdata == x.untyped_storage()._cdata
+        return self._storage() is x.untyped_storage()
 
 
 def dual(x: torch.Tensor) -> bool:

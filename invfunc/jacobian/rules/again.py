@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,3 +58,8 @@ def reader(again: list[Again], leave: Callable[[torch.Tensor], torch.Tensor]) ->
     if not again:
         return leave
     return lambda x: leave(next((a.value() for a in again if a.shape is x), x))
+
+
+def read_of(again: list[Again], reads: Iterable[torch.Tensor]) -> list[Again]:
+    """Those that are among what a recipe reads."""
+    return [a for a in again if any(a.shape is x for x in reads)]

@@ -18,7 +18,7 @@ from invfunc.jacobian.follow import TOTAL, Call, Mixed, Unknown
 from invfunc.jacobian.follow.indices import advanced
 from invfunc.jacobian.graph import node_of, reaches
 from invfunc.jacobian.rules import Recipe, Site
-from invfunc.jacobian.rules.again import reader, released
+from invfunc.jacobian.rules.again import read_of, reader, released
 from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace.calls import AFFINE, CONSTANT, EXITS, QUERIES, SELECTIONS, alignment, function_name, read_by
@@ -296,7 +296,7 @@ class Trace(TorchFunctionMode):
             if recipe is None:
                 self.tap(x, tag, generic(Site(call, axis, self.scope.leave), x), out, axis, call)
             else:
-                self.tap(x, tag, replace(recipe, again=again), out, axis, lean)
+                self.tap(x, tag, replace(recipe, again=read_of(again, recipe.reads)), out, axis, lean)
 
     def tap(
         self, param: torch.Tensor, tag: Derived, recipe: Recipe, out: torch.Tensor, axis: Axis, call: Call | None = None

@@ -1,0 +1,121 @@
+"""Statistics of a reversible network: their memory does not grow with its depth, and their time not faster than it."""
+
+import itertools
+import json
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import invfunc
+from invfunc import additive_coupling, chunked, invertible_checkpoint
+from invfunc.testing import assert_trees_close, peak_memory, return_freed_memory
+from tests.strategies import Numbers
+
+SHALLOW, DEEP, N, WIDTH, CLASSES = 4, 12, 2048, 32, 4  # 65536 numbers a column: pulled back one by one on a CPU
+
+
+def cross_entropy(f):
+    return lambda params, x, y: F.cross_entropy(f(params, x), y)
+
+
+STATISTICS = {
+    "sum_grad_squared": lambda f: invfunc.sum_grad_squared(cross_entropy(f)),
+    "batch_l2_grad": lambda f: invfunc.batch_l2_grad(cross_entropy(f)),
+    "variance": lambda f: invfunc.variance(cross_entropy(f)),
+    "diag_ggn, drawn": lambda f: invfunc.diag_ggn(f, F.cross_entropy, mc_samples=1, generator=torch.Generator()),
+    "diag_ggn, in passes of a column": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), CLASSES - 1),
+    "diag_ggn of chunks of samples": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), N // 512, over="samples"),
+}
+LEAN = list(STATISTICS)[:-1]
+"""Whose columns come one by one."""
+
+
+class Network:
+    """Couplings as wide as the batch is long, and how often their parts are evaluated."""
+
+    def __init__(self, depth, dtype, device, tied=False):
+        numbers = Numbers()
+
+        def rand(*shape):
+            return numbers(*shape).to(device, dtype)
+
+        self.params = [tuple((rand(WIDTH, WIDTH) / 8, rand(WIDTH)) for _ in "FG") for _ in range(1 if tied else depth)]
+        self.depth, self.evaluated, self.tied = depth, 0, tied
+        self.x = rand(N, 2 * WIDTH)
+        self.y = torch.arange(N, device=device) % CLASSES
+        self.pair = additive_coupling(self.part, self.part)
+
+    def part(self, b, p):
+        self.evaluated += 1
+        return F.linear(b, *p).tanh()
+
+    def model(self, wrap):
+        block = wrap(self.pair)
+
+        def f(params, x):
+            state = x.chunk(2, 1)
+            for i in range(self.depth):
+                state = block(state, params[0 if self.tied else i])
+            return state[0][:, :CLASSES]
+
+        return f
+
+
+def as_it_is(pair):
+    return pair
+
+
+WRAPS = {"plain": as_it_is, "invertible": invertible_checkpoint}
+
+
+def peaks():
+    """In states of the network, of each statistic, with and without checkpoints, at two depths."""
+    found = {}
+    for statistic, (name, wrap), depth in itertools.product(LEAN, WRAPS.items(), (SHALLOW, DEEP)):
+        network = Network(depth, torch.float64, "cpu")
+        run = partial(STATISTICS[statistic](network.model(wrap)), network.params, network.x, network.y)
+        run()
+        found[f"{statistic}, {name}, {depth}"] = peak_memory(run)[1] / network.x.nbytes
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """From a process of their own, as the size of this one says little."""
+    done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no meter")
+@pytest.mark.parametrize("statistic", LEAN)
+def test_memory_does_not_grow_with_depth(statistic, measured):
+    def grown(name):
+        shallow, deep = (measured[f"{statistic}, {name}, {depth}"] for depth in (SHALLOW, DEEP))
+        return (deep - shallow) / (DEEP - SHALLOW)
+
+    assert grown("plain") > 1  # a state for each block and more, so the meter works
+    assert grown("invertible") < 0.2
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_time_grows_as_depth_does(statistic, tied, dtype, device):
+    counts = []
+    for depth in (4, 8, 12):
+        network = Network(depth, dtype, device, tied)
+        result = STATISTICS[statistic](network.model(invertible_checkpoint))(network.params, network.x, network.y)
+        counts.append(network.evaluated)
+        if "drawn" not in statistic:
+            plain = STATISTICS[statistic](network.model(as_it_is))(network.params, network.x, network.y)
+            assert_trees_close(result, plain, rtol=1e-9 if dtype == torch.float64 else 1e-3)
+    assert counts[2] - counts[1] <= 1.1 * (counts[1] - counts[0])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    return_freed_memory()
+    sys.stdout.write(json.dumps(peaks()))
