@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -68,14 +69,14 @@ class Call:
 
     def first(self, xs: Tensors, rest: Tensors, closed: bool, evaluate: Evaluate | None = None) -> Any:
         """The result of forward, for the first time: what it reads and writes besides its arguments is noted."""
-        self._like = [_Like(x.shape, x.dtype, x.device) for x in xs]
+        self._like = [_Like(x.shape, x.dtype, x.device, x.stride()) for x in xs]
         given = (*xs, *rest)
         self._start = self._moment(given)
 
         def noted(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             with unwatched():
                 tensors = tree.tensors((args, kwargs))
-                shapes = [t.shape for t in tensors]
+                shapes = [(t.shape, t.stride()) for t in tensors]
                 before = self._moment(tensors).shared_with(self._last())
             watch.part = index
             result = fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
@@ -100,6 +101,8 @@ class Call:
     def take_back(self) -> bool:
         """After an error: take back the random numbers that were drawn; whether nothing else is left of the attempt."""
         self._start.rewind()
+        for generator, state in self._watch.drawn:
+            generator.set_state(state)
         return not self._watch.wrote()
 
     def _forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> Any:
@@ -165,12 +168,15 @@ class Call:
                     f"the inverse evaluates its shared functions more often than forward ({number} times)."
                 )
             moment = self.moments[number - 1 - index]
-            if fn is not moment.fn or [t.shape for t in tree.tensors((args, kwargs))] != moment.shapes:
+            tensors, form = tree.separate((args, kwargs))
+            if fn is not moment.fn or [t.shape for t in tensors] != [shape for shape, _ in moment.shapes]:
                 raise InverseError(
                     f"evaluation {index} of the inverse is that of another shared function, or of "
                     f"other shapes, than evaluation {number - 1 - index} of forward. The inverse evaluates them in "
                     "reverse order."
                 )
+            laid = [laid_out(t, stride) for t, (_, stride) in zip(tensors, moment.shapes, strict=True)]
+            args, kwargs = form.join(laid)
             with moment.before.again(), recall.within(number - 1 - index):
                 result = fn(*args, **kwargs) if evaluate is None else evaluate(number - 1 - index, fn, args, kwargs)
             recall.know_all(result)
@@ -214,7 +220,7 @@ class Call:
             if (leaf.shape, leaf.dtype, leaf.device) != (like.shape, like.dtype, like.device):
                 came = f"{list(leaf.shape)} {leaf.dtype} on {leaf.device}"
                 raise InverseError(f"the inverse gives {name} as {came}, where it was {was}.")
-            found.append(leaf)
+            found.append(laid_out(leaf, like.stride))
         return found
 
     @contextmanager
@@ -241,8 +247,18 @@ class Call:
 
 def _sums(y: Any) -> list[tuple[float, float]]:
     """The sum and the sum of magnitudes of each tensor, over all entries of any vmap."""
-    wide = [innermost(t).to(torch.float64) for t in tree.tensors(y) if not t.is_complex()]
+    plain = [innermost(t.detach()) for t in tree.tensors(y)]
+    wide = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).to(torch.float64) for t in plain]
     return [(t.sum().item(), t.abs().sum().item()) for t in wide]
+
+
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with the strides it had: kernels are chosen by them, and with these what autograd saves."""
+    apart = sorted((step, size) for step, size in zip(stride, tensor.shape, strict=True) if size > 1)
+    overlaps = any(step < before * size for (before, size), (step, _) in pairwise([(1, 1), *apart]))
+    if tensor.stride() == stride or overlaps or tensor.numel() == 0:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
 class _Like(NamedTuple):
@@ -251,14 +267,15 @@ class _Like(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    stride: tuple[int, ...]
 
 
 @dataclass
 class _Moment:
-    """An evaluation of a shared function: which one, the shapes of the tensors it got, and what was around it."""
+    """An evaluation of a shared function: which one, shapes and strides of what it got, and what was around it."""
 
     fn: Callable
-    shapes: list[torch.Size]
+    shapes: list[tuple[torch.Size, tuple[int, ...]]]
     before: Replay
     after: Replay
 

@@ -88,6 +88,7 @@ def invertible_checkpoint(
 
     Source: A. Gomez et al., The Reversible Residual Network, 2017; the interfaces of MemCNN and invtorch.
     """
+    _check_options(keep, check, min_bytes)
     options = {
         "keep": keep if isinstance(keep, bool) else tuple(keep),
         "preserve_rng_state": preserve_rng_state,
@@ -98,7 +99,10 @@ def invertible_checkpoint(
     inner = {name: options[name] for name in ("preserve_rng_state", "check", "min_bytes")}
     if f is None:
         return partial(invertible_checkpoint, f_inv=f_inv, **options)
-    if isinstance(f, Checkpointed):
+    if isinstance(f, Checkpointed) and isinstance(f_inv, EllipsisType):  # what is not said stays as it was
+        own = {name: getattr(f, name) for name in options}
+        options = {name: own[name] if value == _DEFAULTS[name] else value for name, value in options.items()}
+        inner = {name: options[name] for name in inner}
         f = f.pair
     if isinstance(f, Invertible):
         if not isinstance(f_inv, EllipsisType):
@@ -115,6 +119,21 @@ def invertible_checkpoint(
         return Checkpointed(pair, **{**options, "keep": True})
     check_callable("invertible_checkpoint", f_inv)
     return Checkpointed(Invertible(f, f_inv, name=f"{describe(f)}, {describe(f_inv)}"), **options)
+
+
+_DEFAULTS = {"keep": False, "preserve_rng_state": True, "check": False, "min_bytes": 0, "has_aux": False}
+
+
+def _check_options(keep: Any, check: Any, min_bytes: Any) -> None:
+    whole = isinstance(keep, bool) or (isinstance(keep, (list, tuple, range)) and all(type(i) is int for i in keep))
+    options = (
+        ("keep", keep, whole, "True, False or the places of tensors of x, as in keep=(0,)"),
+        ("check", check, isinstance(check, (bool, int, float)), "True, False or the error that is tolerated"),
+        ("min_bytes", min_bytes, isinstance(min_bytes, int), "a number of bytes"),
+    )
+    for name, value, good, wanted in options:
+        if not good:
+            raise ArgumentTypeError(f"invertible_checkpoint(..., {name}={value!r}): {name} is {wanted}.")
 
 
 def _configured(block: Checkpointed, options: dict[str, Any]) -> Checkpointed:

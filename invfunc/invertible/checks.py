@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.errors import ArgumentTypeError, InverseError, InvFuncError
+from invfunc.errors import InverseError, InvFuncError
 from invfunc.invertible.call import Call
 from invfunc.invertible.chain import repeated
-from invfunc.invertible.checkpoint import Checkpointed, default_tolerance, relative_error
-from invfunc.invertible.pair import Invertible
+from invfunc.invertible.checkpoint import default_tolerance, relative_error
+from invfunc.invertible.pair import Invertible, as_pair
 from invfunc.transform import told
 
 
@@ -156,15 +156,9 @@ class _Trip:
 
 
 def _as_pair(name: str, pair: Any) -> Invertible:
-    if isinstance(pair, Checkpointed):
-        return pair.pair
     if isinstance(pair, tuple) and len(pair) == 2:
         return Invertible(*pair)
-    if isinstance(pair, Invertible):
-        return pair
-    raise ArgumentTypeError(
-        f"{name}(pair, ...): pair is of type {type(pair).__name__}, but has to be an Invertible or (f, f_inv)."
-    )
+    return as_pair(f"{name}(pair, ...)", pair, " or (f, f_inv)")
 
 
 def _errors(name: str, came: Any, wanted: Any, tolerance: float | None) -> dict[str, float]:

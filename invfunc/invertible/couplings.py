@@ -198,4 +198,4 @@ def _halves(x: Any, dim: int, pair: Invertible) -> tuple[torch.Tensor, torch.Ten
             f"{pair.name[:-1]}, split_dim={dim}): x is {shape}, which has no two halves along this axis."
         )
     first, second = x.tensor_split(2, dim)
-    return first, second
+    return first.contiguous(), second.contiguous()  # as the inverse gives them

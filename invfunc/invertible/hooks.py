@@ -21,6 +21,8 @@ from invfunc.invertible.call import Call, Tensors
 from invfunc.invertible.recall import OUTSIDE
 from invfunc.invertible.slots import Block, Held, fetch, metadata_of, release
 
+Saved = tuple[torch.Size, torch.dtype, int | None]
+"""What is known of a saved tensor: its shape and dtype, and which of the further arguments it is, if it is one."""
 Key = tuple[int, int]
 """Which saved tensor: of the evaluation of a shared function (-1: of f beside them), and which one there."""
 
@@ -58,7 +60,10 @@ class HookedBlock(Block):
         self._needs = [t.requires_grad for t in (*xs, *rest)]
         self._shared_needs: dict[int, list[bool]] = {}
         self._tape = Tape()
-        self._like: dict[Key, tuple[torch.Size, torch.dtype]] = {}
+        self._like: dict[Key, Saved] = {}
+        inputs = {x.data_ptr() for x in xs}
+        self._apart = [i for i, t in enumerate(rest) if t.numel() and t.data_ptr() not in inputs]
+        self._places = _places(rest, self._apart)
         self._saved: dict[Key, torch.Tensor] = {}
         self._pass = -1
         """The backward pass in which they were computed."""
@@ -67,7 +72,7 @@ class HookedBlock(Block):
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
         """Instead of a tensor autograd saves where to get it."""
         key = self._tape.next()
-        self._like[key] = tensor.shape, tensor.dtype
+        self._like[key] = tensor.shape, tensor.dtype, self._places.get(tensor.data_ptr())
         if self._memory is not None:
             self._memory[key] = Memory(tensor), _geometry(tensor)
         return self, key
@@ -125,7 +130,8 @@ class HookedBlock(Block):
             if isinstance(block, HookedBlock):
                 block.forget()  # autograd is done with it
         self._pass = backward_pass()
-        recorded = _Recording(self._like, to_the_end=self._call.tolerance is not None)
+        rest = self._detached()
+        recorded = _Recording(self._like, _places(rest, self._apart), to_the_end=self._call.tolerance is not None)
         with plainly(), self._call.named():
             xs = self.xs()
             outputs = None
@@ -199,6 +205,11 @@ def _all_of(tensor: torch.Tensor, geometry: Geometry) -> bool:
     return same and contiguous and tensor.is_contiguous()
 
 
+def _places(rest: Tensors, indices: Sequence[int]) -> dict[int, int]:
+    """Which of some further arguments are where in memory."""
+    return {rest[i].data_ptr(): i for i in reversed(indices)}
+
+
 def _as_then(tensors: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor]:
     return [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
 
@@ -210,8 +221,9 @@ class _Enough(Exception):
 class _Recording:
     """Saved tensors of an evaluation that is done again."""
 
-    def __init__(self, like: dict[Key, tuple[torch.Size, torch.dtype]], to_the_end: bool) -> None:
+    def __init__(self, like: dict[Key, Saved], places: dict[int, int], to_the_end: bool) -> None:
         self._like = like
+        self._places = places
         self._to_the_end = to_the_end
         self._tape = Tape()
         self.found: dict[Key, torch.Tensor] = {}
@@ -226,6 +238,9 @@ class _Recording:
                     "modified within it by an inplace operation."
                 )
 
+    def given_back(self, tensor: torch.Tensor) -> None:
+        """Nothing: a statistic looked on the first time."""
+
     def misses(self) -> bool:
         return len(self.found) < len(self._like)
 
@@ -237,7 +252,7 @@ class _Recording:
     def _pack(self, tensor: torch.Tensor) -> None:
         key = self._tape.next()
         like = self._like.get(key)
-        if like != (tensor.shape, tensor.dtype):
+        if like != (tensor.shape, tensor.dtype, self._places.get(tensor.data_ptr())):
             then = "nothing" if like is None else f"{list(like[0])} {like[1]}"
             raise ReplayError(
                 f"autograd saves a tensor {list(tensor.shape)} {tensor.dtype} where it saved {then} the first time: "

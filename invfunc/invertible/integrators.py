@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.pair import Invertible
 from invfunc.invertible.state import per_sample, two_parts
 from invfunc.transform import check_callable, describe
@@ -80,7 +80,7 @@ def leapfrog(force: Callable, step: float) -> Invertible:
         An `Invertible`, called as `pair((x, v), p, *args, **kwargs)`. Its log-determinant is 0.
 
     Raises:
-        ArgumentTypeError: force is no function.
+        ArgumentTypeError: force is no function, or step no number.
 
     Example:
         >>> import torch, invfunc
@@ -96,6 +96,8 @@ def leapfrog(force: Callable, step: float) -> Invertible:
     """
     check_callable("leapfrog", force)
     call = f"leapfrog({describe(force)}, step={step})"
+    if not isinstance(step, (int, float)):
+        raise ArgumentTypeError(f"{call}: step is of type {type(step).__name__}, but has to be a number.")
 
     def move(by: float, name: str) -> Callable:
         def moved(force: Callable, state: Any, *given: Any, **kwargs: Any) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.invertible.pair import Invertible, Remembered
+from invfunc.errors import ArgumentError
+from invfunc.invertible.pair import Invertible, Remembered, as_pair
 
 
 def with_log_det(pair: Invertible) -> Invertible:
@@ -37,9 +37,7 @@ def with_log_det(pair: Invertible) -> Invertible:
 
     Source: D. Rezende and S. Mohamed, Variational Inference with Normalizing Flows, 2015.
     """
-    if not isinstance(pair, Invertible):
-        kind = type(pair).__name__
-        raise ArgumentTypeError(f"with_log_det(pair): pair is of type {kind}, but has to be an Invertible.")
+    pair = as_pair("with_log_det(pair)", pair)
     if pair.composition is not None:
         return pair.composition.changed(lambda block: replace(block, pair=with_log_det(block.pair), has_aux=False))
     if pair.log_det is None or pair.hidden:

@@ -92,6 +92,14 @@ class Invertible:
         return y[0], (y[1],)
 
 
+def as_pair(call: str, pair: Any, more: str = "") -> Invertible:
+    """An `Invertible`, or that of a checkpointed one."""
+    found = getattr(pair, "pair", pair)
+    if not isinstance(found, Invertible):
+        raise ArgumentTypeError(f"{call}: pair is of type {type(pair).__name__}, but has to be an Invertible{more}.")
+    return found
+
+
 def invert(pair: Invertible) -> Invertible:
     """The same pair the other way round: `invert(pair)(y, *args) == x` where `pair(x, *args) == y`.
 
@@ -117,11 +125,7 @@ def invert(pair: Invertible) -> Invertible:
 
     Source: invtorch's `reversed`.
     """
-    if not isinstance(pair, Invertible):
-        raise ArgumentTypeError(
-            f"invert(pair): pair is of type {type(pair).__name__}, but has to be an Invertible. Of two functions: "
-            "Invertible(f_inv, f)."
-        )
+    pair = as_pair("invert(pair)", pair, ". Of two functions: Invertible(f_inv, f)")
     if pair.hidden:
         raise ArgumentError(
             f"invert({pair!r}): its inverse needs what forward hides beside y, so that it is no function of y alone."

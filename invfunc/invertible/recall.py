@@ -32,12 +32,13 @@ class Sight(TorchFunctionMode):
         for t in given:
             self.know(t)
 
-    def know(self, tensor: torch.Tensor) -> None:
+    def know(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor is of the function, and so is what it wraps."""
         inner: torch.Tensor | None = tensor
         while inner is not None:
             self._inside[id(inner)] = weakref.ref(inner)
             inner = unwrapped(inner)
+        return tensor
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, or what it wraps, is of the function."""
@@ -137,7 +138,7 @@ class Recall(Sight):
         found = self._found.get(self.part)
         if found is None:
             known = next((other for other in self._all if other.is_(tensor)), None)
-            return tensor if known is None else known.again(tensor)
+            return tensor if known is None else self.know(known.again(tensor))
         if id(tensor) not in found:
             order = self._others[self.part]
             if len(found) == len(order) or not order[len(found)].like(tensor):
@@ -149,4 +150,5 @@ class Recall(Sight):
             other = order[len(found)]
             self.exchanged |= self.part == OUTSIDE and not other.is_(tensor)
             found[id(tensor)] = tensor, other.again(tensor)
+            self.know(found[id(tensor)][1])
         return found[id(tensor)][1]

@@ -138,8 +138,10 @@ class Scope:
         arrived: Callable[[int, torch.Tensor], None],
         retain: bool,
     ) -> None:
-        """Vector-Jacobian products at edges, each handed over as it comes; without `retain` the graph is freed on "
-        "the way."""
+        """Vector-Jacobian products at edges, each handed over as it comes.
+
+        Without `retain` the graph is freed on the way.
+        """
         reached = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
         if not reached:
             return
