@@ -98,12 +98,17 @@ class Call:
             self._sums = _sums(y)
         return y
 
-    def take_back(self) -> bool:
-        """After an error: take back the random numbers that were drawn; whether nothing else is left of the attempt."""
+    def take_back(self) -> None:
+        """After an attempt that failed since f uses torch.func: take back the random numbers that were drawn."""
+        if self._watch.wrote():
+            raise ReplayError(
+                "the function uses torch.func, beside which it has to be evaluated in another way, but has written a "
+                "state before (running statistics?). Pass the state as an argument and return its new value, or use "
+                "eval mode."
+            ) from None
         self._start.rewind()
         for generator, state in self._watch.drawn:
             generator.set_state(state)
-        return not self._watch.wrote()
 
     def _forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> Any:
         args, kwargs = self._rest.join(rest)
@@ -138,9 +143,9 @@ class Call:
             for (total, size), (now, _) in zip(self._sums, _sums(y), strict=True):
                 if not abs(now - total) <= self.tolerance * size:
                     raise ReplayError(
-                        f"evaluated again, the function gives another result: the sum of its entries is "
-                        f"{now:.8g} and was {total:.8g}. It reads something that changes, or draws random numbers that "
-                        "are not replayed."
+                        f"evaluated again, the function gives another result: the sum of its entries is {now:.8g} and "
+                        f"was {total:.8g}. It reads something that changes, or draws random numbers that are not "
+                        "replayed."
                     )
         return y
 
@@ -171,9 +176,8 @@ class Call:
             tensors, form = tree.separate((args, kwargs))
             if fn is not moment.fn or [t.shape for t in tensors] != [shape for shape, _ in moment.shapes]:
                 raise InverseError(
-                    f"evaluation {index} of the inverse is that of another shared function, or of "
-                    f"other shapes, than evaluation {number - 1 - index} of forward. The inverse evaluates them in "
-                    "reverse order."
+                    f"evaluation {index} of the inverse is that of another shared function, or of other shapes, than "
+                    f"evaluation {number - 1 - index} of forward. The inverse evaluates them in reverse order."
                 )
             laid = [laid_out(t, stride) for t, (_, stride) in zip(tensors, moment.shapes, strict=True)]
             args, kwargs = form.join(laid)
@@ -214,8 +218,7 @@ class Call:
             if not isinstance(leaf, torch.Tensor):
                 raise InverseError(
                     f"the inverse gives {name} as {type(leaf).__name__}, where it was {was}. What is to be kept in "
-                    "memory, "
-                    f"and not computed by the inverse, is named by keep=({i},)."
+                    f"memory, and not computed by the inverse, is named by keep=({i},)."
                 )
             if (leaf.shape, leaf.dtype, leaf.device) != (like.shape, like.dtype, like.device):
                 came = f"{list(leaf.shape)} {leaf.dtype} on {leaf.device}"

@@ -12,7 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import dual, hooks_refused, innermost, levels, under
-from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, ReplayError
+from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError
 from invfunc.invertible.call import Call, Tensors
 from invfunc.invertible.function import noded
 from invfunc.invertible.hooks import hooked
@@ -62,10 +62,12 @@ def invertible_checkpoint(
         `g(x, *args, **kwargs) -> y`. Without f, a decorator.
 
     Raises:
-        ArgumentTypeError: f or f_inv is no function, or f_inv is missing.
+        ArgumentTypeError: f or f_inv is no function, f_inv is missing, or an option is of a wrong kind.
+        ArgumentError: keep names a tensor that x does not have, or has_aux is asked of what hides nothing.
         InverseError: `check` finds an error, or what the inverse gives has not the form, shape or dtype of x.
-        ReplayError: f writes into its arguments, or reads and writes a state of its own (running statistics that are
-            only written are updated once); or it does something else when it is evaluated again.
+        ReplayError: f or f_inv writes into its arguments, or f reads and writes a state of its own (running statistics
+            that are only written are updated once); or it does something else when it is evaluated again. f uses
+            torch.autograd, or a gradient is differentiated within its own transform of torch.func.
         ModifiedError: y was written in place before the gradient was computed.
         ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient and is no argument.
 
@@ -83,8 +85,9 @@ def invertible_checkpoint(
     torch.func, or with a second derivative (`diag_hessian`, `hvp`, results that require grad), they take f as it is.
 
     Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time without, or 4/3 for a
-    coupling, whose inverse and f share their evaluations. The reconstructed x has the rounding errors of the inverse,
-    which grow with the number of blocks (`drift`).
+    coupling, whose inverse and f share their evaluations. (An f that uses torch.func itself has its first call
+    evaluated twice.) Per call some tenths of a millisecond, so blocks should not be tiny. The reconstructed x has the
+    rounding errors of the inverse, which grow with the number of blocks (`drift`).
 
     Source: A. Gomez et al., The Reversible Residual Network, 2017; the interfaces of MemCNN and invtorch.
     """
@@ -174,39 +177,36 @@ class Checkpointed:
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # whose own partitioner decides what is kept
-            return self._plain(x, args, kwargs)
+            return self._shown(self._forward(x, args, kwargs))
         try:
-            y = self._call(x, args, kwargs)
+            return self._shown(self._call(x, args, kwargs))
+        except SampleAxisError:  # is told by the statistic that looks on
+            raise
         except InvFuncError as error:
             raise told(error, f"{self!r}(x, ...)") from error.__cause__
+
+    def _shown(self, y: Any) -> Any:
         return y if self.has_aux else self.pair.apart(y)[0]
 
-    def _plain(self, x: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        y = self.pair.forward(*self.pair.shared, x, *args, **kwargs)
-        return y if self.has_aux else self.pair.apart(y)[0]
+    def _forward(self, x: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return self.pair.forward(*self.pair.shared, x, *args, **kwargs)
 
     def _call(self, x: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        xs, x_form = tree.separate(x)
-        rest, rest_form = tree.separate((args, kwargs))
-        kinds = {kind for kind, _ in levels()}
-        small = sum(t.nbytes for t in xs) < self.min_bytes
         composition = self.pair.composition
         if composition is not None:
             pair = composition.keeping(self.keep) if self.keep else self.pair
             return pair.forward(x, *args, **kwargs)
-        # a statistic cannot look into a node, and second derivatives write operations out that are fused
-        followed = under(TwiceDifferentiable) or (bool(kinds or self._needs_a_node) and under(Trace))
-        if small or followed or not xs or not _keeps_a_graph(kinds, (*xs, *rest)):
-            return self.pair.forward(*self.pair.shared, x, *args, **kwargs)
+        xs, x_form = tree.separate(x)
+        rest, rest_form = tree.separate((args, kwargs))
+        kinds = {kind for kind, _ in levels()}
+        small = not xs or sum(t.nbytes for t in xs) < self.min_bytes
+        if small or self._followed_closely(kinds) or not _keeps_a_graph(kinds, (*xs, *rest)):
+            return self._forward(x, args, kwargs)
         kept = tuple(range(len(xs))) if self.keep is True else self.keep or ()
         if any(not 0 <= i < len(xs) for i in kept):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {len(xs)} of them.")
         tolerance = _tolerance(self.check, xs)
-
-        def new_call() -> Call:
-            return Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance)
-
-        call = new_call()
+        call = Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance)
         if kinds or self._needs_a_node:
             y, ys = noded(call, xs, rest)
         else:
@@ -215,19 +215,18 @@ class Checkpointed:
             except RuntimeError as error:
                 if not hooks_refused(error):
                     raise
-                if not call.take_back():
-                    raise ReplayError(
-                        "the function uses torch.func, beside which it has to be evaluated in another way, but has "
-                        "written a state before (running statistics?). Pass the state as an argument and return its "
-                        "new "
-                        "value, or use eval mode."
-                    ) from None
-                call = new_call()
+                call.take_back()
+                call = Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance)
                 y, ys = noded(call, xs, rest)
                 self._needs_a_node.append(True)
         if tolerance is not None and len(kept) < len(xs):
             _check(call, xs, ys, rest, tolerance)
         return y
+
+    def _followed_closely(self, kinds: set[str]) -> bool:
+        """Whether a statistic looks on that would not see into a node, or writes out for its second derivative what the
+        evaluation in the backward pass would not."""
+        return under(TwiceDifferentiable) or (bool(kinds or self._needs_a_node) and under(Trace))
 
 
 def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:

@@ -50,6 +50,7 @@ def check_inverse(
     Raises:
         ArgumentTypeError: `pair` is none.
         InverseError: an error is larger than `tolerance`, or what came back has another form, shape or dtype.
+        ReplayError: a function writes into its arguments.
 
     Example:
         >>> import torch, invfunc
@@ -98,7 +99,9 @@ def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args
 
     Raises:
         ArgumentTypeError: `pair` is none.
+        ArgumentError: `params` has not one entry for each block.
         InverseError: a block has no inverse.
+        ReplayError: a function writes into its arguments.
 
     Example:
         >>> import torch, invfunc

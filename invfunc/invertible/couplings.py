@@ -24,7 +24,8 @@ def additive_coupling(
         b' = b + G(a', q)                   a = a' - F(b, p)
 
     Args:
-        F, G: any functions that keep the shape of the other part; they need no inverse.
+        F, G: any functions that keep the shape of the other part; they need no inverse. (Of a module: `functional`, or
+            `lambda b: module(b)`.)
         split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.
         exact: compute on a fixed-point grid (True: `Grid()`), where adding and subtracting make no rounding errors: the
             inverse gives back every bit, at any depth, as long as F and G see the same shapes. The state has to be on
@@ -36,8 +37,9 @@ def additive_coupling(
         `pair((a, b))` for F and G without parameters. Its log-determinant is 0.
 
     Raises:
-        ArgumentTypeError: F or G is no function.
-        ArgumentError: the parameters are no pair.
+        ArgumentTypeError: F or G is no function, or an option is of a wrong kind.
+        ArgumentError: the state or the parameters are no pair; the axis to split has no two halves, or, where the
+            log-determinant is asked for, is the leading one.
         RangeError: with `exact`, the state is not on the grid, or leaves its range.
 
     Example:
@@ -104,7 +106,7 @@ def affine_coupling(
 
     Raises:
         ArgumentTypeError: F, G or log_scale is no function.
-        ArgumentError: the parameters are no pair.
+        ArgumentError: as `additive_coupling`; F or G returns no pair.
 
     Example:
         >>> import torch, invfunc

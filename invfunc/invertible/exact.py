@@ -27,7 +27,9 @@ class Grid:
         largest: how large the numbers become.
 
     Raises:
+        ArgumentTypeError: fraction_bits is no whole number; `enter` is given what is no real tensor.
         ArgumentError: dtype holds no such grid.
+        RangeError: `enter` is given numbers beyond the range.
 
     Example:
         >>> import torch, invfunc
@@ -85,8 +87,7 @@ class Grid:
             if not (-self.limit < low and high < self.limit):
                 raise RangeError(
                     f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at "
-                    f"{self.limit:.6g}. "
-                    "Take fewer fraction_bits, or dtype=torch.float64."
+                    f"{self.limit:.6g}. Take fewer fraction_bits, or dtype=torch.float64."
                 )
             if not entered and not torch.equal(_nearest(x, self.fraction_bits), x):
                 raise RangeError(f"{self!r}: the state is not on the grid; put it there with Grid.enter(x).")

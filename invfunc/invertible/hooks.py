@@ -1,7 +1,8 @@
 """Checkpointing in plain autograd: hooks in the place of saved tensors, so that the graph is that of f itself.
 
 The graph of `y = f(x)` saves nothing. The first of its nodes that asks for a saved tensor has the block rebuilt: x from
-the slot of y by the inverse, and what f saves by evaluating f at it again. Tensors that f closes over get their
+the slot of y by the inverse, and what f saves by evaluating f at it again; what shared functions save is taken from
+their evaluation by the inverse. Tensors that f closes over get their
 gradients as ever, as it is f's own graph that is run backwards.
 """
 
@@ -186,8 +187,7 @@ class HookedBlock(Block):
     def _differs(self, recorded: _Recording) -> ReplayError:
         return ReplayError(
             f"autograd saved {len(self._like)} tensors when the function was evaluated, and {len(recorded.found)} "
-            "when it "
-            "was evaluated again: it does not do the same thing twice."
+            "when it was evaluated again: it does not do the same thing twice."
         )
 
 

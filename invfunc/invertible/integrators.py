@@ -30,7 +30,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
 
     Raises:
         ArgumentTypeError: f is no function.
-        ArgumentError: gamma is not between 0 and 1.
+        ArgumentError: gamma is not between 0 and 1, or the state is no pair.
 
     Example:
         >>> import torch, invfunc
@@ -81,6 +81,7 @@ def leapfrog(force: Callable, step: float) -> Invertible:
 
     Raises:
         ArgumentTypeError: force is no function, or step no number.
+        ArgumentError: the state is no pair.
 
     Example:
         >>> import torch, invfunc

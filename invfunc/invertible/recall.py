@@ -144,8 +144,7 @@ class Recall(Sight):
             if len(found) == len(order) or not order[len(found)].like(tensor):
                 raise ReplayError(
                     f"evaluated again, the function reads a tensor of shape {list(tensor.shape)} from outside that it "
-                    "did "
-                    "not read the first time."
+                    "did not read the first time."
                 )
             other = order[len(found)]
             self.exchanged |= self.part == OUTSIDE and not other.is_(tensor)

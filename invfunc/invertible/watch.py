@@ -118,8 +118,8 @@ class Watch(Sight):
             if o.read and id(o.root) in written:
                 raise ReplayError(
                     f"the function reads and writes a tensor of shape {list(o.root.shape)} that is none of its "
-                    "arguments, so that it would do something else when it is evaluated again. Pass it as an argument "
-                    "and return its new value; of a module in train mode, use eval mode."
+                    "arguments, so that it would do something else when it is evaluated again. Pass it as an "
+                    "argument and return its new value; of a module in train mode, use eval mode."
                 )
         others = {id(o): Other(o.tensor, id(o.root) in written, hooks) for order in self._order.values() for o in order}
         return {part: [others[id(o)] for o in order] for part, order in self._order.items()}
