@@ -132,13 +132,15 @@ class Call:
             moment.after.rewind()  # whether it drew its random numbers or its result was known
             return result
 
-        with self._start.again(), recall:
-            y = self._forward(xs, rest, again)
-        if recall.exchanged and len(self.kept) < len(self._like):
-            raise ReplayError(
-                "the function closes over tensors that have been exchanged since, and so does its inverse, perhaps "
-                "(functional_call puts parameters into a module only while it is called). Pass them as arguments."
-            )
+        try:
+            with self._start.again(), recall:
+                y = self._forward(xs, rest, again)
+        finally:  # also where it was stopped, as nothing more is needed of it
+            if recall.exchanged and len(self.kept) < len(self._like):
+                raise ReplayError(
+                    "the function closes over tensors that have been exchanged since, and so does its inverse, perhaps "
+                    "(functional_call puts parameters into a module only while it is called). Pass them as arguments."
+                ) from None
         if self.tolerance is not None:
             for (total, size), (now, _) in zip(self._sums, _sums(y), strict=True):
                 if not abs(now - total) <= self.tolerance * size:

@@ -1,0 +1,197 @@
+"""What blocks read beside their arguments, and how their tensors lie in memory: found by a reviewer, each was wrong."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+import invfunc
+from invfunc import ModifiedError, ReplayError, additive_coupling, invertible_checkpoint, tree
+from invfunc.testing import assert_trees_close
+
+RTOL = 1e-9
+
+
+class Reversible(nn.Module):
+    """Its coupling closes over its own layers."""
+
+    def __init__(self, wrap, kind="linear"):
+        super().__init__()
+        parts = {
+            "linear": lambda: nn.Linear(3, 3),
+            "norm": lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)),
+            "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+            "rows": lambda: Rows(),
+            "recurrent": lambda: Recurrent(),
+        }
+        torch.manual_seed(0)
+        self.a, self.b = parts[kind](), parts[kind]()
+        self.block = wrap(additive_coupling(lambda b: self.a(b).tanh(), lambda a: self.b(a).tanh()))
+        self.to(torch.float64)
+
+    def forward(self, x):
+        u, v = self.block(x.chunk(2, 1))
+        return torch.cat(self.block((v, u)), 1)
+
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, b):
+        return self.table(b.detach().abs().mul(10).long().remainder(5)).mean(1) * b
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LSTM(1, 1, batch_first=True)
+
+    def forward(self, b):
+        return self.inner(b[:, :, None])[0][:, :, 0]
+
+
+def as_it_is(pair):
+    return pair
+
+
+def moved(params):
+    """Other parameters than those of the module."""
+    return {name: p.detach() + 0.3 for name, p in params.items()}
+
+
+def data(n=5):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 6, generator=generator, dtype=torch.float64)
+    return x, torch.arange(n) % 6
+
+
+class TestModules:
+    def test_parameters_that_are_put_in_for_a_call(self):
+        x, _ = data()
+
+        def run(wrap):
+            model = Reversible(wrap)
+            params = {name: p.requires_grad_() for name, p in moved(dict(model.named_parameters())).items()}
+            functional_call(model, params, (x,)).square().sum().backward()
+            assert all(p.grad is None for p in model.parameters())
+            return [p.grad for p in params.values()]
+
+        assert_trees_close(run(invertible_checkpoint), run(as_it_is), rtol=RTOL)
+
+    @pytest.mark.parametrize("kind", ["linear", "norm", "weight norm", "rows", "recurrent"])
+    @pytest.mark.parametrize("needs", [False, True])
+    def test_statistics(self, kind, needs):
+        x, y = data()
+
+        def run(wrap, statistic):
+            f, params = invfunc.functional(Reversible(wrap, kind))
+            params = {name: p.requires_grad_(needs) for name, p in moved(params).items()}
+            return tree.map_tensors(torch.Tensor.detach, statistic(f)(params, x, y))
+
+        def variance(f):
+            return invfunc.variance(lambda params, x, y: F.cross_entropy(f(params, x), y))
+
+        def diag_ggn(f):
+            return invfunc.diag_ggn(f, F.cross_entropy)
+
+        for statistic in (variance, diag_ggn):
+            assert_trees_close(run(invertible_checkpoint, statistic), run(as_it_is, statistic), rtol=RTOL)
+
+    def test_an_inverse_of_ones_own_that_cannot_know_them_is_refused(self):
+        x, _ = data()
+        layer = nn.Linear(6, 6, bias=False).double()
+
+        class Scaled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+                self.block = invertible_checkpoint(lambda x: x * self.scale, lambda y: y / self.scale)
+
+            def forward(self, x):
+                return self.block(self.block(layer(x)))
+
+        model = Scaled()
+        y = functional_call(model, moved(dict(model.named_parameters())), (x,))
+        with pytest.raises(ReplayError, match="exchanged since.*Pass them as arguments"):
+            y.sum().backward()
+
+
+def test_random_numbers_of_a_first_attempt_are_taken_back():
+    """An f that uses torch.func is evaluated in another way, once that is known."""
+
+    def run(wrap):
+        generator = torch.Generator().manual_seed(2)
+        x = data()[0][:, :3].requires_grad_()
+
+        def part(b):
+            mask = torch.rand(b.shape, generator=generator, dtype=b.dtype)
+            return torch.func.grad(lambda c: (c.sin() * mask).sum())(b)
+
+        out = wrap(additive_coupling(part, part))((x, x.cos()))
+        return [*torch.autograd.grad((out[0] * out[1]).sum(), x), generator.get_state()]
+
+    assert_trees_close(run(invertible_checkpoint), run(as_it_is), rtol=RTOL)
+
+
+@pytest.mark.parametrize("n", [4, 5])
+@pytest.mark.parametrize("split_dim", [None, 1])
+def test_tensors_lie_in_memory_as_they_did(n, split_dim):
+    """A linear layer saves its input and its weight in another order where its kernel is another."""
+
+    def run(wrap):
+        generator = torch.Generator().manual_seed(3)
+        made = (torch.randn(4, 4, generator=generator), torch.randn(4, generator=generator))
+        w, bias, x = (t.double().requires_grad_() for t in (*made, torch.randn(n, 8, generator=generator)))
+
+        def part(b):
+            return F.linear(b[:, None], w, bias)[:, 0].tanh()
+
+        block = wrap(additive_coupling(part, part, split_dim=split_dim))
+        out = block(block(x if split_dim == 1 else x.chunk(2, 1)))
+        loss = sum(t.sin().sum() for t in tree.tensors(out))
+        return torch.autograd.grad(loss, [w, bias, x])
+
+    assert_trees_close(run(invertible_checkpoint), run(as_it_is), rtol=RTOL)
+
+
+def test_what_f_saved_and_then_wrote_is_refused_as_by_torch():
+    def f(x, w):
+        h = x.tanh()
+        h.mul_(2)
+        return h @ w
+
+    x, w = (torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in "xw")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        f(x, w).sum().backward()
+    with pytest.raises(ModifiedError, match="modified within it"):
+        invertible_checkpoint(f, None)(x, w).sum().backward()
+
+
+class TestOptions:
+    def test_of_what_is_checkpointed_already_stay(self):
+        x = torch.ones(3, requires_grad=True)
+        kept = invertible_checkpoint(invertible_checkpoint(lambda x: x.exp(), None))
+        kept(kept(x)).sum().backward()
+        wrong = invertible_checkpoint(lambda x: 2 * x, lambda y: y, check=True)
+        with pytest.raises(invfunc.InverseError, match="check="):
+            invertible_checkpoint(wrong)(x)
+
+    @pytest.mark.parametrize("option", [{"keep": 0}, {"keep": (0.5,)}, {"check": "a"}, {"min_bytes": "a"}])
+    def test_of_a_wrong_kind_are_refused(self, option):
+        (name,) = option
+        with pytest.raises(invfunc.ArgumentTypeError, match=rf"^invertible_checkpoint\(..., {name}=.*: {name} is "):
+            invertible_checkpoint(lambda x: x, lambda y: y, **option)
+
+    def test_check_looks_at_complex_numbers(self):
+        calls = []
+
+        def f(x):
+            calls.append(x)
+            return x * torch.exp(torch.tensor(1j * len(calls)))
+
+        y = invertible_checkpoint(f, None, check=True)(torch.ones(3, dtype=torch.complex128, requires_grad=True))
+        with pytest.raises(ReplayError, match="another result"):
+            y.abs().sum().backward()
