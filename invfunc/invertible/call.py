@@ -78,9 +78,8 @@ class Call:
                 tensors = tree.tensors((args, kwargs))
                 shapes = [(t.shape, t.stride()) for t in tensors]
                 before = self._moment(tensors).shared_with(self._last())
-            watch.part = index
-            result = fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
-            watch.part = OUTSIDE
+            with watch.within(index):
+                result = fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
             with unwatched():
                 self.moments.append(_Moment(fn, shapes, before, self._moment(tensors).shared_with(before)))
             return result

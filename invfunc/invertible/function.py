@@ -15,6 +15,7 @@ ghost.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,37 +24,38 @@ import torch
 from invfunc._functorch import alive, level_of, levels
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
-from invfunc.invertible.maps import BatchedRun, Map, Run, batched, differentiable, pulled, unwound
+from invfunc.invertible.maps import BatchedRun, Map, Run, batched, differentiable, pulled, unbatched, unwound
 from invfunc.invertible.slots import Block, Held, fetch
 
 Gradients = Sequence[torch.Tensor | None]
 
 
-class Op:
+class Op(ABC):
     """What a node computes, and how it is differentiated."""
 
+    @abstractmethod
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         """The outputs, from plain tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def batched(self, has: Sequence[bool], randomness: str) -> Op:
         """The same for every entry of a batch, which some inputs have in front."""
-        raise NotImplementedError
 
+    @abstractmethod
     def aligned(self, tensors: list[torch.Tensor], has: list[bool]) -> None:
         """Change inputs in place before they are batched, where some have to have a batch only if others do."""
 
+    @abstractmethod
     def spread(self, has: Sequence[bool], number: int) -> Sequence[bool]:
         """Which of its outputs have a batch in front that these inputs have."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save(self, ctx: Any, tensors: Tensors, outputs: Tensors) -> None:
         """Keep what the backward needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(self, ctx: Any, gradients: Gradients) -> Gradients:
         """The gradients of the inputs."""
-        raise NotImplementedError
 
 
 class Node(torch.autograd.Function):
@@ -120,6 +122,9 @@ class Forward(Op):
 
     def batched(self, has: Sequence[bool], randomness: str) -> Op:
         return Forward(BatchedRun(self._run, has[: self._count], has[self._count :], randomness), self._count)
+
+    def aligned(self, tensors: list[torch.Tensor], has: list[bool]) -> None:
+        """Nothing to change: each input has a batch or not by itself."""
 
     def spread(self, has: Sequence[bool], number: int) -> Sequence[bool]:
         return [*[True] * (number - self._count), *has[: self._count]]
@@ -196,14 +201,18 @@ class Step(Op):
         own = levels()[-1][1] + 1 if levels() else 1
         randomness = randomness if own in self._around else "same"
         if start is not None:
-            each = batched(start, given, randomness)
-            start = lambda tensors: self._unbatched(each(tensors), ghosts)  # noqa: E731
+            start = self._with_batches_of(ghosts, batched(start, given, randomness))
         slope = batched(self._slope, [*ghosts, *tail], randomness)
         return Step(slope, start, (self._n_xs, self._n_sources), self._level, self._around)
 
-    def _unbatched(self, outputs: list[torch.Tensor], ghosts: Sequence[bool]) -> list[torch.Tensor]:
-        xs = [x if has else x.select(0, 0) for x, has in zip(outputs, ghosts, strict=False)]
-        return xs + outputs[self._n_xs :]
+    def _with_batches_of(self, ghosts: Sequence[bool], start: Map) -> Map:
+        """A map whose xs have a batch where their ghosts do."""
+
+        def aligned(tensors: Tensors) -> list[torch.Tensor]:
+            outputs = start(tensors)
+            return unbatched(outputs[: self._n_xs], ghosts) + outputs[self._n_xs :]
+
+        return aligned
 
     def spread(self, has: Sequence[bool], number: int) -> Sequence[bool]:
         computed = [] if self._start is None else list(has[: self._n_xs])

@@ -19,7 +19,7 @@ from invfunc import tree
 from invfunc._functorch import Memory, backward_pass, plainly, unwatched, version
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.invertible.call import Call, Tensors
-from invfunc.invertible.recall import OUTSIDE
+from invfunc.invertible.recall import OUTSIDE, Parts
 from invfunc.invertible.slots import Block, Held, fetch, metadata_of, release
 
 Saved = tuple[torch.Size, torch.dtype, int | None]
@@ -28,27 +28,17 @@ Key = tuple[int, int]
 """Which saved tensor: of the evaluation of a shared function (-1: of f beside them), and which one there."""
 
 
-class Tape:
+class Tape(Parts):
     """The tensors that autograd saves in one evaluation of f, in order."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
-        self._part = OUTSIDE
-
-    @contextmanager
-    def part(self, index: int) -> Iterator[None]:
-        """What is saved meanwhile belongs to the evaluation of a shared function."""
-        outer, self._part = self._part, index
-        try:
-            yield
-        finally:
-            self._part = outer
 
     def next(self) -> Key:
         """The key of the tensor that is saved now."""
-        index = self.counts.get(self._part, 0)
-        self.counts[self._part] = index + 1
-        return self._part, index
+        index = self.counts.get(self.part, 0)
+        self.counts[self.part] = index + 1
+        return self.part, index
 
 
 class HookedBlock(Block):
@@ -96,7 +86,7 @@ class HookedBlock(Block):
         """A shared function, for the first time."""
         with unwatched():
             self._shared_needs[index] = [t.requires_grad for t in tree.tensors((args, kwargs))]
-        with self._tape.part(index):
+        with self._tape.within(index):
             return fn(*args, **kwargs)
 
     def invert(self) -> None:
@@ -246,7 +236,7 @@ class _Recording:
 
     @contextmanager
     def part(self, index: int) -> Iterator[None]:
-        with self._tape.part(index), saved_tensors_hooks(self._pack, _never):
+        with self._tape.within(index), saved_tensors_hooks(self._pack, _never):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> None:

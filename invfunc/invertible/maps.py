@@ -53,7 +53,7 @@ class BatchedRun(Run):
         kept = [self._xs[i] for i in self.call.kept]
         dims = [0] * (len(sources) - len(kept)) + kept
         inverse = self._each(lambda a, b: self._run.inverse(a, b, evaluate), dims)
-        return unbatched(inverse(list(sources), list(rest)), self._xs)
+        return unbatched(inverse(list(sources), list(rest)), [dim == 0 for dim in self._xs])
 
     def _each(self, fn: Callable, dims: Sequence[int | None]) -> Callable[[list, list], list[torch.Tensor]]:
         return cast(Any, torch.vmap(fn, in_dims=(list(dims), self._rest), randomness=self._randomness))
@@ -63,9 +63,9 @@ def _dims(has: Sequence[bool]) -> list[int | None]:
     return [0 if h else None for h in has]
 
 
-def unbatched(tensors: Tensors, dims: Sequence[int | None]) -> list[torch.Tensor]:
-    """One entry of what is the same for all of a batch."""
-    return [t if dim == 0 else t.select(0, 0) for t, dim in zip(tensors, dims, strict=True)]
+def unbatched(tensors: Tensors, has: Sequence[bool]) -> list[torch.Tensor]:
+    """One entry of what is the same for all of a batch, and is not to have it in front."""
+    return [t if h else t.select(0, 0) for t, h in zip(tensors, has, strict=True)]
 
 
 def batched(fn: Map, has: Sequence[bool], randomness: str) -> Map:

@@ -21,14 +21,27 @@ OUTSIDE = -1
 """The part of a function that is in none of its shared functions; these are counted from 0."""
 
 
-class Sight(TorchFunctionMode):
+class Parts:
+    """Knows which part of a function is being evaluated."""
+
+    part = OUTSIDE
+
+    @contextmanager
+    def within(self, part: int) -> Iterator[None]:
+        """Meanwhile a part is evaluated."""
+        outer, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = outer
+
+
+class Sight(Parts, TorchFunctionMode):
     """Sees every call of torch while a function runs, and which tensors it made or was given."""
 
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._inside: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.part = OUTSIDE
-        """Which part of the function is being evaluated."""
         for t in given:
             self.know(t)
 
@@ -118,15 +131,6 @@ class Recall(Sight):
     def __exit__(self, *error: Any) -> None:
         if self._active:
             super().__exit__(*error)
-
-    @contextmanager
-    def within(self, part: int) -> Iterator[None]:
-        """Meanwhile a part is evaluated."""
-        outer, self.part = self.part, part
-        try:
-            yield
-        finally:
-            self.part = outer
 
     def know_all(self, result: Any) -> None:
         """What a call gave is of the function."""

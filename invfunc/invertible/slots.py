@@ -14,6 +14,7 @@ Nothing here refers in circles: a slot refers to the block behind it, and that b
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from types import EllipsisType
 from typing import cast
@@ -112,7 +113,7 @@ class Held:
             self._tensor = None
 
 
-class Block:
+class Block(ABC):
     """A call `y = f(x)` at one level of differentiation, with its slots.
 
     Args:
@@ -186,9 +187,9 @@ class Block:
         """The blocks that took over what comes out of this one."""
         return [slot.block for slot in self._ys if slot.block is not None]
 
+    @abstractmethod
     def invert(self) -> None:
         """Give the tensors of x back, from the sources, which are in memory."""
-        raise NotImplementedError
 
 
 def fetch(slots: Sequence[Slot]) -> list[torch.Tensor]:

@@ -62,7 +62,7 @@ class Watch(Sight):
         if self._closed and looks:
             self._refuse(func, outer)
         for t, then in zip(outer, before, strict=True):
-            known = self._note(t, then)
+            known = self._note(t)
             if version(t) != then:
                 known.written = True
             elif not any(t is w for w in written) and not looks:
@@ -70,8 +70,8 @@ class Watch(Sight):
         self._enter(result, outer)
         return result
 
-    def _note(self, tensor: torch.Tensor, then: int) -> _Outside:
-        known = self._outside.setdefault(id(tensor), _Outside(tensor, tensor, then))
+    def _note(self, tensor: torch.Tensor) -> _Outside:
+        known = self._outside.setdefault(id(tensor), _Outside(tensor, tensor))
         order = self._order.setdefault(self.part, [])
         if known.root is tensor and not any(known is o for o in order):
             order.append(known)
@@ -83,13 +83,13 @@ class Watch(Sight):
             if source is None:
                 self.know(t)
             elif id(t) not in self._outside:  # another name of it
-                self._outside[id(t)] = _Outside(t, self._outside[id(source)].root, version(t))
+                self._outside[id(t)] = _Outside(t, self._outside[id(source)].root)
 
     def _note_written(self, written: Iterable[torch.Tensor]) -> None:
         for t in written:
             if any(t is given for given in self._given):
                 raise _writes("a further argument", t)
-            self._note(t, version(t)).written = True
+            self._note(t).written = True
 
     def _refuse(self, func: Callable, outer: Iterable[torch.Tensor]) -> None:
         name = getattr(func, "__name__", repr(func))
@@ -126,10 +126,10 @@ class Watch(Sight):
 
 
 class _Outside:
-    """A tensor from outside, its version when it was first seen, and the tensor of which it is another name."""
+    """A tensor from outside, and the one of which it is another name."""
 
-    def __init__(self, tensor: torch.Tensor, root: torch.Tensor, then: int) -> None:
-        self.tensor, self.root, self.version = tensor, root, then
+    def __init__(self, tensor: torch.Tensor, root: torch.Tensor) -> None:
+        self.tensor, self.root = tensor, root
         self.read = self.written = False
 
 
