@@ -17,6 +17,7 @@ from invfunc.errors import (
     SampleAxisError,
     SplitError,
 )
+from invfunc.explain import explain
 from invfunc.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint, state_first
@@ -99,6 +100,7 @@ __all__ = [
     "ekfac",
     "estimate_diagonal",
     "estimate_trace",
+    "explain",
     "functional",
     "fvp",
     "ggn_block_product",

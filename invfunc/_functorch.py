@@ -16,6 +16,8 @@ from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIs
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch has no public name for it
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def transforming() -> bool:
@@ -126,6 +128,9 @@ def backward_pass() -> int:
 
 unwatched = torch._C.DisableTorchFunction
 """A context without torch function modes, for what a function does not do itself."""
+
+undispatched = _disable_current_modes
+"""The same without dispatch modes."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The options that say which columns a statistic takes: all of them, drawn ones, or the gradient itself."""
+"""The options that say which columns a statistic takes: all of them, drawn ones, or the gradient itself, and how."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.jacobian.plan import Options
 from invfunc.jacobian.quantity import Drawing, Of
 
 
@@ -50,6 +51,13 @@ def fisher_columns(name: str, fisher: str, mc_samples: int, generator: Any, samp
     if generator is not None or sample is not None:
         raise ArgumentError(f"{name}(fisher={fisher!r}): nothing is drawn, so leave generator and sample out.")
     return {"of": kinds[fisher]}
+
+
+def by_method(name: str, method: str) -> Options:
+    """Check how exact columns are to be pulled back."""
+    if method not in ("auto", "dense"):
+        raise ArgumentError(f"{name}(method={method!r}): a method is one of 'auto', 'dense'.")
+    return Options(dense=method == "dense")
 
 
 def check_sharing(name: str, weight_sharing: str) -> None:

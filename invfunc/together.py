@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.jacobian.plan import Options
 from invfunc.transform import Statistic
 
 _SHARED = ("f", "loss", "argnums", "in_dims", "out_dims", "has_aux", "samples")
@@ -48,7 +49,7 @@ def together(*statistics: Statistic) -> Statistic:
     for t in statistics:
         if not isinstance(t, Statistic):
             raise ArgumentTypeError(f"together(...): an argument is of type {type(t).__name__}, not a statistic.")
-        if t.members or t.options != statistics[0].options or t.shown is not None:
+        if t.members or replace(t.options, dense=False) != Options() or t.shown is not None:
             raise ArgumentError(
                 f"together({t!r}): it is a composition; apply `chunked` and `reduced` to together(...)."
             )
@@ -67,7 +68,8 @@ def together(*statistics: Statistic) -> Statistic:
             "statistics of a loss."
         )
     shown = f"together({', '.join(map(repr, statistics))})"
-    return replace(first, name="together", drawing=None, members=statistics, shown=shown)
+    options = Options(dense=any(t.options.dense for t in statistics))
+    return replace(first, name="together", drawing=None, members=statistics, shown=shown, options=options)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from invfunc.jacobian.measures import Measure
 from invfunc.jacobian.plan import Options
 from invfunc.jacobian.problem import InDims, problem
 from invfunc.jacobian.quantity import Drawing, Of, Quantity
+from invfunc.jacobian.structure.report import Explanation
 
 
 def check_callable(name: str, f: Any) -> None:
@@ -87,7 +88,20 @@ class Statistic:
             return eagerly(self._call, args, kwargs)
         return self._call(args, kwargs)
 
+    def explained(self, *args: Any, **kwargs: Any) -> Explanation:
+        """How a call with these arguments pulls its columns back."""
+        return replace(self._asked(Engine.explained, args, kwargs), name=repr(self))
+
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        results, aux = self._asked(Engine.result, args, kwargs)
+        several = bool(self.members) or self.measure.several
+        result = tuple(results) if self.members else results[0]
+        if not self.has_aux:
+            return result
+        return (*result, aux) if several else (result, aux)
+
+    def _asked(self, what: Callable[[Engine], Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What an engine gives for these arguments."""
         names = argument_names(self.f, len(args), self.loss is not None)
         try:
             given = problem(
@@ -103,14 +117,9 @@ class Statistic:
                 self.samples,
             )
             asked = [Quantity(s.measure, s.of, s.drawing) for s in self.members or (self,)]
-            results, aux = Engine(given, self.options, asked).result()
+            return what(Engine(given, self.options, asked))
         except InvFuncError as error:
             raise told(error, f"{self!r}({', '.join(names)})") from error.__cause__
-        several = bool(self.members) or self.measure.several
-        result = tuple(results) if self.members else results[0]
-        if not self.has_aux:
-            return result
-        return (*result, aux) if several else (result, aux)
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ FLOORS = [
     {"errors", "tree", "_functorch", "_pages", "_eager"},
     {"kronecker"},
     {"jacobian"},
-    {"transform", "columns", "chunked", "together", "reduced", "outputs", "functional", "operation"},
+    {"transform", "columns", "chunked", "together", "reduced", "outputs", "functional", "operation", "explain"},
     {"statistics", "products", "invertible"},
     {"layers"},
     {"__init__"},

@@ -167,6 +167,8 @@ def _step(equation: str, shape: torch.Size, other: torch.Size) -> _Step | None:
 def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     """One step of a contraction."""
     step = _step(equation, operands[0].shape, operands[1].shape) if len(operands) == 2 else None
+    if len(operands) == 1:
+        return _reduced(equation, operands[0])
     if step is None:
         return torch.einsum(equation, *operands)
     x, y = reversed(operands) if step.swapped else operands
@@ -178,6 +180,16 @@ def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     product = (torch.bmm if step.kind == "bmm" else torch.mm)(x, y.mT, out=out)
     product = product if product.shape == step.shape else product.reshape(step.shape)
     return product if step.order is None else product.permute(step.order)
+
+
+def _reduced(equation: str, x: torch.Tensor) -> torch.Tensor:
+    """A sum over some labels: first over those in the outer loops of memory, where whole rows are added."""
+    labels, output = equation.split("->")
+    largest = max((s for c, s in zip(labels, x.stride(), strict=True) if c in output), default=0)
+    outer = [d for d, c in enumerate(labels) if c not in output and x.stride(d) > largest]
+    if outer and len(outer) < len(labels) - len(output):
+        x, labels = x.sum(outer), "".join(c for d, c in enumerate(labels) if d not in outer)
+    return torch.einsum(f"{labels}->{output}", x)
 
 
 def _room(shape: Sequence[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,8 @@ from invfunc.jacobian.problem import Problem
 from invfunc.jacobian.quantity import Drawing, Quantity
 from invfunc.jacobian.runs import WHOLE, Run, Runner
 from invfunc.jacobian.scope import Scope
+from invfunc.jacobian.structure.pattern import Pattern, alike, same_outputs
+from invfunc.jacobian.structure.report import Explanation
 from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.random import Draws
 from invfunc.jacobian.trace.steps import any_step, bends
@@ -52,6 +54,14 @@ class Engine:
         with self.scope:
             aux = self._run()
             return self.fold.finished(), self.scope.result(aux)
+
+    def explained(self) -> Explanation:
+        """How the columns of the first quantity would be pulled back."""
+        with self.scope:
+            self.fold.explaining = True
+            self._run()
+        assert self.fold.explained is not None
+        return self.fold.explained
 
     # Of what: each folds over the runs of the function and returns aux
 
@@ -134,6 +144,11 @@ class Engine:
         made = loss.made(self.quantities, partial(self._sampled, loss, structure))
         if "hessian" in self.kinds:
             made[SLOPE] = [loss.gradient()]
+
+        def again(part: slice | torch.Tensor, n: int) -> Run:
+            return self.runner.model(part, n, tapped=isinstance(part, slice), draws=Draws(stop=True))
+
+        self.fold.look = partial(self._look, again)
         aux = runs[0].aux
         if problem.has_aux and len(runs) > 1:
             aux = self.runner.model(WHOLE, problem.n, tapped=False).aux
@@ -212,9 +227,29 @@ class Engine:
         made = loss.made(self.quantities, _unsampled)
         if "hessian" in self.kinds:
             made[SLOPE] = [loss.gradient()]
+        if not draws.drew:
+            self.fold.look = partial(self._look, lambda part, n: self.runner.up_to(roots, part, n, draws))
         columns = max(sum(c.count for c in columns) for columns in made.values())
         self.fold.over(lambda: self.runner.parts(roots, columns, draws), made)
         return light.aux
+
+    def _look(self, rerun: Callable[[Any, int], Run], pattern: Pattern, run: Run) -> Run | None:
+        """The model part on one sample under a pattern, unless it is something else in the batch."""
+        n, first = run.trace.n, run.start
+        self.runner.pattern = pattern
+        try:
+            alone = rerun(slice(first, first + 1), 1)
+            self.runner.pattern = None
+            if not alike(run, alone):
+                return None
+            if n > 1:  # each sample at the place of the next: nothing may belong to a place
+                places = first + torch.arange(n, device=self.problem.leaves[0].device).roll(1)
+                return alone if same_outputs(run, rerun(places, n), shift=1) else None
+            return alone
+        except Exception:  # f may not run on one sample (a constant of size N, random numbers): it has no pattern
+            return None
+        finally:
+            self.runner.pattern = None
 
     @property
     def _few(self) -> bool:

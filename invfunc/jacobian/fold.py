@@ -24,6 +24,12 @@ from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.shares import Shares
 from invfunc.jacobian.shares.layers import roles
 from invfunc.jacobian.shares.pulled import Samples
+from invfunc.jacobian.structure.groups import Grouped, grouped
+from invfunc.jacobian.structure.pattern import Pattern
+from invfunc.jacobian.structure.plan import Planner
+from invfunc.jacobian.structure.report import Explanation, dense, explanation
+from invfunc.jacobian.structure.stages import Stages
+from invfunc.jacobian.structure.ways import Chosen
 
 SLOPE = "slope"
 """The key of the gradient of the loss among the columns, which a Hessian needs beside its own."""
@@ -38,6 +44,12 @@ class Fold:
         self.problem, self.scope, self.options, self.budget = problem, scope, options, budget
         self.tallies = [Tally(q, q.measure) for q in quantities]
         n = problem.n if problem.samples is None else len(problem.samples)
+        self.look: Callable[[Pattern, Run], Run | None] | None = None
+        """Runs the model part on one sample under a pattern, where that can be done."""
+        self.explaining = False
+        """Whether only a way is wanted, which is not gone."""
+        self.explained: Explanation | None = None
+        self._chosen: dict[Hashable, tuple[Chosen | None, list[Grouped]]] = {}
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], reduced=options.reduce is not None)
 
     def over(self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made]) -> None:
@@ -72,7 +84,10 @@ class Fold:
                     self._chain(run, made[key], group, samples)
                     continue
                 pullback = self._pullback(run, made[key], samples, last=last and k + 1 == len(alike))
-                joints = pullback.measured([t.measure for t in group], partial(self._add, run, group))
+                way = self._way(pullback, group) if group[0].quantity.of == "ggn" else pullback
+                if self.explaining:
+                    return
+                joints = way.measured([t.measure for t in group], partial(self._add, run, group))
                 for t, joint in zip(group, joints, strict=True):
                     if joint is not None:
                         t.joint.append(joint)
@@ -83,6 +98,44 @@ class Fold:
         alone = self.options.reduce is not None
         plan, name = self.options.plan, self.problem.name
         return Pullback(self.scope, run, made, plan, samples, self.budget, leaves, alone, last, name)
+
+    def _way(self, pullback: Pullback, group: list[Tally]) -> Pullback | Stages:
+        """A cheaper way than to pull every column back, where there is one."""
+        key = group[0].quantity.columns
+        if key not in self._chosen:
+            self._chosen[key] = self._found_way(pullback, group)
+        chosen, sources = self._chosen[key]
+        return pullback if chosen is None else Stages(pullback, chosen, sources)
+
+    def _found_way(self, pullback: Pullback, group: list[Tally]) -> tuple[Chosen | None, list[Grouped]]:
+        run, name = pullback.run, f"{group[0].quantity.of} columns"
+        why, sources = self._why_dense(pullback, group), []
+        if not why and self.look is not None:
+            sources = [g for c in pullback.made if (g := grouped(c)) is not None]
+            if len(sources) < len(pullback.made):
+                why = "the loss mixes the outputs before its criterion"
+            else:
+                local = all(t.measure.shortcuts == "all" for t in group)
+                planner = Planner(run, sources, self.look, local)
+                chosen = planner.chosen()
+                if chosen is not None:
+                    self.explained = explanation(name, planner, chosen, self.budget, self.problem.name)
+                    return chosen, sources
+                why = planner.why
+        self.explained = dense(name, run, pullback.total, self.budget, why)
+        return None, []
+
+    def _why_dense(self, pullback: Pullback, group: list[Tally]) -> str:
+        """Why every column has to be pulled back, if it has."""
+        if self.options.dense:
+            return "as method='dense' says"
+        if any(self.options.plan.asked(over) for over in ("outputs", "params")):
+            return "as the passes were asked for"
+        if self.look is None or group[0].quantity.drawing or any(t.measure.shortcuts == "no" for t in group):
+            return "there is no other way for this statistic or function"
+        if self.scope.create_graph:
+            return "the result is to be differentiated, or a transform of torch.func is around it"
+        return "" if self.options.fast and pullback.total else "there are no columns"
 
     def _add(self, run: Run, group: list[Tally], k: int, leaf: int, state: State) -> None:
         """What a measure keeps of one parameter in one run; where that is all, the parameter is done."""

@@ -47,10 +47,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Options:
-    """How to compute: `fast=False` takes the generic path at every operation."""
+    """How to compute: `fast=False` takes the generic path at every operation, `dense` every column by itself."""
 
     plan: Plan = field(default_factory=Plan)
     fast: bool = True
+    dense: bool = False
     reduce: Callable[[str, Any], Any] | None = None
     """What becomes of the result of a parameter (by its key path) as soon as it is known."""
 

@@ -174,8 +174,8 @@ class Pullback:
 
     def _pull(self, each: Pass) -> Pulled:
         block = self._block(each)
-        left = self._deltas(block.left, each.sites)
-        right = None if block.right is None else self._deltas(block.right, each.sites)
+        left = self.deltas(block.left, each.sites)
+        right = None if block.right is None else self.deltas(block.right, each.sites)
         return Pulled(left, right, block.weight)
 
     def _block(self, each: Pass) -> Block:
@@ -189,7 +189,8 @@ class Pullback:
             given.append(axis.restore(c, self.run.trace.n if not axis.whole else 1, 1).to(z.dtype))
         return outputs, given
 
-    def _deltas(self, columns: dict[int, torch.Tensor], sites: list[int]) -> Deltas:
+    def deltas(self, columns: dict[int, torch.Tensor], sites: list[int]) -> Deltas:
+        """Cotangents at the outputs, pulled back to some sites."""
         trace = self.run.trace
         outputs, given = self._cotangents(columns)
         batched = given[0].shape[0] > 1

@@ -22,6 +22,7 @@ from invfunc.jacobian.rules import Site
 from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace import Trace
+from invfunc.jacobian.trace.follower import Follower
 from invfunc.jacobian.trace.random import Draws, Drew, Watch, restore
 from invfunc.jacobian.trace.steps import Remember
 from invfunc.jacobian.trace.tags import Derived, Sampled
@@ -57,6 +58,7 @@ class Runner:
         self.problem, self.scope, self.budget = problem, scope, budget
         self.plan, self.fast = options.plan, options.fast
         self.remember, self.whole = remember, whole or budget > 2**24
+        self.pattern: Follower | None = None
 
     def run(
         self,
@@ -70,15 +72,14 @@ class Runner:
     ) -> Run:
         trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, partial=partial, draws=draws)
         trace.remember = self.remember if tapped else None
+        trace.pattern = self.pattern
         watching = splitter(trace) if splitter is not None else None
         params = trace.parameters(self.problem.leaves, enter=tapped or watching is not None)
         run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
         before = [version(x) for x in self.problem.tensors()]
         try:
-            with (
-                active(watching),
-                TwiceDifferentiable() if self.scope.create_graph or self.scope.twice else nullcontext(),
-            ):
+            twice = TwiceDifferentiable() if self.scope.create_graph or self.scope.twice else nullcontext()
+            with active(watching), nullcontext() if self.pattern is None else self.pattern.labels, twice:
                 run.result, run.aux = self.problem.call(trace, params, part)
         except Reached:
             assert watching is not None
@@ -263,26 +264,27 @@ class Runner:
         if draws.drew and len(parts) > 1:
             raise cannot_draw()
         if any(self.plan.splits.values()) or draws.drew or columns < 4 or n < 3 or self.whole:
-            return (self._up_to(roots, start, stop, draws) for start, stop in parts)
+            return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in parts)
         try:
-            first = self._up_to(roots, 0, min(n, 4), draws)
+            first = self.up_to(roots, slice(0, min(n, 4)), min(n, 4), draws)
             rest = even(n - first.trace.n, self._block_size(first.trace, columns))
-            return [first, *(self._up_to(roots, first.trace.n + a, first.trace.n + b, draws) for a, b in rest if a < b)]
+            rest = [(first.trace.n + a, first.trace.n + b) for a, b in rest if a < b]
+            return [first, *(self.up_to(roots, slice(a, b), b - a, draws) for a, b in rest)]
         except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
-            return [self._up_to(roots, 0, n, draws)]
+            return [self.up_to(roots, WHOLE, n, draws)]
 
     def _block_size(self, trace: Trace, columns: int) -> int:
         """How many samples to run at once, so that some columns at the largest site fit the budget."""
         return max(4, self.budget // (min(columns, 32) * max(trace.sizes, default=1)))
 
-    def _up_to(self, roots: list[Root], start: int, stop: int, draws: Draws) -> Run:
+    def up_to(self, roots: list[Root], part: slice | torch.Tensor, n: int, draws: Draws) -> Run:
         """The function on a part of the batch until its outputs are there; they have to be those of the whole batch."""
-        part = WHOLE if stop - start == self.problem.n else slice(start, stop)
+        part = WHOLE if isinstance(part, slice) and n == self.problem.n else part
         after = draws.rewind()
         try:
-            run = self.run(part, stop - start, splitter=lambda trace: Splitter(trace, [r.ordinal for r in roots]))
+            run = self.run(part, n, splitter=lambda trace: Splitter(trace, [r.ordinal for r in roots]))
         except _FOREIGN as error:
-            if part == WHOLE or isinstance(error, InvFuncError):
+            if part is WHOLE or isinstance(error, InvFuncError):
                 raise
             raise SampleAxisError(_NOT_IN_PARTS) from error
         finally:
@@ -291,7 +293,7 @@ class Runner:
             z, axis = run.outputs.get(root.ordinal, (None, root.axis))
             whole = root.axis.expose(root.value, self.problem.n)[part]
             if z is None or z.numel() != whole.numel() or not same_values(axis.expose(z, run.trace.n), whole):
-                if part == WHOLE:
+                if part is WHOLE:
                     raise RandomnessError(
                         "f gives other outputs when it runs again: it draws numbers outside of torch."
                     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from invfunc.columns import drawing
+from invfunc.columns import by_method, drawing
 from invfunc.jacobian.measures.columns import SquaresOfEach
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
@@ -16,6 +16,7 @@ def batch_diag_ggn(
     f: Callable,
     loss: Callable | None = None,
     *,
+    method: str = "auto",
     mc_samples: int | None = None,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,
@@ -34,7 +35,7 @@ def batch_diag_ggn(
     It sums over samples to `diag_ggn`, and has its scale: the H of a mean loss contains its 1/N.
 
     Args:
-        f, loss, mc_samples, generator, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+        f, loss, method, mc_samples, generator, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
     Returns:
         A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with leaves
@@ -59,5 +60,6 @@ def batch_diag_ggn(
     Source: BackPACK's BatchDiagGGNExact (Dangel, Kunstner and Hennig, ICLR 2020).
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
+    how = by_method("batch_diag_ggn", method)
     drawn = drawing("batch_diag_ggn", mc_samples, generator, sample)
-    return Statistic("batch_diag_ggn", f, SquaresOfEach(), of="ggn", loss=loss, drawing=drawn, **options)
+    return Statistic("batch_diag_ggn", f, SquaresOfEach(), of="ggn", loss=loss, drawing=drawn, options=how, **options)

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from invfunc.columns import drawing
-from invfunc.errors import ArgumentError
+from invfunc.columns import by_method, drawing
 from invfunc.jacobian.measures.columns import SumOfSquares
 from invfunc.jacobian.problem import Indices, InDims
-from invfunc.transform import Statistic, describe
+from invfunc.transform import Statistic
 
 
 def diag_ggn(
@@ -82,8 +81,6 @@ def diag_ggn(
 
     Source: Schraudolph (2002); BackPACK's DiagGGNExact and DiagGGNMC (Dangel, Kunstner and Hennig, ICLR 2020).
     """
-    if method not in ("auto", "dense"):
-        raise ArgumentError(f"diag_ggn({describe(f)}, method={method!r}): a method is one of 'auto', 'dense'.")
     return Statistic(
         "diag_ggn",
         f,
@@ -96,4 +93,5 @@ def diag_ggn(
         has_aux=has_aux,
         samples=samples,
         drawing=drawing("diag_ggn", mc_samples, generator, sample),
+        options=by_method("diag_ggn", method),
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from invfunc.columns import drawing
+from invfunc.columns import by_method, drawing
 from invfunc.jacobian.measures.columns import Trace
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
@@ -17,6 +17,7 @@ def ggn_trace(
     loss: Callable | None = None,
     *,
     per_parameter: bool = False,
+    method: str = "auto",
     mc_samples: int | None = None,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,
@@ -32,7 +33,7 @@ def ggn_trace(
 
     Args:
         per_parameter: the trace of each parameter's block instead of their sum.
-        f, loss, mc_samples, generator, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+        f, loss, method, mc_samples, generator, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
     Returns:
         A function `(params, *inputs, target) -> trace`, without `loss` `(params, *batch) -> trace`, a tensor without
@@ -56,5 +57,6 @@ def ggn_trace(
     Source: BackPACK's tutorial on extension hooks sums the diagonal so.
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
+    how = by_method("ggn_trace", method)
     drawn = drawing("ggn_trace", mc_samples, generator, sample)
-    return Statistic("ggn_trace", f, Trace(per_parameter), of="ggn", loss=loss, drawing=drawn, **options)
+    return Statistic("ggn_trace", f, Trace(per_parameter), of="ggn", loss=loss, drawing=drawn, options=how, **options)

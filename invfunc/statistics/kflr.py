@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.columns import check_sharing
+from invfunc.columns import by_method, check_sharing
 from invfunc.jacobian.measures.kronecker import KroneckerFactors
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
@@ -14,6 +14,7 @@ def kflr(
     f: Callable,
     loss: Callable | None = None,
     *,
+    method: str = "auto",
     weight_sharing: str = "expand",
     joint: bool = False,
     samples: Indices | None = None,
@@ -29,6 +30,7 @@ def kflr(
     Of one sample the product of the factors is the block itself, as it is of a deep linear network.
 
     Args:
+        method: as in `diag_ggn`; parameters below a narrow layer need as many columns as that is wide.
         f, loss, weight_sharing, joint, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`.
 
     Returns:
@@ -53,4 +55,12 @@ def kflr(
     """
     check_sharing("kflr", weight_sharing)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("kflr", f, KroneckerFactors(weight_sharing, joint), of="ggn", loss=loss, **options)
+    return Statistic(
+        "kflr",
+        f,
+        KroneckerFactors(weight_sharing, joint),
+        of="ggn",
+        loss=loss,
+        options=by_method("kflr", method),
+        **options,
+    )

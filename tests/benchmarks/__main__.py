@@ -19,10 +19,12 @@ from .peers import BACKPACK, FUNC, INSTALL_BACKPACK, OURS, Call, Problem, Result
 from .report import announce, difference_cell, mebibytes, memory_cells, print_table, time_cells, verdict
 from .reversible import MEMORY_CASES, MEMORY_TABLE, REVERSIBLE, activation_memory
 from .second_order import DRAWN
+from .structure import MEMORY, STRUCTURE, memory, structure
 from .tables import BEHIND, GRADIENT, TABLES, Case, Table
 
 _EXPECTED = "Full backward hook is firing", "There is a performance drop"  # BackPACK's first layer; vmap of attention
 _FAILS = "Extension saving to"  # BackPACK leaves out a module that it does not know
+_OTHERS = REVERSIBLE | {STRUCTURE: structure}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,10 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name == MEMORY_TABLE:
             print(activation_memory((row, peer), options.device))
             return
+        if name == STRUCTURE:
+            print(memory((row, peer), options.device))
+            return
         problem = TABLES[name].problem().to(options.device)
         print(peak_here(TABLES[name].peers()[row, peer](problem), options.device))
         return
-    if not has_backpack() and set(options.only) & set(TABLES):
+    if not has_backpack() and set(options.only) & {*TABLES, STRUCTURE}:
         print(f"BackPACK is missing, its columns stay empty: {INSTALL_BACKPACK}\n")
     if missing() and set(options.only) & set(REVERSIBLE):
         print(f"{' and '.join(missing())}: missing, the rows stay empty: {INSTALL_PEERS}\n")
@@ -49,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name in TABLES:
             behind |= _run(name, TABLES[name], options)
         else:
-            REVERSIBLE[name](name, options)
+            _OTHERS[name](name, options)
     if behind:
         row = max(behind, key=behind.__getitem__)
         slowest = verdict(behind[row] * 1e3, BEHIND)
@@ -125,7 +130,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "MemCNN and invtorch: seconds from interleaved calls in one process on one thread, memory from a process a "
         f"case. BackPACK: {INSTALL_BACKPACK}; MemCNN and invtorch: {INSTALL_PEERS}",
     )
-    names = [*TABLES, *REVERSIBLE]
+    names = [*TABLES, *_OTHERS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TABLE", help=", ".join(names))
     parser.add_argument("--device", type=_device, default="cpu", help="cpu or a CUDA device (default: cpu)")
     parser.add_argument("--repeats", type=_count("rounds"), default=7, help="rounds of each median (default: 7)")
@@ -157,7 +162,8 @@ def _count(things: str) -> Callable[[str], int]:
 
 def _case(text: str) -> tuple[str, str, str]:
     table, row, peer = (text.split("/") + ["", ""])[:3]
-    cases = MEMORY_CASES if table == MEMORY_TABLE else TABLES[table].peers() if table in TABLES else ()
+    of_tables = {MEMORY_TABLE: MEMORY_CASES, STRUCTURE: MEMORY} | {name: TABLES[name].peers() for name in TABLES}
+    cases = of_tables.get(table, ())
     if (row, peer) not in cases:
         raise argparse.ArgumentTypeError(f"TABLE/ROW/PEER is wanted, not {text!r}")
     return table, row, peer

@@ -18,6 +18,8 @@ from invfunc.jacobian.shares import Shares
 class SquaresOfEach(EachSample):
     """`sum_v G[v, n]^2` of each sample."""
 
+    shortcuts = "all"
+
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
         return (shares.square_sum(each=True),)
 
@@ -27,6 +29,8 @@ class SquaresOfEach(EachSample):
 
 class SumOfSquares(Measure):
     """`sum_vn G[v, n]^2`."""
+
+    shortcuts = "all"
 
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
         return (shares.square_sum(),)

@@ -41,6 +41,7 @@ class KroneckerFactors(Measure):
 
     rooted = "known"  # so that products are symmetric
     paired = thin = True
+    shortcuts = "narrow"
 
     def __init__(self, sharing: str, joint: bool) -> None:
         self.sharing, self.joined = sharing, joint

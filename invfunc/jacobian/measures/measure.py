@@ -46,6 +46,8 @@ class Measure:
     """Whether large columns come best one by one, of all samples at once."""
     paired: ClassVar[bool] = False
     """Whether it wants to know which bias belongs to which weight."""
+    shortcuts: ClassVar[Literal["no", "narrow", "all"]] = "no"
+    """Whether other columns with the same products would do ("narrow"), and those of several groups at once ("all")."""
     before: ClassVar[Measure | None] = None
     """What has to be known of all parameters before the first partial result; `joint` makes one tensor of it."""
 

@@ -44,6 +44,9 @@ class Recipe:
     """In place of what is read, the row of the parameter that each position picks: `[b, t]`, as in `rows`."""
     linear: bool = True
     """Whether the operation is known to be linear in the parameter."""
+    cells: str = ""
+    """The label of what is squared apart, as columns are: `many` parts of what each sample sends back."""
+    many: int = 1
     again: Sequence[Again] = ()
     """Those of what it reads that are not kept, but computed again where they are read."""
     rows: Callable[[Part], torch.Tensor] | None = None
@@ -104,9 +107,10 @@ def product(site: Site, param: torch.Tensor) -> Recipe | None:
     output = "".join(c for c in labels if sizes[c] != 1)
 
     def build(delta: torch.Tensor, part: Part) -> list[Term]:
-        terms: list[Term] = [("VN" + parsed.output, delta if scale == 1 else delta * scale)]
+        terms: list[Term] = [("VN" + parsed.output, delta)]
         for (inputs, x), axis in zip(others, axes, strict=True):
             terms.append((inputs, site.value(x)) if axis is None else ("N" + inputs, site.exposed(x, axis, part)))
+        terms += [] if scale == 1 else [("", delta.new_tensor(scale))]
         seen = {c for inputs, x in terms for c, size in zip(inputs, x.shape, strict=True) if size != 1}
         terms += [(c, delta.new_ones(sizes[c])) for c in output if c not in seen]  # summed in the parameter alone
         return terms

@@ -47,6 +47,7 @@ class Factor:
         self.recipe = self.tap.recipe
         self.output = self.recipe.output
         self.work = len(self.taps) * self.recipe.work
+        self.apart = self.recipe.cells + self.output
         self.kept = "N" * bool(self.recipe.rows) + self.output
         """What is left of a sum over samples, whose entries may still have to land in the rows of each."""
 
@@ -79,9 +80,9 @@ class Factor:
             weight = [] if columns.weight is None else squeezed(widened([("NV", columns.weight[:, part].T)]))
             kept = present("N" + self.output if each else self.kept, terms)
             if direct:  # nothing large is formed
-                pair = self._exact(twice(terms, right, self.output))
+                pair = self._exact(twice(terms, right, self.apart))
             else:
-                instance = present("NV" + self.output, terms)
+                instance = present("NV" + self.apart, terms)
                 share = contract(terms, instance)
                 other = None if columns.right is None else contract(right, instance)
                 pair = [(instance, squared(share, other, fresh=len(terms) > 1))]
@@ -162,20 +163,21 @@ class Factor:
         """Blocks of samples, the terms of the first, and whether the square is cheaper without forming a share."""
         delta = self.columns.left[self.tap.site]
         assert delta is not None
-        size = self.work + len(self.taps) * delta[:, 0].numel() + delta.shape[0] * self.tap.param.numel()
+        shares = delta.shape[0] * self.recipe.many * self.tap.param.numel()
+        size = self.work + len(self.taps) * delta[:, 0].numel() + shares
         parts = self.samples.parts(size, self.budget // 4)
         terms = self._terms(self.columns.left, parts[0])
-        return parts, terms, bool(self.recipe.rows) or squares_directly(terms, self.output, instance, kept)
+        return parts, terms, bool(self.recipe.rows) or squares_directly(terms, self.apart, instance, kept)
 
     def _exact(self, pair: list[Term]) -> list[Term]:
         """What may cancel in the rounding of float64."""
         single = all(x.dtype == torch.float32 for _, x in pair)
-        return [(labels, x.double()) for labels, x in pair] if single and crosses(pair, self.output) else pair
+        return [(labels, x.double()) for labels, x in pair] if single and crosses(pair, self.apart) else pair
 
     def _blocks(self, kept: str) -> Iterator[tuple[Part, list[Term], bool]]:
-        parts, terms, direct = self._way("NV" + self.output, kept)
+        parts, terms, direct = self._way("NV" + self.apart, kept)
         if direct and len(parts) > 1:
-            size = largest(twice(terms, terms, self.output), present(kept, terms)) // length(parts[0])
+            size = largest(twice(terms, terms, self.apart), present(kept, terms)) // length(parts[0])
             parts = self.samples.parts(max(self.work, size), 4 * self.budget)
             terms = self._terms(self.columns.left, parts[0])
         for i, part in enumerate(parts):

@@ -23,6 +23,7 @@ from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace.calls import AFFINE, CONSTANT, EXITS, QUERIES, SELECTIONS, alignment, function_name, read_by
 from invfunc.jacobian.trace.compositions import composition, states
+from invfunc.jacobian.trace.follower import Follower
 from invfunc.jacobian.trace.random import Draws
 from invfunc.jacobian.trace.seen import Seen, cannot_meet
 from invfunc.jacobian.trace.steps import Remember, Step, bends, is_view, step
@@ -44,23 +45,21 @@ class Trace(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.scope, self.n, self.fast, self.tapped, self.draws = scope, n, fast, tapped, draws
-        self.partial = partial
-        """Whether n is less than the batch, so that sums over the samples are not what they would be."""
+        self.partial = partial  # n is less than the batch: a sum over the samples is not what it would be
         self.taps: list[Tap] = []
         self.entered: list[torch.Tensor] = []  # what is differentiated: parameters, outputs of the model
         self.edges: list[Any] = []
         self.axes: list[Axis] = []
-        self.sizes: list[int] = []
-        """Of the output at each site, for one sample."""
+        self.sizes: list[int] = []  # of the output at each site, for one sample
         self.unknown = False
         """Whether an operation without a rule, rather than one that mixes, has lost the samples."""
         self.watcher: Callable[[Trace, str, Callable, tuple, dict], tuple[tuple, dict] | None] | None = None
         self.after: Callable[[Trace, Call], None] | None = None
-        self.remember: Remember | None = None
-        """Which calls become `steps`."""
+        self.remember: Remember | None = None  # which calls become `steps`
         self.steps: list[Step] = []
-        self.escaped: str | None = None
-        """The operation by which samples went where they are not seen: numbers of Python, an alias."""
+        self.pattern: Follower | None = None
+        self.calls: list[str] = []
+        self.escaped: str | None = None  # how samples went where they are not seen
         self.known = Tags()
         self.tag, self.set = self.known.get, self.known.set
 
@@ -77,7 +76,7 @@ class Trace(TorchFunctionMode):
 
     def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         """A batch tensor as this run is to see it."""
-        x = self.scope.alias(x)
+        x = self.scope.alias(x) if self.pattern is None else self.pattern.samples(x)
         self.set(x, Sampled(Axis(None) if self.n == 1 else axis))
         return x
 
@@ -88,6 +87,7 @@ class Trace(TorchFunctionMode):
         name = function_name(func)
         if name in QUERIES:
             return func(*args, **kwargs)
+        self.calls.append(name)
         if self.draws is not None:
             self.draws.before(name, args, kwargs)
         seen = self._seen(name, func, args, kwargs)
@@ -170,6 +170,8 @@ class Trace(TorchFunctionMode):
         if params and not any(tag.lost for tag in seen.sampled):
             seen = self._promote(seen)
             params = seen.params
+        if self.pattern is not None:
+            self.pattern.before(len(self.edges), seen)
         bent = self.remember is not None and self.remember(seen)
         kept = self._kept(seen) if seen.writes and (params or bent) else None
         out = seen.run()
@@ -310,6 +312,8 @@ class Trace(TorchFunctionMode):
             self.sizes.append(max(1, out.numel() // self.n))
         versions = tuple((x, version(x)) for x in (param, *recipe.reads))
         self.taps.append(Tap(param, tag, recipe, at, call, axis, versions))
+        if self.pattern is not None:
+            self.pattern.tapped(at, out, recipe)
 
 
 _NONE: frozenset[int] = frozenset()

@@ -1,0 +1,1 @@
+"""What a function's structure saves: from which entries each entry of its tensors can depend."""

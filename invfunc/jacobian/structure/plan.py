@@ -1,0 +1,91 @@
+"""Which shortcuts to take for the exact columns of a GGN, by an estimate of what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+from invfunc.jacobian.runs import Run
+from invfunc.jacobian.structure.groups import Grouped
+from invfunc.jacobian.structure.paths import Cut, Paths, paths
+from invfunc.jacobian.structure.pattern import ALL, INPUTS, LAST, Frame, Pattern
+from invfunc.jacobian.structure.search import Search
+from invfunc.jacobian.structure.ways import Chosen, Facts
+
+_FEW = 16
+"""Columns below which nothing is looked for."""
+_LOOK = 2.0**25, 2.0**9
+"""What it costs to follow a site, and an entry there, in multiplications."""
+
+
+def pays(columns: int, cost: float, dense: float) -> bool:
+    """Whether a way of some cost is to be preferred to that of all columns."""
+    return columns >= _FEW and cost < 0.8 * dense
+
+
+class Planner:
+    """Looks at a run and at the columns that are sent back through it."""
+
+    def __init__(
+        self, run: Run, sources: Sequence[Grouped], look: Callable[[Pattern, Run], Run | None], local: bool
+    ) -> None:
+        """`look` runs the function on one sample under a pattern; `local` says whether positions may be told apart."""
+        self.facts, self.look = Facts(run, sources, local), look
+        self.why = ""
+        """Why every column is to be pulled back, if so."""
+
+    def chosen(self) -> Chosen | None:
+        """The cheapest way, or None if that is to take every column."""
+        if any(t.recipe.again for t in self.facts.run.trace.taps):
+            self.why = "what the operations read is computed again"
+            return None
+        sizes = self.facts.run.trace.sizes
+        look = len(sizes) * _LOOK[0] + sum(sizes) * _LOOK[1]
+        if not pays(self.facts.total, 20 * look, self.facts.dense_cost):  # to find nothing may cost a little
+            self.why = "there are few columns"
+            return None
+        found_paths = paths(self.facts.run)
+        cuts = self._candidates(found_paths)
+        pattern = self._pattern(found_paths, cuts)
+        found = self.look(pattern, self.facts.run)
+        if found is None or pattern.labels.lost is not None:
+            lost = pattern.labels.lost
+            self.why = f"`{lost}` hides the pattern" if lost else "one sample does not run as it does in the batch"
+            return None
+        pattern.run = found
+        self.why = "the structure would save nothing"
+        search = Search(self.facts, pattern)
+        ways = [some for k in range(len(cuts) + 1) for some in combinations(cuts, k)]
+        best = min((made for some in ways if (made := search.chosen(some))), key=lambda c: c.cost)
+        return best if pays(self.facts.total, best.cost, self.facts.dense_cost) else None
+
+    def _candidates(self, ways: Paths) -> list[Cut]:
+        """Cuts that are narrower than what comes before, at most three."""
+        found, width = [], self.facts.total
+        for cut in ways.cuts:
+            if cut.width < 0.7 * width and cut.below:
+                found.append(cut)
+                width = cut.width
+        return sorted(sorted(found, key=lambda c: c.width)[:3], key=lambda c: -c.width)
+
+    def _pattern(self, ways: Paths, cuts: list[Cut]) -> Pattern:
+        """A frame for the taps above each cut, one for all, and one for the last operation by itself."""
+        everything, frames, at = self.facts.everything, list[Frame](), {}
+        if self.facts.local:
+            frames.append(self._frame(ALL, everything, ways, INPUTS))
+            top = max(everything)
+            frames.append(Frame(LAST, frozenset({top}), frozenset({top}), INPUTS, hulls=False))
+        for j, cut in enumerate(cuts):
+            at[cut.site] = (3 + 2 * j, cut)
+            if self.facts.local and everything - cut.below:
+                frames.append(self._frame(4 + 2 * j, everything - cut.below, ways, 3 + 2 * j))
+        return Pattern(frames, at)
+
+    @staticmethod
+    def _frame(number: int, sites: frozenset[int], ways: Paths, base: int) -> Frame:
+        lower = {s: False for s in sites}
+        for s in sites:
+            for other in ways.above[s]:
+                if other in lower:
+                    lower[other] = True  # it has a site of the frame below it
+        return Frame(number, sites, frozenset(s for s in sites if not lower[s]), base)

@@ -1,0 +1,97 @@
+"""A way to the result: stages between narrow layers, and what is known of the run that their cost depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from invfunc.jacobian.runs import Run
+from invfunc.jacobian.structure.boxes import Classes
+from invfunc.jacobian.structure.groups import Grouped
+from invfunc.jacobian.structure.narrow import Blocks
+from invfunc.jacobian.structure.paths import Cut
+from invfunc.jacobian.structure.pattern import Pattern
+from invfunc.jacobian.trace.tags import Tap
+
+RATE = {"class": 2.0**22, "column": 2.0**18}
+"""What the work around the products costs, in multiplications: to cut out a class at a site, to pull a column back."""
+
+
+@dataclass
+class Stage:
+    """The sites between where columns come in and a narrow layer, or the end."""
+
+    sites: frozenset[int]
+    classes: list[Classes] | None
+    """Of each kind of columns that comes in; None if each column has a pass of its own."""
+    passes: int
+    frame: int
+    cut: Cut | None = None
+    blocks: Blocks | None = None
+    rows: int = 0
+    """Of each block."""
+    shared: bool = False
+    """Whether the columns at the cut may be the same for all samples, as the layers above are affine."""
+
+
+@dataclass
+class Chosen:
+    """What is done: the last operation with parameters by itself, stages, and parameters that take every column."""
+
+    pattern: Pattern
+    closed: int | None
+    """The site whose share needs no columns but the diagonal of the Hessian."""
+    stages: list[Stage]
+    dense: frozenset[int]
+    cost: float
+    leaves: list[frozenset[int]] = field(default_factory=list)
+    """Of each stage."""
+
+
+def _sites(run: Run) -> dict[int, frozenset[int]]:
+    """The sites of each parameter."""
+    found: dict[int, set[int]] = {}
+    for tap in run.trace.taps:
+        for i in tap.derived.leaves:
+            found.setdefault(i, set()).add(tap.site)
+    return {i: frozenset(s) for i, s in found.items()}
+
+
+def _work(run: Run) -> list[float]:
+    """The multiplications for a column of a sample at each site: once through the operation, once for its share."""
+    work = [0.0] * len(run.trace.edges)
+    for tap in run.trace.taps:
+        sent = run.trace.sizes[tap.site]
+        outs = _outs(tap, sent)
+        work[tap.site] += 2.0 * max(sent, sent // max(1, outs) * tap.param.numel())
+    return work
+
+
+def _outs(tap: Tap, sent: int) -> int:
+    """How many entries of a cotangent meet the parameter at each position."""
+    call = tap.call
+    if call is None or tap.param.ndim < 2:
+        return min(sent, tap.param.numel())
+    return tap.param.shape[1] if "transpose" in call.name else tap.param.shape[0]
+
+
+class Facts:
+    """What is known of a run and of the columns that are sent back through it."""
+
+    def __init__(self, run: Run, sources: Sequence[Grouped], local: bool) -> None:
+        """`local` says whether positions may be told apart."""
+        self.run, self.sources, self.local = run, sources, local
+        self.n, self.work, self.sites = run.trace.n, _work(run), _sites(run)
+        self.everything = frozenset(range(len(self.work)))
+        self.total = sum(s.rank * max(1, group_count(s)) for s in sources)
+        """Columns of a sample."""
+
+    @property
+    def dense_cost(self) -> float:
+        """Of the way of all columns."""
+        return self.total * (self.n * sum(self.work) + RATE["column"])
+
+
+def group_count(grouped: Grouped) -> int:
+    """How many groups there are."""
+    return max(int(ids.max()) for ids in grouped.groups.values()) + 1
