@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from invfunc.jacobian.structure import labels as module
-from invfunc.jacobian.structure.labels import Labels
+from invfunc.jacobian.labels import labels as module
+from invfunc.jacobian.labels.labels import Labels
 from tests.graphs import FOLDED, NONLINEAR, POSITIVE, SMOOTH, WIDE, Graph, graphs
 
 ALL = POSITIVE | FOLDED | SMOOTH | NONLINEAR

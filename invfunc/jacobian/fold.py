@@ -105,7 +105,9 @@ class Fold:
         if key not in self._chosen:
             self._chosen[key] = self._found_way(pullback, group)
         chosen, sources = self._chosen[key]
-        return pullback if chosen is None else Stages(pullback, chosen, sources)
+        if chosen is None or not chosen.pattern.fits(pullback.run):
+            return pullback
+        return Stages(pullback, chosen, sources)
 
     def _found_way(self, pullback: Pullback, group: list[Tally]) -> tuple[Chosen | None, list[Grouped]]:
         run, name = pullback.run, f"{group[0].quantity.of} columns"

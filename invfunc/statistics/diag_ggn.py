@@ -41,7 +41,9 @@ def diag_ggn(
             `smooth_l1_loss`, `poisson_nll_loss`; for `nll_loss` and `kl_div` the input of the `log_softmax` or
             `logsigmoid` before it), or what `outputs(z)` marks.
         loss: `loss(outputs, target)`, convex in the outputs.
-        method: how. "dense" pulls back every column of a square root of H; "auto" may use the structure of f.
+        method: how. "dense" pulls back every column of a square root of H; "auto" uses the structure of f where an
+            estimate says that it pays (`explain` tells): columns whose receptive fields are disjoint share a pullback,
+            a narrow layer lets as many columns through as it is wide, and the last layer has a closed form.
         mc_samples: in place of all columns, this many that are drawn: the gradient of each sample's loss at a target
             from the model's predictive (categorical, normal of variance 1/2 for `mse_loss`, Bernoulli), times
             `sqrt(c / mc_samples)` for the scale c that the sample has in the loss. Losses with other element-wise
@@ -76,7 +78,9 @@ def diag_ggn(
     Composes with: `chunked` over outputs, samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: one forward pass and a pullback of M columns for M outputs of a sample (C - 1 for a cross entropy over C
-    classes), in blocks that fit the cache. A loss without known structure: twice the pullbacks, and its Hessian.
+    classes), in blocks that fit the cache. A loss without known structure: twice the pullbacks, and its Hessian. By
+    structure a convolutional network takes as many pullbacks as its receptive field has pixels, at every image size;
+    to find it takes a forward pass of one sample. Where the result is differentiated every column is pulled back.
     With mc_samples that many columns, whatever M is.
 
     Source: Schraudolph (2002); BackPACK's DiagGGNExact and DiagGGNMC (Dangel, Kunstner and Hennig, ICLR 2020).

@@ -136,7 +136,7 @@ class Classes:
         return torch.stack(found)
 
 
-def positions_of(cells: torch.Tensor) -> tuple[torch.Tensor, int]:
+def positions_of(cells: torch.Tensor) -> torch.Tensor:
     """The positions in each cell, `[classes, C, r]` of `[classes, P]`; P fills a cell up."""
     count, p = cells.shape
     width = int(cells.max()) + 1
@@ -151,4 +151,4 @@ def positions_of(cells: torch.Tensor) -> tuple[torch.Tensor, int]:
     number = torch.arange(len(unique), device=code.device) - (per_class.cumsum(0) - per_class)[klass]
     index = cells.new_full((count, max(1, int(per_class.max())), max(1, int(sizes.max()) if len(sizes) else 1)), p)
     index[klass[of], number[of], within] = order % p
-    return index, int(per_class.max())
+    return index

@@ -37,6 +37,11 @@ class Grouped(Protocol):
         ...
 
     @property
+    def rows(self) -> int:
+        """How many `products` gives for a group."""
+        ...
+
+    @property
     def groups(self) -> Groups: ...
 
     def layer(self, start: int, stop: int, part: slice) -> Cotangents:
@@ -66,7 +71,7 @@ class OfEntries:
 
     inner: Elementwise
 
-    rank = 1
+    rank = rows = 1
 
     @property
     def groups(self) -> Groups:
@@ -99,6 +104,10 @@ class OfPositions:
     @property
     def rank(self) -> int:
         return self.inner.logits.shape[1] - 1
+
+    @property
+    def rows(self) -> int:
+        return self.inner.logits.shape[1]
 
     @property
     def groups(self) -> Groups:
@@ -163,6 +172,8 @@ class Together:
     def rank(self) -> int:
         return self.inner.count
 
+    rows = rank
+
     @property
     def groups(self) -> Groups:
         device = self.inner.hessian.device
@@ -196,6 +207,10 @@ class Moved:
     @property
     def rank(self) -> int:
         return self.inner.rank
+
+    @property
+    def rows(self) -> int:
+        return self.inner.rows
 
     @property
     def alike(self) -> bool:

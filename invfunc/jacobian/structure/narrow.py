@@ -51,6 +51,8 @@ class Narrowed:
     def rank(self) -> int:
         return self.triangles.shape[2]
 
+    rows = rank
+
     @property
     def alike(self) -> bool:
         return len(self.triangles) == 1

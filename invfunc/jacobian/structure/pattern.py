@@ -13,12 +13,13 @@ import torch
 
 from invfunc._functorch import undispatched
 from invfunc.jacobian.checks import same_values
+from invfunc.jacobian.labels.labels import Labels
 from invfunc.jacobian.rules import Recipe
 from invfunc.jacobian.runs import Run
 from invfunc.jacobian.structure.cells import Layout, layout
-from invfunc.jacobian.structure.labels import Labels
 from invfunc.jacobian.structure.paths import Cut
 from invfunc.jacobian.trace.seen import Seen
+from invfunc.jacobian.trace.tags import Tap
 
 INPUTS = 0
 """The frame in which the inputs have coordinates."""
@@ -135,6 +136,19 @@ class Pattern:
         assert self.run is not None
         return all(self.labels.affine(z, self.frame_at(cut)) for z, _ in self.run.outputs.values())
 
+    def fits(self, run: Run) -> bool:
+        """Whether a run of other samples calls the same functions."""
+        assert self.run is not None
+        return run.trace.calls == self.run.trace.calls
+
+    @property
+    def complete(self) -> bool:
+        """Whether all outputs with a derivative have labels."""
+        assert self.run is not None
+        frames = [frame.number for frame in self.frames if frame.number == ALL]
+        active = [z for z, _ in self.run.outputs.values() if z.requires_grad]
+        return all(self.labels.of(z, frame) is not None for z in active for frame in frames)
+
     def at_outputs(self, frame: int) -> dict[int, torch.Tensor | None]:
         assert self.run is not None
         return {i: self.labels.of(z, frame) for i, (z, _) in self.run.outputs.items()}
@@ -151,13 +165,27 @@ def _over_outs(rows: torch.Tensor, known: Layout) -> torch.Tensor:
     return flat.reshape(rows.shape)
 
 
+def positions_apart(run: Run, pattern: Pattern, taps: list[Tap]) -> Layout | None:
+    """How the cotangents of a parameter fall apart into positions; None if columns have to be told apart first."""
+    (tap, *others) = taps
+    if others or not tap.derived.selected or tap.call is None:
+        return None
+    out = torch.empty(tap.call.out.shape, device="meta")
+    one = run.trace.axes[tap.site].expose(out, run.trace.n).shape[1:]
+    found = layout(tap.recipe, one, tap.param)
+    if found is None:
+        return None
+    known = [k.entries for k in pattern.layouts[tap.site] if k is not None]  # whose hulls were taken
+    return found if any(torch.equal(found.entries, entries) for entries in known) else None
+
+
 def alike(run: Run, alone: Run) -> bool:
     """Whether a run of the first sample alone does what one of several does, as far as can be seen."""
 
     def taps(run: Run) -> list[Any]:
         return [(t.site, t.derived.leaves, None if t.call is None else t.call.name) for t in run.trace.taps]
 
-    if alone.trace.escaped not in (None, "set") or run.trace.calls != alone.trace.calls:
+    if alone.trace.pattern is None or alone.trace.escaped not in (None, "set") or run.trace.calls != alone.trace.calls:
         return False
     if any(name.startswith("register_") for name in alone.trace.calls):  # a hook may change what flows back
         return False

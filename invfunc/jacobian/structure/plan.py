@@ -53,6 +53,9 @@ class Planner:
             self.why = f"`{lost}` hides the pattern" if lost else "one sample does not run as it does in the batch"
             return None
         pattern.run = found
+        if not pattern.complete:
+            self.why = "an output has no pattern"
+            return None
         self.why = "the structure would save nothing"
         search = Search(self.facts, pattern)
         ways = [some for k in range(len(cuts) + 1) for some in combinations(cuts, k)]

@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 
 from invfunc.jacobian.structure.boxes import Classes, empty
-from invfunc.jacobian.structure.groups import Grouped, OfPositions
+from invfunc.jacobian.structure.groups import Grouped
 from invfunc.jacobian.structure.narrow import Blocks
 from invfunc.jacobian.structure.paths import Cut
-from invfunc.jacobian.structure.pattern import ALL, LAST, Pattern
+from invfunc.jacobian.structure.pattern import ALL, LAST, Pattern, positions_apart
 from invfunc.jacobian.structure.sources import Source, members_of
 from invfunc.jacobian.structure.ways import RATE, Chosen, Facts, Stage
 
@@ -80,7 +80,8 @@ class Search:
         runs = 1 if stage.shared else facts.n
         cost += 8.0 * size * width + runs * width * sum(facts.work[s] for s in sites)
         ids = stage.blocks.ids(cut.width)
-        below = Source(min(stage.rows, width), lambda frame: [(pattern.at_cut(cut, frame), ids)])
+        rank = min(stage.rows, width)
+        below = Source(rank, rank, lambda frame: [(pattern.at_cut(cut, frame), ids)])
         return Step(stage, cost, above | sites, [below])
 
     def _at_outputs(self, grouped: Grouped) -> Source:
@@ -88,7 +89,7 @@ class Search:
             rows = self.pattern.at_outputs(frame)
             return [(rows[i], ids) for i, ids in grouped.groups.items()]
 
-        return Source(grouped.rank, parts, more=isinstance(grouped, OfPositions))
+        return Source(grouped.rank, grouped.rows, parts)
 
     def _stage(self, sources: list[Source], sites: frozenset[int], frame: int) -> Stage:
         plain = sum(s.rank * s.count for s in sources)
@@ -118,10 +119,10 @@ class Search:
             if classes.count == 1 and len(classes.codes) > 1:
                 places = members_of(classes.cells(rows.flatten(2), range(1))[0], len(classes.codes), cut.width)
                 members = members_of(classes.box, len(classes.codes), len(classes.box))
-                return Blocks(places, members), members.shape[1] * source.most
+                return Blocks(places, members), members.shape[1] * source.rows
         groups = torch.arange(sum(s.count for s in sources), device=rows.device)
         places = torch.arange(cut.width, device=rows.device)
-        return Blocks(places[None], groups[None]), sum(s.most * s.count for s in sources)
+        return Blocks(places[None], groups[None]), sum(s.rows * s.count for s in sources)
 
     @cached_property
     def closed(self) -> int | None:
@@ -132,7 +133,7 @@ class Search:
         taps = [t for t in facts.run.trace.taps if t.site == top]
         if not facts.local or any(facts.sites[i] != {top} for i in own) or len(own) < len(taps):
             return None
-        if not all(t.derived.selected for t in taps) or None in pattern.layouts[top]:
+        if any(positions_apart(facts.run, pattern, [t]) is None for t in taps) or None in pattern.layouts[top]:
             return None
         shape = pattern.boxes[LAST, top].shape[2:]
         return top if all(self._apart(s, shape, top) for s in facts.sources) else None

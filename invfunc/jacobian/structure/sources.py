@@ -17,15 +17,10 @@ class Source:
     """Groups of columns, and their boxes in each frame."""
 
     rank: int
+    rows: int
+    """In the products with directions, for each group."""
     parts: Callable[[int], list[tuple[torch.Tensor | None, torch.Tensor]]]
     """In a frame the boxes and the groups of the entries of each root."""
-    more: int = 0
-    """How many rows a group has beyond its rank where they are made."""
-
-    @property
-    def most(self) -> int:
-        """How many rows a group has where they are made."""
-        return self.rank + self.more
 
     @cached_property
     def count(self) -> int:

@@ -16,9 +16,10 @@ from invfunc.jacobian.shares import Shares
 from invfunc.jacobian.shares.pulled import Columns as Pulled
 from invfunc.jacobian.shares.pulled import Deltas
 from invfunc.jacobian.structure.boxes import Classes, positions_of
-from invfunc.jacobian.structure.cells import Layout, celled, layout
+from invfunc.jacobian.structure.cells import Layout, celled
 from invfunc.jacobian.structure.groups import Grouped
 from invfunc.jacobian.structure.narrow import Narrowed, Stretch, narrowed
+from invfunc.jacobian.structure.pattern import positions_apart
 from invfunc.jacobian.structure.ways import Chosen, Stage
 from invfunc.jacobian.trace.tags import Tap
 
@@ -103,23 +104,15 @@ class Stages:
             return
         taps = {i: [t for t in self.run.trace.taps if i in t.derived.leaves] for i in sorted(leaves)}
         sites = sorted({t.site for found in taps.values() for t in found})
-        ways = {i: self._way(found) for i, found in taps.items()}
+        ways = {i: positions_apart(self.run, self.chosen.pattern, found) for i, found in taps.items()}
         for source, classes in zip(sources, stage.classes, strict=True):
-            if not classes.count:
+            if not classes.count or not source.rank:
                 continue
             sweep = _Sweep(self, at, source, classes, stage.frame)
             for first, last, start, stop in self._passes(source, classes, sites):
                 deltas = sweep.pulled(first, last, start, stop, sites)
                 for i, found in taps.items():
                     sweep.measure(i, found, ways[i], range(first, last), deltas, measures)
-
-    def _way(self, taps: list[Tap]) -> Layout | None:
-        """How the cotangents of a parameter fall apart into positions; None if columns have to be told apart first."""
-        (tap, *others) = taps
-        if others or not tap.derived.selected or tap.call is None:
-            return None
-        one = self.run.trace.axes[tap.site].expose(torch.empty(tap.call.out.shape, device="meta"), self.run.trace.n)
-        return layout(tap.recipe, one.shape[1:], tap.param)
 
     def _passes(self, source: Grouped, classes: Classes, sites: list[int]) -> list[tuple[int, int, int, int]]:
         """Ranges of classes, and of the columns of their groups."""
@@ -163,7 +156,7 @@ class Stages:
                 continue
             for tap in self.run.trace.taps:
                 if tap.site == site:
-                    known = self._way([tap])
+                    known = positions_apart(self.run, self.chosen.pattern, [tap])
                     assert known is not None
                     count = known.entries.shape[1]
                     index = torch.arange(count, device=tap.param.device).reshape(1, count, 1)
@@ -225,7 +218,7 @@ class _Sweep:
             if torch.equal(positions, way.entries[0]):
                 return index
         rows = self.pattern.boxes[self.frame, site].flatten(2)[:, :, way.entries[0]]
-        known.append((way.entries[0], positions_of(self.classes.cells(rows, some))[0]))
+        known.append((way.entries[0], positions_of(self.classes.cells(rows, some))))
         return known[-1][1]
 
     def _apart(self, leaf: int, taps: list[Tap], some: range, deltas: Deltas, measures: Sequence[Measure]) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from invfunc._functorch import TorchDispatchMode, storage_of, unwatched
-from invfunc.jacobian.structure import moves, windows
-from invfunc.jacobian.structure.affine import affine
-from invfunc.jacobian.structure.regions import Frames, Region
-from invfunc.jacobian.structure.rule import RULES, Rows, Rule, Step, elementwise
+from invfunc.jacobian.labels import moves, windows
+from invfunc.jacobian.labels.affine import affine
+from invfunc.jacobian.labels.regions import Frames, Region
+from invfunc.jacobian.labels.rule import RULES, Rows, Rule, Step, elementwise
 
 _SHAPES = set(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided new_zeros "

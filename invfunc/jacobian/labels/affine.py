@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from invfunc.jacobian.structure.rule import Step
+from invfunc.jacobian.labels.rule import Step
 
 _LINEAR = set(
     "clone _to_copy contiguous positive neg add sub rsub copy fill zero cat concat concatenate stack flip roll "

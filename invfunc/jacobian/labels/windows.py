@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from invfunc.jacobian.structure.regions import NONE, blank
-from invfunc.jacobian.structure.rule import Rows, Step, flattened, joined, most, raised, rule
+from invfunc.jacobian.labels.regions import NONE, blank
+from invfunc.jacobian.labels.rule import Rows, Step, flattened, joined, most, raised, rule
 
 _POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _ADAPTIVE = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from invfunc.jacobian.structure.regions import NONE
-from invfunc.jacobian.structure.rule import (
+from invfunc.jacobian.labels.regions import NONE
+from invfunc.jacobian.labels.rule import (
     Rows,
     Step,
     behind,

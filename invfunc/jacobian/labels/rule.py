@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc.jacobian.structure.regions import blank
+from invfunc.jacobian.labels.regions import blank
 
 Rows = torch.Tensor | None
 """Labels `[rows, *shape]`; None: of nothing."""

@@ -1,0 +1,1 @@
+"""Which entries of some roots each entry of a tensor can depend on: boxes of coordinates, from the operations alone."""
