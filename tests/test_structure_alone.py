@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from invfunc import batch_diag_ggn, diag_ggn, ggn_trace
-from invfunc.jacobian.labels import labels, paths, plan
+from invfunc.jacobian.labels import labels
 from invfunc.jacobian.labels.rule import RULES
+from invfunc.jacobian.structure import paths, plan
 from invfunc.jacobian.structure.boxes import Classes
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.laws import composed
