@@ -95,14 +95,17 @@ def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
             ("Nbgcp", inputs.reshape(*inputs.shape[:2], groups, -1, math.prod(inputs.shape[3:]))),
         ]
 
-    def of_input(delta: torch.Tensor, part: Part) -> list[Term]:
+    def sent(delta: torch.Tensor) -> Term:
         delta = delta if delta.ndim == d + 4 else delta.unsqueeze(2)
+        return "VNbgop", delta.reshape(*delta.shape[:3], groups, width, math.prod(delta.shape[4:]))
+
+    def of_input(delta: torch.Tensor, part: Part) -> list[Term]:
         inputs = _stuffed(_channels(site, x, axis, part, d), stride)
         edges = [a * (k - 1) - p for a, k, p in zip(dilation, kernel, padding, strict=True)]
         pads = [(e, e + o) for e, o in zip(edges, extra, strict=True)]
         read = patches(inputs.flatten(0, 1), kernel, (1,) * d, pads, dilation)
         return [
-            ("VNbgop", delta.reshape(*delta.shape[:3], groups, width, math.prod(delta.shape[4:]))),
+            sent(delta),
             ("Nbgip", read.reshape(*inputs.shape[:2], groups, -1, read.shape[-1])),
         ]
 
@@ -111,7 +114,7 @@ def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
         return share.movedim(-1, lead + 2).flip(list(range(lead + 3, lead + 3 + d))).flatten(lead, lead + 1)
 
     work = weight.shape[0] * math.prod(kernel) * math.prod(call.out.shape[-d:])
-    of_patches = Recipe("gio", of_input, mirror, reads=(x,), work=work)
+    of_patches = Recipe("gio", of_input, mirror, reads=(x,), work=work, sent=sent)
     if all(s == 1 for s in stride):
         return of_patches
     return Recipe("gci", of_delta, reads=(x,), factored=of_patches)

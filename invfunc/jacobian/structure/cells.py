@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from invfunc.jacobian.contract import Term
 from invfunc.jacobian.rules import Part, Recipe
+
+_KEPT = 2**22
+"""Numbers that are kept of what one operation reads, while it is read again."""
 
 
 @dataclass
@@ -55,12 +59,51 @@ def layout(recipe: Recipe, one: torch.Size, like: torch.Tensor) -> Layout | None
     return None
 
 
-def celled(known: Layout, index: torch.Tensor) -> Recipe:
+@dataclass
+class Memory:
+    """What the operation of a tap reads, as its recipe lays it out, and taken cell by cell: kept while it is small."""
+
+    again: bool = False
+    """Whether other columns are going to read the same cells."""
+    kept: dict[tuple[int, int], list[Term]] = field(default_factory=dict)
+    cells: dict[tuple[int, int], list[Term]] = field(default_factory=dict)
+    index: torch.Tensor | None = None
+    """For which cells."""
+
+    def terms(self, recipe: Recipe, delta: torch.Tensor, part: Part) -> tuple[Term, Callable[[], list[Term]]]:
+        """The first term of a recipe, and how to get the others."""
+        if recipe.sent is not None:
+            return recipe.sent(delta), lambda: _known(self.kept, part, lambda: recipe.build(delta[:1], part)[1:])
+        first, *rest = recipe.build(delta, part)
+        return first, lambda: rest
+
+    def taken(self, index: torch.Tensor, part: Part, take: Callable[[], list[Term]]) -> list[Term]:
+        """What `take` gives for these cells."""
+        if self.index is not index:
+            self.index, self.cells = index, {}
+        return _known(self.cells, part, take) if self.again else take()
+
+
+def _known(kept: dict[tuple[int, int], list[Term]], part: Part, make: Callable[[], list[Term]]) -> list[Term]:
+    """What is kept of some samples, or made, and then kept unless that is too much."""
+    if not isinstance(part, slice):
+        return make()
+    key = part.start, part.stop
+    if key in kept:
+        return kept[key]
+    made = make()
+    if sum(x.numel() for terms in [*kept.values(), made] for _, x in terms) <= _KEPT:
+        kept[key] = made
+    return made
+
+
+def celled(known: Layout, index: torch.Tensor, memory: Memory | None = None) -> Recipe:
     """The shares of each cell for itself: `G[V, N, S, *output]`, with S for the cells of all classes.
 
     Cotangents come as `[classes * V, ...]`. `index [classes, C, r]` has the positions in each cell; the number of
-    positions, which is none of them, fills a cell up.
+    positions, which is none of them, fills a cell up. The memory is for what other classes and columns read again.
     """
+    memory = Memory() if memory is None else memory
     recipe, inner, sizes = known.recipe, known.inner, known.sizes
     classes, cells, width = index.shape
     positions = math.prod(sizes[c] for c in inner)
@@ -80,8 +123,19 @@ def celled(known: Layout, index: torch.Tensor) -> Recipe:
             at = at * sizes[c] + places[c]
         return "".join(c for c in labels if c not in own), x.index_select(-1, at)
 
+    def taken(others: list[Term]) -> list[Term]:
+        """What is read, position by position in each cell."""
+        terms = []
+        for labels, x in others:
+            if any(c in inner for c in labels):
+                kept, x = gathered(labels, x)
+                terms.append((kept + "S" + inner[0], x.unflatten(-1, (classes * cells, width))))
+            else:
+                terms.append((labels, x))
+        return terms
+
     def build(delta: torch.Tensor, part: Part) -> list[Term]:
-        (labels, first), *others = recipe.build(delta, part)
+        (labels, first), others = memory.terms(recipe, delta, part)
         v = len(delta) // classes
         order = [i for i, c in enumerate(labels) if c not in inner] + [labels.index(c) for c in inner]
         first = first.permute(order)
@@ -94,13 +148,7 @@ def celled(known: Layout, index: torch.Tensor) -> Recipe:
         first = first.reshape(*first.shape[:-1], cells, width)
         first = first.movedim(0, 2).movedim(-2, 3).flatten(2, 3)  # [v, N, classes * C, *outs, r]
         terms = [("VNS" + outs + inner[0], first)]
-        for labels, x in others:
-            if any(c in inner for c in labels):
-                kept, x = gathered(labels, x)
-                terms.append((kept + "S" + inner[0], x.unflatten(-1, (classes * cells, width))))
-            else:
-                terms.append((labels, x))
-        return terms
+        return terms + memory.taken(index, part, lambda: taken(others()))
 
     return replace(
         recipe, build=build, cells="S", many=cells, work=recipe.work * classes, sent=None, gram=None, factored=None

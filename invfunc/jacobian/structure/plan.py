@@ -14,7 +14,7 @@ from invfunc.jacobian.structure.ways import Chosen, Facts
 
 _FEW = 16
 """Columns below which nothing is looked for."""
-_LOOK = 2.0**25, 2.0**9
+_LOOK = 2.0**24.5, 2.0**9
 """What it costs to follow a site, and an entry there, in multiplications."""
 
 
@@ -41,7 +41,7 @@ class Planner:
             return None
         sizes = self.facts.run.trace.sizes
         look = len(sizes) * _LOOK[0] + sum(sizes) * _LOOK[1]
-        if not pays(self.facts.total, 20 * look, self.facts.dense_cost):  # to find nothing may cost a little
+        if not pays(self.facts.total, 16 * look, self.facts.dense_cost):  # to find nothing may cost a little
             self.why = "there are few columns"
             return None
         found_paths = paths(self.facts.run)

@@ -95,7 +95,10 @@ class Search:
         plain = sum(s.rank * s.count for s in sources)
         if not self.facts.local or not sites:
             return Stage(sites, None, plain if sites else 0, frame)
-        classes = [Classes(s.boxes(frame)) for s in sources]
+        boxes = [s.boxes(frame) for s in sources]
+        if all(bool((b == b[:, :, :1]).all()) for b in boxes):  # no column can share a pass with another
+            return Stage(sites, None, plain, frame)
+        classes = [Classes(b) for b in boxes]
         passes = sum(s.rank * c.passes for s, c in zip(sources, classes, strict=True))
         if passes >= plain:
             return Stage(sites, None, plain, frame)

@@ -16,7 +16,7 @@ from invfunc.jacobian.shares import Shares
 from invfunc.jacobian.shares.pulled import Columns as Pulled
 from invfunc.jacobian.shares.pulled import Deltas
 from invfunc.jacobian.structure.boxes import Classes, positions_of
-from invfunc.jacobian.structure.cells import Layout, celled
+from invfunc.jacobian.structure.cells import Layout, Memory, celled
 from invfunc.jacobian.structure.groups import Grouped
 from invfunc.jacobian.structure.narrow import Narrowed, Stretch, narrowed
 from invfunc.jacobian.structure.pattern import positions_apart
@@ -109,7 +109,9 @@ class Stages:
             if not classes.count or not source.rank:
                 continue
             sweep = _Sweep(self, at, source, classes, stage.frame)
-            for first, last, start, stop in self._passes(source, classes, sites):
+            passes = self._passes(source, classes, sites)
+            sweep.again = len(passes) > 1 and passes[0][:2] == passes[1][:2]
+            for first, last, start, stop in passes:
                 deltas = sweep.pulled(first, last, start, stop, sites)
                 for i, found in taps.items():
                     sweep.measure(i, found, ways[i], range(first, last), deltas, measures)
@@ -171,6 +173,9 @@ class _Sweep:
     def __init__(self, stages: Stages, at: Run, source: Grouped, classes: Classes, frame: int) -> None:
         self.stages, self.at, self.source, self.classes, self.frame = stages, at, source, classes, frame
         self.pattern = stages.chosen.pattern
+        self.again = False
+        """Whether the columns of a class come in several passes."""
+        self._memory: dict[int, Memory] = {}
         self._index: dict[tuple[int, range], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def pulled(self, first: int, last: int, start: int, stop: int, sites: list[int]) -> Deltas:
@@ -209,7 +214,8 @@ class _Sweep:
         else:
             (tap,) = taps
             index = self._positions(tap.site, way, some)
-            keep(leaf, shares(leaf, [replace(tap, recipe=celled(way, index))], deltas), measures)
+            recipe = celled(way, index, self._memory.setdefault(leaf, Memory(self.again)))
+            keep(leaf, shares(leaf, [replace(tap, recipe=recipe)], deltas), measures)
 
     def _positions(self, site: int, way: Layout, some: range) -> torch.Tensor:
         """The positions in each cell; what is sent back at one position has one box, as the pattern has made it."""
