@@ -203,6 +203,11 @@ def storage_of(x: torch.Tensor) -> int:
     return _plain(x).untyped_storage()._cdata
 
 
+def memory_of(x: torch.Tensor) -> Any:
+    """The memory itself, which lives as long as what is returned does; it knows its `nbytes()`."""
+    return _plain(x).untyped_storage()
+
+
 def base_of(x: torch.Tensor) -> torch.Tensor | None:
     """The tensor of which x is a view."""
     return x._base if x._is_view() else None

@@ -9,6 +9,7 @@ import torch
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.jacobian.plan import Options
 from invfunc.jacobian.quantity import Drawing, Of
+from invfunc.transform import describe
 
 
 def drawing(name: str, mc_samples: Any, generator: Any, sample: Any = None) -> Drawing | None:
@@ -53,10 +54,10 @@ def fisher_columns(name: str, fisher: str, mc_samples: int, generator: Any, samp
     return {"of": kinds[fisher]}
 
 
-def by_method(name: str, method: str) -> Options:
+def by_method(name: str, f: Any, method: str) -> Options:
     """Check how exact columns are to be pulled back."""
     if method not in ("auto", "dense"):
-        raise ArgumentError(f"{name}(method={method!r}): a method is one of 'auto', 'dense'.")
+        raise ArgumentError(f"{name}({describe(f)}, method={method!r}): a method is one of 'auto', 'dense'.")
     return Options(dense=method == "dense")
 
 

@@ -60,6 +60,6 @@ def batch_diag_ggn(
     Source: BackPACK's BatchDiagGGNExact (Dangel, Kunstner and Hennig, ICLR 2020).
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    how = by_method("batch_diag_ggn", method)
+    how = by_method("batch_diag_ggn", f, method)
     drawn = drawing("batch_diag_ggn", mc_samples, generator, sample)
     return Statistic("batch_diag_ggn", f, SquaresOfEach(), of="ggn", loss=loss, drawing=drawn, options=how, **options)

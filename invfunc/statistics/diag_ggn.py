@@ -97,5 +97,5 @@ def diag_ggn(
         has_aux=has_aux,
         samples=samples,
         drawing=drawing("diag_ggn", mc_samples, generator, sample),
-        options=by_method("diag_ggn", method),
+        options=by_method("diag_ggn", f, method),
     )

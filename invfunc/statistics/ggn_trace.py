@@ -57,6 +57,6 @@ def ggn_trace(
     Source: BackPACK's tutorial on extension hooks sums the diagonal so.
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    how = by_method("ggn_trace", method)
+    how = by_method("ggn_trace", f, method)
     drawn = drawing("ggn_trace", mc_samples, generator, sample)
     return Statistic("ggn_trace", f, Trace(per_parameter), of="ggn", loss=loss, drawing=drawn, options=how, **options)

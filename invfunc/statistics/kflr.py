@@ -61,6 +61,6 @@ def kflr(
         KroneckerFactors(weight_sharing, joint),
         of="ggn",
         loss=loss,
-        options=by_method("kflr", method),
+        options=by_method("kflr", f, method),
         **options,
     )

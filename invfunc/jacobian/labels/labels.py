@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import TorchDispatchMode, storage_of, unwatched
+from invfunc._functorch import TorchDispatchMode, memory_of, storage_of, unwatched
 from invfunc.jacobian.labels import moves, windows
 from invfunc.jacobian.labels.affine import affine
 from invfunc.jacobian.labels.regions import Frames, Region
@@ -103,7 +103,7 @@ class Labels(TorchDispatchMode):
             at = [c.detach().to(x.device, torch.float32).expand(x.shape) for c in coordinates]
             rows = torch.stack([*(-c for c in at), *at])
             new = frame not in self._region(x).frames
-            whole = x.is_contiguous() and x.numel() * x.element_size() == x.untyped_storage().nbytes()
+            whole = x.is_contiguous() and x.numel() * x.element_size() == memory_of(x).nbytes()
             self._put(x, rows, frame)
             region = self._region(x)
             if new or whole:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from invfunc._functorch import memory_of
+
 NONE = -math.inf
 """The label of what depends on no root."""
 Frames = tuple[int, ...]
@@ -15,12 +17,12 @@ Frames = tuple[int, ...]
 class Region:
     """One storage and its labels, `[rows, elements]`, those of a frame next to each other; a larger label is wider."""
 
-    __slots__ = ("storage", "itemsize", "count", "frames", "rows", "heights", "affine", "owned", "blurred")
+    __slots__ = ("memory", "itemsize", "count", "frames", "rows", "heights", "affine", "owned", "blurred")
 
     def __init__(self, x: torch.Tensor, frames: Frames, rows: torch.Tensor, heights: dict[int, int]) -> None:
-        self.storage = x.untyped_storage()  # kept: the memory of a tensor that died would be another's
+        self.memory = memory_of(x)  # kept: the memory of a tensor that died would be another's
         self.itemsize = x.element_size()
-        self.count = self.storage.nbytes() // self.itemsize
+        self.count = self.memory.nbytes() // self.itemsize
         self.frames, self.rows, self.heights = frames, rows, heights
         self.affine: frozenset[int] = frozenset()
         self.owned = False  # whether no other region has the same rows
@@ -29,7 +31,7 @@ class Region:
     @classmethod
     def blank(cls, x: torch.Tensor, frames: Frames, heights: dict[int, int]) -> Region:
         """Without any label yet."""
-        count = x.untyped_storage().nbytes() // x.element_size()
+        count = memory_of(x).nbytes() // x.element_size()
         region = cls(x, frames, blank(x, (sum(heights[f] for f in frames), count)), heights)
         region.owned = True
         return region
@@ -38,7 +40,7 @@ class Region:
     def holding(cls, x: torch.Tensor, rows: torch.Tensor, frames: Frames, heights: dict[int, int]) -> Region:
         """Of a new tensor with the labels `[rows, *x.shape]`, or what broadcasts to it."""
         wanted = (rows.shape[0], *x.shape)
-        if x.is_contiguous() and x.numel() * x.element_size() == x.untyped_storage().nbytes():
+        if x.is_contiguous() and x.numel() * x.element_size() == memory_of(x).nbytes():
             return cls(x, frames, rows.expand(wanted).reshape(rows.shape[0], -1).contiguous(), heights)
         region = cls.blank(x, frames, heights)
         _view(region.rows, x).copy_(rows.expand(wanted))
@@ -109,7 +111,7 @@ class Region:
         """A storage may have grown, or be read as elements of another size."""
         if x.element_size() != self.itemsize:
             self._blur()
-        count = self.storage.nbytes() // self.itemsize
+        count = self.memory.nbytes() // self.itemsize
         if count > self.count and not self.blurred:
             self.rows = torch.cat([self.rows, blank(self.rows, (self.rows.shape[0], count - self.count))], 1)
             self.count, self.owned = count, True

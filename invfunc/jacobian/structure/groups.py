@@ -263,7 +263,7 @@ def _moved(columns: Affine, inner: Grouped) -> Moved | None:
     (own,) = inner.groups.values()
     block = columns.inner.block(0, 1, slice(None)).left[columns.root]
     n, count = block.shape[1], own.numel()
-    generator = torch.Generator().manual_seed(count)
+    generator = torch.Generator()  # of its own, with torch's own seed
     shuffled = [torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(2))]
     numbers = torch.stack([torch.ones(count), *(p + 1.0 for p in shuffled)]).to(block)
     scale, *found = columns.pull(numbers.reshape(4, 1, *own.shape).expand(4, n, *own.shape), slice(None))

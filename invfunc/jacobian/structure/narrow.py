@@ -136,7 +136,7 @@ class Stretch:
 
         torch differentiates some backward passes wrongly, and f may treat the places of a batch differently.
         """
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator()  # of its own, with torch's own seed
         numbers = {
             i: torch.randn(z.shape, generator=generator).to(z) for i, (z, _) in self.outputs.items() if i in moved
         }
