@@ -42,7 +42,7 @@ class Planner:
         sizes = self.facts.run.trace.sizes
         look = len(sizes) * _LOOK[0] + sum(sizes) * _LOOK[1]
         if not pays(self.facts.total, 16 * look, self.facts.dense_cost):  # to find nothing may cost a little
-            self.why = "there are few columns"
+            self.why = "there are few columns" if self.facts.total < _FEW else "all columns are little work"
             return None
         found_paths = paths(self.facts.run)
         cuts = self._candidates(found_paths)
