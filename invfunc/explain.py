@@ -35,7 +35,7 @@ def explain(statistic: Statistic) -> Callable[..., Explanation]:
 
     Composes with: `chunked` over samples inside of it.
 
-    Cost: a forward pass, and one of a single sample that finds the structure.
+    Cost: a forward pass; where structure is looked for, another one and one of a single sample.
 
     Source: this library.
     """

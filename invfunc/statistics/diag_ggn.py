@@ -80,7 +80,8 @@ def diag_ggn(
     Cost: one forward pass and a pullback of M columns for M outputs of a sample (C - 1 for a cross entropy over C
     classes), in blocks that fit the cache. A loss without known structure: twice the pullbacks, and its Hessian. By
     structure a convolutional network takes as many pullbacks as its receptive field has pixels, at every image size;
-    to find it takes a forward pass of one sample. Where the result is differentiated every column is pulled back.
+    to find it takes one more forward pass, and one of a single sample. Where the result is differentiated every column
+    is pulled back.
     With mc_samples that many columns, whatever M is.
 
     Source: Schraudolph (2002); BackPACK's DiagGGNExact and DiagGGNMC (Dangel, Kunstner and Hennig, ICLR 2020).
