@@ -77,3 +77,7 @@ class ReplayError(InvFuncError, RuntimeError):
 
 class RangeError(InvFuncError, ValueError):
     """A number is not on a fixed-point grid, or outside of its range."""
+
+
+class InvFuncWarning(UserWarning):
+    """Base of all warnings of this library."""

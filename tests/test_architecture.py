@@ -174,7 +174,7 @@ class TestPublicNames:
     def test_errors_are_those_of_the_family(self):
         assert "invfunc.errors.InvFuncError" in (ROOT / "README.md").read_text()
         for name in set(invfunc.__all__) - set(self.FUNCTIONS) - self.CLASSES - {"layers"}:
-            assert issubclass(getattr(invfunc, name), invfunc.InvFuncError)
+            assert issubclass(getattr(invfunc, name), (invfunc.InvFuncError, invfunc.InvFuncWarning))
 
     @pytest.mark.parametrize("name", FUNCTIONS)
     def test_docstrings_have_all_parts(self, name):
@@ -194,6 +194,16 @@ class TestPrivateTorch:
         vmap(lambda x: seen.append(_functorch.transforming()) or x)(torch.ones(2))
         grad(lambda x: seen.append(_functorch.transforming()) or x)(torch.ones(()))
         assert seen == [True, True] and not _functorch.transforming()
+
+    def test_compiled_functions_run_as_they_were_written(self):
+        seen = []
+        part = torch.compile(lambda x: seen.append(_functorch.compiled_within(depth)) or x.sin(), backend="eager")
+        depth = _functorch.here()
+        assert not _functorch.compiled_within(depth)
+        stance = torch._dynamo.eval_frame._stance
+        with _functorch.Uncompiled(), _functorch.Uncompiled():
+            part(torch.ones(2))
+        assert seen == [True] and torch._dynamo.eval_frame._stance is stance
 
     def test_wrappers_are_taken_off(self):
         x, seen = torch.ones(3, 2), []

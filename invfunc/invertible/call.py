@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, saving_hooks, under, unwatched, version
+from invfunc._functorch import Uncompiled, innermost, saving_hooks, under, unwatched, version
 from invfunc.errors import InverseError, InvFuncError, ReplayError
 from invfunc.invertible.pair import Invertible
 from invfunc.invertible.recall import INVERSE, OUTSIDE, Other, Recall
 from invfunc.invertible.replay import Replay
+from invfunc.invertible.report import Report
 from invfunc.invertible.watch import Watch
 from invfunc.jacobian.trace.trace import Trace
 from invfunc.transform import told
@@ -41,8 +42,10 @@ class Call:
         kept: Sequence[int] = (),
         random: bool = True,
         tolerance: float | None = None,
+        report: Report | None = None,
     ) -> None:
         self.pair = pair
+        self.report = report or Report(called=True)
         self.kept = kept
         self._x = x
         self._rest = rest
@@ -84,10 +87,11 @@ class Call:
                 self.moments.append(_Moment(fn, shapes, before, self._moment(tensors).shared_with(before)))
             return result
 
-        self._watch = watch = Watch(given, closed, self._generators)
+        self._watch = watch = Watch(given, closed, self._generators, self.report)
         with watch:
             y = self._forward(xs, rest, noted)
         del self._watch
+        self.report.called = True
         self._others = watch.outside(len(xs), self._hooks)
         replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
         for generator, state in watch.drawn if self._random else ():
@@ -112,7 +116,8 @@ class Call:
     def _forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> Any:
         args, kwargs = self._rest.join(rest)
         shared = Evaluations(evaluate).of(self.pair.shared)
-        y = self.pair.forward(*shared, self._x.join(xs), *args, **kwargs)
+        with Uncompiled():
+            y = self.pair.forward(*shared, self._x.join(xs), *args, **kwargs)
         self.pair.apart(y)
         return y
 
@@ -190,7 +195,7 @@ class Call:
         evaluations = Evaluations(backwards)
         shared = evaluations.of(self.pair.shared)
         before = [version(t) for t in (*sources, *rest)]
-        with self._start.again(), recall, recall.within(INVERSE):
+        with self._start.again(), recall, recall.within(INVERSE), Uncompiled():
             x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if [version(t) for t in (*sources, *rest)] != before:
             raise ReplayError(

@@ -17,6 +17,7 @@ from invfunc.invertible.call import Call, Tensors
 from invfunc.invertible.function import noded
 from invfunc.invertible.hooks import hooked
 from invfunc.invertible.pair import Invertible
+from invfunc.invertible.report import Report
 from invfunc.jacobian.trace.trace import Trace
 from invfunc.jacobian.twice import TwiceDifferentiable
 from invfunc.transform import check_callable, describe, told
@@ -80,7 +81,8 @@ def invertible_checkpoint(
         tensor([2., 2.])
 
     Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
-    memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is.
+    memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is. What f
+    calls that was compiled by itself runs as it was written, and there is a warning.
     Statistics of this library look through it, and read again what layers read, in place of keeping it; inside of
     torch.func, or with a second derivative (`diag_hessian`, `hvp`, results that require grad), they take f as it is.
 
@@ -160,8 +162,7 @@ class Checkpointed:
     check: bool | float = False
     min_bytes: int = 0
     has_aux: bool = False
-    _needs_a_node: list[bool] = field(default_factory=list, compare=False)
-    """Not empty where f turned out to use torch.func itself, beside which saved tensors have no hooks."""
+    _report: Report = field(default_factory=Report, compare=False)
 
     def __post_init__(self) -> None:
         if self.has_aux and not self.pair.hidden:
@@ -206,8 +207,8 @@ class Checkpointed:
         if any(not 0 <= i < len(xs) for i in kept):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {len(xs)} of them.")
         tolerance = _tolerance(self.check, xs)
-        call = Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance)
-        if kinds or self._needs_a_node:
+        call = Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, self._report)
+        if kinds or self._report.needs_a_node:
             y, ys = noded(call, xs, rest)
         else:
             try:
@@ -216,9 +217,9 @@ class Checkpointed:
                 if not hooks_refused(error):
                     raise
                 call.take_back()
-                call = Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance)
+                call = Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, self._report)
                 y, ys = noded(call, xs, rest)
-                self._needs_a_node.append(True)
+                self._report.needs_a_node = True
         if tolerance is not None and len(kept) < len(xs):
             _check(call, xs, ys, rest, tolerance)
         return y
@@ -226,7 +227,7 @@ class Checkpointed:
     def _followed_closely(self, kinds: set[str]) -> bool:
         """Whether a statistic looks on that would not see into a node, or writes out for its second derivative what the
         evaluation in the backward pass would not."""
-        return under(TwiceDifferentiable) or (bool(kinds or self._needs_a_node) and under(Trace))
+        return under(TwiceDifferentiable) or (bool(kinds or self._report.needs_a_node) and under(Trace))
 
 
 def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:

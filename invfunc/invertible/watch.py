@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import level_of, storage_of, version
+from invfunc._functorch import compiled_within, here, level_of, storage_of, version
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.invertible.recall import Other, Sight
+from invfunc.invertible.report import Report
 from invfunc.invertible.slots import Hooks
 
 _RUNNING = {torch.nn.functional.batch_norm: (1, 2, 5), torch.batch_norm: (3, 4, 5)}
@@ -24,13 +25,17 @@ class Watch(Sight):
         given: the tensors that the function is given.
         closed: whether no gradient reaches what is not given, so that reading a tensor that needs one is an error.
         generators: grows by the random number generators that the function draws from.
+        report: where compiled parts are told of.
     """
 
-    def __init__(self, given: Sequence[torch.Tensor], closed: bool, generators: list[torch.Generator]) -> None:
+    def __init__(
+        self, given: Sequence[torch.Tensor], closed: bool, generators: list[torch.Generator], report: Report
+    ) -> None:
         super().__init__(given)
         self._given = given
         self._closed = closed
         self._generators = generators
+        self._report = report
         self._versions = [version(tensor) for tensor in given]
         self._outside: dict[int, _Outside] = {}
         self._order: dict[int, list[_Outside]] = {}
@@ -39,6 +44,8 @@ class Watch(Sight):
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._report.called and compiled_within(self._entered):
+            self._report.compiled()
         generator = kwargs.get("generator")
         if isinstance(generator, torch.Generator) and not any(generator is known for known in self._generators):
             self.drawn.append((generator, generator.get_state()))
@@ -69,6 +76,10 @@ class Watch(Sight):
                 known.read = True
         self._enter(result, outer)
         return result
+
+    def __enter__(self) -> Watch:
+        self._entered = 0 if self._report.called else here()
+        return super().__enter__()
 
     def _note(self, tensor: torch.Tensor) -> _Outside:
         known = self._outside.setdefault(id(tensor), _Outside(tensor, tensor))
