@@ -174,9 +174,9 @@ class General:
 
 
 def safe_root(x: torch.Tensor) -> torch.Tensor:
-    """The square root, which has no derivative at 0: there it is 0."""
-    some = x > 0
-    return torch.where(some, torch.where(some, x, 1).sqrt(), 0)
+    """The square root, which has no derivative at 0: there it is 0. That of NaN is NaN."""
+    none = x <= 0
+    return torch.where(none, 0, torch.where(none, 1, x).sqrt())
 
 
 @dataclass
@@ -212,8 +212,15 @@ def rooted(columns: Columns, which: str) -> Columns:
     if not isinstance(columns, General):
         return Weighted(columns)
     h = columns.hessian
-    values, vectors = torch.linalg.eigh(h.to(torch.promote_types(h.dtype, torch.float32)))
+    values, vectors = _eigh(h.to(torch.promote_types(h.dtype, torch.float32)))
     return Root(columns.shapes, (vectors * values.clamp(min=0).sqrt().unsqueeze(1)).to(h.dtype))
+
+
+def _eigh(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `[n, M, M]`; those of a matrix with NaN or inf in it, at which LAPACK gives up, are NaN."""
+    wrong = ~h.detach().isfinite().all(2).all(1)[:, None]
+    values, vectors = torch.linalg.eigh(h.masked_fill(wrong[:, None], 0))
+    return values.masked_fill(wrong, torch.nan), vectors
 
 
 def joined_block(made: list[Columns], start: int, stop: int, part: slice, n: int) -> Block:

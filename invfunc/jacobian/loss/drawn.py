@@ -68,8 +68,8 @@ def _bernoulli(columns: Elementwise, count: int, generator: torch.Generator) -> 
     p = columns.logits.sigmoid()
     number = _uniform((count, *p.shape), p, generator)
     variance = p * (1 - p)
-    some = variance > 0
-    return torch.where(some, (p - (number < p).to(p.dtype)) * torch.where(some, variance, 1).rsqrt(), 0)
+    none = variance <= 0
+    return torch.where(none, 0, (p - (number < p).to(p.dtype)) * torch.where(none, 1, variance).rsqrt())
 
 
 def _signs(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:

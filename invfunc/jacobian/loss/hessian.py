@@ -86,6 +86,8 @@ def columns(scope: Scope, piece: Piece, slope: torch.Tensor, root: Root | None, 
     return Affine(made, root.ordinal, pull)
 
 
+_CORNERED = {"huber_loss", "smooth_l1_loss"}
+"""Their second derivative is the outcome of a comparison, and torch's is 0 at NaN."""
 _PREDICTIVE = {
     "mse_loss": "normal",
     **dict.fromkeys(("binary_cross_entropy_with_logits", "logsigmoid", "log_sigmoid"), "bernoulli"),
@@ -97,6 +99,7 @@ def _elementwise(scope: Scope, piece: Piece, slope: torch.Tensor, n: int, convex
     assert first is not None
     (second,) = scope.grad([first], [piece.input], [torch.ones_like(first)], batched=False)
     second = torch.zeros_like(piece.input) if second is None else second
+    second = second.masked_fill(first.isnan(), torch.nan) if piece.call.name in _CORNERED else second
     diagonal = scope.leave(second)
     if convex:
         _check_sign(diagonal, piece.call.name)
@@ -197,8 +200,9 @@ def _general(scope: Scope, result: torch.Tensor, roots: list[Root], n: int, conv
 
 
 def _check_sign(values: torch.Tensor, name: str) -> None:
-    raw = innermost(values)
-    if raw.numel() and bool((raw < -16 * torch.finfo(raw.dtype).eps * raw.abs().max()).any()):
+    raw = innermost(values.detach())
+    largest = raw.abs().nan_to_num(0, 0, 0).amax() if raw.numel() else 0  # a sample with NaN hides no other
+    if bool((raw < -16 * torch.finfo(raw.dtype).eps * largest).any()):
         raise ConvexityError(f"the result is not convex in the outputs: `{name}` comes with a negative factor.")
 
 
@@ -210,7 +214,7 @@ def _check_convex(h: torch.Tensor) -> None:
     eye = torch.eye(h.shape[-1], dtype=detached.dtype, device=h.device)
     shift = (scale * eps + torch.finfo(h.dtype).tiny)[:, None, None]
     info = torch.linalg.cholesky_ex((detached + detached.mT) / 2 + shift * eye).info
-    if bool((innermost(info) != 0).any()) and bool(innermost(detached).isfinite().all()):
+    if bool(innermost((info != 0) & detached.isfinite().all(2).all(1)).any()):
         raise ConvexityError(
             "the loss is not convex in the outputs, so it has no generalised Gauss-Newton matrix. Move the outputs "
             "behind what makes it so with `outputs(z)`, or use a loss that is convex in them."

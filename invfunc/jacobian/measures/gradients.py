@@ -8,6 +8,7 @@ import torch
 
 from invfunc.errors import ArgumentError
 from invfunc.jacobian.contract import joined
+from invfunc.jacobian.loss.columns import safe_root
 from invfunc.jacobian.measures.measure import Found, Measure, State
 from invfunc.jacobian.shares import Shares
 
@@ -92,9 +93,7 @@ class ClippedSum(Measure):
         self.max_norm = max_norm
 
     def joint(self, states: list[State], zeros: torch.Tensor) -> torch.Tensor:
-        square = sum((torch.cat(state) for state in states), zeros)
-        some = square > 0  # the square root has no derivative at 0
-        return torch.where(some, torch.where(some, square, 1).sqrt(), 0)
+        return safe_root(sum((torch.cat(state) for state in states), zeros))
 
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
         assert joint is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from invfunc import tree
 from invfunc.jacobian.contract import Term, outer, summed
 from invfunc.jacobian.measures.measure import Found, Measure, State
 from invfunc.jacobian.rules import Part, Recipe
@@ -151,8 +152,15 @@ class CorrectedFactors(KroneckerFactors):
     axes = ("outputs", "params")
 
     def then(self, results: dict[int, list[Any]]) -> Measure:
-        bases = {i: None if one is None else one.eigen() for i, (one,) in results.items()}
+        bases = {i: None if one is None else _basis(one) for i, (one,) in results.items()}
         return InEigenbasis(bases, self.joined)
+
+
+def _basis(matrix: Kronecker) -> Kronecker:
+    """The form with values; of factors with NaN or inf in them, all of it is NaN."""
+    fine = torch.stack([f.isfinite().all() for f in matrix.factors]).all()
+    found = tree.map_leaves(lambda f: f.masked_fill(~fine, 0), matrix).eigen()
+    return tree.map_leaves(lambda x: x.masked_fill(~fine, torch.nan), found)
 
 
 class InEigenbasis(Measure):
