@@ -292,7 +292,7 @@ X, W = torch.ones(2, WIDTH), torch.ones(2, 2)
 
 
 class TestErrors:
-    @pytest.mark.parametrize("params", [[W], [W] * 3, W, "ab", None, {"a": W, "b": W}, {1, 2}], ids=repr)
+    @pytest.mark.parametrize("params", [[W], [W] * 3, W, "ab", {"a": W, "b": W}, {1, 2}], ids=repr)
     def test_of_other_than_one_entry_for_each_block(self, params):
         for call in (chain(mixed, mixed), invert(chain(layers.linear(), layers.linear()))):
             with pytest.raises(ArgumentError, match="has to be a list with an entry for each of the 2 blocks"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,25 +60,7 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
     """
     _check_anchor("chain", anchor_every)
     checkpointed = tuple(_checkpointed(block, f"chain: block {i}") for i, block in enumerate(blocks))
-    name = f"chain({', '.join(repr(block.pair) for block in checkpointed)})"
-
-    def steps(params: Any) -> list[Step]:
-        if (
-            isinstance(params, (str, dict, torch.Tensor))
-            or not isinstance(params, Sequence)
-            or len(params) != len(blocks)
-        ):
-            given = f"{len(params)} entries" if isinstance(params, (list, tuple)) else type(params).__name__
-            raise ArgumentError(
-                f"{name}(x, params): params is {given}, but has to be a list with an entry for each of the "
-                f"{len(blocks)} blocks (None for a block without parameters)."
-            )
-        return _anchored(zip(checkpointed, params, strict=True), anchor_every)
-
-    def changed(change: Callable[[Checkpointed], Checkpointed]) -> Invertible:
-        return chain(*map(change, checkpointed), anchor_every=anchor_every)
-
-    return _sequence(steps, changed, any(block.pair.hidden for block in checkpointed), name)
+    return _Chain(checkpointed, anchor_every).pair()
 
 
 def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
@@ -114,46 +97,113 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
     Source: `jax.lax.scan`, whose parameters are stacked in this way.
     """
     _check_anchor("repeated", anchor_every)
-    checkpointed = _checkpointed(block, "repeated")
-    name = f"repeated({checkpointed.pair!r})"
-
-    def steps(params: Any) -> list[Step]:
-        each = params if isinstance(params, list) else _unstacked(params, name)
-        return _anchored(((checkpointed, p) for p in each), anchor_every)
-
-    def changed(change: Callable[[Checkpointed], Checkpointed]) -> Invertible:
-        return repeated(change(checkpointed), anchor_every=anchor_every)
-
-    return _sequence(steps, changed, checkpointed.pair.hidden, name)
+    return _Repeated((_checkpointed(block, "repeated"),), anchor_every).pair()
 
 
-def _sequence(steps: Callable[[Any], list[Step]], changed: Callable, hidden: bool, name: str) -> Invertible:
-    """The blocks that `steps` makes of parameters, as one."""
+@dataclass(frozen=True, eq=False)
+class _Sequence(Composition):
+    """Blocks, as one."""
 
-    def keeping(keep: bool | tuple[int, ...]) -> Invertible:
-        def first_keeps(params: Any) -> list[Step]:
-            blocks = steps(params)
-            return [(replace(g, keep=g.keep if i else keep), p) for i, (g, p) in enumerate(blocks)]
+    blocks: tuple[Checkpointed, ...]
+    anchor_every: int | None
+    keep: bool | tuple[int, ...] | None = None
+    """What the first step keeps, where that is not what its block says."""
 
-        return _sequence(first_keeps, changed, hidden, name)
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What `repr` says."""
 
-    def forward(x: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    @abstractmethod
+    def each(self, params: Any) -> Iterable[Step]:
+        """The steps for some parameters."""
+
+    def steps(self, params: Any) -> list[Step]:
+        every, found = self.anchor_every, list(self.each(params))
+        for i, (g, p) in enumerate(found):
+            if every is not None and i and i % every == 0:
+                found[i] = replace(g, keep=True), p
+            elif i == 0 and self.keep is not None:
+                found[i] = replace(g, keep=self.keep), p
+        return found
+
+    def changed(self, change: Callable[[Any], Any]) -> Invertible:
+        blocks = tuple(_checkpointed(change(block), self.name) for block in self.blocks)
+        return replace(self, blocks=blocks).pair()
+
+    def keeping(self, keep: bool | tuple[int, ...]) -> Invertible:
+        return replace(self, keep=keep).pair()
+
+    def pair(self) -> Invertible:
+        """The `Invertible` that it is."""
+        return Invertible(self.forward, self.inverse, hidden=self.hidden, name=self.name, composition=self)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether a block hides something."""
+        return any(block.pair.hidden for block in self.blocks)
+
+    def forward(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         seen = []
-        for g, p in steps(params):
+        for g, p in self.steps(params):
             x = g(x) if p is None else g(x, p, *args, **kwargs)
             x, own = x if g.pair.hidden else (x, None)
             seen.append(own)
-        return (x, seen) if hidden else x
+        return (x, seen) if self.hidden else x
 
-    def inverse(y: Any, *given: Any, **kwargs: Any) -> Any:
-        seen, params, *args = given if hidden else (None, *given)
-        blocks = steps(params)
+    def inverse(self, y: Any, *given: Any, **kwargs: Any) -> Any:
+        seen, *behind = given if self.hidden else (None, *given)
+        params, *args = behind or [None]
+        blocks = self.steps(params)
         for (g, p), own in zip(reversed(blocks), reversed(seen or [None] * len(blocks)), strict=True):
             back = _inverse(g, own)
             y = back(y) if p is None else back(y, p, *args, **kwargs)
         return y
 
-    return Invertible(forward, inverse, hidden=hidden, name=name, composition=Composition(steps, changed, keeping))
+
+class _Chain(_Sequence):
+    @property
+    def name(self) -> str:
+        return f"chain({', '.join(repr(block.pair) for block in self.blocks)})"
+
+    def each(self, params: Any) -> Iterable[Step]:
+        if params is None:
+            params = [None] * len(self.blocks)
+        is_list = isinstance(params, Sequence) and not isinstance(params, (str, torch.Tensor))
+        if not is_list or len(params) != len(self.blocks):
+            given = f"{len(params)} entries" if isinstance(params, (list, tuple)) else type(params).__name__
+            raise ArgumentError(
+                f"{self.name}(x, params): params is {given}, but has to be a list with an entry for each of the "
+                f"{len(self.blocks)} blocks (None for a block without parameters)."
+            )
+        return zip(self.blocks, params, strict=True)
+
+
+class _Repeated(_Sequence):
+    @property
+    def name(self) -> str:
+        return f"repeated({self.blocks[0].pair!r})"
+
+    def each(self, params: Any) -> Iterable[Step]:
+        (block,) = self.blocks
+        if params is None:
+            raise ArgumentError(
+                f"{self.name}(x, params): params says how often, as a list with an entry for each time or as stacked "
+                "tensors. A block without parameters is repeated n times by [None] * n."
+            )
+        return ((block, p) for p in (params if isinstance(params, list) else self._unstacked(params)))
+
+    def _unstacked(self, params: Any) -> list[Any]:
+        """The parameters of each time, from those that are stacked."""
+        tensors, form = tree.separate(params)
+        sizes = {t.shape[0] if t.dim() else None for t in tensors}
+        if len(sizes) != 1 or None in sizes:
+            shapes = ", ".join(str(list(t.shape)) for t in tensors) or "none"
+            raise ArgumentError(
+                f"{self.name}(x, params): stacked parameters have one leading size, that of the number of blocks, but "
+                f"the tensors have the shapes {shapes}. A list has an entry for each block instead."
+            )
+        return [form.join(each) for each in zip(*(t.unbind(0) for t in tensors), strict=True)]
 
 
 def _inverse(g: Checkpointed, hidden: Any) -> Callable:
@@ -181,23 +231,3 @@ def _check_anchor(name: str, anchor_every: int | None) -> None:
         raise ArgumentError(
             f"{name}(..., anchor_every={anchor_every!r}): a whole number of blocks from 1 on is wanted."
         )
-
-
-def _anchored(steps: Iterable[Step], every: int | None) -> list[Step]:
-    return [
-        (replace(g, keep=True) if every is not None and i and i % every == 0 else g, p)
-        for i, (g, p) in enumerate(steps)
-    ]
-
-
-def _unstacked(params: Any, name: str) -> list[Any]:
-    """The parameters of each time, from those that are stacked."""
-    tensors, form = tree.separate(params)
-    sizes = {t.shape[0] if t.dim() else None for t in tensors}
-    if len(sizes) != 1 or None in sizes:
-        shapes = ", ".join(str(list(t.shape)) for t in tensors) or "none"
-        raise ArgumentError(
-            f"{name}(x, params): stacked parameters have one leading size, that of the number of blocks, but the "
-            f"tensors have the shapes {shapes}. A list has an entry for each block instead."
-        )
-    return [form.join(each) for each in zip(*(t.unbind(0) for t in tensors), strict=True)]

@@ -18,6 +18,7 @@ from invfunc.invertible.function import noded
 from invfunc.invertible.hooks import hooked
 from invfunc.invertible.pair import Invertible
 from invfunc.invertible.report import Report
+from invfunc.invertible.value import Value
 from invfunc.jacobian.trace.trace import Trace
 from invfunc.jacobian.twice import TwiceDifferentiable
 from invfunc.transform import check_callable, describe, told
@@ -153,7 +154,7 @@ def _no_inverse(y: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True, repr=False)
-class Checkpointed:
+class Checkpointed(Value):
     """A function that is its pair's forward in every respect but memory."""
 
     pair: Invertible
@@ -301,8 +302,19 @@ def state_first(f: Callable) -> Callable:
     """
     check_callable("state_first", f)
 
-    def swapped(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
-        return f(second, first, *args, **kwargs)
+    return _Swapped(f)
 
-    swapped.__name__ = swapped.__qualname__ = f"state_first({describe(f)})"
-    return swapped
+
+@dataclass(frozen=True, repr=False)
+class _Swapped(Value):
+    f: Callable
+
+    @property
+    def __name__(self) -> str:
+        return f"state_first({describe(self.f)})"
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(self, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.f(second, first, *args, **kwargs)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.exact import Grid
-from invfunc.invertible.pair import Invertible
+from invfunc.invertible.pair import Invertible, Law
+from invfunc.invertible.part import Rounded, as_part, fitting, given_functions, no_parameters
 from invfunc.invertible.state import per_sample, two_parts
-from invfunc.transform import check_callable, describe
+from invfunc.transform import describe
 
 
 def additive_coupling(
@@ -57,32 +58,13 @@ def additive_coupling(
 
     Source: L. Dinh et al., NICE, 2014; A. Gomez et al., The Reversible Residual Network, 2017.
     """
-    check_callable("additive_coupling", F)
-    check_callable("additive_coupling", G)
+    F, G = as_part("additive_coupling(F, G)", "F", F), as_part("additive_coupling(F, G)", "G", G)
     call = f"additive_coupling({describe(F)}, {describe(G)})"
     if not isinstance(exact, (bool, Grid)):
         raise ArgumentTypeError(f"{call[:-1]}, exact={exact!r}): exact is True, False or a Grid.")
     grid = exact if isinstance(exact, Grid) else Grid() if exact else None
-    shared = (F, G) if grid is None else (partial(_rounded, grid, F), partial(_rounded, grid, G))
-
-    def forward(F: Callable, G: Callable, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        (a, b), (p, q) = two_parts(state, call, "x"), _each(params, call)
-        if grid is not None:
-            grid.checked(a, b)
-        a = a + F(b, *p, *args, **kwargs)
-        b = b + G(a, *q, *args, **kwargs)
-        return (a, b) if grid is None else grid.checked(a, b, entered=True)
-
-    def inverse(F: Callable, G: Callable, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        (a, b), (p, q) = two_parts(state, call, "y"), _each(params, call)
-        b = b - G(a, *q, *args, **kwargs)
-        a = a - F(b, *p, *args, **kwargs)
-        return a, b
-
-    def log_det(F: Callable, G: Callable, state: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return per_sample(torch.zeros_like(state[0]))
-
-    return _on_one_tensor(Invertible(forward, inverse, shared, log_det=log_det, name=call), split_dim)
+    shared = (F, G) if grid is None else (Rounded(grid, F), Rounded(grid, G))
+    return _made(_Additive(call, tuple(map(no_parameters, shared)), grid), shared, split_dim)
 
 
 def affine_coupling(
@@ -120,84 +102,137 @@ def affine_coupling(
 
     Source: L. Dinh et al., Density Estimation Using Real NVP, 2016.
     """
-    for part in (F, G, log_scale):
-        check_callable("affine_coupling", part)
+    parts = {"F": F, "G": G, "log_scale": log_scale}
+    F, G, log_scale = (as_part("affine_coupling(F, G)", which, part) for which, part in parts.items())
     call = f"affine_coupling({describe(F)}, {describe(G)})"
-
-    def forward(F: Callable, G: Callable, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        (a, b), (p, q) = two_parts(state, call, "x"), _each(params, call)
-        s, t = two_parts(F(b, *p, *args, **kwargs), call, "what F returns")
-        a = a * log_scale(s).exp() + t
-        s, t = two_parts(G(a, *q, *args, **kwargs), call, "what G returns")
-        return a, b * log_scale(s).exp() + t
-
-    def inverse(F: Callable, G: Callable, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        (a, b), (p, q) = two_parts(state, call, "y"), _each(params, call)
-        s, t = G(a, *q, *args, **kwargs)
-        b = (b - t) * (-log_scale(s)).exp()
-        s, t = F(b, *p, *args, **kwargs)
-        return (a - t) * (-log_scale(s)).exp(), b
-
-    def log_det(F: Callable, G: Callable, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        (a, b), (p, q) = two_parts(state, call, "x"), _each(params, call)
-        s, t = F(b, *p, *args, **kwargs)
-        first = log_scale(s)
-        second = log_scale(G(a * first.exp() + t, *q, *args, **kwargs)[0])
-        return per_sample(first) + per_sample(second)
-
-    return _on_one_tensor(Invertible(forward, inverse, (F, G), log_det=log_det, name=call), split_dim)
+    return _made(_Affine(call, tuple(map(no_parameters, (F, G))), log_scale), (F, G), split_dim)
 
 
-def _rounded(grid: Grid, fn: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return grid.round(fn(*args, **kwargs))
-
-
-def _each(params: Any, call: str) -> tuple[tuple, tuple]:
-    """The parameters of F and of G, as what stands behind the state in their calls."""
-    if params is None:
-        return (), ()
-    if not isinstance(params, (tuple, list)) or len(params) != 2:
-        raise ArgumentError(
-            f"{call}: the parameters have to be a pair, of F and of G, but are {type(params).__name__}. None of it "
-            "calls them without."
-        )
-    return (params[0],), (params[1],)
-
-
-def _on_one_tensor(pair: Invertible, dim: int | None) -> Invertible:
-    """The pair on one tensor, of which the two parts of its state are the halves."""
+def _made(law: _Coupling, shared: tuple[Callable, ...], dim: Any) -> Invertible:
+    """The pair on a state of two parts, or on one tensor whose halves they are."""
     if dim is None:
-        return pair
+        return law.pair(law.call, shared)
+    name = f"{law.call[:-1]}, split_dim={dim!r})"
     if not isinstance(dim, int):
-        raise ArgumentTypeError(f"{pair.name[:-1]}, split_dim={dim!r}): split_dim is an axis, a whole number.")
-    number = len(pair.shared)
+        raise ArgumentTypeError(f"{name}: split_dim is an axis, a whole number.")
+    return _OnOneTensor(law, dim, name).pair(name, shared)
 
-    def joined(fn: Callable) -> Callable:
-        def on_one(*given: Any, **kwargs: Any) -> torch.Tensor:
-            shared, (x, *args) = given[:number], given[number:]
-            return torch.cat(fn(*shared, _halves(x, dim, pair), *args, **kwargs), dim)
 
-        return on_one
+@dataclass(frozen=True, eq=False)
+class _Coupling(Law):
+    """A coupling as functions of F and G."""
 
-    name = f"{pair.name[:-1]}, split_dim={dim})"
+    call: str
+    without: tuple[tuple, ...]
+    """What stands in the place of the parameters of F and of G where none are given."""
 
-    def log_det(*given: Any, **kwargs: Any) -> torch.Tensor:
-        shared, (x, *args) = given[:number], given[number:]
-        assert pair.log_det is not None
-        if isinstance(x, torch.Tensor) and dim % max(1, x.dim()) == 0:
+    def read(self, functions: tuple, state: Any, params: Any, name: str) -> tuple[Any, Any]:
+        """The parts of the state, and the parameters of each function, as they stand in its calls."""
+        parts = two_parts(given_functions(functions, self.call, state), self.call, name)
+        if params is None:
+            return parts, self.without
+        if not isinstance(params, (tuple, list)) or len(params) != 2:
             raise ArgumentError(
-                f"{name}: the log-determinant is that of each entry of axis 0, which is the one that is split."
+                f"{self.call}: the parameters have to be a pair, of F and of G, but are {type(params).__name__}. None "
+                "of it calls them without."
             )
-        return pair.log_det(*shared, _halves(x, dim, pair), *args, **kwargs)
-
-    return Invertible(joined(pair.forward), joined(pair.inverse), pair.shared, log_det=log_det, name=name)
+        return parts, ((params[0],), (params[1],))
 
 
-def _halves(x: Any, dim: int, pair: Invertible) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(x, torch.Tensor) or not -x.dim() <= dim < x.dim() or x.shape[dim] < 2:
-        shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ArgumentError(
-            f"{pair.name[:-1]}, split_dim={dim}): x is {shape}, which has no two halves along this axis."
+@dataclass(frozen=True, eq=False)
+class _Additive(_Coupling):
+    grid: Grid | None
+
+    def forward(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        (a, b), (p, q) = self.read((F, G), x, params, "x")
+        if self.grid is not None:
+            self.grid.checked(a, b)
+        a = a + fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
+        b = b + fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
+        return (a, b) if self.grid is None else self.grid.checked(a, b, entered=True)
+
+    def inverse(self, F: Any, G: Any = None, y: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        (a, b), (p, q) = self.read((F, G), y, params, "y")
+        b = b - fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
+        a = a - fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
+        return a, b
+
+    def log_det(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        (a, _), _ = self.read((F, G), x, params, "x")
+        return per_sample(torch.zeros_like(a))
+
+
+@dataclass(frozen=True, eq=False)
+class _Affine(_Coupling):
+    log_scale: Callable
+
+    def forward(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        (a, b), (p, q) = self.read((F, G), x, params, "x")
+        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
+        a = a * s.exp() + t
+        s, t = self._two(G(a, *q, *args, **kwargs), b, "G", "b")
+        return a, b * s.exp() + t
+
+    def inverse(self, F: Any, G: Any = None, y: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        (a, b), (p, q) = self.read((F, G), y, params, "y")
+        s, t = self._two(G(a, *q, *args, **kwargs), b, "G", "b")
+        b = (b - t) * (-s).exp()
+        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
+        return (a - t) * (-s).exp(), b
+
+    def log_det(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        (a, b), (p, q) = self.read((F, G), x, params, "x")
+        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
+        first = per_sample(s)
+        s, _ = self._two(G(a * s.exp() + t, *q, *args, **kwargs), b, "G", "b")
+        return first + per_sample(s)
+
+    def _two(self, result: Any, like: torch.Tensor, which: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logarithm of the scale, and the shift."""
+        s, t = (
+            fitting(part, like, self.call, which, name)
+            for part in two_parts(result, self.call, f"what {which} returns")
         )
-    first, second = x.tensor_split(2, dim)
-    return first.contiguous(), second.contiguous()  # as the inverse gives them
+        return fitting(self.log_scale(s), like, self.call, "log_scale", name), t
+
+
+@dataclass(frozen=True, eq=False)
+class _OnOneTensor(Law):
+    """A coupling on one tensor, of which the two parts of its state are the halves."""
+
+    law: _Coupling
+    dim: int
+    call: str
+
+    def forward(self, F: Any, G: Any = None, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._joined(self.law.forward, (F, G), x, *args, **kwargs)
+
+    def inverse(self, F: Any, G: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._joined(self.law.inverse, (F, G), y, *args, **kwargs)
+
+    def _joined(self, fn: Callable, functions: tuple, x: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        a, b = self._halves(given_functions(functions, self.call, x))
+        try:
+            return torch.cat(fn(*functions, (a, b), *args, **kwargs), self.dim)
+        except Exception as error:
+            if a.shape != b.shape and not torch.compiler.is_compiling():
+                error.add_note(
+                    f"{self.call}: x of shape {list(x.shape)} has an odd size along this axis, so that its halves are "
+                    f"a of shape {list(a.shape)} and b of shape {list(b.shape)}: F makes an a of b, and G a b of a."
+                )
+            raise
+
+    def log_det(self, F: Any, G: Any = None, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        halves = self._halves(given_functions((F, G), self.call, x))
+        if self.dim % x.dim() == 0:
+            raise ArgumentError(
+                f"{self.call}: the log-determinant is that of each entry of axis 0, which is the one that is split."
+            )
+        return self.law.log_det(F, G, halves, *args, **kwargs)
+
+    def _halves(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(x, torch.Tensor) or not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] < 2:
+            shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ArgumentError(f"{self.call}: x is {shape}, which has no two halves along this axis.")
+        first, second = x.tensor_split(2, self.dim)
+        return first.contiguous(), second.contiguous()  # as the inverse gives them

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.invertible.pair import Invertible
+from invfunc.invertible.pair import Invertible, Law
+from invfunc.invertible.part import as_part, fitting, given_functions
 from invfunc.invertible.state import per_sample, two_parts
-from invfunc.transform import check_callable, describe
+from invfunc.transform import describe
 
 
 def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
@@ -44,25 +46,66 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
 
     Source: M. Sander et al., Momentum Residual Neural Networks, 2021.
     """
-    check_callable("momentum", f)
+    f = as_part("momentum(f)", "f", f)
     call = f"momentum({describe(f)}, gamma={gamma})"
     if not isinstance(gamma, (int, float)) or not 0 < gamma < 1:
         raise ArgumentError(f"{call}: gamma has to be between 0 and 1.")
+    return _Momentum(call, gamma).pair(call, (f,))
 
-    def forward(f: Callable, state: Any, *given: Any, **kwargs: Any) -> Any:
-        x, v = two_parts(state, call, "x")
-        v = gamma * v + (1 - gamma) * f(x, *given, **kwargs)
+
+@dataclass(frozen=True, eq=False)
+class _Dynamics(Law):
+    """Positions and velocities, and a function of the positions."""
+
+    call: str
+
+    def read(self, fn: Any, state: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and v, of one shape."""
+        x, v = two_parts(given_functions((fn,), self.call, state), self.call, name)
+        return x, fitting(v, x, self.call, "the state", "x")
+
+    def of(self, fn: Callable, x: torch.Tensor, *given: Any, **kwargs: Any) -> torch.Tensor:
+        """What the function gives, in the shape of x."""
+        return fitting(fn(x, *given, **kwargs), x, self.call, "the function", "x")
+
+
+@dataclass(frozen=True, eq=False)
+class _Momentum(_Dynamics):
+    gamma: float
+
+    def forward(self, f: Any, state: Any = None, *given: Any, **kwargs: Any) -> Any:
+        x, v = self.read(f, state, "x")
+        v = self.gamma * v + (1 - self.gamma) * self.of(f, x, *given, **kwargs)
         return x + v, v
 
-    def inverse(f: Callable, state: Any, *given: Any, **kwargs: Any) -> Any:
-        x, v = two_parts(state, call, "y")
+    def inverse(self, f: Any, state: Any = None, *given: Any, **kwargs: Any) -> Any:
+        x, v = self.read(f, state, "y")
         x = x - v
-        return x, (v - (1 - gamma) * f(x, *given, **kwargs)) / gamma
+        return x, (v - (1 - self.gamma) * self.of(f, x, *given, **kwargs)) / self.gamma
 
-    def log_det(f: Callable, state: Any, *given: Any, **kwargs: Any) -> torch.Tensor:
-        return per_sample(torch.full_like(state[1], math.log(gamma)))
+    def log_det(self, f: Any, state: Any = None, *given: Any, **kwargs: Any) -> torch.Tensor:
+        _, v = self.read(f, state, "x")
+        return per_sample(torch.full_like(v, math.log(self.gamma)))
 
-    return Invertible(forward, inverse, (f,), log_det=log_det, name=call)
+
+@dataclass(frozen=True, eq=False)
+class _Leapfrog(_Dynamics):
+    step: float
+
+    def forward(self, force: Any, state: Any = None, *given: Any, **kwargs: Any) -> Any:
+        return self._moved(self.step, force, self.read(force, state, "x"), *given, **kwargs)
+
+    def inverse(self, force: Any, state: Any = None, *given: Any, **kwargs: Any) -> Any:
+        return self._moved(-self.step, force, self.read(force, state, "y"), *given, **kwargs)
+
+    def log_det(self, force: Any, state: Any = None, *given: Any, **kwargs: Any) -> torch.Tensor:
+        return per_sample(torch.zeros_like(self.read(force, state, "x")[0]))
+
+    def _moved(self, by: float, force: Any, state: tuple, *given: Any, **kwargs: Any) -> Any:
+        x, v = state
+        v = v + by / 2 * self.of(force, x, *given, **kwargs)
+        x = x + by * v
+        return x, v + by / 2 * self.of(force, x, *given, **kwargs)
 
 
 def leapfrog(force: Callable, step: float) -> Invertible:
@@ -95,21 +138,8 @@ def leapfrog(force: Callable, step: float) -> Invertible:
 
     Source: L. Verlet, 1967; B. Chang et al., Reversible Architectures for Arbitrarily Deep Residual Networks, 2018.
     """
-    check_callable("leapfrog", force)
+    force = as_part("leapfrog(force, step)", "force", force)
     call = f"leapfrog({describe(force)}, step={step})"
     if not isinstance(step, (int, float)):
         raise ArgumentTypeError(f"{call}: step is of type {type(step).__name__}, but has to be a number.")
-
-    def move(by: float, name: str) -> Callable:
-        def moved(force: Callable, state: Any, *given: Any, **kwargs: Any) -> Any:
-            x, v = two_parts(state, call, name)
-            v = v + by / 2 * force(x, *given, **kwargs)
-            x = x + by * v
-            return x, v + by / 2 * force(x, *given, **kwargs)
-
-        return moved
-
-    def log_det(force: Callable, state: Any, *given: Any, **kwargs: Any) -> torch.Tensor:
-        return per_sample(torch.zeros_like(state[0]))
-
-    return Invertible(move(step, "x"), move(-step, "y"), (force,), log_det=log_det, name=call)
+    return _Leapfrog(call, step).pair(call, (force,))

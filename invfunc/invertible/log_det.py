@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from invfunc.errors import ArgumentError
 from invfunc.invertible.pair import Invertible, Remembered, as_pair
+from invfunc.invertible.value import Value
 
 
 def with_log_det(pair: Invertible) -> Invertible:
@@ -43,16 +44,35 @@ def with_log_det(pair: Invertible) -> Invertible:
     if pair.log_det is None or pair.hidden:
         why = "hides something, so that its inverse is no function of y" if pair.hidden else "has no log_det"
         raise ArgumentError(f"with_log_det({pair!r}): the pair {why}.")
-    log_det, number = pair.log_det, len(pair.shared)
+    carried = _Carried(pair)
+    return Invertible(carried.forward, carried.inverse, pair.shared, name=f"with_log_det({pair!r})")
 
-    def forward(*given: Any, **kwargs: Any) -> Any:
-        shared, ((x, s), *args) = Remembered(given[:number]), given[number:]
-        y = pair.forward(*shared.functions, x, *args, **kwargs)
+
+@dataclass(frozen=True, eq=False)
+class _Carried(Value):
+    """Both directions with the sum beside the state."""
+
+    pair: Invertible
+
+    def forward(self, *given: Any, **kwargs: Any) -> Any:
+        (shared, x, s, args), log_det = self._read(given), self.pair.log_det
+        assert log_det is not None
+        y = self.pair.forward(*shared.functions, x, *args, **kwargs)
         return y, s + log_det(*shared.recalled(backwards=False), x, *args, **kwargs)
 
-    def inverse(*given: Any, **kwargs: Any) -> Any:
-        shared, ((y, s), *args) = Remembered(given[:number]), given[number:]
-        x = pair.inverse(*shared.functions, y, *args, **kwargs)
+    def inverse(self, *given: Any, **kwargs: Any) -> Any:
+        (shared, y, s, args), log_det = self._read(given), self.pair.log_det
+        assert log_det is not None
+        x = self.pair.inverse(*shared.functions, y, *args, **kwargs)
         return x, s - log_det(*shared.recalled(backwards=True), x, *args, **kwargs)
 
-    return Invertible(forward, inverse, pair.shared, name=f"with_log_det({pair!r})")
+    def _read(self, given: tuple) -> tuple[Remembered, Any, Any, list]:
+        number = len(self.pair.shared)
+        state, *args = given[number:]
+        if not isinstance(state, (tuple, list)) or len(state) != 2:
+            raise ArgumentError(
+                f"with_log_det({self.pair!r}): the state has to be (x, s) with a sum [N] beside x, which starts as "
+                f"torch.zeros(N), but is {type(state).__name__}."
+            )
+        x, s = state
+        return Remembered(given[:number]), x, s, args

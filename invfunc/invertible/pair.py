@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,23 +11,28 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.invertible.value import Value
 from invfunc.transform import describe
 
 
-@dataclass(frozen=True)
-class Composition:
+class Composition(Value, ABC):
     """What an `Invertible` is composed of."""
 
-    steps: Callable[[Any], list[tuple[Callable, Any]]]
-    """The blocks for some parameters, with those of each."""
-    changed: Callable[[Callable[[Any], Any]], Invertible]
-    """The same composition of changed blocks."""
-    keeping: Callable[[bool | tuple[int, ...]], Invertible]
-    """The same composition, in which these tensors of x stay in memory."""
+    @abstractmethod
+    def steps(self, params: Any) -> list[tuple[Callable, Any]]:
+        """The blocks for some parameters, with those of each."""
+
+    @abstractmethod
+    def changed(self, change: Callable[[Any], Any]) -> Invertible:
+        """The same composition of changed blocks."""
+
+    @abstractmethod
+    def keeping(self, keep: bool | tuple[int, ...]) -> Invertible:
+        """The same composition, in which these tensors of x stay in memory."""
 
 
 @dataclass(frozen=True, repr=False)
-class Invertible:
+class Invertible(Value):
     """A function `forward(x, *args, **kwargs) -> y` with its inverse `inverse(y, *args, **kwargs) -> x`.
 
     It is called as its forward function, and taken wherever a pair `(f, f_inv)` is. x and y are any pytrees; the
@@ -130,21 +136,43 @@ def invert(pair: Invertible) -> Invertible:
         raise ArgumentError(
             f"invert({pair!r}): its inverse needs what forward hides beside y, so that it is no function of y alone."
         )
-    log_det, number = pair.log_det, len(pair.shared)
+    log_det = None if pair.log_det is None else _Negated(pair).log_det
+    return Invertible(pair.inverse, pair.forward, pair.shared, log_det=log_det, name=f"invert({pair!r})")
 
-    def negated(*given: Any, **kwargs: Any) -> torch.Tensor:
-        assert log_det is not None
+
+@dataclass(frozen=True, eq=False)
+class _Negated(Value):
+    """The log-determinant of the other way."""
+
+    pair: Invertible
+
+    def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
+        pair, number = self.pair, len(self.pair.shared)
+        assert pair.log_det is not None
         shared, (y, *args) = Remembered(given[:number]), given[number:]
         x = pair.inverse(*shared.functions, y, *args, **kwargs)
-        return -log_det(*shared.recalled(backwards=True), x, *args, **kwargs)
+        return -pair.log_det(*shared.recalled(backwards=True), x, *args, **kwargs)
 
-    return Invertible(
-        pair.inverse,
-        pair.forward,
-        pair.shared,
-        log_det=None if log_det is None else negated,
-        name=f"invert({pair!r})",
-    )
+
+@dataclass(frozen=True, eq=False)
+class Law(Value, ABC):
+    """The two directions of a pair and its log-determinant, for some options."""
+
+    @abstractmethod
+    def forward(self, *given: Any, **kwargs: Any) -> Any:
+        """y of x."""
+
+    @abstractmethod
+    def inverse(self, *given: Any, **kwargs: Any) -> Any:
+        """x of y."""
+
+    @abstractmethod
+    def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
+        """[N]"""
+
+    def pair(self, name: str, shared: tuple[Callable, ...] = (), hidden: bool = False) -> Invertible:
+        """Both as one value."""
+        return Invertible(self.forward, self.inverse, shared, hidden, self.log_det, name)
 
 
 class Remembered:

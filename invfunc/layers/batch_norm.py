@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.invertible.pair import Invertible
+from invfunc.invertible.pair import Invertible, Law
 from invfunc.layers.common import for_each, need_axes, need_number, need_size, need_tensor, shape, wide
 
 Params = tuple[torch.Tensor, torch.Tensor] | None
@@ -66,39 +67,44 @@ def batch_norm(eps: float = 1e-5, *, statistics: Statistics | None = None) -> In
     need_number(f"batch_norm(eps={eps!r})", "eps", eps)
     called = "batch_norm()" if eps == 1e-5 else f"batch_norm(eps={eps!r})"
     if statistics is None:
-        return _of_batch(called, eps)
+        return _OfBatch(called, eps).pair(called, hidden=True)
     called = f"{called[:-1]}{'' if eps == 1e-5 else ', '}statistics=...)"
-    return _given(called, eps, _pair(called, "statistics", statistics, ("mean", "var")))
+    return _Given(called, eps, _pair(called, "statistics", statistics, ("mean", "var"))).pair(called)
 
 
-def _of_batch(called: str, eps: float) -> Invertible:
-    def forward(x: torch.Tensor, params: Params = None) -> tuple[torch.Tensor, Statistics]:
-        call = f"{called}(x, params)"
+@dataclass(frozen=True, eq=False)
+class _OfBatch(Law):
+    called: str
+    eps: float
+
+    def forward(self, x: torch.Tensor, params: Params = None) -> tuple[torch.Tensor, Statistics]:
+        call = f"{self.called}(x, params)"
         statistics = _statistics(call, x)
-        return _normal(call, x, statistics, params, eps), statistics
+        return _normal(call, x, statistics, params, self.eps), statistics
 
-    def inverse(y: torch.Tensor, statistics: Statistics, params: Params = None) -> torch.Tensor:
-        call = f"{called}.inverse(y, statistics, params)"
-        return _back(call, y, _pair(call, "statistics", statistics, ("mean", "var")), params, eps)
+    def inverse(self, y: torch.Tensor, statistics: Statistics, params: Params = None) -> torch.Tensor:
+        call = f"{self.called}.inverse(y, statistics, params)"
+        return _back(call, y, _pair(call, "statistics", statistics, ("mean", "var")), params, self.eps)
 
-    def log_det(x: torch.Tensor, params: Params = None) -> torch.Tensor:
-        call = f"{called}.log_det(x, params)"
-        return _log_det(call, x, _statistics(call, x), params, eps)
-
-    return Invertible(forward, inverse, hidden=True, log_det=log_det, name=called)
+    def log_det(self, x: torch.Tensor, params: Params = None) -> torch.Tensor:
+        call = f"{self.called}.log_det(x, params)"
+        return _log_det(call, x, _statistics(call, x), params, self.eps)
 
 
-def _given(called: str, eps: float, statistics: Statistics) -> Invertible:
-    def forward(x: torch.Tensor, params: Params = None) -> torch.Tensor:
-        return _normal(f"{called}(x, params)", x, statistics, params, eps)
+@dataclass(frozen=True, eq=False)
+class _Given(Law):
+    called: str
+    eps: float
+    statistics: Statistics
 
-    def inverse(y: torch.Tensor, params: Params = None) -> torch.Tensor:
-        return _back(f"{called}.inverse(y, params)", y, statistics, params, eps)
+    def forward(self, x: torch.Tensor, params: Params = None) -> torch.Tensor:
+        return _normal(f"{self.called}(x, params)", x, self.statistics, params, self.eps)
 
-    def log_det(x: torch.Tensor, params: Params = None) -> torch.Tensor:
-        return _log_det(f"{called}.log_det(x, params)", x, statistics, params, eps)
+    def inverse(self, y: torch.Tensor, params: Params = None) -> torch.Tensor:
+        return _back(f"{self.called}.inverse(y, params)", y, self.statistics, params, self.eps)
 
-    return Invertible(forward, inverse, log_det=log_det, name=called)
+    def log_det(self, x: torch.Tensor, params: Params = None) -> torch.Tensor:
+        return _log_det(f"{self.called}.log_det(x, params)", x, self.statistics, params, self.eps)
 
 
 # What they compute

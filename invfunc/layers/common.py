@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,10 +73,10 @@ def for_each(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def keeps_volume(call: str, form: str = "[N, ...]", least: int = 1) -> Callable[..., torch.Tensor]:
     """The log-determinant of a layer that only moves or turns the numbers of each sample: zeros `[N]`."""
+    return partial(_no_volume, f"{call}.log_det(x)", form, least)
 
-    def log_det(x: Any, *params: Any) -> torch.Tensor:
-        first = next(iter(tree.tensors(x)), x)
-        need_axes(f"{call}.log_det(x)", "x", first, form, least)
-        return first.new_zeros(first.shape[0], dtype=torch.promote_types(first.dtype, torch.float32))
 
-    return log_det
+def _no_volume(call: str, form: str, least: int, x: Any, *params: Any) -> torch.Tensor:
+    first = next(iter(tree.tensors(x)), x)
+    need_axes(call, "x", first, form, least)
+    return first.new_zeros(first.shape[0], dtype=torch.promote_types(first.dtype, torch.float32))

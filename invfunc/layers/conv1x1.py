@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from invfunc.invertible.pair import Invertible
+from invfunc.invertible.pair import Invertible, Law
 from invfunc.layers.common import for_each, keeps_volume, need_axes, need_size, shape, wide
 from invfunc.layers.weights import log_abs_det, matrix_and_bias, rotation, solved
 
@@ -48,32 +49,40 @@ def conv1x1(*, orthogonal: bool = False) -> Invertible:
     Source: Kingma and Dhariwal, "Glow: generative flow with invertible 1x1 convolutions", NeurIPS 2018.
     """
     called, name = ("conv1x1(orthogonal=True)", "A") if orthogonal else ("conv1x1()", "W")
+    return _Conv(called, name, orthogonal).pair(called)
 
-    def read(call: str, which: str, x: Any, params: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight, bias = matrix_and_bias(call, params, square=name)
-        need_axes(call, which, x, FORM, 3, 5)
-        need_size(call, which, x, 1, weight.shape[0], f"as {name} has shape {shape(weight)}")
-        return weight, bias
 
-    def forward(x: torch.Tensor, params: Any) -> torch.Tensor:
-        weight, bias = read(f"{called}(x, params)", "x", x, params)
-        if not orthogonal:
+@dataclass(frozen=True, eq=False)
+class _Conv(Law):
+    called: str
+    name: str
+    """Of the parameter."""
+    orthogonal: bool
+
+    def forward(self, x: torch.Tensor, params: Any = None) -> torch.Tensor:
+        weight, bias = self._read(f"{self.called}(x, params)", "x", x, params)
+        if not self.orthogonal:
             return _convolved(x, weight, bias)
         return _convolved(wide(x), rotation(weight), None if bias is None else wide(bias)).to(x.dtype)
 
-    def inverse(y: torch.Tensor, params: Any) -> torch.Tensor:
-        weight, bias = read(f"{called}.inverse(y, params)", "y", y, params)
-        if not orthogonal:
+    def inverse(self, y: torch.Tensor, params: Any = None) -> torch.Tensor:
+        weight, bias = self._read(f"{self.called}.inverse(y, params)", "y", y, params)
+        if not self.orthogonal:
             return solved(y.movedim(1, -1), weight, bias).movedim(-1, 1).contiguous()
         z = wide(y) if bias is None else wide(y) - wide(bias).reshape(-1, *[1] * (y.ndim - 2))
         return _convolved(z, rotation(weight).mT).to(y.dtype)
 
-    def log_det(x: torch.Tensor, params: Any) -> torch.Tensor:
-        weight, _ = read(f"{called}.log_det(x, params)", "x", x, params)
+    def log_det(self, x: torch.Tensor, *params: Any) -> torch.Tensor:
+        if self.orthogonal:
+            return keeps_volume(self.called, FORM, 3)(x)
+        weight, _ = self._read(f"{self.called}.log_det(x, params)", "x", x, *(params or (None,)))
         return for_each(x, x.shape[2:].numel() * log_abs_det(weight))
 
-    volume = keeps_volume(called, FORM, 3) if orthogonal else log_det
-    return Invertible(forward, inverse, log_det=volume, name=called)
+    def _read(self, call: str, which: str, x: Any, params: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, bias = matrix_and_bias(call, params, square=self.name)
+        need_axes(call, which, x, FORM, 3, 5)
+        need_size(call, which, x, 1, weight.shape[0], f"as {self.name} has shape {shape(weight)}")
+        return weight, bias
 
 
 def _convolved(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from invfunc.errors import ArgumentError
-from invfunc.invertible.pair import Invertible
+from invfunc.invertible.pair import Invertible, Law
 from invfunc.layers.common import keeps_volume, need_axes, need_tensor, shape
 
 
@@ -41,36 +43,41 @@ def flatten(start_dim: int = 1, end_dim: int = -1) -> Invertible:
     options = [str(start_dim)] * (start_dim != 1 or end_dim != -1) + [str(end_dim)] * (end_dim != -1)
     called = f"flatten({', '.join(options)})"
 
-    def axes(call: str, x: torch.Tensor) -> tuple[int, int]:
-        """The first and the last, from the front."""
-        need_tensor(call, "x", x)
-        n = max(x.ndim, 1)
-        first, last = (d + n if d < 0 else d for d in (start_dim, end_dim))
-        if not 0 <= first <= last < n:
-            raise ArgumentError(
-                f"{call}: x has shape {shape(x)}, which has no axes from {start_dim} to {end_dim}. "
-                "Give start_dim and end_dim in this order and among those of x."
-            )
-        return first, last
+    return _Flatten(called, start_dim, end_dim).pair(called, hidden=True)
 
-    def forward(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-        return x.flatten(*axes(f"{called}(x)", x)), shape(x)
 
-    def inverse(y: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-        call = f"{called}.inverse(y, shape)"
+@dataclass(frozen=True, eq=False)
+class _Flatten(Law):
+    called: str
+    start: int
+    end: int
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+        return x.flatten(*self._axes(f"{self.called}(x)", x)), shape(x)
+
+    def inverse(self, y: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+        call = f"{self.called}.inverse(y, shape)"
         need_tensor(call, "y", y)
         if y.numel() != torch.Size(sizes).numel():
             raise ArgumentError(f"{call}: y has shape {shape(y)}, which does not have the numbers of shape {sizes}.")
         return y.reshape(sizes)
 
-    zeros = keeps_volume(called)
-
-    def log_det(x: torch.Tensor) -> torch.Tensor:
-        call = f"{called}.log_det(x)"
+    def log_det(self, x: torch.Tensor) -> torch.Tensor:
+        call = f"{self.called}.log_det(x)"
         need_axes(call, "x", x, "[N, ...]", 1)
-        first, last = axes(call, x)
+        first, last = self._axes(call, x)
         if first == 0 < last:
             raise ArgumentError(f"{call}: the leading axis is flattened too, and the samples with it. Start at 1.")
-        return zeros(x)
+        return keeps_volume(self.called)(x)
 
-    return Invertible(forward, inverse, hidden=True, log_det=log_det, name=called)
+    def _axes(self, call: str, x: torch.Tensor) -> tuple[int, int]:
+        """The first and the last, from the front."""
+        need_tensor(call, "x", x)
+        n = max(x.ndim, 1)
+        first, last = (d + n if d < 0 else d for d in (self.start, self.end))
+        if not 0 <= first <= last < n:
+            raise ArgumentError(
+                f"{call}: x has shape {shape(x)}, which has no axes from {self.start} to {self.end}. "
+                "Give start_dim and end_dim in this order and among those of x."
+            )
+        return first, last

@@ -42,23 +42,21 @@ def haar() -> Invertible:
     with conditional invertible neural networks", 2019.
     """
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        need_axes("haar()(x)", "x", x, "[*, C, H, W]", 3)
-        if x.shape[-2] % 2 or x.shape[-1] % 2:
-            raise ArgumentError(
-                f"haar()(x): x has shape {shape(x)}, but H and W have to be even. Pad it, by layers.pad."
-            )
-        return _mixed(squeezed(x, 2))
+    return Invertible(_forward, _inverse, log_det=keeps_volume("haar()", "[N, C, H, W]", 4), name="haar()")
 
-    def inverse(y: torch.Tensor) -> torch.Tensor:
-        need_axes("haar().inverse(y)", "y", y, "[*, 4 * C, H, W]", 3)
-        if y.shape[-3] % 4:
-            raise ArgumentError(
-                f"haar().inverse(y): y has shape {shape(y)}: 4 does not divide its {y.shape[-3]} channels."
-            )
-        return F.pixel_shuffle(_mixed(y), 2)
 
-    return Invertible(forward, inverse, log_det=keeps_volume("haar()", "[N, C, H, W]", 4), name="haar()")
+def _forward(x: torch.Tensor) -> torch.Tensor:
+    need_axes("haar()(x)", "x", x, "[*, C, H, W]", 3)
+    if x.shape[-2] % 2 or x.shape[-1] % 2:
+        raise ArgumentError(f"haar()(x): x has shape {shape(x)}, but H and W have to be even. Pad it, by layers.pad.")
+    return _mixed(squeezed(x, 2))
+
+
+def _inverse(y: torch.Tensor) -> torch.Tensor:
+    need_axes("haar().inverse(y)", "y", y, "[*, 4 * C, H, W]", 3)
+    if y.shape[-3] % 4:
+        raise ArgumentError(f"haar().inverse(y): y has shape {shape(y)}: 4 does not divide its {y.shape[-3]} channels.")
+    return F.pixel_shuffle(_mixed(y), 2)
 
 
 def _mixed(z: torch.Tensor) -> torch.Tensor:

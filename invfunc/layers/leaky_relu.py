@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from invfunc.invertible.pair import Invertible
+from invfunc.invertible.pair import Invertible, Law
 from invfunc.layers.common import need_axes, need_number, need_tensor, wide
 
 
@@ -41,17 +42,23 @@ def leaky_relu(negative_slope: float = 0.01) -> Invertible:
     called = "leaky_relu()" if negative_slope == 0.01 else f"leaky_relu({negative_slope!r})"
     need_number(called, "negative_slope", negative_slope)
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        need_tensor(f"{called}(x)", "x", x)
-        return F.leaky_relu(x, negative_slope)
+    return _LeakyReLU(called, negative_slope).pair(called)
 
-    def inverse(y: torch.Tensor) -> torch.Tensor:
-        need_tensor(f"{called}.inverse(y)", "y", y)
-        return F.leaky_relu(y, 1 / negative_slope)
 
-    def log_det(x: torch.Tensor) -> torch.Tensor:
-        need_axes(f"{called}.log_det(x)", "x", x, "[N, ...]", 1)
+@dataclass(frozen=True, eq=False)
+class _LeakyReLU(Law):
+    called: str
+    slope: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        need_tensor(f"{self.called}(x)", "x", x)
+        return F.leaky_relu(x, self.slope)
+
+    def inverse(self, y: torch.Tensor) -> torch.Tensor:
+        need_tensor(f"{self.called}.inverse(y)", "y", y)
+        return F.leaky_relu(y, 1 / self.slope)
+
+    def log_det(self, x: torch.Tensor) -> torch.Tensor:
+        need_axes(f"{self.called}.log_det(x)", "x", x, "[N, ...]", 1)
         below = wide(x).le(0).reshape(x.shape[0], x.shape[1:].numel()).sum(1)
-        return below.to(wide(x).dtype) * math.log(negative_slope)
-
-    return Invertible(forward, inverse, log_det=log_det, name=called)
+        return below.to(wide(x).dtype) * math.log(self.slope)

@@ -51,27 +51,30 @@ def linear() -> Invertible:
     Source: invtorch's Linear.
     """
 
-    def forward(x: torch.Tensor, params: Any) -> torch.Tensor:
-        call = "linear()(x, params)"
-        weight, bias = matrix_and_bias(call, params)
-        need_axes(call, "x", x, "[..., in]", 1)
-        need_size(call, "x", x, -1, weight.shape[1], f"as W has shape {shape(weight)}")
-        return F.linear(x, weight, bias)
+    return Invertible(_forward, _inverse, log_det=_log_det, name="linear()")
 
-    def inverse(y: torch.Tensor, params: Any) -> torch.Tensor:
-        call = "linear().inverse(y, params)"
-        weight, bias = matrix_and_bias(call, params)
-        need_axes(call, "y", y, "[..., out]", 1)
-        need_size(call, "y", y, -1, weight.shape[0], f"as W has shape {shape(weight)}")
-        return solved(y, weight, bias)
 
-    def log_det(x: torch.Tensor, params: Any) -> torch.Tensor:
-        call = "linear().log_det(x, params)"
-        weight, _ = matrix_and_bias(call, params)
-        need_axes(call, "x", x, "[N, ..., in]", 2)
-        need_size(call, "x", x, -1, weight.shape[1], f"as W has shape {shape(weight)}")
-        if weight.shape[0] != weight.shape[1]:
-            raise no_determinant(call, weight, weight.shape[1])
-        return for_each(x, x.shape[1:-1].numel() * log_abs_det(weight))
+def _forward(x: torch.Tensor, params: Any = None) -> torch.Tensor:
+    call = "linear()(x, params)"
+    weight, bias = matrix_and_bias(call, params)
+    need_axes(call, "x", x, "[..., in]", 1)
+    need_size(call, "x", x, -1, weight.shape[1], f"as W has shape {shape(weight)}")
+    return F.linear(x, weight, bias)
 
-    return Invertible(forward, inverse, log_det=log_det, name="linear()")
+
+def _inverse(y: torch.Tensor, params: Any = None) -> torch.Tensor:
+    call = "linear().inverse(y, params)"
+    weight, bias = matrix_and_bias(call, params)
+    need_axes(call, "y", y, "[..., out]", 1)
+    need_size(call, "y", y, -1, weight.shape[0], f"as W has shape {shape(weight)}")
+    return solved(y, weight, bias)
+
+
+def _log_det(x: torch.Tensor, params: Any = None) -> torch.Tensor:
+    call = "linear().log_det(x, params)"
+    weight, _ = matrix_and_bias(call, params)
+    need_axes(call, "x", x, "[N, ..., in]", 2)
+    need_size(call, "x", x, -1, weight.shape[1], f"as W has shape {shape(weight)}")
+    if weight.shape[0] != weight.shape[1]:
+        raise no_determinant(call, weight, weight.shape[1])
+    return for_each(x, x.shape[1:-1].numel() * log_abs_det(weight))

@@ -47,19 +47,23 @@ def orthogonal_linear() -> Invertible:
     reflections", ICML 2017.
     """
 
-    def read(call: str, name: str, x: Any, params: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        a, bias = matrix_and_bias(call, params, square="A")
-        need_axes(call, name, x, "[..., C]", 1)
-        need_size(call, name, x, -1, a.shape[0], f"as A has shape {shape(a)}")
-        return rotation(a), None if bias is None else wide(bias)
+    return Invertible(
+        _forward, _inverse, log_det=keeps_volume("orthogonal_linear()", "[N, ..., C]", 2), name="orthogonal_linear()"
+    )
 
-    def forward(x: torch.Tensor, params: Any) -> torch.Tensor:
-        q, bias = read("orthogonal_linear()(x, params)", "x", x, params)
-        return F.linear(wide(x), q, bias).to(x.dtype)
 
-    def inverse(y: torch.Tensor, params: Any) -> torch.Tensor:
-        q, bias = read("orthogonal_linear().inverse(y, params)", "y", y, params)
-        return F.linear(wide(y) if bias is None else wide(y) - bias, q.mT).to(y.dtype)
+def _read(call: str, name: str, x: Any, params: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    a, bias = matrix_and_bias(call, params, square="A")
+    need_axes(call, name, x, "[..., C]", 1)
+    need_size(call, name, x, -1, a.shape[0], f"as A has shape {shape(a)}")
+    return rotation(a), None if bias is None else wide(bias)
 
-    log_det = keeps_volume("orthogonal_linear()", "[N, ..., C]", 2)
-    return Invertible(forward, inverse, log_det=log_det, name="orthogonal_linear()")
+
+def _forward(x: torch.Tensor, params: Any = None) -> torch.Tensor:
+    q, bias = _read("orthogonal_linear()(x, params)", "x", x, params)
+    return F.linear(wide(x), q, bias).to(x.dtype)
+
+
+def _inverse(y: torch.Tensor, params: Any = None) -> torch.Tensor:
+    q, bias = _read("orthogonal_linear().inverse(y, params)", "y", y, params)
+    return F.linear(wide(y) if bias is None else wide(y) - bias, q.mT).to(y.dtype)

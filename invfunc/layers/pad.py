@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -45,23 +46,22 @@ def pad(padding: Sequence[int], value: float = 0.0) -> Invertible:
     need_integers(called, "padding", padding, 0)
     if len(padding) % 2:
         raise ArgumentError(f"{called}: padding has {len(padding)} entries, but has to have two for each axis.")
-    margins = list(zip(padding[::2], padding[1::2], strict=True))
+    return Invertible(partial(_padded, called, padding, value), partial(_cropped, called, padding), name=called)
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        need_axes(f"{called}(x)", "x", x, f"of at least {len(margins)} axes", len(margins))
-        return F.pad(x, list(padding), value=value)
 
-    def inverse(y: torch.Tensor) -> torch.Tensor:
-        call = f"{called}.inverse(y)"
-        need_axes(call, "y", y, f"of at least {len(margins)} axes", len(margins))
-        x = y
-        for axis, (before, behind) in zip(range(-1, -len(margins) - 1, -1), margins, strict=True):
-            size = y.shape[axis] - before - behind
-            if size < 0:
-                raise ArgumentError(
-                    f"{call}: y has shape {shape(y)}, which is smaller along axis {axis} than its margins."
-                )
-            x = x.narrow(axis, before, size)
-        return x
+def _padded(called: str, padding: Sequence[int], value: float, x: torch.Tensor) -> torch.Tensor:
+    axes = len(padding) // 2
+    need_axes(f"{called}(x)", "x", x, f"of at least {axes} axes", axes)
+    return F.pad(x, list(padding), value=value)
 
-    return Invertible(forward, inverse, name=called)
+
+def _cropped(called: str, padding: Sequence[int], y: torch.Tensor) -> torch.Tensor:
+    call, axes = f"{called}.inverse(y)", len(padding) // 2
+    need_axes(call, "y", y, f"of at least {axes} axes", axes)
+    x = y
+    for axis, before, behind in zip(range(-1, -axes - 1, -1), padding[::2], padding[1::2], strict=True):
+        size = y.shape[axis] - before - behind
+        if size < 0:
+            raise ArgumentError(f"{call}: y has shape {shape(y)}, which is smaller along axis {axis} than its margins.")
+        x = x.narrow(axis, before, size)
+    return x

@@ -52,46 +52,51 @@ def patch_conv() -> Invertible:
     Source: invtorch's Conv1d, Conv2d and Conv3d, where the stride is the size of the kernel.
     """
 
-    def read(call: str, params: Any) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-        weight, bias = weight_and_bias(call, params)
-        need_axes(call, "W", weight, "[out, in, *k] with one to three axes k", 3, 5)
-        numbers = weight.shape[1:].numel()
-        if weight.shape[0] < numbers:
-            raise no_way_back(call, weight, numbers)
-        return weight, bias, numbers
+    return Invertible(_forward, _inverse, log_det=_log_det, name="patch_conv()")
 
-    def check(call: str, x: Any, weight: torch.Tensor) -> None:
-        kernel = shape(weight)[2:]
-        need_axes(call, "x", x, f"[N, in, *size] with {len(kernel)} axes of size", weight.ndim, weight.ndim)
-        need_size(call, "x", x, 1, weight.shape[1], f"as W has shape {shape(weight)}")
-        if any(s % k for s, k in zip(shape(x)[2:], kernel, strict=True)):
-            raise ArgumentError(
-                f"{call}: x has size {shape(x)[2:]}, which the kernel {kernel} does not divide. Pad x, by layers.pad."
-            )
 
-    def forward(x: torch.Tensor, params: Any) -> torch.Tensor:
-        call = "patch_conv()(x, params)"
-        weight, bias, _ = read(call, params)
-        check(call, x, weight)
-        return CONVOLUTIONS[weight.ndim](x, weight, bias, stride=shape(weight)[2:])
+def _read(call: str, params: Any) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    weight, bias = weight_and_bias(call, params)
+    need_axes(call, "W", weight, "[out, in, *k] with one to three axes k", 3, 5)
+    numbers = weight.shape[1:].numel()
+    if weight.shape[0] < numbers:
+        raise no_way_back(call, weight, numbers)
+    return weight, bias, numbers
 
-    def inverse(y: torch.Tensor, params: Any) -> torch.Tensor:
-        call = "patch_conv().inverse(y, params)"
-        weight, bias, _ = read(call, params)
-        need_axes(call, "y", y, f"[N, out, *size] with {weight.ndim - 2} axes of size", weight.ndim, weight.ndim)
-        need_size(call, "y", y, 1, weight.shape[0], f"as W has shape {shape(weight)}")
-        return _joined(solved(y.movedim(1, -1), weight.flatten(1), bias), shape(weight)[1:])
 
-    def log_det(x: torch.Tensor, params: Any) -> torch.Tensor:
-        call = "patch_conv().log_det(x, params)"
-        weight, _, numbers = read(call, params)
-        check(call, x, weight)
-        if weight.shape[0] != numbers:
-            raise no_determinant(call, weight, numbers)
-        patches = x.shape[2:].numel() // weight.shape[2:].numel()
-        return for_each(x, patches * log_abs_det(weight.flatten(1)))
+def _check(call: str, x: Any, weight: torch.Tensor) -> None:
+    kernel = shape(weight)[2:]
+    need_axes(call, "x", x, f"[N, in, *size] with {len(kernel)} axes of size", weight.ndim, weight.ndim)
+    need_size(call, "x", x, 1, weight.shape[1], f"as W has shape {shape(weight)}")
+    if any(s % k for s, k in zip(shape(x)[2:], kernel, strict=True)):
+        raise ArgumentError(
+            f"{call}: x has size {shape(x)[2:]}, which the kernel {kernel} does not divide. Pad x, by layers.pad."
+        )
 
-    return Invertible(forward, inverse, log_det=log_det, name="patch_conv()")
+
+def _forward(x: torch.Tensor, params: Any = None) -> torch.Tensor:
+    call = "patch_conv()(x, params)"
+    weight, bias, _ = _read(call, params)
+    _check(call, x, weight)
+    return CONVOLUTIONS[weight.ndim](x, weight, bias, stride=shape(weight)[2:])
+
+
+def _inverse(y: torch.Tensor, params: Any = None) -> torch.Tensor:
+    call = "patch_conv().inverse(y, params)"
+    weight, bias, _ = _read(call, params)
+    need_axes(call, "y", y, f"[N, out, *size] with {weight.ndim - 2} axes of size", weight.ndim, weight.ndim)
+    need_size(call, "y", y, 1, weight.shape[0], f"as W has shape {shape(weight)}")
+    return _joined(solved(y.movedim(1, -1), weight.flatten(1), bias), shape(weight)[1:])
+
+
+def _log_det(x: torch.Tensor, params: Any = None) -> torch.Tensor:
+    call = "patch_conv().log_det(x, params)"
+    weight, _, numbers = _read(call, params)
+    _check(call, x, weight)
+    if weight.shape[0] != numbers:
+        raise no_determinant(call, weight, numbers)
+    patches = x.shape[2:].numel() // weight.shape[2:].numel()
+    return for_each(x, patches * log_abs_det(weight.flatten(1)))
 
 
 def _joined(patches: torch.Tensor, one: tuple[int, ...]) -> torch.Tensor:

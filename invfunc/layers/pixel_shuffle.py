@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ def pixel_shuffle(r: int) -> Invertible:
     Source: invtorch's PixelShuffle; Shi et al., "Real-time single image and video super-resolution", CVPR 2016.
     """
     called = f"pixel_shuffle({r!r})"
-    return _pair(called, r, _shuffle(f"{called}(x)", "x", r), _unshuffle(f"{called}.inverse(y)", "y", r))
+    return _pair(called, r, _shuffled, _unshuffled)
 
 
 def pixel_unshuffle(r: int) -> Invertible:
@@ -72,37 +73,30 @@ def pixel_unshuffle(r: int) -> Invertible:
     Source: invtorch's PixelUnshuffle; the squeeze of Dinh et al., "Density estimation using Real NVP", ICLR 2017.
     """
     called = f"pixel_unshuffle({r!r})"
-    return _pair(called, r, _unshuffle(f"{called}(x)", "x", r), _shuffle(f"{called}.inverse(y)", "y", r))
+    return _pair(called, r, _unshuffled, _shuffled)
 
 
 def _pair(called: str, r: int, forward: Callable, inverse: Callable) -> Invertible:
     need_count(called, "r", r)
+    forward, inverse = partial(forward, f"{called}(x)", "x", r), partial(inverse, f"{called}.inverse(y)", "y", r)
     return Invertible(forward, inverse, log_det=keeps_volume(called, "[N, C, H, W]", 4), name=called)
 
 
-def _shuffle(call: str, name: str, r: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def shuffled(x: torch.Tensor) -> torch.Tensor:
-        need_axes(call, name, x, "[*, C, H, W]", 3)
-        if x.shape[-3] % (r * r):
-            raise ArgumentError(
-                f"{call}: {name} has shape {shape(x)}: {r * r} does not divide its {x.shape[-3]} channels."
-            )
-        return F.pixel_shuffle(x, r)
-
-    return shuffled
+def _shuffled(call: str, name: str, r: int, x: torch.Tensor) -> torch.Tensor:
+    need_axes(call, name, x, "[*, C, H, W]", 3)
+    if x.shape[-3] % (r * r):
+        raise ArgumentError(f"{call}: {name} has shape {shape(x)}: {r * r} does not divide its {x.shape[-3]} channels.")
+    return F.pixel_shuffle(x, r)
 
 
-def _unshuffle(call: str, name: str, r: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def unshuffled(x: torch.Tensor) -> torch.Tensor:
-        need_axes(call, name, x, "[*, C, H, W]", 3)
-        if x.shape[-2] % r or x.shape[-1] % r:
-            size = shape(x)[-2:]
-            raise ArgumentError(
-                f"{call}: {name} has shape {shape(x)}: {r} does not divide its size {size}. Pad it, by layers.pad."
-            )
-        return squeezed(x, r)
-
-    return unshuffled
+def _unshuffled(call: str, name: str, r: int, x: torch.Tensor) -> torch.Tensor:
+    need_axes(call, name, x, "[*, C, H, W]", 3)
+    if x.shape[-2] % r or x.shape[-1] % r:
+        size = shape(x)[-2:]
+        raise ArgumentError(
+            f"{call}: {name} has shape {shape(x)}: {r} does not divide its size {size}. Pad it, by layers.pad."
+        )
+    return squeezed(x, r)
 
 
 def squeezed(x: torch.Tensor, r: int) -> torch.Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from invfunc.errors import ArgumentError
-from invfunc.invertible.pair import Invertible
+from invfunc.invertible.pair import Invertible, Law
 from invfunc.layers.common import keeps_volume, need_axes, need_integers, need_tensor, shape
 
 
@@ -44,34 +45,42 @@ def unflatten(dim: int, sizes: Sequence[int]) -> Invertible:
     need_integers(called, "sizes", sizes, -1)
     if not sizes or sizes.count(-1) > 1:
         raise ArgumentError(f"{called}: sizes has to have at least one entry, and at most one -1.")
-    last = dim + len(sizes) - 1 if dim >= 0 else dim
-    first = last - len(sizes) + 1
-
     known = math.prod(s for s in sizes if s != -1)
+    return _Unflatten(called, dim, tuple(sizes), known).pair(called)
 
-    def fits(size: int) -> bool:
-        return size == known if -1 not in sizes else known > 0 and size % known == 0
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        need_tensor(f"{called}(x)", "x", x)
-        if not -x.ndim <= dim < x.ndim or not fits(x.shape[dim]):
-            raise ArgumentError(f"{called}(x): x has shape {shape(x)}, which has no axis {dim} to split as {sizes}.")
+@dataclass(frozen=True, eq=False)
+class _Unflatten(Law):
+    called: str
+    dim: int
+    sizes: tuple[int, ...]
+    known: int
+    """The product of the sizes that are given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dim, sizes = self.dim, self.sizes
+        need_tensor(f"{self.called}(x)", "x", x)
+        if not -x.ndim <= dim < x.ndim or not self._fits(x.shape[dim]):
+            raise ArgumentError(
+                f"{self.called}(x): x has shape {shape(x)}, which has no axis {dim} to split as {sizes}."
+            )
         return x.unflatten(dim, sizes)
 
-    def inverse(y: torch.Tensor) -> torch.Tensor:
-        call = f"{called}.inverse(y)"
+    def inverse(self, y: torch.Tensor) -> torch.Tensor:
+        dim, sizes, call = self.dim, self.sizes, f"{self.called}.inverse(y)"
+        last = dim + len(sizes) - 1 if dim >= 0 else dim
+        first = last - len(sizes) + 1
         need_tensor(call, "y", y)
         own = [y.shape[d] for d in range(first, last + 1) if -y.ndim <= d < y.ndim]
         if len(own) < len(sizes) or any(s not in (-1, o) for s, o in zip(sizes, own, strict=True)):
             raise ArgumentError(f"{call}: y has shape {shape(y)}, whose axes {first} to {last} are not {sizes}.")
         return y.flatten(first, last)
 
-    zeros = keeps_volume(called)
+    def log_det(self, x: torch.Tensor) -> torch.Tensor:
+        need_axes(f"{self.called}.log_det(x)", "x", x, "[N, ...]", 1)
+        if self.dim in (0, -x.ndim) and len(self.sizes) > 1:
+            raise ArgumentError(f"{self.called}.log_det(x): the leading axis is split, and the samples with it.")
+        return keeps_volume(self.called)(x)
 
-    def log_det(x: torch.Tensor) -> torch.Tensor:
-        need_axes(f"{called}.log_det(x)", "x", x, "[N, ...]", 1)
-        if dim in (0, -x.ndim) and len(sizes) > 1:
-            raise ArgumentError(f"{called}.log_det(x): the leading axis is split, and the samples with it.")
-        return zeros(x)
-
-    return Invertible(forward, inverse, log_det=log_det, name=called)
+    def _fits(self, size: int) -> bool:
+        return size == self.known if -1 not in self.sizes else self.known > 0 and size % self.known == 0

@@ -1,0 +1,96 @@
+"""Pairs and blocks are values: what they evaluate is copied with them."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Value:
+    """A dataclass whose deep copy evaluates copies of the modules and tensors that its functions close over.
+
+    Python takes a function for indivisible: a copy of `self.block = additive_coupling(lambda b: self.F(b), ...)` would
+    go on evaluating the F of the original.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = made = object.__new__(type(self))
+        for name, value in vars(self).items():
+            object.__setattr__(made, name, copied(value, memo))
+        return made
+
+
+def copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy, of functions too where they hold something that is copied."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, FunctionType):
+        return _function(value, memo)
+    if type(value) is partial:
+        given = {name: copied(v, memo) for name, v in value.keywords.items()}
+        made: Any = partial(copied(value.func, memo), *(copied(v, memo) for v in value.args), **given)
+    elif type(value) in (tuple, list):
+        made = type(value)(copied(v, memo) for v in value)
+    elif type(value) is dict:
+        made = {key: copied(v, memo) for key, v in value.items()}
+    else:
+        return copy.deepcopy(value, memo)
+    return memo.setdefault(id(value), made)
+
+
+def _function(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """The function, or one of the same code where something that it closes over, or has for a default, has a copy."""
+    if not _to_copy(fn, memo, set()):
+        return fn
+    closure = tuple(CellType() for _ in fn.__closure__ or ())
+    memo[id(fn)] = made = FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, closure or None)
+
+    def again(held: Any) -> Any:
+        return copied(held, memo) if _to_copy(held, memo, set()) else held
+
+    for cell, new in zip(fn.__closure__ or (), closure, strict=True):
+        for held in _contents(cell):
+            new.cell_contents = again(held)
+    made.__defaults__ = fn.__defaults__ and tuple(map(again, fn.__defaults__))
+    made.__kwdefaults__ = fn.__kwdefaults__ and {name: again(held) for name, held in fn.__kwdefaults__.items()}
+    made.__dict__.update(fn.__dict__)
+    made.__doc__, made.__qualname__, made.__module__ = fn.__doc__, fn.__qualname__, fn.__module__
+    return made
+
+
+def _to_copy(held: Any, memo: dict[int, Any], seen: set[int]) -> bool:
+    """Whether it is of what is copied: modules, tensors, other values, what has a copy already, and functions and
+    collections that hold such. Anything else is shared with the original, as ever."""
+    if id(held) in memo or isinstance(held, (nn.Module, torch.Tensor, Value)):
+        return True
+    if id(held) in seen:
+        return False
+    seen.add(id(held))
+    return any(_to_copy(inner, memo, seen) for inner in _held(held))
+
+
+def _held(value: Any) -> list[Any]:
+    """What a function or a collection holds."""
+    if isinstance(value, FunctionType):
+        cells = [held for cell in value.__closure__ or () for held in _contents(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if type(value) is partial:
+        return [value.func, *value.args, *value.keywords.values()]
+    if type(value) in (tuple, list):
+        return list(value)
+    return list(value.values()) if type(value) is dict else []
+
+
+def _contents(cell: CellType) -> list[Any]:
+    """What is in a cell, if anything is yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
