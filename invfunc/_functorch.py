@@ -17,6 +17,7 @@ from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: i
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch has no public name for it
 from torch.utils._python_dispatch import _disable_current_modes
@@ -111,6 +112,11 @@ class Memory:
     def holds(self, x: torch.Tensor) -> bool:
         """Whether a tensor is in it."""
         return self._storage() is x.untyped_storage()
+
+
+def function_of(node: Any) -> type | None:
+    """The custom autograd.Function that made a node of a graph."""
+    return getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
 
 
 def dual(x: torch.Tensor) -> bool:

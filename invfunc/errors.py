@@ -23,6 +23,8 @@ class SampleAxisError(InvFuncError, ValueError):
 
     unknown = False
     """Whether nothing is known about the operation, so that it may keep the samples apart after all."""
+    reason = ""
+    """The operation at which the samples are lost."""
 
 
 def samples_lost(reason: str, unknown: bool) -> SampleAxisError:
@@ -31,8 +33,24 @@ def samples_lost(reason: str, unknown: bool) -> SampleAxisError:
     if unknown:
         text += ", or return the [N] losses of the samples from a function that also works on a batch of one"
     error = SampleAxisError(text + ".")
-    error.unknown = unknown
+    error.unknown, error.reason = unknown, reason
     return error
+
+
+def to_be_split(error: SampleAxisError) -> SampleAxisError:
+    """The same where the function has to be split into model and loss."""
+    return SampleAxisError(
+        f"the samples are not kept apart at {error.reason}. Keep them apart up to the loss, or give the model and the "
+        "loss apart, as in `diag_ggn(f, loss)`, with a model that also works on a batch of one."
+    )
+
+
+def not_alone(error: SampleAxisError, why: str) -> SampleAxisError:
+    """The same where the samples were evaluated one by one, in vain."""
+    if not why:
+        return error
+    at = f"the samples are not kept apart at {error.reason}" if error.reason else str(error).removesuffix(".")
+    return SampleAxisError(f"{at}, and f cannot be evaluated on each of them alone: {why}.")
 
 
 def part_mixed(name: str) -> SampleAxisError:

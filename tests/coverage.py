@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, find, settings
 
 from invfunc import ArgumentError, SampleAxisError, diag_ggn, diag_hessian, kflr
-from invfunc.jacobian import fold, runs
+from invfunc.jacobian import alone, fold
 from invfunc.jacobian.residual import entries
 from invfunc.jacobian.trace import trace
 from tests.forms import GENERIC
@@ -63,15 +63,15 @@ def kind_of(call: Callable) -> str:
     asked: list[str] = []
 
     def watched(generic: Callable) -> Callable:
-        return lambda site, param: asked.append(site.call.name) or generic(site, param)
+        return lambda *args: asked.append("generic") or generic(*args)
 
     def differentiated(*args: Any) -> Any:
         asked.append("entries")
         return entries(*args)
 
     with ExitStack() as stack:
-        for module in (trace, runs):
-            stack.enter_context(mock.patch.object(module, "generic", watched(module.generic)))
+        for module, name in ((trace, "generic"), (alone, "of_copies")):
+            stack.enter_context(mock.patch.object(module, name, watched(getattr(module, name))))
         stack.enter_context(mock.patch.object(fold, "entries", differentiated))
         try:
             call()

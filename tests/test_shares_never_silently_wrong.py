@@ -75,10 +75,15 @@ class TestTheSameParameterAtCallsThatOnlyLookAlike:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_recurrent_layer_that_is_checkpointed(kind):
-    f, params = functional(kind(3, 3, batch_first=True))
-    x = torch.ones(4, 2, 3)
-    with pytest.raises(SampleAxisError, match="checkpoint"):
-        batch_grad(lambda p, x: checkpoint(f, p, x, use_reentrant=False)[0].sum((1, 2)))(params, x)
+    f, params = functional(kind(3, 3, batch_first=True).double())
+    x = Numbers()(4, 2, 3)
+
+    def losses(p, x):
+        return checkpoint(f, p, x, use_reentrant=False)[0].sum((1, 2))
+
+    assert_trees_close(batch_grad(losses)(params, x), loop_batch_grad(losses)(params, x), 1e-10)
+    with pytest.raises(SampleAxisError, match="checkpoint .*return the \\[N\\] losses"):
+        batch_grad(lambda p, x: losses(p, x).sum())(params, x)
 
 
 def test_an_operation_that_writes_into_its_argument():

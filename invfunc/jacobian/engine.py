@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.errors import ArgumentError, SplitError
+from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import check_loss
 from invfunc.jacobian.fold import SLOPE, Fold
@@ -208,7 +208,12 @@ class Engine:
             splitters.append(Splitter(trace))
             return splitters[-1]
 
-        light = self.runner.run(WHOLE, n, tapped=False, draws=draws, splitter=look)
+        try:
+            light = self.runner.run(WHOLE, n, tapped=False, draws=draws, splitter=look)
+        except SampleAxisError as error:
+            if self.kinds != {"gradient"}:
+                raise to_be_split(error) if error.unknown and error.reason else error from None
+            return self._each_alone(error, draws)
         tag, splitter = check_loss(light.trace, light.result), splitters[0]
         wanted = splitter.selected(tag)
         roots = [splitter.roots[i] for i in wanted]
@@ -232,6 +237,12 @@ class Engine:
         columns = max(sum(c.count for c in columns) for columns in made.values())
         self.fold.over(lambda: self.runner.parts(roots, columns, draws), made)
         return light.aux
+
+    def _each_alone(self, error: SampleAxisError, draws: Draws) -> Any:
+        """The losses of the samples, from a function that cannot be followed."""
+        whole = self.runner.loss_alone(error)
+        self.fold.over(lambda: self.runner.loss_parts(whole.result, draws), self._ones)
+        return whole.aux
 
     def _look(self, rerun: Callable[[Any, int], Run], pattern: Pattern, run: Run) -> Run | None:
         """The model part on one sample under a pattern, unless it is something else in the batch."""

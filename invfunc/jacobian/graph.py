@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+
+from invfunc._functorch import function_of
 
 
 def node_of(x: torch.Tensor) -> Any:
@@ -27,6 +30,28 @@ def reaches(x: torch.Tensor, targets: set[Any], stops: set[Any]) -> bool:
         seen.add(node)
         waiting.extend(parent for parent, _ in node.next_functions)
     return False
+
+
+def nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """All nodes of the graphs of some tensors."""
+    waiting, seen = [node_of(x) for x in tensors if x.requires_grad], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting.extend(parent for parent, _ in node.next_functions)
+        yield node
+
+
+def leaves_below(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves from which some tensors are computed."""
+    return [node.variable for node in nodes_of(tensors) if hasattr(node, "variable")]
+
+
+def functions_below(x: torch.Tensor) -> list[type]:
+    """The autograd.Functions of the user's, and of torch.utils.checkpoint, through which a tensor is computed."""
+    return [kind for kind in dict.fromkeys(function_of(node) for node in nodes_of([x])) if kind is not None]
 
 
 def lowest(starts: list[torch.Tensor], nodes: set[Any]) -> set[Any]:

@@ -11,25 +11,23 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import version
-from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleAxisError
+from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleAxisError, not_alone
+from invfunc.jacobian.alone import FOREIGN, Alone, NotAlone
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import cannot_draw, check_loss, output_axis, same_values
-from invfunc.jacobian.follow import TOTAL, Call
+from invfunc.jacobian.follow import TOTAL
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
 from invfunc.jacobian.plan import Options, even
-from invfunc.jacobian.problem import Problem, with_aux
-from invfunc.jacobian.rules import Site
-from invfunc.jacobian.rules.generic import generic
+from invfunc.jacobian.problem import Problem
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.follower import Follower
-from invfunc.jacobian.trace.random import Draws, Drew, Watch, restore
+from invfunc.jacobian.trace.random import Draws, Drew, restore
 from invfunc.jacobian.trace.steps import Remember
 from invfunc.jacobian.trace.tags import Derived, Sampled
 from invfunc.jacobian.twice import TwiceDifferentiable
 
 WHOLE = slice(None)
-_FOREIGN = (RuntimeError, ValueError, TypeError, IndexError)
 _NOT_IN_PARTS = "f does not run on a part of the batch, so it cannot be chunked over samples."
 
 
@@ -59,6 +57,8 @@ class Runner:
         self.plan, self.fast = options.plan, options.fast
         self.remember, self.whole = remember, whole or budget > 2**24
         self.pattern: Follower | None = None
+        self.alone: Alone | None = None
+        """The last resort, once the function could not be followed."""
 
     def run(
         self,
@@ -109,10 +109,8 @@ class Runner:
                     run.result = run.result + zero
             run.trace.check([run.result], run.params)
         except SampleAxisError as error:
-            run = self._sample_by_sample() if error.unknown else None
-            if run is None:
-                raise
-            if or_model and run.result.ndim > 1:
+            run = self._run_alone(self._alone(error), WHOLE, problem.n)
+            if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
                 self._take_outputs(run)
                 return run
             check_loss(run.trace, run.result)
@@ -124,59 +122,26 @@ class Runner:
         run.trace.check([z for z, _ in run.outputs.values()], run.params)
         return run
 
-    def _sample_by_sample(self) -> Run | None:
-        """The last resort: the whole function as one operation that has no rule, if its values allow that.
-
-        A function that returns [N] entries, or outputs, may be evaluated on single samples; a scalar may not.
-        """
-        problem = self.problem
-        draws = Draws(stop=False)
-        trace = Trace(self.scope, problem.n)
-        params = trace.parameters(problem.leaves)
-        batch = {i: problem.args[i] for i in problem.inputs if i not in problem.argnums}
-        flat, structure = tree.flatten(batch)
-        where = [d for i, d in problem.dims.items() if i in batch for _ in tree.leaves(batch[i])]
-
-        def whole(*values: Any) -> tuple[Any, Any]:
-            trees = tree.unflatten(list(values[: len(params)]), problem.structure)
-            rest = tree.unflatten(list(values[len(params) :]), structure)
-            given = [trees[problem.argnums.index(i)] if i in problem.argnums else rest[i] for i in problem.inputs]
-            result = problem.f(*given, **problem.kwargs)
-            return with_aux(result) if problem.has_aux else (result, None)
-
-        def function(*values: Any) -> Any:
-            return whole(*values)[0]
-
-        values = [*params, *(self.scope.alias(x) if isinstance(x, torch.Tensor) else x for x in flat)]
-        with Watch(draws):
-            result, aux = whole(*values)
-        if not isinstance(result, torch.Tensor) or result.ndim == 0:
-            return None
-        axis = Axis(problem.out_dims % result.ndim if result.ndim > 1 else 0)
-        if result.shape[axis.dim or 0] != problem.n:
-            return None
-        if draws.drew:
-            raise RandomnessError("it draws random numbers, and cannot be evaluated one sample at a time.")
-        places: dict[int, Any] = {
-            id(x): Axis(d % x.ndim)
-            for x, d in zip(values[len(params) :], where, strict=True)
-            if isinstance(x, torch.Tensor) and d is not None
-        }
-        call = Call("f", function, tuple(values), {}, result, places, problem.n, True, tree.tensors(values))
-        site = Site(call, axis, self.scope.leave)
-        n, dims = problem.n, [places.get(id(x)) for x in values]
-        exposed = [x if a is None else a.expose(x, n) for x, a in zip(values, dims, strict=True)]
+    def _alone(self, error: SampleAxisError) -> Alone:
+        """The last resort, where an error says that the function cannot be followed, or not on a part of the batch."""
+        if not (error.unknown or self.plan.asked("samples")):
+            raise error
         try:
-            with torch.no_grad():
-                alone = torch.vmap(function, in_dims=tuple(None if a is None else 0 for a in dims))(*exposed)
-        except _FOREIGN:  # no batching rule, or no function of one sample
-            return None
-        if not same_values(alone, axis.expose(result, n)):
-            return None  # a sample alone gives something else than in the batch: they are mixed
-        for i, leaf in enumerate(params):
-            trace.tap(leaf, Derived(frozenset({i}), True), generic(site, leaf), result, axis)
-        trace.set(result, Sampled(axis, around="f"))
-        return Run(trace, params, WHOLE, {0: (result, axis)}, result=result, aux=aux)
+            self.alone = Alone(self.problem, self.scope)
+        except NotAlone as why:
+            raise not_alone(error, str(why)) if error.unknown else error from None
+        return self.alone
+
+    def loss_alone(self, error: SampleAxisError) -> Run:
+        """A loss for each sample, as they are in the whole batch."""
+        run = self._run_alone(self._alone(error), WHOLE, self.problem.n, tapped=False)
+        check_loss(run.trace, run.result)
+        return run
+
+    def _run_alone(self, alone: Alone, part: slice | torch.Tensor, n: int, tapped: bool = True) -> Run:
+        ran = alone.tapped(part, n) if tapped and isinstance(part, slice) else alone.untapped(part, n)
+        start = (part.start or 0) if isinstance(part, slice) else 0
+        return Run(ran.trace, ran.params, part, {}, start, tree.unflatten(ran.outputs, alone.structure), alone.aux)
 
     def model(self, part: slice | torch.Tensor, n: int, tapped: bool = True, draws: Draws | None = None) -> Run:
         """The model function on a part of the batch; `run.result` becomes the structure of its outputs.
@@ -184,6 +149,8 @@ class Runner:
         `draws` are those of an earlier run, to be repeated, if there was one.
         """
         partial = n < self.problem.n
+        if self.alone is not None:
+            return self._model_alone(self.alone, part, n, tapped)
         after = draws.rewind() if draws is not None else {}
         try:
             run = self.run(part, n, tapped=tapped, partial=partial, draws=Draws(stop=True) if partial else draws)
@@ -195,15 +162,16 @@ class Runner:
         except Drew:
             raise cannot_draw() from None
         except SampleAxisError as error:
-            whole = self._sample_by_sample() if error.unknown and tapped and not partial else None
-            if whole is None:
-                raise
-            run = whole
-            self._take_outputs(run)
-        except _FOREIGN as error:
+            return self._model_alone(self._alone(error), part, n, tapped)
+        except FOREIGN as error:
             if isinstance(error, InvFuncError) or not partial:
                 raise
             raise SampleAxisError(_NOT_IN_PARTS) from error
+        return run
+
+    def _model_alone(self, alone: Alone, part: slice | torch.Tensor, n: int, tapped: bool) -> Run:
+        run = self._run_alone(alone, part, n, tapped)
+        self._take_outputs(run)
         return run
 
     def _take_outputs(self, run: Run) -> None:
@@ -283,7 +251,7 @@ class Runner:
         after = draws.rewind()
         try:
             run = self.run(part, n, splitter=lambda trace: Splitter(trace, [r.ordinal for r in roots]))
-        except _FOREIGN as error:
+        except FOREIGN as error:
             if part is WHOLE or isinstance(error, InvFuncError):
                 raise
             raise SampleAxisError(_NOT_IN_PARTS) from error
@@ -308,7 +276,8 @@ class Runner:
         if draws.drew:
             raise cannot_draw()
         for start, stop in self.plan.ranges("samples", self.problem.n):
-            run = self.run(slice(start, stop), stop - start)
+            part, n = slice(start, stop), stop - start
+            run = self.run(part, n) if self.alone is None else self._run_alone(self.alone, part, n)
             check_loss(run.trace, run.result)
             if not same_values(run.result, whole[start:stop]):
                 raise SampleAxisError(

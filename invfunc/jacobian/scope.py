@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
-from invfunc._functorch import dual, grad_level, transforming
+from invfunc._functorch import dual, grad_level, level_of, transforming
 from invfunc.errors import ArgumentError
 from invfunc.jacobian.graph import lowest
 
@@ -59,7 +59,7 @@ class Scope:
 
     def closes_over(self, x: torch.Tensor) -> None:
         """Called for each constant of the function: one that requires grad makes the result require it too."""
-        if self.plain and self.outside and x.requires_grad:
+        if self.plain and self.outside and x.requires_grad and level_of(x) is None:
             self.wanted = True
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:

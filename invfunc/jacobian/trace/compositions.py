@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc._functorch import checkpointing, transforming
-from invfunc.errors import SampleAxisError
+from invfunc.errors import SampleAxisError, samples_lost
 
 # A step of a cell: from what the input adds to its gates, the state before and the weights to the next state
 
@@ -248,9 +248,10 @@ def composition(func: Callable) -> Callable[..., Any] | None:
     if name.startswith("embedding") and getattr(func, "__module__", None) != "torch.nn.functional":
         return None  # torch's own take the same arguments in another order
     if name not in ("embedding", "broadcast_tensors", "_weight_norm", "prelu") and checkpointing():
-        raise SampleAxisError(
-            f"`{name}` is followed step by step, but hooks on saved tensors, as those of torch.utils.checkpoint, "
-            "have to meet the same operations again. Take it out of the checkpoint."
+        raise samples_lost(
+            f"`{name}` inside of torch.utils.checkpoint (it is followed step by step, but the hooks on saved tensors "
+            "have to meet the same operations again; it can be taken out of the checkpoint)",
+            unknown=True,
         )
     return COMPOSITIONS[name]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 _ALWAYS = set(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli normal uniform exponential cauchy "
@@ -73,18 +72,6 @@ class Draws:
         after = {g: g.get_state() for g in self.before_first}
         restore(self.before_first)
         return after
-
-
-class Watch(TorchFunctionMode):
-    """Tells of each call, and does nothing else."""
-
-    def __init__(self, draws: Draws) -> None:
-        super().__init__()
-        self.draws = draws
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.draws.before(func.__name__.strip("_"), args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 def restore(states: dict[torch.Generator, torch.Tensor]) -> None:

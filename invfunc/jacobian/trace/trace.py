@@ -24,6 +24,7 @@ from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace.calls import AFFINE, CONSTANT, EXITS, QUERIES, SELECTIONS, alignment, function_name, read_by
 from invfunc.jacobian.trace.compositions import composition, states
 from invfunc.jacobian.trace.follower import Follower
+from invfunc.jacobian.trace.hidden import hidden, unseen
 from invfunc.jacobian.trace.random import Draws
 from invfunc.jacobian.trace.seen import Seen, cannot_meet
 from invfunc.jacobian.trace.steps import Remember, Step, bends, is_view, step
@@ -92,8 +93,8 @@ class Trace(TorchFunctionMode):
             self.draws.before(name, args, kwargs)
         seen = self._seen(name, func, args, kwargs)
         for x in seen.read:
-            if x.requires_grad and self._hidden(x, seen.tags.get(id(x))):
-                raise samples_lost(_HIDDEN, unknown=True)
+            if x.requires_grad and unseen(x, seen.tags.get(id(x)), self.entered):
+                raise hidden(x, self.calls)
         if name in EXITS and seen.tags or self.known.holds_samples(x for x in seen.read if id(x) not in seen.tags):
             self.escaped = self.escaped or name
         if not seen.tags:
@@ -227,7 +228,9 @@ class Trace(TorchFunctionMode):
         """What is known of the result from here on."""
         sampled, name = seen.sampled, seen.name
         around = name if met or any(tag.around for tag in sampled) else None
-        crossed = frozenset().union(*(tag.crossed for tag in sampled)) if any(tag.crossed for tag in sampled) else _NONE
+        crossed = (
+            frozenset().union(*(tag.crossed for tag in sampled)) if any(tag.crossed for tag in sampled) else frozenset()
+        )
         affine = logarithm = False
         if crossed:
             around = next((tag.around for tag in sampled if tag.around and tag.crossed), around)
@@ -250,14 +253,9 @@ class Trace(TorchFunctionMode):
     def check(self, outputs: list[torch.Tensor], params: list[torch.Tensor]) -> None:
         """Every path from the outputs to the parameters has to cross a tap: autograd knows more than was seen."""
         stops, targets = {edge.node for edge in self.edges}, {node_of(p) for p in params}
-        if any(reaches(z, targets, stops) or self._hidden(z, self.tag(z)) for z in outputs):
-            raise samples_lost(_HIDDEN, unknown=True)
-
-    def _hidden(self, x: torch.Tensor, tag: Derived | Sampled | None) -> bool:
-        """Whether autograd knows that x depends on the parameters, though no call said so."""
-        if not (x.requires_grad and torch.is_grad_enabled()) or isinstance(tag, Derived) or (tag and tag.active):
-            return False
-        return reaches(x, {node_of(p) for p in self.entered}, set())
+        for z in outputs:
+            if reaches(z, targets, stops) or unseen(z, self.tag(z), self.entered):
+                raise hidden(z, self.calls)
 
     # Parameters meet samples
 
@@ -303,6 +301,8 @@ class Trace(TorchFunctionMode):
     def tap(
         self, param: torch.Tensor, tag: Derived, recipe: Recipe, out: torch.Tensor, axis: Axis, call: Call | None = None
     ) -> None:
+        if not out.requires_grad:  # it lies in a transform that f itself uses
+            raise hidden(out, ())
         edge = torch.autograd.graph.get_gradient_edge(out)
         at = next((i for i, e in enumerate(self.edges) if e == edge and self.axes[i] == axis), None)
         if at is None:
@@ -314,7 +314,3 @@ class Trace(TorchFunctionMode):
         self.taps.append(Tap(param, tag, recipe, at, call, axis, versions))
         if self.pattern is not None:
             self.pattern.tapped(at, out, recipe)
-
-
-_NONE: frozenset[int] = frozenset()
-_HIDDEN = "an operation that cannot be seen (custom autograd.Function, torch.func or autograd in f, write to a view?)"
