@@ -67,11 +67,12 @@ class TestShares:
         args = (Numbers()(3), Numbers(1)(4, 3))
         assert_trees_close(invfunc.batch_grad(f)(*args), loop_batch_grad(f)(*args), EXACT)
 
-    @pytest.mark.parametrize("build", [lambda w, x: w.square().sum(), lambda w, x: x.sum()], ids=["params", "batch"])
-    def test_of_one_argument_alone(self, build):
-        w, x = Numbers()(3), Numbers(1)(4, 3)
-        wanted = torch.func.grad(build)(w, x).expand(4, 3) / 4
-        assert_trees_close(invfunc.batch_grad(build)(w, x), wanted, EXACT)
+    def test_of_the_batch_alone_are_zero(self):
+        assert not invfunc.batch_grad(lambda w, x: x.sum())(Numbers()(3), Numbers(1)(4, 3)).any()
+
+    def test_of_the_parameters_alone_are_not_defined(self):
+        with pytest.raises(invfunc.SampleAxisError, match="from the parameters alone"):
+            invfunc.batch_grad(lambda w, x: w.square().sum())(Numbers()(3), Numbers(1)(4, 3))
 
 
 @statistics

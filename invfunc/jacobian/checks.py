@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from invfunc._functorch import innermost
-from invfunc.errors import ArgumentError, RandomnessError, samples_lost
+from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, samples_lost
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import TOTAL
 from invfunc.jacobian.trace import Trace
+from invfunc.jacobian.trace.seen import not_shared
 from invfunc.jacobian.trace.tags import Derived, Sampled
 
 
@@ -30,6 +31,8 @@ def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:
             f"{name} returned shape {tuple(result.shape)} for N = {n}, so it looks like {kind}; wanted is a loss "
             f"function, which returns a scalar or shape ({n},). Compute the loss in it, or sum over its other axes."
         )
+    if result.ndim and isinstance(tag, Derived) and tag.doubt:
+        raise samples_lost(f"the result of {name}, which no sample reaches that can be seen", unknown=True)
     if result.ndim and n > 1 and (place is TOTAL or isinstance(tag, Derived)):
         raise ArgumentError(
             f"{name} returned shape ({n},), but its entries are not those of the {n} samples, which it sums over; "
@@ -37,13 +40,23 @@ def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:
         )
     if not result.is_floating_point():
         raise ArgumentError(f"{name} returned dtype {result.dtype}, but a loss is a floating-point tensor.")
-    if isinstance(tag, Derived) and trace.escaped:
-        raise samples_lost(f"`{trace.escaped}`: it takes samples to where they cannot be followed", False)
-    if isinstance(tag, Derived) and tag.of_data:
-        raise samples_lost(f"the result of {name}: its share of each sample is gone where the data were summed", False)
     if isinstance(tag, Derived):
+        check_shared(trace, tag, name)
         return Sampled(None, around="the parameters alone")
     return tag if tag is not None else Sampled(None)
+
+
+def check_shared(trace: Trace, tag: Derived, name: str) -> None:
+    """Check that a loss is that of some samples, if it matters how they share it."""
+    if not trace.apart:
+        return
+    why = not_shared(tag, trace.left)
+    if why:
+        raise samples_lost(why, unknown=False)
+    raise SampleAxisError(
+        f"no sample reaches the result of {name}: it is computed from the parameters alone, as an L2 term is, and no "
+        "sample has a share of it. Return its sum with the loss of the data; then each has 1/N of it."
+    )
 
 
 def output_axis(trace: Trace, z: Any, dim: int) -> Axis:

@@ -48,6 +48,8 @@ class Engine:
         remember = any_step if "chain" in self.kinds else bends if "hessian" in self.kinds else None
         whole = options.reduce is not None or "chain" in self.kinds or all(q.measure.thin for q in quantities)
         self.runner = Runner(problem, self.scope, options, limit, remember, whole)
+        alone = problem.samples is not None or any(q.of != "hessian" or q.measure.each for q in quantities)
+        self.runner.apart = alone and problem.n > 1
 
     def result(self) -> tuple[list[Any], Any]:
         """What is asked for, and aux."""
@@ -208,13 +210,17 @@ class Engine:
             splitters.append(Splitter(trace))
             return splitters[-1]
 
+        def followed() -> tuple[Run, Sampled]:
+            run = self.runner.run(WHOLE, n, tapped=False, draws=draws, splitter=look)
+            return run, check_loss(run.trace, run.result)
+
         try:
-            light = self.runner.run(WHOLE, n, tapped=False, draws=draws, splitter=look)
+            light, tag = self.runner.settled(followed)
         except SampleAxisError as error:
             if self.kinds != {"gradient"}:
                 raise to_be_split(error) if error.unknown and error.reason else error from None
             return self._each_alone(error, draws)
-        tag, splitter = check_loss(light.trace, light.result), splitters[0]
+        splitter = splitters[-1]
         wanted = splitter.selected(tag)
         roots = [splitter.roots[i] for i in wanted]
         try:

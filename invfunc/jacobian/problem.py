@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +17,19 @@ from invfunc.jacobian.trace import Trace
 
 InDims = int | None | Sequence[int | None]
 Indices = Sequence[int] | torch.Tensor
+
+
+class Watching(AbstractContextManager, Protocol):
+    """A mode under which f runs."""
+
+    @property
+    def adopting(self) -> AbstractContextManager | None:
+        """One inside of it."""
+        ...
+
+    def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """What f gets in place of a batch tensor."""
+        ...
 
 
 @dataclass
@@ -54,13 +68,13 @@ class Problem:
         """What a parameter is called in an error."""
         return "params" + self.paths[place]
 
-    def call(self, trace: Trace, params: list[torch.Tensor], part: slice | torch.Tensor) -> tuple[Any, Any]:
-        """f under a trace on some of the samples: its result and aux."""
+    def call(self, trace: Watching, params: list[torch.Tensor], part: slice | torch.Tensor) -> tuple[Any, Any]:
+        """f under a mode that watches it, on some of the samples: its result and aux."""
         trees = tree.unflatten(params, self.structure)
         given = [
             trees[self.argnums.index(i)] if i in self.argnums else self._samples(trace, i, part) for i in self.inputs
         ]
-        with trace:
+        with trace, trace.adopting or nullcontext():
             result = self.f(*given, **self.kwargs)
         if not self.has_aux:
             return result, None
@@ -74,7 +88,7 @@ class Problem:
         place = len(self.args) - 1
         return replace(self, args=(*self.args[:-1], target), dims={**self.dims, place: 0}).target(trace)
 
-    def _samples(self, trace: Trace, position: int, part: slice | torch.Tensor) -> Any:
+    def _samples(self, trace: Watching, position: int, part: slice | torch.Tensor) -> Any:
         dim = self.dims[position]
         if dim is None:
             return self.args[position]
@@ -86,6 +100,10 @@ class Problem:
             return trace.samples(x, Axis(d))
 
         return tree.map_tensors(seen, self.args[position])
+
+    def fixed(self) -> list[torch.Tensor]:
+        """The tensors that all samples share."""
+        return tree.tensors(([self.args[i] for i, d in self.dims.items() if d is None], self.kwargs))
 
     def tensors(self) -> list[torch.Tensor]:
         return tree.tensors((self.args, self.kwargs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleA
 from invfunc.jacobian.alone import FOREIGN, Alone, NotAlone
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import cannot_draw, check_loss, output_axis, same_values
+from invfunc.jacobian.evidence import Learned, learn
 from invfunc.jacobian.follow import TOTAL
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
 from invfunc.jacobian.plan import Options, even
@@ -27,6 +28,7 @@ from invfunc.jacobian.trace.steps import Remember
 from invfunc.jacobian.trace.tags import Derived, Sampled
 from invfunc.jacobian.twice import TwiceDifferentiable
 
+T = TypeVar("T")
 WHOLE = slice(None)
 _NOT_IN_PARTS = "f does not run on a part of the batch, so it cannot be chunked over samples."
 
@@ -59,6 +61,20 @@ class Runner:
         self.pattern: Follower | None = None
         self.alone: Alone | None = None
         """The last resort, once the function could not be followed."""
+        self.apart = problem.n > 1
+        """Whether the samples are told apart in the result."""
+        self.learned: Learned | None = None
+        self.doubtful = False
+
+    def settled(self, run: Callable[[], T]) -> T:
+        """A run; where nothing is known of tensors that it reads, once more with what can be found out about them."""
+        try:
+            return run()
+        except SampleAxisError:
+            if not self.doubtful or self.learned is not None:
+                raise
+            self.learned = learn(self.problem, self.scope)
+            return run()
 
     def run(
         self,
@@ -72,7 +88,11 @@ class Runner:
     ) -> Run:
         trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, partial=partial, draws=draws)
         trace.remember = self.remember if tapped else None
-        trace.pattern = self.pattern
+        trace.pattern, trace.apart = self.pattern, self.apart and n > 1
+        for x in self.problem.fixed():
+            trace.constants.add(x)
+        if self.learned is not None:
+            self.learned.tell(trace)
         watching = splitter(trace) if splitter is not None else None
         params = trace.parameters(self.problem.leaves, enter=tapped or watching is not None)
         run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
@@ -85,7 +105,8 @@ class Runner:
             assert watching is not None
             run.outputs = {i: (r.value, r.axis) for i, r in watching.roots.items()}
         finally:
-            trace.watcher = trace.after = None  # no cycle that keeps activations alive
+            trace.watcher = trace.after = trace.adopting = None  # no cycle that keeps activations alive
+            self.doubtful = self.doubtful or (trace.doubt or trace.escaped) is not None
         if before != [version(x) for x in self.problem.tensors()]:
             raise ArgumentError(
                 "f writes into one of its arguments in place; it may run several times, so copy it first."
@@ -94,6 +115,9 @@ class Runner:
 
     def loss(self, or_model: bool = False, draws: Draws | None = None) -> Run:
         """The loss function in one run; `or_model` also takes a model function; `draws` are those to be repeated."""
+        return self.settled(lambda: self._loss(or_model, draws))
+
+    def _loss(self, or_model: bool, draws: Draws | None) -> Run:
         problem = self.problem
         after = draws.rewind() if draws is not None else {}
         try:

@@ -25,7 +25,8 @@ SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
 QUERIES = set(
     "get:shape get:ndim get:dtype get:device get:is_cuda get:is_cpu get:is_nested get:is_sparse get:is_mkldnn "
     "get:is_quantized get:layout get:requires_grad get:is_leaf size dim ndimension numel nelement len stride "
-    "is_contiguous is_floating_point is_complex get_device element_size".split()
+    "is_contiguous is_floating_point is_complex get_device element_size hash is_same_size is_inference is_signed "
+    "is_conj is_neg storage_offset result_type get:names get:itemsize get:nbytes get:is_meta get:grad_fn".split()
 )
 """What is asked about a tensor, and not about its values."""
 EXITS = {"set", "dlpack", "to_dlpack"}

@@ -71,15 +71,24 @@ class Seen:
 
 
 def cannot_meet(
-    call: Call, produced: list[torch.Tensor], found: Any, params: list[Any], escaped: str | None
+    call: Call, produced: list[torch.Tensor], found: Any, params: list[Any], apart: bool, escaped: str | None
 ) -> str | None:
     """Why parameters with these tags have no shares at an operation."""
     if len(produced) > 1:
         return f"`{call.name}`: a parameter meets samples in an operation with several outputs"
-    if found is TOTAL and call.name not in ("add", "sub", "rsub", "subtract"):
-        return f"`{call.name}`: a parameter meets a sum over the samples"
-    if found is TOTAL and escaped:
+    if found is not TOTAL:
+        return None
+    if call.name not in ("add", "sub", "rsub", "subtract"):
+        return f"`{call.name}`: it sums over the samples, and a parameter that has met none is in every term"
+    return next((why for tag in params if (why := not_shared(tag, escaped))), None) if apart else None
+
+
+def not_shared(tag: Any, escaped: str | None) -> str | None:
+    """Why the samples may have no equal shares in what was computed from parameters, it seems, and from constants."""
+    if not isinstance(tag, Derived):
+        return None
+    if escaped:
         return f"`{escaped}`: it takes samples to where they cannot be followed"
-    if found is TOTAL and any(getattr(tag, "of_data", False) for tag in params):
-        return f"`{call.name}`: its share of each sample is gone where the data were summed"
-    return None
+    if tag.doubt:
+        return f"`{tag.doubt}`: it reads a tensor of which nothing is known"
+    return "a sum over the data, in which the share of each is gone" if tag.of_data else None

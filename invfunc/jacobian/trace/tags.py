@@ -24,6 +24,8 @@ class Derived:
     selected: bool
     of_data: bool = False
     """Whether data summed over the samples went into it."""
+    doubt: str | None = None
+    """The call at which a tensor of which nothing is known went into it."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ class Tags:
             if y is None or y is x or storage_of(y) != memory:
                 continue
             if isinstance(old, Derived) and isinstance(new, Derived):
-                self.set(y, Derived(old.leaves | new.leaves, False, old.of_data or new.of_data))
+                both = old.leaves | new.leaves
+                self.set(y, Derived(both, False, old.of_data or new.of_data, old.doubt or new.doubt))
             elif isinstance(old, Sampled) and isinstance(new, Sampled) and old.active == new.active and old.place:
                 crossed = old.crossed | new.crossed
                 self.set(y, Sampled(old.place, old.lost or new.lost, old.around or new.around, crossed))

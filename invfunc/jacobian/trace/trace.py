@@ -10,28 +10,29 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._functorch import opened, unviewed, version
+from invfunc._functorch import opened, unviewed
 from invfunc.errors import part_mixed, samples_lost
 from invfunc.jacobian import follow, rules
 from invfunc.jacobian.axis import Axis, Everyone
 from invfunc.jacobian.follow import TOTAL, Call, Mixed, Unknown
 from invfunc.jacobian.follow.indices import advanced
 from invfunc.jacobian.graph import node_of, reaches
-from invfunc.jacobian.rules import Recipe, Site
+from invfunc.jacobian.rules import Site
 from invfunc.jacobian.rules.again import read_of, reader, released
 from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace.calls import AFFINE, CONSTANT, EXITS, QUERIES, SELECTIONS, alignment, function_name, read_by
 from invfunc.jacobian.trace.compositions import composition, states
-from invfunc.jacobian.trace.follower import Follower
 from invfunc.jacobian.trace.hidden import hidden, unseen
+from invfunc.jacobian.trace.provenance import Provenance
 from invfunc.jacobian.trace.random import Draws
 from invfunc.jacobian.trace.seen import Seen, cannot_meet
 from invfunc.jacobian.trace.steps import Remember, Step, bends, is_view, step
-from invfunc.jacobian.trace.tags import Derived, Sampled, Tags, Tap
+from invfunc.jacobian.trace.tags import Derived, Sampled
+from invfunc.jacobian.trace.taps import Taps
 
 
-class Trace(TorchFunctionMode):
+class Trace(Taps, Provenance, TorchFunctionMode):
     """Watches a function run. `fast=False` uses the generic path at every operation; `tapped=False` only follows."""
 
     def __init__(
@@ -44,25 +45,17 @@ class Trace(TorchFunctionMode):
         partial: bool = False,
         draws: Draws | None = None,
     ) -> None:
-        super().__init__()
-        self.scope, self.n, self.fast, self.tapped, self.draws = scope, n, fast, tapped, draws
+        super().__init__(n)
+        self.scope, self.fast, self.tapped, self.draws = scope, fast, tapped, draws
         self.partial = partial  # n is less than the batch: a sum over the samples is not what it would be
-        self.taps: list[Tap] = []
         self.entered: list[torch.Tensor] = []  # what is differentiated: parameters, outputs of the model
-        self.edges: list[Any] = []
-        self.axes: list[Axis] = []
-        self.sizes: list[int] = []  # of the output at each site, for one sample
         self.unknown = False
         """Whether an operation without a rule, rather than one that mixes, has lost the samples."""
         self.watcher: Callable[[Trace, str, Callable, tuple, dict], tuple[tuple, dict] | None] | None = None
         self.after: Callable[[Trace, Call], None] | None = None
         self.remember: Remember | None = None  # which calls become `steps`
         self.steps: list[Step] = []
-        self.pattern: Follower | None = None
         self.calls: list[str] = []
-        self.escaped: str | None = None  # how samples went where they are not seen
-        self.known = Tags()
-        self.tag, self.set = self.known.get, self.known.set
 
     def parameters(self, leaves: Sequence[torch.Tensor], enter: bool = True) -> list[torch.Tensor]:
         """The leaves as this run is to see them, differentiable or not."""
@@ -73,12 +66,14 @@ class Trace(TorchFunctionMode):
                 self.entered.append(leaf)
             self.set(leaf, Derived(frozenset({i}), True))
             seen.append(leaf)
+            self.introduce(leaf)
         return seen
 
     def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         """A batch tensor as this run is to see it."""
         x = self.scope.alias(x) if self.pattern is None else self.pattern.samples(x)
         self.set(x, Sampled(Axis(None) if self.n == 1 else axis))
+        self.introduce(x)
         return x
 
     # The run
@@ -136,9 +131,18 @@ class Trace(TorchFunctionMode):
                 self.set(x, Sampled(Axis(None) if self.n == 1 else Axis(dim)))
 
     def _of_others(self, seen: Seen) -> Any:
+        strange = False
         for x in seen.read:
             self.scope.closes_over(x)
-        return seen.run()
+            strange = strange or self.strange(x)
+        out = seen.run()
+        produced = seen.produced(out)
+        if not strange:
+            for x in produced:
+                self.constants.add(x)
+        elif not produced:
+            self.escaped = self.escaped or seen.name
+        return out
 
     def _of_constants(self, seen: Seen) -> Any:
         """What has no derivative: still samples, if it is a tensor."""
@@ -148,8 +152,8 @@ class Trace(TorchFunctionMode):
                 self.set(out, Sampled(tag.place, tag.lost))
             elif self.partial and seen.name in ("item", "tolist", "numpy"):
                 raise part_mixed(seen.name)
-            elif seen.name in ("item", "tolist", "numpy") and tag.place is not TOTAL:
-                self.escaped = seen.name
+        if not isinstance(out, torch.Tensor):
+            self.values_left(seen)
         return out
 
     def _of_parameters(self, seen: Seen, of_data: bool) -> Any:
@@ -159,7 +163,8 @@ class Trace(TorchFunctionMode):
             basic = seen.name in SELECTIONS or (seen.name == "getitem" and not advanced(seen.args[1]))
             selected = basic and not seen.writes and len(seen.read) == 1 and tags[0].selected
             of_data = of_data or any(t.of_data for t in tags)
-            derived = Derived(frozenset().union(*(t.leaves for t in tags)), selected, of_data)
+            doubt = self.doubts(seen) or next((t.doubt for t in tags if t.doubt), None)
+            derived = Derived(frozenset().union(*(t.leaves for t in tags)), selected, of_data, doubt)
             for x in seen.produced(out):
                 self.set(x, derived if x.is_floating_point() or x.is_complex() else None)
                 if seen.writes:
@@ -182,6 +187,7 @@ class Trace(TorchFunctionMode):
             out = unviewed(out)
         produced = seen.produced(out)
         if not produced:
+            self.values_left(seen)
             return out
         if kept is not None:
             params.pop(id(seen.args[0]), None)
@@ -191,10 +197,12 @@ class Trace(TorchFunctionMode):
             params = {}
         found, lost = self._followed(call, seen, params)
         if params:
-            lost = lost or cannot_meet(call, produced, found, [seen.tags.get(i) for i in params], self.escaped)
+            tags = [seen.tags.get(i) for i in params]
+            lost = lost or cannot_meet(call, produced, found, tags, self.apart, self.left)
             if lost is None:
                 self._meet(call, produced[0], Everyone(None) if found is TOTAL else found, params)
             elif self.tapped or found is None:
+                self.doubts(seen)
                 raise samples_lost(lost, self.unknown)
         if bent:
             self.steps.append(step(seen, call, produced, found[0] if isinstance(found, list) else found))
@@ -298,19 +306,5 @@ class Trace(TorchFunctionMode):
             else:
                 self.tap(x, tag, replace(recipe, again=read_of(again, recipe.reads)), out, axis, lean)
 
-    def tap(
-        self, param: torch.Tensor, tag: Derived, recipe: Recipe, out: torch.Tensor, axis: Axis, call: Call | None = None
-    ) -> None:
-        if not out.requires_grad:  # it lies in a transform that f itself uses
-            raise hidden(out, ())
-        edge = torch.autograd.graph.get_gradient_edge(out)
-        at = next((i for i, e in enumerate(self.edges) if e == edge and self.axes[i] == axis), None)
-        if at is None:
-            at = len(self.edges)
-            self.edges.append(edge)
-            self.axes.append(axis)
-            self.sizes.append(max(1, out.numel() // self.n))
-        versions = tuple((x, version(x)) for x in (param, *recipe.reads))
-        self.taps.append(Tap(param, tag, recipe, at, call, axis, versions))
-        if self.pattern is not None:
-            self.pattern.tapped(at, out, recipe)
+
+_NONE: frozenset[int] = frozenset()

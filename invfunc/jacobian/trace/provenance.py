@@ -1,0 +1,146 @@
+"""Tensors that are neither parameters nor samples: constants, or strangers that no call has given."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from invfunc import tree
+from invfunc._functorch import level_of, levels, version
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.trace.calls import QUERIES, function_name, produced_by
+from invfunc.jacobian.trace.seen import Seen
+from invfunc.jacobian.trace.tags import Sampled, Tags
+
+
+class Constants:
+    """Tensors that depend on no sample, as long as nobody writes to them."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref, int]] = {}
+
+    def add(self, x: torch.Tensor) -> None:
+        self._of[id(x)] = weakref.ref(x), version(x)
+
+    def __contains__(self, x: torch.Tensor) -> bool:
+        found = self._of.get(id(x))
+        return found is not None and found[0]() is x and found[1] == version(x)
+
+
+class Proven(Constants):
+    """Those of earlier calls, until they are gone."""
+
+    def add(self, x: torch.Tensor) -> None:
+        key = id(x)
+        self._of[key] = weakref.ref(x, lambda _: self._of.pop(key, None)), version(x)
+
+
+PROVEN = Proven()
+
+
+class Strangers(TorchFunctionMode):
+    """Counts the tensors that come from no call which it saw, in the order in which they are read first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self._known: dict[int, weakref.ref] = {}
+        self._level = max((level for _, level in levels()), default=0)
+
+    def know(self, x: torch.Tensor) -> None:
+        self._known[id(x)] = weakref.ref(x)
+
+    def knows(self, x: torch.Tensor) -> bool:
+        found = self._known.get(id(x))
+        return found is not None and found() is x
+
+    def met(self, x: torch.Tensor, ordinal: int) -> None:
+        """A stranger is read for the first time."""
+        raise NotImplementedError  # of those who count them
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, function_name(func)
+        if name in QUERIES:
+            return func(*args, **kwargs)
+        for x in tree.tensors((args, kwargs)):
+            if not self.knows(x) and (level_of(x) or 0) <= self._level:  # a transform in f wraps what it reads
+                self.know(x)
+                self.count += 1
+                self.met(x, self.count - 1)
+        out = self.run(name, func, args, kwargs)
+        for x in produced_by(out):
+            self.know(x)
+        return out
+
+    def run(self, name: str, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+class Lost(str):
+    """In place of where the samples are in a tensor: that it is of them, but has no entry for each."""
+
+
+LOST = Lost("a tensor computed from them where that cannot be seen (torch.jit, .item(), numpy, a copy?)")
+
+
+class Adopting(Strangers):
+    """Tells a run what its strangers are, where that was learned."""
+
+    def __init__(self, places: list[Axis | Lost | None], adopt: Callable[[torch.Tensor, Any], None]) -> None:
+        super().__init__()
+        self.places, self.adopt = places, adopt
+
+    def met(self, x: torch.Tensor, ordinal: int) -> None:
+        self.adopt(x, self.places[ordinal] if ordinal < len(self.places) else LOST)
+
+
+class Provenance:
+    """What a run knows of each tensor, and what it may not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = Tags()
+        self.tag, self.set = self.known.get, self.known.set
+        self.constants = Constants()
+        self.apart = True  # whether it matters how samples share a term
+        self.escaped: str | None = None  # how samples went where they are not seen
+        self.doubt: str | None = None  # where a parameter met a tensor of which nothing is known
+        self.adopting: Strangers | None = None  # who knows more
+        self.trusting = False  # numbers are known to be the same for other samples
+
+    @property
+    def left(self) -> str | None:
+        """How samples may have gone into what seems to be constant."""
+        return None if self.trusting else self.escaped
+
+    def values_left(self, seen: Seen) -> None:
+        """What a call gave is no tensor."""
+        if any(tag.lost or isinstance(tag.place, Axis) for tag in seen.sampled):
+            self.escaped = self.escaped or seen.name
+
+    def strange(self, x: torch.Tensor) -> bool:
+        """Whether nothing says that a tensor without a tag is a constant."""
+        return x not in self.constants and x not in PROVEN
+
+    def doubts(self, seen: Seen) -> str | None:
+        """The call, if parameters meet a tensor there of which nothing is known."""
+        if not any(id(x) not in seen.tags and self.strange(x) for x in seen.read):
+            return None
+        self.doubt = self.doubt or seen.name
+        return seen.name
+
+    def adopt(self, x: torch.Tensor, place: Axis | Lost | None) -> None:
+        """What was learned of a stranger."""
+        if place is None:
+            self.constants.add(x)
+        else:
+            self.set(x, Sampled(None, str(place)) if isinstance(place, Lost) else Sampled(place))
+
+    def introduce(self, x: torch.Tensor) -> None:
+        """A tensor that is no stranger."""
+        if self.adopting is not None:
+            self.adopting.know(x)

@@ -1,0 +1,45 @@
+"""Where parameters meet samples in a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from invfunc._functorch import version
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.follow import Call
+from invfunc.jacobian.rules import Recipe
+from invfunc.jacobian.trace.follower import Follower
+from invfunc.jacobian.trace.hidden import hidden
+from invfunc.jacobian.trace.tags import Derived, Tap
+
+
+class Taps:
+    """The taps of a run, and its sites: the outputs of the operations that have taps."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+        self.taps: list[Tap] = []
+        self.edges: list[Any] = []
+        self.axes: list[Axis] = []
+        self.sizes: list[int] = []  # of the output at each site, for one sample
+        self.pattern: Follower | None = None
+
+    def tap(
+        self, param: torch.Tensor, tag: Derived, recipe: Recipe, out: torch.Tensor, axis: Axis, call: Call | None = None
+    ) -> None:
+        if not out.requires_grad:  # it lies in a transform that f itself uses
+            raise hidden(out, ())
+        edge = torch.autograd.graph.get_gradient_edge(out)
+        at = next((i for i, e in enumerate(self.edges) if e == edge and self.axes[i] == axis), None)
+        if at is None:
+            at = len(self.edges)
+            self.edges.append(edge)
+            self.axes.append(axis)
+            self.sizes.append(max(1, out.numel() // self.n))
+        versions = tuple((x, version(x)) for x in (param, *recipe.reads))
+        self.taps.append(Tap(param, tag, recipe, at, call, axis, versions))
+        if self.pattern is not None:
+            self.pattern.tapped(at, out, recipe)

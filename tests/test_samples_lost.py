@@ -1,0 +1,156 @@
+"""Samples that go where they are not seen: the shares of a scalar loss are those of the plain loop, or refused."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from invfunc import (
+    InvFuncError,
+    SampleAxisError,
+    batch_diag_hessian,
+    batch_grad,
+    batch_l2_grad,
+    clipped_grad,
+    diag_hessian,
+    gram,
+    sum_grad_squared,
+    variance,
+)
+from invfunc.testing import assert_trees_close
+from tests.lost import FOUND, WAYS, strange
+from tests.strategies import Numbers
+
+EXACT = 1e-9
+P, X, Y = Numbers()(3, 3), Numbers(1)(4, 3), torch.tensor([0, 2, 1, 2])
+
+LOSSES = {
+    "alone": lambda g: lambda p, x, y: (g(x) @ p).tanh().square().mean(),
+    "with a target": lambda g: lambda p, x, y: F.cross_entropy(g(x) @ p, y),
+    "beside a term that is seen": lambda g: (
+        lambda p, x, y: F.cross_entropy(x @ p, y) + (g(x) @ p).tanh().square().mean()
+    ),
+}
+"""Means over the samples, of what a way gives."""
+
+
+def loop(f, p, *batch):
+    """The plain loop: f on each sample alone."""
+    n, shares = len(batch[0]), []
+    for i in range(n):
+        q = p.clone().requires_grad_()
+        shares.append(torch.autograd.grad(f(q, *(x[i : i + 1] for x in batch)), q)[0] / n)
+    return torch.stack(shares)
+
+
+def quietly(f, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return f(*args)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_shares_are_those_of_the_loop_or_refused(way, loss):
+    f = loss(WAYS[way])
+    try:
+        found = quietly(batch_grad(f), P, X, Y)
+    except InvFuncError:
+        assert way not in FOUND
+        return
+    assert_trees_close(found, quietly(loop, f, P, X, Y), EXACT)
+
+
+STATISTICS = {
+    "squares": (sum_grad_squared, lambda g: g.square().sum(0)),
+    "norms": (batch_l2_grad, lambda g: g.flatten(1).square().sum(1)),
+    "variance": (variance, lambda g: g.var(0, correction=0)),
+    "gram": (gram, lambda g: g.flatten(1) @ g.flatten(1).T),
+    "clipped": (
+        lambda f: lambda *args: clipped_grad(f, 0.01)(*args)[1],
+        lambda g: g.flatten(1).norm(dim=1),
+    ),
+    "chosen": (lambda f: batch_grad(f, samples=[2, 0]), lambda g: g[[2, 0]]),
+}
+
+
+@pytest.mark.parametrize("statistic", STATISTICS.values(), ids=STATISTICS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_statistic(statistic, n):
+    make, of_shares = statistic
+    f, batch = LOSSES["beside a term that is seen"](strange), (Numbers(4)(max(n, 3), 3)[:n], Y[:n])
+    if n < 3 and make is STATISTICS["chosen"][0]:
+        pytest.skip("there is no sample 2")
+    assert_trees_close(make(f)(P, *batch), of_shares(loop(f, P, *batch)), EXACT)
+
+
+class TestNothingIsGuessed:
+    def test_where_samples_are_equal(self):
+        """A wrong order cannot be seen in samples that are the same, nor does it matter there."""
+        x, f = X[[0, 0, 1, 1]], LOSSES["alone"](strange)
+        assert_trees_close(batch_grad(f)(P, x, Y), loop(f, P, x, Y), EXACT)
+
+    def test_a_term_in_the_parameters_alone(self):
+        with pytest.raises(SampleAxisError, match="computed from the parameters alone, as an L2 term"):
+            batch_grad(lambda p, x: p.square().sum())(P, X)
+
+    def test_what_is_a_sum_needs_no_shares(self):
+        f = LOSSES["alone"]
+        lost, seen = f(lambda x: strange(x.roll(1, 0))), f(lambda x: x.roll(1, 0).sin())
+        assert_trees_close(diag_hessian(lost)(P, X, Y), diag_hessian(seen)(P, X, Y), EXACT)
+        assert_trees_close(diag_hessian(lambda p, x: p.pow(3).sum())(P, X), 6 * P, EXACT)
+        with pytest.raises(SampleAxisError):
+            batch_diag_hessian(lost)(P, X, Y)
+
+    @pytest.mark.parametrize("read", [float, lambda v: v.item(), lambda v: len(repr(v))], ids=["float", "item", "repr"])
+    def test_numbers_of_samples_in_a_penalty(self, read):
+        def f(p, x, y):
+            return F.cross_entropy(x @ p, y) + sum(read(v) for v in x[:, 0]) * p.square().sum()
+
+        with pytest.raises(SampleAxisError):
+            batch_grad(f)(P, torch.cat([X[:3], 1000 * X[:1].abs()]), Y)
+
+    def test_numbers_that_are_read_and_not_used(self):
+        def f(p, x, y):
+            assert float(x[0, 0]) < 100
+            return F.cross_entropy(x @ p, y) + p.square().sum()
+
+        wanted = batch_grad(lambda p, x, y: F.cross_entropy(x @ p, y) + p.square().sum())(P, X, Y)
+        assert_trees_close(batch_grad(f)(P, X, Y), wanted, EXACT)
+
+
+class TestHowOftenItRuns:
+    def counted(self, f):
+        def counting(*args):
+            counting.runs += 1
+            return f(*args)
+
+        counting.runs = 0
+        return counting
+
+    @pytest.mark.parametrize(
+        "penalty",
+        [
+            lambda p: p.square().sum(),
+            lambda p: (p - torch.eye(3, dtype=p.dtype)).norm(),
+            lambda p: (0.1 * p.abs()).sum(),
+            lambda p: (p * torch.arange(3.0).to(p)).square().mean(),
+        ],
+        ids=["L2", "identity", "L1", "weighted"],
+    )
+    def test_once_with_a_penalty(self, penalty):
+        f = self.counted(lambda p, x, y: F.cross_entropy(x @ p, y) + penalty(p))
+        batch_grad(f)(P, X, Y)
+        assert f.runs == 1
+
+    def test_once_after_a_constant_is_known(self):
+        centre = [Numbers(5)(3, 3)]
+        f = self.counted(lambda p, x, y: F.cross_entropy(x @ p, y) + (p - centre[0]).square().sum())
+        wanted = batch_grad(lambda p, x, y, c: F.cross_entropy(x @ p, y) + (p - c).square().sum(), in_dims=(0, 0, None))
+        for i in range(3):
+            f.runs = 0
+            assert_trees_close(batch_grad(f)(P, X, Y), wanted(P, X, Y, centre[0]), EXACT)
+            assert i == 0 or f.runs == 1
+        centre[0].add_(1)
+        assert_trees_close(batch_grad(f)(P, X, Y), wanted(P, X, Y, centre[0]), EXACT)
