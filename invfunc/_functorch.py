@@ -33,6 +33,11 @@ def levels() -> list[tuple[str, int]]:
     return [(layer.key().name.lower(), layer.level()) for layer in _C.get_interpreter_stack() or ()]
 
 
+def forward_mode() -> bool:
+    """Whether a jvp, or what is made of it, is among the transforms of torch.func around us."""
+    return any(kind == "jvp" for kind, _ in levels())
+
+
 def level_of(x: torch.Tensor) -> int | None:
     """The level of torch.func at which a tensor is wrapped; None for a plain tensor and after the transform ended."""
     level = _C.maybe_get_level(x)

@@ -52,7 +52,30 @@ class TestClipping:
         assert_trees_close(found, slopes(loop_clipped_grad), EXACT)
         assert all(g.isfinite().all() for g in found)
 
-    @pytest.mark.parametrize("bound", [0, -1.0, float("nan"), -torch.inf, "1", None, [1.0]], ids=repr)
+    def test_has_a_derivative_in_its_bound(self):
+        net, loss = network("perceptron"), LOSSES[0]
+        f, args = samples_loss(net, loss), drawn(net, loss)
+        bound = loop_clipped_grad(f, torch.inf)(*args)[1].median()
+
+        def value(bound, make=clipped_grad):
+            return sum(g.cos().sum() for g in tree.leaves(make(f, bound)(*args)[0]))
+
+        wanting = bound.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(value(wanting, loop_clipped_grad), wanting)
+        assert wanted != 0
+        assert_trees_close(value(bound), value(bound.item()), EXACT)
+        assert_trees_close(torch.autograd.grad(value(wanting), wanting)[0], wanted, EXACT)
+        assert_trees_close(torch.func.grad(value)(bound), wanted, EXACT)
+        assert_trees_close(torch.func.jvp(value, (bound,), (torch.ones_like(bound),))[1], wanted, EXACT)
+        parts = invfunc.chunked(clipped_grad(f, wanting), 2, over="samples")(*args)[0]
+        (found,) = torch.autograd.grad(sum(g.cos().sum() for g in tree.leaves(parts)), wanting)
+        assert_trees_close(found, wanted, EXACT)
+        several = torch.stack([bound / 2, bound, 2 * bound])
+        assert_trees_close(torch.vmap(value)(several), torch.stack([value(b) for b in several]), EXACT)
+
+    bad_tensors = [torch.zeros(()), torch.tensor(torch.nan), torch.ones(1), torch.tensor(True), torch.tensor(1j)]
+
+    @pytest.mark.parametrize("bound", [0, -1.0, float("nan"), -torch.inf, "1", None, [1.0], *bad_tensors], ids=repr)
     def test_refuses_a_bound_that_is_none(self, bound):
         with pytest.raises((ArgumentError, ArgumentTypeError), match=r"clipped_grad\(mse_loss.*max_norm"):
             clipped_grad(F.mse_loss, bound)

@@ -21,7 +21,9 @@ from invfunc import (
     hessian_block_product,
     hvp,
     linearize,
+    tree,
 )
+from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
 W, X, Y, Z = Numbers()(4, 3), Numbers(1)(5, 4), Numbers(2).below(3, 5), Numbers(3)(5, 3)
@@ -227,3 +229,49 @@ class TestSaysWhatItIs:
             at, told = product(with_aux, F.cross_entropy, has_aux=True).linearize(P, X, Y, scale=2)
             assert torch.allclose(at(V)["w"], wanted["w"]) and repr(told) == repr(aux)
         assert repr(linearize(with_aux, has_aux=True)(P, X, scale=2)[3]) == repr(aux)
+
+
+class TestOnceOnly:
+    """torch has no derivative of the derivative of some losses."""
+
+    TARGET = torch.tensor([[0, 2, -1]] * 5)
+    LOSS = staticmethod(F.multilabel_margin_loss)
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda f, loss: hvp(f, loss),
+            lambda f, loss: ggnvp(f, loss),
+            lambda f, loss: hessian_block_product(f, loss),
+            lambda f, loss: ggn_block_product(f, loss),
+        ],
+        ids=["hvp", "ggnvp", "hessian blocks", "ggn blocks"],
+    )
+    def test_products_name_the_operation(self, make):
+        product = make(model, self.LOSS)
+        v = {"w": W[None], "b": [P["b"][0][None]]} if "block" in product.name else P
+        with pytest.raises(ArgumentError, match=r"cannot differentiate .*multilabel_margin_loss_backward"):
+            product(P, v, X, self.TARGET)
+
+    @pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.batch_diag_hessian, invfunc.kflr])
+    def test_statistics_name_the_operation(self, make):
+        with pytest.raises(ArgumentError, match=r"cannot differentiate .*multilabel_margin_loss_backward"):
+            make(model, self.LOSS)(P, X, self.TARGET)
+
+    @pytest.mark.parametrize("given", [{}, {"p": 2, "margin": 0.3}, {"weight": Numbers(5)(3).abs(), "p": 2}], ids=str)
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_the_margin_of_several_classes_is_written_out(self, given, reduction):
+        def margin(z, y):
+            return F.multi_margin_loss(z, y, **given, reduction=reduction)
+
+        def plain(z):  # [N, C]: as it is defined
+            over = (given.get("margin", 1) - z[torch.arange(5), Y][:, None] + z).relu() ** given.get("p", 1)
+            over = over * given.get("weight", torch.ones(3).double())[Y][:, None]
+            return ((over * (F.one_hot(Y, 3) == 0)).sum(1) / 3).mul(0.2 if reduction == "mean" else 1).sum()
+
+        shares = invfunc.batch_grad(lambda p, x, y: margin(model(p, x), y))(P, X, Y)
+        slopes = torch.func.grad(lambda p: plain(model(p, X)))(P)
+        curved = torch.func.jvp(torch.func.grad(lambda p: plain(model(p, X))), (P,), (P,))[1]
+        assert_trees_close(tree.map_leaves(lambda g: g.sum(0), shares), slopes, 1e-10, 1)
+        for product in (hvp(model, margin), ggnvp(model, margin)):
+            assert_trees_close(product(P, P, X, Y), curved, 1e-10, 1)

@@ -5,18 +5,23 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.func import vmap
 
 from invfunc import (
     ConvexityError,
     batch_grad,
     diag_ggn,
+    estimate_diagonal,
+    estimate_trace,
     fvp,
     ggn_block_product,
     ggnvp,
     hessian_block_product,
     hvp,
+    linear_operator,
     linearize,
     outputs,
+    pch_block_product,
     tree,
 )
 from invfunc.testing import assert_trees_close
@@ -191,3 +196,34 @@ class TestVectors:
         found = ggnvp(net.f, LOSSES[0])(net.params, other, *args)
         assert list(found) == list(net.params)
         assert_trees_close(found, ggnvp(net.f, LOSSES[0])(net.params, v, *args), 0)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3)], ids=str)
+def test_a_parameter_that_does_not_matter_gets_zeros(shape):
+    params, x, y = {"w": Numbers()(3, 2), "unused": Numbers(1)(*shape)}, Numbers(2)(4, 3), Numbers(3)(4, 2)
+    v, V = vectors(params), vectors(params, 3)
+
+    def f(params, x):
+        return (x @ params["w"]).tanh()
+
+    def zeros(found, *lead):
+        assert torch.equal(found["unused"], torch.zeros((*lead, *shape), dtype=x.dtype))
+
+    generator = torch.Generator().manual_seed(0)
+    products = [hvp(f, F.mse_loss), ggnvp(f, F.mse_loss), fvp(f, F.mse_loss)]
+    for product in (*products, fvp(f, F.mse_loss, mc_samples=2, generator=generator)):
+        zeros(product(params, v, x, y))
+        zeros(product.linearize(params, x, y)(v))
+        zeros(vmap(lambda v, product=product: product(params, v, x, y))(V), 3)
+        estimated = estimate_diagonal(product, probes=2, generator=generator)(params, x, y)
+        zeros(estimated.value)
+        zeros(estimated.standard_error)
+        assert estimate_trace(product, probes=2, generator=generator)(params, x, y).value.isfinite()
+    for block in (ggn_block_product, hessian_block_product, pch_block_product):
+        zeros(block(f, F.mse_loss)(params, V, x, y), 3)
+    z, along, back = linearize(f)(params, x)
+    assert along(v).shape == z.shape
+    zeros(back(z))
+    operator = linear_operator(ggnvp(f, F.mse_loss))(params, x, y)
+    flat_v = torch.cat([leaf.flatten() for leaf in tree.leaves(v)])
+    assert operator.matvec(flat_v.numpy()).shape == flat_v.shape

@@ -29,6 +29,7 @@ from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.random import Draws
 from invfunc.jacobian.trace.steps import any_step, bends
 from invfunc.jacobian.trace.tags import Sampled
+from invfunc.jacobian.twice import TwiceDifferentiable
 
 
 def budget(device: torch.device) -> int:
@@ -42,7 +43,8 @@ class Engine:
     def __init__(self, problem: Problem, options: Options, quantities: Sequence[Quantity]) -> None:
         self.problem, self.plan, self.quantities = problem, options.plan, quantities
         self.kinds = {q.of for q in quantities}
-        self.scope = Scope(problem.tensors(), twice="hessian" in self.kinds)
+        constants = [x for q in quantities for x in q.measure.constants]
+        self.scope = Scope([*problem.tensors(), *constants], twice="hessian" in self.kinds)
         limit = budget(problem.leaves[0].device)
         self.fold = Fold(problem, self.scope, options, quantities, limit)
         remember = any_step if "chain" in self.kinds else bends if "hessian" in self.kinds else None
@@ -163,7 +165,7 @@ class Engine:
 
     def _lost(self, trace: Trace, outputs: Any, target: Any) -> torch.Tensor:
         assert self.problem.loss is not None
-        with trace:
+        with TwiceDifferentiable(), trace:
             result = self.problem.loss(outputs, target)
         check_loss(trace, result, "the loss")
         return result

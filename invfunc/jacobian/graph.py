@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from invfunc._functorch import function_of
+from invfunc.errors import ArgumentError
 
 
 def node_of(x: torch.Tensor) -> Any:
@@ -68,3 +69,17 @@ def lowest(starts: list[torch.Tensor], nodes: set[Any]) -> set[Any]:
             waiting.append((node, True))
             waiting.extend((parent, False) for parent in parents)
     return {node for node in nodes if node in below and not below[node]}
+
+
+def pulled_back(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[Any], cotangents: Sequence[torch.Tensor], **options: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad`, which gives None for what has no influence; it says what has no further derivative."""
+    try:
+        return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, **options)
+    except RuntimeError as error:
+        if all(type(node).__name__ != "NotImplemented" for node in nodes_of(outputs)):
+            raise
+        raise ArgumentError(
+            f"torch cannot differentiate what f or the loss calls once more ({error}). Write it in other operations."
+        ) from error

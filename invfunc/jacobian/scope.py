@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from invfunc import tree
 from invfunc._functorch import dual, grad_level, level_of, transforming
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.graph import lowest
+from invfunc.jacobian.graph import lowest, pulled_back
 
 
 class Scope:
@@ -105,7 +105,7 @@ class Scope:
         used: list[int] = []
 
         def pull(*columns: torch.Tensor) -> list[torch.Tensor]:
-            grads = torch.autograd.grad(ys, inputs, columns, retain_graph=True, create_graph=graph, allow_unused=True)
+            grads = pulled_back(ys, inputs, columns, retain_graph=True, create_graph=graph)
             used[:] = [i for i, g in enumerate(grads) if g is not None]
             return [g for g in grads if g is not None]
 
@@ -114,12 +114,11 @@ class Scope:
             parts = zip(*(pull(*c) for c in zip(*columns, strict=True)), strict=True)
             stacks = iter([torch.stack(g) for g in parts])
             return [next(stacks) if i in used else None for i in range(len(inputs))]
-        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
         try:
             if (
                 batched and self.plain and not graph
             ):  # torch.func does not know this older vmap, which needs less memory
-                return list(torch.autograd.grad(ys, inputs, columns, is_grads_batched=True, **options))
+                return list(pulled_back(ys, inputs, columns, is_grads_batched=True, retain_graph=True))
             found = torch.vmap(pull)(*columns) if batched else pull(*columns)
         except RuntimeError:  # no batching rule for a derivative
             if not batched:

@@ -1,4 +1,7 @@
-"""Operations of torch whose second derivative is missing or wrong (torch 2.13), in a form in which it is right."""
+"""Operations of torch whose second derivative is missing or wrong (torch 2.13), in a form in which it is right.
+
+So is that of some losses in forward mode only, where jvp, jacfwd or hessian is around us.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from invfunc._functorch import opened
+from invfunc._functorch import forward_mode, opened
 from invfunc.errors import SampleAxisError
-from invfunc.jacobian.trace.compositions import embedding_bag
+from invfunc.jacobian.trace.compositions import embedding_bag, multi_margin_loss
 
 
 def _attention(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -36,6 +39,11 @@ def _bag(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
         return embedding_bag(*args, **kwargs) if func is F.embedding_bag else func(*args, **kwargs)
     except SampleAxisError:
         return func(*args, **kwargs)
+
+
+def _multi_margin(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Nor has this."""
+    return (multi_margin_loss if func is F.multi_margin_loss else func)(*args, **kwargs)
 
 
 def _weight_norm(func: Callable, v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -72,7 +80,10 @@ def _batch_norm(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) 
     return _standard(input, along, options["eps"], weight, bias).to(dtype)
 
 
-_SIGNATURES = {func: inspect.signature(func) for func in (F.batch_norm, F.instance_norm)}
+_SIGNATURES = {
+    func: inspect.signature(func)
+    for func in (F.batch_norm, F.instance_norm, F.mse_loss, F.huber_loss, F.soft_margin_loss)
+}
 
 
 def _standard(x: torch.Tensor, along: list[int], eps: float, weight: Any, bias: Any) -> torch.Tensor:
@@ -84,6 +95,46 @@ def _standard(x: torch.Tensor, along: list[int], eps: float, weight: Any, bias: 
     return x if bias is None else x + bias
 
 
+# Losses, in forward mode
+
+
+def _mse(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The derivative of a mean writes into what cannot be written."""
+    given = _bound(func, *args, **kwargs)
+    if given is None or given["reduction"] != "mean":
+        return func(*args, **kwargs)
+    return func(**{**given, "reduction": "none"}).mean()
+
+
+def _huber(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Has none; the same with another scale has."""
+    given = _bound(func, *args, **kwargs)
+    if given is None:
+        return func(*args, **kwargs)
+    delta = given.pop("delta")
+    return delta * F.smooth_l1_loss(beta=delta, **given)
+
+
+def _soft_margin(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Has none."""
+    given = _bound(func, *args, **kwargs)
+    if given is None:
+        return func(*args, **kwargs)
+    losses = -F.logsigmoid(given["target"] * given["input"])
+    return losses if given["reduction"] == "none" else getattr(losses, given["reduction"])()
+
+
+def _bound(func: Callable, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+    """The arguments of a loss by their names; None with those that are no longer used."""
+    if func not in _SIGNATURES or not forward_mode():
+        return None
+    given = _SIGNATURES[func].bind(*args, **kwargs)
+    given.apply_defaults()
+    old = ("size_average", "reduce", "weight")
+    rest = {name: value for name, value in given.arguments.items() if name not in old}
+    return rest if all(given.arguments.get(name) is None for name in old) else None
+
+
 def _low(x: torch.Tensor) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16)
 
@@ -93,6 +144,10 @@ _INSTEAD = {
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
     "embedding_bag": _bag,
     "_weight_norm": _weight_norm,
+    "multi_margin_loss": _multi_margin,
+    "mse_loss": _mse,
+    "huber_loss": _huber,
+    "soft_margin_loss": _soft_margin,
 }
 _NORMS = {"layer_norm": _layer_norm, "batch_norm": _batch_norm, "instance_norm": _batch_norm}
 """Those of torch.nn.functional; torch's own take their arguments in another order."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from invfunc.jacobian.graph import pulled_back
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.twice import TwiceDifferentiable
 
@@ -35,7 +36,7 @@ class Pull:
         ys, cs = [y for y, _ in pairs], [c for _, c in pairs]
         if self.keep or self.batched:
             return self.scope.grad(ys, inputs, cs, batched=self.batched, create_graph=self.graph)
-        return list(torch.autograd.grad(ys, inputs, cs, allow_unused=True))
+        return list(pulled_back(ys, inputs, cs))
 
 
 Steps = Callable[[Vectors, Pull], Vectors]
@@ -53,7 +54,7 @@ class Kind(NamedTuple):
         return cls(x.shape, x.dtype, x.device)
 
     def zeros(self, *lead: int) -> torch.Tensor:
-        return torch.zeros(*lead, *self.shape, dtype=self.dtype, device=self.device)
+        return torch.zeros((*lead, *self.shape), dtype=self.dtype, device=self.device)
 
 
 class Way(NamedTuple):

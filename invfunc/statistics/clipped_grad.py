@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
+
+from invfunc._functorch import innermost
 from invfunc.errors import ArgumentError
 from invfunc.jacobian.measures.gradients import ClippedSum
 from invfunc.jacobian.problem import Indices, InDims
@@ -12,7 +16,7 @@ from invfunc.transform import Statistic, describe
 
 def clipped_grad(
     f: Callable,
-    max_norm: float,
+    max_norm: float | torch.Tensor,
     *,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
@@ -33,7 +37,8 @@ def clipped_grad(
 
     Args:
         f: a loss function `f(params, *batch)`, better `[N]`-valued than scalar.
-        max_norm: the largest norm of a share, above 0.
+        max_norm: the largest norm of a share, above 0; a number, or a tensor without dims, in which the result has a
+            derivative.
         samples, argnums, in_dims, has_aux: as in `batch_grad`. With several argnums the norm is over all of them.
 
     Returns:
@@ -58,7 +63,17 @@ def clipped_grad(
     Source: Abadi et al., "Deep learning with differential privacy", CCS 2016; Lee and Kifer, "Scaling up differentially
     private deep learning with fast per-example gradient clipping", PoPETs 2021.
     """
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
-        raise ArgumentError(f"clipped_grad({describe(f)}, max_norm={max_norm!r}): max_norm has to be a number above 0.")
+    if not _positive(max_norm):
+        raise ArgumentError(
+            f"clipped_grad({describe(f)}, max_norm={max_norm!r}): max_norm has to be a number above 0, or a tensor "
+            "without dims that holds one."
+        )
     options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples}
     return Statistic("clipped_grad", f, ClippedSum(max_norm), **options)
+
+
+def _positive(max_norm: Any) -> bool:
+    if isinstance(max_norm, torch.Tensor):
+        real = max_norm.dtype != torch.bool and not max_norm.is_complex()
+        return real and not max_norm.ndim and bool((innermost(max_norm) > 0).all())
+    return isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool) and max_norm > 0

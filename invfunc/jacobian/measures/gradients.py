@@ -89,8 +89,9 @@ class ClippedSum(Measure):
     several = True
     before = SquaredNorms()
 
-    def __init__(self, max_norm: float) -> None:
+    def __init__(self, max_norm: float | torch.Tensor) -> None:
         self.max_norm = max_norm
+        self.constants = (max_norm,) if isinstance(max_norm, torch.Tensor) else ()
 
     def joint(self, states: list[State], zeros: torch.Tensor) -> torch.Tensor:
         return safe_root(sum((torch.cat(state) for state in states), zeros))

@@ -48,6 +48,8 @@ class Measure:
     """Whether it wants to know which bias belongs to which weight."""
     shortcuts: ClassVar[Literal["no", "narrow", "all"]] = "no"
     """Whether other columns with the same products would do ("narrow"), and those of several groups at once ("all")."""
+    constants: tuple[torch.Tensor, ...] = ()
+    """Tensors of the caller's in which the result has a derivative, too."""
     before: ClassVar[Measure | None] = None
     """What has to be known of all parameters before the first partial result; `joint` makes one tensor of it."""
 

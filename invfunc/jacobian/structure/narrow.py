@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from invfunc.errors import ArgumentError
 from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.graph import pulled_back
 from invfunc.jacobian.loss.columns import Block, Cotangents
 from invfunc.jacobian.plan import even
 from invfunc.jacobian.structure.groups import Grouped, Groups
@@ -124,8 +126,8 @@ class Stretch:
         )
         found: list[list[torch.Tensor]] = [[] for _ in weights]
         for a, b in even(len(directions), max(1, budget // (self.n * self.size))):
-            options = {"is_grads_batched": True, "retain_graph": True, "allow_unused": True}
-            moved = torch.autograd.grad(slope, list(weights.values()), given[a:b], **options)
+            options = {"is_grads_batched": True, "retain_graph": True}
+            moved = pulled_back([slope], list(weights.values()), [given[a:b]], **options)
             for k, (w, u) in enumerate(zip(weights.values(), moved, strict=True)):
                 u = w.new_zeros(b - a, *w.shape) if u is None else u.detach()
                 found[k].append(u.to(torch.promote_types(u.dtype, torch.float32)))
@@ -166,10 +168,8 @@ def narrowed(
     seeds = seeds.scatter(1, blocks.places.T, 1)[:, :-1].reshape(blocks.width, 1, *one)
     try:
         moved = alone.forward(seeds, budget)
-    except RuntimeError as error:
-        if "not implemented" in str(error):  # an operation without a second derivative, such as fused attention
-            return None
-        raise
+    except ArgumentError:  # an operation without a second derivative, such as fused attention
+        return None
     if not stretch.transposed(moved, blocks.places):
         return None
     start, same = part.start or 0, alone.n < n or n == 1

@@ -227,6 +227,28 @@ def prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.where(input > 0, input, weight * input)
 
 
+def multi_margin_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    p: int = 1,
+    margin: float = 1.0,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """It has no second derivative, and none in forward mode."""
+    if p not in (1, 2) or size_average is not None or reduce is not None:
+        raise ValueError(
+            f"multi_margin_loss: p is 1 or 2, not {p}; in place of size_average and reduce give reduction."
+        )
+    own = target.unsqueeze(-1)
+    over = torch.relu(margin - input.gather(-1, own) + input) ** p
+    over = over if weight is None else over * weight.expand(input.shape).gather(-1, own)
+    losses = over.scatter(-1, own, 0).mean(-1)
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+
+
 _STEPS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
 COMPOSITIONS: dict[str, Callable[..., Any]] = {
     "broadcast_tensors": broadcast_tensors,
@@ -234,6 +256,7 @@ COMPOSITIONS: dict[str, Callable[..., Any]] = {
     "embedding_bag": embedding_bag,
     "_weight_norm": weight_norm,
     "prelu": prelu,
+    "multi_margin_loss": multi_margin_loss,
     **{name: _layers(name, step) for name, step in _STEPS.items()},
     **{f"{name}_cell": _cell(f"{name}_cell", step) for name, step in _STEPS.items()},
 }
@@ -245,9 +268,9 @@ def composition(func: Callable) -> Callable[..., Any] | None:
     name = getattr(func, "__name__", "")
     if name not in COMPOSITIONS or (name == "prelu" and not transforming()):
         return None
-    if name.startswith("embedding") and getattr(func, "__module__", None) != "torch.nn.functional":
+    if name.startswith(("embedding", "multi_margin")) and getattr(func, "__module__", None) != "torch.nn.functional":
         return None  # torch's own take the same arguments in another order
-    if name not in ("embedding", "broadcast_tensors", "_weight_norm", "prelu") and checkpointing():
+    if name not in ("embedding", "broadcast_tensors", "_weight_norm", "prelu", "multi_margin_loss") and checkpointing():
         raise samples_lost(
             f"`{name}` inside of torch.utils.checkpoint (it is followed step by step, but the hooks on saved tensors "
             "have to meet the same operations again; it can be taken out of the checkpoint)",

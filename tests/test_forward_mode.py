@@ -1,0 +1,90 @@
+"""jvp around every transform, also where torch itself has none of a loss's derivative."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, jacfwd, jvp
+
+import invfunc
+from invfunc import tree
+from invfunc.testing import assert_trees_close
+from tests.networks import total
+from tests.strategies import Numbers
+
+X, Y = Numbers(1)(4, 3), Numbers(2)(4, 2).sign()
+PARAMS = {"w": Numbers(3)(3, 2), "b": Numbers(4)(2)}
+LOSSES = {
+    "mse": F.mse_loss,
+    "mse, by keywords": lambda z, y: 3 * F.mse_loss(target=y, input=z, reduction="mean"),
+    "mse, sum": lambda z, y: F.mse_loss(z, y, reduction="sum"),
+    "nn.MSELoss": torch.nn.MSELoss(),
+    "huber": lambda z, y: F.huber_loss(z, y, delta=0.7),
+    "huber, none": lambda z, y: F.huber_loss(z, y, "none", 0.7).sum(1),
+    "soft margin": F.soft_margin_loss,
+    "cross entropy": lambda z, y: F.cross_entropy(z, y.softmax(1)),
+}
+
+
+def f(params, x):
+    return (x @ params["w"]).tanh() + params["b"]
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+V = {name: Numbers(5)(*p.shape) for name, p in PARAMS.items()}
+
+
+def product(make, **options):
+    return lambda *f: lambda params, *batch: make(*f, **options)(params, V, *batch)
+
+
+TRANSFORMS = {
+    "batch_grad": invfunc.batch_grad,
+    "batch_l2_grad": invfunc.batch_l2_grad,
+    "variance": invfunc.variance,
+    "clipped_grad": lambda f: invfunc.clipped_grad(f, 0.1),
+    "gram": invfunc.gram,
+    "diag_hessian": invfunc.diag_hessian,
+    "batch_diag_hessian": invfunc.batch_diag_hessian,
+    "diag_ggn": invfunc.diag_ggn,
+    "diag_ggn, dense": lambda *f: invfunc.diag_ggn(*f, method="dense"),
+    "diag_ggn, drawn": lambda *f: invfunc.diag_ggn(*f, mc_samples=2, generator=generator()),
+    "batch_diag_ggn": invfunc.batch_diag_ggn,
+    "sqrt_ggn": invfunc.sqrt_ggn,
+    "ggn_trace": invfunc.ggn_trace,
+    "kflr": invfunc.kflr,
+    "kfra": invfunc.kfra,
+    "empirical kfac": lambda *f: invfunc.kfac(*f, fisher="empirical"),
+    "hvp": product(invfunc.hvp),
+    "ggnvp": product(invfunc.ggnvp),
+    "fvp": product(invfunc.fvp),
+    "fvp, drawn": lambda *f: product(invfunc.fvp, mc_samples=2, generator=generator())(*f),
+    "estimate_trace": lambda *f: invfunc.estimate_trace(invfunc.hvp(*f), probes=2, generator=generator()),
+}
+FIRST_ORDER = ("batch_grad", "batch_l2_grad", "variance", "clipped_grad", "gram")
+NO_GGN = ("soft margin",)  # of which no outputs are known
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("apart", [False, True], ids=["a loss function", "model and loss"])
+def test_jvp_is_the_derivative(name, loss, apart):
+    if (apart and name in FIRST_ORDER) or (loss in NO_GGN and name not in (*FIRST_ORDER, "hvp", "diag_hessian")):
+        return
+
+    def value(params):
+        forms = (f, LOSSES[loss]) if apart else (lambda params, x, y: LOSSES[loss](f(params, x), y),)
+        return total(tree.leaves(TRANSFORMS[name](*forms)(params, X, Y)))
+
+    slopes, (got, along) = grad(value)(PARAMS), jvp(value, (PARAMS,), (V,))
+    wanted = sum((slopes[k] * V[k]).sum() for k in V)
+    assert_trees_close((got, along), (value(PARAMS), wanted), 1e-9, 1e-6)
+
+
+def test_columns_of_a_jacobian():
+    def value(params):
+        return invfunc.diag_ggn(f, F.mse_loss)(params, X, Y)["w"]
+
+    assert_trees_close(jacfwd(value)(PARAMS), torch.func.jacrev(value)(PARAMS), 1e-9, 1e-6)
