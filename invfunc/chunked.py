@@ -167,7 +167,9 @@ class ChunkedFunction:
         joined = [self._one(how, list(xs), sizes) for how, xs in zip(folds, zip(*leaves, strict=True), strict=True)]
         return tree.unflatten(joined, structure)
 
-    def _one(self, how: str, xs: list[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    def _one(self, how: str, xs: list[Any], sizes: Sequence[int]) -> Any:
+        if all(x is None for x in xs):
+            return None
         if how == "cat":
             if xs[0].ndim == 0 or any(x.shape[self.out_dims] != size for x, size in zip(xs, sizes, strict=True)):
                 raise ArgumentError(

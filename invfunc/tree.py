@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
+from invfunc.errors import ArgumentTypeError
+
 Tree = Any
+Path = tuple[Any, ...]
 Class = TypeVar("Class", bound=type)
 
-flatten = pytree.tree_flatten
 unflatten = pytree.tree_unflatten
-leaves = pytree.tree_leaves
 map_leaves = pytree.tree_map
 
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, slice, torch.Tensor, torch.nn.Parameter}
 
-def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
+
+def flatten(tree: Tree, none_is_leaf: bool = True) -> tuple[list[Any], Any]:
+    """The leaves of a tree and its structure. Mappings and dataclasses that hold tensors are nodes here, too."""
+    found, structure = pytree.tree_flatten(tree)
+    if any(_opens(leaf, none_is_leaf) for leaf in found):
+        return pytree.tree_flatten(_opened(tree, none_is_leaf))
+    return found, structure
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """Without their structure."""
+    return flatten(tree)[0]
+
+
+def named_leaves(tree: Tree, none_is_leaf: bool = True) -> list[tuple[str, Any]]:
     """The leaves with their key paths, as one would write them behind the name of the tree."""
+    if any(_opens(leaf, none_is_leaf) for leaf in pytree.tree_leaves(tree)):
+        tree = _opened(tree, none_is_leaf)
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """`fn` on every tensor of the tree; anything else stays as it is."""
-    return pytree.tree_map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return fn(leaf)
+        if not _opens(leaf):
+            return leaf
+        found, structure = flatten(leaf)
+        return unflatten([fn(x) if isinstance(x, torch.Tensor) else x for x in found], structure)
+
+    return pytree.tree_map(mapped, tree)
 
 
 def tensors(tree: Tree) -> list[torch.Tensor]:
@@ -35,26 +63,197 @@ def tensors(tree: Tree) -> list[torch.Tensor]:
     return found
 
 
-_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, slice}
-
-
 def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
     """For the arguments of a call, a tenth of the time of torch's own walk."""
     for branch in branches:
         kind = type(branch)
-        if kind is torch.Tensor:
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
             found.append(branch)
         elif kind is tuple or kind is list:
             _gather(branch, found)
         elif kind is dict:
             _gather(branch.values(), found)
         elif kind not in _PLAIN:
-            found.extend(leaf for leaf in pytree.tree_leaves(branch) if isinstance(leaf, torch.Tensor))
+            found.extend(leaf for leaf in leaves(branch) if isinstance(leaf, torch.Tensor))
+
+
+# Nodes that torch does not know. Opened, they are nodes of ours, which become again what they were
+
+
+def _opens(leaf: Any, none_is_leaf: bool = True) -> bool:
+    """Whether a leaf of torch's is none here."""
+    if leaf is None:
+        return not none_is_leaf
+    return type(leaf) not in _PLAIN and _parts(leaf) is not None
+
+
+def _parts(leaf: Any) -> dict[Any, Any] | None:
+    """What is in a leaf of torch's, by key or by name: in a mapping, and in a dataclass that holds tensors."""
+    if isinstance(leaf, Mapping):
+        return {key: leaf[key] for key in leaf}
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        parts = {f.name: getattr(leaf, f.name) for f in fields(leaf) if hasattr(leaf, f.name)}
+        return parts if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(parts)) else None
+    return None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """How a node becomes again what it was."""
+
+    kind: type
+    keys: tuple
+    template: Any = field(compare=False, repr=False)
+
+    def rebuilt(self, values: Iterable[Any]) -> Any:
+        if not self.keys:
+            return self.template
+        given = dict(zip(self.keys, values, strict=True))
+        if issubclass(self.kind, Mapping):
+            return self._mapping(given)
+        found = copy(self.template)
+        for name, value in given.items():
+            object.__setattr__(found, name, value)
+        return found
+
+    def _mapping(self, given: dict) -> Any:
+        kind, before = self.kind, dict(self.template)
+        found: Any = None
+        try:
+            found = _shallow(self.template) if issubclass(kind, MutableMapping) else kind(*[given])
+            for key in given if issubclass(kind, MutableMapping) else ():
+                found[key] = given[key]
+        except TypeError:
+            pass
+        if any(self.template[key] is not before[key] for key in before):  # the copy was none
+            self.template.update(before)
+        elif found is not None and all(found[key] is given[key] for key in given):
+            return found
+        raise ArgumentTypeError(
+            f"a mapping of type {kind.__name__} cannot be copied with other values; pass dict(...) of it."
+        )
+
+
+def _shallow(mapping: Any) -> Any:
+    """A copy that has containers of its own, if the mapping keeps its values in some."""
+    found = copy(mapping)
+    for name, part in list(getattr(found, "__dict__", {}).items()):
+        if isinstance(part, (dict, list)):
+            vars(found)[name] = copy(part)
+    return found
+
+
+class _Node:
+    """One opened."""
+
+    def __init__(self, kept: _Kept, values: Sequence[Any]) -> None:
+        self.kept, self.values = kept, list(values)
+
+    def with_keys(self) -> tuple[list, _Kept]:
+        key = pytree.MappingKey if issubclass(self.kept.kind, Mapping) else pytree.GetAttrKey
+        return [(key(k), value) for k, value in zip(self.kept.keys, self.values, strict=True)], self.kept
+
+
+pytree.register_pytree_node(
+    _Node,
+    lambda node: (node.values, node.kept),
+    lambda values, kept: kept.rebuilt(values),
+    flatten_with_keys_fn=_Node.with_keys,
+)
+
+
+def _constant(value: Any) -> _Node:
+    """A node without leaves."""
+    return _Node(_Kept(type(value), (), value), ())
+
+
+def _opened(
+    tree: Tree,
+    none_is_leaf: bool = True,
+    put: Callable[[Path, Any], Any] = lambda path, leaf: leaf,
+    path: Path = (),
+    inside: tuple[int, ...] = (),
+) -> Tree:
+    """The tree with nodes of ours, and with what `put` makes of its leaves."""
+
+    def one(at: Path, leaf: Any) -> Any:
+        at = (*path, *at)
+        if leaf is None and not none_is_leaf:
+            return _constant(None)
+        parts = None if type(leaf) in _PLAIN or id(leaf) in inside else _parts(leaf)
+        if parts is None:
+            return put(at, leaf)
+        node = _Node(_Kept(type(leaf), tuple(parts), leaf), list(parts.values()))
+        keys = [key for key, _ in node.with_keys()[0]]
+        within = (*inside, id(leaf))
+        node.values = [
+            _opened(x, none_is_leaf, put, (*at, key), within) for key, x in zip(keys, node.values, strict=True)
+        ]
+        return node
+
+    return pytree.tree_map_with_path(one, tree)
+
+
+class NoOutput:
+    """In the place of what a function returned beside its outputs; it refuses to be used."""
+
+    def __init__(self, path: str, value: Any) -> None:
+        self.__dict__["said"] = f"{path} of type {type(value).__name__}"
+
+    def __repr__(self) -> str:
+        return f"<no output: {self.__dict__['said']}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.refuse()
+
+    def refuse(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Whatever is wanted of it."""
+        raise ArgumentTypeError(
+            f"{self.__dict__['said']}, which f returned, is used; but outputs are floating-point tensors. Let f return "
+            "what the loss needs as tensors."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)).refuse()
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __call__ = __eq__ = __lt__ = __gt__ = __le__ = __ge__ = refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = refuse
+    __neg__ = __float__ = __int__ = __index__ = refuse
+    __hash__ = object.__hash__
+
+
+def outputs(result: Tree) -> tuple[list[tuple[str, torch.Tensor]], Any]:
+    """The tensors that a function returned, with their key paths, and the structure of all.
+
+    Whatever else is in it has no leaves, and cannot be used in a tree that is made of other tensors.
+    """
+
+    def put(path: Path, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf
+        return _constant(None if leaf is None else NoOutput(f"the part {pytree.keystr(path)}", leaf))
+
+    if isinstance(result, torch.Tensor):
+        return [("", result)], pytree.tree_structure(result)
+    found, structure = pytree.tree_flatten_with_path(_opened(result, put=put))
+    return [(pytree.keystr(path), leaf) for path, leaf in found], structure
 
 
 def broadcast(prefix: Tree, tree: Tree) -> list[Any] | None:
     """The leaves of a prefix of a tree, one for each leaf of the tree; None if it is no prefix."""
-    return pytree._broadcast_to_and_flatten(prefix, pytree.tree_structure(tree))
+    found: list[Any] = []
+
+    def add(leaf: Any, part: Tree) -> None:
+        found.extend([leaf] * pytree.tree_structure(part).num_leaves)
+
+    try:
+        pytree.tree_map_(add, _opened(prefix), _opened(tree))
+    except ValueError:
+        return None
+    return found
 
 
 def register(*names: str) -> Callable[[Class], Class]:

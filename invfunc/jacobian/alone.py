@@ -71,7 +71,7 @@ class Alone:
         with seen:
             result, self.aux = self._called(params, self._samples(slice(None)))
         self._check(seen)
-        values, self.structure = tree.flatten(result)
+        values, self.structure = _outputs(result)
         self.axes = [self._axis(z) for z in values]
         if any(CheckpointFunction in functions_below(z) for z in values):
             raise reentrant()
@@ -204,10 +204,15 @@ class Alone:
         return [torch.cat(each, a.dim or 0) for a, each in zip(self.axes, zip(*found, strict=True), strict=True)]
 
     def _leaves(self, result: Any) -> list[torch.Tensor]:
-        leaves, structure = tree.flatten(result)
+        leaves, structure = _outputs(result)
         if structure != self.structure:
             raise NotAlone("it returns something of another structure for one sample")
         return leaves
+
+
+def _outputs(result: Any) -> tuple[list[torch.Tensor], Any]:
+    named, structure = tree.outputs(result)
+    return [z for _, z in named], structure
 
 
 Way = Callable[[list[torch.Tensor], slice, int], list[torch.Tensor]]

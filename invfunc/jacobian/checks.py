@@ -59,16 +59,24 @@ def check_shared(trace: Trace, tag: Derived, name: str) -> None:
     )
 
 
-def output_axis(trace: Trace, z: Any, dim: int) -> Axis:
-    """Check one output of a model function; returns where its samples are."""
-    if not isinstance(z, torch.Tensor) or not z.is_floating_point():
-        kind = f"a tensor of {z.dtype}" if isinstance(z, torch.Tensor) else f"an object of type {type(z).__name__}"
-        raise ArgumentError(f"f returned {kind}, but outputs are floating-point tensors.")
+def no_outputs(result: Any) -> ArgumentError:
+    """What a function returned has no outputs in it."""
+    kind = type(result).__name__
+    return ArgumentError(f"f returned no tensors but an object of {kind}; outputs are floating-point tensors.")
+
+
+def output_axis(trace: Trace, z: torch.Tensor, dim: int, path: str = "") -> Axis:
+    """Check one output of a model function, at a place in what it returned; returns where its samples are."""
+    among = f" at {path}" if path else ""
+    pick = " Pick the outputs that the loss reads, as in `lambda params, x: f(params, x).logits`." if path else ""
+    if not z.is_floating_point():
+        raise ArgumentError(f"f returned a tensor of {z.dtype}{among}, but outputs are floating-point tensors.{pick}")
     if z.ndim == 0 or not -z.ndim <= dim < z.ndim or z.shape[dim] != trace.n:
-        kind = "looks like a loss function; call the transform on it alone" if z.ndim == 0 else "has other outputs"
+        alone = "looks like a loss function; call the transform on it alone"
+        kind = alone if z.ndim == 0 and not path else "has other outputs"
         raise ArgumentError(
-            f"f returned shape {tuple(z.shape)} for N = {trace.n}, so it {kind}; wanted is a model function, which "
-            f"returns outputs with the samples along axis {dim}."
+            f"f returned shape {tuple(z.shape)}{among} for N = {trace.n}, so it {kind}; wanted is a model function, "
+            f"which returns outputs with the samples along axis {dim}.{pick}"
         )
     tag = trace.tag(z)
     if isinstance(tag, Sampled) and tag.lost:

@@ -62,7 +62,7 @@ class Problem:
     def paths(self) -> list[str]:
         """The key paths of the parameters in the result."""
         trees = [self.args[i] for i in self.argnums]
-        return [path for path, _ in tree.named_leaves(trees if self.several else trees[0])]
+        return [path for path, _ in tree.named_leaves(trees if self.several else trees[0], none_is_leaf=False)]
 
     def name(self, place: int) -> str:
         """What a parameter is called in an error."""
@@ -140,7 +140,7 @@ def problem(
     if not positions or len(set(positions)) < len(positions):
         raise ArgumentError(f"argnums={argnums} has to name at least one argument, and each only once.")
     trees = [args[i] for i in positions]
-    leaves, structure = tree.flatten(trees)
+    leaves, structure = tree.flatten(trees, none_is_leaf=False)
     for i, params in zip(positions, trees, strict=True):
         check_params(params, names[i])
     if not leaves:
@@ -180,7 +180,7 @@ def _places(samples: Any, n: int) -> list[int]:
 
 def check_params(params: Any, name: str) -> None:
     """That all leaves are real floating-point tensors."""
-    for path, leaf in tree.named_leaves(params):
+    for path, leaf in tree.named_leaves(params, none_is_leaf=False):
         if not isinstance(leaf, torch.Tensor):
             raise ArgumentTypeError(f"{name}{path} is of type {type(leaf).__name__}, but parameters are tensors.")
         if not leaf.is_floating_point():

@@ -14,7 +14,7 @@ from invfunc._functorch import version
 from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleAxisError, not_alone
 from invfunc.jacobian.alone import FOREIGN, Alone, NotAlone
 from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.checks import cannot_draw, check_loss, output_axis, same_values
+from invfunc.jacobian.checks import cannot_draw, check_loss, no_outputs, output_axis, same_values
 from invfunc.jacobian.evidence import Learned, learn
 from invfunc.jacobian.follow import TOTAL
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
@@ -199,10 +199,13 @@ class Runner:
         return run
 
     def _take_outputs(self, run: Run) -> None:
-        leaves, structure = tree.flatten(run.result)
-        leaves = [self._of_each_sample(run, z) for z in leaves]
-        run.outputs = {i: (z, output_axis(run.trace, z, self.problem.out_dims)) for i, z in enumerate(leaves)}
-        run.result = structure
+        named, structure = tree.outputs(run.result)
+        if not named:
+            raise no_outputs(run.result)
+        run.outputs, run.result = {}, structure
+        for i, (path, z) in enumerate(named):
+            z = self._of_each_sample(run, z)
+            run.outputs[i] = z, output_axis(run.trace, z, self.problem.out_dims, path)
 
     def _of_each_sample(self, run: Run, z: Any) -> Any:
         """Outputs that depend on the parameters alone are those of every sample."""

@@ -37,7 +37,7 @@ def space_of(args: tuple, names: list[str]) -> Space:
     if not args:
         raise ArgumentError("the parameters are missing.")
     check_params(args[0], names[0])
-    leaves, structure = tree.flatten(args[0])
+    leaves, structure = tree.flatten(args[0], none_is_leaf=False)
     if not leaves:
         raise ArgumentError(f"{names[0]} has no tensors in it.")
     return Space(names[0], structure, [Kind.of(p) for p in leaves])

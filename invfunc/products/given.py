@@ -11,7 +11,7 @@ import torch
 from invfunc import tree
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.checks import check_loss, output_axis
+from invfunc.jacobian.checks import check_loss, no_outputs, output_axis
 from invfunc.jacobian.loss.split import Piece, Root, Splitter, active, check_seen, check_split
 from invfunc.jacobian.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.jacobian.scope import Scope
@@ -61,7 +61,7 @@ class Given:
         if len(args) < 1 + (loss is not None):
             raise ArgumentError("arguments are missing: the parameters come first, and the target last for a loss.")
         check_params(args[0], names[0])
-        self.leaves, self.structure = tree.flatten(args[0])
+        self.leaves, self.structure = tree.flatten(args[0], none_is_leaf=False)
         if not self.leaves:
             raise ArgumentError(f"{names[0]} has no tensors in it.")
         self.scope = Scope(tree.tensors((args, kwargs)))
@@ -92,14 +92,15 @@ class Given:
 
     def outputs(self) -> tuple[list[torch.Tensor], Any]:
         """The outputs of a model function, and their structure."""
-        values, structure = tree.flatten(self.run())
-        for z in values:
-            if not isinstance(z, torch.Tensor) or not z.is_floating_point():
-                kind = f"a tensor of {z.dtype}" if isinstance(z, torch.Tensor) else f"an object of {type(z).__name__}"
-                raise ArgumentError(f"f returned {kind}, but outputs are floating-point tensors.")
-        if not values:
-            raise ArgumentError("f returned no tensors, but outputs are floating-point tensors.")
-        return values, structure
+        result = self.run()
+        named, structure = tree.outputs(result)
+        for path, z in named:
+            if not z.is_floating_point():
+                among = f" at {path}" if path else ""
+                raise ArgumentError(f"f returned a tensor of {z.dtype}{among}, but outputs are floating-point tensors.")
+        if not named:
+            raise no_outputs(result)
+        return [z for _, z in named], structure
 
     def _called(self, outputs: Any, target: Any = None) -> Any:
         """What the loss returns."""
@@ -145,8 +146,9 @@ class Given:
         trace.remember, self.params = _bends_before_the_loss, trace.parameters(self.leaves)
         with self.mode:
             result, self.aux = given.call(trace, self.params, slice(None))
-        values, structure = tree.flatten(result)
-        axes, dims = [output_axis(trace, z, out_dims) for z in values], batch_dims(in_dims, [*range(1, len(self.args))])
+        named, structure = tree.outputs(result)
+        values, dims = [z for _, z in named], batch_dims(in_dims, [*range(1, len(self.args))])
+        axes = [output_axis(trace, z, out_dims, path) for path, z in named]
         whole = Trace(self.scope, given.n, tapped=False)
         split = self._followed(whole, values, structure, axes, dims[len(self.args) - 1])
         return replace(split, steps=trace.steps)

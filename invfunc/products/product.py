@@ -26,7 +26,7 @@ class Space:
 
     def leaves(self, v: Any, name: str, lead: int = 0) -> list[torch.Tensor]:
         """Those of a vector, checked against what it is to be; `lead` axes in front count several vectors."""
-        leaves, structure = tree.flatten(v)
+        leaves, structure = tree.flatten(v, none_is_leaf=False)
         if structure != self.structure:
             leaves = self._in_order(v, name)
         counts: dict[torch.Size, int] = {}
@@ -47,11 +47,13 @@ class Space:
 
     @property
     def paths(self) -> list[str]:
-        return [path for path, _ in tree.named_leaves(tree.unflatten([0] * len(self.kinds), self.structure))]
+        found = tree.named_leaves(tree.unflatten([0] * len(self.kinds), self.structure), none_is_leaf=False)
+        return [path for path, _ in found]
 
     def _in_order(self, v: Any, name: str) -> list[Any]:
         """The leaves of a tree that has the same ones in another order, or in containers of another type."""
-        own, given = self.paths, dict(tree.named_leaves(v))
+        own = self.paths
+        given = {path: x for path, x in tree.named_leaves(v) if x is not None or path in own}
         missing, more = [p for p in own if p not in given], [p for p in given if p not in own]
         if missing or more:
             what = f"has no {name}{missing[0]}" if missing else f"has a leaf {name}{more[0]}"

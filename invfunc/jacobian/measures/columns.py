@@ -131,4 +131,4 @@ def _with_outputs(x: torch.Tensor, dim: int, one: Sequence[int]) -> torch.Tensor
 
 
 def _added(results: Any) -> torch.Tensor:
-    return summed(tree.leaves(results))
+    return summed(tree.tensors(results))
