@@ -11,7 +11,7 @@ from invfunc import tree
 from invfunc.errors import ArgumentError
 from invfunc.jacobian import follow
 from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.loss.columns import Columns, joined_block
+from invfunc.jacobian.loss.columns import Block, Columns, joined_block
 from invfunc.jacobian.residual import again
 from invfunc.jacobian.runs import Run
 from invfunc.jacobian.scope import Scope
@@ -29,7 +29,8 @@ def averaged(scope: Scope, run: Run, made: list[Columns], samples: Samples) -> P
         raise not_a_chain("it has several outputs")
     ((i, (z, axis)),) = run.outputs.items()
     n, edges = run.trace.n, run.trace.edges
-    block = joined_block(made, 0, sum(c.count for c in made), run.part, n)
+    count = sum(c.count for c in made)
+    block = joined_block(made, 0, count, run.part, n) if count else Block({i: axis.expose(scope.leave(z), n)[None][:0]})
     left = block.left[i][:, samples.all].flatten(2)
     right = left if block.right is None else block.right[i][:, samples.all].flatten(2)
     if block.weight is not None:
@@ -44,7 +45,7 @@ def averaged(scope: Scope, run: Run, made: list[Columns], samples: Samples) -> P
             if _origin(edge) == at:
                 eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
                 columns = (eye, matrix / samples.count)
-                shaped = [c.reshape(-1, 1, *one).expand(-1, n, *one) for c in columns]
+                shaped = [c.reshape(len(c), 1, *one).expand(-1, n, *one) for c in columns]
                 lefts[k], rights[k] = shaped
         here = next((s for s in steps if at in map(_origin, s.edges)), None)
         if here is None:

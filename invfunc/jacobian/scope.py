@@ -26,6 +26,12 @@ class Scope:
     def __init__(self, tensors: Iterable[torch.Tensor], twice: bool = False) -> None:
         """`twice` says that second derivatives are taken in here."""
         tensors = list(tensors)
+        empty = next((x for x in tensors if x.is_meta), None)
+        if empty is not None:
+            raise ArgumentError(
+                f"a tensor of shape {tuple(empty.shape)} is on the meta device, where tensors hold no numbers, and "
+                "some are looked at. Make it anew where it holds some, as x.new_zeros(x.shape, device='cpu') does."
+            )
         self.twice = twice
         self.plain = not transforming()
         if self.plain and any(dual(x) for x in tensors):
@@ -99,7 +105,7 @@ class Scope:
         says that columns are so large that there is nothing to gain from doing them at once.
         """
         reached = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
-        if not reached or not inputs:
+        if not reached or not inputs or (batched and not len(reached[0][1])):
             return [None] * len(inputs)
         ys, graph = [y for y, _ in reached], self.create_graph if create_graph is None else create_graph
         used: list[int] = []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from invfunc._functorch import plainly
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.jacobian.loss.columns import safe_root
+from invfunc.jacobian.loss.drawn import by
 from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.extras import extra
 from invfunc.products.maps import Kind
@@ -81,12 +81,6 @@ class Estimator:
 
     def _estimated(self, args: tuple, kwargs: dict[str, Any], names: list[str]) -> Estimate:
         space, count, steps = space_of(args, names), self.probes, range(self.probes)
-        for path, kind in zip(space.paths, space.kinds, strict=True):
-            if kind.device != self.generator.device:
-                raise ArgumentError(
-                    f"generator is on {self.generator.device}, but {names[0]}{path} is on {kind.device}: pass "
-                    f"generator=torch.Generator({str(kind.device)!r})."
-                )
         rounds = extra("tqdm", "notebooks").tqdm(steps, repr(self)) if self.progress else steps
         at, mean, spread = along(self.product, args, kwargs, space), [], []
         for i in rounds:
@@ -109,11 +103,12 @@ class Estimator:
 
     def _drawn(self, kind: Kind) -> torch.Tensor:
         """A random vector whose entries are independent, with mean 0 and variance 1."""
-        with plainly():
-            where: dict[str, Any] = {"device": kind.device, "generator": self.generator}
-            if self.distribution == "gaussian":
-                return torch.randn(kind.shape, dtype=kind.dtype, **where)
-            return torch.randint(0, 2, kind.shape, **where).to(kind.dtype) * 2 - 1
+        if self.distribution == "gaussian":
+            return by(self.generator, torch.randn, kind.shape, kind.dtype, kind.device)
+        return (
+            by(self.generator, partial(torch.randint, 0, 2), kind.shape, torch.int64, kind.device).to(kind.dtype) * 2
+            - 1
+        )
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +59,7 @@ def _categorical(columns: Softmax, count: int, generator: torch.Generator) -> to
 
 def _normal(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:
     h = columns.diagonal
-    with plainly():
-        return torch.randn((count, *h.shape), dtype=h.dtype, device=h.device, generator=generator)
+    return by(generator, torch.randn, (count, *h.shape), h.dtype, h.device)
 
 
 def _bernoulli(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -81,5 +81,12 @@ _NOISE = {"normal": _normal, "bernoulli": _bernoulli, "signs": _signs}
 
 
 def _uniform(shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return by(generator, torch.rand, shape, like.dtype, like.device)
+
+
+def by(
+    generator: torch.Generator, draw: Callable, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Random numbers: drawn where the generator is, and brought to where they are wanted."""
     with plainly():
-        return torch.rand(shape, dtype=like.dtype, device=like.device, generator=generator)
+        return draw(shape, dtype=dtype, device=generator.device, generator=generator).to(device)

@@ -208,6 +208,8 @@ def _check_sign(values: torch.Tensor, name: str) -> None:
 
 def _check_convex(h: torch.Tensor) -> None:
     """A Cholesky factor exists if the Hessian is positive semi-definite up to rounding."""
+    if not h.numel():
+        return
     detached = h.detach().to(torch.promote_types(h.dtype, torch.float32))
     scale = detached.diagonal(dim1=1, dim2=2).abs().amax(1) + detached.abs().amax((1, 2))
     eps = torch.finfo(h.dtype).eps * 32 * h.shape[-1] ** 0.5

@@ -74,7 +74,7 @@ class KroneckerFactors(Measure):
         if len({tuple(p.dims for p in layer.places) for layer in layers}) > 1:
             raise layers[0].refused("it is read with its dimensions in different roles (an embedding as the head?)")
         covered = [layer.covered for layer in layers]  # where each reads a part, that part is not to count twice
-        positions = sum(x.s.shape[-1] * out * read for x, (out, read) in zip(left, covered, strict=True))
+        positions = sum(x.s.shape[-1] * out * read for x, (out, read) in zip(left, covered, strict=True)) or 1.0
         weight = None if columns.weight is None else columns.weight[:, part]
         if self.sharing == "expand":
             products = [_columns(x.s, y.s, weight) for x, y in zip(left, right, strict=True)]

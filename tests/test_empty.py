@@ -1,0 +1,114 @@
+"""Tensors without entries have results without entries, or zeros; what holds no numbers, or no samples, is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import invfunc
+from invfunc import ArgumentError, tree
+from tests.strategies import Numbers
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def composed(make):
+    return lambda f, loss: make(lambda params, x, y: loss(f(params, x), y))
+
+
+def product(make, **options):
+    return lambda f, loss: lambda params, *batch: make(f, loss, **options)(params, params, *batch)
+
+
+def blocks(make):
+    def of(f, loss):
+        return lambda params, *batch: make(f, loss)(tree.map_leaves(lambda p: p, params), stacked(params), *batch)
+
+    return of
+
+
+def stacked(params):
+    return tree.map_leaves(lambda p: p[None], params)
+
+
+TRANSFORMS = {
+    "batch_grad": composed(invfunc.batch_grad),
+    "batch_l2_grad": composed(invfunc.batch_l2_grad),
+    "sum_grad_squared": composed(invfunc.sum_grad_squared),
+    "variance": composed(invfunc.variance),
+    "clipped_grad": composed(lambda f: invfunc.clipped_grad(f, 1.0)),
+    "gram": composed(invfunc.gram),
+    "batch_jacobian": lambda f, loss: lambda params, x, y: invfunc.batch_jacobian(f)(params, x),
+    "gram of outputs": lambda f, loss: lambda params, x, y: invfunc.gram(f)(params, x),
+    "diag_ggn": invfunc.diag_ggn,
+    "diag_ggn, dense": lambda *f: invfunc.diag_ggn(*f, method="dense"),
+    "chunked": lambda *f: invfunc.chunked(invfunc.diag_ggn(*f), 2),
+    "batch_diag_ggn": invfunc.batch_diag_ggn,
+    "sqrt_ggn": invfunc.sqrt_ggn,
+    "ggn_trace": invfunc.ggn_trace,
+    "diag_hessian": invfunc.diag_hessian,
+    "batch_diag_hessian": invfunc.batch_diag_hessian,
+    "kflr": invfunc.kflr,
+    "kfra": invfunc.kfra,
+    "kfac": lambda *f: invfunc.kfac(*f, fisher="empirical"),
+    "ekfac": lambda *f: invfunc.ekfac(*f, fisher="exact"),
+    "hvp": product(invfunc.hvp),
+    "ggnvp": product(invfunc.ggnvp),
+    "fvp": product(invfunc.fvp),
+    "ggn_block_product": blocks(invfunc.ggn_block_product),
+    "hessian_block_product": blocks(invfunc.hessian_block_product),
+    "estimate_trace": lambda *f: invfunc.estimate_trace(invfunc.ggnvp(*f), probes=2, generator=generator()),
+    "estimate_diagonal": lambda *f: invfunc.estimate_diagonal(invfunc.hvp(*f), probes=2, generator=generator()),
+}
+FACTORS = ("kflr", "kfra", "kfac", "ekfac")
+LOSSES = {
+    "mse": lambda z, y: F.mse_loss(z, y, reduction="sum"),
+    "bce": lambda z, y: F.binary_cross_entropy_with_logits(z, y, reduction="sum"),
+    "general": lambda z, y: (z - y).pow(4).sum(),
+}
+
+
+def f(params, x):
+    return (x @ params["w"] + params["b"]).tanh() @ params["v"]
+
+
+def arranged(steps=(), hidden=4, outputs=2):
+    params = {"w": Numbers()(3, hidden), "b": Numbers(1)(hidden), "v": Numbers(2)(hidden, outputs)}
+    return params, Numbers(3)(5, *steps, 3), Numbers(4)(5, *steps, outputs).sigmoid()
+
+
+each = pytest.mark.parametrize("name", TRANSFORMS)
+
+
+@each
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("shape", [{"outputs": 0}, {"steps": (0,)}, {"hidden": 0}], ids=str)
+def test_no_entries_are_no_curvature(name, loss, shape):
+    args = arranged(**shape)
+    found = TRANSFORMS[name](f, LOSSES[loss])(*args)
+    for leaf in [K.dense() for K in found.values()] if name in FACTORS else tree.leaves(found):
+        assert leaf.isfinite().all()
+        assert "hidden" in shape or not leaf.any()
+
+
+@each
+@pytest.mark.parametrize("part", [0, 1, 2], ids=["params", "inputs", "target"])
+def test_what_holds_no_numbers_is_refused(name, part):
+    args = list(arranged())
+    args[part] = tree.map_leaves(lambda x: x.to("meta"), args[part])
+    if part == 2 and name in ("batch_jacobian", "gram of outputs"):
+        return
+    with pytest.raises(ArgumentError, match=r"a tensor of shape .* is on the meta device"):
+        TRANSFORMS[name](f, LOSSES["mse"])(*args)
+
+
+@each
+def test_no_samples_are_refused_or_no_curvature(name):
+    params, x, y = arranged()
+    try:
+        found = TRANSFORMS[name](f, LOSSES["mse"])(params, x[:0], y[:0])
+    except ArgumentError as error:
+        assert "no samples (N = 0)" in str(error)
+    else:
+        assert not any(leaf.any() for leaf in tree.leaves(found))
