@@ -103,10 +103,12 @@ MIXING = {
     "largest": ("amax", lambda z: z - z.amax(0)),
     "sorted": ("sort", lambda z: z.sort(0).values),
     "accumulated": ("cumsum", lambda z: z.cumsum(0)),
-    "flipped": ("flip", lambda z: z + z.flip(0)),
-    "permuted": ("getitem", lambda z: z + z[[2, 0, 1]]),
-    "neighbours": ("getitem", lambda z: torch.cat([z[:1], z[1:] - z[:-1]])),
-    "stacked": ("cat", lambda z: torch.cat([z, z])[: len(z)]),
+    "flipped": ("add", lambda z: z + z.flip(0)),
+    "permuted": ("add", lambda z: z + z[[2, 0, 1]]),
+    "neighbours": ("sub", lambda z: torch.cat([z[:1], z[1:] - z[:-1]])),
+    "the first one": ("mul", lambda z: z * z[:1]),
+    "by a mask": ("mul", lambda z: z * z[torch.tensor([True, False, True])].sum(0)),
+    "in triangles": ("cumsum", lambda z: z[torch.tensor([0, 0, 1, 1, 2, 2])].cumsum(0)[::2]),
     "covariance": ("einsum", lambda z: torch.einsum("ni,nj,mj->mi", z, z, z)),
     "reshaped": ("reshape", lambda z: z.reshape(2, 3).T),
 }
@@ -166,10 +168,6 @@ class Cube(torch.autograd.Function):
 
 
 UNKNOWN = {
-    "logdet": lambda w, x: torch.logdet(x.square().diag_embed() + w @ w.mT)[:, None] * x,
-    "eigvalsh": lambda w, x: torch.linalg.eigvalsh(x[:, :, None] * x[:, None, :] + w @ w.mT),
-    "matrix_exp": lambda w, x: torch.linalg.matrix_exp(x[:, :, None] * w.sum(1)) @ w,
-    "fft": lambda w, x: torch.fft.rfft(x @ w).abs(),
     "einsum of a diagonal": lambda w, x: torch.einsum("ni,ii,io->no", x, w @ w.mT, w),
     "custom Function": lambda w, x: Cube.apply(w.sum(1), x),
 }

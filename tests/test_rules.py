@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import forms, strategies
+from tests import forms, moves, strategies
 from tests.laws import assert_every_path_equals_the_loop
 
 pytestmark = pytest.mark.filterwarnings(
@@ -13,14 +13,16 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.parametrize("form", forms.PRODUCTS + forms.ELEMENTWISE + forms.GENERIC + forms.TIED, ids=str)
+@pytest.mark.parametrize(
+    "form", forms.PRODUCTS + forms.ELEMENTWISE + forms.GENERIC + forms.TIED + moves.MEETINGS, ids=str
+)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_every_path_equals_the_loop(form, data, device, dtype):
     assert_every_path_equals_the_loop(data.draw(strategies.formed(form)), device, dtype)
 
 
-@pytest.mark.parametrize("move", forms.MOVES, ids=str)
+@pytest.mark.parametrize("move", forms.MOVES + moves.SELECTIONS + moves.COMPUTATIONS, ids=str)
 @settings(max_examples=4)
 @given(data=st.data())
 def test_samples_are_followed(move, data, device, dtype):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -13,16 +15,20 @@ class Axis:
     """Dimension `dim` enumerates (outer, sample, inner); `dim=None` says that all belongs to the only sample.
 
     A batch `[N, D]` is `Axis(0)`, a time-first one `[T, N, D]` is `Axis(1)`, a flattened `[N*T, D]` is
-    `Axis(0, inner=T)`, a flattened time-first one `Axis(0, outer=T)`.
+    `Axis(0, inner=T)`, a flattened time-first one `Axis(0, outer=T)`. Where entries were selected, as by a mask, or
+    moved, `rows` tells the sample of each.
     """
 
     dim: int | None
     outer: int = 1
     inner: int = 1
+    rows: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         if self.dim is None:
             return "the whole tensor"
+        if self.rows is not None:
+            return f"axis {self.dim} (of which entries were selected or moved)"
         return f"axis {self.dim}" + ("" if self.outer * self.inner == 1 else " (merged with others)")
 
     @property
@@ -30,19 +36,50 @@ class Axis:
         return self.dim is None
 
     @property
-    def width(self) -> int:
-        """How many entries of the dimension one sample has."""
-        return self.outer * self.inner
+    def regular(self) -> bool:
+        """Whether each sample has one entry of the dimension, and they are in order."""
+        return self.rows is None and self.outer * self.inner == 1
 
-    def at(self, dim: int) -> Axis:
+    def width(self, n: int) -> int:
+        """How many entries of the dimension one of n samples has, at most."""
+        return self.outer * self.inner if self.rows is None else _places(self.rows, n)[0].shape[1]
+
+    def at(self, dim: int | None) -> Axis:
         """The same inside dimension, at another place."""
-        return Axis(dim, self.outer, self.inner)
+        return replace(self, dim=dim)
 
-    def expose(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
-        """`[*lead, *shape] -> [*lead, n, *one]`: `one` is the shape of x with only one sample in it."""
+    def fits(self, x: torch.Tensor, n: int) -> bool:
+        """Whether a tensor has room for n samples there."""
+        size = self.outer * n * self.inner if self.rows is None else len(self.rows)
+        return self.dim is not None and self.dim < x.ndim and x.shape[self.dim] == size
+
+    def like(self, other: Axis) -> bool:
+        """Whether the inside of the dimension is that of another."""
+        return self == other.at(self.dim)
+
+    def broadcast(self, dim: int, shape: Sequence[int]) -> Axis:
+        """The same inside dimension in a tensor of a shape, to whose size an only row is expanded."""
+        only = self.rows is not None and len(self.rows) == 1
+        return replace(self, dim=dim, rows=self.rows * shape[dim]) if only else self.at(dim)
+
+    def of_entries(self, size: int, n: int) -> torch.Tensor:
+        """The sample of each of the `size` entries of the dimension."""
+        return (
+            torch.tensor(self.rows, dtype=torch.int64)
+            if self.rows is not None
+            else torch.arange(size) // self.inner % n
+        )
+
+    def expose(self, x: torch.Tensor, n: int, lead: int = 0, fill: float | None = 0) -> torch.Tensor:
+        """`[*lead, *shape] -> [*lead, n, *one]`: `one` is the shape of x with only one sample in it.
+
+        A sample with fewer rows than another has `fill` in their place, or (None) its first one again.
+        """
         if self.dim is None:
             return x.unsqueeze(lead)
-        if self.width == 1:
+        if self.rows is not None:
+            return self._gathered(x, n, lead, fill)
+        if self.regular:
             return x.movedim(lead + self.dim, lead).unsqueeze(lead + 1 + self.dim)
         shape = list(x.shape)
         d = lead + self.dim
@@ -54,9 +91,24 @@ class Axis:
         if self.dim is None:
             return x.squeeze(lead)
         d = lead + 1 + self.dim
+        if self.rows is not None:
+            sample, entry = _places(self.rows, n)[1].to(x.device)
+            back = sample * x.shape[d] + entry  # more than one sample of these rows has, where they are a part of all
+            return x.movedim(d, lead + 1).flatten(lead, lead + 1).index_select(lead, back).movedim(lead, d - 1)
         shape = list(x.shape)
         x = x.reshape(*shape[:d], self.outer, self.inner, *shape[d + 1 :]).movedim(lead, d)
         return x.flatten(d - 1, d + 1)
+
+    def _gathered(self, x: torch.Tensor, n: int, lead: int, fill: float | None) -> torch.Tensor:
+        assert self.dim is not None and self.rows is not None
+        places = _places(self.rows, n)[0].to(x.device)
+        known = torch.where(places < 0, places[:, :1], places).clamp(min=0)
+        found = x.movedim(lead + self.dim, lead).index_select(lead, known.flatten())
+        found = found.unflatten(lead, tuple(places.shape))
+        if fill is not None:
+            missing = (places < 0).reshape(*places.shape, *[1] * (found.ndim - lead - 2))
+            found = found.masked_fill(missing, fill)
+        return found.movedim(lead + 1, lead + 1 + self.dim)
 
     def reshaped(self, old: torch.Size, new: torch.Size, n: int) -> Axis | None:
         """Where the axis is after a reshape; None if one dimension does not hold it any more."""
@@ -75,9 +127,22 @@ class Axis:
         return None
 
 
+@lru_cache(maxsize=256)
+def _places(rows: tuple[int, ...], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of each sample, `[n, most]` with -1 in place of missing ones; the sample and its entry for each row."""
+    found: list[list[int]] = [[] for _ in range(n)]
+    back = []
+    for row, sample in enumerate(rows):
+        back.append((sample, len(found[sample])))
+        found[sample].append(row)
+    most = max(map(len, found))
+    places = [own + [-1] * (most - len(own)) for own in found]
+    return torch.tensor(places, dtype=torch.int64).view(n, most), torch.tensor(back, dtype=torch.int64).view(-1, 2).T
+
+
 @dataclass(frozen=True)
 class Everyone(Axis):
     """No sample axis: the samples have equal parts, as in a term of a scalar loss in the parameters alone."""
 
-    def expose(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
+    def expose(self, x: torch.Tensor, n: int, lead: int = 0, fill: float | None = 0) -> torch.Tensor:
         return (x / n).unsqueeze(lead).expand(*x.shape[:lead], n, *x.shape[lead:])

@@ -38,6 +38,11 @@ def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:
             f"{name} returned shape ({n},), but its entries are not those of the {n} samples, which it sums over; "
             "wanted is a scalar or the [N] losses of the samples."
         )
+    if result.ndim and isinstance(place, Axis) and place.rows is not None:
+        raise ArgumentError(
+            f"{name} returned shape ({n},), but its entries are not those of the {n} samples, one for each and "
+            "in their order: some were selected, or moved. Put them back, or return their sum."
+        )
     if not result.is_floating_point():
         raise ArgumentError(f"{name} returned dtype {result.dtype}, but a loss is a floating-point tensor.")
     if isinstance(tag, Derived):
@@ -93,6 +98,18 @@ def cannot_draw() -> RandomnessError:
         "f draws random numbers (dropout?), and chunks over samples cannot draw those of the whole batch. Chunk over "
         "outputs or params, or use eval mode."
     )
+
+
+def same_in_part(
+    z: torch.Tensor, axis: Axis, n: int, whole: torch.Tensor, place: Axis, total: int, part: slice | torch.Tensor
+) -> bool:
+    """Whether a tensor of some samples has the entries of these in that of all of them."""
+    wanted = place.expose(whole, total)[part]
+    if place.rows is None:
+        return z.numel() == wanted.numel() and same_values(axis.expose(z, n), wanted)
+    count = int(innermost(place.expose(torch.ones_like(whole), total)[part].sum()))
+    room = axis.rows is not None or axis.expose(z, n).shape == wanted.shape
+    return room and z.numel() == count and same_values(z, axis.restore(wanted, n))
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from invfunc._functorch import version
 from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleAxisError, not_alone
 from invfunc.jacobian.alone import FOREIGN, Alone, NotAlone
 from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.checks import cannot_draw, check_loss, no_outputs, output_axis, same_values
+from invfunc.jacobian.checks import cannot_draw, check_loss, no_outputs, output_axis, same_in_part, same_values
 from invfunc.jacobian.evidence import Learned, learn
 from invfunc.jacobian.follow import TOTAL
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
@@ -286,8 +286,7 @@ class Runner:
             restore(after)
         for root in roots:
             z, axis = run.outputs.get(root.ordinal, (None, root.axis))
-            whole = root.axis.expose(root.value, self.problem.n)[part]
-            if z is None or z.numel() != whole.numel() or not same_values(axis.expose(z, run.trace.n), whole):
+            if z is None or not same_in_part(z, axis, run.trace.n, root.value, root.axis, self.problem.n, part):
                 if part is WHOLE:
                     raise RandomnessError(
                         "f gives other outputs when it runs again: it draws numbers outside of torch."

@@ -105,7 +105,16 @@ def follow(call: Call) -> Place | list[Place]:
         return Axis(None)
     if found is None:
         raise Unknown("it has no rule that follows the sample axis")
-    return found(call)
+    return _checked(call, found(call))
+
+
+def _checked(call: Call, found: Place | list[Place]) -> Place | list[Place]:
+    """Where samples are said to be there has to be room for them."""
+    produced = tree.tensors(call.out)
+    for x, place in zip(produced, found if isinstance(found, list) else [found] * len(produced), strict=True):
+        if isinstance(place, Axis) and not place.fits(x, call.n):
+            raise Mixed(f"{tuple(x.shape)} is not the shape of {call.n} samples along {place}")
+    return found
 
 
 # Sums over the samples: linear operations keep them a total
@@ -136,8 +145,9 @@ def total(call: Call) -> Place:
     "float double half bfloat16 int long bool type clone detach requires_grad alias hardswish softsign tanhshrink "
     "log_sigmoid logsigmoid floor_divide negative subtract multiply divide true_divide absolute square "
     "special_expit bernoulli relu6 clip clamp greater less greater_equal less_equal not_equal isclose get:data "
-    "cpu cuda and or xor invert lshift rshift bucketize "
-    "get:real get:imag rrelu rsub rdiv rpow pow copy nan_to_num fill masked_fill where maximum minimum".split()
+    "cpu cuda and or xor invert lshift rshift "
+    "complex polar conj conj_physical resolve_conj resolve_neg real imag angle get:real get:imag "
+    "rrelu rsub rdiv rpow pow copy nan_to_num fill masked_fill where maximum minimum".split()
 )
 def pointwise(call: Call) -> Place:
     first, place = call.samples[0]
@@ -145,7 +155,7 @@ def pointwise(call: Call) -> Place:
     back = place.dim - first.ndim
     for x, other in call.samples[1:]:
         assert isinstance(other, Axis) and other.dim is not None
-        if (other.dim - x.ndim, other.outer, other.inner) != (back, place.outer, place.inner):
+        if other.dim - x.ndim != back or not other.like(place):
             raise Mixed(f"it combines samples along {place} of a tensor with samples along {other} of another")
     out = tree.tensors(call.out)[0]
-    return place.at(out.ndim + back)
+    return place.broadcast(out.ndim + back, out.shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from invfunc import tree
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.equations import equation
 from invfunc.jacobian.follow.call import TOTAL, Call, Mixed, Place, Unknown, pointwise, rule
+from invfunc.jacobian.follow.samples import moved
 
 # Along a dimension: over the samples it is a sum (sum, mean) or a mix (everything else)
 
@@ -87,28 +87,23 @@ def _along(x: torch.Tensor, axis: Axis, dims: set[int], active: bool, name: str)
 
 
 @rule(
-    *"softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip roll sort argsort topk glu "
-    "index_select gather scatter scatter_add index_add index_copy index_fill take_along_dim diff unfold".split()
+    *"softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip roll sort argsort topk glu diff "
+    "unfold".split()
 )
-def along(call: Call) -> Place:
+def along(call: Call) -> Place | list[Place]:
     x = call.first
     axis = call.place(x)
-    if not isinstance(axis, Axis) and call.name == "index_select":
-        found = call.place(call.arg(2, "index"))
-        return found.at(call.arg(1, "dim") % x.ndim) if isinstance(found, Axis) else None
-    if not isinstance(axis, Axis) and call.name in ("gather", "scatter", "scatter_add", "take_along_dim"):
-        axis = pointwise(call) if call.out.ndim == x.ndim else None
-        if isinstance(axis, Axis) and axis.dim is not None and x.shape[axis.dim] == call.out.shape[axis.dim]:
-            call = replace(call, places={**call.places, id(x): axis})  # a constant with an entry for each sample
     if not isinstance(axis, Axis):
-        raise Mixed("it looks constants up by sample indices")
+        raise Unknown("other arguments than its input depend on the samples")
     if call.name == "unfold" and getattr(call.func, "__module__", None) == "torch.nn.functional":
         return _leading(call, x.ndim - 1)
     default = -1 if call.name in ("glu", "sort", "argsort", "diff") else None
-    position = {"topk": 2, "roll": 2, "diff": 2, "take_along_dim": 2}.get(call.name, 1)
+    position = {"topk": 2, "roll": 2, "diff": 2}.get(call.name, 1)
     dim = call.arg(position, "dim", call.kwargs.get("dims", -1 if call.name == "topk" else default))
     if call.name == "flip" and len(call.args) > 2:
         dim = call.args[1:]
+    if call.active and call.name in ("flip", "roll") and axis.dim in _dims(x, dim):
+        return moved(call)
     out = _along(x, axis, _dims(x, dim), call.active, call.name)
     for y, other in call.samples:
         if y is not x and other != axis:
@@ -149,14 +144,7 @@ _SPATIAL = {
 }
 _SPATIAL |= {f"{prefix}{d}d": d + 1 for d in (1, 2, 3) for prefix in ("conv", "conv_transpose")}
 _SPATIAL |= {"pixel_shuffle": 3, "pixel_unshuffle": 3, "channel_shuffle": 3, "tril": 2, "triu": 2, "one_hot": 0}
-_SPATIAL |= {
-    "linalg_inv": 2,
-    "linalg_solve": 2,
-    "linalg_cholesky": 2,
-    "inverse": 2,
-    "im2col": 2,
-    "col2im": 2,
-}
+_SPATIAL |= {"im2col": 2, "col2im": 2}
 
 
 @rule(*_SPATIAL)
@@ -202,22 +190,21 @@ def product(call: Call) -> Place:
     parsed = equation(call.name, call.args, call.kwargs)
     if parsed is None:
         raise Unknown("it has no rule that follows the sample axis")
-    found: set[tuple[str, int, int]] = set()
+    found: set[tuple[str, Axis]] = set()
     for x, labels in zip(parsed.operands, parsed.inputs, strict=True):
         axis = call.place(x)
         if isinstance(axis, Axis) and axis.dim is not None:
-            found.add((labels[axis.dim], axis.outer, axis.inner))
+            found.add((labels[axis.dim], axis.at(0)))
     for x, _ in parsed.added:
         axis = call.place(x)
         if isinstance(axis, Axis) and axis.dim is not None:
-            label = parsed.output[axis.dim - x.ndim + len(parsed.output)]
-            found.add((label, axis.outer, axis.inner))
+            found.add((parsed.output[axis.dim - x.ndim + len(parsed.output)], axis.at(0)))
     if len(found) != 1:
         raise Mixed("it multiplies samples with each other")
-    label, outer, inner = found.pop()
+    label, axis = found.pop()
     if label not in parsed.output:
         return TOTAL
-    return Axis(parsed.output.index(label), outer, inner)
+    return axis.broadcast(parsed.output.index(label), call.out.shape)
 
 
 # Losses: by their reduction

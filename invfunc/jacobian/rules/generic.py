@@ -26,7 +26,7 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
 
     def build(delta: torch.Tensor, part: Part) -> list[Term]:
         values = [site.value(x) if isinstance(x, torch.Tensor) else x for x in flat]
-        samples = [site.exposed(flat[i], axes[id(flat[i])], part) for i in batched]
+        samples = [site.exposed(flat[i], axes[id(flat[i])], part, fill=None) for i in batched]
 
         def one(column: torch.Tensor, *xs: torch.Tensor) -> torch.Tensor:
             def operation(q: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ def embedding(site: Site, param: torch.Tensor) -> Recipe | None:
 
     def grouped(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """To which of its entries each position of a sample adds, and the row of each entry: `[b, u]`."""
-        tokens = site.exposed(indices, axis, part).flatten(1).long()
+        tokens = site.exposed(indices, axis, part, fill=count).flatten(1).long()
         ordered, order = tokens.sort(1)
         first = ordered[:, :1] != ordered[:, :1]
         entry = torch.cat([first, ordered[:, 1:] != ordered[:, :-1]], 1).cumsum(1)
@@ -104,7 +104,7 @@ def embedding(site: Site, param: torch.Tensor) -> Recipe | None:
         return [("VNud", share * (found < count)[:, :, None])]
 
     def picked(part: Part) -> torch.Tensor:
-        tokens = site.exposed(indices, axis, part).flatten(1).long()
+        tokens = site.exposed(indices, axis, part, fill=count).flatten(1).long()
         return tokens.masked_fill(tokens == padding, count)
 
     def at_positions(delta: torch.Tensor, part: Part) -> list[Term]:

@@ -62,8 +62,8 @@ class Site:
     axis: Axis
     value: Callable[[torch.Tensor], torch.Tensor]
 
-    def exposed(self, x: torch.Tensor, axis: Axis, part: Part) -> torch.Tensor:
-        return axis.expose(self.value(x), self.call.n)[part]
+    def exposed(self, x: torch.Tensor, axis: Axis, part: Part, fill: float | None = 0) -> torch.Tensor:
+        return axis.expose(self.value(x), self.call.n, fill=fill)[part]
 
 
 FactorRule = Callable[[Site, torch.Tensor], Recipe | None]
@@ -135,7 +135,7 @@ def aligned(axis: Axis, param: torch.Tensor, n: int) -> Recipe:
 
     def finish(share: torch.Tensor, lead: int) -> torch.Tensor:
         """`[*lead, n, *one]` into the layout of the parameter."""
-        one = [axis.width if d == axis.dim else size for d, size in enumerate(param.shape)]
+        one = [axis.width(n) if d == axis.dim else size for d, size in enumerate(param.shape)]
         return axis.restore(share.reshape((*share.shape[:lead], n, *one)), n, lead)
 
     return Recipe("z" + LETTERS[: param.ndim], build, finish, joins=False)

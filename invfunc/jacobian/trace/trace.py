@@ -250,7 +250,7 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         differentiable = torch.is_grad_enabled()
         for i, x in enumerate(produced):
             place = found[i] if isinstance(found, list) else found
-            if differentiable and x.is_floating_point():
+            if differentiable and (x.is_floating_point() or x.is_complex()):
                 tag = Sampled(place, lost, around, crossed, affine, logarithm)
             else:
                 tag = Sampled(place, lost)
@@ -294,7 +294,7 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         if not self.tapped:
             return
         call = replace(call, out=torch.empty(call.out.shape, device="meta"))  # its values need not be kept
-        rule = rules.find(call) if self.fast else None
+        rule = rules.find(call) if self.fast and not out.is_complex() else None
         once = rule and self.remember is None and self.after is None and not self.scope.create_graph
         lean, again = released(call, params) if once else (call, [])
         for x in params.values():
