@@ -59,8 +59,9 @@ class Axis:
 
     def broadcast(self, dim: int, shape: Sequence[int]) -> Axis:
         """The same inside dimension in a tensor of a shape, to whose size an only row is expanded."""
-        only = self.rows is not None and len(self.rows) == 1
-        return replace(self, dim=dim, rows=self.rows * shape[dim]) if only else self.at(dim)
+        if self.rows is not None and len(self.rows) == 1:
+            return replace(self, dim=dim, rows=self.rows * shape[dim])
+        return self.at(dim)
 
     def of_entries(self, size: int, n: int) -> torch.Tensor:
         """The sample of each of the `size` entries of the dimension."""

@@ -55,7 +55,7 @@ def _viewed(func: Callable, shape: tuple[int, ...], axis: Axis, args: tuple, kwa
 
 
 @rule(*"view reshape flatten unflatten ravel view_as reshape_as".split())
-def reshape(call: Call) -> Place:
+def reshape(call: Call) -> Place | list[Place]:
     x, axis = call.first, call.place(call.first)
     assert isinstance(axis, Axis)
     if axis.rows is not None:
@@ -68,7 +68,10 @@ def reshape(call: Call) -> Place:
 
 @rule(*"cat concat concatenate hstack vstack row_stack".split())
 def cat(call: Call) -> Place | list[Place]:
-    dim = {"hstack": 1, "vstack": 0, "row_stack": 0}.get(call.name, call.arg(1, "dim", call.kwargs.get("axis", 0)))
+    if call.name in ("hstack", "vstack", "row_stack"):
+        dim = int(call.name == "hstack")
+    else:
+        dim = call.arg(1, "dim", call.kwargs.get("axis", 0))
     dim -= call.out.ndim if dim >= 0 else 0
     if any(isinstance(a, Axis) and a.dim is not None and a.dim - x.ndim == dim for x, a in call.samples):
         return moved(call)

@@ -1,0 +1,155 @@
+"""Samples and entries that are selected: each has the share of what was selected of it, and none if nothing was."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from invfunc import (
+    ArgumentError,
+    batch_diag_ggn,
+    batch_grad,
+    batch_jacobian,
+    batch_l2_grad,
+    diag_ggn,
+    diag_hessian,
+    gram,
+    kflr,
+    variance,
+)
+from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
+from tests.strategies import Numbers
+
+EXACT = 1e-10
+SIZES = st.integers(1, 4)
+
+
+def model(params, x):
+    return (x @ params["w"]).tanh() @ params["v"] + params["b"]
+
+
+def drawn(n, c):
+    rand = Numbers()
+    params = {"w": rand(3, 3), "v": rand(3, c), "b": rand(c)}
+    return params, rand(n, 3), Numbers(1).below(c, n), Numbers(2).below(2, n).bool()
+
+
+def each(z, y):
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def numbered(z):
+    return torch.arange(len(z), device=z.device)
+
+
+def of_layer(params, x, y, mask):
+    """The rest of the model is computed of the samples of the mask only, as the head of a masked language model is."""
+    h = (x @ params["w"]).tanh()[mask]
+    return F.cross_entropy(h @ params["v"] + params["b"], y[mask], reduction="sum")
+
+
+MASKED = {
+    "losses[mask]": lambda p, x, y, m: each(model(p, x), y)[m].sum(),
+    "losses of masked outputs": lambda p, x, y, m: F.cross_entropy(model(p, x)[m], y[m], reduction="sum"),
+    "masked_select": lambda p, x, y, m: each(model(p, x), y).masked_select(m).sum(),
+    "indices of a mask": lambda p, x, y, m: each(model(p, x), y)[m.nonzero().squeeze(1)].sum(),
+    "index_select": lambda p, x, y, m: each(model(p, x), y).index_select(0, m.nonzero()[:, 0]).sum(),
+    "a layer of masked samples": of_layer,
+    "masked data": lambda p, x, y, m: each(model(p, x[m]), y[m]).sum(),
+    "written": lambda p, x, y, m: each(model(p, x), y).index_put((~m,), torch.zeros(()).to(x)).sum(),
+    "entries of one-hot rows": lambda p, x, y, m: (
+        -(model(p, x).log_softmax(1))[(F.one_hot(y, p["b"].numel()) * m[:, None]).bool()].sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("program", MASKED.values(), ids=MASKED)
+@given(n=SIZES, c=SIZES)
+def test_masked_out_samples_have_no_share(program, n, c):
+    args = drawn(n, c)
+    shares = loop_batch_grad(lambda p, x, y, m: each(model(p, x), y) * m)(*args)
+    assert_trees_close(batch_grad(program)(*args), shares, EXACT)
+    norms = batch_l2_grad(lambda p, x, y, m: each(model(p, x), y) * m)(*args)
+    assert_trees_close(batch_l2_grad(program)(*args), norms, EXACT)
+
+
+LOSSES = {
+    "losses[mask].mean()": lambda z, t: each(z, t[0])[t[1]].mean(),
+    "logits[mask]": lambda z, t: F.cross_entropy(z[t[1]], t[0][t[1]]),
+    "masked_select": lambda z, t: each(z, t[0]).masked_select(t[1]).mean(),
+    "-log_softmax[arange, y]": lambda z, t: -z.log_softmax(1)[numbered(z), t[0]][t[1]].mean(),
+    "logsumexp - z[range, y]": lambda z, t: (z.logsumexp(1) - z[range(len(z)), t[0].long()])[t[1]].mean(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@given(n=SIZES, c=SIZES)
+def test_curvature_of_a_masked_loss(loss, n, c):
+    params, x, y, mask = drawn(n, c)
+    mask[0] = True
+    args = (params, x, (y, mask))
+    wanted = dense_diag_ggn(model, lambda z, t: (each(z, t[0]) * t[1]).sum() / t[1].sum())(*args)
+    assert_trees_close(diag_ggn(model, loss)(*args), wanted, EXACT)
+    found = batch_diag_ggn(model, loss)(*args)
+    assert_trees_close({k: d.sum(0) for k, d in found.items()}, wanted, EXACT)
+
+
+def test_curvature_of_a_layer_of_masked_samples():
+    args = drawn(4, 3)
+    params, x, y, mask = args
+    plain = (model, lambda z, t: (each(z, t[0]) * t[1]).sum())
+    for statistic in (diag_ggn, diag_hessian):
+        assert_trees_close(statistic(of_layer)(*args), statistic(*plain)(params, x, (y, mask)), EXACT)
+
+
+def test_factors_count_masked_rows_only():
+    x, y, mask = Numbers()(4, 3), Numbers(1).below(3, 4), torch.tensor([True, False, True, True])
+    w = Numbers(2)(3, 3)
+    found = kflr(lambda w, x, y: F.cross_entropy(x[mask] @ w, y[mask], reduction="sum"))(w, x, y)
+    wanted = kflr(lambda w, x, y: F.cross_entropy(x @ w, y, reduction="sum"))(w, x[mask], y[mask])
+    assert_trees_close(found.dense() * 4, wanted.dense() * 3, EXACT)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda z, y: (numbered(z), y),
+        lambda z, y: (range(len(z)), y),
+        lambda z, y: (list(range(len(z))), y.long()),
+        lambda z, y: (Ellipsis, numbered(z), y),
+        lambda z, y: (numbered(z) - len(z), y),
+        lambda z, y: F.one_hot(y, z.shape[1]).bool(),
+    ],
+    ids=["arange", "range", "list", "ellipsis", "negative", "mask"],
+)
+@given(n=SIZES, c=SIZES)
+def test_entries_that_are_picked_by_samples(index, n, c):
+    def losses(p, x, y, m):
+        z = model(p, x).log_softmax(1)
+        return -z[index(z, y)]
+
+    args = drawn(n, c)
+    shares = loop_batch_grad(lambda p, x, y, m: each(model(p, x), y))(*args)
+    assert_trees_close(batch_grad(losses)(*args), shares, EXACT)
+    assert_trees_close(batch_grad(lambda *args: losses(*args).sum())(*args), shares, EXACT)
+    kernels = [gram(f)(*args) for f in (losses, lambda p, x, y, m: each(model(p, x), y))]
+    assert_trees_close(*kernels, EXACT)
+
+
+def test_losses_in_another_order_are_not_those_of_the_samples():
+    for index in ([2, 0, 1], torch.tensor([True, True, True]), [0, 0, 1]):
+        program = lambda p, x, y, m, index=index: each(model(p, x), y)[index]  # noqa: E731
+        if isinstance(index, torch.Tensor):
+            batch_grad(program)(*drawn(3, 2))
+            continue
+        with pytest.raises(ArgumentError, match="entries are not those of the 3 samples"):
+            batch_grad(program)(*drawn(3, 2))
+        with pytest.raises(ArgumentError, match="selected or moved"):
+            batch_jacobian(lambda p, x, index=index: model(p, x)[index])(*drawn(3, 2)[:2])
+
+
+def test_variance_of_masked_losses():
+    args = drawn(4, 2)
+    found = variance(lambda p, x, y, m: each(model(p, x), y)[m].sum())(*args)
+    assert_trees_close(found, variance(lambda p, x, y, m: each(model(p, x), y) * m)(*args), EXACT)
