@@ -61,9 +61,12 @@ def by_method(name: str, f: Any, method: str) -> Options:
     return Options(dense=method == "dense")
 
 
-def check_sharing(name: str, weight_sharing: str) -> None:
-    """Check how positions share a weight."""
-    if weight_sharing not in ("expand", "reduce", "backpack"):
-        raise ArgumentError(
-            f"{name}(weight_sharing={weight_sharing!r}): weight_sharing is one of 'expand', 'reduce', 'backpack'."
-        )
+def check_factors(name: str, weight_sharing: str, unsupported: str) -> None:
+    """Check how positions share a weight, and what to do with parameters that have no factors."""
+    options = {
+        "weight_sharing": (weight_sharing, ("expand", "reduce", "backpack")),
+        "unsupported": (unsupported, ("error", "diagonal", "skip")),
+    }
+    for option, (given, known) in options.items():
+        if given not in known:
+            raise ArgumentError(f"{name}({option}={given!r}): {option} is one of {', '.join(map(repr, known))}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
 from numbers import Real
@@ -11,7 +11,7 @@ from numbers import Real
 import torch
 from torch.nn import functional as F
 
-from invfunc import tree
+from invfunc import _blocks, tree
 from invfunc._functorch import innermost
 from invfunc.errors import ArgumentError, ArgumentTypeError
 
@@ -37,6 +37,10 @@ class Kronecker:
         groups: the dims of the parameter that each factor is over, in order; k is the product of their sizes.
         shape: of the parameter.
         values: the eigenvalues `[k1, k2, ...]`, one for each product of eigenvectors.
+        blocks: into how many parts each dim is divided; the matrix is zero between parts, and each has a product of its
+            own: all factors and values have an axis more in front, which counts the parts in the order of the dims. The
+            weight `[out, in, ...]` of a convolution in g groups has `blocks=(g, 1, ...)`, and factors
+            `[g, out / g, out / g]` and `[g, in, in]`.
 
     Raises:
         ArgumentError: shapes that do not fit, damping that is negative or not finite, a factor that is not symmetric,
@@ -71,6 +75,7 @@ class Kronecker:
     groups: tuple[tuple[int, ...], ...]
     shape: torch.Size
     values: torch.Tensor | None = None
+    blocks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         leaves = tree.leaves(self)
@@ -83,11 +88,13 @@ class Kronecker:
         object.__setattr__(self, "factors", tuple(self.factors))
         object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
         object.__setattr__(self, "shape", torch.Size(self.shape))
+        object.__setattr__(self, "blocks", None if self.blocks is None else tuple(self.blocks))
         self._check()
 
     def __repr__(self) -> str:
         parts = [f"{[*getattr(x, 'shape', ())]} over {g}" for x, g in zip(self.factors, self.groups, strict=False)]
-        return f"Kronecker({', '.join(parts)}, shape={tuple(self.shape)}{', values' * (self.values is not None)})"
+        more = ", values" * (self.values is not None) + f", blocks={self.blocks}" * (self.blocks is not None)
+        return f"Kronecker({', '.join(parts)}, shape={tuple(self.shape)}{more})"
 
     def __matmul__(self, v: torch.Tensor) -> torch.Tensor:
         """The product with each v of `[*lead, *shape]`."""
@@ -98,12 +105,15 @@ class Kronecker:
         if v.shape != (*lead, *self.shape):
             wanted = ", ".join(map(str, ("*lead", *self.shape)))
             raise ArgumentError(f"{self} @ v: v has shape {list(v.shape)}, but has to have shape [{wanted}].")
+        if self.blocks is not None:
+            x = torch.vmap(Kronecker.__matmul__)(self._each(), _blocks.gathered(v, self.shape, self.blocks))
+            return _blocks.scattered(x, self.shape, self.blocks)
         order = [*range(len(lead)), *(len(lead) + d for group in self.groups for d in group)]
         dtype = self._dtype(v)
         x = v.permute(order).reshape(*lead, *self._sizes).to(_wide(dtype))
         if self.values is not None:
-            x = self.values.to(x.dtype) * _product(self.factors, x, transposed=True)
-        x = _product(self.factors, x).reshape([v.shape[d] for d in order])
+            x = self.values.to(x.dtype) * _blocks.product(self.factors, x, transposed=True)
+        x = _blocks.product(self.factors, x).reshape([v.shape[d] for d in order])
         return x.permute(sorted(range(v.ndim), key=order.__getitem__)).to(dtype)
 
     def dense(self) -> torch.Tensor:
@@ -115,6 +125,9 @@ class Kronecker:
     def trace(self) -> torch.Tensor:
         """The sum of the diagonal, or of the eigenvalues."""
         self._check()
+        if self.blocks is not None:
+            each = self._each()
+            return torch.vmap(Kronecker.trace)(each).sum()
         parts = [_diagonal(f) for f in self.factors] if self.values is None else [self.values]
         return reduce(torch.mul, [x.sum(dtype=_wide(x.dtype)) for x in parts])
 
@@ -148,6 +161,9 @@ class Kronecker:
             values, vectors = self._spectrum()
             return replace(self, factors=vectors, values=_positive(values + damping).reciprocal())
         self._check()
+        if self.blocks is not None:
+            parts = torch.vmap(lambda part: part.inverse(damping, split))(self._each())
+            return replace(self, factors=parts.factors)
         shifts = [0.0] * len(self.factors) if undamped else _split(self.factors, damping)
         parts = zip(self.factors, shifts, strict=True)
         return replace(self, factors=tuple(_inverse(f, shift, f"factors[{i}]") for i, (f, shift) in enumerate(parts)))
@@ -161,43 +177,47 @@ class Kronecker:
         self._check()
         if self.values is not None:
             return _not_negative(self.values, "values", _noise(self.values)), self.factors
+        if self.blocks is not None:
+            parts = torch.vmap(Kronecker.eigen)(self._each())
+            assert parts.values is not None
+            return parts.values, parts.factors
         spectra, vectors = zip(*(_eigen(f, f"factors[{i}]") for i, f in enumerate(self.factors)), strict=True)
         return reduce(lambda a, b: a[..., None] * b, spectra), vectors
 
+    def _each(self) -> Kronecker:
+        """One block, with an axis more that counts them: what a vmap takes."""
+        assert self.blocks is not None
+        each = copy(self)  # unchecked, as its leaves have that axis
+        each.__dict__.update(shape=_blocks.part(self.shape, self.blocks), blocks=None)
+        return each
+
     @property
     def _sizes(self) -> list[int]:
-        return [math.prod(self.shape[d] for d in group) for group in self.groups]
+        shape = self.shape if self.blocks is None else _blocks.part(self.shape, self.blocks)
+        return [math.prod(shape[d] for d in group) for group in self.groups]
 
     def _dtype(self, v: torch.Tensor) -> torch.dtype:
         return reduce(torch.promote_types, [x.dtype for x in (*tree.tensors(self), v)])
 
     def _check(self) -> None:
         """Before every use, as there is an axis more in what a vmap returned."""
-        sizes, shape, dims = self._sizes, tuple(self.shape), sorted(d for group in self.groups for d in group)
+        shape, dims = tuple(self.shape), sorted(d for group in self.groups for d in group)
         ordered = dims == list(range(len(shape))) and all(list(group) == sorted(group) for group in self.groups)
-        if not ordered or not len(self.factors) == len(sizes) > 0:
+        if not ordered or not len(self.factors) == len(self.groups) > 0:
             raise ArgumentError(
                 f"Kronecker: {len(self.factors)} factors with groups {self.groups} came; wanted is a group for each, "
                 f"and each of the {len(shape)} dims of shape {shape} in one group, in order."
             )
-        wanted = [[[k, k], [k]] for k in sizes] + [[sizes]] * (self.values is not None)
+        if self.blocks is not None and not _blocks.divide(self.blocks, shape):
+            raise ArgumentError(f"Kronecker: blocks {self.blocks} came; wanted is a divisor of each dim of {shape}.")
+        sizes, each = self._sizes, [] if self.blocks is None else [math.prod(self.blocks)]
+        wanted = [[[*each, k, k], [*each, k]] for k in sizes] + [[[*each, *sizes]]] * (self.values is not None)
         for (name, x), shapes in zip(tree.named_leaves(self), wanted, strict=True):
             if list(x.shape) not in shapes:
                 raise ArgumentError(
                     f"Kronecker: {name[1:]} has shape {list(x.shape)}, but for groups {self.groups} of shape {shape} "
                     f"it has to be {' or '.join(map(str, shapes))}. Use what a vmap returned inside a vmap."
                 )
-
-
-def _product(factors: tuple[torch.Tensor, ...], x: torch.Tensor, transposed: bool = False) -> torch.Tensor:
-    """Each factor applied along its axis, which are the last ones of x."""
-    device = x.device.type
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        for axis, f in enumerate(factors, -len(factors)):
-            f, x = f.to(x.dtype), x.movedim(axis, -1)
-            x = x * f if f.ndim == 1 else x @ (f if transposed else f.mT)
-            x = x.movedim(-1, axis)
-    return x
 
 
 def _eigen(factor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,7 +249,7 @@ def _inverse(factor: torch.Tensor, shift: Damping, name: str) -> torch.Tensor:
     root, failed = torch.linalg.cholesky_ex(f)
     _positive(1 - failed, name)
     half = torch.linalg.solve_triangular(root, eye, upper=False)
-    inverse = _product((half.mT,), half.mT)  # torch.cholesky_inverse has a wrong derivative in forward mode
+    inverse = _blocks.product((half.mT,), half.mT)  # torch.cholesky_inverse has a wrong derivative in forward mode
     inflation = f.diagonal() * inverse.diagonal()  # from 1 for a diagonal to 1 / eps, where no digit is right
     _positive(1 / (64 * torch.finfo(f.dtype).eps) - inflation, name)
     return inverse

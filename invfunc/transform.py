@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from invfunc import tree
+from invfunc._functorch import storage_of
 from invfunc.errors import ArgumentTypeError, InvFuncError
 from invfunc.jacobian.engine import Engine
 from invfunc.jacobian.measures import Measure
@@ -94,6 +96,8 @@ class Statistic:
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         results, aux = self._asked(Engine.result, args, kwargs)
+        if self.options.reduce is None:
+            results = own_memory(results, (args, kwargs))
         several = bool(self.members) or self.measure.several
         result = tuple(results) if self.members else results[0]
         if not self.has_aux:
@@ -128,6 +132,20 @@ class Statistic:
             return tuple(a for a in ("outputs", "samples", "params") if all(a in m.axes for m in self.members))
         columns = self.of in ("ggn", "hessian", "jacobian")
         return tuple(a for a in self.measure.axes if a != "outputs" or columns)
+
+
+def own_memory(results: Any, given: Any) -> Any:
+    """The results with memory of their own for each tensor, so that one can be written without the others."""
+    taken = {storage_of(x) for x in tree.tensors(given)}
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        expanded = any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+        if expanded or storage_of(x) in taken:
+            x = x.clone(memory_format=torch.contiguous_format)
+        taken.add(storage_of(x))
+        return x
+
+    return tree.map_tensors(own, results)
 
 
 def told(error: InvFuncError, call: str) -> InvFuncError:

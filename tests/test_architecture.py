@@ -19,7 +19,7 @@ from invfunc import _functorch
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
 FLOORS = [
-    {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager"},
+    {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager", "_blocks"},
     {"kronecker"},
     {"jacobian"},
     {"transform", "columns", "chunked", "together", "reduced", "outputs", "functional", "operation", "explain"},

@@ -9,7 +9,18 @@ from torch import nn
 from torch.func import grad, jvp, vmap
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, chunked, ekfac, functional, kfac, kflr, kfra, tree
+from invfunc import (
+    ArgumentError,
+    ArgumentTypeError,
+    chunked,
+    diag_ggn,
+    ekfac,
+    kfac,
+    kflr,
+    kfra,
+    reduced,
+    tree,
+)
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close, loop_kfac
 from tests.laws import composed, in_blocks
@@ -165,10 +176,6 @@ class TestArguments:
         assert repr(getattr(invfunc, name)(F.linear, F.mse_loss, **generator)) == f"{name}(linear, mse_loss)"
 
 
-def grouped():
-    return nn.Sequential(nn.Conv1d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(4, 3)).double(), (4, 2)
-
-
 NOT_LINEAR = {
     "exp(w) @ x": lambda p, x: x @ p["w"].exp(),
     "w * w": lambda p, x: x @ (p["w"] * p["w"]),
@@ -186,11 +193,51 @@ class TestRefusals:
         with pytest.raises(ArgumentError, match=r"\['w'\]"):
             make(f, F.mse_loss)({"w": Numbers(3)(3, 3)}, self.x, self.y)
 
-    def test_grouped_convolutions(self):
-        module, shape = grouped()
-        f, params = functional(module)
-        with pytest.raises(ArgumentError, match=r"0\.weight"):
-            kflr(f, F.mse_loss)(params, Numbers()(4, *shape), self.y)
+    @pytest.mark.parametrize("make", [kflr, partial(ekfac, fisher="exact"), kfra], ids=["kflr", "ekfac", "kfra"])
+    def test_name_all_parameters_at_once(self, make):
+        def f(p, x):
+            return (x @ p["w"].exp()).tanh() @ p["fine"] @ p["v"].tril()
+
+        params = {name: Numbers(i)(3, 3) for i, name in enumerate(("w", "fine", "v"))}
+        with pytest.raises(ArgumentError, match=r"\['w'\]: .*; .*\['v'\]: .*'diagonal'.*'skip'") as error:
+            make(f, F.mse_loss)(params, self.x, self.y)
+        assert "fine" not in str(error.value)
+
+    @pytest.mark.parametrize("f", NOT_LINEAR.values(), ids=NOT_LINEAR)
+    @pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
+    def test_or_have_the_diagonal_of_their_block(self, f, loss):
+        args = {"w": Numbers(3)(3, 3)}, self.x, loss.target(Numbers(1), 4)
+        wanted = diag_ggn(f, loss)(*args)["w"]
+        for make in (kflr, partial(ekfac, fisher="exact")):
+            found = make(f, loss, unsupported="diagonal")(*args)["w"]
+            assert_trees_close(found.dense(), wanted.flatten().diag(), EXACT)
+            assert_trees_close(found.solve(found @ args[0]["w"] + args[0]["w"], 1.0), args[0]["w"], EXACT)
+        drawn = kfac(f, loss, mc_samples=2, generator=seeded(), unsupported="diagonal")(*args)["w"]
+        same = diag_ggn(f, loss, mc_samples=2, generator=seeded())(*args)["w"]
+        assert_trees_close(drawn.dense(), same.flatten().diag(), EXACT)
+
+    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
+    def test_or_are_left_out(self, over):
+        def f(p, x):
+            return x @ p["w"].exp() @ p["v"]
+
+        args = {"w": Numbers(3)(3, 3), "v": Numbers(2)(3, 3)}, self.x, self.y
+        v = matrices(kflr(lambda v, x: f(args[0] | {"v": v}, x), F.mse_loss)(args[0]["v"], *args[1:]))
+        for unsupported in ("skip", "diagonal"):
+            t = chunked(kflr(f, F.mse_loss, unsupported=unsupported), 2, over=over)
+            found = t(*args)
+            assert (found["w"] is None) == (unsupported == "skip")
+            assert_trees_close(matrices(found["v"]), v, EXACT)
+            named = reduced(t, lambda path, k: k.trace())(*args)
+            assert (named["w"] is None) == (unsupported == "skip")
+        with pytest.raises(ArgumentError, match="'w'"):
+            chunked(kflr(f, F.mse_loss), 2, over=over)(*args)
+        with pytest.raises(ArgumentError, match="'w'"):
+            reduced(kflr(f, F.mse_loss), lambda path, k: k.trace())(*args)
+
+    def test_an_option_that_is_not_known(self):
+        with pytest.raises(ArgumentError, match=r"kflr\(unsupported='none'\).*'diagonal'"):
+            kflr(F.linear, F.mse_loss, unsupported="none")
 
     @pytest.mark.parametrize("make", [kfac, ekfac], ids=["kfac", "ekfac"])
     def test_options_of_the_columns(self, make):

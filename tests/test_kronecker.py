@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import FrozenInstanceError, replace
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,8 +34,18 @@ def factor(rand, k, diagonal=False):
 
 
 @st.composite
-def kroneckers(draw, values=True, count=None):
-    """Any groups of dims, also mixed or empty ones, with matrices and diagonals over them."""
+def kroneckers(draw, values=True, count=None, blocks=True):
+    """Any groups of dims, also mixed or empty ones, with matrices and diagonals over them, perhaps in blocks."""
+    if blocks and draw(st.booleans()):
+        count, parts = count or draw(st.integers(1, 2)), draw(st.lists(st.integers(1, 2), max_size=3))
+        alike = kroneckers(values=values, count=count, blocks=False)
+        one = draw(alike.filter(lambda K: len(K.shape) == len(parts) and K.shape.numel() < 9))
+        each = [tree.map_leaves(lambda f, c=c: f * c, one) for c in range(1, 1 + math.prod(parts))]
+        each = [K if one.values is None else replace(one, values=K.values) for K in each]
+        factors = tuple(torch.stack(fs) for fs in zip(*(K.factors for K in each), strict=True))
+        stacked = None if one.values is None else torch.stack([K.values for K in each])
+        shape = torch.Size(n * k for n, k in zip(one.shape, parts, strict=True))
+        return Kronecker(factors, one.groups, shape, stacked, tuple(parts))
     rand, shape = Numbers(draw(st.integers(0, 9))), draw(st.lists(st.integers(1, 3), max_size=4))
     count = count or draw(st.integers(1, 3))
     owner = [draw(st.integers(0, count - 1)) for _ in shape]
@@ -59,21 +70,37 @@ def small(*kinds, seed=0):
 
 def matrix(K):
     """What a Kronecker stands for: torch.kron, then rows and columns moved to where the parameter has them."""
+    if K.blocks is not None:
+        part = torch.Size(n // k for n, k in zip(K.shape, K.blocks, strict=True))
+        entries, found = torch.arange(K.shape.numel()).reshape(K.shape), K.factors[0].new_zeros([K.shape.numel()] * 2)
+        for i, at in enumerate(product(*map(range, K.blocks))):
+            rows = entries[tuple(slice(a * n, (a + 1) * n) for a, n in zip(at, part, strict=True))].flatten()
+            values = None if K.values is None else K.values[i]
+            found[rows[:, None], rows] = matrix(Kronecker(tuple(f[i] for f in K.factors), K.groups, part, values))
+        return found
     parts = [f.diag() if f.ndim == 1 else f for f in K.factors]
-    product = reduce(lambda a, b: torch.kron(a.contiguous(), b.contiguous()), parts)  # a view fails in torch
+    kron = reduce(lambda a, b: torch.kron(a.contiguous(), b.contiguous()), parts)  # a view fails in torch
     if K.values is not None:
-        product = product @ K.values.flatten().diag() @ product.mT
+        kron = kron @ K.values.flatten().diag() @ kron.mT
     order = [d for group in K.groups for d in group]
-    place = torch.arange(K.shape.numel()).reshape(K.shape).permute(order).flatten().argsort().to(product.device)
-    return product[place][:, place]
+    place = torch.arange(K.shape.numel()).reshape(K.shape).permute(order).flatten().argsort().to(kron.device)
+    return kron[place][:, place]
 
 
 def split(K, damping):
-    """The matrix that is inverted with a split."""
+    """The matrix that is inverted with a split, in each block with that of its own."""
+    if K.blocks is not None:
+        return _with_a_split(K, damping)
     A, B = (f.diag() if f.ndim == 1 else f for f in K.factors)
     pi = ((A.trace() / len(A)) / (B.trace() / len(B))).sqrt()
     shifts = pi * damping**0.5 * torch.eye(len(A)).to(A), damping**0.5 / pi * torch.eye(len(B)).to(B)
     return matrix(replace(K, factors=(A + shifts[0], B + shifts[1])))
+
+
+def _with_a_split(K, damping):
+    part = torch.Size(n // k for n, k in zip(K.shape, K.blocks, strict=True))
+    each = [split(Kronecker(fs, K.groups, part), damping) for fs in zip(*K.factors, strict=True)]
+    return matrix(Kronecker((torch.stack(each),), (tuple(range(len(part))),), K.shape, None, K.blocks))
 
 
 def eye(K):
@@ -102,7 +129,7 @@ class TestMatrix:
         root = moved(K, dtype, device).eigen()
         assert_trees_close(root.dense(), matrix(K), RTOL[dtype])
         assert (root.values >= 0).all()
-        for q in root.factors:
+        for q in (q for f in root.factors for q in (f if K.blocks is not None else [f])):
             q = q.diag() if q.ndim == 1 else q
             assert_trees_close(q @ q.mT, torch.eye(len(q)), RTOL[dtype])
 

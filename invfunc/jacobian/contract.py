@@ -218,7 +218,10 @@ def joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def outer(x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
-    """`sum_br x[b, k, r] other[b, l, r]`, symmetric where the other is x itself."""
+    """`sum_br x[b, k, r] other[b, l, r]`, symmetric where the other is x itself; of `[b, g, k, r]` one for each g."""
+    if x.ndim == 4:
+        x, other = (y.permute(1, 2, 0, 3).flatten(2) for y in (x, x if other is None else other))
+        return x @ other.mT
     b, k, r = x.shape
     fresh = other is None and b * r >= 256 and not x.requires_grad and not transforming()
     if fresh and x.dtype == torch.float32 and x.device.type == "cpu" and b >= 16 and x.numel() < 3 * 2**20:

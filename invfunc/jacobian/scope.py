@@ -135,6 +135,14 @@ class Scope:
             result[i] = g
         return result
 
+    def push(self, y: torch.Tensor, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+        """The Jacobian-vector product of a y that is linear in x: how a pullback depends on its cotangent."""
+        cotangent = self.enter(torch.zeros(y.shape, dtype=y.dtype, device=y.device))
+        (pulled,) = self.grad([y], [x], [cotangent], batched=False, create_graph=True)
+        assert pulled is not None
+        (pushed,) = self.grad([pulled], [cotangent], [tangent.to(pulled.dtype)], batched=False)
+        return torch.zeros_like(y) if pushed is None else self.leave(pushed)
+
     def stream(
         self,
         outputs: list[torch.Tensor],

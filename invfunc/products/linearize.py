@@ -73,7 +73,7 @@ class Linearization:
             raise told(error, shown) from error.__cause__
         params = Space(names[0], given.structure, there.back.into)
         images = Space("outputs", structure, there.there.into)
-        jvp = Linearised(f"{shown}[1]", there, params, images)
-        vjp = Linearised(f"{shown}[2]", there.transposed, images, params, "c")
+        jvp = Linearised(f"{shown}[1]", there, params, images, kept=(args, kwargs))
+        vjp = Linearised(f"{shown}[2]", there.transposed, images, params, "c", kept=(args, kwargs))
         result = images.tree(outputs), jvp, vjp
         return (*result, aux) if self.has_aux else result

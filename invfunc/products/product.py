@@ -13,7 +13,7 @@ from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.jacobian.problem import InDims
 from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear
-from invfunc.transform import argument_names, check_callable, describe, told
+from invfunc.transform import argument_names, check_callable, describe, own_memory, told
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ class Linearised:
     gives: Space
     name: str = "v"
     lead: int = 0
+    kept: Any = ()
+    """What it was recorded at, whose memory is the caller's."""
 
     def __repr__(self) -> str:
         return self.shown
@@ -98,7 +100,7 @@ class Linearised:
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
             leaves = self.takes.leaves(args[0], self.name, self.lead)
-            return self.gives.tree(self.linear(leaves, self.lead))
+            return own_memory(self.gives.tree(self.linear(leaves, self.lead)), (args, self.kept))
         except InvFuncError as error:
             raise told(error, f"{self!r}({self.name})") from error.__cause__
 
@@ -149,7 +151,7 @@ class Product:
             space = Space(names[0], given.structure, [Kind.of(p) for p in given.leaves])
             leaves = space.leaves(args[1], self.vector, self.lead)
             linear, aux = self._recorded(given)
-            result = space.tree(linear(leaves, self.lead, keep=False))
+            result = own_memory(space.tree(linear(leaves, self.lead, keep=False)), (args, kwargs))
         except InvFuncError as error:
             raise told(error, shown) from error.__cause__
         return (result, aux) if self.has_aux else result
@@ -163,7 +165,7 @@ class Product:
             linear, aux = self._recorded(given)
         except InvFuncError as error:
             raise told(error, shown) from error.__cause__
-        result = Linearised(shown, linear, space, space, self.vector, self.lead)
+        result = Linearised(shown, linear, space, space, self.vector, self.lead, (args, kwargs))
         return (result, aux) if self.has_aux else result
 
     def _names(self, count: int) -> list[str]:

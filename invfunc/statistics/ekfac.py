@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from invfunc.columns import check_sharing, fisher_columns
+from invfunc.columns import check_factors, fisher_columns
 from invfunc.jacobian.measures.kronecker import CorrectedFactors
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
@@ -22,6 +22,7 @@ def ekfac(
     sample: Callable | None = None,
     weight_sharing: str = "expand",
     joint: bool = False,
+    unsupported: str = "error",
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -37,8 +38,8 @@ def ekfac(
     least as near to it (in the Frobenius norm) as the product of the factors.
 
     Args:
-        f, loss, fisher, mc_samples, generator, sample, weight_sharing, joint, samples, argnums, in_dims, out_dims,
-            has_aux: as in `kfac`; the same columns give the basis and the eigenvalues.
+        f, loss, fisher, mc_samples, generator, sample, weight_sharing, joint, unsupported, samples, argnums, in_dims,
+            out_dims, has_aux: as in `kfac`; the same columns give the basis and the eigenvalues.
 
     Returns:
         As `kfac`, but each `Kronecker` has `values`, and eigenvectors as its factors.
@@ -61,7 +62,7 @@ def ekfac(
 
     Source: George et al., "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis", NeurIPS 2018.
     """
-    check_sharing("ekfac", weight_sharing)
+    check_factors("ekfac", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     columns = fisher_columns("ekfac", fisher, mc_samples, generator, sample)
-    return Statistic("ekfac", f, CorrectedFactors(weight_sharing, joint), loss=loss, **columns, **options)
+    return Statistic("ekfac", f, CorrectedFactors(weight_sharing, joint, unsupported), loss=loss, **columns, **options)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from invfunc.columns import check_sharing, fisher_columns
+from invfunc.columns import check_factors, fisher_columns
 from invfunc.jacobian.measures.kronecker import KroneckerFactors
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
@@ -22,6 +22,7 @@ def kfac(
     sample: Callable | None = None,
     weight_sharing: str = "expand",
     joint: bool = False,
+    unsupported: str = "error",
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -36,9 +37,17 @@ def kfac(
 
     R positions and uses share the weight (pixels of a convolution, tokens of a sequence, calls of a module). With
     `"expand"` (KFC) each counts as a sample of its own, as above. With `"reduce"` they are averaged first: `a.mean(r)`
-    in A and `s.sum(r)` in B. `"backpack"` takes `A = 1/N sum_nr a a^T` with the `s.sum(r)`. A bias or the scale of a
-    norm has the factor `B = sum g g^T` of its share g at each position, or of their sum. B contains the scale of the
+    in A and `s.sum(r)` in B. `"backpack"` takes `A = 1/N sum_nr a a^T` with the `s.sum(r)`. B contains the scale of the
     loss, such as the 1/N of a mean, and A does not.
+
+    * A bias or the scale of a norm has the factor `B = sum g g^T` of its share g at each position, or of their sum. Any
+      other vector (a temperature, a gate that is not linear) has that of its share as a whole: its block itself.
+    * What is added or scaled entry by entry and has several dims, such as positions `[T, D]` in `h + positions`, is
+      looked up as in an embedding: each row at positions of its own, with unit vectors a, so that A is a diagonal.
+    * A convolution in groups has factors for each group, and nothing between groups: `Kronecker.blocks`.
+    * A weight that operations read with its dims in two roles, as an embedding that is the head too, has those factors
+      whose product is nearest (in the Frobenius norm) to the sum of what it has in each role. What the shares of the
+      two roles have in common is left out, as it is where positions are expanded.
 
     Args:
         f, loss, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
@@ -47,6 +56,9 @@ def kfac(
             `batch_grad`: return the `[N]` losses where it matters.
         mc_samples, generator: as in `diag_ggn`, for fisher="mc".
         weight_sharing: "expand", "reduce" or "backpack".
+        unsupported: what to do with parameters that have no factors, as no operation linear in them reads them, such as
+            the w of `x @ w.exp()`: "error" names all of them, "diagonal" takes the diagonal of their block, of the same
+            columns (a `Kronecker` of a vector), "skip" puts None in their place.
         joint: a weight and the bias of the same operation have one matrix over `[out, in + 1]` (of a convolution `in`
             counts the entries of a patch), in the weight's place; the bias comes last among the inputs, and has None
             in its own place.
@@ -54,11 +66,11 @@ def kfac(
     Returns:
         A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with a `Kronecker`
         for each parameter. Its factors stand in the order of the dims: (B, A) for a weight `[out, in]` or
-        `[out, in, *k]`, (A, B) for W in `x @ W`. The A of an embedding is a diagonal.
+        `[out, in, *k]`, (A, B) for W in `x @ W`. The A of an embedding is a diagonal. No two results share memory.
 
     Raises:
-        ArgumentError: a parameter that no operation linear in it reads, or a convolution reads in groups (named);
-            unknown options; a loss without a known sampler.
+        ArgumentError: parameters that no operation linear in them reads (all are named); unknown options; a loss
+            without a known sampler.
         SplitError, ConvexityError, SampleAxisError: as in `diag_ggn`.
 
     Example:
@@ -79,7 +91,7 @@ def kfac(
     Source: Martens and Grosse (ICML 2015); Grosse and Martens (ICML 2016) for "expand"; Eschenhagen et al. (NeurIPS
     2023) for "reduce"; Dangel, Mucsanyi, Weber and Eschenhagen, "KFAC from scratch", arXiv 2507.05127.
     """
-    check_sharing("kfac", weight_sharing)
+    check_factors("kfac", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     columns = fisher_columns("kfac", fisher, mc_samples, generator, sample)
-    return Statistic("kfac", f, KroneckerFactors(weight_sharing, joint), loss=loss, **columns, **options)
+    return Statistic("kfac", f, KroneckerFactors(weight_sharing, joint, unsupported), loss=loss, **columns, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.columns import by_method, check_sharing
+from invfunc.columns import by_method, check_factors
 from invfunc.jacobian.measures.kronecker import KroneckerFactors
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
@@ -17,6 +17,7 @@ def kflr(
     method: str = "auto",
     weight_sharing: str = "expand",
     joint: bool = False,
+    unsupported: str = "error",
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -31,7 +32,7 @@ def kflr(
 
     Args:
         method: as in `diag_ggn`; parameters below a narrow layer need as many columns as that is wide.
-        f, loss, weight_sharing, joint, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`.
+        f, loss, weight_sharing, joint, unsupported, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`.
 
     Returns:
         As `kfac`.
@@ -53,12 +54,12 @@ def kflr(
 
     Source: Botev, Ritter and Barber (ICML 2017); BackPACK's KFLR.
     """
-    check_sharing("kflr", weight_sharing)
+    check_factors("kflr", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     return Statistic(
         "kflr",
         f,
-        KroneckerFactors(weight_sharing, joint),
+        KroneckerFactors(weight_sharing, joint, unsupported),
         of="ggn",
         loss=loss,
         options=by_method("kflr", f, method),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.columns import check_sharing
+from invfunc.columns import check_factors
 from invfunc.jacobian.measures.kronecker import ChainFactors
 from invfunc.jacobian.problem import Indices, InDims
 from invfunc.transform import Statistic
@@ -16,6 +16,7 @@ def kfra(
     *,
     weight_sharing: str = "expand",
     joint: bool = False,
+    unsupported: str = "error",
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -29,8 +30,8 @@ def kfra(
             G = sum(J[n].T @ G @ J[n] for n in range(N)) / N
 
     Args:
-        f, loss, weight_sharing, joint, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`. f is a chain: each
-            operation reads one tensor, which comes from the one before, and each parameter is read once.
+        f, loss, weight_sharing, joint, unsupported, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`. f is a
+            chain: each operation reads one tensor, which comes from the one before, and each parameter is read once.
 
     Returns:
         As `kfac`.
@@ -54,6 +55,6 @@ def kfra(
 
     Source: Botev, Ritter and Barber, "Practical Gauss-Newton optimisation for deep learning", ICML 2017.
     """
-    check_sharing("kfra", weight_sharing)
+    check_factors("kfra", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("kfra", f, ChainFactors(weight_sharing, joint), of="chain", loss=loss, **options)
+    return Statistic("kfra", f, ChainFactors(weight_sharing, joint, unsupported), of="chain", loss=loss, **options)

@@ -79,6 +79,9 @@ def loop_kfac(
         A = sum(outer(a[n][r], a[n][r]) for n, r) / (N * R)        # "backpack": / N; "reduce": of the mean over r, / N
         B = sum(outer(s[v][n][r], s[v][n][r]) for v, n, r)         # "backpack", "reduce": of the sum over r
 
+    What scales or shifts has s alone, the share at a position; with several dimensions each of its rows is looked up at
+    positions of its own: s is the share of the row, and a its unit vector.
+
     Args:
         model: a module of linear layers, convolutions (without groups), embeddings and norms, whose inputs and outputs
             have the samples along axis 0.
@@ -220,7 +223,12 @@ def _used(call: _Call, local: str, own: dict[str, torch.Tensor], cotangents: Vec
     along = [_positions(call.layer, s) for s in cotangents]
     at = range(y.shape[1])
     if channel is None:
-        return _Use(None, [], [[[_slope(y[n, r], p, s[n, r]) for r in at] for n in range(len(y))] for s in along])
+        shares = [[[_slope(y[n, r], p, s[n, r]) for r in at] for n in range(len(y))] for s in along]
+        if p.ndim < 2:
+            return _Use(None, [], shares)
+        rows = [[[row for g in sample for row in g.flatten(0, -2)] for sample in column] for column in shares]
+        units = torch.eye(p[..., 0].numel(), dtype=p.dtype, device=p.device)
+        return _Use(1, [[e for _ in at for e in units] for _ in range(len(y))], rows)
     reads = [[_slope(y[n, r, 0], p).select(channel, 0).flatten() for r in at] for n in range(len(y))]
     if joint and "bias" in own:
         reads = [[torch.cat([a, a.new_ones(1)]) for a in sample] for sample in reads]

@@ -1,26 +1,29 @@
-"""Kronecker factors of the curvature of a parameter, and the curvature in their eigenbasis."""
+"""Kronecker factors of the curvature of a parameter."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from invfunc import tree
-from invfunc.jacobian.contract import Term, outer, summed
+from invfunc.jacobian.contract import outer, summed
+from invfunc.jacobian.measures.block import Block, added
+from invfunc.jacobian.measures.eigenbasis import InEigenbasis, basis_of
 from invfunc.jacobian.measures.measure import Found, Measure, State
-from invfunc.jacobian.rules import Part, Recipe
+from invfunc.jacobian.measures.nearest import nearest
+from invfunc.jacobian.rules import Part
 from invfunc.jacobian.shares import Shares
-from invfunc.jacobian.shares.layers import Layer, Operands, Place
-from invfunc.jacobian.trace.tags import Derived
+from invfunc.jacobian.shares.layers import Layer, Operands
+from invfunc.jacobian.shares.places import Place, Unfactored
 from invfunc.kronecker import Kronecker
 
 
 @dataclass
 class Factors:
-    """What is known of the factors of one parameter: sums of outer products, in the order of its dims."""
+    """What is known of the factors of one parameter in one role: sums of outer products, in the order of its dims."""
 
     b: torch.Tensor
     a: torch.Tensor | None
@@ -29,6 +32,7 @@ class Factors:
     places: list[Place]
     joint: bool
     shape: torch.Size
+    blocks: tuple[int, ...] | None = None
 
     def joined(self, other: Factors, samples: bool) -> Factors:
         a = self.a if other.a is None else other.a
@@ -37,32 +41,98 @@ class Factors:
         return replace(self, b=self.b + other.b, a=a)
 
 
-class KroneckerFactors(Measure):
+@dataclass
+class Kept:
+    """What is kept of one parameter: its factors in each of the roles in which operations read it."""
+
+    name: str
+    roles: dict[Hashable, Factors]
+
+    def joined(self, other: Kept, samples: bool) -> Kept:
+        if type(other) is not type(self):
+            return Refused(self.name, {}, "some columns reach it where it has factors, others where it has none")
+        return self.merged(other, samples)
+
+    def merged(self, other: Any, samples: bool) -> Kept:
+        found = dict(self.roles)
+        for role, factors in other.roles.items():
+            found[role] = found[role].joined(factors, samples) if role in found else factors
+        return replace(self, roles=found)
+
+
+@dataclass
+class Diagonal(Kept):
+    """In place of factors, the diagonal of the block."""
+
+    values: torch.Tensor
+
+    def merged(self, other: Any, samples: bool) -> Kept:
+        return replace(self, values=self.values + other.values)
+
+
+@dataclass
+class Refused(Kept):
+    """A parameter that has no factors, and why."""
+
+    why: str
+
+    def joined(self, other: Kept, samples: bool) -> Kept:
+        return self
+
+
+class KroneckerFactors(Block):
     """B, the sum over columns and samples of `s s^T`, and A, the mean over samples of `a a^T`."""
 
     rooted = "known"  # so that products are symmetric
     paired = thin = True
     shortcuts = "narrow"
 
-    def __init__(self, sharing: str, joint: bool) -> None:
-        self.sharing, self.joined = sharing, joint
+    def __init__(self, sharing: str, joint: bool, unsupported: str = "error") -> None:
+        self.sharing, self.joined, self.unsupported = sharing, joint, unsupported
 
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
         if self.joined and shares.role == "bias":
             return (None,)
+        name, shape = shares.name(shares.place), shares.leaf.shape
+        try:
+            return (Kept(name, self._factors(shares)),)
+        except Unfactored as why:
+            if sum(n != 1 for n in shape) < 2:  # its block is no larger than a factor of a matrix
+                places = [Place(tuple(range(len(shape))), shape.numel())]
+                whole = Factors(shares.outer(), None, 1.0, places, False, shape)
+                return (Kept(name, {"whole": whole}),)
+            if self.unsupported == "skip":
+                return (None,)
+            if self.unsupported == "diagonal":
+                return (Diagonal(name, {}, shares.square_sum()),)
+            return (Refused(name, {}, str(why)),)
+
+    def _factors(self, shares: Shares) -> dict[Hashable, Factors]:
+        """The sums of outer products of one parameter, in each of its roles."""
         with_bias = self.joined and shares.role == "weight"
         layers = [Layer(shares, tap, with_bias, read=not shares.again) for tap in shares.taps]
         known, tap = shares.columns.known, shares.taps[0]
-        if shares.role == "bias" and len(layers) == 1 and id(tap.call) in known:  # the same as the weight's
-            layers[0].look(shares.columns.left, shares.samples.parts(1, 1)[0])
-            return (Factors(known[id(tap.call)], None, 1.0, layers[0].places, False, shares.leaf.shape),)
-        found: Factors | None = None
+        same = shares.role == "bias" and len(layers) == 1 and id(tap.call) in known  # as the weight's
+        if same or len(layers) > 1:
+            for layer in layers:
+                layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
+        if same:
+            b = known[id(tap.call)]
+            return {layers[0].role: Factors(b, None, 1.0, layers[0].places, False, shares.leaf.shape)}
+        roles: dict[Hashable, list[Layer]] = {}
+        for layer in layers:
+            roles.setdefault(layer.role, []).append(layer)
+        if len(layers) > 1 and len({(frozenset(p.dims for p in layer.places), layer.blocks) for layer in layers}) > 1:
+            raise Unfactored("operations that read it divide its dimensions differently")
+        kept: dict[Hashable, Factors] = {}
         for part in shares.samples.parts(sum(f.work for f in shares.factors), 16 * shares.budget):
-            more = self._of(shares, layers, part, with_bias)
-            found = more if found is None else found.joined(more, samples=True)
-        if shares.role == "weight" and len(layers) == 1 and found is not None:
-            known[id(tap.call)] = found.b
-        return (found,)
+            for role, some in roles.items():
+                more = self._of(shares, some, part, with_bias)
+                kept[role] = kept[role].joined(more, samples=True) if role in kept else more
+        found = {some[0].role: kept[role] for role, some in roles.items()}
+        if shares.role == "weight" and len(layers) == 1 and layers[0].blocks is None:
+            (known[id(tap.call)],) = (factors.b for factors in found.values())
+        return found
 
     def _of(self, shares: Shares, layers: list[Layer], part: Part, joint: bool) -> Factors:
         columns = shares.columns
@@ -71,8 +141,6 @@ class KroneckerFactors(Measure):
         right = left
         if columns.right is not None:
             right = [layer.operands(columns.right, part) for layer in layers]
-        if len({tuple(p.dims for p in layer.places) for layer in layers}) > 1:
-            raise layers[0].refused("it is read with its dimensions in different roles (an embedding as the head?)")
         covered = [layer.covered for layer in layers]  # where each reads a part, that part is not to count twice
         positions = sum(x.s.shape[-1] * out * read for x, (out, read) in zip(left, covered, strict=True)) or 1.0
         weight = None if columns.weight is None else columns.weight[:, part]
@@ -89,7 +157,7 @@ class KroneckerFactors(Measure):
             out, read = (min(1.0, sum(parts)) for parts in zip(*covered, strict=True))
             a, b = a if a is None or out == 1 else a / out, b if read == 1 else b / read**2
         b = b if columns.right is None else (b + b.mT) / 2
-        return Factors(b, a, positions, layers[0].places, joint, shares.leaf.shape)
+        return Factors(b, a, positions, layers[0].places, joint, shares.leaf.shape, layers[0].blocks)
 
     def _inputs(self, operands: list[Operands], covered: list[float], rows: int, positions: float) -> torch.Tensor:
         """`sum_n a a^T`; a diagonal where rows are picked, unless they are averaged first."""
@@ -108,35 +176,38 @@ class KroneckerFactors(Measure):
                 assert o.a is not None or o.gram is not None
                 part = outer(o.a) if o.gram is None else o.gram  # pyright: ignore[reportArgumentType]
             found.append(part if out == 1 else out * part)
-        total = summed(found)
-        return total.mT @ total / positions**2 if self.sharing == "reduce" else total
+        total = added(found)
+        return outer(total.unsqueeze(-1)) / positions**2 if self.sharing == "reduce" else total
 
     def over_samples(self, a: State, b: State) -> State:
-        return (None if a[0] is None else a[0].joined(b[0], samples=True),)
+        return (None if a[0] is None or b[0] is None else a[0].joined(b[0], samples=True),)
 
     def over_columns(self, a: State, b: State) -> State:
-        return (None if a[0] is None else a[0].joined(b[0], samples=False),)
+        return (None if a[0] is None or b[0] is None else a[0].joined(b[0], samples=False),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
-        factors: Factors | None = state[0]
-        return [None if factors is None else self._matrix(factors, found)]
+        kept: Kept | None = state[0]
+        if isinstance(kept, Refused):
+            found.refused[kept.name] = kept.why
+        if kept is None or isinstance(kept, Refused):
+            return [None]
+        if isinstance(kept, Diagonal):
+            return [Kronecker((kept.values.flatten(),), (tuple(range(kept.values.ndim)),), kept.values.shape)]
+        return [nearest([self._matrix(factors, found) for factors in kept.roles.values()])]
 
     def _matrix(self, found: Factors, known: Found) -> Kronecker:
-        shape, dims = found.shape, [p.dims for p in found.places]
+        shape, dims, blocks = found.shape, [p.dims for p in found.places], found.blocks
         if found.a is None:
-            return Kronecker((found.b,), (dims[0],), shape)
+            return Kronecker((found.b,), (dims[0],), shape, blocks=blocks)
         a = found.a / known.n
         a = a / found.positions if self.sharing == "expand" else a
         if found.joint:
-            return Kronecker((found.b, a), ((0,), (1,)), torch.Size([len(found.b), len(a)]))
+            sizes = [math.prod(x.shape[:-1]) for x in (found.b, a)] if blocks else [len(found.b), len(a)]
+            count = math.prod(blocks or (1,))
+            shape, blocks = torch.Size([sizes[0], sizes[1] // count]), (count, 1) if blocks else None
+            return Kronecker((found.b, a), ((0,), (1,)), shape, blocks=blocks)
         pairs = sorted(zip(dims, (found.b, a), strict=True), key=lambda pair: pair[0])
-        return Kronecker(tuple(f for _, f in pairs), tuple(d for d, _ in pairs), shape)
-
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
-        dims = tuple(range(leaf.ndim))
-        groups = (dims[:1], dims[1:]) if leaf.ndim > 1 else (dims,)
-        zeros = tuple(leaf.new_zeros(math.prod(leaf.shape[d] for d in group)) for group in groups)
-        return [Kronecker(zeros, groups, leaf.shape)]
+        return Kronecker(tuple(f for _, f in pairs), tuple(d for d, _ in pairs), shape, blocks=blocks)
 
 
 class ChainFactors(KroneckerFactors):
@@ -152,72 +223,8 @@ class CorrectedFactors(KroneckerFactors):
     axes = ("outputs", "params")
 
     def then(self, results: dict[int, list[Any]]) -> Measure:
-        bases = {i: None if one is None else _basis(one) for i, (one,) in results.items()}
+        bases = {i: None if one is None else basis_of(one) for i, (one,) in results.items()}
         return InEigenbasis(bases, self.joined)
-
-
-def _basis(matrix: Kronecker) -> Kronecker:
-    """The form with values; of factors with NaN or inf in them, all of it is NaN."""
-    fine = torch.stack([f.isfinite().all() for f in matrix.factors]).all()
-    found = tree.map_leaves(lambda f: f.masked_fill(~fine, 0), matrix).eigen()
-    return tree.map_leaves(lambda x: x.masked_fill(~fine, torch.nan), found)
-
-
-class InEigenbasis(Measure):
-    """`sum_vn (Q^T G[v, n])^2` for the eigenvectors Q of the factors."""
-
-    paired = True
-
-    def __init__(self, bases: dict[int, Kronecker | None], joined: bool) -> None:
-        self.bases, self.joined = bases, joined
-
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
-        basis = self.bases[shares.place]
-        if basis is None:
-            return (None,)
-        assert basis.values is not None
-        rotated = torch.empty(basis.values.shape, dtype=shares.leaf.dtype, device="meta")
-        taps = []
-        for tap in shares.taps:
-            layer = Layer(shares, tap, self.joined and shares.role == "weight")
-            layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
-            recipe = self._recipe(layer, basis)
-            taps.append(replace(tap, param=rotated, derived=Derived(frozenset(), True), recipe=recipe, versions=()))
-        square = Shares(shares.scope, rotated, taps, shares.columns, shares.samples, shares.budget).square_sum()
-        return basis, square
-
-    def _recipe(self, layer: Layer, basis: Kronecker) -> Recipe:
-        """The share of one operation in the eigenbasis: its operands are rotated, not their product."""
-
-        def build(delta: torch.Tensor, part: Part) -> list[Term]:
-            operands = layer.of(delta, part)
-            s, a, dtype = operands.s, operands.a, operands.s.dtype
-            vectors = [
-                q.to(dtype) if q.ndim == 2 else torch.eye(len(q), dtype=dtype, device=q.device) for q in basis.factors
-            ]
-            if len(vectors) == 1:
-                return [("VNkr", s), ("kz", vectors[0])]
-            if layer.flipped:
-                vectors.reverse()
-            if a is None:
-                assert operands.picked is not None
-                rows = torch.cat([vectors[1], vectors[1].new_zeros(1, vectors[1].shape[1])])
-                return [("VNkr", s), ("Nry", rows[operands.picked]), ("kz", vectors[0])]
-            return [("VNkr", s), ("Nir", a), ("kz", vectors[0]), ("iy", vectors[1])]
-
-        output = "z" if len(basis.factors) == 1 else "yz" if layer.flipped else "zy"
-        return Recipe(output, build, work=layer.recipe.work, joins=False)
-
-    def over_samples(self, a: State, b: State) -> State:
-        return a if a[0] is None else (a[0], a[1] + b[1])
-
-    over_columns = over_samples
-
-    def finish(self, state: State, found: Found) -> list[Any]:
-        return [None if state[0] is None else replace(state[0], values=state[1])]
-
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
-        return KroneckerFactors("expand", False).zero(leaf, found)
 
 
 def _added(operands: list[Operands], covered: list[tuple[float, float]]) -> torch.Tensor:
@@ -230,5 +237,5 @@ def _columns(s: torch.Tensor, other: torch.Tensor, weight: torch.Tensor | None) 
     """`sum_vnr weight[v, n] s[v, n, :, r] other[v, n, :, r]^T`"""
     if weight is None:
         return outer(s.flatten(0, 1), None if other is s else other.flatten(0, 1))
-    scaled = s * weight.to(s.dtype)[:, :, None, None]
+    scaled = s * weight.to(s.dtype).reshape(*weight.shape, *[1] * (s.ndim - 2))
     return outer(scaled.flatten(0, 1), other.flatten(0, 1))

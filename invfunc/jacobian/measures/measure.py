@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,6 +27,8 @@ class Found:
     joint: torch.Tensor | None = None
     reduced: bool = False
     """Whether the results of the parameters have been put through a function of the caller's."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """The parameters that have no result, and why."""
 
 
 class Measure:

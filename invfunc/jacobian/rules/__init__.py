@@ -1,7 +1,7 @@
 """Fast rules: the share of a parameter at an operation that is linear in it, as an einsum of small tensors."""
 
 from invfunc.jacobian.rules import convolutions, layers
-from invfunc.jacobian.rules.recipe import RULES, Part, Recipe, Site, aligned, axis_of, find, product, rule
+from invfunc.jacobian.rules.recipe import RULES, Part, Recipe, Site, aligned, axis_of, find, grouped, product, rule
 
 __all__ = [
     "RULES",
@@ -12,6 +12,7 @@ __all__ = [
     "axis_of",
     "convolutions",
     "find",
+    "grouped",
     "layers",
     "product",
     "rule",

@@ -10,7 +10,7 @@ from invfunc import tree
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.contract import Term
 from invfunc.jacobian.equations import LETTERS
-from invfunc.jacobian.rules.recipe import Part, Recipe, Site, rule
+from invfunc.jacobian.rules.recipe import Part, Recipe, Site, grouped, rule
 
 
 def _scale(site: Site, output: str, factor: Callable[[Part], torch.Tensor], reads: tuple[torch.Tensor, ...]) -> Recipe:
@@ -88,17 +88,13 @@ def embedding(site: Site, param: torch.Tensor) -> Recipe | None:
     if param is not weight or not isinstance(axis, Axis):
         return None
 
-    def grouped(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def entries(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """To which of its entries each position of a sample adds, and the row of each entry: `[b, u]`."""
-        tokens = site.exposed(indices, axis, part, fill=count).flatten(1).long()
-        ordered, order = tokens.sort(1)
-        first = ordered[:, :1] != ordered[:, :1]
-        entry = torch.cat([first, ordered[:, 1:] != ordered[:, :-1]], 1).cumsum(1)
-        found = torch.full_like(tokens, count).scatter(1, entry, ordered)
-        return torch.zeros_like(tokens).scatter(1, order, entry), found.masked_fill(found == padding, count)
+        entry, found = grouped(site.exposed(indices, axis, part, fill=count).flatten(1).long(), count)
+        return entry, found.masked_fill(found == padding, count)
 
     def build(delta: torch.Tensor, part: Part) -> list[Term]:
-        entry, found = grouped(part)
+        entry, found = entries(part)
         delta = delta.reshape(*delta.shape[:2], -1, delta.shape[-1])
         share = torch.zeros_like(delta).scatter_add(2, entry[None, :, :, None].expand(delta.shape), delta)
         return [("VNud", share * (found < count)[:, :, None])]
@@ -114,5 +110,22 @@ def embedding(site: Site, param: torch.Tensor) -> Recipe | None:
     factored = Recipe("d", at_positions, reads=(indices,), selects=picked)
     work = 2 * site.call.out.numel() // site.call.n
     return Recipe(
-        "ud", build, reads=(indices,), work=work, joins=False, rows=lambda part: grouped(part)[1], factored=factored
+        "ud", build, reads=(indices,), work=work, joins=False, rows=lambda part: entries(part)[1], factored=factored
     )
+
+
+@rule("cat", "concat", "concatenate", "stack")
+def placed(site: Site, param: torch.Tensor) -> Recipe | None:
+    """A parameter as a part of the output, which is where its share is."""
+    call, labels = site.call, LETTERS[: site.call.out.ndim]
+    tensors, dim = call.arg(0, "tensors"), call.kwargs.get("axis", call.arg(1, "dim", 0)) % call.out.ndim
+    at = [i for i, x in enumerate(tensors) if x is param]
+    if len(at) != 1 or dim == site.axis.dim:
+        return None
+    if call.name == "stack":
+        labels = labels[:dim] + labels[dim + 1 :]
+        return Recipe(labels, lambda delta, part: [("VN" + labels, delta.select(2 + dim, at[0]))])
+    if any(x.ndim != call.out.ndim for x in tensors):  # torch passes over empty ones
+        return None
+    start = sum(x.shape[dim] for x in tensors[: at[0]])
+    return Recipe(labels, lambda delta, part: [("VN" + labels, delta.narrow(2 + dim, start, param.shape[dim]))])

@@ -49,6 +49,8 @@ class Recipe:
     many: int = 1
     again: Sequence[Again] = ()
     """Those of what it reads that are not kept, but computed again where they are read."""
+    own: Axis | None = None
+    """Where the parameter has an entry for each sample, if the output is over that of the sample itself."""
     rows: Callable[[Part], torch.Tensor] | None = None
     """Where the first label of the output counts entries of each sample: `[b, u]`, the rows of the parameter that they
     are added to, no row twice in a sample; one behind the last drops an entry."""
@@ -64,6 +66,18 @@ class Site:
 
     def exposed(self, x: torch.Tensor, axis: Axis, part: Part, fill: float | None = 0) -> torch.Tensor:
         return axis.expose(self.value(x), self.call.n, fill=fill)[part]
+
+
+def grouped(tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """To which of the entries of a sample each of its `[b, t]` tokens adds, and the token of each entry `[b, u]`.
+
+    There are as many entries as tokens; those left over have the token `count`.
+    """
+    ordered, order = tokens.sort(1)
+    first = ordered[:, :1] != ordered[:, :1]
+    entry = torch.cat([first, ordered[:, 1:] != ordered[:, :-1]], 1).cumsum(1)
+    found = torch.full_like(tokens, count).scatter(1, entry, ordered)
+    return torch.zeros_like(tokens).scatter(1, order, entry), found
 
 
 FactorRule = Callable[[Site, torch.Tensor], Recipe | None]
@@ -138,4 +152,6 @@ def aligned(axis: Axis, param: torch.Tensor, n: int) -> Recipe:
         one = [axis.width(n) if d == axis.dim else size for d, size in enumerate(param.shape)]
         return axis.restore(share.reshape((*share.shape[:lead], n, *one)), n, lead)
 
-    return Recipe("z" + LETTERS[: param.ndim], build, finish, joins=False)
+    labels = LETTERS[: len(axis.expose(param, n).shape) - 1]
+    own = Recipe(labels, lambda delta, part: [("VN" + labels, delta)], own=axis)
+    return Recipe("z" + LETTERS[: param.ndim], build, finish, joins=False, factored=own)

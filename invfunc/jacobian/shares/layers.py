@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 
-from invfunc.errors import ArgumentError
 from invfunc.jacobian.contract import Term, contract, present, squeezed, widened
 from invfunc.jacobian.follow import Call
 from invfunc.jacobian.rules import Part, Recipe
+from invfunc.jacobian.shares.places import PART, Grid, Place, Rows, Unfactored, grid, rows
 from invfunc.jacobian.shares.pulled import Deltas
 from invfunc.jacobian.shares.shares import Shares
 from invfunc.jacobian.trace.tags import Tap
 
 
 @dataclass
-class Place:
-    """Where the entries of a factor lie in the parameter: over which dims, and where among theirs."""
-
-    dims: tuple[int, ...]
-    size: int
-    at: torch.Tensor | None = None
-    """Places among the entries of the dims; None for all in their order."""
-
-    def spread(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Entries of the factor along a dim as entries of the dims."""
-        if self.at is None:
-            return x
-        shape = list(x.shape)
-        shape[dim] = self.size
-        return x.new_zeros(shape).index_add(dim, self.at, x)
-
-
-_PART = "it is read in a part that is no product of its dimensions"
-
-
-@dataclass
 class Operands:
-    """Of some samples: cotangents `s [V, b, K, R]`, and `a [b, I, R]` (or the rows `picked [b, R]`) that they met."""
+    """Of some samples: cotangents `s [V, b, K, R]`, and `a [b, I, R]` (or the rows `picked [b, R]`) that they met.
+
+    In groups they are `[V, b, G, K, R]` and `[b, G, I, R]`.
+    """
 
     s: torch.Tensor
     a: torch.Tensor | None = None
@@ -59,6 +43,10 @@ class Layer:
     read: bool = True
     """Whether what it reads is wanted, too."""
     places: list[Place] = field(default_factory=list)
+    blocks: tuple[int, ...] | None = None
+    """Into how many parts of its own factors each dim of the parameter is divided, if it is."""
+    picked: Callable[[Part], torch.Tensor] | None = None
+    """The rows that the positions pick, `[b, R]`, if they do."""
 
     @property
     def recipe(self) -> Recipe:
@@ -66,9 +54,9 @@ class Layer:
 
     def __post_init__(self) -> None:
         if not self.recipe.linear:
-            raise self.refused(f"`{self.called}` is not known to be linear in it")
-        if not self.tap.derived.selected:
-            raise self.refused("it is read through a computation with parameters")
+            raise Unfactored(f"`{self.called}` is not known to be linear in it")
+        if not self.tap.derived.picked:
+            raise Unfactored("it is read through a computation with parameters")
 
     @property
     def called(self) -> str:
@@ -79,6 +67,11 @@ class Layer:
         """Which part of the parameter it reads: of what is sent back, and of what is read."""
         parts = [(p.size if p.at is None else len(p.at)) / max(1, p.size) for p in self.places]
         return parts[0], parts[1] if len(parts) > 1 else 1.0
+
+    @property
+    def role(self) -> Hashable:
+        """The same for operations that read the parameter with its dims in the same roles."""
+        return (*(p.dims for p in self.places), self.blocks or ())
 
     @property
     def flipped(self) -> bool:
@@ -101,16 +94,18 @@ class Layer:
 
     def look(self, deltas: Deltas, part: Part) -> None:
         """Find out where the factors lie in the parameter, from one column of some samples."""
-        delta = deltas[self.tap.site]
-        assert delta is not None
-        self.of(delta[:1, part], part)
+        if "looked" not in self.tap.memory:
+            delta = deltas[self.tap.site]
+            assert delta is not None
+            self.of(delta[:1, part], part)
+            self.tap.memory["looked"] = self.places, self.blocks, self.picked
+        self.places, self.blocks, self.picked = self.tap.memory["looked"]
 
     def of(self, delta: torch.Tensor, part: Part) -> Operands:
         """The operands for the cotangents `[V, b, *one]` of some samples."""
         if not self.read and self.recipe.sent is not None and "layer" in self.tap.memory:
-            self.places, outs, inner = self.tap.memory["layer"]
-            s = self._formed(widened([self.recipe.sent(delta)]), outs, inner, *delta.shape[:2])
-            return Operands(self.places[0].spread(s, 2))
+            self.places, self.blocks, *kinds = self.tap.memory["layer"]
+            return Operands(self._sent(widened([self.recipe.sent(delta)]), *kinds, *delta.shape[:2]))
         terms = widened(self.recipe.build(delta, part))
         sizes = {c: n for labels, x in terms for c, n in zip(labels, x.shape, strict=True) if n != 1}
         sizes = {c: sizes[c] for c in self.recipe.output if c in sizes}
@@ -119,99 +114,149 @@ class Layer:
         outs = [c for c in kept if c in first[0]]
         ins = [c for c in kept if c not in outs]
         both = [c for c in outs if any(c in labels for labels, _ in others)]
-        picks = self.recipe.selects
-        if picks is not None:
+        if self.recipe.selects is not None:
             inner = [c for c in first[0] if c not in "VN" and c not in outs]
-            s = self._formed([first], outs, inner, v, b)
-            self._place_rows()
-            return Operands(self.places[0].spread(s, 2), picked=picks(part))
-        if both and ins:
-            raise self.refused(f"`{self.called}` reads it in groups")
+            self._place_rows(self.recipe.selects)
+            assert self.picked is not None
+            return Operands(self._sent([first], [], outs, inner, v, b), picked=self.picked(part))
         if not ins and (both or not others or (not outs and self.shares.leaf.ndim < 2)):
-            terms = [first, *others]
-            inner = sorted({c for labels, _ in terms for c in labels} - set("VN") - set(outs))
-            self._place([outs], sizes)
-            return Operands(self.places[0].spread(self._formed(terms, outs, inner, v, b), 2))
-        inner = [c for c in first[0] if c not in "VN" and c not in outs and any(c in labels for labels, _ in others)]
-        self._place([outs, ins], sizes)
-        self.tap.memory["layer"] = self.places, outs, inner
-        s = self._formed([first], outs, inner, v, b)
-        a = self._formed([("V" + labels, x.unsqueeze(0)) for labels, x in others], ins, inner, 1, b)[0]
-        a = self.places[1].spread(a, 1)
+            return self._entry_by_entry([first, *others], outs, sizes, v, b, part)
+        if not self.tap.derived.selected:
+            raise Unfactored(f"`{self.called}` reads entries of it several times")
+        shared = both if ins else []
+        outs = [c for c in outs if c not in shared]
+        inner = [c for c in first[0] if c not in ["V", "N", *outs, *shared] and any(c in x for x, _ in others)]
+        self._place([outs, ins], shared, sizes)
+        self.tap.memory["layer"] = self.places, self.blocks, shared, outs, inner
+        s = self._sent([first], shared, outs, inner, v, b)
+        a = self._formed([("V" + labels, x.unsqueeze(0)) for labels, x in others], [shared, ins, inner], 1, b)[0]
+        a = self.places[1].spread(a, a.ndim - 2)
         if self.joint:
-            a = torch.cat([a, a.new_ones(b, 1, a.shape[2])], 1)
-        return Operands(self.places[0].spread(s, 2), a)
+            a = torch.cat([a, torch.ones_like(a[..., :1, :])], -2)
+        return Operands(s, a)
 
-    def _formed(self, terms: list[Term], kept: list[str], inner: list[str], v: int, b: int) -> torch.Tensor:
-        """`[V, b, kept, inner]`"""
-        sizes = {c: n for labels, x in terms for c, n in zip(labels, x.shape, strict=True)}
+    def _entry_by_entry(
+        self, terms: list[Term], outs: list[str], sizes: dict[str, int], v: int, b: int, part: Part
+    ) -> Operands:
+        """What is scaled or added entry by entry is looked up: each row of the parameter at positions of its own."""
+        leaf = self.shares.leaf
+        inner = sorted({c for labels, _ in terms for c in labels} - set("VN") - set(outs))
+        if sum(n != 1 for n in leaf.shape) < 2 and self.tap.derived.selected and not self.recipe.own:
+            self._place([outs], [], sizes)
+            return Operands(self._sent(terms, [], outs, inner, v, b))
+        found, dims = self._rows(sizes), list(range(leaf.ndim))
+        along, lines = ([c for i, c in enumerate(outs) if (i in found.along) is kind] for kind in (True, False))
+        last = max((d for d in dims if leaf.shape[d] != 1), default=0)
+        n, of_all, count = self.shares.samples.n, found.picked, math.prod(leaf.shape[:last])
+        each = math.prod(sizes_of(terms)[c] for c in inner)
+        of_all = of_all if of_all.ndim > len(lines) else of_all.unsqueeze(0).expand(n, *of_all.shape)
+
+        def picked(part: Part) -> torch.Tensor:
+            return of_all[part].reshape(-1, math.prod(of_all.shape[1:])).repeat_interleave(each, 1)
+
+        self.places = [replace(found.place, dims=tuple(dims[last:] if count > 1 else dims))]
+        s = self._sent(terms, [], along, lines + inner, v, b)
+        s = s * (picked(part) < count)[:, None]
+        if count == 1:
+            return Operands(s)
+        self.places, self.picked = [*self.places, Place(tuple(dims[:last]), count)], picked
+        return Operands(s, picked=picked(part))
+
+    def _sent(
+        self, terms: list[Term], shared: list[str], outs: list[str], inner: list[str], v: int, b: int
+    ) -> torch.Tensor:
+        """What is sent back, over all entries of the dims."""
+        s = self._formed(terms, [shared, outs, inner], v, b)
+        return self.places[0].spread(s, s.ndim - 2)
+
+    def _formed(self, terms: list[Term], kinds: list[list[str]], v: int, b: int) -> torch.Tensor:
+        """`[V, b, shared, kept, inner]`, the first of them only where there is any."""
+        sizes = sizes_of(terms)
         terms = squeezed(terms)
-        output = present("".join(["V", "N", *kept, *inner]), terms)
+        output = present("".join(["V", "N", *(c for labels in kinds for c in labels)]), terms)
         x = contract(terms, output)
-        shape = [math.prod(sizes[c] for c in labels) for labels in (kept, inner)]
+        kinds = kinds if kinds[0] else kinds[1:]
+        shape = [math.prod(sizes[c] for c in labels) for labels in kinds]
         lead = [n if c in output else 1 for c, n in (("V", v), ("N", b))]
         return x.reshape(*lead, *shape).expand(v, b, *shape)
 
     # Where the labels lie in the parameter
 
-    def _place(self, groups: list[list[str]], sizes: dict[str, int]) -> None:
+    def _place(self, factors: list[list[str]], shared: list[str], sizes: dict[str, int]) -> None:
         if self.places:
             return
         leaf, direct = self.shares.leaf, self.tap.param is self.shares.leaf and self.recipe.finish is None
-        found = [(self._directly if direct else self._pulled)(labels, sizes) for labels in groups]
-        rest = [d for d in range(leaf.ndim) if not any(d in p.dims for p in found)]
-        if any(leaf.shape[d] != 1 for d in rest):
-            raise self.refused(_PART)
-        for d in rest:  # of one entry: with the factor that is empty so far
-            k = next((k for k, p in enumerate(found) if not p.dims), len(found) - 1)
-            found[k] = replace(found[k], dims=tuple(sorted((*found[k].dims, d))))
-        self.places = found
+        known = self.tap.memory
+        if direct and not shared:
+            known["grid"] = Grid(self._directly(factors, sizes))
+        if "grid" not in known:
+            names = list(sizes)
+            axes, common = ([[names.index(c) for c in labels] for labels in kind] for kind in (factors, [shared]))
+            known["grid"] = grid(self._entries(sizes), leaf.shape, axes, common[0])
+        self.places, self.blocks = known["grid"].places, known["grid"].blocks
 
-    def _place_rows(self) -> None:
-        shape = self.shares.leaf.shape
-        if self.tap.param is not self.shares.leaf:
-            raise self.refused(_PART)
-        self.places = [Place(tuple(range(1, len(shape))), math.prod(shape[1:])), Place((0,), shape[0])]
+    def _place_rows(self, selects: Callable[[Part], torch.Tensor]) -> None:
+        leaf, known = self.shares.leaf, self.tap.memory
+        self.picked = selects
+        if self.tap.param is leaf:
+            self.places = [Place(tuple(range(1, leaf.ndim)), leaf[0].numel()), Place((0,), len(leaf))]
+            return
+        if not self.tap.derived.selected:
+            raise Unfactored(f"`{self.called}` reads entries of it several times")
+        if "grid" not in known:
+            known["grid"] = grid(self.shares.origins(self.tap.param), leaf.shape, [[1], [0]], [])
+        self.places = known["grid"].places
+        at, size = self.places[1].at, self.places[1].size
+        if at is not None:
+            self.picked = lambda part: torch.cat([at, at.new_tensor([size])])[selects(part)]
 
-    def _directly(self, labels: list[str], sizes: dict[str, int]) -> Place:
+    def _rows(self, sizes: dict[str, int]) -> Rows:
+        """Of the labels, also where the same entries are read several times."""
+        if "rows" not in self.tap.memory:
+            shape = [n for n in self.shares.leaf.shape if n != 1] or [1]
+            found = rows(self._entries(sizes), math.prod(shape[:-1]), shape[-1])
+            if self.recipe.own is not None:  # the axis of the samples comes first
+                if 0 in found.along:
+                    raise Unfactored(PART)
+                found = replace(found, along=[d - 1 for d in found.along])
+            self.tap.memory["rows"] = found
+        return cast(Rows, self.tap.memory["rows"])
+
+    def _entries(self, sizes: dict[str, int]) -> torch.Tensor:
+        """Which entry of the parameter each combination of labels reads; with a sample of its own each, in front."""
+        found, recipe = self.shares.origins(self.tap.param), self.recipe
+        if recipe.own is not None:
+            return recipe.own.expose(found, self.shares.samples.n).reshape([-1, *sizes.values()])
+        if recipe.finish is None:
+            return found.reshape(list(sizes.values()))
+        numbers = torch.arange(math.prod(sizes.values()), device=found.device).reshape(list(sizes.values()))
+        order = recipe.finish(numbers, 0).flatten()
+        return torch.empty_like(order).scatter(0, order, found.flatten()).reshape(numbers.shape)
+
+    def _directly(self, factors: list[list[str]], sizes: dict[str, int]) -> list[Place]:
         """The labels of the output enumerate the entries of the parameter in their order."""
-        dims, waiting, covered = [], list(sizes), 1
-        for d, n in enumerate(self.shares.leaf.shape):
-            if n == 1:
-                continue
-            if waiting[0] in labels:
-                dims.append(d)
-            covered *= n
-            if covered == sizes[waiting[0]]:
-                waiting, covered = waiting[1:], 1
-        return Place(tuple(dims), math.prod(sizes[c] for c in labels))
+        leaf, found = self.shares.leaf, []
+        for labels in factors:
+            dims, waiting, covered = [], list(sizes), 1
+            for d, n in enumerate(leaf.shape):
+                if n == 1:
+                    continue
+                if waiting[0] in labels:
+                    dims.append(d)
+                covered *= n
+                if covered == sizes[waiting[0]]:
+                    waiting, covered = waiting[1:], 1
+            found.append(Place(tuple(dims), math.prod(sizes[c] for c in labels)))
+        for d in range(leaf.ndim):  # of one entry: with the factor that is empty so far
+            if not any(d in p.dims for p in found):
+                k = next((k for k, p in enumerate(found) if not p.dims), len(found) - 1)
+                found[k] = replace(found[k], dims=tuple(sorted((*found[k].dims, d))))
+        return found
 
-    def _pulled(self, labels: list[str], sizes: dict[str, int]) -> Place:
-        """Pull the numbers of the entries back to the parameter, and read off there which dims they enumerate."""
-        leaf, k = self.shares.leaf, math.prod(sizes[c] for c in labels)
-        number = torch.arange(1, k + 1, device=leaf.device).reshape([sizes[c] if c in labels else 1 for c in sizes])
-        number = number.expand(list(sizes.values()))
-        number = number if self.recipe.finish is None else self.recipe.finish(number, 0)
-        found = self.shares.located(self.tap.param, number.reshape(self.tap.param.shape))
-        first = [int(i) for i in (found > 0).nonzero()[0]]
-        lines = [found[tuple(slice(None) if e == d else i for e, i in enumerate(first))] for d in range(leaf.ndim)]
-        dims = [
-            d for d, line in enumerate(lines) if len(line.unique()) > (1 if k == 1 else 1 + bool((line == 0).any()))
-        ]
-        section = found[tuple(slice(None) if d in dims else i for d, i in enumerate(first))].flatten()
-        places = section.nonzero().flatten()
-        if len(places) != k:
-            raise self.refused(_PART)
-        at = torch.empty_like(places)
-        at[section[places] - 1] = places
-        return Place(tuple(dims), len(section), at)
 
-    def refused(self, why: str) -> ArgumentError:
-        name = self.shares.name(self.shares.place)
-        return ArgumentError(
-            f"{name} has no Kronecker factors: {why}. They are of parameters that a linear layer, convolution, "
-            "embedding, scale or shift reads. Close over it, or keep it in another argument."
-        )
+def sizes_of(terms: list[Term]) -> dict[str, int]:
+    """How many values each label has."""
+    return {c: n for labels, x in terms for c, n in zip(labels, x.shape, strict=True)}
 
 
 _WITH_BIAS = {"linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3))}

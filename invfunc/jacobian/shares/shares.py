@@ -67,6 +67,19 @@ class Shares:
             found.append(square.sum(1) if each else square.sum((0, 1)))
         return joined(found) if each else summed(found)
 
+    def outer(self) -> torch.Tensor:
+        """`sum_vn weight[v, n] G[v, n] G[v, n]^T` as `[P, P]`; symmetric also with products of left and right."""
+        columns, found = self.columns, []
+        for part in self._blocks():
+            share = other = self._dense(part).unsqueeze(-1).flatten(2)
+            if columns.right is not None:
+                other = self._dense(part, columns.right).unsqueeze(-1).flatten(2)
+            if columns.weight is not None:
+                share = share * columns.weight[:, part].to(share.dtype)[:, :, None]
+            found.append(share.flatten(0, 1).mT @ other.flatten(0, 1))
+        total = summed(found)
+        return total if columns.right is None else (total + total.mT) / 2
+
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of the only column: `[count]`."""
         if self._apart:
@@ -116,17 +129,17 @@ class Shares:
             return wide.new_zeros(*wide.shape[:lead], *self.leaf.shape)
         return self.scope.leave(found).reshape((*wide.shape[:lead], *self.leaf.shape))
 
-    def located(self, param: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Integers at the entries of a selection of the parameter, where these are in the parameter; 0 elsewhere."""
+    def origins(self, param: torch.Tensor) -> torch.Tensor:
+        """Which entry of the parameter each entry of a tensor is that picks among them; -1 where it is none."""
+        entries = torch.arange(self.leaf.numel(), device=self.leaf.device).reshape(self.leaf.shape)
         if param is self.leaf:
-            return numbers
-        found, scale = torch.zeros(self.leaf.shape, dtype=torch.long, device=numbers.device), 1
-        while bool((numbers > 0).any()):  # digit by digit: each is exact in half precision
-            (digits,) = self.scope.grad([param], [self.leaf], [(numbers % 128).to(param.dtype)], batched=False)
-            assert digits is not None
+            return entries
+        found, scale, rest = torch.zeros(param.shape, dtype=torch.long, device=param.device), 1, entries + 1
+        while bool((rest > 0).any()):  # digit by digit: each is exact in half precision
+            digits = self.scope.push(param, self.leaf, (rest % 128).to(param.dtype))
             found = found + scale * innermost(digits).long()
-            numbers, scale = numbers // 128, scale * 128
-        return found
+            rest, scale = rest // 128, scale * 128
+        return found - 1
 
     @property
     def _apart(self) -> bool:

@@ -14,12 +14,18 @@ from invfunc import tree
 from invfunc.jacobian import follow
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.equations import equation
+from invfunc.jacobian.follow.indices import advanced
 
 SELECTIONS = set(
     "transpose permute t get:T get:mT get:H get:mH movedim moveaxis swapaxes swapdims select narrow chunk split "
     "split_with_sizes tensor_split unbind unsqueeze squeeze view reshape flatten unflatten ravel view_as reshape_as "
     "contiguous clone to float double half bfloat16 type_as alias hsplit vsplit dsplit iter".split()
 )
+PICKS = SELECTIONS | set(
+    "getitem expand expand_as broadcast_to repeat tile repeat_interleave embedding index_select gather take "
+    "take_along_dim roll flip fliplr flipud".split()
+)
+"""Whose results have entries of their first floating-point argument, any number of times."""
 AFFINE = SELECTIONS | {"mul", "div", "add", "sub", "neg", "getitem", "multiply", "divide", "true_divide", "subtract"}
 SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
 QUERIES = set(
@@ -64,6 +70,12 @@ def writes(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
         return True
     at = _flag(func)
     return at is not None and bool(args[at] if len(args) > at else kwargs.get("inplace", False))
+
+
+def picking(name: str, args: tuple) -> tuple[bool, bool]:
+    """Whether each entry of a result is one of the first argument, and whether none occurs twice."""
+    once = name in SELECTIONS or (name == "getitem" and not advanced(args[1]))
+    return once or name in PICKS, once
 
 
 _FRESH = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}

@@ -26,6 +26,8 @@ class Derived:
     """Whether data summed over the samples went into it."""
     doubt: str | None = None
     """The call at which a tensor of which nothing is known went into it."""
+    picked: bool = False
+    """Whether each of its entries is one entry of one parameter, which may occur several times."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ from invfunc.errors import part_mixed, samples_lost
 from invfunc.jacobian import follow, rules
 from invfunc.jacobian.axis import Axis, Everyone
 from invfunc.jacobian.follow import TOTAL, Call, Mixed, Unknown
-from invfunc.jacobian.follow.indices import advanced
 from invfunc.jacobian.graph import node_of, reaches
 from invfunc.jacobian.rules import Site
 from invfunc.jacobian.rules.again import read_of, reader, released
 from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.trace.calls import AFFINE, CONSTANT, EXITS, QUERIES, SELECTIONS, alignment, function_name, read_by
+from invfunc.jacobian.trace.calls import AFFINE, CONSTANT, EXITS, QUERIES, alignment, function_name, picking, read_by
 from invfunc.jacobian.trace.compositions import composition, states
 from invfunc.jacobian.trace.hidden import hidden, unseen
 from invfunc.jacobian.trace.provenance import Provenance
@@ -64,7 +63,7 @@ class Trace(Taps, Provenance, TorchFunctionMode):
             leaf = self.scope.enter(leaf) if enter else self.scope.alias(leaf)
             if enter:
                 self.entered.append(leaf)
-            self.set(leaf, Derived(frozenset({i}), True))
+            self.set(leaf, Derived(frozenset({i}), True, picked=True))
             seen.append(leaf)
             self.introduce(leaf)
         return seen
@@ -160,11 +159,11 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         out = seen.run()
         if torch.is_grad_enabled():
             tags = [tag for tag in seen.tags.values() if isinstance(tag, Derived)]
-            basic = seen.name in SELECTIONS or (seen.name == "getitem" and not advanced(seen.args[1]))
-            selected = basic and not seen.writes and len(seen.read) == 1 and tags[0].selected
+            picks, once = (False, False) if seen.writes or len(tags) > 1 else picking(seen.name, seen.args)
+            picked, selected = picks and tags[0].picked, once and len(seen.read) == 1 and tags[0].selected
             of_data = of_data or any(t.of_data for t in tags)
             doubt = self.doubts(seen) or next((t.doubt for t in tags if t.doubt), None)
-            derived = Derived(frozenset().union(*(t.leaves for t in tags)), selected, of_data, doubt)
+            derived = Derived(frozenset().union(*(t.leaves for t in tags)), selected, of_data, doubt, picked)
             for x in seen.produced(out):
                 self.set(x, derived if x.is_floating_point() or x.is_complex() else None)
                 if seen.writes:

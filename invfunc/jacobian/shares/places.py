@@ -1,0 +1,125 @@
+"""Where the factors of a parameter lie in it: what each of them is over, read off from where its entries are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Axes = Sequence[int]
+"""Some of the axes of a tensor that says for each combination of labels which entry of a parameter it is."""
+
+
+class Unfactored(Exception):
+    """Why a parameter has no Kronecker factors."""
+
+
+PART = "it is read in a part that is no product of its dimensions"
+
+
+@dataclass
+class Place:
+    """Where the entries of a factor lie in the parameter: over which dims, and where among theirs."""
+
+    dims: tuple[int, ...]
+    size: int
+    at: torch.Tensor | None = None
+    """Places among the entries of the dims; None for all in their order."""
+
+    def spread(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Entries of the factor along a dim as entries of the dims."""
+        if self.at is None:
+            return x
+        shape = list(x.shape)
+        shape[dim] = self.size
+        return x.new_zeros(shape).index_add(dim, self.at, x)
+
+
+@dataclass
+class Grid:
+    """The places of the factors, and into how many parts of its own factors each dim is divided, if it is."""
+
+    places: list[Place]
+    blocks: tuple[int, ...] | None = None
+
+
+def grid(entries: torch.Tensor, shape: torch.Size, factors: Sequence[Axes], shared: Axes) -> Grid:
+    """Each factor is over the dims that its axes count; the `shared` axes count blocks that all of them have.
+
+    Raises Unfactored where the entries are no such product.
+    """
+    if not entries.numel() or bool((entries < 0).any()):
+        raise Unfactored(PART)
+    coordinates = torch.unravel_index(entries, shape) if shape else ()
+    counts = [len(_along(c, shared).unique()) for c in coordinates]
+    part = [max(1, size // n) for size, n in zip(shape, counts, strict=True)]
+    inside = [c % n for c, n in zip(coordinates, part, strict=True)]
+    dims = [[d for d, c in enumerate(inside) if len(_along(c, axes).unique()) > 1] for axes in factors]
+    for d in range(len(shape)):
+        if not any(d in some for some in dims):
+            dims[_owner(entries, factors, dims, part[d])].append(d)
+    found = _flat([_along(c, shared) // n * n for c, n in zip(coordinates, part, strict=True)], shape, entries)
+    places = []
+    for axes, some in zip(factors, map(sorted, dims), strict=True):
+        local = {d: _along(inside[d], axes) for d in some}
+        found = found + _flat([local.get(d, torch.zeros_like(found)) for d in range(len(shape))], shape, entries)
+        size = math.prod(part[d] for d in some)
+        at = _flat([local[d] for d in some], [part[d] for d in some], _along(entries, axes)).flatten()
+        whole = torch.equal(at, torch.arange(size, device=at.device))
+        places.append(Place(tuple(some), size, None if whole else at))
+    blocks = [_along(c, shared) // n for c, n in zip(coordinates, part, strict=True)]
+    number = _flat(blocks, counts, _along(entries, shared)).flatten()
+    if not torch.equal(found, entries) or not torch.equal(number, torch.arange(math.prod(counts)).to(number.device)):
+        raise Unfactored(PART)
+    return Grid(places, tuple(counts) if math.prod(counts) > 1 else None)
+
+
+def _owner(entries: torch.Tensor, factors: Sequence[Axes], dims: list[list[int]], size: int) -> int:
+    """The factor that has a dim of which one coordinate is read: the one that is over nothing so far."""
+    empty = [k for k, axes in enumerate(factors) if _along(entries, axes).numel() == 1 or (size == 1 and not dims[k])]
+    if size > 1 and not empty:
+        raise Unfactored(PART)
+    return empty[0] if empty else len(factors) - 1
+
+
+def _along(x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """The first entry in all other axes."""
+    return x[tuple(slice(None) if d in axes else slice(0, 1) for d in range(x.ndim))]
+
+
+def _flat(coordinates: Sequence[torch.Tensor], shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """The numbers of entries with these coordinates."""
+    found = torch.zeros_like(like)
+    for c, size in zip(coordinates, shape, strict=True):
+        found = found * size + c
+    return found
+
+
+@dataclass
+class Rows:
+    """How entries lie in the rows of a parameter: which axes go along a row, where in it, and in which row they are."""
+
+    along: list[int]
+    place: Place
+    picked: torch.Tensor
+    """The row at all combinations of the other axes; one behind the last where there is none."""
+
+
+def rows(entries: torch.Tensor, count: int, width: int) -> Rows:
+    """Of entries that lie in the rows of a parameter `[count, width]`, -1 for those that are in none."""
+    read = entries >= 0
+    column, row = torch.where(read, entries % width, -1), torch.where(read, entries // width, -1)
+    along = [d for d in range(entries.ndim) if bool((column.amax(d) > torch.where(read, column, width).amin(d)).any())]
+    others = [d for d in range(entries.ndim) if d not in along]
+    at = column.amax(others) if others else column
+    picked = row.amax(along) if along else row
+    order = torch.tensor([*others, *along]).argsort().tolist()
+    whole = picked.reshape([*picked.shape, *[1] * len(along)])
+    whole = torch.where(whole < 0, -1, whole * width + at).permute(order)
+    at = at.flatten()
+    if not torch.equal(whole, entries) or len(at.unique()) < len(at):
+        raise Unfactored(PART)
+    at = None if torch.equal(at, torch.arange(width, device=at.device)) else at
+    return Rows(along, Place((), width, at), torch.where(picked < 0, count, picked))

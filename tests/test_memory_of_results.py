@@ -1,0 +1,152 @@
+"""Each tensor of a result has memory of its own: it can be written, or added up over machines, without the others."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import invfunc
+from invfunc import chunked, functional, together, tree
+from tests.strategies import Numbers
+
+
+def losses(f):
+    return lambda p, x, y: F.mse_loss(f(p, x), y, reduction="none").flatten(1).sum(1)
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+OF_LOSSES: dict[str, dict[str, Any]] = {
+    "batch_grad": {},
+    "batch_l2_grad": {},
+    "sum_grad_squared": {},
+    "variance": {},
+    "grad_and_variance": {},
+    "clipped_grad": {"max_norm": 0.1},
+    "gram": {},
+}
+OF_OUTPUTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("diag_ggn", "batch_diag_ggn", "sqrt_ggn", "ggn_trace", "diag_hessian", "batch_diag_hessian"), {}),
+    "kflr": {},
+    "kfac": {"fisher": "exact"},
+    "ekfac": {"fisher": "empirical"},
+    "kfra": {},
+}
+PRODUCTS = ["hvp", "ggnvp", "fvp"]
+MODELS = {
+    "linear": lambda: nn.Linear(2, 3),
+    "chain": lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)),
+    "shift": lambda: Shift(),
+}
+
+
+class Shift(nn.Module):
+    """A parameter that is the result's own shape, and one without influence."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.none, self.scale = (nn.Parameter(torch.ones(k)) for k in (2, 2, 1))
+
+    def forward(self, x):
+        return self.scale[0] * x + self.shift
+
+
+def assert_apart(result, given):
+    found = tree.tensors(result)
+    assert found
+    where = Counter(x.untyped_storage().data_ptr() for x in found if x.numel())
+    theirs = {x.untyped_storage().data_ptr() for x in tree.tensors(given)}
+    assert max(where.values(), default=1) == 1
+    assert not theirs & set(where)
+    assert all(step > 0 or size < 2 for x in found for step, size in zip(x.stride(), x.shape, strict=True))
+
+
+@st.composite
+def problems(draw):
+    f, params = functional(MODELS[draw(st.sampled_from(sorted(MODELS)))]().double())
+    rand, n = Numbers(draw(st.integers(0, 3))), draw(st.integers(1, 3))
+    x = rand(n, 2)
+    return f, params, x, rand(*f(params, x).shape)
+
+
+@pytest.mark.parametrize("name", OF_LOSSES)
+@settings(max_examples=6)
+@given(problem=problems())
+def test_of_a_loss(name, problem):
+    f, *args = problem
+    result = getattr(invfunc, name)(losses(f), **OF_LOSSES[name])(*args)
+    assert_apart(result, args)
+
+
+@pytest.mark.parametrize("name", OF_OUTPUTS)
+@settings(max_examples=6)
+@given(problem=problems())
+def test_of_outputs(name, problem):
+    f, *args = problem
+    if name == "kfra" and "none" in args[0]:
+        return
+    assert_apart(getattr(invfunc, name)(f, F.mse_loss, **OF_OUTPUTS[name])(*args), args)
+
+
+@settings(max_examples=6)
+@given(problem=problems())
+def test_of_jacobians(problem):
+    f, params, x, _ = problem
+    assert_apart(invfunc.batch_jacobian(f)(params, x), (params, x))
+    assert_apart(invfunc.batch_jacobian(lambda p, x: [f(p, x), f(p, x)])(params, x), (params, x))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@settings(max_examples=6)
+@given(problem=problems())
+def test_of_products(name, problem):
+    f, params, *batch = problem
+    of = invfunc.fvp(losses(f)) if name == "fvp" else getattr(invfunc, name)(f, F.mse_loss)
+    v = tree.map_leaves(torch.ones_like, params)
+    assert_apart(of(params, v, *batch), (params, v, batch))
+    assert_apart(of.linearize(params, *batch)(v), (params, v, batch))
+
+
+@settings(max_examples=6)
+@given(problem=problems())
+def test_of_blocks_and_estimates(problem):
+    f, params, *batch = problem
+    vs = tree.map_leaves(lambda p: torch.ones(2, *p.shape).to(p), params)
+    for block in (invfunc.ggn_block_product, invfunc.hessian_block_product):
+        assert_apart(block(f, F.mse_loss)(params, vs, *batch), (params, vs, batch))
+    of = invfunc.estimate_diagonal(invfunc.ggnvp(f, F.mse_loss), probes=3, generator=seeded())
+    assert_apart(tuple(of(params, *batch)), (params, batch))
+
+
+def test_of_linearize():
+    """Also of linear maps that give back what they are given."""
+    p, x = torch.ones(2), torch.ones(3, 2)
+    _, pushed, pulled = invfunc.linearize(lambda p, x: [p, p, x])(p, x)
+    assert_apart(pushed(p), (p, x))
+    assert_apart(pulled([p, p, x]), (p, x))
+
+
+@settings(max_examples=6)
+@given(problem=problems())
+def test_of_several_together_and_in_chunks(problem):
+    f, *args = problem
+    of = [invfunc.kflr(f, F.mse_loss), invfunc.kflr(f, F.mse_loss, joint=True), invfunc.diag_ggn(f, F.mse_loss)]
+    assert_apart(together(*of)(*args), args)
+    assert_apart(chunked(together(*of), 2)(*args), args)
+
+
+def test_of_a_bias_and_its_weight():
+    """Added up over two machines in place, each is what it would be of twice the samples."""
+    f, params = functional(nn.Linear(2, 3))
+    found = invfunc.kflr(f, F.mse_loss)(params, Numbers()(4, 2).float(), Numbers(1)(4, 3).float())
+    once = found["bias"].dense().clone()
+    for x in tree.tensors(found):
+        x.mul_(2)
+    assert torch.equal(found["bias"].dense(), 2 * once)
