@@ -399,6 +399,33 @@ class TestModulesAsParts:
         check_inverse(repeated(momentum(parts[0])), x, [None] * 3)
 
 
+class TestOnAGrid:
+    @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+    def test_parts_compute_in_the_dtype_of_their_parameters(self, kind):
+        """The state comes back to the bit, and the parameters have gradients of their own dtype."""
+        x = Grid().enter(tree.map_tensors(torch.Tensor.float, halves(Numbers(0))))
+        parts = [m.to(kind) for m in modules(Numbers(1))]
+        w = weight(Numbers(2)).to(kind).requires_grad_()
+        for pair, params in (
+            (additive_coupling(*parts, exact=True), None),
+            (additive_coupling(layer, layer, exact=True), (w, w)),
+        ):
+            y = invertible_checkpoint(pair)(x, params)
+            assert_trees_close(pair.inverse(*pair.shared, y, params), x, 0)
+            inputs = [w] if params else [p for m in parts for p in m.parameters()]
+            gradients = torch.autograd.grad(sum(t.sum() for t in y), inputs)
+            assert {t.dtype for t in y} == {torch.float32} and {g.dtype for g in gradients} == {kind}
+            plain = torch.autograd.grad(sum(t.sum() for t in pair(x, params)), inputs)
+            assert_trees_close(gradients, plain, 0)
+
+    def test_weights_that_are_not_seen_are_told_of(self):
+        m = nn.Linear(WIDTH, WIDTH).bfloat16()
+        pair = additive_coupling(lambda b: m(b), lambda b: m(b), exact=True)
+        with pytest.raises(RuntimeError) as raised:
+            pair(Grid().enter((torch.ones(1, WIDTH), torch.ones(1, WIDTH))))
+        assert "lambda b: F(b.to(torch.bfloat16))" in raised.value.__notes__[0]
+
+
 class TestShapes:
     """Parts that would be broadcast."""
 

@@ -25,13 +25,13 @@ def additive_coupling(
         b' = b + G(a', q)                   a = a' - F(b, p)
 
     Args:
-        F, G: any functions that keep the shape of the other part; they need no inverse. (Of a module: `functional`, or
-            `lambda b: module(b)`.)
+        F, G: any functions of one part that return the shape of the other; they need no inverse. Or modules as they
+            are: `F(b)` with their own parameters, which get their gradients, or with the p of `functional(module)`.
         split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.
         exact: compute on a fixed-point grid (True: `Grid()`), where adding and subtracting make no rounding errors: the
             inverse gives back every bit, at any depth, as long as F and G see the same shapes. The state has to be on
-            the grid: `Grid().enter(x)` puts it there. What F and G give is rounded to it; gradients take the rounding
-            for the identity.
+            the grid: `Grid().enter(x)` puts it there. F and G get it in the dtype of their parameters, and what they
+            give is rounded to it; gradients take the rounding for the identity.
 
     Returns:
         An `Invertible`, called as `pair((a, b), (p, q), *args, **kwargs)`, the further arguments going to F and G; or
@@ -39,8 +39,9 @@ def additive_coupling(
 
     Raises:
         ArgumentTypeError: F or G is no function, or an option is of a wrong kind.
-        ArgumentError: the state or the parameters are no pair; the axis to split has no two halves, or, where the
-            log-determinant is asked for, is the leading one.
+        ArgumentError: the state or the parameters are no pair; F or G returns another shape than that of the part that
+            it changes; the axis to split has no two halves, or, where the log-determinant is asked for, is the leading
+            one.
         RangeError: with `exact`, the state is not on the grid, or leaves its range.
 
     Example:
@@ -52,7 +53,10 @@ def additive_coupling(
         >>> invfunc.invert(pair)((a, b), (2.0, 3.0))
         (tensor([1., 1.]), tensor([1., 1.]))
 
-    Composes with: `invertible_checkpoint`, `chain`, `repeated`.
+    Composes with: `invertible_checkpoint`, `chain`, `repeated`. In a module that holds F and G as its own (a pair
+    registers none), `self.block = invertible_checkpoint(additive_coupling(self.F, self.G))` is moved, deep-copied,
+    averaged, pickled and saved with it. Lambdas over `self` are copied rightly too, but do not pickle; a function that
+    finds its module in a global name, or in an attribute of what is no module, goes on with the original's weights.
 
     Cost: F and G once in either direction, and once in a backward pass.
 
@@ -78,7 +82,7 @@ def affine_coupling(
         b' = b * exp(log_scale(s)) + t              a = (a' - t) * exp(-log_scale(s))
 
     Args:
-        F, G: functions that return `(s, t)`, each of the shape of the other part; they need no inverse.
+        F, G: functions, or modules, that return `(s, t)`, each of the shape of the other part; they need no inverse.
         log_scale: the logarithm of the scale as a function of s. The default keeps the scale between 1/e and e, so that
             deep chains neither explode nor lose their digits; `lambda s: s` is the plain exponential.
         split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.

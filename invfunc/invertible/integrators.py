@@ -23,7 +23,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
         x' = x + v'                                     v = (v' - (1 - gamma) * f(x, p)) / gamma
 
     Args:
-        f: any function that keeps the shape of x.
+        f: any function that keeps the shape of x, or a module as it is.
         gamma: between 0 and 1, without them. The inverse divides by it: errors grow by 1 / gamma at each step.
 
     Returns:
@@ -32,7 +32,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
 
     Raises:
         ArgumentTypeError: f is no function.
-        ArgumentError: gamma is not between 0 and 1, or the state is no pair.
+        ArgumentError: gamma is not between 0 and 1, f changes the shape, or the state is no pair of one shape.
 
     Example:
         >>> import torch, invfunc
@@ -116,7 +116,7 @@ def leapfrog(force: Callable, step: float) -> Invertible:
         v' = w + step / 2 * force(x', p)
 
     Args:
-        force: any function that keeps the shape of x.
+        force: any function that keeps the shape of x, or a module as it is.
         step: the length of the step in time.
 
     Returns:
@@ -124,7 +124,7 @@ def leapfrog(force: Callable, step: float) -> Invertible:
 
     Raises:
         ArgumentTypeError: force is no function, or step no number.
-        ArgumentError: the state is no pair.
+        ArgumentError: the state is no pair of one shape, or force changes it.
 
     Example:
         >>> import torch, invfunc

@@ -94,7 +94,7 @@ class Rounded(Part):
             if dtype is None and not torch.compiler.is_compiling():
                 error.add_note(
                     f"{self.__name__} gets the state in {b.dtype}, as it is on a grid, since it has no parameters that "
-                    f"tell another dtype. Weights of another one: lambda b: {self.__name__}(b.to(torch.bfloat16))."
+                    f"tell another dtype. Weights of another one: lambda b: F(b.to(torch.bfloat16))."
                 )
             raise
 
