@@ -21,13 +21,14 @@ from invfunc.errors import (
 from invfunc.explain import explain
 from invfunc.functional import functional
 from invfunc.invertible.chain import chain, repeated
-from invfunc.invertible.checkpoint import invertible_checkpoint, state_first
+from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import InverseReport, check_inverse, drift
 from invfunc.invertible.couplings import additive_coupling, affine_coupling
 from invfunc.invertible.exact import Grid
 from invfunc.invertible.integrators import leapfrog, momentum
 from invfunc.invertible.log_det import with_log_det
 from invfunc.invertible.pair import Invertible, invert
+from invfunc.invertible.state_first import state_first
 from invfunc.kronecker import Kronecker
 from invfunc.operation import operation
 from invfunc.outputs import outputs

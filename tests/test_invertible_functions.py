@@ -11,6 +11,7 @@ from torch.func import grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
 from invfunc import ClosedOverError, ReplayError, additive_coupling, chain, invertible_checkpoint, leapfrog, momentum
+from invfunc.testing import assert_trees_close
 from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, squares
 
 
@@ -114,15 +115,24 @@ class TestFunctions:
 
     @pytest.mark.parametrize("of", ["level", "leaf"])
     def test_that_read_tensors_of_outside_in_torch_func(self, of):
+        """They are made arguments."""
         x, w = leaves()
+        found = []
+        for wrap in (lambda f, f_inv: f, invertible_checkpoint):
 
-        def loss(x, w):
-            return squares(invertible_checkpoint(lambda x: f(x, w), lambda y: f_inv(y, w))(x))
+            def loss(x, w, wrap=wrap):
+                return squares(wrap(lambda x: f(x, w), lambda y: f_inv(y, w))(x))
 
+            each = grad(loss, argnums=(0, 1) if of == "level" else 0)(x, w)
+            in_w = gradients(each, w)
+            found.append((each, in_w, vmap(grad(loss), (0, None))(x.detach(), w)))
+        assert_trees_close(found[1], found[0], 1e-9)
+
+    def test_that_read_another_tensor_each_time_in_torch_func(self):
+        x, w = leaves()
+        weights = iter([w, w + 1, w + 2, w + 3])
         with pytest.raises(ClosedOverError, match="is no argument"):
-            grad(loss, argnums=(0, 1) if of == "level" else 0)(x, w)
-        with pytest.raises(ClosedOverError, match="is no argument"):
-            vmap(grad(loss), (0, None))(x.detach(), w)
+            grad(lambda x: squares(invertible_checkpoint(lambda x: x * next(weights), None)(x)))(x)
 
     @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
     @pytest.mark.parametrize("when", [1, 2, 3])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,16 +13,15 @@ from invfunc import tree
 from invfunc._functorch import Uncompiled, innermost, saving_hooks, under, unwatched, version
 from invfunc.errors import InverseError, InvFuncError, ReplayError
 from invfunc.invertible.pair import Invertible
-from invfunc.invertible.recall import INVERSE, OUTSIDE, Other, Recall
+from invfunc.invertible.recall import INVERSE, OUTSIDE, Other, Recall, Sight
 from invfunc.invertible.replay import Replay
 from invfunc.invertible.report import Report
-from invfunc.invertible.watch import Watch
+from invfunc.invertible.shared import Evaluate, Evaluations, Moment, evaluated
+from invfunc.invertible.watch import Closure, Watch
 from invfunc.jacobian.trace.trace import Trace
 from invfunc.transform import told
 
 Tensors = Sequence[torch.Tensor]
-Evaluate = Callable[[int, Callable, tuple, dict[str, Any]], Any]
-"""An evaluation of a shared function: which one in the order of forward, the function and its arguments."""
 
 
 class Call:
@@ -43,8 +40,12 @@ class Call:
         random: bool = True,
         tolerance: float | None = None,
         report: Report | None = None,
+        closure: Closure | None = None,
     ) -> None:
         self.pair = pair
+        self._closure = closure
+        self._lifted = len(closure.tensors) if closure is not None else 0
+        """How many of the further arguments, at their end, stand for what is closed over."""
         self.report = report or Report(called=True)
         self.kept = kept
         self._x = x
@@ -58,7 +59,7 @@ class Call:
         self._hooks = saving_hooks()
         self.followed = under(Trace)
         """Whether a statistic looks on, which writes some operations out."""
-        self.moments: list[_Moment] = []
+        self.moments: list[Moment] = []
         """The evaluations of shared functions."""
         self._y: tree.Form
         self._like: list[_Like] = []
@@ -82,15 +83,16 @@ class Call:
                 shapes = [(t.shape, t.stride()) for t in tensors]
                 before = self._moment(tensors).shared_with(self._last())
             with watch.within(index):
-                result = fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
+                result = evaluated(watch, evaluate, index, fn, args, kwargs)
             with unwatched():
-                self.moments.append(_Moment(fn, shapes, before, self._moment(tensors).shared_with(before)))
+                self.moments.append(Moment(fn, shapes, before, self._moment(tensors).shared_with(before)))
             return result
 
-        self._watch = watch = Watch(given, closed, self._generators, self.report)
+        self._watch = watch = Watch(given, closed, self._generators, self.report, self._closure)
         with watch:
-            y = self._forward(xs, rest, noted)
+            y = self._forward(xs, rest, noted, watch)
         del self._watch
+        self._closure = None
         self.report.called = True
         self._others = watch.outside(len(xs), self._hooks)
         replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
@@ -100,6 +102,20 @@ class Call:
         if self.tolerance is not None:
             self._sums = _sums(y)
         return y
+
+    def closure(self, xs: Tensors, rest: Tensors) -> Closure:
+        """What forward closes over. It is evaluated for that, and the random numbers that it draws are taken back."""
+        self._start = self._moment((*xs, *rest))
+        self._watch = watch = Watch((*xs, *rest), False, self._generators, self.report)
+        try:
+            with torch.no_grad(), watch:
+                self._forward(xs, rest, None, watch)
+        finally:
+            self._start.rewind()
+            for generator, state in watch.drawn:
+                generator.set_state(state)
+        watch.outside(len(xs), None)  # which says if it reads what it writes
+        return watch.closure()
 
     def take_back(self) -> None:
         """After an attempt that failed since f uses torch.func: take back the random numbers that were drawn."""
@@ -113,10 +129,16 @@ class Call:
         for generator, state in self._watch.drawn:
             generator.set_state(state)
 
-    def _forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None) -> Any:
+    def _own(self, rest: Tensors) -> tuple[Tensors, Tensors]:
+        """The further arguments, and those that stand for what is closed over."""
+        number = len(rest) - self._lifted
+        return rest[:number], rest[number:]
+
+    def _forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, sight: Sight) -> Any:
+        rest, lifts = self._own(rest)
         args, kwargs = self._rest.join(rest)
         shared = Evaluations(evaluate).of(self.pair.shared)
-        with Uncompiled():
+        with Uncompiled(), sight.lifting(lifts):
             y = self.pair.forward(*shared, self._x.join(xs), *args, **kwargs)
         self.pair.apart(y)
         return y
@@ -131,14 +153,17 @@ class Call:
         def again(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             moment = self.moments[index]
             with unwatched() if known else recall.within(index):
-                result = fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
+                result = evaluated(recall, evaluate, index, fn, args, kwargs)
+            if not known:
+                recall.check(index)
             recall.know_all(result)
             moment.after.rewind()  # whether it drew its random numbers or its result was known
             return result
 
         try:
             with self._start.again(), recall:
-                y = self._forward(xs, rest, again)
+                y = self._forward(xs, rest, again, recall)
+            recall.check(OUTSIDE)
         finally:  # also where it was stopped, as nothing more is needed of it
             if recall.exchanged and len(self.kept) < len(self._like):
                 raise ReplayError(
@@ -169,7 +194,8 @@ class Call:
         count = len(self._y.places)
         ys, kept = sources[:count], dict(zip(self.kept, sources[count:], strict=True))
         given = self._y.join(ys)
-        args, kwargs = self._rest.join(rest)
+        own, lifts = self._own(rest)
+        args, kwargs = self._rest.join(own)
         number = len(self.moments)
         recall = self._recall((*sources, *rest))
 
@@ -188,14 +214,15 @@ class Call:
             laid = [laid_out(t, stride) for t, (_, stride) in zip(tensors, moment.shapes, strict=True)]
             args, kwargs = form.join(laid)
             with moment.before.again(), recall.within(number - 1 - index):
-                result = fn(*args, **kwargs) if evaluate is None else evaluate(number - 1 - index, fn, args, kwargs)
+                result = evaluated(recall, evaluate, number - 1 - index, fn, args, kwargs)
+            recall.check(number - 1 - index)
             recall.know_all(result)
             return result
 
         evaluations = Evaluations(backwards)
         shared = evaluations.of(self.pair.shared)
         before = [version(t) for t in (*sources, *rest)]
-        with self._start.again(), recall, recall.within(INVERSE), Uncompiled():
+        with self._start.again(), recall, recall.lifting(lifts), recall.within(INVERSE), Uncompiled():
             x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if [version(t) for t in (*sources, *rest)] != before:
             raise ReplayError(
@@ -277,30 +304,3 @@ class _Like(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     stride: tuple[int, ...]
-
-
-@dataclass
-class _Moment:
-    """An evaluation of a shared function: which one, shapes and strides of what it got, and what was around it."""
-
-    fn: Callable
-    shapes: list[tuple[torch.Size, tuple[int, ...]]]
-    before: Replay
-    after: Replay
-
-
-class Evaluations:
-    """The evaluations of shared functions in one direction, counted."""
-
-    def __init__(self, evaluate: Evaluate | None) -> None:
-        self._evaluate = evaluate
-        self.count = 0
-
-    def of(self, shared: tuple[Callable, ...]) -> tuple[Callable, ...]:
-        """The functions as forward or inverse gets them."""
-        return shared if self._evaluate is None else tuple(partial(self._call, fn) for fn in shared)
-
-    def _call(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluate is not None
-        self.count += 1
-        return self._evaluate(self.count - 1, fn, args, kwargs)

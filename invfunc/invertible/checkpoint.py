@@ -12,7 +12,14 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import dual, hooks_refused, innermost, levels, under
-from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError
+from invfunc.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ClosedOverError,
+    InverseError,
+    InvFuncError,
+    SampleAxisError,
+)
 from invfunc.invertible.call import Call, Tensors
 from invfunc.invertible.function import noded
 from invfunc.invertible.hooks import hooked
@@ -71,7 +78,8 @@ def invertible_checkpoint(
             that are only written are updated once); or it does something else when it is evaluated again. f uses
             torch.autograd, or a gradient is differentiated within its own transform of torch.func.
         ModifiedError: y was written in place before the gradient was computed.
-        ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient and is no argument.
+        ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient, is no argument, and is another
+            one each time.
 
     Example:
         >>> import torch, invfunc
@@ -89,8 +97,9 @@ def invertible_checkpoint(
 
     Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time without, or 4/3 for a
     coupling, whose inverse and f share their evaluations. (An f that uses torch.func itself has its first call
-    evaluated twice.) Per call some tenths of a millisecond, so blocks should not be tiny. The reconstructed x has the
-    rounding errors of the inverse, which grow with the number of blocks (`drift`).
+    evaluated twice; inside of torch.func, one that closes over what needs a gradient has each of its calls.) Per call
+    some tenths of a millisecond, so blocks should not be tiny. The reconstructed x has the rounding errors of the
+    inverse, which grow with the number of blocks (`drift`).
 
     Source: A. Gomez et al., The Reversible Residual Network, 2017; the interfaces of MemCNN and invtorch.
     """
@@ -208,9 +217,10 @@ class Checkpointed(Value):
         if any(not 0 <= i < len(xs) for i in kept):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {len(xs)} of them.")
         tolerance = _tolerance(self.check, xs)
-        call = Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, self._report)
+        made = partial(Call, self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, self._report)
+        call = made()
         if kinds or self._report.needs_a_node:
-            y, ys = noded(call, xs, rest)
+            y, ys, call, rest = self._noded(call, made, xs, rest)
         else:
             try:
                 y, ys = hooked(call, xs, rest)
@@ -218,12 +228,25 @@ class Checkpointed(Value):
                 if not hooks_refused(error):
                     raise
                 call.take_back()
-                call = Call(self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, self._report)
-                y, ys = noded(call, xs, rest)
+                y, ys, call, rest = self._noded(made(), made, xs, rest)
                 self._report.needs_a_node = True
         if tolerance is not None and len(kept) < len(xs):
             _check(call, xs, ys, rest, tolerance)
         return y
+
+    def _noded(
+        self, call: Call, made: Callable[..., Call], xs: Tensors, rest: Tensors
+    ) -> tuple[Any, Tensors, Call, Tensors]:
+        """The result of a node, whose further arguments are also the tensors that f closes over."""
+        if not self._report.closes_over:
+            try:
+                return *noded(call, xs, rest), call, rest
+            except ClosedOverError:
+                call.take_back()
+        closure = made().closure(xs, rest)
+        self._report.closes_over = bool(closure.tensors)
+        call, rest = made(closure=closure), [*rest, *closure.arguments()]
+        return *noded(call, xs, rest), call, rest
 
     def _followed_closely(self, kinds: set[str]) -> bool:
         """Whether a statistic looks on that would not see into a node, or writes out for its second derivative what the
@@ -269,52 +292,3 @@ def relative_error(came: torch.Tensor, wanted: torch.Tensor) -> float:
     came, wanted = came.to(wide), wanted.to(wide)
     error, size = innermost((came - wanted).abs()), innermost(wanted.abs())
     return error.max().item() / (size.max().item() or 1.0) if size.numel() else 0.0
-
-
-def state_first(f: Callable) -> Callable:
-    """Turn `f(params, x, *args)` into `f(x, params, *args)`, or back.
-
-    A model function takes its parameters first, as `torch.func.grad` and the statistics want it, an invertible function
-    its state:
-
-        g = invertible_checkpoint(state_first(f), state_first(f_inv))
-        variance(state_first(g))(params, x)
-
-    Args:
-        f: a function of two or more arguments.
-
-    Returns:
-        The function with its first two arguments swapped.
-
-    Raises:
-        ArgumentTypeError: f is no function.
-
-    Example:
-        >>> import invfunc
-        >>> invfunc.state_first(lambda params, x: x - params)(1.0, 3.0)
-        -2.0
-
-    Composes with: everything.
-
-    Cost: none.
-
-    Source: `flip` of functional programming.
-    """
-    check_callable("state_first", f)
-
-    return _Swapped(f)
-
-
-@dataclass(frozen=True, repr=False)
-class _Swapped(Value):
-    f: Callable
-
-    @property
-    def __name__(self) -> str:
-        return f"state_first({describe(self.f)})"
-
-    def __repr__(self) -> str:
-        return self.__name__
-
-    def __call__(self, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.f(second, first, *args, **kwargs)

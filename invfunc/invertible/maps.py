@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from invfunc import tree
-from invfunc._functorch import leaf_level
+from invfunc._functorch import leaf_level, level_of
 from invfunc.invertible.call import Call, Evaluate, Tensors
 
 Map = Callable[[Tensors], list[torch.Tensor]]
@@ -119,7 +119,8 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
             values: dict[int, tuple[list[torch.Tensor], tree.Form]] = {}
 
             def edges(found: Tensors) -> list[Edge | None]:
-                return [_edge(beneath(t)) for t in found]
+                own = map(beneath, found)
+                return [None if level_of(t) is None else _edge(t) for t in own]  # a plain one has another graph
 
             def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 inputs, form = tree.separate((args, kwargs))

@@ -39,6 +39,9 @@ class Parts:
 class Sight(Parts, TorchFunctionMode):
     """Sees every call of torch while a function runs, and which tensors it made or was given."""
 
+    lifts: Sequence[torch.Tensor] = ()
+    """The arguments that stand, at the moment, for tensors that the function closes over."""
+
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._inside: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -63,14 +66,31 @@ class Sight(Parts, TorchFunctionMode):
             inner = unwrapped(inner)
         return False
 
+    @contextmanager
+    def lifting(self, lifts: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Meanwhile these arguments stand for what is closed over."""
+        outer, self.lifts = self.lifts, lifts
+        for t in lifts:
+            self.know(t)
+        try:
+            yield
+        finally:
+            self.lifts = outer
+
+    def lifted(self, fn: Callable, lifts: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """A function of what it closes over, too."""
+        with self.lifting(lifts):
+            return fn(*args, **kwargs)
+
 
 class Other:
-    """A tensor from outside that a function used."""
+    """A tensor from outside that a function used, and the number of the argument that it was made, if it was."""
 
-    def __init__(self, tensor: torch.Tensor, written: bool, hooks: Hooks | None) -> None:
+    def __init__(self, tensor: torch.Tensor, written: bool, hooks: Hooks | None, lift: int | None = None) -> None:
         self._tensor = weakref.ref(tensor)
         self._needs = tensor.requires_grad
-        self._held = None if written else Held(tensor, hooks=hooks)
+        self.lift, self.written = lift, written
+        self._held = None if written or lift is not None else Held(tensor, hooks=hooks)
         self._like = tensor.shape, tensor.dtype, tensor.device
 
     def is_(self, tensor: torch.Tensor) -> bool:
@@ -107,13 +127,15 @@ class Recall(Sight):
         self._others = others
         self._found: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {part: {} for part in others}
         self._all = [other for order in others.values() for other in order]
+        self._lifted = [other for other in self._all if other.lift is not None]
+        self._met: set[tuple[int, int | None]] = set()
         self.exchanged = False
         """Whether beside the shared functions other tensors were there than the first time."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         looks = getattr(func, "__name__", "") == "__get__"
-        outer = [t for t in tree.tensors((args, kwargs)) if unwrapped(t) is None and not self.knows(t)]
+        outer = [t for t in tree.tensors((args, kwargs)) if self._is_outer(t)]
         if outer and not (looks and not isinstance(func(*args, **kwargs), torch.Tensor)):
             instead = {id(t): self._instead(t) for t in outer}
             args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
@@ -138,11 +160,32 @@ class Recall(Sight):
             for t in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
                 self.know(t)
 
+    def check(self, part: int) -> None:
+        """What was made an argument was read again; what was read in its place would get no gradient."""
+        wanted = [o for o in self._others.get(part, ()) if o.lift is not None and (part, o.lift) not in self._met]
+        if wanted:
+            raise ReplayError(
+                f"evaluated again, the function does not read {len(wanted)} of the tensors that it closes over, but "
+                "others of another transform of torch.func. Pass them as arguments."
+            )
+
+    def _is_outer(self, tensor: torch.Tensor) -> bool:
+        if self._lifted and any(other.is_(tensor) for other in self._lifted):
+            return True
+        return unwrapped(tensor) is None and not self.knows(tensor)
+
+    def _again(self, other: Other, tensor: torch.Tensor) -> torch.Tensor:
+        if other.lift is None:
+            return self.know(other.again(tensor))
+        self._met.add((self.part, other.lift))
+        lift = self.lifts[other.lift]
+        return self.know(lift.detach().clone()) if other.written else lift
+
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
         found = self._found.get(self.part)
         if found is None:
             known = next((other for other in self._all if other.is_(tensor)), None)
-            return tensor if known is None else self.know(known.again(tensor))
+            return tensor if known is None else self._again(known, tensor)
         if id(tensor) not in found:
             order = self._others[self.part]
             if len(found) == len(order) or not order[len(found)].like(tensor):
@@ -152,6 +195,5 @@ class Recall(Sight):
                 )
             other = order[len(found)]
             self.exchanged |= self.part == OUTSIDE and not other.is_(tensor)
-            found[id(tensor)] = tensor, other.again(tensor)
-            self.know(found[id(tensor)][1])
+            found[id(tensor)] = tensor, self._again(other, tensor)
         return found[id(tensor)][1]

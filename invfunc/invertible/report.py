@@ -14,6 +14,8 @@ class Report:
 
     needs_a_node: bool = False
     """Whether f turned out to use torch.func itself, beside which saved tensors have no hooks."""
+    closes_over: bool = False
+    """Whether f turned out to close over tensors that need a gradient inside of torch.func."""
     called: bool = False
     """Whether it was called before, so that compiled parts have been told of."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +27,20 @@ class Watch(Sight):
         closed: whether no gradient reaches what is not given, so that reading a tensor that needs one is an error.
         generators: grows by the random number generators that the function draws from.
         report: where compiled parts are told of.
+        closure: what the function is known to close over.
     """
 
     def __init__(
-        self, given: Sequence[torch.Tensor], closed: bool, generators: list[torch.Generator], report: Report
+        self,
+        given: Sequence[torch.Tensor],
+        closed: bool,
+        generators: list[torch.Generator],
+        report: Report,
+        closure: Closure | None = None,
     ) -> None:
         super().__init__(given)
+        self._closure = closure or Closure()
+        self._copies: dict[int, torch.Tensor] = {}
         self._given = given
         self._closed = closed
         self._generators = generators
@@ -50,16 +59,22 @@ class Watch(Sight):
         if isinstance(generator, torch.Generator) and not any(generator is known for known in self._generators):
             self.drawn.append((generator, generator.get_state()))
             self._generators.append(generator)
+        looks = getattr(func, "__name__", "") == "__get__"
+        if self._closure.tensors:
+            if looks and not isinstance(result := func(*args, **kwargs), torch.Tensor):
+                return result
+            instead = {id(t): s for t in tree.tensors((args, kwargs)) if (s := self._instead(t)) is not None}
+            if instead:
+                args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
         read = tree.tensors((args, kwargs))
         outer = [t for t in read if not self.knows(t)]
-        written = _running_statistics(func, args, kwargs)
+        written = [t for t in _running_statistics(func, args, kwargs) if not any(t is c for c in self._copies.values())]
         if written:
             self._note_written(written)
         if not outer:
             result = func(*args, **kwargs)
             self._enter(result)
             return result
-        looks = getattr(func, "__name__", "") == "__get__"
         if self._closed and not looks:
             self._refuse(func, outer)
         before = [version(t) for t in outer]
@@ -80,6 +95,27 @@ class Watch(Sight):
     def __enter__(self) -> Watch:
         self._entered = 0 if self._report.called else here()
         return super().__enter__()
+
+    def _instead(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What stands for a tensor that the function is known to close over."""
+        lift = self._closure.place(tensor)
+        if lift is None:
+            return None
+        known = self._note(tensor)
+        known.lift = lift
+        if lift not in self._closure.written:
+            return self.lifts[lift]
+        known.written = True
+        if lift not in self._copies:  # it was written when it was found out what is closed over
+            self._copies[lift] = self.know(self.lifts[lift].detach().clone())
+        return self._copies[lift]
+
+    def closure(self) -> Closure:
+        """What gradients may be asked for that the function was not given, and what it writes; after `outside`."""
+        roots = [o for o in self._outside.values() if o.tensor is o.root]
+        read = [o.root for o in roots if o.read and (o.root.requires_grad or level_of(o.root) is not None)]
+        written = [o.root for o in roots if o.written]
+        return Closure((*read, *written), frozenset(range(len(read), len(read) + len(written))))
 
     def _note(self, tensor: torch.Tensor) -> _Outside:
         known = self._outside.setdefault(id(tensor), _Outside(tensor, tensor))
@@ -132,8 +168,26 @@ class Watch(Sight):
                     "arguments, so that it would do something else when it is evaluated again. Pass it as an "
                     "argument and return its new value; of a module in train mode, use eval mode."
                 )
-        others = {id(o): Other(o.tensor, id(o.root) in written, hooks) for order in self._order.values() for o in order}
+        used = [o for order in self._order.values() for o in order]
+        others = {id(o): Other(o.tensor, id(o.root) in written, hooks, o.lift) for o in used}
         return {part: [others[id(o)] for o in order] for part, order in self._order.items()}
+
+
+@dataclass(frozen=True)
+class Closure:
+    """What a function closes over that is made an argument."""
+
+    tensors: tuple[torch.Tensor, ...] = ()
+    written: frozenset[int] = frozenset()
+    """Which of them it writes; an argument is copied first."""
+
+    def arguments(self) -> list[torch.Tensor]:
+        """What stands for them; a view, as whoever looks on sees how it is made."""
+        return [t.detach().clone() if i in self.written else t.view_as(t) for i, t in enumerate(self.tensors)]
+
+    def place(self, tensor: torch.Tensor) -> int | None:
+        """Which of them a tensor is."""
+        return next((i for i, known in enumerate(self.tensors) if known is tensor), None)
 
 
 class _Outside:
@@ -142,6 +196,7 @@ class _Outside:
     def __init__(self, tensor: torch.Tensor, root: torch.Tensor) -> None:
         self.tensor, self.root = tensor, root
         self.read = self.written = False
+        self.lift: int | None = None
 
 
 def _writes(which: str, tensor: torch.Tensor) -> ReplayError:

@@ -1,0 +1,50 @@
+"""The evaluations of the functions that both directions of a pair share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from invfunc.invertible.recall import Sight
+from invfunc.invertible.replay import Replay
+
+Evaluate = Callable[[int, Callable, tuple, dict[str, Any]], Any]
+"""An evaluation of a shared function: which one in the order of forward, the function and its arguments."""
+
+
+@dataclass
+class Moment:
+    """An evaluation of a shared function: which one, shapes and strides of what it got, and what was around it."""
+
+    fn: Callable
+    shapes: list[tuple[torch.Size, tuple[int, ...]]]
+    before: Replay
+    after: Replay
+
+
+class Evaluations:
+    """The evaluations of shared functions in one direction, counted."""
+
+    def __init__(self, evaluate: Evaluate | None) -> None:
+        self._evaluate = evaluate
+        self.count = 0
+
+    def of(self, shared: tuple[Callable, ...]) -> tuple[Callable, ...]:
+        """The functions as forward or inverse gets them."""
+        return shared if self._evaluate is None else tuple(partial(self._call, fn) for fn in shared)
+
+    def _call(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+        assert self._evaluate is not None
+        self.count += 1
+        return self._evaluate(self.count - 1, fn, args, kwargs)
+
+
+def evaluated(sight: Sight, evaluate: Evaluate | None, index: int, fn: Callable, args: tuple, kwargs: Any) -> Any:
+    """A shared function, of which what it closes over is an argument too."""
+    if sight.lifts:
+        fn, args = partial(sight.lifted, fn), (sight.lifts, *args)
+    return fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)

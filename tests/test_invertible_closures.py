@@ -1,0 +1,238 @@
+"""Inside of torch.func blocks close over parameters of modules, which are put in for the time of a call, and others."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+
+from invfunc import (
+    Invertible,
+    ReplayError,
+    additive_coupling,
+    affine_coupling,
+    chain,
+    functional,
+    invertible_checkpoint,
+    momentum,
+    tree,
+)
+from invfunc.testing import assert_trees_close
+from tests.meter import Meter, nothing_collected
+from tests.strategies import Numbers
+
+WIDTH = 3
+
+
+class Net(nn.Module):
+    """Its blocks close over its modules; with `wrapped` they are checkpointed."""
+
+    KINDS = (
+        "modules",
+        "lambdas",
+        "affine",
+        "one module twice",
+        "a parameter",
+        "no inverse",
+        "functions",
+        "chain",
+        "args",
+    )
+    KINDS += ("dropout", "state")
+
+    def __init__(self, kind: str, wrapped: bool, depth: int = 3) -> None:
+        super().__init__()
+        self.F, self.G, self.H = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+        self.s = nn.Parameter(torch.empty(WIDTH, dtype=torch.float64))
+        self.register_buffer("c", torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        for number, p in enumerate(self.parameters()):
+            p.data.copy_(Numbers(number)(*p.shape) / 2)
+        made = {
+            "modules": lambda: additive_coupling(self.F, self.G),
+            "lambdas": lambda: additive_coupling(
+                lambda b: self.F(b).tanh() * self.c, lambda a: self.G(a).sin() + self.c
+            ),
+            "affine": lambda: affine_coupling(lambda b: (self.F(b), self.H(b)), lambda a: (self.G(a), a.sin())),
+            "one module twice": lambda: additive_coupling(self.F, lambda a: self.F(self.F(a))),
+            "a parameter": lambda: momentum(lambda x: (x * self.s).sin() + self.s.sum()),
+            "no inverse": lambda: lambda x: (self.F(x[1]).tanh(), x[0] * self.s),
+            "functions": lambda: Invertible(self.there, self.back),
+            "chain": lambda: chain(additive_coupling(self.F, self.G), momentum(lambda x: self.H(x).sin() * self.s)),
+            "args": lambda: additive_coupling(lambda b, by: self.F(b) * by, lambda a, by: self.G(a) / by),
+            "dropout": lambda: additive_coupling(lambda b: nn.functional.dropout(self.F(b), 0.5), self.G),
+            "state": lambda: additive_coupling(self.counting, self.G),
+        }
+        block = made[kind]()
+        if wrapped:
+            block = invertible_checkpoint(block, None) if kind == "no inverse" else invertible_checkpoint(block)
+        self.block, self.given, self.depth = block, (None, 1.5) if kind == "args" else (), depth
+
+    def there(self, x: tuple) -> tuple:
+        return x[1] * self.s.exp(), x[0] + self.F(x[1])
+
+    def back(self, y: tuple) -> tuple:
+        b = y[0] * (-self.s).exp()
+        return y[1] - self.F(b), b
+
+    def counting(self, b: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return self.F(b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.split(WIDTH, -1)
+        for _ in range(self.depth):
+            a, b = self.block((a, b), *self.given)
+        return ((a + 1) * b.sin()).square().sum(-1)
+
+
+def called(net: Net):
+    """As torch.func.functional_call puts parameters in."""
+    return lambda p, x: functional_call(net, p, (x,))
+
+
+X = Numbers(7)(2, 2 * WIDTH)
+
+
+def own(net: Net) -> dict:
+    return {name: 1.25 * p.detach() for name, p in net.named_parameters()}
+
+
+def total(f):
+    return lambda p, x: f(p, x).sum()
+
+
+def pulled(f, p, x):
+    """The pullback is called when f has returned."""
+    y, pullback = vjp(f, p, x)
+    return pullback(torch.ones_like(y))
+
+
+OF_FUNCTIONS = {
+    "grad": lambda f, p: grad(total(f))(p, X),
+    "grad in x too": lambda f, p: grad(total(f), argnums=(0, 1))(p, X),
+    "vmap(grad)": lambda f, p: vmap(grad(f), (None, 0))(p, X),
+    "grad of an ensemble": lambda f, p: vmap(grad(total(f)), (0, None))(
+        {k: torch.stack([v, v / 2]) for k, v in p.items()}, X
+    ),
+    "grad(vmap)": lambda f, p: grad(lambda p: vmap(f, (None, 0))(p, X).sum())(p),
+    "jacrev": lambda f, p: jacrev(f)(p, X),
+    "vjp": lambda f, p: pulled(f, p, X),
+    "grad(grad)": lambda f, p: grad(lambda p: sum(g.square().sum() for g in grad(total(f))(p, X).values()))(p),
+    "jvp(grad)": lambda f, p: jvp(lambda p: grad(total(f))(p, X), (p,), (p,))[1],
+    "backward of grad": lambda f, p: backward_of(lambda p: grad(lambda x: total(f)(p, x))(X), p),
+    "backward": lambda f, p: backward_of(lambda p: f(p, X), p),
+    "backward of vmap": lambda f, p: backward_of(lambda p: vmap(f, (None, 0))(p, X), p),
+}
+OF_MODULES = {
+    "grad": lambda net: grad(lambda x: net(x).sum())(X),
+    "vmap(grad)": lambda net: vmap(grad(net))(X),
+    "backward of grad": lambda net: of_own(net, grad(lambda x: net(x).sum())(X)),
+    "backward of vmap(grad)": lambda net: of_own(net, vmap(grad(net))(X)),
+    "backward of vmap": lambda net: of_own(net, vmap(net)(X)),
+}
+
+
+def backward_of(f, p: dict) -> tuple:
+    p = {name: t.clone().requires_grad_() for name, t in p.items()}
+    return torch.autograd.grad(f(p).square().sum(), list(p.values()), allow_unused=True, materialize_grads=True)
+
+
+def of_own(net: Net, result: torch.Tensor) -> tuple:
+    inputs = list(net.parameters())
+    return torch.autograd.grad(result.square().sum(), inputs, allow_unused=True, materialize_grads=True)
+
+
+def works(kind: str, how: str, of: str) -> bool:
+    if kind == "dropout":
+        return "vmap" not in how and "ensemble" not in how  # vmap asks for its randomness
+    if kind == "functions":
+        return of != "functional_call"  # whose parameters are gone before the inverse runs: a ReplayError
+    return kind != "state" or of == "functional"  # torch.func lets nobody write what is captured
+
+
+def same(results) -> None:
+    found = []
+    for result in results:
+        torch.manual_seed(0)
+        found.append((tree.tensors(result()), torch.get_rng_state()))
+    assert_trees_close(found[0][0], found[1][0], 1e-9, 1e-2)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+class TestAreWhatTheFunctionIsWithoutCheckpoints:
+    @pytest.mark.parametrize("how", OF_FUNCTIONS)
+    @settings(max_examples=12)
+    @given(kind=st.sampled_from(Net.KINDS), of=st.sampled_from(["functional", "functional_call"]))
+    def test_of_parameters_that_are_put_in(self, how, kind, of):
+        if works(kind, how, of):
+            nets = [Net(kind, wrapped) for wrapped in (False, True)]
+            p = {k: v * 1.25 for k, v in functional(nets[0])[1].items()}
+            functions = [functional(net)[0] if of == "functional" else called(net) for net in nets]
+            same([lambda f=f: OF_FUNCTIONS[how](f, p) for f in functions])
+            assert all(net.count == 0 for net in nets)
+
+    @pytest.mark.parametrize("how", OF_MODULES)
+    @pytest.mark.parametrize("kind", [kind for kind in Net.KINDS if kind not in ("dropout", "state")])
+    def test_of_a_modules_own_parameters(self, kind, how):
+        nets = [Net(kind, wrapped) for wrapped in (False, True)]
+        same([lambda net=net: OF_MODULES[how](net) for net in nets])
+
+    def test_of_tensors_of_several_levels(self):
+        """One belongs to the inner derivative, one to the outer one, one to plain autograd."""
+        w, x = Numbers(3)(WIDTH).requires_grad_(), (X[:, :WIDTH], X[:, WIDTH:])
+
+        def slope(wrap):
+            def outer(u):
+                def inner(v):
+                    block = wrap(additive_coupling(lambda b: (b * u).sin() * w, lambda a: (a * v).tanh() * u))
+                    return sum((t * t.cos()).sum() for t in block(block(x)))
+
+                return grad(inner)(u * 2).square().sum()
+
+            first = grad(outer)(Numbers(5)(WIDTH))
+            return first, torch.autograd.grad(first.square().sum(), w)[0]
+
+        assert_trees_close(slope(invertible_checkpoint), slope(lambda pair: pair), 1e-9)
+
+    def test_of_a_batch_of_what_is_closed_over(self):
+        x = X[:, :WIDTH], X[:, WIDTH:]
+
+        def of_one(wrap):
+            def loss(u, v):
+                block = wrap(additive_coupling(lambda b: (b * u).sin(), lambda a: (a * v).tanh()))
+                return sum((t * t.cos()).sum() for t in block(block(x)))
+
+            return vmap(grad(loss, argnums=(0, 1)), (0, None))(Numbers(1)(4, WIDTH), Numbers(2)(WIDTH))
+
+        assert_trees_close(of_one(invertible_checkpoint), of_one(lambda pair: pair), 1e-9)
+
+
+class TestTheRest:
+    def test_a_pullback_after_other_parameters_were_put_in(self):
+        """Those of an outer derivative are in the module when the pullback evaluates its blocks again: never silent."""
+        net = Net("modules", True)
+        _, pullback = vjp(lambda p: called(net)(p, X), own(net))
+
+        class Within(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = net
+
+            def forward(self):
+                return pullback(torch.ones(len(X), dtype=X.dtype))[0]["F.bias"].sum()
+
+        with pytest.raises(ReplayError, match="others of another transform of torch.func. Pass them as arguments"):
+            grad(lambda p: functional_call(Within(), p, ()))({f"net.{name}": t for name, t in own(net).items()})
+
+    def test_memory_does_not_grow_with_depth(self):
+        def peak(depth):
+            net = Net("modules", True, depth)
+            x = torch.ones(3000, 2 * WIDTH, dtype=torch.float64)
+            f, p = functional(net)
+            with nothing_collected(), Meter() as meter:
+                found = grad(lambda p: f(p, x).sum())(p)
+                return meter.peak(without=found)
+
+        assert peak(24) < 1.1 * peak(6)
