@@ -14,6 +14,7 @@ from invfunc import tree
 from invfunc._functorch import storage_of
 from invfunc.errors import ArgumentTypeError, InvFuncError
 from invfunc.jacobian.engine import Engine
+from invfunc.jacobian.explained import joined
 from invfunc.jacobian.measures import Measure
 from invfunc.jacobian.plan import Options
 from invfunc.jacobian.problem import InDims, problem
@@ -92,7 +93,19 @@ class Statistic:
 
     def explained(self, *args: Any, **kwargs: Any) -> Explanation:
         """How a call with these arguments pulls its columns back."""
-        return replace(self._asked(Engine.explained, args, kwargs), name=repr(self))
+        members = self.members or (self,)
+        each = self._asked(Engine.explained, args, kwargs)
+        each = [replace(e, name=repr(m)) for m, e in zip(members, each, strict=True)]
+        return (
+            joined(repr(self), [m.quantity for m in members], each)
+            if self.members
+            else replace(each[0], name=repr(self))
+        )
+
+    @property
+    def quantity(self) -> Quantity:
+        """What it measures of which columns."""
+        return Quantity(self.measure, self.of, self.drawing)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         results, aux = self._asked(Engine.result, args, kwargs)
@@ -120,7 +133,7 @@ class Statistic:
                 names,
                 self.samples,
             )
-            asked = [Quantity(s.measure, s.of, s.drawing) for s in self.members or (self,)]
+            asked = [s.quantity for s in self.members or (self,)]
             return what(Engine(given, self.options, asked))
         except InvFuncError as error:
             raise told(error, f"{self!r}({', '.join(names)})") from error.__cause__

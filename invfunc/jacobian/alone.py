@@ -225,7 +225,7 @@ def of_copies(leaf: torch.Tensor) -> Recipe:
     def build(delta: torch.Tensor, part: Part) -> list[Term]:
         return [("VN" + labels, delta.squeeze(2))]
 
-    return Recipe(labels, build, joins=False, linear=False)
+    return Recipe(labels, build, joins=False, linear=False, generic=True)
 
 
 def _some(z: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from invfunc import tree
 from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import check_loss
+from invfunc.jacobian.explained import Report
 from invfunc.jacobian.fold import SLOPE, Fold
 from invfunc.jacobian.loss.columns import Columns, Gradient, Units
 from invfunc.jacobian.loss.drawn import Drawn
@@ -26,7 +27,7 @@ from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.structure.pattern import Pattern, alike, same_outputs
 from invfunc.jacobian.structure.report import Explanation
 from invfunc.jacobian.trace import Trace
-from invfunc.jacobian.trace.random import Draws
+from invfunc.jacobian.trace.random import Draws, restore
 from invfunc.jacobian.trace.steps import any_step, bends
 from invfunc.jacobian.trace.tags import Sampled
 from invfunc.jacobian.twice import TwiceDifferentiable
@@ -59,13 +60,15 @@ class Engine:
             aux = self._run()
             return self.fold.finished(), self.scope.result(aux)
 
-    def explained(self) -> Explanation:
-        """How the columns of the first quantity would be pulled back."""
-        with self.scope:
-            self.fold.explaining = True
+    def explained(self) -> list[Explanation]:
+        """How the columns of each quantity would be pulled back, and those of all together."""
+        report = self.fold.report = Report(self.problem, self.fold.budget, any(self.plan.splits.values()))
+        drawn = {q.drawing.generator: q.drawing.generator.get_state() for q in self.quantities if q.drawing}
+        devices = {leaf.device.index for leaf in self.problem.leaves if leaf.device.type == "cuda"}
+        with torch.random.fork_rng([i for i in devices if i is not None]), self.scope:
             self._run()
-        assert self.fold.explained is not None
-        return self.fold.explained
+        restore(drawn)
+        return report.explanations(self.quantities)
 
     # Of what: each folds over the runs of the function and returns aux
 

@@ -11,6 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc.jacobian.chain import averaged, not_a_chain
+from invfunc.jacobian.explained import Decision, Report
 from invfunc.jacobian.loss.columns import Columns, Gradient
 from invfunc.jacobian.loss.made import Made
 from invfunc.jacobian.measures import Found, State
@@ -24,12 +25,10 @@ from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.shares import Shares
 from invfunc.jacobian.shares.layers import roles
 from invfunc.jacobian.shares.pulled import Samples
-from invfunc.jacobian.structure.groups import Grouped, grouped
+from invfunc.jacobian.structure.groups import grouped
 from invfunc.jacobian.structure.pattern import Pattern
 from invfunc.jacobian.structure.plan import Planner
-from invfunc.jacobian.structure.report import Explanation, dense, explanation
 from invfunc.jacobian.structure.stages import Stages
-from invfunc.jacobian.structure.ways import Chosen
 
 SLOPE = "slope"
 """The key of the gradient of the loss among the columns, which a Hessian needs beside its own."""
@@ -46,20 +45,21 @@ class Fold:
         n = problem.n if problem.samples is None else len(problem.samples)
         self.look: Callable[[Pattern, Run], Run | None] | None = None
         """Runs the model part on one sample under a pattern, where that can be done."""
-        self.explaining = False
-        """Whether only a way is wanted, which is not gone."""
-        self.explained: Explanation | None = None
-        self._chosen: dict[Hashable, tuple[Chosen | None, list[Grouped]]] = {}
+        self.report: Report | None = None
+        """Gathers what would be done, where only that is wanted."""
+        self._chosen: dict[Hashable, Decision] = {}
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], reduced=options.reduce is not None)
 
     def over(self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made]) -> None:
         """Pull the columns back through every run, once for each stage of the measures."""
         stages = max(t.measure.stages for t in self.tallies)
         for stage in range(stages):
+            if self.report is not None:
+                self.report.stage = stage
             tallies = [t for t in self.tallies if stage < t.quantity.measure.stages]
             for run in runs():
                 self._consume(run, made(run) if callable(made) else made, tallies, last=stage + 1 == stages)
-            for tally in tallies:
+            for tally in tallies if self.report is None else []:
                 if stage + 1 < tally.quantity.measure.stages:
                     tally.measure = tally.measure.then(dict(enumerate(self._results(tally))))
                     tally.states = {}
@@ -68,6 +68,8 @@ class Fold:
         check_versions(run.trace.taps)
         run.trace.check([z for z, _ in run.outputs.values()], run.params)
         samples = self._samples(run)
+        if self.report is not None:
+            self.report.ran(run)
         alike: dict[Hashable, list[Tally]] = {}
         for t in sorted(tallies, key=lambda t: {"chain": 0, "gradient": 2}.get(t.quantity.of, 1)):  # may be streamed
             t.columns = sum(c.count for c in made[t.quantity.columns])
@@ -85,8 +87,9 @@ class Fold:
                     continue
                 pullback = self._pullback(run, made[key], samples, last=last and k + 1 == len(alike))
                 way = self._way(pullback, group) if group[0].quantity.of == "ggn" else pullback
-                if self.explaining:
-                    return
+                if self.report is not None:
+                    self.report.on(way, group, self._chosen.get(key))
+                    continue
                 joints = way.measured([t.measure for t in group], partial(self._add, run, group))
                 for t, joint in zip(group, joints, strict=True):
                     if joint is not None:
@@ -104,28 +107,21 @@ class Fold:
         key = group[0].quantity.columns
         if key not in self._chosen:
             self._chosen[key] = self._found_way(pullback, group)
-        chosen, sources = self._chosen[key]
-        if chosen is None or not chosen.pattern.fits(pullback.run):
+        chosen = self._chosen[key]
+        if chosen.way is None or not chosen.way.pattern.fits(pullback.run):
             return pullback
-        return Stages(pullback, chosen, sources)
+        return Stages(pullback, chosen.way, chosen.sources)
 
-    def _found_way(self, pullback: Pullback, group: list[Tally]) -> tuple[Chosen | None, list[Grouped]]:
-        run, name = pullback.run, f"{group[0].quantity.of} columns"
-        why, sources = self._why_dense(pullback, group), []
-        if not why and self.look is not None:
-            sources = [g for c in pullback.made if (g := grouped(c)) is not None]
-            if len(sources) < len(pullback.made):
-                why = "the loss mixes the outputs before its criterion"
-            else:
-                local = all(t.measure.shortcuts == "all" for t in group)
-                planner = Planner(run, sources, self.look, local)
-                chosen = planner.chosen()
-                if chosen is not None:
-                    self.explained = explanation(name, planner, chosen, self.budget, self.problem.name)
-                    return chosen, sources
-                why = planner.why
-        self.explained = dense(name, run, pullback.total, self.budget, why)
-        return None, []
+    def _found_way(self, pullback: Pullback, group: list[Tally]) -> Decision:
+        why = self._why_dense(pullback, group)
+        if why or self.look is None:
+            return Decision(why)
+        sources = [g for c in pullback.made if (g := grouped(c)) is not None]
+        if len(sources) < len(pullback.made):
+            return Decision("the loss mixes the outputs before its criterion")
+        planner = Planner(pullback.run, sources, self.look, all(t.measure.shortcuts == "all" for t in group))
+        way = planner.chosen()
+        return Decision(planner.why if way is None else "by the structure of the function", way, sources, planner)
 
     def _why_dense(self, pullback: Pullback, group: list[Tally]) -> str:
         """Why every column has to be pulled back, if it has."""
@@ -148,6 +144,9 @@ class Fold:
     def _hessian(self, run: Run, made: list[Columns], slope: Columns, group: list[Tally], samples: Samples) -> None:
         """The columns of the loss and those of all calls that bend; what they miss, entry by entry."""
         assert isinstance(slope, Gradient)
+        if self.report is not None:
+            self.report.bent(self._pullback(run, made, samples), group, read_once(run), slope)
+            return
         measures, once = [t.measure for t in group], read_once(run)
         bent = residual(self.scope, run, slope) if run.trace.steps and once else []
         self._pullback(run, [*made, *bent], samples, once).measured(measures, partial(self._add, run, group))
@@ -167,6 +166,9 @@ class Fold:
 
     def _chain(self, run: Run, made: list[Columns], group: list[Tally], samples: Samples) -> None:
         """A matrix averaged over the samples at each layer, in place of columns."""
+        if self.report is not None:
+            self.report.chain(self._pullback(run, made, samples), group)
+            return
         columns = averaged(self.scope, run, made, samples)
         for i, leaf in enumerate(run.params):
             taps = [t for t in run.trace.taps if i in t.derived.leaves]

@@ -67,14 +67,19 @@ class Pullback:
     def total(self) -> int:
         return sum(c.count for c in self.made)
 
+    @property
+    def sides(self) -> int:
+        """How many cotangents a column has: two, where it is a product of two."""
+        return 1 if self.total == 0 or self.block(Pass({}, 0, 1)).right is None else 2
+
     def measured(self, measures: Sequence[Measure], done: Done) -> list[torch.Tensor | None]:
         """Tells what each measure keeps of each parameter; returns what each found of all of them jointly."""
         if any(m.paired for m in measures):
             self.roles = roles(self.run.params, self.run.trace.taps)
-        passes = self._passes(all("outputs" in m.axes for m in measures), all(m.thin for m in measures))
+        passes = self.passes(measures)
         firsts = [m.before for m in measures if m.before is not None]
         if not firsts:
-            if self._streams(passes):
+            if self.streams(passes):
                 states: list[States] = [{} for _ in measures]
                 for k in range(len(passes)):
                     self._stream(measures, states, passes[k], done, last=self.last and k + 1 == len(passes))
@@ -91,9 +96,11 @@ class Pullback:
         self._sweep(measures, joints, kept or ((p, self._pull(p)) for p in passes), done)
         return joints
 
-    def _passes(self, divisible: bool, thin: bool) -> list[Pass]:
-        """`divisible` says that the columns may come in several passes, `thin` that these may be of one each."""
-        run, total = self.run, self.total
+    def passes(self, measures: Sequence[Measure], total: int | None = None) -> list[Pass]:
+        """The pullbacks that some measures ask for, of all columns, or of another number of them."""
+        divisible = all("outputs" in m.axes for m in measures)  # the columns may come in several passes
+        thin = all(m.thin for m in measures)  # these may be of one each
+        run, total = self.run, self.total if total is None else total
         if total == 0:  # a cross entropy over one class
             return []
         passes = []
@@ -173,12 +180,12 @@ class Pullback:
     # All cotangents at once
 
     def _pull(self, each: Pass) -> Pulled:
-        block = self._block(each)
+        block = self.block(each)
         left = self.deltas(block.left, each.sites)
         right = None if block.right is None else self.deltas(block.right, each.sites)
         return Pulled(left, right, block.weight)
 
-    def _block(self, each: Pass) -> Block:
+    def block(self, each: Pass) -> Block:
         return joined_block(self.made, each.start, each.stop, self.run.part, self.run.trace.n)
 
     def _cotangents(self, columns: dict[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -209,17 +216,17 @@ class Pullback:
 
     # One cotangent after the other, where nobody needs them again
 
-    def _streams(self, passes: list[Pass]) -> bool:
+    def streams(self, passes: list[Pass]) -> bool:
         """Whether the columns come one by one, and it is of use to measure them so."""
         if not passes or self.scope.create_graph or any(p.stop - p.start != 1 for p in passes):
             return False
         lean = any(tap.recipe.again for tap in self.run.trace.taps)
-        return (lean or (len(passes) == 1 and self.last)) and self._block(passes[0]).right is None
+        return (lean or (len(passes) == 1 and self.last)) and self.block(passes[0]).right is None
 
     def _stream(self, measures: Sequence[Measure], states: list[States], only: Pass, done: Done, last: bool) -> None:
         """A parameter is measured when its cotangent comes by, so that neither it nor what it met is kept."""
         run, waiting, stop = self.run, dict(only.taps), only.stop
-        block = self._block(only)
+        block = self.block(only)
         pulled = Pulled([None] * len(run.trace.edges), weight=block.weight)
         sites = only.sites
         if last:

@@ -18,7 +18,7 @@ from invfunc.jacobian.shares import Shares
 class SquaresOfEach(EachSample):
     """`sum_v G[v, n]^2` of each sample."""
 
-    shortcuts = "all"
+    forms, shortcuts = "no", "all"
 
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
         return (shares.square_sum(each=True),)
@@ -87,6 +87,7 @@ class JacobianRows(Measure):
     """The columns themselves, one after the other."""
 
     each = (0,)
+    forms = "all"
 
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
         return (shares.dense(),)

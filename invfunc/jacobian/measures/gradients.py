@@ -17,6 +17,7 @@ class EachSample(Measure):
     """The shares themselves, one sample after the other."""
 
     each = (0,)
+    forms = "all"
 
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
         return (shares.dense().squeeze(0),)
@@ -34,6 +35,8 @@ class EachSample(Measure):
 class SquaredNorms(EachSample):
     """`sum_p G[n, p]^2` of each sample."""
 
+    forms = "no"
+
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
         return (shares.norms(),)
 
@@ -43,6 +46,8 @@ class SquaredNorms(EachSample):
 
 class CentredSquares(Measure):
     """`sum_n (G[n] - mean G)^2 / (n - correction)`, merged by the formula of Chan, Golub and LeVeque (1979)."""
+
+    forms = "blocks"
 
     def __init__(self, correction: float) -> None:
         self.correction = correction

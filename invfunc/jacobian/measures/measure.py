@@ -46,6 +46,8 @@ class Measure:
     """How many measures there are, with those that `then` gives."""
     thin: ClassVar[bool] = False
     """Whether large columns come best one by one, of all samples at once."""
+    forms: ClassVar[Literal["no", "blocks", "all"]] = "no"
+    """Whether it forms the shares of each sample: of some at a time, or of all, which are the result."""
     paired: ClassVar[bool] = False
     """Whether it wants to know which bias belongs to which weight."""
     shortcuts: ClassVar[Literal["no", "narrow", "all"]] = "no"

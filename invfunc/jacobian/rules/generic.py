@@ -51,7 +51,9 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
             raise SampleAxisError(f"`{call.name}` cannot be computed one sample at a time by torch.vmap.") from error
         return [("VN" + LETTERS[: param.ndim], shares)]
 
-    return Recipe(LETTERS[: param.ndim], build, reads=tuple(flat[i] for i in batched), joins=False, linear=False)
+    return Recipe(
+        LETTERS[: param.ndim], build, reads=tuple(flat[i] for i in batched), joins=False, linear=False, generic=True
+    )
 
 
 def _with_samples(site: Site, param: torch.Tensor) -> list[tuple[torch.Tensor, Axis]]:

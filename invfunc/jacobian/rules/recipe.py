@@ -44,6 +44,8 @@ class Recipe:
     """In place of what is read, the row of the parameter that each position picks: `[b, t]`, as in `rows`."""
     linear: bool = True
     """Whether the operation is known to be linear in the parameter."""
+    generic: bool = False
+    """Whether it is had without a rule: the operation again with a copy of the parameter for each sample."""
     cells: str = ""
     """The label of what is squared apart, as columns are: `many` parts of what each sample sends back."""
     many: int = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from invfunc.jacobian.runs import Run
 from invfunc.jacobian.structure.plan import Planner
@@ -29,37 +29,73 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """Where a parameter meets the samples, and how its share is computed there."""
+
+    name: str
+    operations: tuple[str, ...]
+    """Of torch, or one's own; "f" where the function is evaluated on each sample alone."""
+    generic: tuple[str, ...]
+    """Those of them without a fast rule: they run again with a copy of the parameter for each sample."""
+
+    @property
+    def way(self) -> str:
+        """ "fast", "generic" or "unread"."""
+        return "unread" if not self.operations else "generic" if self.generic else "fast"
+
+
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """How columns are pulled back: print it."""
+    """How a statistic is computed: print it."""
 
     name: str
     columns: int
     """Of each sample."""
     passes: int
-    """Pullbacks of one column each, for all parameters."""
+    """Pullbacks of one column each; of several where `chunked` said how many they are to be."""
+    pullbacks: int
+    """How often something is pulled back: of several columns at once, where memory allows."""
     bytes: int
     """About how much memory the columns take, beyond the forward pass and the result."""
     cost: float
     """The estimated time over that of all columns."""
     why: str
-    parts: tuple[Part, ...] = field(default=())
+    parts: tuple[Part, ...] = ()
+    """Of what is not simply pulled back column by column."""
+    params: tuple[Parameter, ...] = ()
+    members: tuple[Explanation, ...] = ()
+    """Of the statistics that are computed together; the numbers above are those of all, shared pullbacks once."""
 
     def __str__(self) -> str:
-        head = f"{self.name}: {self.passes} passes for {self.columns} columns of a sample; {self.why}"
-        cost = f"about {self.bytes / 2**20:.1f} MiB for the columns, {self.cost:.1%} of the work of all columns"
-        return "\n".join([head, *(f"  {part}" for part in self.parts), f"  {cost}"])
+        below = [self._passes(), *self._of_parts(), *self._table(), self._cost()]
+        return "\n".join([f"{self.name}: {self.why}", *(f"  {line}" for line in below)])
+
+    __repr__ = __str__
+
+    def _passes(self) -> str:
+        times = _counted(self.pullbacks, "pullback") if self.pullbacks else "no pullback"
+        return f"{_counted(self.passes, 'pass')} for {_counted(self.columns, 'column')} of a sample, in {times}"
+
+    def _of_parts(self) -> list[str]:
+        return [f"{m.name}: {m._passes()}; {m.why}" for m in self.members] or [str(part) for part in self.parts]
+
+    def _table(self) -> list[str]:
+        rows = [(p.name, p.way, ", ".join(p.generic or p.operations)) for p in self.params]
+        widths = [max(len(row[k]) for row in rows) for k in (0, 1)] if rows else [0, 0]
+        return [f"{name:<{widths[0]}}  {way:<{widths[1]}}  {at}".rstrip() for name, way, at in rows]
+
+    def _cost(self) -> str:
+        return f"about {self.bytes / 2**20:.1f} MiB for the columns, {self.cost:.1%} of the work of all columns"
 
 
-def dense(name: str, run: Run, columns: int, budget: int, why: str) -> Explanation:
-    """Of the way of all columns."""
-    numbers = max(run.trace.sizes, default=1) * run.trace.n
-    return Explanation(
-        name, columns, columns, 4 * _itemsize(run) * min(columns * numbers, max(budget, numbers)), 1.0, why
-    )
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("s") else "s")
 
 
-def explanation(name: str, planner: Planner, chosen: Chosen, budget: int, called: Callable[[int], str]) -> Explanation:
-    """Of a way that was chosen."""
+def chosen_parts(
+    planner: Planner, chosen: Chosen, budget: int, called: Callable[[int], str]
+) -> tuple[tuple[Part, ...], int]:
+    """Of a way that was chosen by the structure, and about how many numbers its columns have."""
     facts = planner.facts
     run, columns, parts, most = facts.run, facts.total, list[Part](), 0
     for stage, leaves in zip(chosen.stages, chosen.leaves, strict=True):
@@ -74,14 +110,7 @@ def explanation(name: str, planner: Planner, chosen: Chosen, budget: int, called
         parts.insert(0, Part("closed form", tuple(called(i) for i in own), facts.total, 0))
     if chosen.dense:
         parts.append(Part("dense", tuple(called(i) for i in sorted(chosen.dense)), facts.total, facts.total))
-    passes = sum(p.passes for p in parts)
-    share = chosen.cost / facts.dense_cost
-    why = "by the structure of the function"
-    return Explanation(name, facts.total, passes, 4 * _itemsize(run) * most, share, why, tuple(parts))
-
-
-def _itemsize(run: Run) -> int:
-    return max(x.element_size() for x in run.params)
+    return tuple(parts), most
 
 
 def _numbers(run: Run, stage: Stage, budget: int) -> int:

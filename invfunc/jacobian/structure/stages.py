@@ -69,6 +69,25 @@ class Stages:
                 done(k, leaf, state)
         return [None] * len(measures)
 
+    def sent(self, measures: Sequence[Measure]) -> tuple[int, int]:
+        """How many columns are pulled back to the sites, and in how many pullbacks."""
+        count, times, ranks, sides = 0, 0, [s.rank for s in self.sources], self.pullback.sides
+        for stage, leaves in zip(self.chosen.stages, self.chosen.leaves, strict=True):
+            if leaves and stage.classes is None:
+                count += sides * stage.passes
+                times += sides * len(replace(self.pullback, leaves=leaves).passes(measures, stage.passes))
+            elif leaves and stage.classes is not None:
+                sites = sorted({t.site for t in self.run.trace.taps if t.derived.leaves & leaves})
+                pairs = [(r, c) for r, c in zip(ranks, stage.classes, strict=True) if r and c.count]
+                count += stage.passes
+                times += sum(len(self._passes(rank, classes, sites)) for rank, classes in pairs)
+            if stage.blocks is not None:
+                ranks, sides = [min(stage.rows, stage.blocks.width)], 1
+        if self.chosen.dense:
+            count += self.pullback.sides * self.pullback.total
+            times += self.pullback.sides * len(replace(self.pullback, leaves=self.chosen.dense).passes(measures))
+        return count, times
+
     # Narrow layers
 
     def _narrowed(self, at: Run, sources: Sequence[Grouped], stage: Stage) -> Narrowed | None:
@@ -109,21 +128,21 @@ class Stages:
             if not classes.count or not source.rank:
                 continue
             sweep = _Sweep(self, at, source, classes, stage.frame)
-            passes = self._passes(source, classes, sites)
+            passes = self._passes(source.rank, classes, sites)
             sweep.again = len(passes) > 1 and passes[0][:2] == passes[1][:2]
             for first, last, start, stop in passes:
                 deltas = sweep.pulled(first, last, start, stop, sites)
                 for i, found in taps.items():
                     sweep.measure(i, found, ways[i], range(first, last), deltas, measures)
 
-    def _passes(self, source: Grouped, classes: Classes, sites: list[int]) -> list[tuple[int, int, int, int]]:
+    def _passes(self, rank: int, classes: Classes, sites: list[int]) -> list[tuple[int, int, int, int]]:
         """Ranges of classes, and of the columns of their groups."""
         trace = self.run.trace
         columns = columns_at_once(max(trace.sizes[s] for s in sites), trace.n, self.pullback.budget)
-        width = classes.copies * source.rank
+        width = classes.copies * rank
         if width <= columns:
-            return [(a, b, 0, source.rank) for a, b in even(classes.count, columns // width)]
-        ranges = even(source.rank, max(1, columns // classes.copies))
+            return [(a, b, 0, rank) for a, b in even(classes.count, columns // width)]
+        ranges = even(rank, max(1, columns // classes.copies))
         return [(k, k + 1, a, b) for k in range(classes.count) for a, b in ranges]
 
     def keep(self, leaf: int, shares: Shares, measures: Sequence[Measure]) -> None:
