@@ -106,9 +106,15 @@ def _columns(scope: Scope, run: Run, step: Step, slopes: list[torch.Tensor | Non
     if kind is not None:
         y, g = pairs[0]
         piece = Piece(
-            kind, first, values[first], _axis(step, 0), y, replace(call, args=args, kwargs=kwargs), at_root=True
+            kind,
+            frozenset({first}),
+            values[first],
+            _axis(step, 0),
+            y,
+            replace(call, args=args, kwargs=kwargs),
+            at_root=True,
         )
-        made = columns(scope, piece, g, None, n, convex=False)
+        made = columns(scope, piece, g, [], n, convex=False)
         run.outputs[first] = step.inputs[0], piece.axis
         weight = made.diagonal if isinstance(made, Elementwise) else made.weight if isinstance(made, Softmax) else None
         return [] if weight is not None and not bool(innermost(weight != 0).any()) else [Local(made)]

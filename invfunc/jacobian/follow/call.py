@@ -120,15 +120,21 @@ def _checked(call: Call, found: Place | list[Place]) -> Place | list[Place]:
 # Sums over the samples: linear operations keep them a total
 
 
-_LINEAR = set(
+_PRODUCTS = set("mul multiply matmul rmatmul mm bmm mv dot inner outer einsum tensordot linear vdot kron".split())
+_LINEAR = _PRODUCTS | set(
     "add sub rsub mul div neg sum mean stack cat to float double half bfloat16 type clone contiguous squeeze unsqueeze "
-    "reshape view flatten subtract multiply divide true_divide negative positive getitem expand alias detach".split()
+    "reshape view flatten subtract multiply divide true_divide negative positive getitem expand alias detach "
+    "permute transpose t get:T get:mT get:H get:mH adjoint movedim moveaxis swapaxes swapdims unbind iter chunk split "
+    "split_with_sizes tensor_split unsafe_chunk unsafe_split hsplit vsplit dsplit narrow select expand_as broadcast_to "
+    "unflatten ravel view_as reshape_as repeat tile repeat_interleave concat concatenate hstack vstack dstack "
+    "column_stack index_select flip fliplr flipud rot90 roll diagonal tril triu cumsum diff atleast_1d atleast_2d "
+    "atleast_3d".split()
 )
 
 
 def total(call: Call) -> Place:
     several = len(call.samples) > 1
-    if call.name in ("mul", "multiply") and several:
+    if call.name in _PRODUCTS and (several or sum(x is call.samples[0][0] for x in call.read) > 1):
         raise Mixed("it multiplies two sums over the samples")
     if call.name in ("div", "divide", "true_divide") and call.place(call.arg(1, "other")) is TOTAL:
         raise Mixed("it divides by a sum over the samples")

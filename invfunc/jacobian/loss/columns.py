@@ -152,6 +152,25 @@ class Affine:
 
 
 @dataclass
+class Joint:
+    """Columns at an affine function of several roots, brought to each of them."""
+
+    inner: Columns
+    at: int
+    """The number of the root in whose place the function is in the inner columns."""
+    pull: Callable[[torch.Tensor, slice], Cotangents]
+
+    @property
+    def count(self) -> int:
+        return self.inner.count
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        whole = self.inner.block(start, stop, slice(None))
+        weight = None if whole.weight is None else whole.weight[:, part]
+        return Block(self.pull(whole.left[self.at], part), weight=weight)
+
+
+@dataclass
 class General:
     """Any Hessian `[n, M, M]` over the joined outputs: unit columns e_k on the left, H e_k on the right."""
 

@@ -11,7 +11,16 @@ from invfunc._functorch import innermost, version
 from invfunc.errors import ConvexityError, SplitError
 from invfunc.jacobian.follow.layers import reduction
 from invfunc.jacobian.graph import node_of, reaches
-from invfunc.jacobian.loss.columns import Affine, Columns, Elementwise, General, Gradient, Softmax
+from invfunc.jacobian.loss.columns import (
+    Affine,
+    Columns,
+    Cotangents,
+    Elementwise,
+    General,
+    Gradient,
+    Joint,
+    Softmax,
+)
 from invfunc.jacobian.loss.split import Piece, Root
 from invfunc.jacobian.scope import Scope
 
@@ -27,13 +36,13 @@ def hessian(
     scope: Scope, result: torch.Tensor, roots: list[Root], pieces: list[Piece], n: int, convex: bool = True
 ) -> list[Columns]:
     """The columns of the Hessian of the result in the outputs; `convex` says that it has to be positive."""
-    pieces = [p for p in pieces if p.root in {r.ordinal for r in roots}]
+    by_ordinal = {r.ordinal: r for r in roots}
+    pieces = [p for p in pieces if p.roots <= by_ordinal.keys()]
     found = structured(scope, result, roots, pieces)
     if found is None:
         return [_general(scope, result, roots, n, convex)]
-    by_ordinal = {r.ordinal: r for r in roots}
     try:
-        return [columns(scope, piece, c, by_ordinal[piece.root], n, convex) for piece, c in found]
+        return [columns(scope, p, c, [by_ordinal[i] for i in sorted(p.roots)], n, convex) for p, c in found]
     except ConvexityError:
         if len(found) < 2:
             raise
@@ -68,22 +77,24 @@ def _varies(scope: Scope, slope: torch.Tensor, roots: list[Root], nodes: set[Any
     return any(g is not None and bool(innermost(g != 0).any()) for g in found)
 
 
-def columns(scope: Scope, piece: Piece, slope: torch.Tensor, root: Root | None, n: int, convex: bool = True) -> Columns:
-    """The columns of one piece, whose output comes with a slope; without a root, those at its own input."""
+def columns(scope: Scope, piece: Piece, slope: torch.Tensor, roots: list[Root], n: int, convex: bool = True) -> Columns:
+    """The columns of one piece, whose output comes with a slope; without roots, those at its own input."""
     if piece.kind == "elementwise":
         made: Columns = _elementwise(scope, piece, slope, n, convex)
     else:
         weight = _class_weight(piece, slope) if piece.kind == "softmax" else -_over_classes(piece, slope)
         made = _softmax(scope, piece, weight, n, convex)
-    if piece.at_root or root is None:
+    if piece.at_root or not roots:
         return made
 
-    def pull(columns: torch.Tensor, part: slice) -> torch.Tensor:
-        (found,) = scope.grad([piece.input], [root.value], [piece.axis.restore(columns, n, 1)])
-        assert found is not None
-        return root.axis.expose(scope.leave(found), n, 1)[:, part]
+    def pull(columns: torch.Tensor, part: slice) -> Cotangents:
+        found = scope.grad([piece.input], [r.value for r in roots], [piece.axis.restore(columns, n, 1)])
+        pairs = zip(roots, found, strict=True)
+        return {r.ordinal: r.axis.expose(scope.leave(g), n, 1)[:, part] for r, g in pairs if g is not None}
 
-    return Affine(made, root.ordinal, pull)
+    if len(roots) > 1:
+        return Joint(made, piece.root, pull)
+    return Affine(made, piece.root, lambda columns, part: pull(columns, part)[piece.root])
 
 
 _CORNERED = {"huber_loss", "smooth_l1_loss"}

@@ -45,10 +45,10 @@ class Root:
 
 @dataclass
 class Piece:
-    """A loss whose Hessian in `input`, an affine function of one root, has a known structure."""
+    """A loss whose Hessian in `input`, an affine function of roots, has a known structure."""
 
     kind: str
-    root: int
+    roots: frozenset[int]
     input: torch.Tensor
     axis: Axis
     output: torch.Tensor
@@ -57,6 +57,11 @@ class Piece:
     """Whether the input is the root, not computed from it."""
     version: int = 0
     """Of the output; one that is modified afterwards is not what the loss returned."""
+
+    @property
+    def root(self) -> int:
+        """The first of them."""
+        return min(self.roots)
 
 
 class Reached(BaseException):
@@ -136,22 +141,18 @@ class Splitter:
         if call.name in ("nll_loss", "kl_div") and tag.logarithm:
             self.confirmed |= tag.crossed
         kind = LOSSES.get(call.name) or LOGARITHMS.get(call.name)
-        if kind is None or len(tag.crossed) != 1:
+        if kind is None or not tag.crossed or not tag.crossed <= self.roots.keys():
             return
-        (ordinal,) = tag.crossed
-        root = self.roots.get(ordinal)
-        if root is None:
-            return
-        at_root = root.shown is value and version(value) == 0
+        at_root = any(self.roots[i].shown is value for i in tag.crossed) and version(value) == 0
         if at_root and call.name in LOSSES:
-            self.confirmed.add(ordinal)
+            self.confirmed |= tag.crossed
         if call.name in LOGARITHMS:
             seen = trace.tag(call.out)
             assert isinstance(seen, Sampled)
             trace.set(call.out, replace(seen, logarithm=True))
         if tag.affine and _others_constant(trace, call):
             written = version(call.out)
-            self.pieces.append(Piece(kind, ordinal, value, tag.place, call.out, call, at_root, written))
+            self.pieces.append(Piece(kind, tag.crossed, value, tag.place, call.out, call, at_root, written))
 
     def selected(self, tag: Sampled) -> list[int]:
         """The ordinals of the outputs that a result depends on: those marked by hand, or those of known losses."""

@@ -18,6 +18,7 @@ from invfunc.jacobian.loss.columns import (
     Cotangents,
     Elementwise,
     General,
+    Joint,
     Softmax,
     Weighted,
     rooted,
@@ -239,7 +240,7 @@ class Moved:
 
 
 def grouped(columns: Columns) -> Grouped | None:
-    """The same columns in groups; None where an affine function of the outputs mixes what the loss keeps apart."""
+    """The same columns in groups; None where a function of the outputs mixes what the loss keeps apart."""
     if isinstance(columns, Elementwise):
         return OfEntries(columns)
     if isinstance(columns, Softmax):
@@ -247,6 +248,8 @@ def grouped(columns: Columns) -> Grouped | None:
     if isinstance(columns, Affine):
         inner = grouped(columns.inner)
         return None if inner is None else _moved(columns, inner)
+    if isinstance(columns, Joint):
+        return None
     if isinstance(columns, Weighted):
         return grouped(columns.inner)
     root = rooted(columns, "all")

@@ -26,7 +26,10 @@ PICKS = SELECTIONS | set(
     "take_along_dim roll flip fliplr flipud".split()
 )
 """Whose results have entries of their first floating-point argument, any number of times."""
-AFFINE = SELECTIONS | {"mul", "div", "add", "sub", "neg", "getitem", "multiply", "divide", "true_divide", "subtract"}
+JOINS = set("add sub rsub subtract cat concat concatenate stack hstack vstack dstack column_stack".split())
+"""Affine in all that they read together."""
+AFFINE = SELECTIONS | JOINS | set("mul div neg getitem multiply divide true_divide sum mean masked_select".split())
+"""Affine in one of what they read."""
 SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
 QUERIES = set(
     "get:shape get:ndim get:dtype get:device get:is_cuda get:is_cpu get:is_nested get:is_sparse get:is_mkldnn "

@@ -12,7 +12,7 @@ from invfunc import tree
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
 from invfunc.jacobian.follow import TOTAL, Call
-from invfunc.jacobian.trace.calls import produced_by, writes
+from invfunc.jacobian.trace.calls import AFFINE, JOINS, produced_by, writes
 from invfunc.jacobian.trace.tags import Derived, Sampled
 
 
@@ -50,6 +50,14 @@ class Seen:
         if before != [version(x) for x in self.read]:
             raise ArgumentError(f"`{self.name}` writes into one of its arguments in place; let it work on a copy.")
         return out
+
+    def affine(self) -> tuple[bool, bool]:
+        """Whether the result is an affine function of marked outputs, and of the log_softmax of one."""
+        moved = [(x, t) for x in self.read if isinstance(t := self.tags.get(id(x)), Sampled) and t.crossed]
+        keeps = self.name in AFFINE and len(moved) == 1
+        if self.name in ("div", "divide", "true_divide"):
+            keeps = keeps and moved[0][0] is (self.args[0] if self.args else self.kwargs.get("input"))
+        return (keeps or self.name in JOINS) and all(t.affine for _, t in moved), keeps and moved[0][1].logarithm
 
     def read_instead(self, kept: torch.Tensor) -> None:
         """A copy of the first argument, from before it was written to."""

@@ -41,9 +41,9 @@ class Sampled:
     crossed: frozenset[int] = frozenset()
     """The marked outputs that it depends on."""
     affine: bool = False
-    """Whether it is an affine function of the one marked output that it depends on."""
+    """Whether it is an affine function of the marked outputs that it depends on."""
     logarithm: bool = False
-    """Whether it is an affine function of the log_softmax of that output."""
+    """Whether it is an affine function of the log_softmax of the one that it depends on."""
 
     @property
     def active(self) -> bool:

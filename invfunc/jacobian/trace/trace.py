@@ -20,7 +20,7 @@ from invfunc.jacobian.rules import Site
 from invfunc.jacobian.rules.again import read_of, reader, released
 from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.trace.calls import AFFINE, CONSTANT, EXITS, QUERIES, alignment, function_name, picking, read_by
+from invfunc.jacobian.trace.calls import CONSTANT, EXITS, QUERIES, alignment, function_name, picking, read_by
 from invfunc.jacobian.trace.compositions import composition, states
 from invfunc.jacobian.trace.hidden import hidden, unseen
 from invfunc.jacobian.trace.provenance import Provenance
@@ -235,17 +235,10 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         """What is known of the result from here on."""
         sampled, name = seen.sampled, seen.name
         around = name if met or any(tag.around for tag in sampled) else None
-        crossed = (
-            frozenset().union(*(tag.crossed for tag in sampled)) if any(tag.crossed for tag in sampled) else frozenset()
-        )
-        affine = logarithm = False
+        crossed = frozenset[int]().union(*(tag.crossed for tag in sampled if tag.crossed))
         if crossed:
             around = next((tag.around for tag in sampled if tag.around and tag.crossed), around)
-            moved = [x for x in seen.read if isinstance(t := seen.tags.get(id(x)), Sampled) and t.crossed]
-            keeps = name in AFFINE and not around and len(moved) == 1
-            if name in ("div", "divide", "true_divide"):
-                keeps = keeps and moved[0] is (seen.args[0] if seen.args else seen.kwargs.get("input"))
-            affine, logarithm = (keeps and any(getattr(t, k) for t in sampled) for k in ("affine", "logarithm"))
+        affine, logarithm = (False, False) if around or not crossed else seen.affine()
         differentiable = torch.is_grad_enabled()
         for i, x in enumerate(produced):
             place = found[i] if isinstance(found, list) else found
