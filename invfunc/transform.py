@@ -13,11 +13,12 @@ from torch import nn
 from invfunc import tree
 from invfunc._functorch import storage_of
 from invfunc.errors import ArgumentTypeError, InvFuncError
+from invfunc.functional import Functional
 from invfunc.jacobian.engine import Engine
 from invfunc.jacobian.explained import joined
 from invfunc.jacobian.measures import Measure
 from invfunc.jacobian.plan import Options
-from invfunc.jacobian.problem import InDims, problem
+from invfunc.jacobian.problem import InDims, numpy_arrays, problem
 from invfunc.jacobian.quantity import Drawing, Of, Quantity
 from invfunc.jacobian.structure.report import Explanation
 
@@ -30,8 +31,42 @@ def check_callable(name: str, f: Any) -> None:
             f"{name}(f): f is a module ({kind}), but has to be a function of its parameters: "
             "f, params = functional(model)."
         )
+    if isinstance(f, type) and issubclass(f, nn.Module):
+        raise ArgumentTypeError(
+            f"{name}(f): f is the class {f.__name__}, but has to be a function of parameters: "
+            f"f, params = functional({f.__name__}(...))."
+        )
     if not callable(f):
         raise ArgumentTypeError(f"{name}(f): f is of type {type(f).__name__}, but has to be a function.")
+
+
+def check_functions(name: str, f: Any, loss: Any = None) -> None:
+    """A model function, or a loss function alone, and the loss of a model function."""
+    if loss is not None and _is_loss(f):
+        raise ArgumentTypeError(
+            f"{name}({describe(f)}, {describe(loss)}): f is a loss, but the model comes first: {name}(f, loss)."
+        )
+    check_callable(name, f)
+    if loss is None:
+        return
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise ArgumentTypeError(
+            f"{name}(f, loss): loss is the class {loss.__name__}, but has to be a function: {loss.__name__}()."
+        )
+    if isinstance(loss, Functional):
+        raise ArgumentTypeError(f"{name}(f, loss): loss is a model, {loss!r}. The model comes first, then its loss.")
+    if not callable(loss):
+        kind = type(loss).__name__
+        raise ArgumentTypeError(f"{name}(f, loss): loss is of type {kind}, but has to be a function.")
+
+
+def _is_loss(f: Any) -> bool:
+    """Whether f is one of torch's losses, as a module or as a function."""
+    if isinstance(f, nn.Module):
+        return type(f).__module__ == nn.modules.loss.__name__
+    name = getattr(f, "__name__", "")
+    ours = getattr(f, "__module__", None) == nn.functional.__name__
+    return ours and (name.endswith("_loss") or "cross_entropy" in name)
 
 
 def describe(f: Any) -> str:
@@ -75,10 +110,7 @@ class Statistic:
     """What `repr` says, where a relative of `chunked` made it of another statistic."""
 
     def __post_init__(self) -> None:
-        check_callable(self.name, self.f)
-        if self.loss is not None and not callable(self.loss):
-            kind = type(self.loss).__name__
-            raise ArgumentTypeError(f"{self.name}(f, loss): loss is of type {kind}, but has to be a function.")
+        check_functions(self.name, self.f, self.loss)
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f", {describe(self.loss)}"
@@ -137,6 +169,11 @@ class Statistic:
             return what(Engine(given, self.options, asked))
         except InvFuncError as error:
             raise told(error, f"{self!r}({', '.join(names)})") from error.__cause__
+        except TypeError as error:
+            wrong = misfit(self, self.f, self.loss, args, kwargs)
+            if wrong is None:
+                raise
+            raise wrong from error
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -159,6 +196,50 @@ def own_memory(results: Any, given: Any) -> Any:
         return x
 
     return tree.map_tensors(own, results)
+
+
+def misfit(shown: Any, f: Callable, loss: Any, args: tuple, kwargs: dict[str, Any]) -> InvFuncError | None:
+    """The error of a call whose arguments f does not take; None if it takes them."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):
+        return None
+    wanted, given = [*signature.parameters], args[: len(args) - (loss is not None)]
+    names = argument_names(f, len(args), loss is not None)
+    called = f"{shown!r}({', '.join(names)})"
+    if loss is not None and "target" in kwargs and "target" not in wanted:
+        why = "target is passed by keyword, but has to be the last positional argument"
+    elif _takes(signature, given, kwargs):
+        arrays = numpy_arrays(args, names)
+        return told(ArgumentTypeError(arrays), called) if arrays else None
+    elif unpacked := _unpacked(signature, args, kwargs, loss is not None):
+        x = args[unpacked]
+        why = f"{names[unpacked]} is one {type(x).__name__} of {len(x)}, which are arguments of their own"
+    elif loss is not None and _takes(signature, args, kwargs):
+        why = "the target is missing"
+    else:
+        why = f"f takes ({', '.join(wanted)}), and got {len(given)} positional arguments"
+        if loss is None and _takes(signature, args[:-1], kwargs):
+            why += ". If the last one is a target, give the loss too, as in `diag_ggn(f, loss)`"
+    call = ", ".join([*wanted, *["target"] * (loss is not None)])
+    return told(ArgumentTypeError(f"{why}. It is called as ({call})."), called)
+
+
+def _unpacked(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any], target: bool) -> int:
+    """Which argument behind the first is a list of some that the function takes; 0 if none is."""
+    for i, x in enumerate(args[1:], 1):
+        apart = (*args[:i], *x, *args[i + 1 :]) if isinstance(x, (list, tuple)) else ()
+        if apart and _takes(signature, apart[: len(apart) - target], kwargs):
+            return i
+    return 0
+
+
+def _takes(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def told(error: InvFuncError, call: str) -> InvFuncError:

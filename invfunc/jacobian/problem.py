@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -155,9 +156,11 @@ def problem(
 
 def _places(samples: Any, n: int) -> list[int]:
     """The samples that were chosen, counted from 0."""
-    wanted = "wanted is a sequence of ints, or a tensor [S] of them"
+    wanted = "wanted is a sequence of ints, a slice, or a tensor [S] of ints"
     if isinstance(samples, (list, tuple)) and any(isinstance(i, bool) for i in samples):
         samples = torch.tensor(samples, dtype=torch.bool)
+    if isinstance(samples, slice):
+        samples = range(n)[samples]
     if isinstance(samples, torch.Tensor):
         if samples.dtype == torch.bool:
             raise ArgumentTypeError("samples is a mask, but has to have indices: pass its nonzero().squeeze(1).")
@@ -182,7 +185,12 @@ def check_params(params: Any, name: str) -> None:
     """That all leaves are real floating-point tensors."""
     for path, leaf in tree.named_leaves(params, none_is_leaf=False):
         if not isinstance(leaf, torch.Tensor):
-            raise ArgumentTypeError(f"{name}{path} is of type {type(leaf).__name__}, but parameters are tensors.")
+            hint = ""
+            if isinstance(leaf, torch.nn.Module):
+                hint = " Of a module: f, params = functional(model)."
+            elif isinstance(leaf, Iterator):
+                hint = " Give the tree that f takes, such as dict(model.named_parameters())."
+            raise ArgumentTypeError(f"{name}{path} is of type {type(leaf).__name__}, but parameters are tensors.{hint}")
         if not leaf.is_floating_point():
             raise ArgumentTypeError(
                 f"{name}{path} has dtype {leaf.dtype}, but parameters are real floating-point tensors. Close over what "
@@ -205,23 +213,27 @@ def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -
     """N, on which all batch arguments have to agree."""
     sizes = _sizes(args, dims, names)
     if not sizes:
+        arrays = numpy_arrays(args, names)
+        if arrays:
+            raise ArgumentTypeError(arrays)
         raise ArgumentError(
             "there is no batch argument: pass the samples as positional arguments, tensors or trees of them, not by "
             "keyword (those are constants) or in a closure."
         )
-    (first, n), *others = sizes
-    for name, size in others:
+    (_, first, n), *others = sizes
+    for _, name, size in others:
         if size != n:
             raise ArgumentError(
-                f"{first} has {n} samples but {name} has {size}. Batch arguments must share their sample axis; pass "
-                f"in_dims={_suggestion(dims, names, name)} to hold {name.split('[')[0]} fixed."
+                f"{first} has {n} samples but {name} has {size}. Batch arguments must share their sample axis"
+                f"{_suggestion(dims, names, sizes)}."
             )
     if n == 0:
         raise ArgumentError(f"{first} has no samples (N = 0).")
     return n
 
 
-def _sizes(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> list[tuple[str, int]]:
+def _sizes(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> list[tuple[int, str, int]]:
+    """Of each tensor: which argument it is in, its name and its number of samples."""
     sizes = []
     for i, dim in dims.items():
         if dim is None:
@@ -234,10 +246,30 @@ def _sizes(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> li
                     f"{names[i]}{path} has shape {tuple(leaf.shape)} and no axis {dim} for its samples. Say "
                     "in_dims=None for what all samples share."
                 )
-            sizes.append((names[i] + path, leaf.shape[dim]))
+            sizes.append((i, names[i] + path, leaf.shape[dim]))
     return sizes
 
 
-def _suggestion(dims: dict[int, int | None], names: Sequence[str], fixed: str) -> str:
-    entries = [None if fixed.startswith(names[i]) else dim for i, dim in dims.items()]
-    return "(" + ", ".join(map(str, entries)) + ("," if len(entries) == 1 else "") + ")"
+def _suggestion(dims: dict[int, int | None], names: Sequence[str], sizes: list[tuple[int, str, int]]) -> str:
+    """How to hold fixed what has another number of samples than most, or than the other one."""
+    count = Counter(size for _, _, size in sizes)
+    most = [size for size, times in count.items() if times == max(count.values())]
+
+    def fixed(size: int) -> str:
+        held = [i for i in dims if any(k == i and other != size for k, _, other in sizes)]
+        if len(held) == len(dims):
+            return ""
+        entries = ", ".join(str(None if i in held else dim) for i, dim in dims.items())
+        return f"in_dims=({entries}{',' * (len(dims) == 1)}) to hold {' and '.join(names[i] for i in held)} fixed"
+
+    ways = ", or ".join(dict.fromkeys(text for text in map(fixed, most) if text))
+    return f"; pass {ways}" if ways else ""
+
+
+def numpy_arrays(args: tuple, names: Sequence[str]) -> str:
+    """What is wrong with arguments that are arrays of numpy, if some are."""
+    for name, arg in zip(names, args, strict=False):
+        for path, leaf in tree.named_leaves(arg):
+            if type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 0):
+                return f"{name}{path} is a numpy array, but samples are tensors: pass torch.from_numpy({name}{path})."
+    return ""

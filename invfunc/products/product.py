@@ -13,7 +13,7 @@ from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.jacobian.problem import InDims
 from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear
-from invfunc.transform import argument_names, check_callable, describe, own_memory, told
+from invfunc.transform import argument_names, check_functions, describe, misfit, own_memory, told
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,11 @@ class Product:
             result = own_memory(space.tree(linear(leaves, self.lead, keep=False)), (args, kwargs))
         except InvFuncError as error:
             raise told(error, shown) from error.__cause__
+        except TypeError as error:
+            wrong = misfit(self, self.f, self.loss, (*args[:1], *args[2:]), kwargs)
+            if wrong is None:
+                raise
+            raise wrong from error
         return (result, aux) if self.has_aux else result
 
     def _linearize(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -165,6 +170,11 @@ class Product:
             linear, aux = self._recorded(given)
         except InvFuncError as error:
             raise told(error, shown) from error.__cause__
+        except TypeError as error:
+            wrong = misfit(self, self.f, self.loss, args, kwargs)
+            if wrong is None:
+                raise
+            raise wrong from error
         result = Linearised(shown, linear, space, space, self.vector, self.lead, (args, kwargs))
         return (result, aux) if self.has_aux else result
 
@@ -178,14 +188,6 @@ class Product:
         with given.scope:
             linear = self.record(given)
             return linear, given.scope.result(given.aux)
-
-
-def check_functions(name: str, f: Any, loss: Any = None) -> None:
-    """That a transform gets functions."""
-    check_callable(name, f)
-    if loss is not None and not callable(loss):
-        kind = type(loss).__name__
-        raise ArgumentTypeError(f"{name}(f, loss): loss is of type {kind}, but has to be a function.")
 
 
 def eagerly(call: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
