@@ -173,6 +173,27 @@ class TestLookups:
         assert (found["p"].factors[0].ndim == 1) == (sharing != "reduce")
 
     @sharings
+    def test_at_several_places_count_as_positions_of_one(self, sharing):
+        """Also where one of them is a product with unit vectors, whose factor is no diagonal."""
+        p, x, y = Numbers(1)(5, 2), Numbers(2)(3, 3, 2), Numbers(3)(3, 3, 2)
+        first, second = (torch.eye(5).double()[i].expand(3, -1, -1) for i in ([0, 1, 2], [4, 4, 1]))
+
+        def added(p, x):
+            return ((x + p[:3]).sin() + p[torch.tensor([4, 4, 1])]).cos()
+
+        def both(p, x, unit):
+            return ((x + p[:3]).sin() + unit @ p).cos()
+
+        def multiplied(p, x, unit, other):
+            return ((x + unit @ p).sin() + other @ p).cos()
+
+        wanted = kflr(multiplied, F.mse_loss, weight_sharing=sharing)(p, x, first, second, y)
+        for f, args in ((added, (p, x, y)), (both, (p, x, second, y))):
+            assert_trees_close(kflr(f, F.mse_loss, weight_sharing=sharing)(*args).dense(), wanted.dense(), EXACT)
+            found = ekfac(f, F.mse_loss, fisher="exact", weight_sharing=sharing)(*args)
+            assert_trees_close(found.trace(), dense_ggn(f, F.mse_loss)(*args).trace(), EXACT)
+
+    @sharings
     def test_leave_a_row_of_padding_out(self, sharing):
         """As an embedding of tokens that are data does."""
         tokens, params = torch.tensor([[2, 0, 1]]), {"p": Numbers(1)(4, 2), "w": Numbers(2)(6, 2)}

@@ -276,6 +276,8 @@ WRONG = {
     "dims out of order": (lambda: over(torch.eye(4), (2, 2), ((1, 0),)), ArgumentError, "((1, 0),) ... in order"),
     "factor missing": (lambda: over(I2, (2, 2), ((0,), (1,))), ArgumentError, "1 factors ... a group for each"),
     "no factor": (lambda: Kronecker((), (), torch.Size([])), ArgumentError, "0 factors"),
+    "blocks": (lambda: Kronecker((I2,), ONE, TWO, None, (3,)), ArgumentError, "blocks (3,) ... divisor of each dim"),
+    "factor of blocks": (lambda: Kronecker((I2,), ONE, TWO, None, (2,)), ArgumentError, "[2, 1, 1] or [2, 1]"),
     "shape of v": (lambda: over(I2) @ torch.ones(2, 3), ArgumentError, "v has shape [2, 3] ... [*lead, 2]"),
     "too few dims of v": (lambda: over(I2).solve(torch.ones(())), ArgumentError, "v has shape [] ... [*lead, 2]"),
     "damping below 0": (lambda: over(I2).inverse(-1.0), ArgumentError, "damping is -1.0 ... 0 or more"),

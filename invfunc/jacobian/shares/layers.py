@@ -226,7 +226,7 @@ class Layer:
         """Which entry of the parameter each combination of labels reads; with a sample of its own each, in front."""
         found, recipe = self.shares.origins(self.tap.param), self.recipe
         if recipe.own is not None:
-            return recipe.own.expose(found, self.shares.samples.n).reshape([-1, *sizes.values()])
+            return recipe.own.expose(found, self.shares.samples.n, fill=-1).reshape([-1, *sizes.values()])
         if recipe.finish is None:
             return found.reshape(list(sizes.values()))
         numbers = torch.arange(math.prod(sizes.values()), device=found.device).reshape(list(sizes.values()))
