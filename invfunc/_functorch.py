@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -81,6 +79,19 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def batch_first(x: torch.Tensor) -> torch.Tensor:
+    """The same with the batch dimensions in front, that of the innermost vmap last."""
+    x = x.detach()
+    if not _C.is_functorch_wrapped_tensor(x):
+        return x
+    axes = list(range(x.dim()))
+    while _C.is_functorch_wrapped_tensor(x):
+        if _C.is_batchedtensor(x):
+            axes.insert(_C.maybe_get_bdim(x), min([0, *axes]) - 1)
+        x = _C.get_unwrapped(x)
+    return x.permute(sorted(range(x.dim()), key=axes.__getitem__))
+
+
 def checkpointing() -> bool:
     """Whether hooks take the place of saved tensors that know nothing of statistics, as torch.utils.checkpoint's."""
     hooks = saving_hooks()
@@ -142,53 +153,24 @@ def backward_pass() -> int:
 unwatched = torch._C.DisableTorchFunction
 """A context without torch function modes, for what a function does not do itself."""
 
+
+def dispatched() -> bool:
+    """Whether a dispatch mode sees all operations, as those of FakeTensor and of tracing do."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what runs on a device is recorded in a graph, so that nobody may wait for it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call it when the backward pass that is running ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 undispatched = _disable_current_modes
 """The same without dispatch modes."""
-
-
-class Uncompiled:
-    """A context in which what `torch.compile` made runs as it was written, in all threads; others go on meanwhile."""
-
-    _lock = threading.Lock()
-    _number = 0
-    _before: Any = None
-
-    def __enter__(self) -> None:
-        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-        self._dynamo = dynamo  # without it nothing has been compiled
-        if dynamo is not None:
-            with self._lock:
-                if Uncompiled._number == 0:
-                    Uncompiled._before, dynamo._stance = dynamo._stance, dynamo.DynamoStance("force_eager")
-                Uncompiled._number += 1
-
-    def __exit__(self, *error: Any) -> None:
-        if self._dynamo is not None:
-            with self._lock:
-                Uncompiled._number -= 1
-                if Uncompiled._number == 0:
-                    self._dynamo._stance, Uncompiled._before = Uncompiled._before, None
-
-
-def compiled_within(depth: int) -> bool:
-    """Whether what runs now was compiled, and is called from further within than a depth of the stack of Python."""
-    return any(
-        frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
-        for frame in _frames()[:-depth]
-    )
-
-
-def here() -> int:
-    """The depth of the stack of Python."""
-    return len(_frames())
-
-
-def _frames() -> list[types.FrameType]:
-    frame, found = sys._getframe(2), []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
 
 
 @contextmanager

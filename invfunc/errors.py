@@ -99,3 +99,7 @@ class RangeError(InvFuncError, ValueError):
 
 class InvFuncWarning(UserWarning):
     """Base of all warnings of this library."""
+
+
+class InexactWarning(InvFuncWarning):
+    """What an inverse gives back is not what went in, up to an error that rounding alone does not explain."""

@@ -14,12 +14,12 @@ import torch
 from torch.func import grad, vmap
 
 import invfunc
-from invfunc import _functorch
+from invfunc import _functorch, _uncompiled
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
 FLOORS = [
-    {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager", "_blocks"},
+    {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager", "_blocks", "_uncompiled"},
     {"kronecker"},
     {"jacobian"},
     {"transform", "columns", "chunked", "together", "reduced", "outputs", "functional", "operation", "explain"},
@@ -197,11 +197,11 @@ class TestPrivateTorch:
 
     def test_compiled_functions_run_as_they_were_written(self):
         seen = []
-        part = torch.compile(lambda x: seen.append(_functorch.compiled_within(depth)) or x.sin(), backend="eager")
-        depth = _functorch.here()
-        assert not _functorch.compiled_within(depth)
+        part = torch.compile(lambda x: seen.append(_uncompiled.compiled_within(depth)) or x.sin(), backend="eager")
+        depth = _uncompiled.here()
+        assert not _uncompiled.compiled_within(depth)
         stance = torch._dynamo.eval_frame._stance
-        with _functorch.Uncompiled(), _functorch.Uncompiled():
+        with _uncompiled.Uncompiled(), _uncompiled.Uncompiled():
             part(torch.ones(2))
         assert seen == [True] and torch._dynamo.eval_frame._stance is stance
 

@@ -203,7 +203,7 @@ class TestRepeated:
 
 
 EPS = 1e-3
-OFF = Invertible(lambda x, c: x * c, lambda y, c: y / c * (1 + EPS), name="off")
+OFF = invertible_checkpoint(Invertible(lambda x, c: x * c, lambda y, c: y / c * (1 + EPS), name="off"), check="off")
 """Its gradient in c tells how many inverses x went through."""
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, jacrev, vjp, vmap
 
-from invfunc import additive_coupling, invertible_checkpoint
+from invfunc import ReplayError, additive_coupling, invertible_checkpoint
 from tests.invertible_same import assert_same, f, f_inv, gradients, leaves, same_or_refused, squares
 
 
@@ -179,10 +179,16 @@ def test_without_preserving_the_state_an_f_that_draws_nothing_is_the_same(same):
 
 def test_without_preserving_the_state_an_f_that_draws_draws_again():
     def moves(preserve):
-        h = invertible_checkpoint(drawn, None, preserve_rng_state=preserve)
+        h = invertible_checkpoint(drawn, None, preserve_rng_state=preserve, check="off")
         x, w = leaves()
         y, before = h(x, w), torch.get_rng_state()
         gradients(y, x, w)
         return not torch.equal(torch.get_rng_state(), before)
 
     assert (moves(False), moves(True)) == (True, False)
+
+
+def test_without_preserving_the_state_an_f_that_draws_is_told_of():
+    x, w = leaves()
+    with pytest.raises(ReplayError, match=r"other numbers.*preserve_rng_state=True"):
+        gradients(invertible_checkpoint(drawn, None, preserve_rng_state=False)(x, w), x, w)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from invfunc import tree
-from invfunc._functorch import Uncompiled, innermost, saving_hooks, under, unwatched, version
+from invfunc._functorch import saving_hooks, under, unwatched, version
+from invfunc._uncompiled import Uncompiled
 from invfunc.errors import InverseError, InvFuncError, ReplayError
 from invfunc.invertible.pair import Invertible
 from invfunc.invertible.recall import INVERSE, OUTSIDE, Other, Recall, Sight
 from invfunc.invertible.replay import Replay
-from invfunc.invertible.report import Report
+from invfunc.invertible.report import Report, Sums, compare_sums, sums
 from invfunc.invertible.shared import Evaluate, Evaluations, Moment, evaluated
 from invfunc.invertible.watch import Closure, Watch
 from invfunc.jacobian.trace.trace import Trace
@@ -46,16 +47,18 @@ class Call:
         self._closure = closure
         self._lifted = len(closure.tensors) if closure is not None else 0
         """How many of the further arguments, at their end, stand for what is closed over."""
-        self.report = report or Report(called=True)
+        self.report = report or Report()
         self.kept = kept
         self._x = x
         self._rest = rest
         self.tolerance = tolerance
         """The error up to which forward has to give the same another time; None where that is not looked at."""
-        self._sums: list[tuple[float, float]] = []
+        self._sums: Sums = []
         self._random = random
         self._generators = [leaf for leaf in (*x.others, *rest.others) if isinstance(leaf, torch.Generator)]
         self._start: Replay
+        self.watch: Watch | None = None
+        """What looks on while forward is evaluated for the first time."""
         self._hooks = saving_hooks()
         self.followed = under(Trace)
         """Whether a statistic looks on, which writes some operations out."""
@@ -88,25 +91,25 @@ class Call:
                 self.moments.append(Moment(fn, shapes, before, self._moment(tensors).shared_with(before)))
             return result
 
-        self._watch = watch = Watch(given, closed, self._generators, self.report, self._closure)
+        self.watch = watch = Watch(given, closed, self._generators, self.report.known, self._closure)
         with watch:
             y = self._forward(xs, rest, noted, watch)
-        del self._watch
+        self.watch = None
         self._closure = None
-        self.report.called = True
+        self.report.known.calls += 1
         self._others = watch.outside(len(xs), self._hooks)
         replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
         for generator, state in watch.drawn if self._random else ():
             for replay in replays:
                 replay.add(generator, state)
         if self.tolerance is not None:
-            self._sums = _sums(y)
+            self._sums = sums(y)
         return y
 
     def closure(self, xs: Tensors, rest: Tensors) -> Closure:
         """What forward closes over. It is evaluated for that, and the random numbers that it draws are taken back."""
         self._start = self._moment((*xs, *rest))
-        self._watch = watch = Watch((*xs, *rest), False, self._generators, self.report)
+        self.watch = watch = Watch((*xs, *rest), False, self._generators, self.report.known)
         try:
             with torch.no_grad(), watch:
                 self._forward(xs, rest, None, watch)
@@ -119,14 +122,15 @@ class Call:
 
     def take_back(self) -> None:
         """After an attempt that failed since f uses torch.func: take back the random numbers that were drawn."""
-        if self._watch.wrote():
+        assert self.watch is not None
+        if self.watch.wrote():
             raise ReplayError(
                 "the function uses torch.func, beside which it has to be evaluated in another way, but has written a "
                 "state before (running statistics?). Pass the state as an argument and return its new value, or use "
                 "eval mode."
             ) from None
         self._start.rewind()
-        for generator, state in self._watch.drawn:
+        for generator, state in self.watch.drawn:
             generator.set_state(state)
 
     def _own(self, rest: Tensors) -> tuple[Tensors, Tensors]:
@@ -143,10 +147,13 @@ class Call:
         self.pair.apart(y)
         return y
 
-    def run(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool = False) -> Any:
+    def run(
+        self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool = False, compare: bool = True
+    ) -> Any:
         """The result of forward, with the hidden part beside it where there is one, another time.
 
-        `known` says that `evaluate` knows the results of shared functions, and does not evaluate them.
+        `known` says that `evaluate` knows the results of shared functions, and does not evaluate them; `compare` that
+        the result is held against that of the first time, where that is asked for.
         """
         recall = self._recall((*xs, *rest))
 
@@ -170,14 +177,9 @@ class Call:
                     "the function closes over tensors that have been exchanged since, and so does its inverse, perhaps "
                     "(functional_call puts parameters into a module only while it is called). Pass them as arguments."
                 ) from None
-        if self.tolerance is not None:
-            for (total, size), (now, _) in zip(self._sums, _sums(y), strict=True):
-                if not abs(now - total) <= self.tolerance * size:
-                    raise ReplayError(
-                        f"evaluated again, the function gives another result: the sum of its entries is {now:.8g} and "
-                        f"was {total:.8g}. It reads something that changes, or draws random numbers that are not "
-                        "replayed."
-                    )
+        if compare and self.tolerance is not None:
+            all_kept = len(self.kept) == len(self._like)
+            compare_sums(y, self._sums, self.tolerance, all_kept, lambda: self.run(xs, rest, None, compare=False))
         return y
 
     def flat(self, y: Any) -> list[torch.Tensor]:
@@ -270,6 +272,10 @@ class Call:
     def _recall(self, given: Tensors) -> Recall:
         return Recall(given, self._others, self.followed)
 
+    def dtypes(self) -> list[torch.dtype]:
+        """Those of x, and those that autocast computes in."""
+        return [*(like.dtype for like in self._like), *self._start.dtypes()]
+
     @property
     def reads_outside(self) -> bool:
         """Whether forward reads tensors from outside beside its shared functions, which the inverse may read too."""
@@ -279,13 +285,6 @@ class Call:
         """The tensors of x as one would write them."""
         named = tree.named_leaves(self._x.join(range(len(self._like))))
         return ["x" + named[place][0] for place in self._x.places]
-
-
-def _sums(y: Any) -> list[tuple[float, float]]:
-    """The sum and the sum of magnitudes of each tensor, over all entries of any vmap."""
-    plain = [innermost(t.detach()) for t in tree.tensors(y)]
-    wide = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).to(torch.float64) for t in plain]
-    return [(t.sum().item(), t.abs().sum().item()) for t in wide]
 
 
 def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

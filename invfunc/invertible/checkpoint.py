@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import dual, hooks_refused, innermost, levels, under
+from invfunc._functorch import dual, hooks_refused, levels, under
 from invfunc.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -24,7 +24,8 @@ from invfunc.invertible.call import Call, Tensors
 from invfunc.invertible.function import noded
 from invfunc.invertible.hooks import hooked
 from invfunc.invertible.pair import Invertible
-from invfunc.invertible.report import Report
+from invfunc.invertible.probe import default_tolerance, relative_error
+from invfunc.invertible.report import Known, Report, way
 from invfunc.invertible.value import Value
 from invfunc.jacobian.trace.trace import Trace
 from invfunc.jacobian.twice import TwiceDifferentiable
@@ -37,7 +38,7 @@ def invertible_checkpoint(
     *,
     keep: bool | Sequence[int] = False,
     preserve_rng_state: bool = True,
-    check: bool | float = False,
+    check: bool | float | str = "warn",
     min_bytes: int = 0,
     has_aux: bool = False,
 ) -> Any:
@@ -61,9 +62,12 @@ def invertible_checkpoint(
         preserve_rng_state: replay the random numbers that f drew, so that dropout draws the same mask again. False
             saves the copies of the generators' states, for an f that draws nothing. (Threads that draw at the same time
             need a `generator=` each, as the numbers of the global one go to whoever comes first.)
-        check: compare `f_inv(f(x))` with x in every call, while x is in memory, and what f gives when it is evaluated
-            again with what it gave; a number is the error that is tolerated, relative to the largest entry of each
-            tensor (True: the square root of the precision).
+        check: what happens where x does not come back. Some 64 of its entries are kept, and compared when the inverse
+            has computed it: "warn" tells once a block of an error that is more than rounding (the square root of the
+            precision), and raises above a few per cent; "error" raises at once; "off" does not look. On an accelerator
+            that is told when the backward pass has ended. True compares all: `f_inv(f(x))` with x in every call, while
+            x is in memory, and what f gives when it is evaluated again; a number is the error that is tolerated,
+            relative to the largest entry of each tensor.
         min_bytes: below this size of x, g is simply f.
         has_aux: of an `Invertible` that hides something: return `(y, hidden)`.
 
@@ -73,7 +77,7 @@ def invertible_checkpoint(
     Raises:
         ArgumentTypeError: f or f_inv is no function, f_inv is missing, or an option is of a wrong kind.
         ArgumentError: keep names a tensor that x does not have, or has_aux is asked of what hides nothing.
-        InverseError: `check` finds an error, or what the inverse gives has not the form, shape or dtype of x.
+        InverseError: x comes back with an error (`check`), or in another form, shape or dtype.
         ReplayError: f or f_inv writes into its arguments, or f reads and writes a state of its own (running statistics
             that are only written are updated once); or it does something else when it is evaluated again. f uses
             torch.autograd, or a gradient is differentiated within its own transform of torch.func.
@@ -99,7 +103,7 @@ def invertible_checkpoint(
     coupling, whose inverse and f share their evaluations. (An f that uses torch.func itself has its first call
     evaluated twice; inside of torch.func, one that closes over what needs a gradient has each of its calls.) Per call
     some tenths of a millisecond, so blocks should not be tiny. The reconstructed x has the rounding errors of the
-    inverse, which grow with the number of blocks (`drift`).
+    inverse, which grow with the number of blocks (`drift`): there is an `InexactWarning`.
 
     Source: A. Gomez et al., The Reversible Residual Network, 2017; the interfaces of MemCNN and invtorch.
     """
@@ -136,14 +140,18 @@ def invertible_checkpoint(
     return Checkpointed(Invertible(f, f_inv, name=f"{describe(f)}, {describe(f_inv)}"), **options)
 
 
-_DEFAULTS = {"keep": False, "preserve_rng_state": True, "check": False, "min_bytes": 0, "has_aux": False}
+_DEFAULTS = {"keep": False, "preserve_rng_state": True, "check": "warn", "min_bytes": 0, "has_aux": False}
+
+
+_WAYS = ("warn", "error", "off")
+_CHECKS = '"warn", "error", "off", True (compare all) or the error that is tolerated'
 
 
 def _check_options(keep: Any, check: Any, min_bytes: Any) -> None:
     whole = isinstance(keep, bool) or (isinstance(keep, (list, tuple, range)) and all(type(i) is int for i in keep))
     options = (
         ("keep", keep, whole, "True, False or the places of tensors of x, as in keep=(0,)"),
-        ("check", check, isinstance(check, (bool, int, float)), "True, False or the error that is tolerated"),
+        ("check", check, check in _WAYS if isinstance(check, str) else isinstance(check, (bool, int, float)), _CHECKS),
         ("min_bytes", min_bytes, isinstance(min_bytes, int), "a number of bytes"),
     )
     for name, value, good, wanted in options:
@@ -169,10 +177,10 @@ class Checkpointed(Value):
     pair: Invertible
     keep: bool | tuple[int, ...] = False
     preserve_rng_state: bool = True
-    check: bool | float = False
+    check: bool | float | str = "warn"
     min_bytes: int = 0
     has_aux: bool = False
-    _report: Report = field(default_factory=Report, compare=False)
+    _known: Known = field(default_factory=Known, compare=False)
 
     def __post_init__(self) -> None:
         if self.has_aux and not self.pair.hidden:
@@ -217,9 +225,10 @@ class Checkpointed(Value):
         if any(not 0 <= i < len(xs) for i in kept):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {len(xs)} of them.")
         tolerance = _tolerance(self.check, xs)
-        made = partial(Call, self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, self._report)
+        report = Report(self, way(self.check), tolerance, self._known)
+        made = partial(Call, self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, report)
         call = made()
-        if kinds or self._report.needs_a_node:
+        if kinds or self._known.needs_a_node:
             y, ys, call, rest = self._noded(call, made, xs, rest)
         else:
             try:
@@ -229,7 +238,7 @@ class Checkpointed(Value):
                     raise
                 call.take_back()
                 y, ys, call, rest = self._noded(made(), made, xs, rest)
-                self._report.needs_a_node = True
+                self._known.needs_a_node = True
         if tolerance is not None and len(kept) < len(xs):
             _check(call, xs, ys, rest, tolerance)
         return y
@@ -238,20 +247,20 @@ class Checkpointed(Value):
         self, call: Call, made: Callable[..., Call], xs: Tensors, rest: Tensors
     ) -> tuple[Any, Tensors, Call, Tensors]:
         """The result of a node, whose further arguments are also the tensors that f closes over."""
-        if not self._report.closes_over:
+        if not self._known.closes_over:
             try:
                 return *noded(call, xs, rest), call, rest
             except ClosedOverError:
                 call.take_back()
         closure = made().closure(xs, rest)
-        self._report.closes_over = bool(closure.tensors)
+        self._known.closes_over = bool(closure.tensors)
         call, rest = made(closure=closure), [*rest, *closure.arguments()]
         return *noded(call, xs, rest), call, rest
 
     def _followed_closely(self, kinds: set[str]) -> bool:
         """Whether a statistic looks on that would not see into a node, or writes out for its second derivative what the
         evaluation in the backward pass would not."""
-        return under(TwiceDifferentiable) or (bool(kinds or self._report.needs_a_node) and under(Trace))
+        return under(TwiceDifferentiable) or (bool(kinds or self._known.needs_a_node) and under(Trace))
 
 
 def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:
@@ -263,8 +272,8 @@ def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:
     return not kinds or "grad" in kinds or any(t.requires_grad for t in tensors)
 
 
-def _tolerance(check: bool | float, xs: Tensors) -> float | None:
-    if check is False:
+def _tolerance(check: bool | float | str, xs: Tensors) -> float | None:
+    if check is False or isinstance(check, str):
         return None
     return max(map(default_tolerance, xs)) if check is True else float(check)
 
@@ -279,16 +288,3 @@ def _check(call: Call, xs: Tensors, ys: Tensors, rest: Tensors, tolerance: float
                 f"the inverse gives {name} of shape {list(x.shape)} back with an error of {error:.1e} of its largest "
                 f"entry, where {tolerance:.1e} is tolerated (check=)."
             )
-
-
-def default_tolerance(x: torch.Tensor) -> float:
-    """The error of an inverse that is taken for rounding, relative to the largest entry."""
-    return torch.finfo(x.dtype).eps ** 0.5 if x.is_floating_point() or x.is_complex() else 0.0
-
-
-def relative_error(came: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference, relative to the largest entry of what was wanted; over all entries of any vmap."""
-    wide = torch.complex128 if wanted.is_complex() else torch.float64
-    came, wanted = came.to(wide), wanted.to(wide)
-    error, size = innermost((came - wanted).abs()), innermost(wanted.abs())
-    return error.max().item() / (size.max().item() or 1.0) if size.numel() else 0.0

@@ -14,8 +14,8 @@ from invfunc import tree
 from invfunc.errors import InverseError, InvFuncError
 from invfunc.invertible.call import Call
 from invfunc.invertible.chain import repeated
-from invfunc.invertible.checkpoint import default_tolerance, relative_error
 from invfunc.invertible.pair import Invertible, as_pair
+from invfunc.invertible.probe import default_tolerance, relative_error
 from invfunc.transform import told
 
 

@@ -94,7 +94,7 @@ class LevelBlock(Block):
     """A call at a level of torch.func."""
 
     def __init__(self, run: Run, rest: Tensors) -> None:
-        super().__init__(run.call.kept)
+        super().__init__(run.call.kept, run.call.report)
         self._run = run
         self._rest = [Held(t) for t in rest]
 
@@ -105,7 +105,17 @@ class LevelBlock(Block):
             xs = self._run.inverse(sources, rest, None)
             if self._run.call.reads_outside:
                 self._run.forward(xs, rest)  # which says if it reads something else by now
-        self.give_back([x.detach() for x in xs])
+            self.give_back_and_tell([x.detach() for x in xs])
+
+    def names(self) -> list[str]:
+        return self._run.call.names()
+
+    def dtypes(self) -> list[torch.dtype]:
+        return [*self._run.call.dtypes(), *(held.get().dtype for held in self._rest)]
+
+    def once_more(self, sources: Tensors, xs: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        rest = [held.get().detach() for held in self._rest]
+        return self._run.inverse(sources, rest, None), self._run.forward(xs, rest, compare=False)
 
 
 class Forward(Op):
@@ -153,7 +163,8 @@ class Forward(Op):
                 start = unwound(self._run, (len(sources), self._count, len(rest)), wanted, given)
             outputs = derivative(self._forward, ghosts, sources, rest, gs, wanted, given, level, ctx.around, start)
         if start is not None:
-            ctx.block.give_back([x.detach() for x in outputs[: self._count]])
+            with self._run.call.named():
+                ctx.block.give_back_and_tell([x.detach() for x in outputs[: self._count]])
             outputs = outputs[self._count :]
         found = dict(zip(wanted, outputs, strict=True))
         for i, g in enumerate(of_ghosts):

@@ -8,50 +8,37 @@ gradients as ever, as it is f's own graph that is run backwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import Memory, backward_pass, plainly, unwatched, version
-from invfunc.errors import ModifiedError, ReplayError
+from invfunc._functorch import Memory, backward_pass, plainly, unwatched
+from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
-from invfunc.invertible.recall import OUTSIDE, Parts
+from invfunc.invertible.probe import Probe, finite, known_at_once
+from invfunc.invertible.recall import OUTSIDE
+from invfunc.invertible.recording import FEW, Enough, Key, Recording, Saved, Tape
+from invfunc.invertible.report import CHANGES, OTHER
 from invfunc.invertible.slots import Block, Held, fetch, metadata_of, release
-
-Saved = tuple[torch.Size, torch.dtype, int | None]
-"""What is known of a saved tensor: its shape and dtype, and which of the further arguments it is, if it is one."""
-Key = tuple[int, int]
-"""Which saved tensor: of the evaluation of a shared function (-1: of f beside them), and which one there."""
-
-
-class Tape(Parts):
-    """The tensors that autograd saves in one evaluation of f, in order."""
-
-    def __init__(self) -> None:
-        self.counts: dict[int, int] = {}
-
-    def next(self) -> Key:
-        """The key of the tensor that is saved now."""
-        index = self.counts.get(self.part, 0)
-        self.counts[self.part] = index + 1
-        return self.part, index
 
 
 class HookedBlock(Block):
     """A call of f in plain autograd."""
 
     def __init__(self, call: Call, xs: Tensors, rest: Tensors) -> None:
-        super().__init__(call.kept)
+        super().__init__(call.kept, call.report)
         self._call = call
         self._rest = [Held(t) for t in rest]
         self._needs = [t.requires_grad for t in (*xs, *rest)]
         self._shared_needs: dict[int, list[bool]] = {}
         self._tape = Tape()
         self._like: dict[Key, Saved] = {}
+        self._probes: dict[Key, Probe] = {}
+        self._probed = call.report.check != "off" and (call.report.known.calls <= _FIRST or len(call.kept) == len(xs))
         inputs = {x.data_ptr() for x in xs}
         self._apart = [i for i, t in enumerate(rest) if t.numel() and t.data_ptr() not in inputs]
         self._places = _places(rest, self._apart)
@@ -63,10 +50,18 @@ class HookedBlock(Block):
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
         """Instead of a tensor autograd saves where to get it."""
         key = self._tape.next()
-        self._like[key] = tensor.shape, tensor.dtype, self._places.get(tensor.data_ptr())
+        place = self._places.get(tensor.data_ptr())
+        self._like[key] = tensor.shape, tensor.dtype, place
+        if self._probed and place is None and self._to_be_probed(tensor):
+            self._probes[key] = Probe((tensor,), FEW)
         if self._memory is not None:
             self._memory[key] = Memory(tensor), _geometry(tensor)
         return self, key
+
+    def _to_be_probed(self, tensor: torch.Tensor) -> bool:
+        watch = self._call.watch
+        own = not (tensor.is_leaf and tensor.requires_grad) and not (watch and watch.noisy)
+        return own and tensor.is_floating_point() and known_at_once(tensor.device)
 
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """For a statistic that watches f: how to have a tensor again, if it is one that was saved."""
@@ -94,7 +89,17 @@ class HookedBlock(Block):
             xs = self._call.inverse(fetch(self.sources), self._detached())
             if self._call.reads_outside:
                 self._call.run(xs, self._detached(), None)  # which says if it reads something else by now
-            self.give_back(xs)
+            self.give_back_and_tell(xs)
+
+    def names(self) -> list[str]:
+        return self._call.names()
+
+    def dtypes(self) -> list[torch.dtype]:
+        return [*self._call.dtypes(), *(dtype for _, dtype, *_ in self._like.values())]
+
+    def once_more(self, sources: Tensors, xs: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        back = self._call.inverse(sources, self._detached())
+        return back, tree.tensors(self._call.run(xs, self._detached(), None, compare=False))
 
     def _detached(self) -> list[torch.Tensor]:
         return [held.get().detach() for held in self._rest]
@@ -122,21 +127,33 @@ class HookedBlock(Block):
                 block.forget()  # autograd is done with it
         self._pass = backward_pass()
         rest = self._detached()
-        recorded = _Recording(self._like, _places(rest, self._apart), to_the_end=self._call.tolerance is not None)
         with plainly(), self._call.named():
             xs = self.xs()
-            outputs = None
+            exact = xs is not None and self._exact()
+            recorded = Recording(self._like, self._probes, _places(rest, self._apart), self._call.tolerance is not None)
+            outputs, tell = None, None
             if xs is None:
-                xs, outputs = self._invert_recording(recorded)
+                xs, outputs, tell = self._invert_recording(recorded)
             if outputs is None or outputs or recorded.misses() or self._call.reads_outside:
                 self._run_recording(recorded, xs, outputs)
-        recorded.check()
+            recorded.check()
+            if tell is not None:
+                tell()
+            else:  # of an inexact x all has been told
+                error = recorded.error(self.report.tolerated(self.dtypes()) if exact else OTHER)
+                if error and (error < math.inf or finite((*xs, *fetch(self._ys)))):
+                    self.report.saved(error, exact, self.dtypes())
         for held in self._rest:
             held.let_go()
         release(self._ys)
         return recorded.found
 
-    def _invert_recording(self, recorded: _Recording) -> tuple[list[torch.Tensor], dict[int, Any]]:
+    def _exact(self) -> bool:
+        """Whether x is in memory as it was, and was not given back with an error."""
+        slots = [source() for source in self._xs]
+        return all(slot is not None and isinstance(slot.error, float) and slot.error == 0 for slot in slots)
+
+    def _invert_recording(self, recorded: Recording) -> tuple[list[torch.Tensor], dict[int, Any], Tell]:
         """Invert; what the shared functions save meanwhile is what they saved in forward."""
         outputs: dict[int, Any] = {}
 
@@ -151,10 +168,9 @@ class HookedBlock(Block):
 
         with torch.no_grad():
             xs = self._call.inverse(fetch(self.sources), self._detached(), evaluate)
-        self.give_back(xs)
-        return xs, outputs
+        return xs, outputs, self.give_back(xs)
 
-    def _run_recording(self, recorded: _Recording, xs: Tensors, outputs: dict[int, Any] | None) -> None:
+    def _run_recording(self, recorded: Recording, xs: Tensors, outputs: dict[int, Any] | None) -> None:
         """Evaluate f again, with the known outputs of shared functions, as long as something saved is missing."""
 
         def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -169,18 +185,21 @@ class HookedBlock(Block):
         try:
             with torch.enable_grad(), recorded.part(OUTSIDE):
                 self._call.run(given[: len(xs)], given[len(xs) :], evaluate, known=bool(outputs))
-        except _Enough:
+        except Enough:
             pass
         if recorded.misses():
             raise self._differs(recorded)
 
-    def _differs(self, recorded: _Recording) -> ReplayError:
+    def _differs(self, recorded: Recording) -> ReplayError:
         return ReplayError(
             f"autograd saved {len(self._like)} tensors when the function was evaluated, and {len(recorded.found)} "
-            "when it was evaluated again: it does not do the same thing twice."
+            f"when it was evaluated again: it does not do the same thing twice. {CHANGES}"
         )
 
 
+Tell = Callable[[], None] | None
+_FIRST = 4
+"""In how many calls what is saved is looked at, where x comes from the inverse: it is looked at in all."""
 Geometry = tuple[torch.Size, tuple[int, ...], int, bool]
 
 
@@ -202,60 +221,6 @@ def _places(rest: Tensors, indices: Sequence[int]) -> dict[int, int]:
 
 def _as_then(tensors: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor]:
     return [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
-
-
-class _Enough(Exception):
-    """All that was saved is there."""
-
-
-class _Recording:
-    """Saved tensors of an evaluation that is done again."""
-
-    def __init__(self, like: dict[Key, Saved], places: dict[int, int], to_the_end: bool) -> None:
-        self._like = like
-        self._places = places
-        self._to_the_end = to_the_end
-        self._tape = Tape()
-        self.found: dict[Key, torch.Tensor] = {}
-        self._versions: list[tuple[torch.Tensor, int]] = []
-
-    def check(self) -> None:
-        """What was saved was not written afterwards."""
-        for tensor, then in self._versions:
-            if version(tensor) != then:
-                raise ModifiedError(
-                    f"a tensor of shape {list(tensor.shape)} that is needed for the gradient of the function has been "
-                    "modified within it by an inplace operation."
-                )
-
-    def given_back(self, tensor: torch.Tensor) -> None:
-        """Nothing: a statistic looked on the first time."""
-
-    def misses(self) -> bool:
-        return len(self.found) < len(self._like)
-
-    @contextmanager
-    def part(self, index: int) -> Iterator[None]:
-        with self._tape.within(index), saved_tensors_hooks(self._pack, _never):
-            yield
-
-    def _pack(self, tensor: torch.Tensor) -> None:
-        key = self._tape.next()
-        like = self._like.get(key)
-        if like != (tensor.shape, tensor.dtype, self._places.get(tensor.data_ptr())):
-            then = "nothing" if like is None else f"{list(like[0])} {like[1]}"
-            raise ReplayError(
-                f"autograd saves a tensor {list(tensor.shape)} {tensor.dtype} where it saved {then} the first time: "
-                "the function does not do the same thing twice."
-            )
-        self.found[key] = tensor.detach()
-        self._versions.append((self.found[key], version(tensor)))
-        if key[0] == OUTSIDE and not self._to_the_end and not self.misses():
-            raise _Enough
-
-
-def _never(packed: None) -> torch.Tensor:
-    raise AssertionError("this graph is never run backwards")
 
 
 def _unpack(packed: tuple[HookedBlock, Key]) -> torch.Tensor:

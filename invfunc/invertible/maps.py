@@ -24,9 +24,11 @@ class Run:
         """The tensors of y, for the first time."""
         return self.call.flat(self.call.first(xs, rest, closed=True))
 
-    def forward(self, xs: Tensors, rest: Tensors, known: Evaluate | None = None) -> list[torch.Tensor]:
+    def forward(
+        self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True
+    ) -> list[torch.Tensor]:
         """The tensors of y, another time, perhaps with known results of shared functions."""
-        return self.call.flat(self.call.run(xs, rest, known, known is not None))
+        return self.call.flat(self.call.run(xs, rest, known, known is not None, compare))
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
         """The tensors of x."""
@@ -46,8 +48,10 @@ class BatchedRun(Run):
     def first(self, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
         return self._each(self._run.first, self._xs)(list(xs), list(rest))
 
-    def forward(self, xs: Tensors, rest: Tensors, known: Evaluate | None = None) -> list[torch.Tensor]:
-        return self._each(lambda a, b: self._run.forward(a, b, known), self._xs)(list(xs), list(rest))
+    def forward(
+        self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True
+    ) -> list[torch.Tensor]:
+        return self._each(lambda a, b: self._run.forward(a, b, known, compare), self._xs)(list(xs), list(rest))
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
         kept = [self._xs[i] for i in self.call.kept]

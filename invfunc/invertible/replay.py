@@ -45,6 +45,10 @@ class Replay:
         """The random numbers go on from the moment."""
         self._set(self._states)
 
+    def dtypes(self) -> list[torch.dtype]:
+        """Those that autocast computes in."""
+        return [dtype for _, (enabled, dtype, _) in self._autocast if enabled]
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """The moment comes back."""

@@ -1,28 +1,38 @@
-"""What is told of a block, and only once."""
+"""What is told of a block: parts that are compiled, and an x that does not come back."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from invfunc.errors import InvFuncWarning
+import torch
+
+from invfunc import tree
+from invfunc._functorch import after_backward, backward_pass, innermost
+from invfunc.errors import InexactWarning, InverseError, InvFuncError, InvFuncWarning, ReplayError
+from invfunc.invertible.probe import Error, precision
+from invfunc.transform import told
 
 
 @dataclass
-class Report:
+class Known:
     """What is known of a block from its calls."""
 
     needs_a_node: bool = False
     """Whether f turned out to use torch.func itself, beside which saved tensors have no hooks."""
     closes_over: bool = False
     """Whether f turned out to close over tensors that need a gradient inside of torch.func."""
-    called: bool = False
-    """Whether it was called before, so that compiled parts have been told of."""
+    calls: int = 0
+    """How often it was called; the first time compiled parts are told of."""
+    inexact: bool = False
+    """Whether it has been told that x does not come back."""
 
     def compiled(self) -> None:
         """Tell of a compiled part, which runs without its compiler."""
-        if not self.called:
-            self.called = True
+        if not self.calls:
+            self.calls = 1
             warnings.warn(
                 "a function that torch.compile made is evaluated as it was written, as it is a part of an invertible "
                 "block: what is computed again in the backward pass has to be the same, operation by operation. Leave "
@@ -31,3 +41,199 @@ class Report:
                 InvFuncWarning,
                 stacklevel=2,
             )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is found out about an x that did not come back, by evaluating once more."""
+
+    finite: bool = True
+    """Whether there was a number everywhere in y."""
+    repeats: bool = True
+    """Whether the inverse gives the same another time."""
+    forth: float = 0.0
+    """The error of `f(f_inv(y))` against y."""
+
+
+def way(check: bool | float | str) -> str:
+    """What happens where x does not come back."""
+    return check if isinstance(check, str) else "off" if check is False else "error"
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a block tells of what does not come back.
+
+    Args:
+        block: what `repr` names.
+        check: "warn", "error" or "off".
+        tolerance: the error up to which all is well, where the user has said it.
+        known: what its calls share.
+    """
+
+    block: Any = None
+    check: str = "off"
+    tolerance: float | None = None
+    known: Known = field(default_factory=lambda: Known(calls=1))
+
+    def compared(
+        self,
+        which: str,
+        error: Error,
+        before: Error,
+        dtypes: Sequence[torch.dtype],
+        more: Callable[[], Iterable[torch.dtype]],
+        evidence: Callable[[], Evidence],
+    ) -> Callable[[], None] | None:
+        """What is to be told of a comparison, where anything is.
+
+        Args:
+            which: the tensor of x.
+            error: its error.
+            before: the error of the y that it was computed from.
+            dtypes: those of x.
+            more: those that the function computes in.
+            evidence: finds more out.
+        """
+        if isinstance(error, torch.Tensor):
+            known = (*dtypes, *more())
+            later(error, before, lambda e, b: self._judge(which, e, b, known, None)())
+        elif not error <= self.tolerated(dtypes):
+            return self._judge(which, error, float(before), (*dtypes, *more()), evidence)
+        return None
+
+    def tolerated(self, dtypes: Iterable[torch.dtype]) -> float:
+        """The error that is taken for rounding."""
+        return precision(dtypes) ** 0.5 if self.tolerance is None else self.tolerance
+
+    def _judge(
+        self,
+        which: str,
+        error: float,
+        before: float,
+        dtypes: Iterable[torch.dtype],
+        evidence: Callable[[], Evidence] | None,
+    ) -> Callable[[], None]:
+        most = self.tolerated(dtypes)
+        if error <= most or (self.known.inexact and self._is_small(error, most)):
+            return _nothing
+        found = None if evidence is None else evidence()
+        if found is not None and not found.finite:  # nor is the gradient without the block
+            return _nothing
+        text = f"the inverse gives {which} back with an error of {error:.1e}, where up to {most:.1e} is rounding. "
+        kind: type[InvFuncError] = InverseError
+        if found is not None and not found.repeats:
+            kind = ReplayError
+            text += f"It gives something else each time. {CHANGES}"
+        elif found is not None and not found.forth <= max(most, error / _GROWTH):
+            text += (
+                f"f(f_inv(y)) differs from y by {found.forth:.1e}: it is no inverse of f, or f reads something that "
+                "has been changed since (`check_inverse` compares them)."
+            )
+        elif before * _GROWTH >= error:
+            text += (
+                f"Its y had an error of {before:.1e} already: rounding errors drift, and grow from block to block "
+                f"(`drift` tells how fast). {HELPS}"
+            )
+        else:
+            text += (
+                "f takes this x to the same y: f has no inverse there, the rounding of y alone moves x so far "
+                f"(`check_inverse` tells the condition), or something that f reads has been changed since, "
+                f"such as the mode of a module. {HELPS}"
+            )
+        return lambda: self.tell(kind, text, self._is_small(error, most))
+
+    def saved(self, error: float, exact: bool, dtypes: Iterable[torch.dtype]) -> None:
+        """Tell how far what autograd saves is from what it saved the first time, for an x that is exact or not."""
+        text = (
+            f"evaluated again, the function computes other numbers: a tensor that autograd saves has an error of "
+            f"{error:.1e}. "
+        )
+        text += CHANGES if exact else f"It makes the rounding errors of x large, or: {CHANGES}"
+        self.tell(ReplayError, text, exact and self._is_small(error, self.tolerated(dtypes)))
+
+    def _is_small(self, error: float, most: float) -> bool:
+        return self.check == "warn" and error <= max(4 * most, _FEW)
+
+    def tell(self, kind: type[InvFuncError], text: str, small: bool) -> None:
+        """A warning, or an error."""
+        where = f"{self.block!r}, in the backward pass"
+        if not small:
+            raise told(kind(text), where)
+        self.known.inexact = True
+        warnings.warn(f"{where}: {text}", InexactWarning, stacklevel=2)
+
+
+def _nothing() -> None:
+    """There is nothing to tell."""
+
+
+CHANGES = (
+    "It reads something that changes: random numbers of Python or numpy, a counter, the mode of a module (train, "
+    "eval). Draw with torch, whose numbers are replayed (preserve_rng_state=True), or pass what changes as an argument."
+)
+HELPS = (
+    "Keep some of the states (anchor_every=, keep=True), compute in float64, or take a coupling with exact=True. "
+    '(check="error" raises at once, check="off" does not look.)'
+)
+_GROWTH = 1e3
+"""How many times larger an error may become in one block by drift."""
+OTHER = 0.5
+"""The error above which numbers are others."""
+_FEW = 0.05
+"""The error above which a gradient is not worth having."""
+
+
+_Judge = Callable[[float, float], None]
+_waiting: dict[int, list[tuple[torch.Tensor, Error, _Judge]]] = {}
+
+
+def later(error: torch.Tensor, before: Error, judge: _Judge) -> None:
+    """Look at numbers of a device when the backward pass has ended."""
+    running = backward_pass()
+    waiting = _waiting.setdefault(running, [])
+    waiting.append((error, before, judge))
+    if len(waiting) == 1:
+        while len(_waiting) > _PASSES:  # those of passes that failed
+            del _waiting[next(iter(_waiting))]
+        after_backward(lambda: _look(_waiting.pop(running, [])))
+
+
+_PASSES = 100
+
+
+def _look(waiting: Sequence[tuple[torch.Tensor, Error, _Judge]]) -> None:
+    for error, before, judge in waiting:
+        judge(float(error), float(before))
+
+
+Sums = list[tuple[float, float]]
+"""The sum and the sum of magnitudes of each tensor of a result."""
+
+
+def sums(y: Any) -> Sums:
+    """Those of a result, over all entries of any vmap."""
+    plain = [innermost(t.detach()) for t in tree.tensors(y)]
+    wide = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).to(torch.float64) for t in plain]
+    return [(t.sum().item(), t.abs().sum().item()) for t in wide]
+
+
+def compare_sums(y: Any, then: Sums, tolerance: float, exact: bool, again: Callable[[], Any]) -> None:
+    """Whether a result is that of the first time, for an x that is exact or comes from the inverse."""
+    came = sums(y)
+    for (total, size), (now, _) in zip(then, came, strict=True):
+        if abs(now - total) <= tolerance * size:
+            continue
+        with torch.no_grad():
+            repeats = sums(again()) == came
+        text = f"evaluated again, the function gives another result: its entries sum up to {now:.8g}, not {total:.8g}. "
+        if not repeats:
+            text += CHANGES
+        elif exact:
+            text += "Something that it reads has been changed since."
+        else:
+            text += (
+                "It makes the rounding errors of x large, which comes from the inverse (`drift`), or something that it "
+                f"reads has been changed since. {HELPS}"
+            )
+        raise ReplayError(text)

@@ -23,6 +23,8 @@ import torch
 
 from invfunc._functorch import saving_hooks, version
 from invfunc.errors import ModifiedError
+from invfunc.invertible.probe import Error, Probe, finite, largest, summed_finite
+from invfunc.invertible.report import Evidence, Report
 
 
 class Slot:
@@ -35,6 +37,8 @@ class Slot:
         self._held: Held | None = None
         self.block: Block | None = None
         """The block that took the tensor over."""
+        self.error: Error = 0.0
+        """That of the tensor that the block gave back."""
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Keep the tensor in memory, unless a block can give it back."""
@@ -56,9 +60,10 @@ class Slot:
         """Let go of the tensor, which the block can give back."""
         self.block, self._held = block, None
 
-    def fill(self, tensor: torch.Tensor) -> None:
+    def fill(self, tensor: torch.Tensor, error: Error) -> None:
         """Hold a tensor that was given back."""
         self._held = Held(tensor, users=False)
+        self.error = error
 
     def release(self) -> None:
         """Let go of a tensor that can be given back again."""
@@ -118,10 +123,13 @@ class Block(ABC):
 
     Args:
         kept: which tensors of x stay in memory, as the inverse does not give them back.
+        report: how it is told if what the inverse gives back is something else.
     """
 
-    def __init__(self, kept: Sequence[int]) -> None:
+    def __init__(self, kept: Sequence[int], report: Report) -> None:
         self.kept = kept
+        self.report = report
+        self._probe: Probe | None = None
         self._xs: list[Callable[[], Slot | None]] = []
         self._taken: set[int] = set()
         self._ys: list[Slot] = []
@@ -136,6 +144,8 @@ class Block(ABC):
                 of_node.setdefault(_KEY, {})[number] = weakref.ref(slot), weakref.ref(self)
             if len(self.kept) < len(xs):
                 slot.hold(y)
+        if self.report.check != "off" and len(self.kept) < len(xs):
+            self._probe = Probe(xs, without=self.kept)
         produced = [slot_of(x) for x in xs]
         if None in produced and any(produced):
             beside = [slot for x in xs if (block := _block_of(x)) is not None for slot in block._ys]
@@ -175,13 +185,61 @@ class Block(ABC):
             found.append(tensor)
         return found
 
-    def give_back(self, xs: Sequence[torch.Tensor]) -> None:
-        """Fill the slots of x, for the blocks that they come from; what can be given back again is let go of."""
+    def give_back(self, xs: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        """Fill the slots of x, for the blocks that they come from; what can be given back again is let go of.
+
+        What is returned tells that they are not what they were.
+        """
+        error, tell = (0.0, None) if self._probe is None else self._compared(self._probe, xs)
         for i in self._taken:
             slot = self._xs[i]()
             if slot is not None and slot.block is self:
-                slot.fill(xs[i])
+                slot.fill(xs[i], error)
         release(self._ys)
+        return tell
+
+    def give_back_and_tell(self, xs: Sequence[torch.Tensor]) -> None:
+        """The same, told at once."""
+        tell = self.give_back(xs)
+        if tell is not None:
+            tell()
+
+    def _compared(self, probe: Probe, xs: Sequence[torch.Tensor]) -> tuple[Error, Callable[[], None] | None]:
+        errors = probe.errors(xs)
+        error = largest(errors)
+        if isinstance(error, torch.Tensor):
+            found = [t for slot in self.sources if (t := slot.find()) is not None]
+            error = torch.where(summed_finite(found, error.device), error, 0.0)
+        elif not error:
+            return error, None
+        which = "x" if isinstance(error, torch.Tensor) else self.names()[errors.index(error)]
+        before = largest([slot.error for slot in self._ys])
+        dtypes = [x.dtype for x in xs]
+        return error, self.report.compared(which, error, before, dtypes, self.dtypes, lambda: self._evidence(xs))
+
+    def _evidence(self, xs: Sequence[torch.Tensor]) -> Evidence:
+        """What both functions give for y and for an x that did not come back."""
+        with torch.no_grad():
+            sources = fetch(self.sources)
+            if not finite(sources):
+                return Evidence(finite=False)
+            again, ys = self.once_more(sources, xs)
+        apart, error = (largest(Probe(a).errors(b)) for a, b in ((xs, again), (sources[: len(ys)], ys)))
+        return Evidence(repeats=float(apart) == 0.0, forth=float(error))
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The tensors of x."""
+
+    @abstractmethod
+    def dtypes(self) -> list[torch.dtype]:
+        """Those that the function computes in, as far as they are known."""
+
+    @abstractmethod
+    def once_more(
+        self, sources: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The inverse of the sources, and f of xs, as at the first time."""
 
     def behind(self) -> list[Block]:
         """The blocks that took over what comes out of this one."""

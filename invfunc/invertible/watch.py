@@ -9,14 +9,17 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import compiled_within, here, level_of, storage_of, version
+from invfunc._functorch import level_of, storage_of, version
+from invfunc._uncompiled import compiled_within, here
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.invertible.recall import Other, Sight
-from invfunc.invertible.report import Report
+from invfunc.invertible.report import Known
 from invfunc.invertible.slots import Hooks
 
 _RUNNING = {torch.nn.functional.batch_norm: (1, 2, 5), torch.batch_norm: (3, 4, 5)}
 """Which arguments are running statistics, and which says that they are written: their versions do not tell."""
+_NOISY = {torch.nn.functional.rrelu, torch.rrelu}
+"""What saves a tensor before it is filled, which its version does not tell either."""
 
 
 class Watch(Sight):
@@ -26,7 +29,7 @@ class Watch(Sight):
         given: the tensors that the function is given.
         closed: whether no gradient reaches what is not given, so that reading a tensor that needs one is an error.
         generators: grows by the random number generators that the function draws from.
-        report: where compiled parts are told of.
+        known: where compiled parts are told of.
         closure: what the function is known to close over.
     """
 
@@ -35,7 +38,7 @@ class Watch(Sight):
         given: Sequence[torch.Tensor],
         closed: bool,
         generators: list[torch.Generator],
-        report: Report,
+        known: Known,
         closure: Closure | None = None,
     ) -> None:
         super().__init__(given)
@@ -44,21 +47,24 @@ class Watch(Sight):
         self._given = given
         self._closed = closed
         self._generators = generators
-        self._report = report
+        self._known = known
         self._versions = [version(tensor) for tensor in given]
         self._outside: dict[int, _Outside] = {}
         self._order: dict[int, list[_Outside]] = {}
+        self.noisy = False
+        """Whether what is saved now is not yet what it will be."""
         self.drawn: list[tuple[torch.Generator, torch.Tensor]] = []
         """Generators that were not known, with their states before the first draw."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._report.called and compiled_within(self._entered):
-            self._report.compiled()
+        if not self._known.calls and compiled_within(self._entered):
+            self._known.compiled()
         generator = kwargs.get("generator")
         if isinstance(generator, torch.Generator) and not any(generator is known for known in self._generators):
             self.drawn.append((generator, generator.get_state()))
             self._generators.append(generator)
+        self.noisy = func in _NOISY
         looks = getattr(func, "__name__", "") == "__get__"
         if self._closure.tensors:
             if looks and not isinstance(result := func(*args, **kwargs), torch.Tensor):
@@ -93,7 +99,7 @@ class Watch(Sight):
         return result
 
     def __enter__(self) -> Watch:
-        self._entered = 0 if self._report.called else here()
+        self._entered = 0 if self._known.calls else here()
         return super().__enter__()
 
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor | None:

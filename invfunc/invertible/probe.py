@@ -1,0 +1,154 @@
+"""Whether a tensor that is computed again is what it was: some of its entries are kept, and compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import compress
+from typing import Any
+
+import torch
+
+from invfunc._functorch import batch_first, capturing, dispatched, innermost, unwatched
+
+Error = float | torch.Tensor
+"""The distance of some entries from what they were, relative to their size; a tensor where a device has not told it."""
+
+
+class Probe:
+    """Some entries of tensors.
+
+    Args:
+        tensors: they are not kept.
+        most: how many entries of all of them.
+        without: the places of those that are not looked at.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], most: int = 64, without: Sequence[int] = ()) -> None:
+        self._most = max(8, most // max(1, len(tensors)))
+        self._without = without
+        self._then = [] if dispatched() else self._entries(tensors)
+
+    def errors(self, tensors: Sequence[torch.Tensor]) -> list[Error]:
+        """How far the tensors are from those that there were; 0 where nothing can be said."""
+        if not self._then or dispatched():
+            return [0.0] * len(tensors)
+        return _errors(self._then, self._entries(tensors))
+
+    def _entries(self, tensors: Sequence[torch.Tensor]) -> list[_Entries | None]:
+        with unwatched():
+            return [None if i in self._without else _entries(t, self._most) for i, t in enumerate(tensors)]
+
+
+_Entries = tuple[torch.Size, "list[float] | torch.Tensor"]
+"""The shape of a tensor, and some of its entries: numbers, or where these are not known yet another tensor."""
+
+
+def _entries(tensor: torch.Tensor, most: int) -> _Entries | None:
+    tensor = batch_first(tensor)
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    shape = tensor.shape
+    count, step = _places(shape, most)
+    if count == 0 or tensor.is_quantized:
+        return None
+    if tensor.is_contiguous():
+        part = tensor.as_strided((count,), (step,))
+    else:
+        part = tensor[torch.unravel_index(torch.arange(count, device=tensor.device) * step, shape)]
+    if part.is_complex():
+        part = torch.view_as_real(part.resolve_conj()).flatten()
+    if known_at_once(tensor.device):
+        return shape, part.tolist()
+    if capturing(tensor.device):
+        return None
+    return shape, part.to(torch.float32 if part.dtype.itemsize < 4 else part.dtype, copy=True)
+
+
+@lru_cache(1024)
+def _places(shape: torch.Size, most: int) -> tuple[int, int]:
+    """How many entries, and how far apart."""
+    number = shape.numel()
+    step = number // most | 1 if number > most else 1  # an odd one, so that they meet all columns
+    return min(most, (number - 1) // step + 1), step
+
+
+def largest(errors: Sequence[Error]) -> Error:
+    """The largest of some errors."""
+    there = [e for e in errors if isinstance(e, torch.Tensor)]
+    if not there:
+        return max(errors, default=0.0)
+    return torch.stack([torch.as_tensor(e, device=there[0].device) for e in errors]).max()
+
+
+def finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether there is a number everywhere."""
+    return all(bool(innermost(t).isfinite().all()) for t in tensors)
+
+
+def summed_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The same for a device, which is not waited for; sums that overflow count as none."""
+    sums = [innermost(t).sum(dtype=torch.float32).isfinite().to(device) for t in tensors if t.is_floating_point()]
+    return torch.stack([torch.ones((), dtype=torch.bool, device=device), *sums]).all()
+
+
+def known_at_once(device: torch.device) -> bool:
+    """Whether reading a number does not make anybody wait."""
+    return device.type == "cpu"
+
+
+def _errors(then: Sequence[_Entries | None], now: Sequence[_Entries | None]) -> list[Error]:
+    errors: list[Error] = [0.0] * len(then)
+    measured: dict[int, tuple[torch.device | None, Any, Any]] = {}
+    for i, (was, came) in enumerate(zip(then, now, strict=True)):
+        if was is None or came is None or was[0] != came[0]:
+            continue
+        a, b = was[1], came[1]
+        if isinstance(a, list) and isinstance(b, list):
+            if a != b:
+                measured[i] = None, *_apart(a, b)
+        elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            measured[i] = a.device, *_apart_on_device(a, b)
+    for i, (device, distance, size) in measured.items():
+        whole = sum(s for d, _, s in measured.values() if d == device)  # for what was zero
+        if device is None:
+            errors[i] = distance / (size or whole or 1.0)
+        else:
+            size = torch.where(size > 0, size, whole + (whole == 0))
+            errors[i] = torch.where(distance == 0, 0.0, distance / size)
+    return errors
+
+
+def _apart(then: list, now: list) -> tuple[float, float]:
+    """The distance of some numbers, and the size of what they were; where that was no number, nothing is expected."""
+    size, distance = math.hypot(*then), math.dist(then, now)
+    if math.isfinite(size) and not math.isnan(distance):
+        return distance, size
+    finite = [math.isfinite(a) for a in then]
+    then, now = list(compress(then, finite)), list(compress(now, finite))
+    return math.dist(then, now) if all(map(math.isfinite, now)) else math.inf, math.hypot(*then)
+
+
+def _apart_on_device(then: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    finite = then.isfinite()
+    distance = torch.where(finite, now - then, 0).float().norm()
+    return distance.nan_to_num(math.inf, math.inf), torch.where(finite, then, 0).float().norm()
+
+
+def precision(dtypes: Iterable[torch.dtype]) -> float:
+    """That of the coarsest dtype; 0 where all are whole numbers."""
+    return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0)
+
+
+def default_tolerance(x: torch.Tensor) -> float:
+    """The error of an inverse that is taken for rounding, relative to the largest entry."""
+    return precision([x.dtype]) ** 0.5
+
+
+def relative_error(came: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, relative to the largest entry of what was wanted; over all entries of any vmap."""
+    wide = torch.complex128 if wanted.is_complex() else torch.float64
+    came, wanted = came.to(wide), wanted.to(wide)
+    error, size = innermost((came - wanted).abs()), innermost(wanted.abs())
+    return error.max().item() / (size.max().item() or 1.0) if size.numel() else 0.0
