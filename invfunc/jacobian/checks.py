@@ -51,6 +51,20 @@ def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:
     return tag if tag is not None else Sampled(None)
 
 
+def order_of(trace: Trace, result: torch.Tensor) -> list[int] | None:
+    """The place of each sample of a scalar loss, in which they have to meet the parameters in one order."""
+    orders = trace.orders
+    if set(orders) <= {None} or not trace.apart or result.ndim:
+        return None
+    order, name = next((o, name) for o, name in orders.items() if o is not None)
+    if len(orders) > 1 or not order:
+        raise SampleAxisError(
+            f"at `{name}` the samples are in another order than in the batch, but not everywhere: the share of each is "
+            "not defined. Put all batch arguments in that order before they are passed."
+        )
+    return sorted(range(trace.n), key=order.__getitem__)
+
+
 def check_shared(trace: Trace, tag: Derived, name: str) -> None:
     """Check that a loss is that of some samples, if it matters how they share it."""
     if not trace.apart:

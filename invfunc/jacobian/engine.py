@@ -11,7 +11,7 @@ import torch
 from invfunc import tree
 from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
 from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.checks import check_loss
+from invfunc.jacobian.checks import check_loss, order_of
 from invfunc.jacobian.explained import Report
 from invfunc.jacobian.fold import SLOPE, Fold
 from invfunc.jacobian.loss.columns import Columns, Gradient, Units
@@ -226,6 +226,7 @@ class Engine:
                 raise to_be_split(error) if error.unknown and error.reason else error from None
             return self._each_alone(error, draws)
         splitter = splitters[-1]
+        self.problem.places = order_of(light.trace, light.result)
         wanted = splitter.selected(tag)
         roots = [splitter.roots[i] for i in wanted]
         try:

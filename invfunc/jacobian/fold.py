@@ -183,7 +183,7 @@ class Fold:
 
     def _samples(self, run: Run) -> Samples:
         """Those that the caller chose among those of the run, in their order there."""
-        n, chosen = run.trace.n, self.problem.samples
+        n, chosen = run.trace.n, self.problem.chosen
         if chosen is None:
             return Samples(n)
         chosen = sorted(i - run.start for i in chosen if run.start <= i < run.start + n)
@@ -237,7 +237,7 @@ class Fold:
 
     def _delivered(self, dtype: torch.dtype, each: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
         """In the precision of the parameters, and with the samples in the order in which they were chosen."""
-        chosen = self.problem.samples
+        chosen = self.problem.chosen
         if chosen is not None and chosen != sorted(chosen):
             order = sorted(range(len(chosen)), key=chosen.__getitem__)
             back = torch.tensor(sorted(order, key=order.__getitem__), device=x.device)

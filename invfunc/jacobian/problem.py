@@ -53,6 +53,8 @@ class Problem:
     n: int
     samples: list[int] | None = None
     """Those that the caller chose, as places in the batch."""
+    places: list[int] | None = None
+    """Where f puts each sample, if not where it is in the batch."""
 
     @property
     def inputs(self) -> range:
@@ -101,6 +103,13 @@ class Problem:
             return trace.samples(x, Axis(d))
 
         return tree.map_tensors(seen, self.args[position])
+
+    @property
+    def chosen(self) -> list[int] | None:
+        """Where the chosen samples are in a run of f; None for all in their order."""
+        if self.places is None:
+            return self.samples
+        return [self.places[i] for i in (range(self.n) if self.samples is None else self.samples)]
 
     def fixed(self) -> list[torch.Tensor]:
         """The tensors that all samples share."""

@@ -14,7 +14,15 @@ from invfunc._functorch import version
 from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleAxisError, not_alone
 from invfunc.jacobian.alone import FOREIGN, Alone, NotAlone
 from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.checks import cannot_draw, check_loss, no_outputs, output_axis, same_in_part, same_values
+from invfunc.jacobian.checks import (
+    cannot_draw,
+    check_loss,
+    no_outputs,
+    order_of,
+    output_axis,
+    same_in_part,
+    same_values,
+)
 from invfunc.jacobian.evidence import Learned, learn
 from invfunc.jacobian.follow import TOTAL
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
@@ -61,8 +69,7 @@ class Runner:
         self.pattern: Follower | None = None
         self.alone: Alone | None = None
         """The last resort, once the function could not be followed."""
-        self.apart = problem.n > 1
-        """Whether the samples are told apart in the result."""
+        self.apart = problem.n > 1  # whether the samples are told apart in the result
         self.learned: Learned | None = None
         self.doubtful = False
 
@@ -89,8 +96,7 @@ class Runner:
         trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, partial=partial, draws=draws)
         trace.remember = self.remember if tapped else None
         trace.pattern, trace.apart = self.pattern, self.apart and n > 1
-        for x in self.problem.fixed():
-            trace.constants.add(x)
+        trace.constants.update(self.problem.fixed())
         if self.learned is not None:
             self.learned.tell(trace)
         watching = splitter(trace) if splitter is not None else None
@@ -132,6 +138,7 @@ class Runner:
                 with run.trace:
                     run.result = run.result + zero
             run.trace.check([run.result], run.params)
+            problem.places = order_of(run.trace, run.result)
         except SampleAxisError as error:
             run = self._run_alone(self._alone(error), WHOLE, problem.n)
             if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:

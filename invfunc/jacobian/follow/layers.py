@@ -81,9 +81,13 @@ def cdist(call: Call) -> Place:
 
 
 def _along(x: torch.Tensor, axis: Axis, dims: set[int], active: bool, name: str) -> Axis:
-    if active and axis.dim in dims:
+    if axis.dim in dims and (active or name in _ELSEWHERE):
         raise Mixed(f"it computes {name} along the sample axis")
     return axis
+
+
+_ELSEWHERE = set("sort argsort topk unfold diff glu scatter scatter_add index_add index_copy".split())
+"""Along the samples, they put entries where those of other samples are."""
 
 
 @rule(

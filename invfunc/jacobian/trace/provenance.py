@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,6 +25,10 @@ class Constants:
 
     def add(self, x: torch.Tensor) -> None:
         self._of[id(x)] = weakref.ref(x), version(x)
+
+    def update(self, tensors: Iterable[torch.Tensor]) -> None:
+        for x in tensors:
+            self.add(x)
 
     def __contains__(self, x: torch.Tensor) -> bool:
         found = self._of.get(id(x))

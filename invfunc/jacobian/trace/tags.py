@@ -13,6 +13,7 @@ from invfunc import tree
 from invfunc._functorch import base_of, storage_of
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import Call, Total
+from invfunc.jacobian.follow.orders import MIXED, Order, joined
 from invfunc.jacobian.rules import Recipe
 
 
@@ -44,10 +45,20 @@ class Sampled:
     """Whether it is an affine function of the marked outputs that it depends on."""
     logarithm: bool = False
     """Whether it is an affine function of the log_softmax of the one that it depends on."""
+    order: Order = None
+    """In which order the samples are along their axis."""
 
     @property
     def active(self) -> bool:
         return self.around is not None or bool(self.crossed)
+
+
+def in_order(tags: list[Sampled], written: bool = False) -> Order:
+    """In which order the samples are in what is computed from tensors with these tags."""
+    if all(t.order is None for t in tags):
+        return None
+    placed = [t for t in tags if isinstance(t.place, Axis)]
+    return joined((t.order for t in placed if t.active), (t.order for t in placed if not t.active), written)
 
 
 @dataclass(eq=False)
@@ -118,7 +129,8 @@ class Tags:
                 self.set(y, Derived(both, False, old.of_data or new.of_data, old.doubt or new.doubt))
             elif isinstance(old, Sampled) and isinstance(new, Sampled) and old.active == new.active and old.place:
                 crossed = old.crossed | new.crossed
-                self.set(y, Sampled(old.place, old.lost or new.lost, old.around or new.around, crossed))
+                order = old.order if old.order == new.order else MIXED
+                self.set(y, Sampled(old.place, old.lost or new.lost, old.around or new.around, crossed, order=order))
             else:
                 around, crossed = getattr(new, "around", "a parameter"), getattr(new, "crossed", frozenset())
                 self.set(y, Sampled(None, "an in-place write through a view", around, crossed))

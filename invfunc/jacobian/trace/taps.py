@@ -9,6 +9,7 @@ import torch
 from invfunc._functorch import version
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import Call
+from invfunc.jacobian.follow.orders import Order
 from invfunc.jacobian.rules import Recipe
 from invfunc.jacobian.trace.follower import Follower
 from invfunc.jacobian.trace.hidden import hidden
@@ -25,6 +26,7 @@ class Taps:
         self.edges: list[Any] = []
         self.axes: list[Axis] = []
         self.sizes: list[int] = []  # of the output at each site, for one sample
+        self.orders: dict[Order, str] = {}  # those in which samples meet parameters, and a call where they do
         self.pattern: Follower | None = None
 
     def tap(

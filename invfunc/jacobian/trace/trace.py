@@ -15,6 +15,7 @@ from invfunc.errors import part_mixed, samples_lost
 from invfunc.jacobian import follow, rules
 from invfunc.jacobian.axis import Axis, Everyone
 from invfunc.jacobian.follow import TOTAL, Call, Mixed, Unknown
+from invfunc.jacobian.follow.orders import MIXED, Order, composed, moved
 from invfunc.jacobian.graph import node_of, reaches
 from invfunc.jacobian.rules import Site
 from invfunc.jacobian.rules.again import read_of, reader, released
@@ -27,7 +28,7 @@ from invfunc.jacobian.trace.provenance import Provenance
 from invfunc.jacobian.trace.random import Draws
 from invfunc.jacobian.trace.seen import Seen, cannot_meet
 from invfunc.jacobian.trace.steps import Remember, Step, bends, is_view, step
-from invfunc.jacobian.trace.tags import Derived, Sampled
+from invfunc.jacobian.trace.tags import Derived, Sampled, in_order
 from invfunc.jacobian.trace.taps import Taps
 
 
@@ -148,7 +149,7 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         out, tag = seen.run(), next(iter(seen.tags.values()))
         if isinstance(tag, Sampled) and tag.place is not None:
             if isinstance(out, torch.Tensor):
-                self.set(out, Sampled(tag.place, tag.lost))
+                self.set(out, Sampled(tag.place, tag.lost, order=tag.order))
             elif self.partial and seen.name in ("item", "tolist", "numpy"):
                 raise part_mixed(seen.name)
         if not isinstance(out, torch.Tensor):
@@ -194,18 +195,20 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         call = seen.call(out, self.n, self.partial)
         if not (produced[0].is_floating_point() or produced[0].is_complex()):
             params = {}
-        found, lost = self._followed(call, seen, params)
+        found, lost, order = self._followed(call, seen, params)
         if params:
             tags = [seen.tags.get(i) for i in params]
             lost = lost or cannot_meet(call, produced, found, tags, self.apart, self.left)
             if lost is None:
+                if found is not TOTAL:
+                    self.orders.setdefault(order, call.name)
                 self._meet(call, produced[0], Everyone(None) if found is TOTAL else found, params)
             elif self.tapped or found is None:
                 self.doubts(seen)
                 raise samples_lost(lost, self.unknown)
         if bent:
             self.steps.append(step(seen, call, produced, found[0] if isinstance(found, list) else found))
-        self._tell(seen, produced, found, lost, bool(params))
+        self._tell(seen, produced, found, lost, bool(params), order)
         if self.after is not None:
             self.after(self, call)
         return out
@@ -216,12 +219,15 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         self.set(kept, seen.tags.get(id(seen.args[0])))
         return kept
 
-    def _followed(self, call: Call, seen: Seen, params: dict[int, torch.Tensor]) -> tuple[Any, str | None]:
-        """Where the samples are in the result, or why that is lost."""
-        found, lost = None, next((tag.lost for tag in seen.sampled if tag.lost), None)
+    def _followed(self, call: Call, seen: Seen, params: dict[int, torch.Tensor]) -> tuple[Any, str | None, Order]:
+        """Where the samples are in the result, or why that is lost, and in which order they are."""
+        found, order, lost = None, None, next((tag.lost for tag in seen.sampled if tag.lost), None)
         if lost is None:
             try:
                 found = follow.follow(call)
+                order = composed(in_order(seen.sampled, seen.writes or "out" in seen.kwargs), moved(call, found))
+                if order == MIXED:
+                    self.orders.setdefault(order, seen.name)
                 if params and seen.name == "setitem":
                     raise Mixed("it writes parameters into a tensor in place")
             except Mixed as reason:
@@ -229,9 +235,11 @@ class Trace(Taps, Provenance, TorchFunctionMode):
                 self.unknown |= isinstance(reason, Unknown)
         if self.partial and (found is TOTAL or (lost is not None and not self.unknown)):
             raise part_mixed(seen.name)
-        return found, lost
+        return found, lost, order
 
-    def _tell(self, seen: Seen, produced: list[torch.Tensor], found: Any, lost: str | None, met: bool) -> None:
+    def _tell(
+        self, seen: Seen, produced: list[torch.Tensor], found: Any, lost: str | None, met: bool, order: Order
+    ) -> None:
         """What is known of the result from here on."""
         sampled, name = seen.sampled, seen.name
         around = name if met or any(tag.around for tag in sampled) else None
@@ -243,9 +251,9 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         for i, x in enumerate(produced):
             place = found[i] if isinstance(found, list) else found
             if differentiable and (x.is_floating_point() or x.is_complex()):
-                tag = Sampled(place, lost, around, crossed, affine, logarithm)
+                tag = Sampled(place, lost, around, crossed, affine, logarithm, order)
             else:
-                tag = Sampled(place, lost)
+                tag = Sampled(place, lost, order=order)
             self.set(x, tag if place is not None or lost or tag.active else None)
             if seen.writes:
                 self.known.written(x, tag)
@@ -270,7 +278,9 @@ class Trace(Taps, Provenance, TorchFunctionMode):
                 continue
             alias = x.view_as(x)
             new[i] = alias
-            self.set(alias, Sampled(axis, around=seen.name))
+            order = in_order(seen.sampled)
+            self.orders.setdefault(order, seen.name)
+            self.set(alias, Sampled(axis, around=seen.name, order=order))
             if self.tapped:
                 tag = self.tag(x)
                 assert isinstance(tag, Derived)
