@@ -67,8 +67,7 @@ class Runner:
         self.plan, self.fast = options.plan, options.fast
         self.remember, self.whole = remember, whole or budget > 2**24
         self.pattern: Follower | None = None
-        self.alone: Alone | None = None
-        """The last resort, once the function could not be followed."""
+        self.alone: Alone | None = None  # the last resort, once the function could not be followed
         self.apart = problem.n > 1  # whether the samples are told apart in the result
         self.learned: Learned | None = None
         self.doubtful = False
