@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -142,7 +142,7 @@ class Call:
         rest, lifts = self._own(rest)
         args, kwargs = self._rest.join(rest)
         shared = Evaluations(evaluate).of(self.pair.shared)
-        with Uncompiled(), sight.lifting(lifts):
+        with Uncompiled(), sight.lifting(lifts) if lifts else nullcontext():
             y = self.pair.forward(*shared, self._x.join(xs), *args, **kwargs)
         self.pair.apart(y)
         return y

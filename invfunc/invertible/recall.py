@@ -135,7 +135,10 @@ class Recall(Sight):
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         looks = getattr(func, "__name__", "") == "__get__"
-        outer = [t for t in tree.tensors((args, kwargs)) if self._is_outer(t)]
+        read = tree.tensors((args, kwargs))
+        outer = [
+            t for t in read if (self._lifted and self._is_lifted(t)) or (unwrapped(t) is None and not self.knows(t))
+        ]
         if outer and not (looks and not isinstance(func(*args, **kwargs), torch.Tensor)):
             instead = {id(t): self._instead(t) for t in outer}
             args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
@@ -169,10 +172,8 @@ class Recall(Sight):
                 "others of another transform of torch.func. Pass them as arguments."
             )
 
-    def _is_outer(self, tensor: torch.Tensor) -> bool:
-        if self._lifted and any(other.is_(tensor) for other in self._lifted):
-            return True
-        return unwrapped(tensor) is None and not self.knows(tensor)
+    def _is_lifted(self, tensor: torch.Tensor) -> bool:
+        return any(other.is_(tensor) for other in self._lifted)
 
     def _again(self, other: Other, tensor: torch.Tensor) -> torch.Tensor:
         if other.lift is None:

@@ -65,8 +65,8 @@ class Watch(Sight):
             self.drawn.append((generator, generator.get_state()))
             self._generators.append(generator)
         self.noisy = func in _NOISY
-        looks = getattr(func, "__name__", "") == "__get__"
         if self._closure.tensors:
+            looks = getattr(func, "__name__", "") == "__get__"
             if looks and not isinstance(result := func(*args, **kwargs), torch.Tensor):
                 return result
             instead = {id(t): s for t in tree.tensors((args, kwargs)) if (s := self._instead(t)) is not None}
@@ -81,6 +81,7 @@ class Watch(Sight):
             result = func(*args, **kwargs)
             self._enter(result)
             return result
+        looks = getattr(func, "__name__", "") == "__get__"
         if self._closed and not looks:
             self._refuse(func, outer)
         before = [version(t) for t in outer]
