@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncWarning
 from invfunc.skeleton import EntangledError, Reach, Skeleton, modules_of
 
 
@@ -167,7 +167,7 @@ class Functional:
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(f"{self!r}: {text}", stacklevel=4)
+            warnings.warn(f"{self!r}: {text}", InvFuncWarning, stacklevel=4)
 
 
 def _split(place: str) -> tuple[list[str], str]:

@@ -1,6 +1,8 @@
 """Bad input gets one clear error: the call as it was written, what came, what was wanted, the fix."""
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from invfunc.errors import (
     ArgumentTypeError,
     ConvexityError,
     InvFuncError,
+    InvFuncWarning,
     RandomnessError,
     SampleAxisError,
     SplitError,
@@ -66,6 +69,14 @@ def dropped_loss(params, x, y):
 
 def bent(z, y):
     return z.sin().sum()
+
+
+def public_exceptions():
+    return [e for e in vars(family).values() if isinstance(e, type) and issubclass(e, Exception)]
+
+
+def _warns(node):
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warn"
 
 
 # fmt: off
@@ -237,11 +248,25 @@ def assert_told(call, kind, text):
 
 class TestFamily:
     def test_every_error_is_of_the_family_and_a_builtin(self):
-        public = [e for e in vars(family).values() if isinstance(e, type) and issubclass(e, Exception)]
-        assert len(public) > 5
-        for error in public:
+        errors = [e for e in public_exceptions() if not issubclass(e, Warning)]
+        assert len(errors) > 5
+        for error in errors:
             assert issubclass(error, InvFuncError) and getattr(invfunc, error.__name__) is error
             assert error is InvFuncError or issubclass(error, (ValueError, TypeError, RuntimeError, ImportError))
+
+    def test_every_warning_is_of_the_family_and_a_builtin(self):
+        kinds = [e for e in public_exceptions() if issubclass(e, Warning)]
+        assert len(kinds) > 1
+        for kind in kinds:
+            assert issubclass(kind, InvFuncWarning) and issubclass(kind, UserWarning)
+            assert getattr(invfunc, kind.__name__) is kind
+
+    def test_every_warning_that_is_given_is_of_the_family(self):
+        kinds = {e.__name__ for e in public_exceptions() if issubclass(e, Warning)}
+        sources = Path(invfunc.__file__).parent.rglob("*.py")
+        calls = [c for s in sources for c in ast.walk(ast.parse(s.read_text())) if _warns(c)]
+        assert len(calls) > 2
+        assert all(kinds & {name.id for name in ast.walk(c) if isinstance(name, ast.Name)} for c in calls)
 
     def test_errors_of_the_user_pass_through(self):
         def broken(params, x):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.errors import InverseError, InvFuncError
+from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.call import Call
 from invfunc.invertible.chain import repeated
 from invfunc.invertible.pair import Invertible, as_pair
@@ -78,6 +78,7 @@ def check_inverse(
         warnings.warn(
             f"{trip.pair!r} is ill-conditioned: an error of y is {condition:.1e} times larger in x, so that rounding "
             "takes more than half of its digits. Compute in float64, or keep anchors (anchor_every=).",
+            InvFuncWarning,
             stacklevel=2,
         )
     return InverseReport(of_x, of_y, condition)
