@@ -93,3 +93,27 @@ class TestDrawn:
         assert torch.equal(generator.get_state(), state)
         a, b = product(net.params, v, *args[1:]), product(net.params, v, *args[1:])
         assert not torch.allclose(flat(a), flat(b))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_of_several_steps_is_that_of_the_sample(loss, reduction, steps):
+    """And the one of each step by itself, which curvlinops has, is the sum of theirs."""
+    w, v, x = Numbers()(4, 2), Numbers(1)(4, 2), Numbers(2)(5, steps, 4)
+    y = Numbers(3)(5, steps, 2).sigmoid()
+    count = y.numel() if reduction == "mean" else 1
+
+    def f(w, x):
+        return (x @ w).tanh()
+
+    def of_step(t):
+        return lambda w, x, y: loss(f(w, x), y, reduction="none")[:, t].sum(-1)
+
+    shares = [torch.func.jacrev(of_step(t))(w, x, y) for t in range(steps)]
+    whole, ours = sum(shares) / count, fvp(f, lambda z, y: loss(z, y, reduction=reduction))(w, v, x, y)
+    assert_trees_close(ours, torch.einsum("nij,nkl,kl->ij", whole, whole, v), 1e-10)
+    theirs = sum(torch.einsum("nij,nkl,kl->ij", g, g, v) for g in shares) / count
+    assert_trees_close(sum(fvp(of_step(t))(w, v, x, y) for t in range(steps)) / count, theirs, 1e-10)
+    if steps == 1:
+        assert_trees_close(count * ours, theirs, 1e-10)

@@ -221,6 +221,21 @@ def test_functional_code(read, order, of, sharing):
     assert found["w"].shape == of(W).shape and found["w"].groups == ((0,), (1,))
 
 
+class TestConventions:
+    """Beside those of curvlinops, written out as it defines them."""
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    @pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits])
+    def test_empirical_factors_are_those_of_each_loss_but_for_their_number(self, loss, reduction):
+        w, x, y = Numbers()(2, 4), Numbers(1)(5, 3, 4), Numbers(2)(5, 3, 2).sigmoid()
+        K = kfac(lambda w, x: x @ w.T, lambda z, y: loss(z, y, reduction=reduction), fisher="empirical")(w, x, y)
+        count = y.numel() if reduction == "mean" else 1
+        rows, at = (x @ w.T).requires_grad_(), x.flatten(0, 1)
+        slopes = torch.autograd.grad(loss(rows, y, reduction="sum"), rows)[0].flatten(0, 1)
+        assert_trees_close(count * K.factors[0], slopes.T @ slopes / count, 1e-10)
+        assert_trees_close(K.factors[1], at.T @ at / len(at), 1e-10)
+
+
 class TestModulesOfTorch:
     """What torch computes in one call, against the same of linear layers."""
 

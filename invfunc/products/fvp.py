@@ -34,6 +34,12 @@ def fvp(
     `S[m, n]` as those of `sqrt_ggn(..., mc_samples=M)`, gradients at targets that are drawn from the model's
     predictive: their products average to the Fisher matrix, which is the GGN, with the scale of the loss.
 
+    The steps, pixels or entries of a sample belong to one share, which is squared as a whole. (curvlinops'
+    `EFLinearOperator` takes each step of outputs `[N, T, C]` for a sample of its own, and puts 1/E in place of 1/E^2,
+    with E the losses that a mean averages: N T C of mse_loss and binary_cross_entropy_with_logits, N T of a
+    cross_entropy, 1 of a sum. It is E times this one for T = 1, and else the sum over t of 1/E times that of the `[N]`
+    losses of step t, each summed over its entries.)
+
     Args:
         f: a loss function `f(params, *batch)`, which returns `[N]` losses, or a scalar whose outputs are found as those
             of `diag_ggn` are. With `loss`, a model function `f(params, *inputs)`.

@@ -49,6 +49,10 @@ def kfac(
       whose product is nearest (in the Frobenius norm) to the sum of what it has in each role. What the shares of the
       two roles have in common is left out, as it is where positions are expanded.
 
+    (The B of curvlinops' `KFACLinearOperator` with fisher_type="empirical" is E times this one, with E the losses that
+    a mean averages: N times the entries of an output of mse_loss and binary_cross_entropy_with_logits, N times the
+    positions of a cross_entropy, 1 of a sum. Its A is this one.)
+
     Args:
         f, loss, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
         fisher: which columns. "mc" draws mc_samples of them from the model's predictive, "exact" takes a square root of
