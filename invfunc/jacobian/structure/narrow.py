@@ -168,7 +168,7 @@ def narrowed(
     seeds = seeds.scatter(1, blocks.places.T, 1)[:, :-1].reshape(blocks.width, 1, *one)
     try:
         moved = alone.forward(seeds, budget)
-    except ArgumentError:  # an operation without a second derivative, such as fused attention
+    except (RuntimeError, ArgumentError):  # no second derivative, as of fused attention, or no batching rule
         return None
     if not stretch.transposed(moved, blocks.places):
         return None
