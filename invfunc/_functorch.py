@@ -238,6 +238,12 @@ def version(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def pointer(x: torch.Tensor) -> int:
+    """Where a tensor begins in memory; 0 for one without, such as a FakeTensor."""
+    plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+    return x.data_ptr() if plain or x.untyped_storage().device.type != "meta" else 0
+
+
 def storage_of(x: torch.Tensor) -> int:
     """Which memory a tensor is in."""
     return _plain(x).untyped_storage()._cdata

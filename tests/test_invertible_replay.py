@@ -5,6 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.func import grad, jacrev, vjp, vmap
 
 from invfunc import ReplayError, additive_coupling, invertible_checkpoint
@@ -192,3 +194,13 @@ def test_without_preserving_the_state_an_f_that_draws_is_told_of():
     x, w = leaves()
     with pytest.raises(ReplayError, match=r"other numbers.*preserve_rng_state=True"):
         gradients(invertible_checkpoint(drawn, None, preserve_rng_state=False)(x, w), x, w)
+
+
+def test_fake_tensors_go_through():
+    """Memory estimators run whole steps on them; nothing is drawn."""
+    before = torch.get_rng_state()
+    with FakeTensorMode():
+        layer, x = nn.Linear(3, 3), torch.empty(2, 3, requires_grad=True)
+        block = invertible_checkpoint(additive_coupling(lambda b: F.dropout(layer(b)).tanh(), lambda a: layer(a).sin()))
+        gradients(block(block((x * 1, x * 2))), x, layer.weight)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import Memory, backward_pass, plainly, unwatched
+from invfunc._functorch import Memory, backward_pass, plainly, pointer, unwatched
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
 from invfunc.invertible.probe import Probe, finite, known_at_once
@@ -39,8 +39,8 @@ class HookedBlock(Block):
         self._like: dict[Key, Saved] = {}
         self._probes: dict[Key, Probe] = {}
         self._probed = call.report.check != "off" and (call.report.known.calls <= _FIRST or len(call.kept) == len(xs))
-        inputs = {x.data_ptr() for x in xs}
-        self._apart = [i for i, t in enumerate(rest) if t.numel() and t.data_ptr() not in inputs]
+        inputs = {pointer(x) for x in xs}
+        self._apart = [i for i, t in enumerate(rest) if t.numel() and pointer(t) not in inputs]
         self._places = _places(rest, self._apart)
         self._saved: dict[Key, torch.Tensor] = {}
         self._pass = -1
@@ -50,7 +50,7 @@ class HookedBlock(Block):
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
         """Instead of a tensor autograd saves where to get it."""
         key = self._tape.next()
-        place = self._places.get(tensor.data_ptr())
+        place = self._places.get(pointer(tensor))
         self._like[key] = tensor.shape, tensor.dtype, place
         if self._probed and place is None and self._to_be_probed(tensor):
             self._probes[key] = Probe((tensor,), FEW)
@@ -216,7 +216,7 @@ def _all_of(tensor: torch.Tensor, geometry: Geometry) -> bool:
 
 def _places(rest: Tensors, indices: Sequence[int]) -> dict[int, int]:
     """Which of some further arguments are where in memory."""
-    return {rest[i].data_ptr(): i for i in reversed(indices)}
+    return {pointer(rest[i]): i for i in reversed(indices)}
 
 
 def _as_then(tensors: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor]:

@@ -129,6 +129,8 @@ class Recall(Sight):
         self._all = [other for order in others.values() for other in order]
         self._lifted = [other for other in self._all if other.lift is not None]
         self._met: set[tuple[int, int | None]] = set()
+        self._calls = ""
+        """The operation that is called."""
         self.exchanged = False
         """Whether beside the shared functions other tensors were there than the first time."""
 
@@ -140,6 +142,7 @@ class Recall(Sight):
             t for t in read if (self._lifted and self._is_lifted(t)) or (unwrapped(t) is None and not self.knows(t))
         ]
         if outer and not (looks and not isinstance(func(*args, **kwargs), torch.Tensor)):
+            self._calls = getattr(func, "__name__", repr(func))
             instead = {id(t): self._instead(t) for t in outer}
             args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
         body = composition(func) if self._followed else None
@@ -191,8 +194,10 @@ class Recall(Sight):
             order = self._others[self.part]
             if len(found) == len(order) or not order[len(found)].like(tensor):
                 raise ReplayError(
-                    f"evaluated again, the function reads a tensor of shape {list(tensor.shape)} from outside that it "
-                    "did not read the first time."
+                    f"evaluated again, `{self._calls}` reads a tensor of shape {list(tensor.shape)} from outside that "
+                    "the function did not read at this place the first time. Was a module put into eval or train mode "
+                    "between forward and backward? Do that after the backward pass. Are parameters gathered anew for "
+                    "each call, as by fully_shard of a part of the block? Shard the whole block."
                 )
             other = order[len(found)]
             self.exchanged |= self.part == OUTSIDE and not other.is_(tensor)

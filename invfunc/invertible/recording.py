@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from invfunc._functorch import version
+from invfunc._functorch import pointer, version
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.invertible.probe import Error, Probe
 from invfunc.invertible.recall import OUTSIDE, Parts
@@ -89,7 +89,7 @@ class Recording:
     def _pack(self, tensor: torch.Tensor) -> None:
         key = self._tape.next()
         like = self._like.get(key)
-        if like != (tensor.shape, tensor.dtype, self._places.get(tensor.data_ptr())):
+        if like != (tensor.shape, tensor.dtype, self._places.get(pointer(tensor))):
             then = "nothing" if like is None else f"{list(like[0])} {like[1]}"
             raise ReplayError(
                 f"autograd saves a tensor {list(tensor.shape)} {tensor.dtype} where it saved {then} the first time: "

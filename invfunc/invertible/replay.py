@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+
+from invfunc._functorch import dispatched, undispatched
 
 
 class Replay:
@@ -31,7 +33,7 @@ class Replay:
         """The same, which keeps the states of another moment where they are equal."""
         for i, (generator, state) in enumerate(zip(self._generators, self._states, strict=True)):
             for known, then in zip(other._generators, other._states, strict=True):
-                if known is generator and torch.equal(then, state):
+                if known is generator and _same(then, state):
                     self._states[i] = then
         return self
 
@@ -92,6 +94,12 @@ def _autocast(kind: str) -> tuple[bool, Any, bool]:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return False, None, False
     return True, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two states are equal; they are real ones, also where FakeTensor sees all operations."""
+    with undispatched() if dispatched() else nullcontext():
+        return torch.equal(a, b)
 
 
 @cache
