@@ -26,6 +26,12 @@ SUMS = {
     "in chunks": lambda w, x: 2 * linear(w, x).sum(0).chunk(2)[-1].sum(),
     "expanded": lambda w, x: (linear(w, x).sum(0).expand(4, -1) * WEIGHTS[:, : w.shape[1]]).sum(),
     "weighted losses": lambda w, x: torch.stack([linear(w, x).sum(), linear(w, x).square().sum()]) @ WEIGHTS[0, :2],
+    "padded": lambda w, x: (F.pad(linear(w, x).sum(0), (0, 1)) * WEIGHTS[0, :1]).sum(),
+    "gathered": lambda w, x: linear(w, x).sum(0).gather(0, torch.zeros(3, dtype=torch.int64, device=x.device)).sum(),
+    "masked": lambda w, x: linear(w, x).sum(0).masked_fill(WEIGHTS[0, : w.shape[1]] > 0, 0).sum(),
+    "added up": lambda w, x: (
+        linear(w, x).sum(0).new_zeros(4).index_add(0, torch.tensor([2]), linear(w, x).sum((0, 1))[None]).sum()
+    ),
     "by einsum": lambda w, x: torch.einsum("i,ij->", linear(w, x).sum(0), WEIGHTS[: w.shape[1]]),
 }
 

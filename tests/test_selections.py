@@ -83,6 +83,26 @@ LOSSES = {
 }
 
 
+MOVES = {
+    "flip": lambda t: t.flip(0),
+    "roll": lambda t: t.roll(1, 0),
+    "index_select": lambda t: t.index_select(0, torch.arange(len(t)).flip(0).to(t.device)),
+    "indices": lambda t: t[torch.arange(len(t)).roll(1)],
+    "a list": lambda t: t[[*range(1, len(t)), *range(min(1, len(t)))]],
+    "rot90": lambda t: t.rot90(2, (0, 1)).flip(1) if t.ndim > 1 else t.flip(0),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@given(n=SIZES, c=SIZES, seed=st.integers(0, 3))
+def test_selected_data_may_be_moved_before_they_meet_parameters(move, n, c, seed):
+    params, x, y, _ = drawn(n, c)
+    mask = Numbers(seed).below(2, n).bool()
+    shares = loop_batch_grad(lambda p, x, y, m: each(model(p, x), y) * m)(params, x, y, mask)
+    found = batch_grad(lambda p, x, y, m: each(model(p, move(x[m])), move(y[m])).sum())(params, x, y, mask)
+    assert_trees_close(found, shares, EXACT)
+
+
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @given(n=SIZES, c=SIZES)
 def test_curvature_of_a_masked_loss(loss, n, c):
@@ -153,3 +173,16 @@ def test_variance_of_masked_losses():
     args = drawn(4, 2)
     found = variance(lambda p, x, y, m: each(model(p, x), y)[m].sum())(*args)
     assert_trees_close(found, variance(lambda p, x, y, m: each(model(p, x), y) * m)(*args), EXACT)
+
+
+@pytest.mark.parametrize("index", [lambda y: y.squeeze(), lambda y: y[0], lambda y: (Ellipsis, y.squeeze())])
+def test_an_only_sample_may_look_up_by_an_index_without_dimensions(index):
+    w, x, y = Numbers()(4), Numbers(1)(1, 1), torch.tensor([2])
+    found = batch_grad(lambda w, x, y: (w.log_softmax(0)[index(y)] * x).sum())(w, x, y)
+    assert_trees_close(found, loop_batch_grad(lambda w, x, y: w.log_softmax(0)[y] * x[:, 0])(w, x, y), EXACT)
+
+
+def test_an_empty_list_selects_nothing():
+    args = drawn(3, 2)
+    found = batch_grad(lambda p, x, y, m: each(model(p, x), y)[[]].sum() + each(model(p, x), y).sum())(*args)
+    assert_trees_close(found, batch_grad(lambda p, x, y, m: each(model(p, x), y).sum())(*args), EXACT)

@@ -128,7 +128,7 @@ _LINEAR = _PRODUCTS | set(
     "split_with_sizes tensor_split unsafe_chunk unsafe_split hsplit vsplit dsplit narrow select expand_as broadcast_to "
     "unflatten ravel view_as reshape_as repeat tile repeat_interleave concat concatenate hstack vstack dstack "
     "column_stack index_select flip fliplr flipud rot90 roll diagonal tril triu cumsum diff atleast_1d atleast_2d "
-    "atleast_3d".split()
+    "atleast_3d gather take take_along_dim masked_select masked_fill where pad index_add scatter_add".split()
 )
 
 

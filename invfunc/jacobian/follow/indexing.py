@@ -12,7 +12,7 @@ from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow.call import Call, Mixed, Place, Unknown, rule
 from invfunc.jacobian.follow.indices import advanced
 from invfunc.jacobian.follow.moves import view
-from invfunc.jacobian.follow.samples import NONE, agree, located, samples_of, spread
+from invfunc.jacobian.follow.samples import NONE, agree, located, ordered, samples_of, spread
 
 
 @dataclass
@@ -50,7 +50,7 @@ def spelled(call: Call, x: torch.Tensor, index: Any) -> Index:
     """Masks become the indices of their entries, lists become tensors, and an ellipsis is filled in."""
     found = Index([], [], {})
     given = index if isinstance(index, tuple) else (index,)
-    given = [torch.as_tensor(p, device=x.device) if _is_list(p) else p for p in given]
+    given = [_tensor(p, x.device) if _is_list(p) else p for p in given]
     masks = [p for p in given if isinstance(p, torch.Tensor) and p.dtype in (torch.bool, torch.uint8)]
     others = [p for p in given if not any(p is m for m in masks)]
     taken = sum(m.ndim for m in masks) + sum(p is not None and p is not Ellipsis for p in others)
@@ -87,6 +87,11 @@ def _is_list(p: Any) -> bool:
     return not isinstance(p, torch.Tensor) and hasattr(p, "__len__") and hasattr(p, "__getitem__")
 
 
+def _tensor(p: Any, device: torch.device) -> torch.Tensor:
+    found = torch.as_tensor(p, device=device)
+    return found if found.numel() else found.long()  # an empty list is one of indices
+
+
 @rule("getitem")
 def getitem(call: Call) -> Place | list[Place]:
     x, index = call.args
@@ -104,7 +109,8 @@ def getitem(call: Call) -> Place | list[Place]:
         own = found.at(axis.dim)
         if isinstance(own, slice) and own == slice(None):
             return _only_changed_size(x, axis, found.key)
-        if not call.active and isinstance(own, torch.Tensor) and axis.dim == 0 and call.out.shape[:1] == x.shape[:1]:
+        whole = axis.dim == 0 and call.out.shape[:1] == x.shape[:1]
+        if ordered(call, axis) and isinstance(own, torch.Tensor) and whole:
             return axis  # data alone in another order: entry n now belongs to sample n
     return _located(call, found.read(samples_of(call, x), x.shape))
 
@@ -205,8 +211,9 @@ def take(call: Call) -> Place:
 def index_select(call: Call) -> Place:
     x, index = call.first, call.arg(2, "index")
     dim, axis = call.arg(1, "dim") % max(x.ndim, 1), call.place(x)
-    if isinstance(axis, Axis) and call.place(index) is None and (axis.dim != dim or not call.active):
-        return axis
+    if isinstance(axis, Axis) and call.place(index) is None:
+        if axis.dim != dim or (ordered(call, axis) and call.out.shape == x.shape):
+            return axis
     found = spelled(call, x, (*[slice(None)] * dim, index))
     return _located(call, found.read(samples_of(call, x), x.shape))
 

@@ -10,7 +10,7 @@ from invfunc import tree
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.equations import equation
 from invfunc.jacobian.follow.call import TOTAL, Call, Mixed, Place, Unknown, pointwise, rule
-from invfunc.jacobian.follow.samples import moved
+from invfunc.jacobian.follow.samples import moved, ordered
 
 # Along a dimension: over the samples it is a sum (sum, mean) or a mix (everything else)
 
@@ -106,7 +106,7 @@ def along(call: Call) -> Place | list[Place]:
     dim = call.arg(position, "dim", call.kwargs.get("dims", -1 if call.name == "topk" else default))
     if call.name == "flip" and len(call.args) > 2:
         dim = call.args[1:]
-    if call.active and call.name in ("flip", "roll") and axis.dim in _dims(x, dim):
+    if call.name in ("flip", "roll") and axis.dim in _dims(x, dim) and not ordered(call, axis):
         return moved(call)
     out = _along(x, axis, _dims(x, dim), call.active, call.name)
     for y, other in call.samples:

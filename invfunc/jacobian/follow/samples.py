@@ -53,6 +53,11 @@ def located(samples: torch.Tensor, n: int, *more: torch.Tensor, some: bool = Fal
     raise Mixed("it puts entries of several samples into one place")
 
 
+def ordered(call: Call, axis: Axis) -> bool:
+    """Whether samples that trade places are told by their order: data alone, of which none were selected."""
+    return not call.active and axis.rows is None
+
+
 def agree(own: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
     """Whether the samples of entries are their own, where they are of any."""
     return _true(*((s < 0) | (s == own) for s in given))

@@ -42,9 +42,14 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
                 raise SampleAxisError(f"`{call.name}` cannot be computed one sample at a time.")
             return pull(column.to(out.dtype))[0]
 
+        def each(columns: torch.Tensor) -> torch.Tensor:
+            if site.axis.dim is None:  # vmap has no rule for an index without dimensions
+                return one(columns[0], *(x[0] for x in samples))[None]
+            return torch.vmap(one)(columns, *samples)
+
         # columns outside, samples inside: the other order gives wrong shapes for prelu (torch 2.13)
         try:
-            shares = torch.vmap(lambda columns: torch.vmap(one)(columns, *samples))(delta)
+            shares = torch.vmap(each)(delta)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # no batching rule
             if isinstance(error, SampleAxisError):
                 raise
