@@ -7,7 +7,7 @@ with `sum_v weight[v, n] left[v, n] right[v, n]^T` (right = left unless given) t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -135,29 +135,12 @@ class Softmax:
 
 @dataclass
 class Affine:
-    """Columns at an affine function of the root, brought to the root."""
+    """Columns at an affine function of the roots, brought to each of them."""
 
     inner: Columns
     root: int
-    pull: Callable[[torch.Tensor, slice], torch.Tensor]
-
-    @property
-    def count(self) -> int:
-        return self.inner.count
-
-    def block(self, start: int, stop: int, part: slice) -> Block:
-        whole = self.inner.block(start, stop, slice(None))
-        weight = None if whole.weight is None else whole.weight[:, part]
-        return Block({self.root: self.pull(whole.left[self.root], part)}, weight=weight)
-
-
-@dataclass
-class Joint:
-    """Columns at an affine function of several roots, brought to each of them."""
-
-    inner: Columns
-    at: int
     """The number of the root in whose place the function is in the inner columns."""
+    roots: Sequence[int]
     pull: Callable[[torch.Tensor, slice], Cotangents]
 
     @property
@@ -167,7 +150,7 @@ class Joint:
     def block(self, start: int, stop: int, part: slice) -> Block:
         whole = self.inner.block(start, stop, slice(None))
         weight = None if whole.weight is None else whole.weight[:, part]
-        return Block(self.pull(whole.left[self.at], part), weight=weight)
+        return Block(self.pull(whole.left[self.root], part), weight=weight)
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 
 from invfunc._functorch import plainly
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.loss.columns import Affine, Block, Columns, Elementwise, Joint, Softmax, safe_root
+from invfunc.jacobian.loss.columns import Affine, Block, Columns, Elementwise, Softmax, safe_root
 
 
 @dataclass
@@ -33,10 +33,7 @@ def drawn(made: list[Columns], count: int, generator: torch.Generator) -> list[C
 
 def _drawn(columns: Columns, count: int, generator: torch.Generator) -> Drawn:
     if isinstance(columns, Affine):
-        inner = _drawn(columns.inner, count, generator)
-        return Drawn({columns.root: columns.pull(inner.values[columns.root], slice(None))})
-    if isinstance(columns, Joint):
-        return Drawn(columns.pull(_drawn(columns.inner, count, generator).values[columns.at], slice(None)))
+        return Drawn(columns.pull(_drawn(columns.inner, count, generator).values[columns.root], slice(None)))
     if isinstance(columns, Softmax):
         return Drawn({columns.root: columns.layout(_categorical(columns, count, generator))})
     if isinstance(columns, Elementwise):

@@ -18,7 +18,6 @@ from invfunc.jacobian.loss.columns import (
     Elementwise,
     General,
     Gradient,
-    Joint,
     Softmax,
 )
 from invfunc.jacobian.loss.split import Piece, Root
@@ -92,9 +91,7 @@ def columns(scope: Scope, piece: Piece, slope: torch.Tensor, roots: list[Root], 
         pairs = zip(roots, found, strict=True)
         return {r.ordinal: r.axis.expose(scope.leave(g), n, 1)[:, part] for r, g in pairs if g is not None}
 
-    if len(roots) > 1:
-        return Joint(made, piece.root, pull)
-    return Affine(made, piece.root, lambda columns, part: pull(columns, part)[piece.root])
+    return Affine(made, piece.root, [r.ordinal for r in roots], pull)
 
 
 _CORNERED = {"huber_loss", "smooth_l1_loss"}

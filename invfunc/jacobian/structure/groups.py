@@ -18,7 +18,6 @@ from invfunc.jacobian.loss.columns import (
     Cotangents,
     Elementwise,
     General,
-    Joint,
     Softmax,
     Weighted,
     rooted,
@@ -199,7 +198,7 @@ class Moved:
 
     inner: Grouped
     root: int
-    pull: Callable[[torch.Tensor, slice], torch.Tensor]
+    pull: Callable[[torch.Tensor, slice], Cotangents]
     to: torch.Tensor
     """Which inner entry each entry of the root becomes, `[*one]`; -1 for none."""
     scale: torch.Tensor
@@ -223,13 +222,13 @@ class Moved:
         return {self.root: torch.where(self.to < 0, -1, own.flatten()[self.to])}
 
     def layer(self, start: int, stop: int, part: slice) -> Cotangents:
-        return {self.root: self.pull(self.inner.layer(start, stop, slice(None))[self.root], part)}
+        return self.pull(self.inner.layer(start, stop, slice(None))[self.root], part)
 
     def diagonal(self, part: slice) -> Cotangents | None:
         inner, taken = self.inner.diagonal(slice(None)), self.to[self.to >= 0]
         if inner is None or len(taken.unique()) < len(taken):
             return None
-        return {self.root: self.pull(inner[self.root][None], part)[0]}
+        return {self.root: self.pull(inner[self.root][None], part)[self.root][0]}
 
     def products(self, moved: Cotangents, part: slice) -> torch.Tensor:
         (own,) = self.inner.groups.values()
@@ -246,10 +245,8 @@ def grouped(columns: Columns) -> Grouped | None:
     if isinstance(columns, Softmax):
         return OfPositions(columns)
     if isinstance(columns, Affine):
-        inner = grouped(columns.inner)
+        inner = grouped(columns.inner) if len(columns.roots) == 1 else None
         return None if inner is None else _moved(columns, inner)
-    if isinstance(columns, Joint):
-        return None
     if isinstance(columns, Weighted):
         return grouped(columns.inner)
     root = rooted(columns, "all")
@@ -269,7 +266,8 @@ def _moved(columns: Affine, inner: Grouped) -> Moved | None:
     generator = torch.Generator()  # of its own, with torch's own seed
     shuffled = [torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(2))]
     numbers = torch.stack([torch.ones(count), *(p + 1.0 for p in shuffled)]).to(block)
-    scale, *found = columns.pull(numbers.reshape(4, 1, *own.shape).expand(4, n, *own.shape), slice(None))
+    numbers = numbers.reshape(4, 1, *own.shape).expand(4, n, *own.shape)
+    scale, *found = columns.pull(numbers, slice(None))[columns.root]
     none = (scale == 0) & (torch.stack(found) == 0).all(0)
     places = []
     for pulled, order in zip(found, shuffled, strict=True):
