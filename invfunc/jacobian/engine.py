@@ -220,7 +220,7 @@ class Engine:
             return run, check_loss(run.trace, run.result)
 
         try:
-            light, tag = self.runner.settled(followed)
+            light, tag = self.runner.settled(followed, draws)
         except SampleAxisError as error:
             if self.kinds != {"gradient"}:
                 raise to_be_split(error) if error.unknown and error.reason else error from None

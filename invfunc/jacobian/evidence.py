@@ -107,11 +107,12 @@ def learn(problem: Problem, scope: Scope) -> Learned:
     batches = [each, (each + 1).clamp(max=n - 1), torch.zeros_like(each), torch.full_like(each, n // 2)]
     for places in batches:
         recorder = Recorder(scope, draws)
-        draws.rewind()
         try:
             problem.call(recorder, [recorder.parameter(leaf) for leaf in problem.leaves], places)
         except Exception:  # f may not run on repeated samples: then nothing is learned of what it reads
             return Learned()
+        finally:
+            draws.rewind()
         runs.append(recorder)
     seen = list(zip(*(r.found for r in runs), strict=False))
     if any(len(r.found) != len(seen) for r in runs):

@@ -72,13 +72,14 @@ class Runner:
         self.learned: Learned | None = None
         self.doubtful = False
 
-    def settled(self, run: Callable[[], T]) -> T:
+    def settled(self, run: Callable[[], T], draws: Draws) -> T:
         """A run; where nothing is known of tensors that it reads, once more with what can be found out about them."""
         try:
             return run()
         except SampleAxisError:
             if not self.doubtful or self.learned is not None:
                 raise
+            draws.rewind()
             self.learned = learn(self.problem, self.scope)
             return run()
 
@@ -120,14 +121,16 @@ class Runner:
 
     def loss(self, or_model: bool = False, draws: Draws | None = None) -> Run:
         """The loss function in one run; `or_model` also takes a model function; `draws` are those to be repeated."""
-        return self.settled(lambda: self._loss(or_model, draws))
-
-    def _loss(self, or_model: bool, draws: Draws | None) -> Run:
-        problem = self.problem
         after = draws.rewind() if draws is not None else {}
+        drawn = Draws(stop=False) if draws is None else draws
+        run = self.settled(lambda: self._loss(or_model, drawn), drawn)
+        restore(after)
+        return run
+
+    def _loss(self, or_model: bool, draws: Draws) -> Run:
+        problem = self.problem
         try:
-            run = self.run(WHOLE, problem.n)
-            restore(after)
+            run = self.run(WHOLE, problem.n, draws=draws)
             if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
                 return self._checked_model(run)
             check_loss(run.trace, run.result)
