@@ -167,5 +167,4 @@ WAYS = {
     "mean": lambda x: strange(x).mean(0).expand(x.shape),
     "roll": lambda x: strange(x.roll(1, 0)),
     "next": lambda x: strange(torch.cat([x[1:], x[-1:]])),
-    "first": lambda x: strange(x)[:1].expand(x.shape),
 }

@@ -1,6 +1,8 @@
 """Samples that go where they are not seen: the shares of a scalar loss are those of the plain loop, or refused."""
 
 import warnings
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from tests.lost import FOUND, WAYS, strange
 from tests.strategies import Numbers
 
 EXACT = 1e-9
+CENTRE = Numbers(5)(3, 3)
 P, X, Y = Numbers()(3, 3), Numbers(1)(4, 3), torch.tensor([0, 2, 1, 2])
 
 LOSSES = {
@@ -42,6 +45,20 @@ def loop(f, p, *batch):
         q = p.clone().requires_grad_()
         shares.append(torch.autograd.grad(f(q, *(x[i : i + 1] for x in batch)), q)[0] / n)
     return torch.stack(shares)
+
+
+class Penalised:
+    def __init__(self, centre):
+        self.centre = centre
+
+    def loss(self, p, x, y):
+        return F.cross_entropy(x @ p, y) + (p - self.centre).square().sum()
+
+
+class WithBuffer(torch.nn.Module):
+    def __init__(self, centre):
+        super().__init__()
+        self.register_buffer("centre", centre)
 
 
 def quietly(f, *args):
@@ -90,6 +107,12 @@ class TestNothingIsGuessed:
         """A wrong order cannot be seen in samples that are the same, nor does it matter there."""
         x, f = X[[0, 0, 1, 1]], LOSSES["alone"](strange)
         assert_trees_close(batch_grad(f)(P, x, Y), loop(f, P, x, Y), EXACT)
+
+    def test_one_sample_at_all_places(self):
+        f = LOSSES["alone"](lambda x: strange(x)[:1].expand(x.shape))
+        found = batch_grad(f)(P, X, Y)
+        assert_trees_close(found[0], torch.func.grad(f)(P, X, Y), EXACT)
+        assert not found[1:].any()
 
     def test_a_term_in_the_parameters_alone(self):
         with pytest.raises(SampleAxisError, match="computed from the parameters alone, as an L2 term"):
@@ -144,13 +167,68 @@ class TestHowOftenItRuns:
         batch_grad(f)(P, X, Y)
         assert f.runs == 1
 
+    @pytest.mark.parametrize("kind", ["cell", "global", "default", "dict", "partial", "function", "method", "buffer"])
+    def test_once_with_a_constant_that_it_holds(self, kind):
+        centre = Numbers(5)(3, 3)
+
+        def penalised(c, p, x, y):
+            return F.cross_entropy(x @ p, y) + (p - c).square().sum()
+
+        module = WithBuffer(centre)
+
+        def other(p):
+            return (p - centre).square().sum()
+
+        f = {
+            "cell": lambda p, x, y: penalised(centre, p, x, y),
+            "global": lambda p, x, y: penalised(CENTRE, p, x, y),
+            "default": lambda p, x, y, c=centre: penalised(c, p, x, y),
+            "dict": lambda p, x, y, of={"p": [centre]}: penalised(of["p"][0], p, x, y),
+            "partial": partial(penalised, centre),
+            "function": lambda p, x, y: F.cross_entropy(x @ p, y) + other(p),
+            "method": Penalised(centre).loss,
+            "buffer": lambda p, x, y, m=module: penalised(m.centre, p, x, y),
+        }[kind]
+        counting = self.counted(f)
+        wanted = batch_grad(penalised, argnums=1, in_dims=(None, 0, 0))(centre, P, X, Y)
+        assert_trees_close(batch_grad(counting)(P, X, Y), wanted, EXACT)
+        assert counting.runs == 1
+
+    def test_what_it_keeps_while_it_runs_is_not_held(self):
+        kept = {}
+
+        def f(p, x, y):
+            kept["x"] = strange(x)
+            return (kept["x"] @ p).tanh().square().mean()
+
+        for _ in range(2):
+            assert_trees_close(batch_grad(f)(P, X, Y), loop(f, P, X, Y), EXACT)
+
+    def test_random_numbers_of_one_call(self):
+        """However often it runs, the generator ends where one call leaves it, and the masks are those of one call."""
+        far = SimpleNamespace(centre=Numbers(6)(3, 3))
+
+        def f(p, x, y):
+            return F.cross_entropy(F.dropout(x) @ p, y) + (p - far.centre).square().sum()
+
+        counting = self.counted(f)
+        for statistic in (batch_grad, diag_hessian):
+            torch.manual_seed(3)
+            wanted, after = torch.func.grad(f)(P, X, Y), torch.rand(2)
+            torch.manual_seed(3)
+            found = statistic(counting)(P, X, Y)
+            assert torch.equal(torch.rand(2), after)
+            if statistic is batch_grad:
+                assert counting.runs > 2
+                assert_trees_close(found.sum(0), wanted, EXACT)
+
     def test_once_after_a_constant_is_known(self):
-        centre = [Numbers(5)(3, 3)]
-        f = self.counted(lambda p, x, y: F.cross_entropy(x @ p, y) + (p - centre[0]).square().sum())
+        far = SimpleNamespace(centre=Numbers(5)(3, 3))
+        f = self.counted(lambda p, x, y: F.cross_entropy(x @ p, y) + (p - far.centre).square().sum())
         wanted = batch_grad(lambda p, x, y, c: F.cross_entropy(x @ p, y) + (p - c).square().sum(), in_dims=(0, 0, None))
         for i in range(3):
             f.runs = 0
-            assert_trees_close(batch_grad(f)(P, X, Y), wanted(P, X, Y, centre[0]), EXACT)
+            assert_trees_close(batch_grad(f)(P, X, Y), wanted(P, X, Y, far.centre), EXACT)
             assert i == 0 or f.runs == 1
-        centre[0].add_(1)
-        assert_trees_close(batch_grad(f)(P, X, Y), wanted(P, X, Y, centre[0]), EXACT)
+        far.centre.add_(1)
+        assert_trees_close(batch_grad(f)(P, X, Y), wanted(P, X, Y, far.centre), EXACT)

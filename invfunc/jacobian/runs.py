@@ -25,6 +25,7 @@ from invfunc.jacobian.checks import (
 )
 from invfunc.jacobian.evidence import Learned, learn
 from invfunc.jacobian.follow import TOTAL
+from invfunc.jacobian.held import held_by
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
 from invfunc.jacobian.plan import Options, even
 from invfunc.jacobian.problem import Problem
@@ -96,7 +97,7 @@ class Runner:
         trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, partial=partial, draws=draws)
         trace.remember = self.remember if tapped else None
         trace.pattern, trace.apart = self.pattern, self.apart and n > 1
-        trace.constants.update(self.problem.fixed())
+        trace.constants.update((*self.problem.fixed(), *held_by(self.problem.f)))
         if self.learned is not None:
             self.learned.tell(trace)
         watching = splitter(trace) if splitter is not None else None
