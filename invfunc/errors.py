@@ -37,6 +37,17 @@ def samples_lost(reason: str, unknown: bool) -> SampleAxisError:
     return error
 
 
+def samples_unseen(reason: str) -> SampleAxisError:
+    """The error that names the call at which a scalar loss reads samples that went where nothing is seen."""
+    error = SampleAxisError(
+        f"the samples are not kept apart at {reason}. Return the [N] losses of the samples from a function that also "
+        "works on a batch of one, or compute that outside of f and pass it as a batch argument; for curvature, give "
+        "the model and the loss apart, as in `diag_ggn(f, loss)`."
+    )
+    error.reason = reason
+    return error
+
+
 def to_be_split(error: SampleAxisError) -> SampleAxisError:
     """The same where the function has to be split into model and loss."""
     return SampleAxisError(

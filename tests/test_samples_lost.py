@@ -143,6 +143,53 @@ class TestNothingIsGuessed:
         assert_trees_close(batch_grad(f)(P, X, Y), wanted, EXACT)
 
 
+READ = {
+    "weights of the classes": lambda p, x, y: (
+        (F.cross_entropy(x @ p, y, reduction="none") * torch.tensor([[1.0, 2.0, 0.5][v] for v in y])).sum()
+        / sum([1.0, 2.0, 0.5][v] for v in y)
+    ),
+    "how many of a class": lambda p, x, y: F.cross_entropy(
+        x @ p, y, weight=torch.tensor([1.0 / (1 + y.tolist().count(c)) for c in range(3)]).double()
+    ),
+    "targets": lambda p, x, y: F.cross_entropy(x @ p, torch.tensor([int(v) for v in y])),
+    "terms": lambda p, x, y: sum(
+        float(v) * F.cross_entropy(x[i : i + 1] @ p, y[i : i + 1]) for i, v in enumerate(x[:, 0])
+    ),
+    "the largest": lambda p, x, y: F.cross_entropy(x @ p / float(x.abs().max()), y),
+    "asserted": lambda p, x, y: F.cross_entropy(x @ p, y) if float(x[0, 0]) < 100 else None,
+}
+"""Numbers that are read off samples, each of which is used at its own sample or as a constant of all."""
+
+OF_ONE = {
+    "a factor": lambda p, x, y: F.cross_entropy(x @ p, y) * float(x[0, 0]),
+    "a summand": lambda p, x, y: F.cross_entropy((x * 0 + float(x[0, 0])) @ p, y),
+    "a row": lambda p, x, y: F.cross_entropy((x + torch.tensor(x[0].tolist()).to(x)) @ p, y),
+    "a bound": lambda p, x, y: F.cross_entropy((x @ p).clamp(max=float(x[1, 1].abs())), y),
+    "a target": lambda p, x, y: F.cross_entropy(x @ p, torch.tensor([int(y[1])] * len(y))),
+    "a branch": lambda p, x, y: F.cross_entropy(x @ p * (2.0 if x[0, 0] == X[0, 0] else 1.0), y),
+}
+"""Numbers of one sample that go into the terms of the others."""
+
+
+class TestNumbersReadOffSamples:
+    @pytest.mark.parametrize("f", READ.values(), ids=READ)
+    def test_each_at_its_own(self, f):
+        shares = batch_grad(f)(P, X, Y)
+        assert_trees_close(shares.sum(0), torch.func.grad(f)(P, X, Y), EXACT)
+        order = [2, 0, 3, 1]
+        assert_trees_close(batch_grad(f)(P, X[order], Y[order]), shares[order], EXACT)
+
+    @pytest.mark.parametrize("f", OF_ONE.values(), ids=OF_ONE)
+    def test_of_one_at_all(self, f):
+        with pytest.raises(SampleAxisError, match="taken out of some of them by"):
+            batch_grad(f)(P, X, Y)
+
+    @pytest.mark.parametrize("f", OF_ONE.values(), ids=OF_ONE)
+    def test_what_is_a_sum_needs_no_shares(self, f):
+        whole = torch.func.hessian(f)(P, X, Y).reshape(P.numel(), P.numel())
+        assert_trees_close(diag_hessian(f)(P, X, Y), whole.diagonal().view_as(P), EXACT)
+
+
 class TestHowOftenItRuns:
     def counted(self, f):
         def counting(*args):

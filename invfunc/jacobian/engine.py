@@ -11,7 +11,7 @@ import torch
 from invfunc import tree
 from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
 from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.checks import check_loss, order_of
+from invfunc.jacobian.checks import check_loss
 from invfunc.jacobian.explained import Report
 from invfunc.jacobian.fold import SLOPE, Fold
 from invfunc.jacobian.loss.columns import Columns, Gradient, Units
@@ -220,13 +220,13 @@ class Engine:
             return run, check_loss(run.trace, run.result)
 
         try:
-            light, tag = self.runner.settled(followed, draws)
+            light, tag = self.runner.evidence.settled(followed, draws)
         except SampleAxisError as error:
             if self.kinds != {"gradient"}:
                 raise to_be_split(error) if error.unknown and error.reason else error from None
             return self._each_alone(error, draws)
         splitter = splitters[-1]
-        self.problem.places = order_of(light.trace, light.result)
+        self.runner.check_places(light.trace, light.result, draws)
         wanted = splitter.selected(tag)
         roots = [splitter.roots[i] for i in wanted]
         try:

@@ -9,23 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
+from math import isclose
 from operator import or_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from invfunc import tree
 from invfunc._functorch import innermost, version
+from invfunc.errors import SampleAxisError, samples_unseen
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import same_values
+from invfunc.jacobian.held import held_by
 from invfunc.jacobian.problem import Problem
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.calls import read_by
-from invfunc.jacobian.trace.provenance import LOST, PROVEN, Adopting, Lost, Strangers
+from invfunc.jacobian.trace.provenance import LOST, PROVEN, Adopting, Beside, Lost, Strangers
 from invfunc.jacobian.trace.random import Draws
 
 _PARAMETERS, _SAMPLES, _STRANGE = 1, 2, 4
+T = TypeVar("T")
 _KEPT = 2**22
 """How many entries a tensor may have whose values are compared, and not only whether it is the same object."""
 
@@ -97,6 +101,60 @@ class Recorder(Strangers):
 
     def _constant(self, x: Any) -> bool:
         return not isinstance(x, torch.Tensor) or (self.knows(x) and not self._of[id(x)])
+
+
+class Evidence:
+    """What a function reads that comes from nowhere: found out once, and only where it matters."""
+
+    def __init__(self, problem: Problem, scope: Scope) -> None:
+        self.problem, self.scope = problem, scope
+        self.learned: Learned | None = None
+        self.doubtful = False
+
+    def settled(self, run: Callable[[], T], draws: Draws) -> T:
+        """A run; where nothing is known of tensors that it reads, once more with what can be found out about them."""
+        try:
+            return run()
+        except SampleAxisError:
+            if not self.doubtful or self.learned is not None:
+                raise
+            draws.rewind()
+            self.learned = learn(self.problem, self.scope)
+            return run()
+
+    def tell(self, trace: Trace) -> None:
+        """A run that begins."""
+        trace.constants.update(self.problem.fixed())
+        trace.constants.update(held_by(self.problem.f))
+        if self.learned is not None:
+            self.learned.tell(trace)
+
+    def hear(self, trace: Trace) -> None:
+        """A run that has ended."""
+        self.doubtful = self.doubtful or (trace.doubt or trace.escaped) is not None
+
+
+def same_elsewhere(trace: Trace, other: Trace, order: torch.Tensor) -> None:
+    """Check that what samples met is the same when they are in another order, or in that order as well."""
+
+    def moved(a: torch.Tensor, b: torch.Tensor) -> bool:
+        rows = (d for d, size in enumerate(a.shape) if size == len(order))
+        return _equal(a, b) or any(_equal(a.index_select(d, order), b) for d in rows)
+
+    def same(a: Beside, b: Beside) -> bool:
+        sizes = len(a.numbers) == len(b.numbers) and len(a.tensors) == len(b.tensors)
+        near = all(isclose(x, y, rel_tol=1e-5) or x != x != y for x, y in zip(a.numbers, b.numbers, strict=False))
+        return a.name == b.name and sizes and near and all(map(moved, a.tensors, b.tensors))
+
+    for total in (False, True):  # terms of a sum may be in any order
+        given, found = ([b for b in t.beside if b.total is total] for t in (trace, other))
+        if total:
+            given, found = (sorted(each, key=lambda b: (b.name, b.numbers)) for each in (given, found))
+        if len(given) != len(found):
+            raise samples_unseen(f"`{trace.escaped}`, after which f does something else in another order")
+        wrong = next((a.name for a, b in zip(given, found, strict=True) if not same(a, b)), None)
+        if wrong is not None:
+            raise samples_unseen(f"`{wrong}`, which reads what was taken out of some of them by `{trace.escaped}`")
 
 
 def learn(problem: Problem, scope: Scope) -> Learned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,9 +23,8 @@ from invfunc.jacobian.checks import (
     same_in_part,
     same_values,
 )
-from invfunc.jacobian.evidence import Learned, learn
+from invfunc.jacobian.evidence import Evidence, same_elsewhere
 from invfunc.jacobian.follow import TOTAL
-from invfunc.jacobian.held import held_by
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
 from invfunc.jacobian.plan import Options, even
 from invfunc.jacobian.problem import Problem
@@ -37,7 +36,6 @@ from invfunc.jacobian.trace.steps import Remember
 from invfunc.jacobian.trace.tags import Derived, Sampled
 from invfunc.jacobian.twice import TwiceDifferentiable
 
-T = TypeVar("T")
 WHOLE = slice(None)
 _NOT_IN_PARTS = "f does not run on a part of the batch, so it cannot be chunked over samples."
 
@@ -70,19 +68,7 @@ class Runner:
         self.pattern: Follower | None = None
         self.alone: Alone | None = None  # the last resort, once the function could not be followed
         self.apart = problem.n > 1  # whether the samples are told apart in the result
-        self.learned: Learned | None = None
-        self.doubtful = False
-
-    def settled(self, run: Callable[[], T], draws: Draws) -> T:
-        """A run; where nothing is known of tensors that it reads, once more with what can be found out about them."""
-        try:
-            return run()
-        except SampleAxisError:
-            if not self.doubtful or self.learned is not None:
-                raise
-            draws.rewind()
-            self.learned = learn(self.problem, self.scope)
-            return run()
+        self.evidence = Evidence(problem, scope)
 
     def run(
         self,
@@ -97,9 +83,7 @@ class Runner:
         trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, partial=partial, draws=draws)
         trace.remember = self.remember if tapped else None
         trace.pattern, trace.apart = self.pattern, self.apart and n > 1
-        trace.constants.update((*self.problem.fixed(), *held_by(self.problem.f)))
-        if self.learned is not None:
-            self.learned.tell(trace)
+        self.evidence.tell(trace)
         watching = splitter(trace) if splitter is not None else None
         params = trace.parameters(self.problem.leaves, enter=tapped or watching is not None)
         run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
@@ -113,7 +97,7 @@ class Runner:
             run.outputs = {i: (r.value, r.axis) for i, r in watching.roots.items()}
         finally:
             trace.watcher = trace.after = trace.adopting = None  # no cycle that keeps activations alive
-            self.doubtful = self.doubtful or (trace.doubt or trace.escaped) is not None
+            self.evidence.hear(trace)
         if before != [version(x) for x in self.problem.tensors()]:
             raise ArgumentError(
                 "f writes into one of its arguments in place; it may run several times, so copy it first."
@@ -124,7 +108,7 @@ class Runner:
         """The loss function in one run; `or_model` also takes a model function; `draws` are those to be repeated."""
         after = draws.rewind() if draws is not None else {}
         drawn = Draws(stop=False) if draws is None else draws
-        run = self.settled(lambda: self._loss(or_model, drawn), drawn)
+        run = self.evidence.settled(lambda: self._loss(or_model, drawn), drawn)
         restore(after)
         return run
 
@@ -141,7 +125,7 @@ class Runner:
                 with run.trace:
                     run.result = run.result + zero
             run.trace.check([run.result], run.params)
-            problem.places = order_of(run.trace, run.result)
+            self.check_places(run.trace, run.result, draws)
         except SampleAxisError as error:
             run = self._run_alone(self._alone(error), WHOLE, problem.n)
             if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
@@ -150,6 +134,17 @@ class Runner:
             check_loss(run.trace, run.result)
         run.outputs = {0: (run.result, Axis(None))}
         return run
+
+    def check_places(self, trace: Trace, result: torch.Tensor, draws: Draws) -> None:
+        """Check that the samples have places in a scalar loss, and remember these."""
+        self.problem.places = order_of(trace, result)
+        if result.ndim or not trace.beside:
+            return
+        order = torch.arange(trace.n, device=result.device).roll(1)
+        after = draws.rewind()
+        other = self.run(order, trace.n, tapped=False, draws=draws).trace
+        restore(after)
+        same_elsewhere(trace, other, order)
 
     def _checked_model(self, run: Run) -> Run:
         self._take_outputs(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from invfunc import tree
 from invfunc._functorch import level_of, levels, version
 from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.follow import TOTAL, Call, find, pointwise
 from invfunc.jacobian.trace.calls import QUERIES, function_name, produced_by
 from invfunc.jacobian.trace.seen import Seen
 from invfunc.jacobian.trace.tags import Sampled, Tags
@@ -102,6 +104,16 @@ class Adopting(Strangers):
         self.adopt(x, self.places[ordinal] if ordinal < len(self.places) else LOST)
 
 
+@dataclass
+class Beside:
+    """The constants in a call that computes on all samples, or on a sum over some."""
+
+    name: str
+    total: bool
+    numbers: list[float]
+    tensors: list[torch.Tensor]
+
+
 class Provenance:
     """What a run knows of each tensor, and what it may not know."""
 
@@ -111,9 +123,11 @@ class Provenance:
         self.tag, self.set = self.known.get, self.known.set
         self.constants = Constants()
         self.apart = True  # whether it matters how samples share a term
+        self.read = False  # whether values of single samples are numbers of Python
         self.escaped: str | None = None  # how samples went where they are not seen
         self.doubt: str | None = None  # where a parameter met a tensor of which nothing is known
         self.adopting: Strangers | None = None  # who knows more
+        self.beside: list[Beside] = []  # constants that met all samples, once values of some were read
         self.trusting = False  # numbers are known to be the same for other samples
 
     @property
@@ -124,7 +138,25 @@ class Provenance:
     def values_left(self, seen: Seen) -> None:
         """What a call gave is no tensor."""
         if any(tag.lost or isinstance(tag.place, Axis) for tag in seen.sampled):
-            self.escaped = self.escaped or seen.name
+            self.escaped, self.read = self.escaped or seen.name, True
+
+    def note(self, call: Call, place: Any) -> None:
+        """The constants in a call that computes on all samples, of which some were read."""
+        if isinstance(place, Axis) and place.rows is not None:  # on some of them
+            return
+        kinds = {int, float} if find(call.name) is pointwise else {float}
+        leaves = tree.leaves((call.args, call.kwargs))
+        numbers = [x for x in leaves if type(x) in kinds]
+        tensors = [x.detach() for x in leaves if isinstance(x, torch.Tensor) and self._constant(x)]
+        if place is TOTAL:
+            numbers += [float(x.real) for x in tensors if x.numel() == 1]
+            tensors = [x for x in tensors if x.numel() > 1]
+        if numbers or tensors:
+            self.beside.append(Beside(call.name, place is TOTAL, numbers, [x.clone() for x in tensors]))
+
+    def _constant(self, x: torch.Tensor) -> bool:
+        tag = self.tag(x)
+        return tag is None or (isinstance(tag, Sampled) and tag.place is TOTAL and not tag.active)
 
     def strange(self, x: torch.Tensor) -> bool:
         """Whether nothing says that a tensor without a tag is a constant."""

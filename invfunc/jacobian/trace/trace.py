@@ -196,6 +196,8 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         if not (produced[0].is_floating_point() or produced[0].is_complex()):
             params = {}
         found, lost, order = self._followed(call, seen, params)
+        if self.read and self.apart and lost is None:
+            self.note(call, found)
         if params:
             tags = [seen.tags.get(i) for i in params]
             lost = lost or cannot_meet(call, produced, found, tags, self.apart, self.left)
