@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from invfunc import (
     ArgumentError,
+    InvFuncError,
     batch_diag_ggn,
     batch_grad,
     batch_jacobian,
@@ -101,6 +102,37 @@ def test_selected_data_may_be_moved_before_they_meet_parameters(move, n, c, seed
     shares = loop_batch_grad(lambda p, x, y, m: each(model(p, x), y) * m)(params, x, y, mask)
     found = batch_grad(lambda p, x, y, m: each(model(p, move(x[m])), move(y[m])).sum())(params, x, y, mask)
     assert_trees_close(found, shares, EXACT)
+
+
+def test_what_is_of_one_sample_is_its_share_however_often_it_is_read():
+    params, x, y, _ = drawn(4, 3)
+    shares = batch_grad(lambda p, x: model(p, x[:1].expand(x.shape)).square().mean())(params, x)
+    alone = batch_grad(lambda p, x: model(p, x).square().mean())(params, x[:1])
+    assert_trees_close(shares, {k: torch.cat([g, torch.zeros(3, *g.shape[1:]).to(g)]) for k, g in alone.items()}, EXACT)
+
+
+PERM = torch.tensor([2, 0, 3, 1])
+CRITERIA = {
+    "cross_entropy": lambda z, y: F.cross_entropy(z, y),
+    "nll_loss": lambda z, y: F.nll_loss(z, y),
+    "nll_loss, sum": lambda z, y: F.nll_loss(z, y, reduction="sum"),
+    "cross_entropy of rows": lambda z, y: F.cross_entropy(z, F.one_hot(y, 4).to(z)),
+    "mse_loss": lambda z, y: F.mse_loss(z, F.one_hot(y, 4).to(z)),
+    "by hand": lambda z, y: (z - y[:, None]).square().mean(),
+    "gaussian_nll_loss": lambda z, y: F.gaussian_nll_loss(z, F.one_hot(y, 4).to(z), z.square() + 1),
+}
+
+
+@pytest.mark.parametrize("criterion", CRITERIA.values(), ids=CRITERIA)
+def test_outputs_and_targets_have_to_be_of_the_same_samples(criterion):
+    """So many columns as samples, where a criterion could take ones for the others."""
+    params, x, y, _ = drawn(4, 4)
+    plain = batch_grad(lambda p, x, y: criterion(model(p, x), y))(params, x, y)
+    moved = batch_grad(lambda p, x, y: criterion(model(p, x)[PERM], y[PERM]))(params, x, y)
+    assert_trees_close(moved, plain, EXACT)
+    for wrong in (lambda p, x, y: criterion(model(p, x)[PERM], y), lambda p, x, y: criterion(model(p, x).T, y)):
+        with pytest.raises(InvFuncError, match="samples"):
+            batch_grad(wrong)(params, x, y)
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)

@@ -156,6 +156,13 @@ def total(call: Call) -> Place:
     "rrelu rsub rdiv rpow pow copy nan_to_num fill masked_fill where maximum minimum".split()
 )
 def pointwise(call: Call) -> Place:
+    place, back = side_by_side(call)
+    out = tree.tensors(call.out)[0]
+    return place.broadcast(out.ndim + back, out.shape)
+
+
+def side_by_side(call: Call) -> tuple[Axis, int]:
+    """Where all that is combined entry by entry has its samples, counted from the end too."""
     first, place = call.samples[0]
     assert isinstance(place, Axis) and place.dim is not None
     back = place.dim - first.ndim
@@ -163,5 +170,4 @@ def pointwise(call: Call) -> Place:
         assert isinstance(other, Axis) and other.dim is not None
         if other.dim - x.ndim != back or not other.like(place):
             raise Mixed(f"it combines samples along {place} of a tensor with samples along {other} of another")
-    out = tree.tensors(call.out)[0]
-    return place.broadcast(out.ndim + back, out.shape)
+    return place, back

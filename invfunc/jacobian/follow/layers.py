@@ -9,7 +9,7 @@ import torch
 from invfunc import tree
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.equations import equation
-from invfunc.jacobian.follow.call import TOTAL, Call, Mixed, Place, Unknown, pointwise, rule
+from invfunc.jacobian.follow.call import TOTAL, Call, Mixed, Place, Unknown, pointwise, rule, side_by_side
 from invfunc.jacobian.follow.samples import moved, ordered
 
 # Along a dimension: over the samples it is a sum (sum, mean) or a mix (everything else)
@@ -231,6 +231,7 @@ def reduction(call: Call) -> str:
 
 @rule("margin_ranking_loss", "hinge_embedding_loss", "gaussian_nll_loss")
 def elementwise_loss(call: Call) -> Place:
+    side_by_side(call)
     return pointwise(call) if call.out.ndim else TOTAL
 
 
@@ -251,14 +252,20 @@ def row_loss(call: Call) -> Place:
 
 @rule(*_ELEMENTWISE_LOSSES, "cross_entropy", "nll_loss")
 def loss(call: Call) -> Place:
-    if reduction(call) != "none":
-        return TOTAL
     if call.name in _ELEMENTWISE_LOSSES:
-        return pointwise(call)
+        side_by_side(call)
+        return TOTAL if reduction(call) != "none" else pointwise(call)
     x, axis = call.first, call.place(call.first)
     if not isinstance(axis, Axis) or axis.dim is None:
+        if reduction(call) != "none":
+            return TOTAL
         raise Unknown("its target depends on the samples, but nothing is known of its input")
     classes = 0 if x.ndim == 1 else 1
     if axis.dim == classes:
         raise Mixed("it normalises over the sample axis as if these were classes")
-    return axis.at(axis.dim - (axis.dim > classes))
+    entries = axis.at(axis.dim - (axis.dim > classes))
+    target = call.arg(1, "target")
+    other = call.place(target)
+    if other not in (None, entries if target.ndim < x.ndim else axis):
+        raise Mixed(f"it combines outputs with samples along {axis} with targets with samples along {other}")
+    return TOTAL if reduction(call) != "none" else entries

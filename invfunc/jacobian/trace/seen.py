@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from invfunc import tree
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.follow import TOTAL, Call
+from invfunc.jacobian.axis import Axis
+from invfunc.jacobian.follow import TOTAL, Call, Total
 from invfunc.jacobian.trace.calls import AFFINE, JOINS, produced_by, writes
 from invfunc.jacobian.trace.tags import Derived, Sampled
 
@@ -69,10 +70,24 @@ class Seen:
 
     def call(self, out: Any, n: int, partial: bool) -> Call:
         """The same for those who follow the samples: what came out, and where they are in what it read."""
-        places = {i: t.place for i, t in self.tags.items() if isinstance(t, Sampled) and t.place is not None}
+        places = self._places()
         active = partial or (any(tag.active for tag in self.sampled) and torch.is_grad_enabled())
         result = self.args[0] if self.name == "setitem" else out
         return Call(self.name, self.func, self.args, self.kwargs, result, places, n, active, self.read)
+
+    def _places(self) -> dict[int, Axis | Total]:
+        places = {i: t.place for i, t in self.tags.items() if isinstance(t, Sampled) and t.place is not None}
+        moved = {p.rows for p in places.values() if isinstance(p, Axis)}
+        for i, tag in self.tags.items():  # data in the order in which outputs are
+            if (
+                isinstance(tag, Sampled)
+                and tag.order
+                and tag.order in moved
+                and isinstance(tag.place, Axis)
+                and tag.place.regular
+            ):
+                places[i] = replace(tag.place, rows=tag.order)
+        return places
 
     def produced(self, out: Any) -> list[torch.Tensor]:
         return [self.args[0]] if self.name == "setitem" else produced_by(out)
