@@ -179,6 +179,11 @@ def deep(depth, dtype):
 WIDE = Numbers()(4, 32)
 
 
+def _around_one(x):
+    """Ends with a tensor that is saved, and nothing but rounding."""
+    return x.sin() + (x.softmax(-1).sum(-1, keepdim=True) - 1).square()
+
+
 class TestHonest:
     @pytest.mark.parametrize(
         ("dtype", "depth"), [(torch.float64, 100), (torch.float32, 100), (torch.bfloat16, 20), (torch.float16, 20)]
@@ -215,12 +220,52 @@ class TestHonest:
         block = invertible_checkpoint(halves(lambda b: norm(b), lambda a: F.rrelu(a, training=True)))
         assert not warned(lambda: backward(block, block, CUBED))
 
+    @pytest.mark.parametrize("width", [1, 4, 16])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_what_is_nothing_but_rounding_is_no_change(self, dtype, width):
+        """The mean of what has been normalized is some zero, and another one each time."""
+        torch.manual_seed(0)
+        x = (Numbers()(8, width).to(dtype), Numbers()(8, width).to(dtype))
+
+        def part():
+            norms = [nn.BatchNorm1d(width, track_running_stats=False), nn.BatchNorm1d(width, track_running_stats=False)]
+            return nn.Sequential(norms[0], nn.Linear(width, width, bias=False), norms[1], nn.Tanh()).to(dtype)
+
+        for couple in (momentum, lambda f: additive_coupling(f, part()), lambda f: additive_coupling(f, _around_one)):
+            pairs = [couple(part()) for _ in range(6)]
+            found = []
+            assert not warned(lambda p=pairs, f=found: f.extend(backward(*map(invertible_checkpoint, p), x=x)))
+            assert_trees_close(tuple(found), backward(*pairs, x=x), 1e-2)
+
     def test_integers_and_what_is_empty(self):
         pair = Invertible(lambda x: (x[0].exp(), x[1] + 1, x[2]), lambda y: (y[0].log(), y[1] - 1, y[2]))
         block = invertible_checkpoint(pair)
         x = Numbers()(3, 4).requires_grad_()
         y = block(block((x * 1, torch.arange(5), x[:0])))
         assert_trees_close(torch.autograd.grad(y[0].sum(), x), (x.exp() * x.exp().exp(),), 1e-9)
+
+
+SHAPES = [(32, 64, 8, 8), (16, 16, 16, 16), (64, 512), (8, 128, 96), (100, 100), (4096,)]
+
+
+class TestPlaces:
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_are_in_all_parts(self, shape):
+        """Half of the samples, of the channels, of the rows ... is enough, also where strides divide each other."""
+        x = torch.zeros(shape)
+        for axis, size in enumerate(shape):
+            for half in (range(size // 2), range(size // 2, size), range(0, size, 2), range(1, size, 2)):
+                looked = probe.Probe((x,))
+                assert looked.errors((x.index_fill(axis, torch.tensor(list(half)), 1.0),))[0]
+
+    @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+    def test_are_others_each_time(self, layout):
+        x = torch.arange(1000.0).view(50, 20)
+        x = x.t() if layout == "transposed" else x
+        for place in range(0, 1000, 37):
+            other = x.clone()
+            other[divmod(place, x.shape[1])] = -1.0
+            assert any(probe.Probe((x,)).errors((other,))[0] for _ in range(100))
 
 
 class TestOnADevice:

@@ -19,7 +19,7 @@ from invfunc import tree
 from invfunc._functorch import Memory, backward_pass, plainly, pointer, unwatched
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
-from invfunc.invertible.probe import Probe, finite, known_at_once
+from invfunc.invertible.probe import Probe, finite, known_at_once, mean_size, near, rounded
 from invfunc.invertible.recall import OUTSIDE
 from invfunc.invertible.recording import FEW, Enough, Key, Recording, Saved, Tape
 from invfunc.invertible.report import CHANGES, OTHER
@@ -140,12 +140,39 @@ class HookedBlock(Block):
             if tell is not None:
                 tell()
             else:  # of an inexact x all has been told
-                error = recorded.error(self.report.tolerated(self.dtypes()) if exact else OTHER)
-                if error and (error < math.inf or finite((*xs, *fetch(self._ys)))):
-                    self.report.saved(error, exact, self.dtypes())
+                apart = recorded.apart(self.report.tolerated(self.dtypes()) if exact else OTHER)
+                if apart and (max(apart.values()) < math.inf or finite((*xs, *fetch(self._ys)))):
+                    self.report.saved(apart, exact, self.dtypes(), lambda: self._rounding(xs, apart))
         for held in self._rest:
             held.let_go()
         release(self._ys)
+        return recorded.found
+
+    def _rounding(self, xs: Tensors, errors: dict[Key, float]) -> dict[Key, float] | None:
+        """How far saved tensors move where x is rounded in other ways; None if they are others at this very x."""
+        sizes = {key: self._probes[key].size() for key in errors}
+        found = self._again(xs)
+
+        def moves(xs: Tensors) -> dict[Key, float]:
+            other = self._again(xs)
+            return {key: mean_size(other[key] - found[key]) / size for key, size in sizes.items()}
+
+        if any(moves(xs).values()):
+            return None
+        most = dict.fromkeys(errors, 0.0)
+        for seed in range(_ROUNDINGS):
+            try:
+                most = {key: max(most[key], move) for key, move in moves(rounded(xs, seed)).items()}
+            except ReplayError:  # even what is saved depends on it
+                return dict.fromkeys(errors, math.inf)
+            if all(map(near, errors.values(), most.values())):
+                break
+        return most
+
+    def _again(self, xs: Tensors) -> dict[Key, torch.Tensor]:
+        """What is saved at an x."""
+        recorded = Recording(self._like, {}, _places(self._detached(), self._apart), to_the_end=False)
+        self._run_recording(recorded, xs, None, compare=False)
         return recorded.found
 
     def _exact(self) -> bool:
@@ -170,7 +197,9 @@ class HookedBlock(Block):
             xs = self._call.inverse(fetch(self.sources), self._detached(), evaluate)
         return xs, outputs, self.give_back(xs)
 
-    def _run_recording(self, recorded: Recording, xs: Tensors, outputs: dict[int, Any] | None) -> None:
+    def _run_recording(
+        self, recorded: Recording, xs: Tensors, outputs: dict[int, Any] | None, compare: bool = True
+    ) -> None:
         """Evaluate f again, with the known outputs of shared functions, as long as something saved is missing."""
 
         def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -184,7 +213,7 @@ class HookedBlock(Block):
         given = _as_then((*xs, *self._detached()), self._needs)
         try:
             with torch.enable_grad(), recorded.part(OUTSIDE):
-                self._call.run(given[: len(xs)], given[len(xs) :], evaluate, known=bool(outputs))
+                self._call.run(given[: len(xs)], given[len(xs) :], evaluate, bool(outputs), compare)
         except Enough:
             pass
         if recorded.misses():
@@ -198,6 +227,8 @@ class HookedBlock(Block):
 
 
 Tell = Callable[[], None] | None
+_ROUNDINGS = 16
+"""How many ways to round x are tried at most."""
 _FIRST = 4
 """In how many calls what is saved is looked at, where x comes from the inverse: it is looked at in all."""
 Geometry = tuple[torch.Size, tuple[int, ...], int, bool]

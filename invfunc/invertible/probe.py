@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -28,6 +29,7 @@ class Probe:
     def __init__(self, tensors: Sequence[torch.Tensor], most: int = 64, without: Sequence[int] = ()) -> None:
         self._most = max(8, most // max(1, len(tensors)))
         self._without = without
+        self._turn = next(_TURNS)
         self._then = [] if dispatched() else self._entries(tensors)
 
     def errors(self, tensors: Sequence[torch.Tensor]) -> list[Error]:
@@ -36,27 +38,37 @@ class Probe:
             return [0.0] * len(tensors)
         return _errors(self._then, self._entries(tensors))
 
+    def size(self) -> float:
+        """The mean size of the entries, which errors are relative to."""
+        numbers = [a for entries in self._then if entries for a in torch.as_tensor(entries[1]).tolist()]
+        return mean_size(torch.tensor(numbers, dtype=torch.float64)) or 1.0
+
     def _entries(self, tensors: Sequence[torch.Tensor]) -> list[_Entries | None]:
         with unwatched():
-            return [None if i in self._without else _entries(t, self._most) for i, t in enumerate(tensors)]
+            return [None if i in self._without else _entries(t, self._most, self._turn) for i, t in enumerate(tensors)]
 
 
 _Entries = tuple[torch.Size, "list[float] | torch.Tensor"]
 """The shape of a tensor, and some of its entries: numbers, or where these are not known yet another tensor."""
 
 
-def _entries(tensor: torch.Tensor, most: int) -> _Entries | None:
+_TURNS = itertools.count()
+"""Each probe looks at other places than the one before."""
+
+
+def _entries(tensor: torch.Tensor, most: int, turn: int) -> _Entries | None:
     tensor = batch_first(tensor)
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     shape = tensor.shape
-    count, step = _places(shape, most)
+    count, step, left = _places(shape, most)
     if count == 0 or tensor.is_quantized:
         return None
+    start = turn * _FAR % left
     if tensor.is_contiguous():
-        part = tensor.as_strided((count,), (step,))
+        part = tensor.as_strided((count,), (step,), tensor.storage_offset() + start)
     else:
-        part = tensor[torch.unravel_index(torch.arange(count, device=tensor.device) * step, shape)]
+        part = tensor[torch.unravel_index(torch.arange(count, device=tensor.device) * step + start, shape)]
     if part.is_complex():
         part = torch.view_as_real(part.resolve_conj()).flatten()
     if known_at_once(tensor.device):
@@ -66,12 +78,31 @@ def _entries(tensor: torch.Tensor, most: int) -> _Entries | None:
     return shape, part.to(torch.float32 if part.dtype.itemsize < 4 else part.dtype, copy=True)
 
 
+_FAR = 10007
+"""A prime number: how far apart the places are at which probes begin, and the steps that are tried."""
+
+
 @lru_cache(1024)
-def _places(shape: torch.Size, most: int) -> tuple[int, int]:
-    """How many entries, and how far apart."""
+def _places(shape: torch.Size, most: int) -> tuple[int, int, int]:
+    """How many entries, how far apart, and how many places there are to begin."""
     number = shape.numel()
-    step = number // most | 1 if number > most else 1  # an odd one, so that they meet all columns
-    return min(most, (number - 1) // step + 1), step
+    if number <= most:
+        return number, 1, 1
+    widest = number // most
+    steps = {widest - i * _FAR % (widest // 8 + 1) | 1 for i in range(24)}  # odd ones, as most sizes are even
+    places = (range(0, number, step)[:most] for step in sorted(steps))
+    best = max(places, key=lambda places: _spread(shape, places))
+    return len(best), best.step, number - best[-1]
+
+
+def _spread(shape: torch.Size, places: Sequence[int]) -> float:
+    """In which part of all rows, columns, channels ... there are places: the product over the axes."""
+    spread, inner = 1.0, 1
+    for size in reversed(shape):
+        parts = min(size, len(places))
+        spread *= len({place // inner % size * parts // size for place in places}) / parts
+        inner *= size
+    return spread
 
 
 def largest(errors: Sequence[Error]) -> Error:
@@ -91,6 +122,34 @@ def summed_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torc
     """The same for a device, which is not waited for; sums that overflow count as none."""
     sums = [innermost(t).sum(dtype=torch.float32).isfinite().to(device) for t in tensors if t.is_floating_point()]
     return torch.stack([torch.ones((), dtype=torch.bool, device=device), *sums]).all()
+
+
+def mean_size(tensor: torch.Tensor) -> float:
+    """The root of the mean square of the entries that are numbers."""
+    wide = tensor.abs().double()
+    return math.sqrt(torch.where(wide.isfinite(), wide, 0).square().mean().item()) if tensor.numel() else 0.0
+
+
+def rounded(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """The tensors, each of whose entries is moved by some roundings to either side."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        sign = torch.randint(0, 2, t.shape, generator=generator).to(t.device) * 2 - 1
+        return t + (t * (ROUNDED * torch.finfo(t.dtype).eps * sign)).to(t.dtype)
+
+    return [moved(t.detach()) if t.is_floating_point() or t.is_complex() else t for t in tensors]
+
+
+def near(error: float, moved: float) -> bool:
+    """Whether an error is as that by which another rounding moves a number."""
+    return error <= _NEAR * moved
+
+
+_NEAR = 8.0
+"""How many times farther one rounding may move it than another."""
+ROUNDED = 4.0
+"""By how many roundings."""
 
 
 def known_at_once(device: torch.device) -> bool:

@@ -66,14 +66,13 @@ class Recording:
                     "modified within it by an inplace operation."
                 )
 
-    def error(self, most: float) -> float:
-        """The largest error above some of what was saved. What an operation of torch writes afterwards is left out."""
-        errors = [
-            float(error)
+    def apart(self, most: float) -> dict[Key, float]:
+        """The errors above some of what was saved. What an operation of torch writes afterwards is left out."""
+        return {
+            key: float(error)
             for key, (error, probe) in self._apart.items()
             if error > most and not any(probe.errors((self.found[key],)))
-        ]
-        return max(errors, default=0.0)
+        }
 
     def given_back(self, tensor: torch.Tensor) -> None:
         """Nothing: a statistic looked on the first time."""

@@ -12,7 +12,7 @@ import torch
 from invfunc import tree
 from invfunc._functorch import after_backward, backward_pass, innermost
 from invfunc.errors import InexactWarning, InverseError, InvFuncError, InvFuncWarning, ReplayError
-from invfunc.invertible.probe import Error, precision
+from invfunc.invertible.probe import ROUNDED, Error, near, precision
 from invfunc.transform import told
 
 
@@ -143,14 +143,34 @@ class Report:
             )
         return lambda: self.tell(kind, text, self._is_small(error, most))
 
-    def saved(self, error: float, exact: bool, dtypes: Iterable[torch.dtype]) -> None:
-        """Tell how far what autograd saves is from what it saved the first time, for an x that is exact or not."""
+    def saved(
+        self,
+        errors: dict[Any, float],
+        exact: bool,
+        dtypes: Iterable[torch.dtype],
+        moved: Callable[[], dict[Any, float] | None],
+    ) -> None:
+        """Tell of tensors that autograd saves that are others than the first time.
+
+        Args:
+            errors: how far they are from those.
+            exact: whether x is exact.
+            dtypes: those that the function computes in.
+            moved: how far they move where x is rounded in other ways; None if they are others at the same x.
+        """
+        most, moves = self.tolerated(dtypes), moved()
+        apart = {key: e for key, e in errors.items() if moves is None or not near(e, moves[key])}
+        if not apart:  # they are nothing but rounding, also without the block
+            return
+        error = max(apart.values())
         text = (
             f"evaluated again, the function computes other numbers: a tensor that autograd saves has an error of "
             f"{error:.1e}. "
         )
-        text += CHANGES if exact else f"It makes the rounding errors of x large, or: {CHANGES}"
-        self.tell(ReplayError, text, exact and self._is_small(error, self.tolerated(dtypes)))
+        farthest = 1.0 if exact else max(1.0, most / (ROUNDED * precision(dtypes) or 1.0))
+        grows = moves is not None and all(near(e, farthest * moves[key]) for key, e in apart.items())
+        text += f"It makes the rounding errors of x large. {HELPS}" if grows else CHANGES
+        self.tell(ReplayError, text, grows and self.check == "warn" or exact and self._is_small(error, most))
 
     def _is_small(self, error: float, most: float) -> bool:
         return self.check == "warn" and error <= max(4 * most, _FEW)
