@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from types import EllipsisType
 from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
+from invfunc._nodes import Kept
 from invfunc.errors import ArgumentTypeError
 
 Tree = Any
@@ -19,7 +20,8 @@ Class = TypeVar("Class", bound=type)
 unflatten = pytree.tree_unflatten
 map_leaves = pytree.tree_map
 
-_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, slice, torch.Tensor, torch.nn.Parameter}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), slice, EllipsisType}
+_PLAIN |= {torch.dtype, torch.device, torch.Size, torch.Generator}
 
 
 def flatten(tree: Tree, none_is_leaf: bool = True) -> tuple[list[Any], Any]:
@@ -44,16 +46,8 @@ def named_leaves(tree: Tree, none_is_leaf: bool = True) -> list[tuple[str, Any]]
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """`fn` on every tensor of the tree; anything else stays as it is."""
-
-    def mapped(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return fn(leaf)
-        if not _opens(leaf):
-            return leaf
-        found, structure = flatten(leaf)
-        return unflatten([fn(x) if isinstance(x, torch.Tensor) else x for x in found], structure)
-
-    return pytree.tree_map(mapped, tree)
+    found, structure = _apart(tree)
+    return _together([fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in found], structure)
 
 
 def tensors(tree: Tree) -> list[torch.Tensor]:
@@ -97,59 +91,13 @@ def _parts(leaf: Any) -> dict[Any, Any] | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """How a node becomes again what it was."""
-
-    kind: type
-    keys: tuple
-    template: Any = field(compare=False, repr=False)
-
-    def rebuilt(self, values: Iterable[Any]) -> Any:
-        if not self.keys:
-            return self.template
-        given = dict(zip(self.keys, values, strict=True))
-        if issubclass(self.kind, Mapping):
-            return self._mapping(given)
-        found = copy(self.template)
-        for name, value in given.items():
-            object.__setattr__(found, name, value)
-        return found
-
-    def _mapping(self, given: dict) -> Any:
-        kind, before = self.kind, dict(self.template)
-        found: Any = None
-        try:
-            found = _shallow(self.template) if issubclass(kind, MutableMapping) else kind(*[given])
-            for key in given if issubclass(kind, MutableMapping) else ():
-                found[key] = given[key]
-        except TypeError:
-            pass
-        if any(self.template[key] is not before[key] for key in before):  # the copy was none
-            self.template.update(before)
-        elif found is not None and all(found[key] is given[key] for key in given):
-            return found
-        raise ArgumentTypeError(
-            f"a mapping of type {kind.__name__} cannot be copied with other values; pass dict(...) of it."
-        )
-
-
-def _shallow(mapping: Any) -> Any:
-    """A copy that has containers of its own, if the mapping keeps its values in some."""
-    found = copy(mapping)
-    for name, part in list(getattr(found, "__dict__", {}).items()):
-        if isinstance(part, (dict, list)):
-            vars(found)[name] = copy(part)
-    return found
-
-
 class _Node:
     """One opened."""
 
-    def __init__(self, kept: _Kept, values: Sequence[Any]) -> None:
+    def __init__(self, kept: Kept, values: Sequence[Any]) -> None:
         self.kept, self.values = kept, list(values)
 
-    def with_keys(self) -> tuple[list, _Kept]:
+    def with_keys(self) -> tuple[list, Kept]:
         key = pytree.MappingKey if issubclass(self.kept.kind, Mapping) else pytree.GetAttrKey
         return [(key(k), value) for k, value in zip(self.kept.keys, self.values, strict=True)], self.kept
 
@@ -164,7 +112,7 @@ pytree.register_pytree_node(
 
 def _constant(value: Any) -> _Node:
     """A node without leaves."""
-    return _Node(_Kept(type(value), (), value), ())
+    return _Node(Kept(type(value), (), value), ())
 
 
 def _opened(
@@ -183,7 +131,7 @@ def _opened(
         parts = None if type(leaf) in _PLAIN or id(leaf) in inside else _parts(leaf)
         if parts is None:
             return put(at, leaf)
-        node = _Node(_Kept(type(leaf), tuple(parts), leaf), list(parts.values()))
+        node = _Node(Kept(type(leaf), tuple(parts), leaf), list(parts.values()))
         keys = [key for key, _ in node.with_keys()[0]]
         within = (*inside, id(leaf))
         node.values = [
@@ -299,14 +247,64 @@ class Form:
         found = list(self.others)
         for place, value in zip(self.places, values, strict=True):
             found[place] = value
-        return unflatten(found, self.structure)
+        return _together(found, self.structure)
+
+    def leaves(self, tree: Tree) -> list[Any] | None:
+        """Those of another tree, if it has the same structure."""
+        found, structure = _apart(tree)
+        return found if structure == self.structure else None
 
 
 def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     """The tensors of a tree, and the rest of it."""
-    found, structure = flatten(tree)
+    found, structure = _apart(tree)
     places = tuple(i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor))
     tensors = [found[i] for i in places]
     for i in places:
         found[i] = None
     return tensors, Form(structure, tuple(found), places)
+
+
+# What is done for every call of a block. Trees of plain containers need not go through torch's walk, which takes ten
+# times as long: their structure is a tuple `(kind, keys, parts)` for a node, and None for a leaf
+
+
+def _apart(tree: Tree) -> tuple[list[Any], Any]:
+    """The leaves of a tree, and a structure that `_together` knows."""
+    found: list[Any] = []
+    try:
+        return found, _walk(tree, found)
+    except _Other:
+        return flatten(tree)
+
+
+def _walk(branch: Any, found: list[Any]) -> tuple | None:
+    kind = type(branch)
+    if kind in _PLAIN:
+        found.append(branch)
+        return None
+    if kind is tuple or kind is list:
+        return kind, None, [_walk(part, found) for part in branch]
+    if kind is dict:
+        return kind, tuple(branch), [_walk(part, found) for part in branch.values()]
+    if not pytree.tree_is_leaf(branch) or _opens(branch):
+        raise _Other
+    found.append(branch)
+    return None
+
+
+class _Other(Exception):
+    """The tree has a node that is no plain container."""
+
+
+def _together(leaves: Sequence[Any], structure: Any) -> Tree:
+    """The tree of these leaves."""
+    if structure is None:
+        return leaves[0]
+    return _built(structure, iter(leaves)) if type(structure) is tuple else unflatten(leaves, structure)
+
+
+def _built(structure: tuple, leaves: Iterator[Any]) -> Any:
+    kind, keys, parts = structure
+    built = [next(leaves) if part is None else _built(part, leaves) for part in parts]
+    return built if kind is list else tuple(built) if kind is tuple else dict(zip(keys, built, strict=True))

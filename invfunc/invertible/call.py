@@ -238,27 +238,28 @@ class Call:
 
     def _like_x(self, x: Any, kept: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """What the inverse gave, if it has the form of x."""
-        leaves, structure = tree.flatten(x)
-        if structure != self._x.structure:
+        leaves = self._x.leaves(x)
+        if leaves is None:
             came = ", ".join("x" + path for path, _ in tree.named_leaves(x)) or "nothing"
             were = ", ".join("x" + path for path, _ in tree.named_leaves(self._x.join(range(len(self._like)))))
             raise InverseError(f"the inverse gives another pytree than x: {came}, where x is {were}.")
         found = []
-        for i, (name, place, like) in enumerate(zip(self.names(), self._x.places, self._like, strict=True)):
+        for i, (place, like) in enumerate(zip(self._x.places, self._like, strict=True)):
             leaf = leaves[place]
             if i in kept:
                 found.append(kept[i])
                 continue
+            if isinstance(leaf, torch.Tensor) and (leaf.shape, leaf.dtype, leaf.device) == like[:3]:
+                found.append(laid_out(leaf, like.stride))
+                continue
             was = f"{list(like.shape)} {like.dtype} on {like.device}"
             if not isinstance(leaf, torch.Tensor):
                 raise InverseError(
-                    f"the inverse gives {name} as {type(leaf).__name__}, where it was {was}. What is to be kept in "
-                    f"memory, and not computed by the inverse, is named by keep=({i},)."
+                    f"the inverse gives {self.names()[i]} as {type(leaf).__name__}, where it was {was}. What is to be "
+                    f"kept in memory, and not computed by the inverse, is named by keep=({i},)."
                 )
-            if (leaf.shape, leaf.dtype, leaf.device) != (like.shape, like.dtype, like.device):
-                came = f"{list(leaf.shape)} {leaf.dtype} on {leaf.device}"
-                raise InverseError(f"the inverse gives {name} as {came}, where it was {was}.")
-            found.append(laid_out(leaf, like.stride))
+            came = f"{list(leaf.shape)} {leaf.dtype} on {leaf.device}"
+            raise InverseError(f"the inverse gives {self.names()[i]} as {came}, where it was {was}.")
         return found
 
     @contextmanager

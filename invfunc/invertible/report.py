@@ -78,7 +78,7 @@ class Report:
 
     def compared(
         self,
-        which: str,
+        which: Callable[[], str],
         error: Error,
         before: Error,
         dtypes: Sequence[torch.dtype],
@@ -88,7 +88,7 @@ class Report:
         """What is to be told of a comparison, where anything is.
 
         Args:
-            which: the tensor of x.
+            which: the name of the tensor of x.
             error: its error.
             before: the error of the y that it was computed from.
             dtypes: those of x.
@@ -108,7 +108,7 @@ class Report:
 
     def _judge(
         self,
-        which: str,
+        which: Callable[[], str],
         error: float,
         before: float,
         dtypes: Iterable[torch.dtype],
@@ -120,7 +120,7 @@ class Report:
         found = None if evidence is None else evidence()
         if found is not None and not found.finite:  # nor is the gradient without the block
             return _nothing
-        text = f"the inverse gives {which} back with an error of {error:.1e}, where up to {most:.1e} is rounding. "
+        text = f"the inverse gives {which()} back with an error of {error:.1e}, where up to {most:.1e} is rounding. "
         kind: type[InvFuncError] = InverseError
         if found is not None and not found.repeats:
             kind = ReplayError

@@ -212,7 +212,7 @@ class Block(ABC):
             error = torch.where(summed_finite(found, error.device), error, 0.0)
         elif not error:
             return error, None
-        which = "x" if isinstance(error, torch.Tensor) else self.names()[errors.index(error)]
+        which = (lambda: "x") if isinstance(error, torch.Tensor) else lambda: self.names()[errors.index(error)]
         before = largest([slot.error for slot in self._ys])
         dtypes = [x.dtype for x in xs]
         return error, self.report.compared(which, error, before, dtypes, self.dtypes, lambda: self._evidence(xs))

@@ -65,10 +65,10 @@ class Watch(Sight):
             self.drawn.append((generator, generator.get_state()))
             self._generators.append(generator)
         self.noisy = func in _NOISY
+        looks = getattr(func, "__name__", "") == "__get__"
+        if looks and not isinstance(result := func(*args, **kwargs), torch.Tensor):
+            return result
         if self._closure.tensors:
-            looks = getattr(func, "__name__", "") == "__get__"
-            if looks and not isinstance(result := func(*args, **kwargs), torch.Tensor):
-                return result
             instead = {id(t): s for t in tree.tensors((args, kwargs)) if (s := self._instead(t)) is not None}
             if instead:
                 args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
@@ -81,15 +81,10 @@ class Watch(Sight):
             result = func(*args, **kwargs)
             self._enter(result)
             return result
-        looks = getattr(func, "__name__", "") == "__get__"
-        if self._closed and not looks:
+        if self._closed:
             self._refuse(func, outer)
         before = [version(t) for t in outer]
         result = func(*args, **kwargs)
-        if looks and not isinstance(result, torch.Tensor):
-            return result
-        if self._closed and looks:
-            self._refuse(func, outer)
         for t, then in zip(outer, before, strict=True):
             known = self._note(t)
             if version(t) != then:

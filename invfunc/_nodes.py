@@ -1,0 +1,56 @@
+"""How a node of a tree that torch does not know, a mapping or a dataclass, becomes again what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from invfunc.errors import ArgumentTypeError
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a node becomes again what it was."""
+
+    kind: type
+    keys: tuple
+    template: Any = field(compare=False, repr=False)
+
+    def rebuilt(self, values: Iterable[Any]) -> Any:
+        if not self.keys:
+            return self.template
+        given = dict(zip(self.keys, values, strict=True))
+        if issubclass(self.kind, Mapping):
+            return self._mapping(given)
+        found = copy(self.template)
+        for name, value in given.items():
+            object.__setattr__(found, name, value)
+        return found
+
+    def _mapping(self, given: dict) -> Any:
+        kind, before = self.kind, dict(self.template)
+        found: Any = None
+        try:
+            found = _shallow(self.template) if issubclass(kind, MutableMapping) else kind(*[given])
+            for key in given if issubclass(kind, MutableMapping) else ():
+                found[key] = given[key]
+        except TypeError:
+            pass
+        if any(self.template[key] is not before[key] for key in before):  # the copy was none
+            self.template.update(before)
+        elif found is not None and all(found[key] is given[key] for key in given):
+            return found
+        raise ArgumentTypeError(
+            f"a mapping of type {kind.__name__} cannot be copied with other values; pass dict(...) of it."
+        )
+
+
+def _shallow(mapping: Any) -> Any:
+    """A copy that has containers of its own, if the mapping keeps its values in some."""
+    found = copy(mapping)
+    for name, part in list(getattr(found, "__dict__", {}).items()):
+        if isinstance(part, (dict, list)):
+            vars(found)[name] = copy(part)
+    return found
