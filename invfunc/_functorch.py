@@ -16,6 +16,7 @@ from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIs
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch has no public name for it
 from torch.utils._python_dispatch import _disable_current_modes
@@ -284,3 +285,16 @@ def opened(func: Callable) -> Callable | None:
     copy = types.FunctionType(func.__code__, namespace, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+@contextmanager
+def parametrized_anew() -> Iterator[None]:
+    """In which torch does not remember weights that parametrizations gave outside of it."""
+    if not parametrize._cache_enabled:
+        yield
+        return
+    kept, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = kept

@@ -7,13 +7,16 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncWarning
+from invfunc._functorch import parametrized_anew
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, InvFuncWarning
 from invfunc.skeleton import EntangledError, Reach, Skeleton, modules_of
+from invfunc.strays import RecomputedError, StrayError, Strays
 
 
 def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
@@ -28,12 +31,13 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
         parameter stands there once. Buffers and frozen parameters are closed over, as is a parameter that `f` is called
         without (or with None); train or eval mode and hooks are those of the module when `f` is called. What a module
         in train mode writes into its buffers (running statistics) is dropped. Attributes that its forward sets are set
-        on the module by calls in the main thread. `f` has the signature of forward, copies and pickles as the module
-        does.
+        on the module by calls in the main thread; hooks get the copy, and what they set in the backward pass is set
+        there. `f` has the signature of forward, copies and pickles as the module does.
 
     Raises:
         ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are no dict.
-        ArgumentError: of `f`, `params` names what the module does not have.
+        ArgumentError: of `f`, `params` names what the module does not have, or gives a tied parameter two values; the
+            module keeps a parameter where it cannot be replaced; or it is checkpointed and cannot be copied.
 
     Example:
         >>> import torch, invfunc
@@ -44,8 +48,9 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
     Composes with: everything that takes a function of parameters, such as `torch.func.grad(f)`.
 
     Cost: none beyond the call of the module. A module that cannot be copied for a call (it is compiled or scripted, or
-    something outside of it calls it by a global name) gets the parameters while `f` runs, one call at a time; in
-    another thread than the main one a warning says so.
+    something outside of it keeps it: a global name, an object with slots) gets the parameters while `f` runs, one call
+    at a time; in another thread than the main one a warning says so. The first call sees whether a way leads past the
+    copy, and is begun again if one does.
 
     Source: `torch.func.functional_call`, without its change of the module.
     """
@@ -59,15 +64,17 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
         what = f"the class {kind}" if isinstance(model, type) else f"a {kind}"
         raise ArgumentTypeError(f"functional(model): model is {what}, but an nn.Module is needed.{hint}")
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    first = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    first = {id(p): name for name, p in model.named_parameters()}
     places = {
         f"{prefix}.{name}" if prefix else name: first[id(p)]
         for prefix, module in model.named_modules()
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-        if id(p) in first
     }
     return Functional(model, method, places), params
 
+
+_WHERE_A_COPY_IS_NOT_KNOWN = (StrayError, AttributeError, LookupError, ReferenceError, TypeError)
+"""What is raised where something outside of the modules knows them, and does not know a copy."""
 
 _SWAPPING = threading.RLock()
 """Held while parameters are in a module itself, and while a copy of one is made."""
@@ -85,6 +92,10 @@ class Functional:
         self._reach = Reach()
         self._paths: dict[str, tuple[list[str], str]] = {}
         self._warned: set[str] = set()
+        self._proven: set[Any] = set()
+        """In which modes of the modules, and at which parameters, f has run on a copy and read nothing else."""
+        self._entangled: dict[Any, str] = {}
+        """And in which it cannot, and why."""
 
     def __reduce__(self) -> tuple:
         return Functional, (self._model, self._method, self._places)
@@ -95,32 +106,91 @@ class Functional:
     def __call__(self, params: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(params, Mapping):
             raise ArgumentTypeError(_no_params(self, params))
+        given = self._given(params)
         if torch.compiler.is_compiling():  # which traces what is put into the module, and leaves the module alone
-            return self._swapped(params, args, kwargs)
-        try:
-            with _SWAPPING:
+            return self._swapped(given)(args, kwargs)
+        with parametrized_anew():
+            return self._called(given, args, kwargs)
+
+    def _called(self, given: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result on a copy, or in place where something leads past every copy."""
+        mode, strays = None, Strays({})
+        with _SWAPPING:
+            try:
                 parts = modules_of(self._model)
-                skeleton = Skeleton(self._model, parts, self._replaced(params, parts), self._reach)
-        except EntangledError as error:
-            if threading.current_thread() is not threading.main_thread():
-                what = f"{error} leads to the module and cannot be copied, so that f puts its parameters into the"
-                self._warn_once("entangled", f"{what} module while it runs; other threads must not call the module.")
-            with _SWAPPING:
-                return self._swapped(params, args, kwargs)
-        result = getattr(skeleton.root, self._method)(*args, **kwargs)
+                replaced, strays.replaced = self._replaced(given, parts)
+                mode = tuple(m.training for m in parts), frozenset(strays.replaced.values())
+                if why := self._entangled.get(mode):
+                    raise EntangledError(why)
+                skeleton = Skeleton(self._model, parts, replaced, self._reach)
+            except EntangledError as error:
+                return self._in_place(partial(self._swapped(given), args, kwargs), strays, mode, str(error))
+        call, why = partial(getattr(skeleton.root, self._method), *args, **kwargs), ""
+        if mode in self._proven:
+            result = call()
+        else:
+            try:
+                result = strays.run(call)
+            except InvFuncError:
+                raise
+            except _WHERE_A_COPY_IS_NOT_KNOWN as error:
+                said = f"keeps {strays.met!r} or its module" if strays.met else f"raises {error!r}"
+                why = f"something that {said}"
+            if why:
+                strays.rewind()
+                with _SWAPPING:
+                    result = self._in_place(partial(self._swapped(given), args, kwargs), strays, mode, why)
+                self._entangled[mode] = why
+                return result
+            self._proven.add(mode)
         self._leave(skeleton)
+        return result
+
+    def _in_place(self, swapped: Callable[[], Any], strays: Strays, mode: Any, why: str) -> Any:
+        """The result where the parameters are put into the module itself."""
+        if threading.current_thread() is not threading.main_thread():
+            what = f"{why} leads to the module and cannot be copied, so that f puts its parameters into the"
+            self._warn_once("entangled", f"{what} module while it runs; other threads must not call the module.")
+        if ("in place", mode) in self._proven or not strays.replaced:
+            return swapped()
+        strays = Strays(strays.replaced, in_place=True)
+        try:
+            result = strays.run(swapped)
+        except RecomputedError:
+            raise ArgumentError(
+                f"{self!r}: a part of the module is checkpointed, and {why} leads to the module and cannot be copied: "
+                "what is computed again in the backward pass would have the parameters of the module. Switch "
+                "checkpointing off in it, or checkpoint f as a whole."
+            ) from None
+        except StrayError:
+            raise ArgumentError(
+                f"{self!r}: {strays.met!r} cannot be replaced, as the module also reads it by {why}, which keeps the "
+                "tensor itself. Keep the module that has it there, and read it as an attribute of that."
+            ) from None
+        self._proven.add(("in place", mode))
         return result
 
     def _given(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """What every place gets, the further places of a tied parameter included."""
-        given = {name: x for name, x in params.items() if x is not None}
-        return {**given, **{place: given[name] for place, name in self._places.items() if name in given}}
+        given: dict[str, Any] = {}
+        for place, x in params.items():
+            first = self._places.get(place, place)
+            if x is not None and given.setdefault(first, x) is not x:
+                raise ArgumentError(
+                    f"{self!r}: params has two tensors, of which one is {place!r}, for one parameter of the module, "
+                    f"{first!r}; give one of them."
+                )
+        return {**given, **{place: given[first] for place, first in self._places.items() if first in given}}
 
-    def _replaced(self, params: Mapping[str, Any], parts: list[nn.Module]) -> dict[int, Any]:
-        """What comes in place of tensors, by their ids: what is given, and copies of buffers that may be written."""
+    def _replaced(self, given: Mapping[str, Any], parts: list[nn.Module]) -> tuple[dict[int, Any], dict[int, str]]:
+        """What comes in place of tensors, by their ids: what is given, and copies of buffers that may be written.
+
+        With the names of those that are given and of another value.
+        """
         training = [vars(m)["_buffers"] for m in parts if m.training]
         replaced = {id(b): b.clone() for buffers in training for b in buffers.values() if b is not None}
-        for place, value in self._given(params).items():
+        names: dict[int, str] = {}
+        for place, value in given.items():
             path, name = self._paths.get(place) or self._paths.setdefault(place, _split(place))
             own: dict[str, Any] = vars(self._model)
             for part in path:
@@ -134,23 +204,25 @@ class Functional:
             if tensor is None:
                 raise self._unknown(place)
             replaced[id(tensor)] = value
-        return replaced
+            if value is not tensor:
+                names[id(tensor)] = place
+        return replaced, names
 
     def _unknown(self, place: str) -> ArgumentError:
         return ArgumentError(f"{self!r}: params has {place!r}, which is no parameter or buffer of the module.")
 
-    def _swapped(self, params: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result where the module itself has the parameters for the time of the call."""
+    def _swapped(self, given: Mapping[str, Any]) -> Callable[[tuple, dict[str, Any]], Any]:
+        """The call for whose time the module itself has the parameters."""
         buffers = {
             f"{prefix}.{name}" if prefix else name: buffer.clone()
             for prefix, module in self._model.named_modules()
             if module.training
             for name, buffer in module.named_buffers(recurse=False)
         }
-        model, state = self._model, {**buffers, **self._given(params)}
+        model, state = self._model, {**buffers, **given}
         if self._method != "__call__":
             model, state = _Calls(model, self._method), {f"model.{name}": x for name, x in state.items()}
-        return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
+        return partial(torch.func.functional_call, model, state, tie_weights=False)
 
     def _leave(self, skeleton: Skeleton) -> None:
         """Attributes that forward has set are set on the module, unless other threads may be at work there."""
@@ -168,6 +240,10 @@ class Functional:
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(f"{self!r}: {text}", InvFuncWarning, stacklevel=4)
+
+
+def _kind(error: BaseException) -> str:
+    return type(error).__name__
 
 
 def _split(place: str) -> tuple[list[str], str]:

@@ -30,8 +30,8 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _STANDARD = vars(nn.Module()).keys()
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MOST = 10_000
-"""Objects to look through for a reference; what has more of them is taken to lead everywhere."""
+_MOST = 2_000
+"""Objects to look through for a reference; whether more of them lead to the modules is seen when these are called."""
 
 
 class EntangledError(Exception):
@@ -42,15 +42,32 @@ class Reach:
     """Whether something leads to the modules, or to one of the tensors that are replaced."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, bool]] = {}  # with the object, so that its id stays its own
+        self._known: dict[int, tuple[weakref.ref, dict, bool]] = {}  # with what the object held then
+        self._targets: frozenset[int] = frozenset()
 
     def __call__(self, x: Any, targets: Mapping[int, Any]) -> bool:
+        if id(x) in targets or isinstance(x, (type, torch.Tensor)):
+            return id(x) in targets
         if isinstance(x, _CONTAINERS):  # they may be filled later
             return not set(map(type, _references(x))) <= _PLAIN and self._search(x, targets)
-        known = self._known.get(id(x))
-        if known is None:
-            known = self._known[id(x)] = (x, self._search(x, targets))
-        return known[1]
+        known, holds = self._known.get(id(x)), _held(x)
+        if known is None or known[0]() is not x or not _same(known[1], holds):
+            verdict = self._search(x, targets)
+            try:
+                here = weakref.ref(x, partial(self._forget, id(x)))
+            except TypeError:
+                return verdict
+            known = self._known[id(x)] = (here, holds, verdict)
+        return known[2]
+
+    def of(self, targets: Mapping[int, Any]) -> Reach:
+        """The same for these; what is known of others is forgotten."""
+        if targets.keys() != self._targets:
+            self._known, self._targets = {}, frozenset(targets)
+        return self
+
+    def _forget(self, key: int, _ref: weakref.ref) -> None:
+        self._known.pop(key, None)
 
     @staticmethod
     def _search(x: Any, targets: Mapping[int, Any]) -> bool:
@@ -59,8 +76,10 @@ class Reach:
             one = waiting.pop()
             if type(one) in _PLAIN or id(one) in seen:
                 continue
-            if id(one) in targets or len(seen) > _MOST:
+            if id(one) in targets:
                 return True
+            if len(seen) > _MOST:
+                return False
             seen.add(id(one))
             waiting.extend(_references(one))
             if isinstance(one, types.FunctionType):
@@ -70,6 +89,8 @@ class Reach:
 
 def _references(x: Any) -> Iterable[Any]:
     """What an object keeps by itself; what a function has by name is told by `_named`."""
+    if isinstance(x, _CONTAINERS) and len(x) > _MOST:
+        return ()
     if isinstance(x, dict):
         return [*x.keys(), *x.values()]
     if isinstance(x, _CONTAINERS):
@@ -82,9 +103,21 @@ def _references(x: Any) -> Iterable[Any]:
         return (*map(_content, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__)
     if isinstance(x, weakref.ref):
         return (x(),)
-    if isinstance(x, (type, torch.Tensor)):
+    if isinstance(x, (type, torch.Tensor)) or type(x) in weakref.ProxyTypes:
         return ()
     return list(vars(x).values()) if hasattr(x, "__dict__") else ()
+
+
+def _held(x: Any) -> dict[Any, Any]:
+    """What it has now of what may become another thing."""
+    if type(x) in weakref.ProxyTypes:
+        return {}
+    cells = getattr(x, "__closure__", None) or ()
+    return {**getattr(x, "__dict__", {}), **{i: _content(cell) for i, cell in enumerate(cells)}}
+
+
+def _same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    return len(a) == len(b) and all(b.get(key, b) is value for key, value in a.items())
 
 
 def _content(cell: types.CellType) -> Any:
@@ -114,6 +147,8 @@ class Rewiring:
     def __init__(self, known: Mapping[int, Any], targets: Mapping[int, Any], reach: Reach) -> None:
         """`known` has what is put in place of the objects of these ids, `targets` all that is to be replaced."""
         self.known, self.targets, self.reach = dict(known), targets, reach
+        self._made: list[tuple[Any, Any, dict[str, Any], set[str]]] = []
+        """What was copied, the copies, the attributes that these began with, and the names of those not to be left."""
 
     def of(self, x: Any) -> Any:
         if type(x) in _PLAIN:
@@ -122,7 +157,7 @@ class Rewiring:
             return self.known[id(x)]
         if not self.reach(x, self.targets):
             return x
-        return self.module(x) if isinstance(x, nn.Module) else self._rebuilt(x)
+        return self.module(x) if issubclass(type(x), nn.Module) else self._rebuilt(x)
 
     def module(self, module: nn.Module) -> nn.Module:
         raise EntangledError(type(module).__name__)
@@ -183,11 +218,12 @@ class Rewiring:
         if slots or kind.__module__.startswith("torch.") or (far and not is_dataclass(x)):
             raise EntangledError(f"an object of {kind.__name__}")
         try:
-            rebuilt = object.__new__(kind)
+            rebuilt = kind() if kind is types.SimpleNamespace else object.__new__(kind)
         except TypeError:  # made by a language other than Python
             raise EntangledError(f"an object of {kind.__name__}") from None
         self.known[id(x)] = rebuilt
         vars(rebuilt).update({name: self.of(value) for name, value in parts.copy().items()})
+        self._made.append((x, rebuilt, vars(rebuilt).copy(), set()))
         return rebuilt
 
 
@@ -196,9 +232,8 @@ class Skeleton(Rewiring):
 
     def __init__(self, root: nn.Module, parts: list[nn.Module], replaced: Mapping[int, Any], reach: Reach) -> None:
         """`parts` are the modules of the tree; `replaced` has what comes in place of the tensors of these ids."""
-        super().__init__(replaced, {**replaced, **{id(m): m for m in parts}}, reach)
-        self._made: list[tuple[nn.Module, nn.Module, dict[str, Any], set[str]]] = []
-        """Modules, their copies, the attributes that these began with, and the names of those that are no others'."""
+        targets = {**replaced, **{id(m): m for m in parts}}
+        super().__init__(replaced, targets, reach.of(targets))
         self.root = self.module(root)
 
     def module(self, module: nn.Module) -> nn.Module:
@@ -232,26 +267,26 @@ class Skeleton(Rewiring):
                 if isinstance(fn, types.FunctionType) and self.reach(fn, self.targets):
                     raise EntangledError(f"{fn.__qualname__}, by a name from outside of the module,")
 
-    def left(self) -> list[tuple[nn.Module, str, str | None, Any]]:
-        """What the call has left on the copies: `(module, name, part of the module or None for attributes, value)`.
+    def left(self) -> list[tuple[Any, str, str | None, Any]]:
+        """What the call has left on the copies: `(original, name, part of a module or None for attributes, value)`.
 
         Not what hooks have put there for the call, as weight_norm does.
         """
-        found: list[tuple[nn.Module, str, str | None, Any]] = []
-        for module, copied, began, own in self._made:
+        found: list[tuple[Any, str, str | None, Any]] = []
+        for original, copied, began, own in self._made:
             now = vars(copied)
             if len(now) != len(began) or not all(map(operator.is_, now.values(), began.values())):
                 changed = [(n, v) for n, v in now.items() if began.get(n, began) is not v and n not in own]
-                found += [(module, name, None, value) for name, value in changed]
-            for kind in _REGISTERED:
-                if len(now[kind]) > len(vars(module)[kind]):
-                    added = now[kind].keys() - vars(module)[kind].keys()
-                    found += [(module, name, kind, now[kind][name]) for name in added]
+                found += [(original, name, None, value) for name, value in changed]
+            for kind in _REGISTERED if isinstance(copied, nn.Module) else ():
+                if len(now[kind]) > len(vars(original)[kind]):
+                    added = now[kind].keys() - vars(original)[kind].keys()
+                    found += [(original, name, kind, now[kind][name]) for name in added]
         if not found:
             return found
-        back = {id(copied): module for module, copied, *_ in self._made}
+        back = {id(copied): original for original, copied, *_ in self._made}
         home = Rewiring(back, back, Reach())
-        return [(module, name, kind, home.of(value)) for module, name, kind, value in found]
+        return [(original, name, kind, home.of(value)) for original, name, kind, value in found]
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:

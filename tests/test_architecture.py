@@ -21,7 +21,7 @@ PACKAGE = ROOT / "invfunc"
 FLOORS = [
     {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager", "_blocks", "_nodes", "_uncompiled"},
     {"kronecker"},
-    {"jacobian"},
+    {"jacobian", "strays"},
     {"transform", "columns", "chunked", "together", "reduced", "outputs", "functional", "operation", "explain"},
     {"statistics", "products", "invertible"},
     {"layers"},
