@@ -289,3 +289,25 @@ class TestRefusals:
     def test_samples_that_are_not_there(self, make, dense):
         with pytest.raises(InvFuncError, match="7"):
             make(lambda w, x: x @ w, bent, samples=[7])(*self.args)
+
+
+SPECTRA = {
+    "abs": lambda z: torch.fft.fft(z).abs(),
+    "exp": lambda z: torch.complex(z, z.cos()).exp().real,
+    "square": lambda z: torch.view_as_real(torch.fft.rfft(z).square()).sum(-1),
+    "product": lambda z: (torch.fft.fft(z) * torch.fft.fft(z.sin()).conj()).imag,
+}
+
+
+@kinds
+@pytest.mark.parametrize("spectrum", SPECTRA.values(), ids=SPECTRA)
+def test_what_bends_complex_numbers_is_part_of_it(make, dense, spectrum):
+    params = {"w": Numbers()(3, 3), "v": Numbers(1)(1)}
+    x = Numbers(2)(4, 3)
+    y = spectrum(x.cos())
+
+    def f(p, x):
+        return spectrum((x @ p["w"]).tanh()) * p["v"]
+
+    for loss in (F.mse_loss, bent):
+        assert_trees_close(make(f, loss)(params, x, y), dense(f, loss)(params, x, y), EXACT)

@@ -212,6 +212,10 @@ def test_an_only_sample_may_look_up_by_an_index_without_dimensions(index):
     w, x, y = Numbers()(4), Numbers(1)(1, 1), torch.tensor([2])
     found = batch_grad(lambda w, x, y: (w.log_softmax(0)[index(y)] * x).sum())(w, x, y)
     assert_trees_close(found, loop_batch_grad(lambda w, x, y: w.log_softmax(0)[y] * x[:, 0])(w, x, y), EXACT)
+    again = batch_grad(lambda w, x, y: (w.log_softmax(0)[index(y)] * x).sum(), samples=[0, 0])(w, x, y)
+    assert_trees_close(again, found.expand(2, -1), EXACT)
+    looked_up = batch_grad(lambda w, x, y: (w[index(y)] * x).sum(), samples=[0, 0])(w, x, y)
+    assert_trees_close(looked_up, (F.one_hot(y, 4) * x).expand(2, -1), EXACT)
 
 
 def test_an_empty_list_selects_nothing():

@@ -174,6 +174,8 @@ def kind_of(step: Step) -> str | None:
 def read_once(run: Run) -> frozenset[int]:
     """The parameters that are read linearly, and not again by what depends on them."""
     taps: dict[int, list[Tap]] = {}
+    if run.trace.complex:  # calls that bend complex numbers are not followed
+        return frozenset()
     for tap in run.trace.taps:
         for i in tap.derived.leaves:
             taps.setdefault(i, []).append(tap)

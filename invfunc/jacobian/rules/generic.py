@@ -44,7 +44,7 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
 
         def each(columns: torch.Tensor) -> torch.Tensor:
             if site.axis.dim is None:  # vmap has no rule for an index without dimensions
-                return one(columns[0], *(x[0] for x in samples))[None]
+                return torch.stack([one(*each) for each in zip(columns, *samples, strict=True)])
             return torch.vmap(one)(columns, *samples)
 
         # columns outside, samples inside: the other order gives wrong shapes for prelu (torch 2.13)

@@ -26,6 +26,7 @@ class Taps:
         self.edges: list[Any] = []
         self.axes: list[Axis] = []
         self.sizes: list[int] = []  # of the output at each site, for one sample
+        self.complex = False  # whether complex numbers depend on parameters and samples
         self.orders: dict[Order, str] = {}  # those in which samples meet parameters, and a call where they do
         self.pattern: Follower | None = None
 

@@ -254,6 +254,7 @@ class Trace(Taps, Provenance, TorchFunctionMode):
             place = found[i] if isinstance(found, list) else found
             if differentiable and (x.is_floating_point() or x.is_complex()):
                 tag = Sampled(place, lost, around, crossed, affine, logarithm, order)
+                self.complex |= tag.active and x.is_complex()
             else:
                 tag = Sampled(place, lost, order=order)
             self.set(x, tag if place is not None or lost or tag.active else None)
