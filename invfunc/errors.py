@@ -27,8 +27,14 @@ class SampleAxisError(InvFuncError, ValueError):
     """The operation at which the samples are lost."""
 
 
+class Unseen(str):
+    """A reason for which samples are lost: they went where nothing is seen."""
+
+
 def samples_lost(reason: str, unknown: bool) -> SampleAxisError:
     """The error that names the operation at which the samples are lost."""
+    if isinstance(reason, Unseen):
+        return samples_unseen(reason)
     text = f"the samples are not kept apart at {reason}. Keep them apart up to the loss"
     if unknown:
         text += ", or return the [N] losses of the samples from a function that also works on a batch of one"
@@ -38,13 +44,13 @@ def samples_lost(reason: str, unknown: bool) -> SampleAxisError:
 
 
 def samples_unseen(reason: str) -> SampleAxisError:
-    """The error that names the call at which a scalar loss reads samples that went where nothing is seen."""
+    """The error that names the call which reads samples that went where nothing is seen."""
     error = SampleAxisError(
         f"the samples are not kept apart at {reason}. Return the [N] losses of the samples from a function that also "
         "works on a batch of one, or compute that outside of f and pass it as a batch argument; for curvature, give "
         "the model and the loss apart, as in `diag_ggn(f, loss)`."
     )
-    error.reason = reason
+    error.unknown, error.reason = True, reason
     return error
 
 

@@ -15,6 +15,7 @@ from invfunc import (
     batch_grad,
     batch_l2_grad,
     clipped_grad,
+    diag_ggn,
     diag_hessian,
     gram,
     sum_grad_squared,
@@ -141,6 +142,39 @@ class TestNothingIsGuessed:
 
         wanted = batch_grad(lambda p, x, y: F.cross_entropy(x @ p, y) + p.square().sum())(P, X, Y)
         assert_trees_close(batch_grad(f)(P, X, Y), wanted, EXACT)
+
+
+class TestTheErrorNamesTheCallAndTheWaysOut:
+    CALLS = {
+        "item": "at `item`, which takes",
+        "copy": "at a copy \\(by copy, pickle or torch.save\\), which takes",
+        "pickle": "at a copy \\(by copy, pickle or torch.save\\), which takes",
+        "memoryview": "at `view`, which reads a tensor that was computed from them",
+        "set_": "at `matmul`, which reads a tensor of which nothing is known",
+    }
+
+    @pytest.mark.parametrize("way", CALLS)
+    def test_and_they_work(self, way):
+        g = WAYS[way]
+        with pytest.raises(SampleAxisError, match=self.CALLS[way]) as error:
+            batch_grad(LOSSES["with a target"](g))(P, X, Y)
+        for out in ("Return the \\[N\\] losses", "pass it as a batch argument", "diag_ggn\\(f, loss\\)"):
+            error.match(out)
+
+        def losses(p, x, y):
+            return F.cross_entropy(g(x) @ p, y, reduction="none")
+
+        assert_trees_close(batch_grad(losses)(P, X, Y), 4 * loop(LOSSES["with a target"](g), P, X, Y), EXACT)
+        wanted = diag_ggn(lambda p, z: z @ p, F.cross_entropy)(P, g(X), Y)
+        assert_trees_close(diag_ggn(lambda p, x: g(x) @ p, F.cross_entropy)(P, X, Y), wanted, EXACT)
+
+    def test_one_who_returns_losses_is_not_told_to(self):
+        def f(p, x, y):
+            return F.cross_entropy(strange(x.roll(1, 0)) @ p, y, reduction="none")
+
+        with pytest.raises(SampleAxisError, match="a sample alone gives something else than in the batch") as error:
+            batch_grad(f)(P, X, Y)
+        assert "Return the [N]" not in str(error.value)
 
 
 READ = {

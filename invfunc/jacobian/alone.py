@@ -70,9 +70,9 @@ class Alone:
             seen.made.set(x, Sampled(None))
         with seen:
             result, self.aux = self._called(params, self._samples(slice(None)))
-        self._check(seen)
         values, self.structure = _outputs(result)
         self.axes = [self._axis(z) for z in values]
+        self._check(seen)
         if any(CheckpointFunction in functions_below(z) for z in values):
             raise reentrant()
         self._values = values if scope.create_graph else [z.detach() for z in values]

@@ -24,7 +24,7 @@ from invfunc.jacobian.held import held_by
 from invfunc.jacobian.problem import Problem
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace import Trace
-from invfunc.jacobian.trace.calls import read_by
+from invfunc.jacobian.trace.calls import read_by, spelled
 from invfunc.jacobian.trace.provenance import LOST, PROVEN, Adopting, Beside, Lost, Strangers
 from invfunc.jacobian.trace.random import Draws
 
@@ -81,7 +81,7 @@ class Recorder(Strangers):
         self._of[id(x)] = of
         return x
 
-    def met(self, x: torch.Tensor, ordinal: int) -> None:
+    def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
         self._of[id(x)] = _STRANGE
         self.found.append(Stranger(x, version(x), x.detach().clone() if x.numel() <= _KEPT else None))
 
@@ -151,10 +151,12 @@ def same_elsewhere(trace: Trace, other: Trace, order: torch.Tensor) -> None:
         if total:
             given, found = (sorted(each, key=lambda b: (b.name, b.numbers)) for each in (given, found))
         if len(given) != len(found):
-            raise samples_unseen(f"`{trace.escaped}`, after which f does something else in another order")
+            raise samples_unseen(f"{spelled(trace.escaped)}, after which f does something else in another order")
         wrong = next((a.name for a, b in zip(given, found, strict=True) if not same(a, b)), None)
         if wrong is not None:
-            raise samples_unseen(f"`{wrong}`, which reads what was taken out of some of them by `{trace.escaped}`")
+            raise samples_unseen(
+                f"`{wrong}`, which reads what was taken out of some of them by {spelled(trace.escaped)}"
+            )
 
 
 def learn(problem: Problem, scope: Scope) -> Learned:

@@ -52,6 +52,13 @@ def function_name(func: Callable) -> str:
     return name.strip("_")
 
 
+def spelled(name: str | None) -> str:
+    """What a call is called in an error."""
+    if not name or name.startswith(("get:_", "reduce")):
+        return "a copy (by copy, pickle or torch.save)"  # which read such attributes
+    return f"`.{name[4:]}`" if name.startswith("get:") else f"`{name}`"
+
+
 @lru_cache(maxsize=4096)
 def in_place(func: Callable) -> bool:
     name = getattr(func, "__name__", "")

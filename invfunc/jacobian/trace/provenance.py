@@ -12,11 +12,14 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._functorch import level_of, levels, version
+from invfunc.errors import Unseen
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import TOTAL, Call, find, pointwise
-from invfunc.jacobian.trace.calls import QUERIES, function_name, produced_by
+from invfunc.jacobian.trace.calls import QUERIES, function_name, produced_by, spelled
 from invfunc.jacobian.trace.seen import Seen
 from invfunc.jacobian.trace.tags import Sampled, Tags
+
+OF_THEM = "from them where that cannot be seen (in torch.jit, torch.func or numpy, by .item(), in a copy?)"
 
 
 class Constants:
@@ -64,8 +67,8 @@ class Strangers(TorchFunctionMode):
         found = self._known.get(id(x))
         return found is not None and found() is x
 
-    def met(self, x: torch.Tensor, ordinal: int) -> None:
-        """A stranger is read for the first time."""
+    def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
+        """A stranger is read for the first time, by the call of this name."""
         raise NotImplementedError  # of those who count them
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -76,7 +79,7 @@ class Strangers(TorchFunctionMode):
             if not self.knows(x) and (level_of(x) or 0) <= self._level:  # a transform in f wraps what it reads
                 self.know(x)
                 self.count += 1
-                self.met(x, self.count - 1)
+                self.met(x, self.count - 1, name)
         out = self.run(name, func, args, kwargs)
         for x in produced_by(out):
             self.know(x)
@@ -86,22 +89,22 @@ class Strangers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Lost(str):
+class Lost:
     """In place of where the samples are in a tensor: that it is of them, but has no entry for each."""
 
 
-LOST = Lost("a tensor computed from them where that cannot be seen (torch.jit, .item(), numpy, a copy?)")
+LOST = Lost()
 
 
 class Adopting(Strangers):
     """Tells a run what its strangers are, where that was learned."""
 
-    def __init__(self, places: list[Axis | Lost | None], adopt: Callable[[torch.Tensor, Any], None]) -> None:
+    def __init__(self, places: list[Axis | Lost | None], adopt: Callable[[torch.Tensor, Any, str], None]) -> None:
         super().__init__()
         self.places, self.adopt = places, adopt
 
-    def met(self, x: torch.Tensor, ordinal: int) -> None:
-        self.adopt(x, self.places[ordinal] if ordinal < len(self.places) else LOST)
+    def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
+        self.adopt(x, self.places[ordinal] if ordinal < len(self.places) else LOST, name)
 
 
 @dataclass
@@ -169,12 +172,14 @@ class Provenance:
         self.doubt = self.doubt or seen.name
         return seen.name
 
-    def adopt(self, x: torch.Tensor, place: Axis | Lost | None) -> None:
-        """What was learned of a stranger."""
-        if place is None:
+    def adopt(self, x: torch.Tensor, place: Axis | Lost | None, name: str) -> None:
+        """What was learned of a stranger that a call reads."""
+        if isinstance(place, Lost):
+            self.set(x, Sampled(None, Unseen(f"{spelled(name)}, which reads a tensor that was computed {OF_THEM}")))
+        elif place is None:
             self.constants.add(x)
         else:
-            self.set(x, Sampled(None, str(place)) if isinstance(place, Lost) else Sampled(place))
+            self.set(x, Sampled(place))
 
     def introduce(self, x: torch.Tensor) -> None:
         """A tensor that is no stranger."""

@@ -10,10 +10,10 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import version
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, Unseen
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import TOTAL, Call, Total
-from invfunc.jacobian.trace.calls import AFFINE, JOINS, produced_by, writes
+from invfunc.jacobian.trace.calls import AFFINE, JOINS, produced_by, spelled, writes
 from invfunc.jacobian.trace.tags import Derived, Sampled
 
 
@@ -101,9 +101,11 @@ def cannot_meet(
         return f"`{call.name}`: a parameter meets samples in an operation with several outputs"
     if found is not TOTAL:
         return None
-    if call.name not in ("add", "sub", "rsub", "subtract"):
-        return f"`{call.name}`: it sums over the samples, and a parameter that has met none is in every term"
-    return next((why for tag in params if (why := not_shared(tag, escaped))), None) if apart else None
+    sums = call.name in ("add", "sub", "rsub", "subtract")
+    why = next((why for tag in params if (why := not_shared(tag, escaped))), None) if apart or not sums else None
+    if sums or isinstance(why, Unseen):
+        return why
+    return f"`{call.name}`: it sums over the samples, and a parameter that has met none is in every term"
 
 
 def not_shared(tag: Any, escaped: str | None) -> str | None:
@@ -111,7 +113,7 @@ def not_shared(tag: Any, escaped: str | None) -> str | None:
     if not isinstance(tag, Derived):
         return None
     if escaped:
-        return f"`{escaped}`: it takes samples to where they cannot be followed"
+        return Unseen(f"{spelled(escaped)}, which takes them to where they cannot be followed")
     if tag.doubt:
-        return f"`{tag.doubt}`: it reads a tensor of which nothing is known"
+        return Unseen(f"{spelled(tag.doubt)}, which reads a tensor of which nothing is known")
     return "a sum over the data, in which the share of each is gone" if tag.of_data else None
