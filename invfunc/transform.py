@@ -219,6 +219,10 @@ def misfit(shown: Any, f: Callable, loss: Any, args: tuple, kwargs: dict[str, An
         why = "the target is missing"
     else:
         why = f"f takes ({', '.join(wanted)}), and got {len(given)} positional arguments"
+        why += f" and {', '.join(f'{name}=' for name in kwargs)}" if kwargs else ""
+        known = {name: x for name, x in kwargs.items() if name in wanted}
+        if len(known) < len(kwargs) and _takes(signature, given, known):
+            why += ". What is an option of the transform is given where it is made, behind f"
         if loss is None and _takes(signature, args[:-1], kwargs):
             why += ". If the last one is a target, give the loss too, as in `diag_ggn(f, loss)`"
     call = ", ".join([*wanted, *["target"] * (loss is not None)])
