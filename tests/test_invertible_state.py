@@ -8,13 +8,61 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import grad
 
-from invfunc import ModifiedError, ReplayError, additive_coupling, invertible_checkpoint
+from invfunc import Invertible, ModifiedError, ReplayError, additive_coupling, chain, invertible_checkpoint
 from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, same_or_refused, squares
 
 
 @pytest.fixture
 def same(dtype, device):
     return partial(assert_same, dtype, device)
+
+
+class Counting(nn.Module):
+    """A state that is replaced by what writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.ones(3))
+
+    def forward(self, x):
+        self.count += 1
+        return x * self.count.sqrt().rsqrt()
+
+
+class Whitening(nn.Module):
+    """A running mean of what came, which is subtracted before and after it is written, through a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2, 3))
+
+    def forward(self, x):
+        z = x - self.mean[0].clone()
+        with torch.no_grad():
+            self.mean[0].lerp_(x.mean(0), 0.25)
+            self.mean.data[1] = self.mean[0]
+        return z - self.mean[1].clone() / 2
+
+
+STATES = {
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+    "of old": lambda: nn.utils.spectral_norm(nn.Linear(3, 3), n_power_iterations=2),
+    "cumulative average": lambda: nn.BatchNorm1d(3, momentum=None),
+    "a count": Counting,
+    "a running mean": Whitening,
+}
+
+
+def residual(part):
+    """An invertible residual network, whose inverse evaluates the same module many times."""
+
+    def inverse(y):
+        x = y
+        for _ in range(40):
+            x = y - part(x)
+        return x
+
+    return Invertible(lambda x: x + part(x), inverse)
 
 
 class TestState:
@@ -58,14 +106,59 @@ class TestState:
         with pytest.raises(ReplayError, match="writes into a further argument"):
             invertible_checkpoint(additive_coupling(part, part))((x, x), (state, state))
 
-    def test_state_that_is_read_and_written_is_refused(self):
-        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)).double()
-        average = nn.BatchNorm1d(3, momentum=None).double()
-        count = torch.zeros(3, dtype=torch.float64)
-        x, w = leaves()
-        for part in (spectral, average, lambda b: b * count.add_(1), lambda b: (b * count, count.mul_(2))[0]):
+    @pytest.mark.parametrize("options", [{}, {"keep": True}, {"check": 1e-6}], ids=str)
+    @pytest.mark.parametrize("how", ["parts", "one part", "i-ResNet", "nested", "in the middle of a chain"])
+    @pytest.mark.parametrize("kind", STATES)
+    def test_state_that_is_read_and_written_is_replayed(self, same, how, options, kind):
+        """Several blocks that share a module, and another forward before the backward pass."""
+
+        def run(wrap, x, w):
+            torch.manual_seed(0)
+            x0, x = x, torch.cat([x, 1.5 * x.sin(), x.cos()])
+            first, second = (STATES[kind]().to(x) for _ in range(2))
+            parts = (lambda b: first(b).sin() * w / 3, lambda a: second(a).tanh() / 3)
+            block, given = wrap(additive_coupling(*parts)), (x, (3 * x).sin())
+            if how == "one part":
+                block = wrap(additive_coupling(parts[0], parts[0]))
+            elif how == "nested":
+                inner = additive_coupling(*parts) if "check" in options else block
+                block = wrap(additive_coupling(lambda b: inner((b, b.cos()))[0], parts[0]))
+            elif how == "in the middle of a chain":
+                block = wrap(chain(additive_coupling(torch.sin, torch.cos), block, additive_coupling(*parts)))
+            elif how == "i-ResNet":
+                block, given = wrap(residual(parts[0])), given[1]
+            y = block(block(given))
+            z = block(y)
+            inputs = (x0, w, *first.parameters(), *second.parameters())
+            kwargs = {"allow_unused": True, "materialize_grads": True}
+            found = gradients(y, *inputs, retain_graph=True, **kwargs)
+            state = [b.clone() for m in (first, second) for b in m.buffers()]
+            return found, gradients(z, *inputs, **kwargs), state, [b for m in (first, second) for b in m.buffers()]
+
+        same(
+            run,
+            lambda pair: pair.forward if how == "i-ResNet" else pair,
+            partial(invertible_checkpoint, **options),
+            rtol=1e-5,
+        )
+
+    def test_state_that_cannot_be_replayed_is_refused(self):
+        count, x = torch.zeros(3, dtype=torch.float64), leaves()[0]
+        part = lambda b: b * F.relu(count, inplace=True)  # noqa: E731
+        crossing = Invertible(
+            lambda F, x: x * count + F(x) + count,
+            lambda F, y: y,
+            shared=(lambda x: x * count.add_(1),),
+        )
+        for pair in (additive_coupling(part, part), crossing):
             with pytest.raises(ReplayError, match="reads and writes a tensor of shape"):
-                invertible_checkpoint(additive_coupling(lambda b, m=part: m(b), lambda b: b.sin()))((x, x * w))
+                invertible_checkpoint(pair)((x, x) if pair is not crossing else x)
+
+    def test_an_inverse_that_uses_the_state_otherwise_is_refused(self):
+        count, x = torch.zeros(3, dtype=torch.float64), leaves()[0]
+        g = invertible_checkpoint(lambda x: x * count.add_(1).clone(), lambda y: y / count)
+        with pytest.raises(ReplayError, match="in another order than f"):
+            gradients(g(x * 1), x)
 
     def test_written_arguments_are_refused(self):
         x, w = leaves()

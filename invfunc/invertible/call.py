@@ -14,7 +14,7 @@ from invfunc._functorch import saving_hooks, under, unwatched, version
 from invfunc._uncompiled import Uncompiled
 from invfunc.errors import InverseError, InvFuncError, ReplayError
 from invfunc.invertible.pair import Invertible
-from invfunc.invertible.recall import INVERSE, OUTSIDE, Other, Recall, Sight
+from invfunc.invertible.recall import INVERSE, OUTSIDE, Other, Recall, Sight, Use
 from invfunc.invertible.replay import Replay
 from invfunc.invertible.report import Report, Sums, compare_sums, sums
 from invfunc.invertible.shared import Evaluate, Evaluations, Moment, evaluated
@@ -67,6 +67,7 @@ class Call:
         self._y: tree.Form
         self._like: list[_Like] = []
         self._others: dict[int, list[Other]] = {}
+        self._uses: list[Use] = []
 
     def _moment(self, tensors: Tensors) -> Replay:
         return Replay(tensors, self._generators, self._random)
@@ -97,7 +98,7 @@ class Call:
         self.watch = None
         self._closure = None
         self.report.known.calls += 1
-        self._others = watch.outside(len(xs), self._hooks)
+        self._others, self._uses = watch.outside(len(xs), self._hooks), watch.uses
         replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
         for generator, state in watch.drawn if self._random else ():
             for replay in replays:
@@ -271,7 +272,7 @@ class Call:
             raise told(error, f"invertible_checkpoint({self.pair!r}), in the backward pass") from error.__cause__
 
     def _recall(self, given: Tensors) -> Recall:
-        return Recall(given, self._others, self.followed)
+        return Recall(given, self._others, self.followed, self._uses)
 
     def dtypes(self) -> list[torch.dtype]:
         """Those of x, and those that autocast computes in."""

@@ -78,9 +78,9 @@ def invertible_checkpoint(
         ArgumentTypeError: f or f_inv is no function, f_inv is missing, or an option is of a wrong kind.
         ArgumentError: keep names a tensor that x does not have, or has_aux is asked of what hides nothing.
         InverseError: x comes back with an error (`check`), or in another form, shape or dtype.
-        ReplayError: f or f_inv writes into its arguments, or f reads and writes a state of its own (running statistics
-            that are only written are updated once); or it does something else when it is evaluated again. f uses
-            torch.autograd, or a gradient is differentiated within its own transform of torch.func.
+        ReplayError: f or f_inv writes into its arguments, or reads and writes a state of its own where that cannot be
+            repeated; or it does something else when it is evaluated again. f uses torch.autograd, or a gradient is
+            differentiated within its own transform of torch.func.
         ModifiedError: y was written in place before the gradient was computed.
         ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient, is no argument, and is another
             one each time.
@@ -92,6 +92,9 @@ def invertible_checkpoint(
         >>> g(g(torch.ones(2), w), w).sum().backward()
         >>> w.grad
         tensor([2., 2.])
+
+    A state of f's own that it writes in place, such as running statistics or the vectors of `spectral_norm`, is written
+    once; what it held is kept in a copy, from which f and f_inv start again.
 
     Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
     memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is. What f

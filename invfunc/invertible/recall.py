@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from invfunc import tree
 from invfunc._functorch import unwrapped
 from invfunc.errors import ReplayError
+from invfunc.invertible.outside import Outside, State
 from invfunc.invertible.slots import Held, Hooks
 from invfunc.jacobian.trace.compositions import composition
 
@@ -84,13 +85,18 @@ class Sight(Parts, TorchFunctionMode):
 
 
 class Other:
-    """A tensor from outside that a function used, and the number of the argument that it was made, if it was."""
+    """A tensor from outside that a function used, with what it held if it was written, or the number of the argument
+    that it was made, if it was."""
 
-    def __init__(self, tensor: torch.Tensor, written: bool, hooks: Hooks | None, lift: int | None = None) -> None:
+    def __init__(self, used: Outside, state: State | None, hooks: Hooks | None) -> None:
+        tensor = used.tensor
         self._tensor = weakref.ref(tensor)
-        self._needs = tensor.requires_grad
-        self.lift, self.written = lift, written
-        self._held = None if written or lift is not None else Held(tensor, hooks=hooks)
+        self.lift, self.written = used.lift, used.written
+        self.state = used.written and used.read
+        """Whether what it holds matters, and changes."""
+        held = tensor if used.lift is None and not used.written else None if state is None else state.value
+        self._needs = tensor.requires_grad if state is None else state.needs
+        self._held = None if held is None else Held(held, hooks=hooks)
         self._like = tensor.shape, tensor.dtype, tensor.device
 
     def is_(self, tensor: torch.Tensor) -> bool:
@@ -102,11 +108,16 @@ class Other:
         return self._like == (tensor.shape, tensor.dtype, tensor.device)
 
     def again(self, instead: torch.Tensor) -> torch.Tensor:
-        """The tensor as it was; if it is only written, a copy of the one there is now, whose values do not matter."""
+        """The tensor as it was; a copy if it is written, of another one if what it held was not kept."""
         if self._held is None:
             return instead.detach().clone()
         tensor = self._held.get().detach()
-        return tensor.requires_grad_() if self._needs else tensor
+        tensor = tensor.requires_grad_() if self._needs else tensor
+        return tensor.clone() if self.written else tensor
+
+
+Use = tuple[Other, Callable]
+"""A state that is read or written, and the operation that does it."""
 
 
 class Recall(Sight):
@@ -118,9 +129,17 @@ class Recall(Sight):
         given: the tensors that the function is given.
         others: what each part used. The inverse beside shared functions is given what it asks for, as it was.
         followed: whether a statistic looked on the first time, which writes some operations out.
+        uses: in which order states were read and written beside shared functions; the inverse, which may evaluate the
+            same module several times, starts from the same states each time.
     """
 
-    def __init__(self, given: Iterable[torch.Tensor], others: Mapping[int, Sequence[Other]], followed: bool) -> None:
+    def __init__(
+        self,
+        given: Iterable[torch.Tensor],
+        others: Mapping[int, Sequence[Other]],
+        followed: bool,
+        uses: Sequence[Use] = (),
+    ) -> None:
         super().__init__(given)
         self._followed = followed
         self._active = followed or bool(others)
@@ -129,8 +148,14 @@ class Recall(Sight):
         self._all = [other for order in others.values() for other in order]
         self._lifted = [other for other in self._all if other.lift is not None]
         self._met: set[tuple[int, int | None]] = set()
-        self._calls = ""
+        self._calls: Callable
         """The operation that is called."""
+        self._uses = uses
+        self._at = 0
+        """At which of them the inverse is."""
+        self._states: dict[int, torch.Tensor] = {}
+        self._names: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Copies, and the tensors that they are of."""
         self.exchanged = False
         """Whether beside the shared functions other tensors were there than the first time."""
 
@@ -142,14 +167,17 @@ class Recall(Sight):
             t for t in read if (self._lifted and self._is_lifted(t)) or (unwrapped(t) is None and not self.knows(t))
         ]
         if outer and not (looks and not isinstance(func(*args, **kwargs), torch.Tensor)):
-            self._calls = getattr(func, "__name__", repr(func))
-            instead = {id(t): self._instead(t) for t in outer}
+            self._calls = func
+            instead = {i: self._instead(t) for i, t in {id(t): t for t in outer}.items()}
             args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
         body = composition(func) if self._followed else None
         if body is not None:
             with self:
                 return body(*args, **kwargs)
         result = func(*args, **kwargs)
+        copy, name = self._names.get(id(result), (None, None))
+        if copy is not None and copy is result:
+            return name  # which a module may take for its new state
         self.know_all(result)
         return result
 
@@ -179,27 +207,56 @@ class Recall(Sight):
         return any(other.is_(tensor) for other in self._lifted)
 
     def _again(self, other: Other, tensor: torch.Tensor) -> torch.Tensor:
-        if other.lift is None:
-            return self.know(other.again(tensor))
-        self._met.add((self.part, other.lift))
-        lift = self.lifts[other.lift]
-        return self.know(lift.detach().clone()) if other.written else lift
+        instead = tensor
+        if other.lift is not None:
+            self._met.add((self.part, other.lift))
+            instead = self.lifts[other.lift]
+            if not other.written:
+                return instead
+        again = self.know(other.again(instead))
+        if other.written:
+            self._names[id(again)] = again, tensor
+        return again
+
+    def _of_inverse(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as it was. A state goes through what it went through in f, which may be evaluated repeatedly."""
+        other = next((other for other in self._all if other.is_(tensor)), None)
+        if other is None:
+            return tensor
+        if not other.state:
+            return self._again(other, tensor)
+        other, func = self._uses[self._at] if self._uses else (other, None)
+        if func != self._calls or not other.is_(tensor):
+            raise ReplayError(
+                f"the inverse, by `{_name(self._calls)}`, uses a tensor of shape {list(tensor.shape)} that f reads and "
+                "writes, in another order than f. Pass it as an argument and return its new value; of a module in "
+                "train mode, use eval mode."
+            )
+        self._states = self._states if self._at else {}
+        self._at = (self._at + 1) % len(self._uses)
+        if id(tensor) not in self._states:
+            self._states[id(tensor)] = self._again(other, tensor)
+        return self._states[id(tensor)]
 
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
         found = self._found.get(self.part)
         if found is None:
-            known = next((other for other in self._all if other.is_(tensor)), None)
-            return tensor if known is None else self._again(known, tensor)
+            return self._of_inverse(tensor)
         if id(tensor) not in found:
             order = self._others[self.part]
             if len(found) == len(order) or not order[len(found)].like(tensor):
                 raise ReplayError(
-                    f"evaluated again, `{self._calls}` reads a tensor of shape {list(tensor.shape)} from outside that "
-                    "the function did not read at this place the first time. Was a module put into eval or train mode "
-                    "between forward and backward? Do that after the backward pass. Are parameters gathered anew for "
-                    "each call, as by fully_shard of a part of the block? Shard the whole block."
+                    f"evaluated again, `{_name(self._calls)}` reads a tensor of shape {list(tensor.shape)} from "
+                    "outside that the function did not read at this place the first time. Was a module put into eval "
+                    "or train mode between forward and backward? Do that after the backward pass. Are parameters "
+                    "gathered anew for each call, as by fully_shard of a part of the block? Shard the module that "
+                    "holds the whole block."
                 )
             other = order[len(found)]
             self.exchanged |= self.part == OUTSIDE and not other.is_(tensor)
             found[id(tensor)] = tensor, self._again(other, tensor)
         return found[id(tensor)][1]
+
+
+def _name(func: Callable) -> str:
+    return getattr(func, "__name__", repr(func))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,12 +12,11 @@ from invfunc import tree
 from invfunc._functorch import level_of, storage_of, version
 from invfunc._uncompiled import compiled_within, here
 from invfunc.errors import ClosedOverError, ReplayError
-from invfunc.invertible.recall import Other, Sight
+from invfunc.invertible.outside import Outside, State, depends, targets
+from invfunc.invertible.recall import OUTSIDE, Other, Sight, Use
 from invfunc.invertible.report import Known
 from invfunc.invertible.slots import Hooks
 
-_RUNNING = {torch.nn.functional.batch_norm: (1, 2, 5), torch.batch_norm: (3, 4, 5)}
-"""Which arguments are running statistics, and which says that they are written: their versions do not tell."""
 _NOISY = {torch.nn.functional.rrelu, torch.rrelu}
 """What saves a tensor before it is filled, which its version does not tell either."""
 
@@ -43,18 +42,20 @@ class Watch(Sight):
     ) -> None:
         super().__init__(given)
         self._closure = closure or Closure()
-        self._copies: dict[int, torch.Tensor] = {}
         self._given = given
         self._closed = closed
         self._generators = generators
         self._known = known
         self._versions = [version(tensor) for tensor in given]
-        self._outside: dict[int, _Outside] = {}
-        self._order: dict[int, list[_Outside]] = {}
+        self._outside: dict[int, Outside] = {}
+        self._order: dict[int, dict[int, tuple[Outside, State]]] = {}
+        self._uses: list[tuple[Outside, Callable]] = []
         self.noisy = False
         """Whether what is saved now is not yet what it will be."""
         self.drawn: list[tuple[torch.Generator, torch.Tensor]] = []
         """Generators that were not known, with their states before the first draw."""
+        self.uses: list[Use] = []
+        """In which order states are read and written beside shared functions."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,62 +70,82 @@ class Watch(Sight):
         if looks and not isinstance(result := func(*args, **kwargs), torch.Tensor):
             return result
         if self._closure.tensors:
-            instead = {id(t): s for t in tree.tensors((args, kwargs)) if (s := self._instead(t)) is not None}
+            instead = {id(t): s for t in tree.tensors((args, kwargs)) if (s := self._instead(t, func)) is not None}
             if instead:
                 args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
-        read = tree.tensors((args, kwargs))
-        outer = [t for t in read if not self.knows(t)]
-        written = [t for t in _running_statistics(func, args, kwargs) if not any(t is c for c in self._copies.values())]
+        outer = list({id(t): t for t in tree.tensors((args, kwargs)) if not self.knows(t)}.values())
+        written = targets(func, args, kwargs)
         if written:
-            self._note_written(written)
+            self._versions = [
+                _WRITTEN if any(t is w for w in written) else v
+                for t, v in zip(self._given, self._versions, strict=True)
+            ]
         if not outer:
             result = func(*args, **kwargs)
             self._enter(result)
             return result
         if self._closed:
             self._refuse(func, outer)
+        for t in written:
+            if not self.knows(t):
+                root = self._met(t).root
+                root.now.keep(root.holder)
         before = [version(t) for t in outer]
         result = func(*args, **kwargs)
         for t, then in zip(outer, before, strict=True):
-            known = self._note(t)
-            if version(t) != then:
-                known.written = True
-            elif not any(t is w for w in written) and not looks:
-                known.read = True
+            root = self._note(t, func)
+            if version(t) != then or any(t is w for w in written):
+                root.write(self.part)
+                root.read |= depends(func, result, outer)
+            elif not looks:
+                root.read = True
         self._enter(result, outer)
-        return result
+        return self._named(result)
 
     def __enter__(self) -> Watch:
         self._entered = 0 if self._known.calls else here()
         return super().__enter__()
 
-    def _instead(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _instead(self, tensor: torch.Tensor, func: Callable) -> torch.Tensor | None:
         """What stands for a tensor that the function is known to close over."""
         lift = self._closure.place(tensor)
         if lift is None:
             return None
-        known = self._note(tensor)
-        known.lift = lift
+        root = self._met(tensor)
+        root.lift = lift
         if lift not in self._closure.written:
+            self._note(tensor, func)
             return self.lifts[lift]
-        known.written = True
-        if lift not in self._copies:  # it was written when it was found out what is closed over
-            self._copies[lift] = self.know(self.lifts[lift].detach().clone())
-        return self._copies[lift]
+        if root.holder is tensor:  # it was written when it was found out what is closed over
+            root.holder = self.lifts[lift].detach().clone()
+            self._outside[id(root.holder)] = Outside(root.holder, root)
+        return root.holder
 
     def closure(self) -> Closure:
         """What gradients may be asked for that the function was not given, and what it writes; after `outside`."""
-        roots = [o for o in self._outside.values() if o.tensor is o.root]
-        read = [o.root for o in roots if o.read and (o.root.requires_grad or level_of(o.root) is not None)]
-        written = [o.root for o in roots if o.written]
-        return Closure((*read, *written), frozenset(range(len(read), len(read) + len(written))))
+        roots = [o for o in self._outside.values() if o.root is o]
+        written = [o for o in roots if o.written]
+        needed = [o.tensor for o in roots if o.read and not o.written and _has_gradient(o.tensor)]
+        values = {i: o.first.value for i, o in enumerate(written, len(needed))}
+        return Closure((*needed, *(o.tensor for o in written)), values)
 
-    def _note(self, tensor: torch.Tensor) -> _Outside:
-        known = self._outside.setdefault(id(tensor), _Outside(tensor, tensor))
-        order = self._order.setdefault(self.part, [])
-        if known.root is tensor and not any(known is o for o in order):
-            order.append(known)
-        return known
+    def _met(self, tensor: torch.Tensor) -> Outside:
+        return self._outside.setdefault(id(tensor), Outside(tensor))
+
+    def _note(self, tensor: torch.Tensor, func: Callable) -> Outside:
+        """A call uses a tensor from outside; the root of which it is a name."""
+        known = self._met(tensor)
+        root, state = known.root, known.root.use(self.part)
+        if tensor is root.tensor or tensor is root.holder:
+            self._order.setdefault(self.part, {}).setdefault(id(root), (root, state))
+            if self.part == OUTSIDE:
+                self._uses.append((root, func))
+        return root
+
+    def _named(self, result: Any) -> Any:
+        """What writes a copy gives out the tensor that it is of, which a module may take for its new state."""
+        known = self._outside.get(id(result))
+        return known.root.tensor if known is not None and result is known.root.holder else result
 
     def _enter(self, result: Any, outer: Iterable[torch.Tensor] = ()) -> None:
         for t in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
@@ -132,13 +153,7 @@ class Watch(Sight):
             if source is None:
                 self.know(t)
             elif id(t) not in self._outside:  # another name of it
-                self._outside[id(t)] = _Outside(t, self._outside[id(source)].root)
-
-    def _note_written(self, written: Iterable[torch.Tensor]) -> None:
-        for t in written:
-            if any(t is given for given in self._given):
-                raise _writes("a further argument", t)
-            self._note(t).written = True
+                self._outside[id(t)] = Outside(t, self._outside[id(source)].root)
 
     def _refuse(self, func: Callable, outer: Iterable[torch.Tensor]) -> None:
         name = getattr(func, "__name__", repr(func))
@@ -162,17 +177,21 @@ class Watch(Sight):
         for i, (t, then) in enumerate(zip(self._given, self._versions, strict=True)):
             if version(t) != then:
                 raise _writes("x" if i < number else "a further argument", t)
-        written = {id(o.root) for o in self._outside.values() if o.written}
-        for o in self._outside.values():
-            if o.read and id(o.root) in written:
+        others: dict[int, Other] = {}
+        for o, state in (used for order in self._order.values() for used in order.values()):
+            kept = o.written and o.kept(state)
+            if o.read and o.written and (o.crossed or not kept):
                 raise ReplayError(
-                    f"the function reads and writes a tensor of shape {list(o.root.shape)} that is none of its "
-                    "arguments, so that it would do something else when it is evaluated again. Pass it as an "
-                    "argument and return its new value; of a module in train mode, use eval mode."
+                    f"the function reads and writes a tensor of shape {list(o.tensor.shape)} that is none of its "
+                    "arguments, in a way that cannot be repeated: within one operation, or by functions that both "
+                    "directions share and what is beside them. Pass it as an argument and return its new value; of a "
+                    "module in train mode, use eval mode. Are parameters gathered anew for each call, as by "
+                    "fully_shard of a part of the block? Shard the module that holds the whole block."
                 )
-        used = [o for order in self._order.values() for o in order]
-        others = {id(o): Other(o.tensor, id(o.root) in written, hooks, o.lift) for o in used}
-        return {part: [others[id(o)] for o in order] for part, order in self._order.items()}
+            others.setdefault(id(state), Other(o, state if kept else None, hooks))
+        beside = self._order.get(OUTSIDE, {})
+        self.uses = [(others[id(beside[id(o)][1])], func) for o, func in self._uses if o.read and o.written]
+        return {part: [others[id(state)] for _, state in order.values()] for part, order in self._order.items()}
 
 
 @dataclass(frozen=True)
@@ -180,25 +199,25 @@ class Closure:
     """What a function closes over that is made an argument."""
 
     tensors: tuple[torch.Tensor, ...] = ()
-    written: frozenset[int] = frozenset()
-    """Which of them it writes; an argument is copied first."""
+    written: Mapping[int, torch.Tensor | None] = field(default_factory=dict)
+    """Which of them it writes, with what they held before, where that matters; an argument is copied first."""
 
     def arguments(self) -> list[torch.Tensor]:
         """What stands for them; a view, as whoever looks on sees how it is made."""
-        return [t.detach().clone() if i in self.written else t.view_as(t) for i, t in enumerate(self.tensors)]
+        before = {
+            i: t.detach().clone() if (v := self.written[i]) is None else v
+            for i, t in enumerate(self.tensors)
+            if i in self.written
+        }
+        return [before[i] if i in before else t.view_as(t) for i, t in enumerate(self.tensors)]
 
     def place(self, tensor: torch.Tensor) -> int | None:
         """Which of them a tensor is."""
         return next((i for i, known in enumerate(self.tensors) if known is tensor), None)
 
 
-class _Outside:
-    """A tensor from outside, and the one of which it is another name."""
-
-    def __init__(self, tensor: torch.Tensor, root: torch.Tensor) -> None:
-        self.tensor, self.root = tensor, root
-        self.read = self.written = False
-        self.lift: int | None = None
+_WRITTEN = -1
+"""The version of a tensor that was written."""
 
 
 def _writes(which: str, tensor: torch.Tensor) -> ReplayError:
@@ -208,9 +227,5 @@ def _writes(which: str, tensor: torch.Tensor) -> ReplayError:
     )
 
 
-def _running_statistics(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    if func not in _RUNNING:
-        return []
-    names = {1: "running_mean", 2: "running_var", 3: "running_mean", 4: "running_var", 5: "training"}
-    *places, training = [args[i] if i < len(args) else kwargs.get(names[i]) for i in _RUNNING[func]]
-    return [t for t in places if isinstance(t, torch.Tensor)] if training else []
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad or level_of(tensor) is not None

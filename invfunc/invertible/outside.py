@@ -1,0 +1,94 @@
+"""Tensors from outside that a function uses, and what they hold between two writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import level_of, memory_of
+
+_F = torch.nn.functional
+_RUNNING = {
+    _F.batch_norm: (1, 2, 5, "training", False),
+    torch.batch_norm: (3, 4, 5, "training", False),
+    _F.instance_norm: (1, 2, 5, "use_input_stats", True),
+    torch.instance_norm: (3, 4, 5, "use_input_stats", True),
+}
+"""Which arguments are running statistics, and which says that they are written: their versions may not tell."""
+_TABLES = {_F.embedding: 3, _F.embedding_bag: 4}
+"""Which argument says that the rows that are looked up are renormalised where they stand."""
+_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
+_IN_PLACE |= {"__setitem__", "__set__"}  # the latter of t.data = ...
+_WRITES_NOTHING = frozenset("requires_grad_ detach_ share_memory_ rename_".split())
+
+
+class State:
+    """What a tensor holds between two writes, where it was kept."""
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+        self.needs = False
+        """Whether the tensor needed a gradient."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep what the tensor holds now, if its memory was not freed."""
+        if self.value is None and (memory_of(tensor).nbytes() or not tensor.numel()):
+            self.value, self.needs = tensor.detach().clone(), tensor.requires_grad
+
+
+class Outside:
+    """A tensor from outside, or another name of one."""
+
+    def __init__(self, tensor: torch.Tensor, root: Outside | None = None) -> None:
+        self.tensor = self.holder = tensor
+        """The tensor, and what holds its numbers: a copy, where it was made an argument."""
+        self.root = root or self
+        self.read = self.written = False
+        self.crossed = False
+        """Whether one part wrote it while another was using it."""
+        self.lift: int | None = None
+        self.first = self.now = State()
+        self._seen: dict[int, State] = {}
+
+    def use(self, part: int) -> State:
+        """A part uses it as it is now."""
+        self.crossed |= self._seen.setdefault(part, self.now) is not self.now
+        return self.now
+
+    def write(self, part: int) -> None:
+        """A part has written it."""
+        self.written = True
+        self._seen[part] = self.now = State()
+
+    def kept(self, state: State) -> bool:
+        """Whether it is known what it held then; what it holds now is kept."""
+        if state is self.now:
+            state.keep(self.holder)
+        return state.value is not None and level_of(state.value) is None
+
+
+def targets(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """What a call is known to write."""
+    if func in _RUNNING:
+        mean, var, place, name, default = _RUNNING[func]
+        statistics = (_argument(args, kwargs, mean, "running_mean"), _argument(args, kwargs, var, "running_var"))
+        return tree.tensors(statistics) if _argument(args, kwargs, place, name, default) else []
+    if func in _TABLES:
+        renormalised = _argument(args, kwargs, _TABLES[func], "max_norm") is not None
+        return tree.tensors(_argument(args, kwargs, 1, "weight")) if renormalised else []
+    name = getattr(func, "__name__", "")
+    if name in _IN_PLACE or (name[-1:] == "_" and name[-2:] != "__" and name not in _WRITES_NOTHING):
+        return tree.tensors(args[:1])
+    return tree.tensors(kwargs["out"]) if kwargs.get("out") is not None else []
+
+
+def _argument(args: tuple, kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
+    return args[place] if place < len(args) else kwargs.get(name, default)
+
+
+def depends(func: Callable, result: Any, outer: list[torch.Tensor]) -> bool:
+    """Whether the result of a call that writes some tensors depends on what they held, too."""
+    return func not in _RUNNING and any(not any(t is o for o in outer) for t in tree.tensors(result))
