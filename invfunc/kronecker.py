@@ -9,13 +9,27 @@ from functools import reduce
 from numbers import Real
 
 import torch
-from torch.nn import functional as F
 
-from invfunc import _blocks, tree
+from invfunc import _blocks, _symmetric, tree
 from invfunc._functorch import innermost
 from invfunc.errors import ArgumentError, ArgumentTypeError
 
 Damping = float | torch.Tensor
+
+
+class Of(str):
+    """The name of a parameter, which any other one is equal to: trees of different parameters have one structure."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Of)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(Of)
 
 
 @tree.register("factors", "values")
@@ -41,6 +55,7 @@ class Kronecker:
             own: all factors and values have an axis more in front, which counts the parts in the order of the dims. The
             weight `[out, in, ...]` of a convolution in g groups has `blocks=(g, 1, ...)`, and factors
             `[g, out / g, out / g]` and `[g, in, in]`.
+        name: of the parameter, which errors tell.
 
     Raises:
         ArgumentError: shapes that do not fit, damping that is negative or not finite, a factor that is not symmetric,
@@ -76,6 +91,7 @@ class Kronecker:
     shape: torch.Size
     values: torch.Tensor | None = None
     blocks: tuple[int, ...] | None = None
+    name: Of = Of()
 
     def __post_init__(self) -> None:
         leaves = tree.leaves(self)
@@ -110,7 +126,7 @@ class Kronecker:
             return _blocks.scattered(x, self.shape, self.blocks)
         order = [*range(len(lead)), *(len(lead) + d for group in self.groups for d in group)]
         dtype = self._dtype(v)
-        x = v.permute(order).reshape(*lead, *self._sizes).to(_wide(dtype))
+        x = v.permute(order).reshape(*lead, *self._sizes).to(_symmetric.wide(dtype))
         if self.values is not None:
             x = self.values.to(x.dtype) * _blocks.product(self.factors, x, transposed=True)
         x = _blocks.product(self.factors, x).reshape([v.shape[d] for d in order])
@@ -119,7 +135,7 @@ class Kronecker:
     def dense(self) -> torch.Tensor:
         """The matrix `[P, P]`."""
         size, like = math.prod(self.shape), self.factors[0]
-        units = torch.eye(size, dtype=_wide(like.dtype), device=like.device)
+        units = torch.eye(size, dtype=_symmetric.wide(like.dtype), device=like.device)
         return (self @ units.reshape(size, *self.shape)).reshape(size, size).mT
 
     def trace(self) -> torch.Tensor:
@@ -129,7 +145,7 @@ class Kronecker:
             each = self._each()
             return torch.vmap(Kronecker.trace)(each).sum()
         parts = [_diagonal(f) for f in self.factors] if self.values is None else [self.values]
-        return reduce(torch.mul, [x.sum(dtype=_wide(x.dtype)) for x in parts])
+        return reduce(torch.mul, [x.sum(dtype=_symmetric.wide(x.dtype)) for x in parts])
 
     def eigen(self) -> Kronecker:
         """The same matrix in the form with values."""
@@ -143,7 +159,7 @@ class Kronecker:
 
     def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
         """The logarithm of the determinant of `K + damping I`."""
-        return _positive(self._spectrum()[0] + _checked(damping)).log().sum()
+        return _symmetric.positive(self._spectrum()[0] + _checked(damping)).log().sum()
 
     def inverse(self, damping: Damping = 0.0, split: str | None = None) -> Kronecker:
         """The inverse of `K + damping I`, where the damping is not 0 in the form with values.
@@ -159,14 +175,19 @@ class Kronecker:
             raise ArgumentError(f"{self}: split='pi' is of two factors without values. Pass split=None.")
         if self.values is not None or not (split or undamped):
             values, vectors = self._spectrum()
-            return replace(self, factors=vectors, values=_positive(values + damping).reciprocal())
+            return replace(self, factors=vectors, values=_symmetric.positive(values + damping).reciprocal())
         self._check()
         if self.blocks is not None:
             parts = torch.vmap(lambda part: part.inverse(damping, split))(self._each())
             return replace(self, factors=parts.factors)
         shifts = [0.0] * len(self.factors) if undamped else _split(self.factors, damping)
         parts = zip(self.factors, shifts, strict=True)
-        return replace(self, factors=tuple(_inverse(f, shift, f"factors[{i}]") for i, (f, shift) in enumerate(parts)))
+        return replace(
+            self,
+            factors=tuple(
+                _symmetric.inverse(f, shift, self._called(f"factors[{i}]")) for i, (f, shift) in enumerate(parts)
+            ),
+        )
 
     def solve(self, v: torch.Tensor, damping: Damping = 0.0, split: str | None = None) -> torch.Tensor:
         """The product of `inverse(damping, split)` with each v of `[*lead, *shape]`."""
@@ -176,13 +197,21 @@ class Kronecker:
         """The eigenvalues and the eigenvectors."""
         self._check()
         if self.values is not None:
-            return _not_negative(self.values, "values", _noise(self.values)), self.factors
+            return _symmetric.not_negative(
+                self.values, self._called("values"), _symmetric.noise(self.values)
+            ), self.factors
         if self.blocks is not None:
             parts = torch.vmap(Kronecker.eigen)(self._each())
             assert parts.values is not None
             return parts.values, parts.factors
-        spectra, vectors = zip(*(_eigen(f, f"factors[{i}]") for i, f in enumerate(self.factors)), strict=True)
+        spectra, vectors = zip(
+            *(_symmetric.eigen(f, self._called(f"factors[{i}]")) for i, f in enumerate(self.factors)), strict=True
+        )
         return reduce(lambda a, b: a[..., None] * b, spectra), vectors
+
+    def _called(self, part: str) -> str:
+        """What errors call one of its tensors."""
+        return f"{part} of {self.name}" if self.name else part
 
     def _each(self) -> Kronecker:
         """One block, with an axis more that counts them: what a vmap takes."""
@@ -220,71 +249,11 @@ class Kronecker:
                 )
 
 
-def _eigen(factor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues and eigenvectors."""
-    f = _symmetric(factor, name)
-    values, vectors = _spectrum(f) if f.ndim == 2 else (f, torch.ones_like(f))
-    return _not_negative(values, name, _noise(factor), 8 * torch.finfo(f.dtype).eps * (f.ndim == 2)), vectors
-
-
-def _spectrum(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float32 LAPACK may fail where rows are zero, as those of dead units are; in float64 it does not."""
-    try:
-        values, vectors = torch.linalg.eigh(f)
-        if innermost(values.isfinite() & vectors.isfinite().all(-1)).all():
-            return values, vectors
-    except RuntimeError:  # that of torch.linalg is one
-        pass
-    values, vectors = torch.linalg.eigh(f.double())
-    return values.to(f.dtype), vectors.to(f.dtype)
-
-
-def _inverse(factor: torch.Tensor, shift: Damping, name: str) -> torch.Tensor:
-    """Without eigenvectors, so that it has a derivative at equal eigenvalues."""
-    f = _symmetric(factor, name)
-    if f.ndim == 1:
-        return _positive(f + shift, name).reciprocal()
-    eye = torch.eye(len(f), dtype=f.dtype, device=f.device)
-    f = f + shift * eye
-    root, failed = torch.linalg.cholesky_ex(f)
-    _positive(1 - failed, name)
-    half = torch.linalg.solve_triangular(root, eye, upper=False)
-    inverse = _blocks.product((half.mT,), half.mT)  # torch.cholesky_inverse has a wrong derivative in forward mode
-    inflation = f.diagonal() * inverse.diagonal()  # from 1 for a diagonal to 1 / eps, where no digit is right
-    _positive(1 / (64 * torch.finfo(f.dtype).eps) - inflation, name)
-    return inverse
-
-
-def _positive(x: torch.Tensor, name: str = "the matrix") -> torch.Tensor:
-    _require(x > 0, f"{name} is not positive definite, or nearly singular. Pass damping, or more of it.")
-    return x
-
-
 def _split(factors: tuple[torch.Tensor, ...], damping: Damping) -> list[torch.Tensor]:
     """What to add to the diagonals of two factors: parts of the damping in the ratio of their mean eigenvalues."""
-    a, b = (_diagonal(f).mean(dtype=_wide(f.dtype)) for f in factors)
+    a, b = (_diagonal(f).mean(dtype=_symmetric.wide(f.dtype)) for f in factors)
     ratio = torch.where((a > 0) & (b > 0), a, 1) / torch.where((a > 0) & (b > 0), b, 1)
     return [(damping * ratio).sqrt(), (damping / ratio).sqrt()]
-
-
-def _not_negative(values: torch.Tensor, name: str, noise: float, zero: float = 0.0) -> torch.Tensor:
-    """Eigenvalues with 0 for those that are rounding: negative, or below this part of the largest.
-
-    Their derivative is that of what they are without rounding.
-    """
-    values = values.to(_wide(values.dtype))
-    largest = F.pad(values.flatten(), (0, 1)).amax()  # there may be none
-    _require((values >= -noise * largest) & values.isfinite(), f"{name} is not positive semi-definite and finite.")
-    return values + (torch.where(values > zero * largest, values, 0) - values).detach()
-
-
-def _symmetric(factor: torch.Tensor, name: str) -> torch.Tensor:
-    """A factor in the precision to compute in, after a look at its values."""
-    f = factor.to(_wide(factor.dtype))
-    other = f.mT if f.ndim == 2 else f
-    near = (f - other).abs() <= _noise(factor) * F.pad(f.abs().flatten(), (0, 1)).amax()
-    _require(near & f.isfinite(), f"{name} is not symmetric and finite. Without NaN, pass (A + A.T) / 2.")
-    return f
 
 
 def _checked(damping: Damping) -> Damping:
@@ -293,23 +262,8 @@ def _checked(damping: Damping) -> Damping:
         raise ArgumentTypeError(f"Kronecker: damping is {kind}, but has to be a number or a 0-d tensor.")
     shown = innermost(damping).tolist() if isinstance(damping, torch.Tensor) else damping
     fine = (damping >= 0) & (damping < math.inf)
-    _require(fine, f"damping is {shown}, but has to be finite, and 0 or more.")
+    _symmetric.require(fine, f"damping is {shown}, but has to be finite, and 0 or more.")
     return damping
-
-
-def _require(holds: torch.Tensor | bool, otherwise: str) -> None:
-    """Looks at values, also at those below the wrappers of torch.func."""
-    if not (innermost(holds).all() if isinstance(holds, torch.Tensor) else holds):
-        raise ArgumentError(f"Kronecker: {otherwise}")
-
-
-def _noise(x: torch.Tensor) -> float:
-    """What rounding may have done to the entries of a matrix, as a part of the largest."""
-    return 32 * x.shape[-1] ** 0.5 * torch.finfo(x.dtype).eps
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _diagonal(factor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from invfunc import _functorch, _uncompiled
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
 FLOORS = [
-    {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager", "_blocks", "_nodes", "_uncompiled"},
+    {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager", "_blocks", "_symmetric", "_nodes", "_uncompiled"},
     {"kronecker"},
     {"jacobian", "strays"},
     {"transform", "columns", "chunked", "together", "reduced", "outputs", "functional", "operation", "explain"},

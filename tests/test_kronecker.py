@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, vmap
+from torch.nn.functional import cross_entropy
 
-from invfunc import ArgumentError, ArgumentTypeError, Kronecker, tree
+from invfunc import ArgumentError, ArgumentTypeError, Kronecker, ekfac, functional, kfac, kflr, kfra, tree
 from invfunc.testing import assert_trees_close
 from tests.laws import RTOL, moved
 from tests.strategies import Numbers
@@ -335,3 +336,17 @@ class TestErrors:
     def test_see_a_damping_of_a_vmap(self):
         with pytest.raises(ArgumentError, match=r"damping is \[1.0, -1.0\]"):
             vmap(lambda d: over(I2).logdet(d))(torch.tensor([1.0, -1.0]))
+
+    def test_name_the_parameter(self):
+        f, params = functional(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 2)))
+        x = torch.ones(4, 3).index_fill(0, torch.tensor([1]), math.nan)
+        target, noise = torch.tensor([0, 1, 1, 0]), torch.Generator().manual_seed(0)
+        for made in (kflr(f, cross_entropy), kfac(f, cross_entropy, generator=noise), kfra(f, cross_entropy)):
+            found = made(params, x, target)
+            for name, K in found.items():
+                with pytest.raises(ArgumentError, match=rf"factors\[0\] of params\['{name}'\] is not symmetric"):
+                    K.inverse(1.0)
+            assert tree.flatten(found["0.bias"])[1] == tree.flatten(found["2.bias"])[1]
+        values = ekfac(f, cross_entropy, generator=noise)(params, x, target)["0.weight"]
+        with pytest.raises(ArgumentError, match=r"values of params\['0.weight'\] "):
+            values.sqrt()

@@ -18,7 +18,7 @@ from invfunc.jacobian.rules import Part
 from invfunc.jacobian.shares import Shares
 from invfunc.jacobian.shares.layers import Layer, Operands
 from invfunc.jacobian.shares.places import Place, Unfactored
-from invfunc.kronecker import Kronecker
+from invfunc.kronecker import Kronecker, Of
 
 
 @dataclass
@@ -192,8 +192,10 @@ class KroneckerFactors(Block):
         if kept is None or isinstance(kept, Refused):
             return [None]
         if isinstance(kept, Diagonal):
-            return [Kronecker((kept.values.flatten(),), (tuple(range(kept.values.ndim)),), kept.values.shape)]
-        return [nearest([self._matrix(factors, found) for factors in kept.roles.values()])]
+            dims, shape = tuple(range(kept.values.ndim)), kept.values.shape
+            return [Kronecker((kept.values.flatten(),), (dims,), shape, name=Of(kept.name))]
+        whole = nearest([self._matrix(factors, found) for factors in kept.roles.values()])
+        return [replace(whole, name=Of(kept.name))]
 
     def _matrix(self, found: Factors, known: Found) -> Kronecker:
         shape, dims, blocks = found.shape, [p.dims for p in found.places], found.blocks

@@ -1,0 +1,85 @@
+"""Symmetric matrices after a look at their values: eigenvalues and inverses, or an error that names the matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from invfunc import _blocks
+from invfunc._functorch import innermost
+from invfunc.errors import ArgumentError
+
+
+def eigen(factor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues and eigenvectors."""
+    f = _symmetric(factor, name)
+    values, vectors = _spectrum(f) if f.ndim == 2 else (f, torch.ones_like(f))
+    return not_negative(values, name, noise(factor), 8 * torch.finfo(f.dtype).eps * (f.ndim == 2)), vectors
+
+
+def _spectrum(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float32 LAPACK may fail where rows are zero, as those of dead units are; in float64 it does not."""
+    try:
+        values, vectors = torch.linalg.eigh(f)
+        if innermost(values.isfinite() & vectors.isfinite().all(-1)).all():
+            return values, vectors
+    except RuntimeError:  # that of torch.linalg is one
+        pass
+    values, vectors = torch.linalg.eigh(f.double())
+    return values.to(f.dtype), vectors.to(f.dtype)
+
+
+def inverse(factor: torch.Tensor, shift: float | torch.Tensor, name: str) -> torch.Tensor:
+    """Without eigenvectors, so that it has a derivative at equal eigenvalues."""
+    f = _symmetric(factor, name)
+    if f.ndim == 1:
+        return positive(f + shift, name).reciprocal()
+    eye = torch.eye(len(f), dtype=f.dtype, device=f.device)
+    f = f + shift * eye
+    root, failed = torch.linalg.cholesky_ex(f)
+    positive(1 - failed, name)
+    half = torch.linalg.solve_triangular(root, eye, upper=False)
+    inverse = _blocks.product((half.mT,), half.mT)  # torch.cholesky_inverse has a wrong derivative in forward mode
+    inflation = f.diagonal() * inverse.diagonal()  # from 1 for a diagonal to 1 / eps, where no digit is right
+    positive(1 / (64 * torch.finfo(f.dtype).eps) - inflation, name)
+    return inverse
+
+
+def positive(x: torch.Tensor, name: str = "the matrix") -> torch.Tensor:
+    require(x > 0, f"{name} is not positive definite, or nearly singular. Pass damping, or more of it.")
+    return x
+
+
+def not_negative(values: torch.Tensor, name: str, noise: float, zero: float = 0.0) -> torch.Tensor:
+    """Eigenvalues with 0 for those that are rounding: negative, or below this part of the largest.
+
+    Their derivative is that of what they are without rounding.
+    """
+    values = values.to(wide(values.dtype))
+    largest = F.pad(values.flatten(), (0, 1)).amax()  # there may be none
+    require((values >= -noise * largest) & values.isfinite(), f"{name} is not positive semi-definite and finite.")
+    return values + (torch.where(values > zero * largest, values, 0) - values).detach()
+
+
+def _symmetric(factor: torch.Tensor, name: str) -> torch.Tensor:
+    """A factor in the precision to compute in, after a look at its values."""
+    f = factor.to(wide(factor.dtype))
+    other = f.mT if f.ndim == 2 else f
+    near = (f - other).abs() <= noise(factor) * F.pad(f.abs().flatten(), (0, 1)).amax()
+    require(near & f.isfinite(), f"{name} is not symmetric and finite. Without NaN, pass (A + A.T) / 2.")
+    return f
+
+
+def require(holds: torch.Tensor | bool, otherwise: str) -> None:
+    """Looks at values, also at those below the wrappers of torch.func."""
+    if not (innermost(holds).all() if isinstance(holds, torch.Tensor) else holds):
+        raise ArgumentError(f"Kronecker: {otherwise}")
+
+
+def noise(x: torch.Tensor) -> float:
+    """What rounding may have done to the entries of a matrix, as a part of the largest."""
+    return 32 * x.shape[-1] ** 0.5 * torch.finfo(x.dtype).eps
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
