@@ -32,6 +32,7 @@ P, X, Y = Numbers()(3, 3), Numbers(1)(4, 3), torch.tensor([0, 2, 1, 2])
 LOSSES = {
     "alone": lambda g: lambda p, x, y: (g(x) @ p).tanh().square().mean(),
     "with a target": lambda g: lambda p, x, y: F.cross_entropy(g(x) @ p, y),
+    "beside what is seen": lambda g: lambda p, x, y: ((g(x) @ p).tanh() - x).square().mean(),
     "beside a term that is seen": lambda g: (
         lambda p, x, y: F.cross_entropy(x @ p, y) + (g(x) @ p).tanh().square().mean()
     ),
@@ -44,7 +45,7 @@ def loop(f, p, *batch):
     n, shares = len(batch[0]), []
     for i in range(n):
         q = p.clone().requires_grad_()
-        shares.append(torch.autograd.grad(f(q, *(x[i : i + 1] for x in batch)), q)[0] / n)
+        shares.append(torch.autograd.grad(f(q, *(x[i : i + 1].clone() for x in batch)), q)[0] / n)
     return torch.stack(shares)
 
 

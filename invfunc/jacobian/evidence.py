@@ -134,6 +134,13 @@ class Evidence:
         self.doubtful = self.doubtful or (trace.doubt or trace.escaped) is not None
 
 
+def checks(trace: Trace) -> list[tuple[Callable[[Trace, Trace, torch.Tensor], None], list[int]]]:
+    """What is to be compared in runs on other batches, and the samples of these; no order of rows passes both."""
+    each, last = list(range(trace.n)), trace.n - 1
+    found = [(same_elsewhere, [*each[1:], 0])] if trace.beside else []
+    return [*found, (same_rows, [*each[1:], last]), (same_rows, each[::-1])] if trace.aligned else found
+
+
 def same_elsewhere(trace: Trace, other: Trace, order: torch.Tensor) -> None:
     """Check that what samples met is the same when they are in another order, or in that order as well."""
 
@@ -157,6 +164,13 @@ def same_elsewhere(trace: Trace, other: Trace, order: torch.Tensor) -> None:
             raise samples_unseen(
                 f"`{wrong}`, which reads what was taken out of some of them by {spelled(trace.escaped)}"
             )
+
+
+def same_rows(trace: Trace, other: Trace, places: torch.Tensor) -> None:
+    """Check that what meets samples row by row has the rows of these, as far as it is of samples."""
+    for (name, a, dim), (_, b, _) in zip(trace.aligned, other.aligned, strict=False):
+        if a.shape != b.shape or not (_equal(a, b) or _equal(a.index_select(dim, places), b)):
+            raise samples_unseen(f"{name}, which reads a tensor that has not the rows of its samples")
 
 
 def learn(problem: Problem, scope: Scope) -> Learned:

@@ -23,7 +23,7 @@ from invfunc.jacobian.checks import (
     same_in_part,
     same_values,
 )
-from invfunc.jacobian.evidence import Evidence, same_elsewhere
+from invfunc.jacobian.evidence import Evidence, checks
 from invfunc.jacobian.follow import TOTAL
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
 from invfunc.jacobian.plan import Options, even
@@ -138,13 +138,11 @@ class Runner:
     def check_places(self, trace: Trace, result: torch.Tensor, draws: Draws) -> None:
         """Check that the samples have places in a scalar loss, and remember these."""
         self.problem.places = order_of(trace, result)
-        if result.ndim or not trace.beside:
-            return
-        order = torch.arange(trace.n, device=result.device).roll(1)
-        after = draws.rewind()
-        other = self.run(order, trace.n, tapped=False, draws=draws).trace
-        restore(after)
-        same_elsewhere(trace, other, order)
+        for check, places in [] if result.ndim else checks(trace):
+            order, after = torch.tensor(places, device=result.device), draws.rewind()
+            other = self.run(order, trace.n, tapped=False, draws=draws).trace
+            restore(after)
+            check(trace, other, order)
 
     def _checked_model(self, run: Run) -> Run:
         self._take_outputs(run)

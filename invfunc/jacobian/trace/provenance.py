@@ -17,7 +17,7 @@ from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import TOTAL, Call, find, pointwise
 from invfunc.jacobian.trace.calls import QUERIES, function_name, produced_by, spelled
 from invfunc.jacobian.trace.seen import Seen
-from invfunc.jacobian.trace.tags import Sampled, Tags
+from invfunc.jacobian.trace.tags import Derived, Sampled, Tags
 
 OF_THEM = "from them where that cannot be seen (in torch.jit, torch.func or numpy, by .item(), in a copy?)"
 
@@ -131,6 +131,7 @@ class Provenance:
         self.doubt: str | None = None  # where a parameter met a tensor of which nothing is known
         self.adopting: Strangers | None = None  # who knows more
         self.beside: list[Beside] = []  # constants that met all samples, once values of some were read
+        self.aligned: list[tuple[str, torch.Tensor, int]] = []  # what met samples row by row, with a doubt
         self.trusting = False  # numbers are known to be the same for other samples
 
     @property
@@ -156,6 +157,12 @@ class Provenance:
             tensors = [x for x in tensors if x.numel() > 1]
         if numbers or tensors:
             self.beside.append(Beside(call.name, place is TOTAL, numbers, [x.clone() for x in tensors]))
+
+    def align(self, seen: Seen, x: torch.Tensor, axis: Axis) -> None:
+        """A tensor into which samples may have gone meets samples, row by row."""
+        tag = self.tag(x)
+        if self.apart and axis.dim is not None and isinstance(tag, Derived) and (tag.doubt or self.read):
+            self.aligned.append((spelled(seen.name), x.detach().clone(), axis.dim))
 
     def _constant(self, x: torch.Tensor) -> bool:
         tag = self.tag(x)

@@ -279,6 +279,7 @@ class Trace(Taps, Provenance, TorchFunctionMode):
             axis = alignment(seen.name, seen.args, seen.kwargs, x, placed)
             if axis is None:
                 continue
+            self.align(seen, x, axis)
             alias = x.view_as(x)
             new[i] = alias
             order = in_order(seen.sampled)
