@@ -250,6 +250,11 @@ def storage_of(x: torch.Tensor) -> int:
     return _plain(x).untyped_storage()._cdata
 
 
+def freed(x: torch.Tensor) -> bool:
+    """Whether the memory of a tensor was freed behind its back, as fully_shard does."""
+    return x.numel() > 0 and not memory_of(x).nbytes()
+
+
 def memory_of(x: torch.Tensor) -> Any:
     """The memory itself, which lives as long as what is returned does; it knows its `nbytes()`."""
     return _plain(x).untyped_storage()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import level_of, memory_of
+from invfunc._functorch import freed, level_of
 
 _F = torch.nn.functional
 _RUNNING = {
@@ -35,7 +35,7 @@ class State:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep what the tensor holds now, if its memory was not freed."""
-        if self.value is None and (memory_of(tensor).nbytes() or not tensor.numel()):
+        if self.value is None and not freed(tensor):
             self.value, self.needs = tensor.detach().clone(), tensor.requires_grad
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._functorch import unwrapped
+from invfunc._functorch import freed, unwrapped
 from invfunc.errors import ReplayError
 from invfunc.invertible.outside import Outside, State
 from invfunc.invertible.slots import Held, Hooks
@@ -20,6 +20,12 @@ from invfunc.jacobian.trace.compositions import composition
 INVERSE = -2
 OUTSIDE = -1
 """The part of a function that is in none of its shared functions; these are counted from 0."""
+
+
+SHARDED = (
+    "Are parameters gathered anew for each call, as by fully_shard of a part of the block? Shard the module that holds "
+    "the whole block."
+)
 
 
 class Parts:
@@ -112,6 +118,11 @@ class Other:
         if self._held is None:
             return instead.detach().clone()
         tensor = self._held.get().detach()
+        if freed(tensor):
+            raise ReplayError(
+                f"the memory of a tensor of shape {list(tensor.shape)} that the function reads from outside was freed "
+                f"after it was evaluated. {SHARDED}"
+            )
         tensor = tensor.requires_grad_() if self._needs else tensor
         return tensor.clone() if self.written else tensor
 
@@ -248,9 +259,7 @@ class Recall(Sight):
                 raise ReplayError(
                     f"evaluated again, `{_name(self._calls)}` reads a tensor of shape {list(tensor.shape)} from "
                     "outside that the function did not read at this place the first time. Was a module put into eval "
-                    "or train mode between forward and backward? Do that after the backward pass. Are parameters "
-                    "gathered anew for each call, as by fully_shard of a part of the block? Shard the module that "
-                    "holds the whole block."
+                    f"or train mode between forward and backward? Do that after the backward pass. {SHARDED}"
                 )
             other = order[len(found)]
             self.exchanged |= self.part == OUTSIDE and not other.is_(tensor)

@@ -13,7 +13,7 @@ from invfunc._functorch import level_of, storage_of, version
 from invfunc._uncompiled import compiled_within, here
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.invertible.outside import Outside, State, depends, targets
-from invfunc.invertible.recall import OUTSIDE, Other, Sight, Use
+from invfunc.invertible.recall import OUTSIDE, SHARDED, Other, Sight, Use
 from invfunc.invertible.report import Known
 from invfunc.invertible.slots import Hooks
 
@@ -185,8 +185,7 @@ class Watch(Sight):
                     f"the function reads and writes a tensor of shape {list(o.tensor.shape)} that is none of its "
                     "arguments, in a way that cannot be repeated: within one operation, or by functions that both "
                     "directions share and what is beside them. Pass it as an argument and return its new value; of a "
-                    "module in train mode, use eval mode. Are parameters gathered anew for each call, as by "
-                    "fully_shard of a part of the block? Shard the module that holds the whole block."
+                    f"module in train mode, use eval mode. {SHARDED}"
                 )
             others.setdefault(id(state), Other(o, state if kept else None, hooks))
         beside = self._order.get(OUTSIDE, {})
