@@ -108,6 +108,8 @@ class _Sequence(Composition):
     anchor_every: int | None
     keep: bool | tuple[int, ...] | None = None
     """What the first step keeps, where that is not what its block says."""
+    backwards: bool = False
+    """Whether the last entry of the parameters comes first."""
 
     @property
     @abstractmethod
@@ -119,7 +121,7 @@ class _Sequence(Composition):
         """The steps for some parameters."""
 
     def steps(self, params: Any) -> list[Step]:
-        every, found = self.anchor_every, list(self.each(params))
+        every, found = self.anchor_every, list(self.each(params))[:: -1 if self.backwards else 1]
         for i, (g, p) in enumerate(found):
             if every is not None and i and i % every == 0:
                 found[i] = replace(g, keep=True), p
@@ -133,6 +135,10 @@ class _Sequence(Composition):
 
     def keeping(self, keep: bool | tuple[int, ...]) -> Invertible:
         return replace(self, keep=keep).pair()
+
+    def inverted(self, name: str) -> Invertible:
+        blocks = tuple(_checkpointed(_inverse(block, None), name) for block in self.blocks)
+        return replace(self, blocks=blocks, keep=None, backwards=not self.backwards).pair()
 
     def pair(self) -> Invertible:
         """The `Invertible` that it is."""
@@ -164,7 +170,7 @@ class _Sequence(Composition):
 class _Chain(_Sequence):
     @property
     def name(self) -> str:
-        return f"chain({', '.join(repr(block.pair) for block in self.blocks)})"
+        return f"chain({', '.join(repr(block.pair) for block in self.blocks[:: -1 if self.backwards else 1])})"
 
     def each(self, params: Any) -> Iterable[Step]:
         if params is None:

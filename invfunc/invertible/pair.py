@@ -27,6 +27,10 @@ class Composition(Value, ABC):
         """The same composition of changed blocks."""
 
     @abstractmethod
+    def inverted(self, name: str) -> Invertible:
+        """The inverses of the blocks, the other way round."""
+
+    @abstractmethod
     def keeping(self, keep: bool | tuple[int, ...]) -> Invertible:
         """The same composition, in which these tensors of x stay in memory."""
 
@@ -118,6 +122,7 @@ def invert(pair: Invertible) -> Invertible:
     Raises:
         ArgumentTypeError: `pair` is no `Invertible`.
         ArgumentError: the inverse needs what forward hides, which y alone does not tell (batch statistics, a shape).
+        InverseError: a block of a chain has no inverse.
 
     Example:
         >>> import torch, invfunc
@@ -136,6 +141,8 @@ def invert(pair: Invertible) -> Invertible:
         raise ArgumentError(
             f"invert({pair!r}): its inverse needs what forward hides beside y, so that it is no function of y alone."
         )
+    if pair.composition is not None:
+        return pair.composition.inverted(f"invert({pair!r})")
     log_det = None if pair.log_det is None else _Negated(pair).log_det
     return Invertible(pair.inverse, pair.forward, pair.shared, log_det=log_det, name=f"invert({pair!r})")
 

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._functorch import freed, unwrapped
+from invfunc._functorch import Memory, freed, level_of, unwatched, unwrapped, version
 from invfunc.errors import ReplayError
 from invfunc.invertible.outside import Outside, State
 from invfunc.invertible.slots import Held, Hooks
@@ -104,6 +104,10 @@ class Other:
         self._needs = tensor.requires_grad if state is None else state.needs
         self._held = None if held is None else Held(held, hooks=hooks)
         self._like = tensor.shape, tensor.dtype, tensor.device
+        self._version = version(tensor)
+        with unwatched():
+            care = hooks is not None and held is tensor and level_of(tensor) is None
+            self._memory = Memory(tensor) if care else None
 
     def is_(self, tensor: torch.Tensor) -> bool:
         """Whether it is this very tensor."""
@@ -117,7 +121,7 @@ class Other:
         """The tensor as it was; a copy if it is written, of another one if what it held was not kept."""
         if self._held is None:
             return instead.detach().clone()
-        tensor = self._held.get().detach()
+        tensor = (instead if self._has_not_changed(instead) else self._held.get()).detach()
         if freed(tensor):
             raise ReplayError(
                 f"the memory of a tensor of shape {list(tensor.shape)} that the function reads from outside was freed "
@@ -125,6 +129,13 @@ class Other:
             )
         tensor = tensor.requires_grad_() if self._needs else tensor
         return tensor.clone() if self.written else tensor
+
+    def _has_not_changed(self, tensor: torch.Tensor) -> bool:
+        """Whether what hooks hold, which may not give it back yet, is there as it was."""
+        if self._memory is None or not self.is_(tensor) or version(tensor) != self._version:
+            return False
+        with unwatched():
+            return self._memory.holds(tensor)
 
 
 Use = tuple[Other, Callable]
