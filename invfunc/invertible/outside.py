@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc._functorch import freed, level_of
+from invfunc._functorch import freed, level_of, plainly
 
 _F = torch.nn.functional
 _RUNNING = {
@@ -36,7 +37,8 @@ class State:
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep what the tensor holds now, if its memory was not freed."""
         if self.value is None and not freed(tensor):
-            self.value, self.needs = tensor.detach().clone(), tensor.requires_grad
+            with plainly() if level_of(tensor) is None else nullcontext():
+                self.value, self.needs = tensor.detach().clone(), tensor.requires_grad
 
 
 class Outside:
