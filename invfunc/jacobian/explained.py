@@ -13,10 +13,9 @@ from invfunc.jacobian.quantity import Quantity, Tally
 from invfunc.jacobian.residual import residual
 from invfunc.jacobian.runs import Run
 from invfunc.jacobian.structure.groups import Grouped
-from invfunc.jacobian.structure.plan import Planner
 from invfunc.jacobian.structure.report import Explanation, Parameter, Part, chosen_parts
 from invfunc.jacobian.structure.stages import Stages
-from invfunc.jacobian.structure.ways import Chosen
+from invfunc.jacobian.structure.ways import Chosen, Facts
 
 WHY = {
     "gradient": "the gradient is one column",
@@ -48,7 +47,7 @@ class Decision:
     why: str
     way: Chosen | None = None
     sources: list[Grouped] = field(default_factory=list)
-    planner: Planner | None = None
+    facts: Facts | None = None
 
 
 class Report:
@@ -75,8 +74,8 @@ class Report:
         pullback = way.pullback if isinstance(way, Stages) else way
         entry = self._entry(group, pullback.total, chosen.why if chosen else "")
         measures = [t.measure if self.stage == 0 else Measure() for t in group]  # what comes then folds over all
-        if isinstance(way, Stages) and chosen is not None and chosen.planner is not None:
-            self._structured(entry, way, chosen.planner, measures)
+        if isinstance(way, Stages) and chosen is not None and chosen.facts is not None:
+            self._structured(entry, way, chosen.facts, measures)
         else:
             self._pulled(entry, pullback, measures)
 
@@ -123,12 +122,12 @@ class Report:
     def _parts(self, pullback: Pullback) -> int:
         return -(-self.problem.n // pullback.run.trace.n)
 
-    def _structured(self, entry: Entry, way: Stages, planner: Planner, measures: Sequence[Measure]) -> None:
+    def _structured(self, entry: Entry, way: Stages, facts: Facts, measures: Sequence[Measure]) -> None:
         """The columns take a shorter way."""
-        parts, most = chosen_parts(planner, way.chosen, self.budget, self.problem.name)
+        parts, most = chosen_parts(facts, way.chosen, self.budget, self.problem.name)
         passes, pullbacks = way.sent(measures)
         entry.passes, entry.pullbacks = entry.passes + passes, entry.pullbacks + pullbacks
-        entry.numbers, entry.cost = max(entry.numbers, most), way.chosen.cost / planner.facts.dense_cost
+        entry.numbers, entry.cost = max(entry.numbers, most), way.chosen.cost / facts.dense_cost
         entry.parts = entry.parts or list(parts)
 
     def explanations(self, quantities: Sequence[Quantity]) -> list[Explanation]:

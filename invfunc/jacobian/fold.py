@@ -121,7 +121,10 @@ class Fold:
             return Decision("the loss mixes the outputs before its criterion")
         planner = Planner(pullback.run, sources, self.look, all(t.measure.shortcuts == "all" for t in group))
         way = planner.chosen()
-        return Decision(planner.why if way is None else "by the structure of the function", way, sources, planner)
+        if way is None:
+            return Decision(planner.why)
+        facts = None if self.report is None else planner.facts  # which hold the run
+        return Decision("by the structure of the function", way, sources, facts)
 
     def _why_dense(self, pullback: Pullback, group: list[Tally]) -> str:
         """Why every column has to be pulled back, if it has."""

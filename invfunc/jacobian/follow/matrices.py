@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from invfunc._functorch import memory_of
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow.call import TOTAL, Call, Mixed, Place, Unknown, rule
 from invfunc.jacobian.follow.samples import NONE, located, samples_of
@@ -141,7 +142,7 @@ def kron(call: Call) -> Place:
 @rule("as_strided")
 def as_strided(call: Call) -> Place:
     x = call.first
-    if not x.is_contiguous() or x.storage_offset() or x.untyped_storage().nbytes() != x.numel() * x.element_size():
+    if not x.is_contiguous() or x.storage_offset() or memory_of(x).nbytes() != x.numel() * x.element_size():
         raise Unknown("it reads memory beside its input")
     others = {key: value for key, value in call.kwargs.items() if key not in ("input", "self")}
     return located(samples_of(call, x).contiguous().as_strided(*call.args[1:], **others), call.n)

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from invfunc.jacobian.runs import Run
-from invfunc.jacobian.structure.plan import Planner
 from invfunc.jacobian.structure.stages import columns_at_once
-from invfunc.jacobian.structure.ways import Chosen, Stage
+from invfunc.jacobian.structure.ways import Chosen, Facts, Stage
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,9 @@ def _counted(count: int, what: str) -> str:
 
 
 def chosen_parts(
-    planner: Planner, chosen: Chosen, budget: int, called: Callable[[int], str]
+    facts: Facts, chosen: Chosen, budget: int, called: Callable[[int], str]
 ) -> tuple[tuple[Part, ...], int]:
     """Of a way that was chosen by the structure, and about how many numbers its columns have."""
-    facts = planner.facts
     run, columns, parts, most = facts.run, facts.total, list[Part](), 0
     for stage, leaves in zip(chosen.stages, chosen.leaves, strict=True):
         if leaves:

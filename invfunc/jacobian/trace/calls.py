@@ -38,6 +38,8 @@ QUERIES = set(
     "is_conj is_neg storage_offset result_type get:names get:itemsize get:nbytes get:is_meta get:grad_fn".split()
 )
 """What is asked about a tensor, and not about its values."""
+HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+"""Are for the backward pass, and read nothing."""
 EXITS = {"set", "dlpack", "to_dlpack"}
 """Hand the memory of a tensor to one that is not followed."""
 CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "new_tensor", "deepcopy"}

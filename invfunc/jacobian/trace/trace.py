@@ -21,7 +21,7 @@ from invfunc.jacobian.rules import Site
 from invfunc.jacobian.rules.again import read_of, reader, released
 from invfunc.jacobian.rules.generic import generic
 from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.trace.calls import CONSTANT, EXITS, QUERIES, alignment, function_name, picking, read_by
+from invfunc.jacobian.trace.calls import CONSTANT, EXITS, HOOKS, QUERIES, alignment, function_name, picking, read_by
 from invfunc.jacobian.trace.compositions import composition, states
 from invfunc.jacobian.trace.hidden import hidden, unseen
 from invfunc.jacobian.trace.provenance import Provenance
@@ -84,6 +84,8 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         if name in QUERIES:
             return func(*args, **kwargs)
         self.calls.append(name)
+        if name in HOOKS:
+            return func(*args, **kwargs)
         if self.draws is not None:
             self.draws.before(name, args, kwargs)
         seen = self._seen(name, func, args, kwargs)
