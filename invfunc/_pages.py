@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-FRESH = 32 * 2**20
-"""Bytes from which on malloc takes fresh memory from the system each time."""
+from invfunc import thresholds
 
 
 @cache
@@ -33,9 +32,10 @@ def _madvise() -> Callable[[int, int, int], Any] | None:
 def room(shape: list[int], like: torch.Tensor) -> torch.Tensor | None:
     """An empty tensor for a large result on the CPU; None where there is nothing to gain."""
     size = math.prod(shape) * like.element_size()
-    if size < FRESH or like.device.type != "cpu" or (advise := _madvise()) is None:
+    if size < thresholds.HUGE_PAGES or like.device.type not in thresholds.HUGE_ON or (advise := _madvise()) is None:
         return None
     empty = torch.empty(shape, dtype=like.dtype)
     start = -(-empty.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    advise(start, (empty.data_ptr() + size - start) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+    length = max(0, empty.data_ptr() + size - start)
+    advise(start, length // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
     return empty

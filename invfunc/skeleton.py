@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
+from invfunc import thresholds
+
 _PLAIN = {
     *(int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size),
     *(torch.Generator, types.ModuleType, types.BuiltinFunctionType, types.CodeType),
@@ -30,8 +32,6 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _STANDARD = vars(nn.Module()).keys()
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MOST = 2_000
-"""Objects to look through for a reference; whether more of them lead to the modules is seen when these are called."""
 
 
 class EntangledError(Exception):
@@ -78,7 +78,7 @@ class Reach:
                 continue
             if id(one) in targets:
                 return True
-            if len(seen) > _MOST:
+            if len(seen) > thresholds.SEARCHED:
                 return False
             seen.add(id(one))
             waiting.extend(_references(one))
@@ -89,7 +89,7 @@ class Reach:
 
 def _references(x: Any) -> Iterable[Any]:
     """What an object keeps by itself; what a function has by name is told by `_named`."""
-    if isinstance(x, _CONTAINERS) and len(x) > _MOST:
+    if isinstance(x, _CONTAINERS) and len(x) > thresholds.SEARCHED:
         return ()
     if isinstance(x, dict):
         return [*x.keys(), *x.values()]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import nn
 
+from invfunc import thresholds
 from tests.modules import of_module
 from tests.strategies import Case, Numbers
 from tests.structure_layers import FEW, LARGEST, PIECES, Attention, Join, bottleneck, chain, of_kind
@@ -23,8 +24,7 @@ BATCHES = st.sampled_from([2, 1, 3])
 @contextmanager
 def always() -> Iterator[None]:
     """The structure is used wherever it can be, however small the network."""
-    free = mock.patch.dict("invfunc.jacobian.structure.ways.RATE", {"class": 0.0, "column": 0.0})
-    with free, mock.patch("invfunc.jacobian.structure.plan.pays", lambda columns, cost, dense: True):
+    with mock.patch.multiple(thresholds, CLASS=0.0, COLUMN=0.0, FEW=0, PAYS=math.inf):
         yield
 
 

@@ -19,6 +19,7 @@ from invfunc import _functorch, _uncompiled
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
 FLOORS = [
+    {"thresholds"},
     {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager", "_blocks", "_symmetric", "_nodes", "_uncompiled"},
     {"kronecker"},
     {"jacobian", "strays"},

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from invfunc.jacobian.rules import autocorrelation
 from invfunc.jacobian.rules.autocorrelation import patches_gram
 from invfunc.jacobian.rules.patches import patches
+from tests.crossed import thresholds_at
 from tests.strategies import Numbers
 
 LARGE: Any = (8, 32, 16, 16), (3, 3), [(1, 1)] * 2, (1, 1)
@@ -54,7 +55,7 @@ def forced(everywhere):
 def test_equals_the_patches(everywhere, problem, positions):
     shape, *options = problem
     x = Numbers()(*shape)
-    with patch.multiple(autocorrelation, _EXACT=positions, _cost=forced(everywhere)):
+    with thresholds_at(EXACT=positions), patch.object(autocorrelation, "_cost", forced(everywhere)):
         found = patches_gram(x, *options)
     wanted = gram(x, *options)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12 * max(1.0, wanted.abs().max().item()))

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from invfunc import tree
+from invfunc import thresholds, tree
 from invfunc._functorch import Memory, backward_pass, plainly, pointer, unwatched
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
 from invfunc.invertible.probe import Probe, finite, known_at_once, mean_size, near, rounded
 from invfunc.invertible.recall import OUTSIDE
-from invfunc.invertible.recording import FEW, Enough, Key, Recording, Saved, Tape
+from invfunc.invertible.recording import Enough, Key, Recording, Saved, Tape
 from invfunc.invertible.report import CHANGES, OTHER
 from invfunc.invertible.slots import Block, Held, fetch, metadata_of, release
 
@@ -53,7 +53,7 @@ class HookedBlock(Block):
         place = self._places.get(pointer(tensor))
         self._like[key] = tensor.shape, tensor.dtype, place
         if self._probed and place is None and self._to_be_probed(tensor):
-            self._probes[key] = Probe((tensor,), FEW)
+            self._probes[key] = Probe((tensor,), thresholds.PROBED_SAVED)
         if self._memory is not None:
             self._memory[key] = Memory(tensor), _geometry(tensor)
         return self, key

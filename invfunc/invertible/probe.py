@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from invfunc import thresholds
 from invfunc._functorch import batch_first, capturing, dispatched, innermost, unwatched
 
 Error = float | torch.Tensor
@@ -26,8 +27,8 @@ class Probe:
         without: the places of those that are not looked at.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], most: int = 64, without: Sequence[int] = ()) -> None:
-        self._most = max(8, most // max(1, len(tensors)))
+    def __init__(self, tensors: Sequence[torch.Tensor], most: int | None = None, without: Sequence[int] = ()) -> None:
+        self._most = max(8, (most or thresholds.PROBED) // max(1, len(tensors)))
         self._without = without
         self._turn = next(_TURNS)
         self._then = [] if dispatched() else self._entries(tensors)
@@ -154,7 +155,7 @@ ROUNDED = 4.0
 
 def known_at_once(device: torch.device) -> bool:
     """Whether reading a number does not make anybody wait."""
-    return device.type == "cpu"
+    return device.type in thresholds.AT_ONCE
 
 
 def _errors(then: Sequence[_Entries | None], now: Sequence[_Entries | None]) -> list[Error]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from invfunc import thresholds
 from invfunc._functorch import pointer, version
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.invertible.probe import Error, Probe
@@ -31,10 +32,6 @@ class Tape(Parts):
         index = self.counts.get(self.part, 0)
         self.counts[self.part] = index + 1
         return self.part, index
-
-
-FEW = 8
-"""How many entries are looked at of each."""
 
 
 class Enough(Exception):
@@ -95,7 +92,7 @@ class Recording:
                 f"the function does not do the same thing twice. {CHANGES}"
             )
         if key in self._probes and (error := self._probes[key].errors((tensor,))[0]):
-            self._apart[key] = error, Probe((tensor,), FEW)
+            self._apart[key] = error, Probe((tensor,), thresholds.PROBED_SAVED)
         self.found[key] = tensor.detach()
         self._versions.append((self.found[key], version(tensor)))
         if key[0] == OUTSIDE and not self._to_the_end and not self.misses():

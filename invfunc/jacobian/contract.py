@@ -12,8 +12,9 @@ import opt_einsum
 import torch
 from torch.nn.grad import conv1d_weight
 
+from invfunc import thresholds
 from invfunc._functorch import transforming
-from invfunc._pages import FRESH, room
+from invfunc._pages import room
 
 T = TypeVar("T")
 Term = tuple[str, torch.Tensor]
@@ -28,7 +29,7 @@ def _plan(
 ) -> tuple[float, int, tuple[tuple[tuple[int, ...], str], ...]]:
     """The cost in multiplications, the size of the largest intermediate, and the pairwise contractions."""
     _, info = opt_einsum.contract_path(
-        equation, *shapes, shapes=True, optimize="optimal" if len(shapes) < 6 else "auto"
+        equation, *shapes, shapes=True, optimize="optimal" if len(shapes) < thresholds.ORDERS else "auto"
     )
     steps = tuple((tuple(step[0]), step[2]) for step in info.contraction_list)
     return float(info.opt_cost), int(info.largest_intermediate), steps
@@ -49,14 +50,10 @@ def largest(terms: Sequence[Term | Shape], output: str) -> int:
     return _plan(*_equation(terms, output))[1]
 
 
-_TRAFFIC = 16
-"""What forming an entry of a share costs, in multiplications of a matrix product: it goes through memory four times."""
-
-
 def instantiated(terms: Sequence[Term | Shape], instance: str) -> float:
     """The cost of forming shares and squaring them."""
     sizes = {c: size for labels, x in _shapes(terms) for c, size in zip(labels, x, strict=True)}
-    return cost(terms, instance) + _TRAFFIC * math.prod(sizes.get(c, 1) for c in instance)
+    return cost(terms, instance) + thresholds.FORMED * math.prod(sizes.get(c, 1) for c in instance)
 
 
 def _shapes(terms: Sequence[Term | Shape]) -> tuple[Shape, ...]:
@@ -65,14 +62,19 @@ def _shapes(terms: Sequence[Term | Shape]) -> tuple[Shape, ...]:
 
 def squares_directly(terms: list[Term], output: str, instance: str, kept: str) -> bool:
     """Whether the sum of squares is cheaper without forming a share: `instance` are its labels, `kept` those left."""
-    return _squares_directly(_shapes(terms), output, instance, kept, terms[0][1].dtype == torch.float32)
+    return _squares_directly(_shapes(terms), output, instance, kept, cancel(terms))
 
 
 @lru_cache(maxsize=4096)
-def _squares_directly(terms: tuple[Shape, ...], output: str, instance: str, kept: str, single: bool) -> bool:
+def _squares_directly(terms: tuple[Shape, ...], output: str, instance: str, kept: str, cancels: bool) -> bool:
     pair = twice(terms, terms, output)
-    slow = 2 if single and crosses(pair, output) else 1  # in float64
+    slow = thresholds.DOUBLE if cancels and crosses(pair, output) else 1  # in float64
     return slow * cost(pair, present(kept, terms)) < instantiated(terms, present(instance, terms))
+
+
+def cancel(terms: Sequence[Term]) -> bool:
+    """Whether sums of products of these, which cancel, are to be taken in float64."""
+    return all(x.dtype in thresholds.CANCELS for _, x in terms)
 
 
 def crosses(pair: Sequence[tuple[str, Any]], output: str) -> bool:
@@ -146,7 +148,7 @@ def _step(equation: str, shape: torch.Size, other: torch.Size) -> _Step | None:
         full = tuple(sizes[c] for c in order)
         return _Step("mul", False, first, second, full, full, None, tuple(range(len(output), len(order))))
     ordered = not columns or (rows and output.index(rows[0]) < output.index(columns[0]))
-    swapped = ordered is (math.prod(sizes[c] for c in (columns if ordered else rows)) < _NARROW)
+    swapped = ordered is (math.prod(sizes[c] for c in (columns if ordered else rows)) < thresholds.NARROW)
     if swapped:
         left, right, rows, columns = right, left, columns, rows
     b, k, r, c = (math.prod(sizes[i] for i in group) for group in (batch, summed, rows, columns))
@@ -194,7 +196,9 @@ def _reduced(equation: str, x: torch.Tensor) -> torch.Tensor:
 
 def _room(shape: Sequence[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
     """Where a large result that nobody differentiates can be written."""
-    if math.prod(shape) < FRESH // 8 or x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming():
+    if math.prod(shape) < thresholds.HUGE_PAGES // 8:  # of any dtype
+        return None
+    if x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming():
         return None
     return room(list(shape), x)
 
@@ -223,18 +227,23 @@ def outer(x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
         x, other = (y.permute(1, 2, 0, 3).flatten(2) for y in (x, x if other is None else other))
         return x @ other.mT
     b, k, r = x.shape
-    fresh = other is None and b * r >= 256 and not x.requires_grad and not transforming()
-    if fresh and x.dtype == torch.float32 and x.device.type == "cpu" and b >= 16 and x.numel() < 3 * 2**20:
-        # the gradient of a convolution: oneDNN's product is twice as fast as MKL's, and needs no copy
-        return _mirrored(
-            x, 3 if k >= 256 else 1, lambda x, y: conv1d_weight(y, (x.shape[1], y.shape[1], 1), x)[:, :, 0]
-        )
-    if r >= 256 and x.numel() >= 2**20 and not transforming():  # a copy with the samples beside the positions is dear
+    plain = b * r < thresholds.MIRRORED_POSITIONS or x.requires_grad or transforming()
+    if other is None and not plain and _as_gradient(x):
+        blocks = thresholds.GRADIENT_BLOCKS if k >= thresholds.GRADIENT_ROWS else 1
+        return _mirrored(x, blocks, lambda x, y: conv1d_weight(y, (x.shape[1], y.shape[1], 1), x)[:, :, 0])
+    if r >= thresholds.ADDED_POSITIONS and x.numel() >= thresholds.ADDED_NUMBERS and not transforming():
         return torch.addbmm(x.new_zeros(k, k), x, (x if other is None else other).mT)
     x = x.movedim(0, 1).reshape(1, k, b * r)
     if other is not None:
         return x[0] @ other.movedim(0, 1).reshape(k, b * r).mT
-    return _mirrored(x, min(6, k // 96) if fresh else 1, lambda x, y: x[0] @ y[0].mT)
+    blocks = 1 if plain else min(thresholds.MIRRORED_BLOCKS, k // thresholds.MIRRORED_ROWS)
+    return _mirrored(x, blocks, lambda x, y: x[0] @ y[0].mT)
+
+
+def _as_gradient(x: torch.Tensor) -> bool:
+    """Whether the products of `[b, k, r]` are faster as the weight gradient of a convolution."""
+    known = x.dtype in thresholds.GRADIENT_DTYPES and x.device.type in thresholds.GRADIENT_ON
+    return known and len(x) >= thresholds.GRADIENT_SAMPLES and x.numel() < thresholds.GRADIENT_NUMBERS
 
 
 def _mirrored(
@@ -251,10 +260,6 @@ def _mirrored(
         found[start:stop, :stop] = rows
         found[:start, start:stop] = rows[:, :start].mT
     return found
-
-
-_NARROW = 128
-"""A matrix product with fewer columns is faster as the transpose of the other order (twice, at 27 columns)."""
 
 
 def squeezed(terms: list[Term]) -> list[Term]:

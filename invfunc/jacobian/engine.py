@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
+from invfunc import thresholds, tree
 from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import check_loss
@@ -35,7 +35,7 @@ from invfunc.jacobian.twice import TwiceDifferentiable
 
 def budget(device: torch.device) -> int:
     """How many numbers an intermediate tensor may have: what a CPU keeps in its cache, what keeps a GPU busy."""
-    return 6 * 2**20 if device.type == "cpu" else 2**26
+    return thresholds.CACHE.get(device.type, thresholds.ELSEWHERE)
 
 
 class Engine:
@@ -277,7 +277,10 @@ class Engine:
     @property
     def _few(self) -> bool:
         """Whether there are so few columns that blocks of samples would not pay."""
-        return all(q.of == "gradient" or (q.drawing is not None and q.drawing.count < 4) for q in self.quantities)
+        return all(
+            q.of == "gradient" or (q.drawing is not None and q.drawing.count < thresholds.BLOCK_COLUMNS)
+            for q in self.quantities
+        )
 
 
 def _unsampled(drawing: Drawing) -> list[Columns]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from invfunc import tree
+from invfunc import thresholds, tree
 from invfunc._functorch import innermost, version
 from invfunc.errors import SampleAxisError, samples_unseen
 from invfunc.jacobian.axis import Axis
@@ -30,8 +30,6 @@ from invfunc.jacobian.trace.random import Draws
 
 _PARAMETERS, _SAMPLES, _STRANGE = 1, 2, 4
 T = TypeVar("T")
-_KEPT = 2**22
-"""How many entries a tensor may have whose values are compared, and not only whether it is the same object."""
 
 
 @dataclass
@@ -83,7 +81,7 @@ class Recorder(Strangers):
 
     def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
         self._of[id(x)] = _STRANGE
-        self.found.append(Stranger(x, version(x), x.detach().clone() if x.numel() <= _KEPT else None))
+        self.found.append(Stranger(x, version(x), x.detach().clone() if x.numel() <= thresholds.COMPARED else None))
 
     def run(self, name: str, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.draws.before(name, args, kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+from invfunc import thresholds
 from invfunc.jacobian.loss.columns import Gradient
 from invfunc.jacobian.measures import Measure
 from invfunc.jacobian.problem import Problem
@@ -171,7 +172,7 @@ def _numbers(pullback: Pullback, each: Pass, measures: Sequence[Measure], parts:
     sizes = [trace.sizes[s] for s in each.sites]
     kept = max(sizes) if pullback.streams([each]) else sum(sizes)
     work = max(tap.recipe.work for taps in each.taps.values() for tap in taps)
-    block = pullback.budget if measures[0].thin else pullback.budget // 4
+    block = pullback.budget if measures[0].thin else pullback.budget // thresholds.SHARES
     numbers = width * trace.n * (kept + max(sizes)) + 2 * min(trace.n * work, max(work, block))
     leaves = [pullback.run.params[i].numel() for i in each.taps]
     forms = {m.forms for m in measures}

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-_MOST = 512
-"""How many objects are looked at."""
+from invfunc import thresholds
+
 _PLAIN = {int, float, str, bool, complex, type(None), type, type(torch), type(len), torch.dtype, torch.device}
 
 
@@ -18,7 +18,7 @@ def held_by(f: Callable) -> list[torch.Tensor]:
     """Those that are plainly reached."""
     found, seen, todo = list[torch.Tensor](), set[int](), list[Any]([f])
     home = getattr(f, "__module__", None)
-    while todo and len(seen) < _MOST:
+    while todo and len(seen) < thresholds.HELD:
         x = todo.pop()
         kind = type(x)
         if kind in _PLAIN or id(x) in seen:

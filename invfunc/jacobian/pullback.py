@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from invfunc import thresholds
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
 from invfunc.jacobian.loss.columns import Block, Columns, joined_block
@@ -24,10 +25,6 @@ States = dict[int, State]
 """For each parameter that is reached, what a measure keeps of it."""
 Done = Callable[[int, int, State], None]
 """Is told of a measure (by its place), a parameter, and all that was kept of it, as soon as nothing more comes."""
-
-
-_LARGE = 2**16
-"""Numbers in a column at a site from which on columns are pulled back one by one on a CPU."""
 
 
 @dataclass
@@ -112,7 +109,7 @@ class Pullback:
             if not sites:
                 continue
             largest = max(run.trace.sizes[s] for s in sites) * run.trace.n
-            ranges = even(total, 1 if thin and largest >= _LARGE else max(1, self.budget // largest))
+            ranges = even(total, 1 if thin and largest >= thresholds.APART else max(1, self.budget // largest))
             if self.plan.asked("outputs"):
                 ranges = self.plan.ranges("outputs", total)
             elif not divisible:
@@ -202,7 +199,8 @@ class Pullback:
         outputs, given = self._cotangents(columns)
         batched = given[0].shape[0] > 1
         given = given if batched else [c[0] for c in given]
-        large = max(trace.sizes[s] for s in sites) * trace.n >= _LARGE and given[0].device.type == "cpu"
+        large = max(trace.sizes[s] for s in sites) * trace.n >= thresholds.APART
+        large = large and given[0].device.type in thresholds.APART_ON
         edges = [trace.edges[s] for s in sites]
         found = self.scope.grad(outputs, edges, given, batched=batched, one_by_one=large)
         deltas: Deltas = [None] * len(trace.edges)

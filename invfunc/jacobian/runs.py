@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
+from invfunc import thresholds, tree
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleAxisError, not_alone
 from invfunc.jacobian.alone import FOREIGN, Alone, NotAlone
@@ -64,7 +64,7 @@ class Runner:
         """`remember` says which calls are to be run again; `whole` that blocks of samples do not pay."""
         self.problem, self.scope, self.budget = problem, scope, budget
         self.plan, self.fast = options.plan, options.fast
-        self.remember, self.whole = remember, whole or budget > 2**24
+        self.remember, self.whole = remember, whole or budget > thresholds.BUSY
         self.pattern: Follower | None = None
         self.alone: Alone | None = None  # the last resort, once the function could not be followed
         self.apart = problem.n > 1  # whether the samples are told apart in the result
@@ -239,10 +239,10 @@ class Runner:
         """The model function in one pass, or, if columns are not few, in blocks of samples that fit the cache."""
         n = self.problem.n
         divided = any(self.plan.asked(over) for over in ("outputs", "params"))
-        if few or self.whole or divided or self.problem.has_aux or n < 3:
+        if few or self.whole or divided or self.problem.has_aux or n < thresholds.BLOCK_BATCH:
             return [self.model(WHOLE, n, draws=draws)]
         try:
-            first = min(n, 4)
+            first = min(n, thresholds.BLOCK_SAMPLES)
             run = self.model(slice(0, first), first)
             if first == n:
                 return [run]
@@ -261,10 +261,12 @@ class Runner:
         n, parts = self.problem.n, self.plan.ranges("samples", self.problem.n)
         if draws.drew and len(parts) > 1:
             raise cannot_draw()
-        if any(self.plan.splits.values()) or draws.drew or columns < 4 or n < 3 or self.whole:
+        few = columns < thresholds.BLOCK_COLUMNS or n < thresholds.BLOCK_BATCH
+        if any(self.plan.splits.values()) or draws.drew or few or self.whole:
             return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in parts)
         try:
-            first = self.up_to(roots, slice(0, min(n, 4)), min(n, 4), draws)
+            start = min(n, thresholds.BLOCK_SAMPLES)
+            first = self.up_to(roots, slice(0, start), start, draws)
             rest = even(n - first.trace.n, self._block_size(first.trace, columns))
             rest = [(first.trace.n + a, first.trace.n + b) for a, b in rest if a < b]
             return [first, *(self.up_to(roots, slice(a, b), b - a, draws) for a, b in rest)]
@@ -273,7 +275,8 @@ class Runner:
 
     def _block_size(self, trace: Trace, columns: int) -> int:
         """How many samples to run at once, so that some columns at the largest site fit the budget."""
-        return max(4, self.budget // (min(columns, 32) * max(trace.sizes, default=1)))
+        width = min(columns, thresholds.BLOCK_WIDTH)
+        return max(thresholds.BLOCK_SAMPLES, self.budget // (width * max(trace.sizes, default=1)))
 
     def up_to(self, roots: list[Root], part: slice | torch.Tensor, n: int, draws: Draws) -> Run:
         """The function on a part of the batch until its outputs are there; they have to be those of the whole batch."""

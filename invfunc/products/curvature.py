@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from invfunc import thresholds
 from invfunc.errors import ArgumentError, SampleAxisError, SplitError
 from invfunc.jacobian.loss.columns import Columns
 from invfunc.jacobian.loss.drawn import Drawn, drawn
@@ -16,9 +17,6 @@ from invfunc.jacobian.quantity import Drawing
 from invfunc.jacobian.scope import Scope
 from invfunc.products.given import Given, Split
 from invfunc.products.maps import Kind, Linear, Pull, Steps, Vectors, Way
-
-CHECKED = 2**24
-"""Numbers in the Hessian of a loss without known structure up to which it is looked whether it is convex."""
 
 
 def of_hessian(given: Given, blocks: bool = False) -> Linear:
@@ -140,7 +138,7 @@ def check_convex(scope: Scope, split: Split) -> None:
     n, roots = split.n, split.roots
     outputs = sum(r.value.numel() for r in roots) // n
     pieces = [p for p in split.pieces if p.root in {r.ordinal for r in roots}]
-    known = n * outputs**2 <= CHECKED or structured(scope, split.result, roots, pieces) is not None
+    known = n * outputs**2 <= thresholds.CHECKED or structured(scope, split.result, roots, pieces) is not None
     if known and outputs:
         hessian(scope, split.result, roots, pieces, n)
 

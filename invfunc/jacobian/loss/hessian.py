@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from invfunc import thresholds
 from invfunc._functorch import innermost, version
 from invfunc.errors import ConvexityError, SplitError
 from invfunc.jacobian.follow.layers import reduction
@@ -173,16 +174,12 @@ def _softmax(scope: Scope, piece: Piece, weight: torch.Tensor, n: int, convex: b
     return Softmax(piece.root, flat, w.reshape(n, -1), layout)
 
 
-_LARGEST = 2**28
-"""Numbers in the joint Hessian of a loss without known structure: above it, say so instead of filling the memory."""
-
-
 def _general(scope: Scope, result: torch.Tensor, roots: list[Root], n: int, convex: bool) -> General:
     values = [r.value for r in roots]
     shapes = {r.ordinal: r.axis.expose(r.value, n).shape[1:] for r in roots}
     sizes = [math.prod(s) for s in shapes.values()]
     total = sum(sizes)
-    if n * total * total > _LARGEST:
+    if n * total * total > thresholds.HESSIAN:
         raise SplitError(
             f"the loss has no known structure, and its Hessian over {total} outputs of {n} samples would take "
             f"{n * total * total:.1e} numbers. Use one of torch's convex losses, or fewer outputs."

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from invfunc import thresholds
 from invfunc.jacobian.contract import outer, summed
 from invfunc.jacobian.measures.block import Block, added
 from invfunc.jacobian.measures.eigenbasis import InEigenbasis, basis_of
@@ -125,7 +126,7 @@ class KroneckerFactors(Block):
         if len(layers) > 1 and len({(frozenset(p.dims for p in layer.places), layer.blocks) for layer in layers}) > 1:
             raise Unfactored("operations that read it divide its dimensions differently")
         kept: dict[Hashable, Factors] = {}
-        for part in shares.samples.parts(sum(f.work for f in shares.factors), 16 * shares.budget):
+        for part in shares.samples.parts(sum(f.work for f in shares.factors), thresholds.OPERANDS * shares.budget):
             for role, some in roles.items():
                 more = self._of(shares, some, part, with_bias)
                 kept[role] = kept[role].joined(more, samples=True) if role in kept else more

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
+from invfunc import thresholds
 from invfunc._functorch import dual, transforming
 from invfunc._pages import room
 from invfunc.jacobian.contract import joined, outer, summed
@@ -35,16 +36,12 @@ Read = tuple[list[list[int]], list[tuple[slice, slice]]]
 """Slices of the input, and blocks: entries of the kernel with those of the slices that they read."""
 
 _CORRELATE: dict[int, Callable] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
-_UNFOLD, _ASSEMBLE, _CALL, _SLICES = 60, 60, 4_000_000, 10_000_000
-"""What an entry of the patches, one of the result, a product, and reading slices cost, in multiplications."""
-_EXACT = 4096
-"""So many positions are summed at once: the weight gradient adds them one by one, which rounds 1e-5 off at 50000."""
 
 
 def patches_gram(x: torch.Tensor, kernel: Ints, pads: list[tuple[int, int]], dilation: Ints) -> torch.Tensor | None:
     """`sum_bp patches[b, i, p] patches[b, j, p]` for `[B, C, *spatial]`; None where the patches are the better way."""
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-        return None  # elsewhere a convolution may round to fewer bits than a matrix product
+    if x.device.type not in thresholds.DISPLACED_ON or x.dtype not in thresholds.DISPLACED_DTYPES:
+        return None
     if x.requires_grad or transforming() or dual(x):
         return None  # the result is assembled in place
     kept: list[tuple[int, int]] = []
@@ -85,7 +82,7 @@ def _all_positions(x: torch.Tensor, kernel: Ints, dilation: Ints) -> torch.Tenso
     spans = [2 * k - 1 for k in kernel]
     size = c, c, kernel[0], *spans[1:]
     read = F.pad(x, [p for pair in reversed(around) for p in pair])
-    samples, rows = max(1, _EXACT // pixels), max(1, _EXACT * x.shape[2] // pixels)
+    samples, rows = max(1, thresholds.EXACT // pixels), max(1, thresholds.EXACT * x.shape[2] // pixels)
     half = summed(
         _CORRELATE[d](at[:, :, i : i + rows + reach[0]], size, of[:, :, i : i + rows], dilation=dilation)
         for at, of in zip(read.split(samples), x.split(samples), strict=True)
@@ -135,16 +132,16 @@ def _cost(shape: Ints, kernel: Ints, pads: Pads, dilation: Ints) -> tuple[float,
     rows = c * entries
     axes = list(zip(spatial, kernel, pads, dilation, strict=True))
     positions = math.prod(size + sum(pair) - (k - 1) * step for size, k, pair, step in axes)
-    direct = _CALL + b * positions * rows * (rows + (_UNFOLD if entries > 1 else 0))
+    direct = thresholds.CALL + b * positions * rows * (rows + (thresholds.UNFOLD if entries > 1 else 0))
     if entries == 1:
         return direct, False
-    found = _CALL + c * c * b * math.prod(spatial) * kernel[0] * math.prod(2 * k - 1 for k in kernel[1:])
-    found += _ASSEMBLE * rows * rows
+    found = thresholds.CALL + c * c * b * math.prod(spatial) * kernel[0] * math.prod(2 * k - 1 for k in kernel[1:])
+    found += thresholds.ASSEMBLE * rows * rows
     for dim, (size, k, pair, step) in enumerate(axes):
         for slices, blocks in _left_out(size, k, pair, step):
             if found >= direct:
                 return direct, False
             other = b * len(slices[0]), c * len(slices), *spatial[:dim], *spatial[dim + 1 :]
-            found += _SLICES + _cost(other, *_without(dim, kernel, pads, dilation))[0]
-            found += _ASSEMBLE * sum((rows * len(slices[part]) // k) ** 2 for _, part in blocks)
+            found += thresholds.SLICES + _cost(other, *_without(dim, kernel, pads, dilation))[0]
+            found += thresholds.ASSEMBLE * sum((rows * len(slices[part]) // k) ** 2 for _, part in blocks)
     return min((found, True), (direct, False))

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from invfunc import thresholds
 from invfunc.jacobian.contract import (
     Term,
+    cancel,
     contract,
     cost,
     crosses,
@@ -63,7 +65,7 @@ class Factor:
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
         """`sum_n weights[n] G[v, n]`, for the only column."""
         total, start = [], 0
-        for part in self.samples.parts(self.work, 16 * self.budget):
+        for part in self.samples.parts(self.work, thresholds.OPERANDS * self.budget):
             terms = self._terms(self.columns.left, part)
             w = weights[start : start + length(part)].to(terms[0][1].dtype)
             start += length(part)
@@ -113,14 +115,13 @@ class Factor:
             total, centred = self._moments_in_rows()
         else:
             parts, terms, direct = self._way("N" + self.output, self.output)
-            exact = all(x.dtype == torch.float32 for _, x in terms)  # their products are, in float64
             shares = (self._share(terms if i == 0 else None, part) for i, part in enumerate(parts))
-            total, centred = self._wide_moments() if exact and direct else shifted_moments(shares)
+            total, centred = self._wide_moments() if direct and cancel(terms) else shifted_moments(shares)
         return self._shaped(total, 0), self._shaped(centred, 0)
 
     def products(self) -> torch.Tensor:
         """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`."""
-        parts = self.samples.parts(self.work, 16 * self.budget)
+        parts = self.samples.parts(self.work, thresholds.OPERANDS * self.budget)
         rows: list[list[torch.Tensor]] = []
         for i, part in enumerate(parts):
             terms = self._terms(self.columns.left, part)
@@ -138,7 +139,8 @@ class Factor:
         both = kept + present("VN", others).translate(str.maketrans("VN", "WM"))
         formed = instantiated(terms, present(output, terms)) + instantiated(others, present(output, others))
         formed += v * v * b * c * self._entries(terms)
-        if not self.recipe.rows and cost(pairs, both) < formed and largest(pairs, both) < 4 * self.budget:
+        room = thresholds.PRODUCTS * self.budget
+        if not self.recipe.rows and cost(pairs, both) < formed and largest(pairs, both) < room:
             return contract(self._exact(pairs), both).to(terms[0][1].dtype).reshape(v, b, v, c)
         free = self.output[1:] if self.recipe.rows else self.output  # entries that land in rows stay together
         last = next((c for c in reversed(free) if any(c in labels for labels, _ in terms)), "")
@@ -146,7 +148,7 @@ class Factor:
         rows = self.tap.param.shape[0] if self.recipe.rows else 1
         per = v * (b + c) * max(1, rows * self._entries(terms) // max(1, width))
         total = []
-        for start, stop in even(width, max(1, 4 * self.budget // per)):
+        for start, stop in even(width, max(1, room // per)):
             flat = []
             for some, where in ((terms, part), (others, other)):
                 some = narrowed(some, last, start, stop) if last else some
@@ -165,20 +167,20 @@ class Factor:
         assert delta is not None
         shares = delta.shape[0] * self.recipe.many * self.tap.param.numel()
         size = self.work + len(self.taps) * delta[:, 0].numel() + shares
-        parts = self.samples.parts(size, self.budget // 4)
+        parts = self.samples.parts(size, self.budget // thresholds.SHARES)
         terms = self._terms(self.columns.left, parts[0])
         return parts, terms, bool(self.recipe.rows) or squares_directly(terms, self.apart, instance, kept)
 
     def _exact(self, pair: list[Term]) -> list[Term]:
         """What may cancel in the rounding of float64."""
-        single = all(x.dtype == torch.float32 for _, x in pair)
-        return [(labels, x.double()) for labels, x in pair] if single and crosses(pair, self.apart) else pair
+        wide = cancel(pair) and crosses(pair, self.apart)
+        return [(labels, x.double()) for labels, x in pair] if wide else pair
 
     def _blocks(self, kept: str) -> Iterator[tuple[Part, list[Term], bool]]:
         parts, terms, direct = self._way("NV" + self.apart, kept)
         if direct and len(parts) > 1:
             size = largest(twice(terms, terms, self.apart), present(kept, terms)) // length(parts[0])
-            parts = self.samples.parts(max(self.work, size), 4 * self.budget)
+            parts = self.samples.parts(max(self.work, size), thresholds.PRODUCTS * self.budget)
             terms = self._terms(self.columns.left, parts[0])
         for i, part in enumerate(parts):
             yield part, terms if i == 0 else self._terms(self.columns.left, part), direct
@@ -202,17 +204,18 @@ class Factor:
     def _wide_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum G^2 - (sum G)^2 / n` in float64, whose rounding is 1e9 times finer than that of the float32 shares."""
         total, squared, shape = [], [], []
-        for part in self.samples.parts(self.work, 16 * self.budget):
-            terms = [(labels, x.double()) for labels, x in self._terms(self.columns.left, part)]
+        for part in self.samples.parts(self.work, thresholds.OPERANDS * self.budget):
+            narrow = self._terms(self.columns.left, part)
+            kind, terms = narrow[0][1].dtype, [(labels, x.double()) for labels, x in narrow]
             kept, shape = present(self.output, terms), _sizes(terms, self.output)
             total.append(contract(terms, kept))
             squared.append(contract(twice(terms, terms, self.output), kept))
         centred = torch.addcmul(summed(squared), (first := summed(total)), first, value=-1 / self.samples.count)
-        return first.float().reshape(shape), centred.float().clamp(min=0).reshape(shape)
+        return first.to(kind).reshape(shape), centred.to(kind).clamp(min=0).reshape(shape)
 
     def _moments_in_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A row that a sample does not touch is a zero in its share: it counts, but is not visited."""
-        n, parts = self.samples.count, self.samples.parts(self.work, 16 * self.budget)
+        n, parts = self.samples.count, self.samples.parts(self.work, thresholds.OPERANDS * self.budget)
         shares = [self._share(None, part) for part in parts]
         total = summed(self._land(share, part) for share, part in zip(shares, parts, strict=True))
         mean = torch.cat([total, total.new_zeros(1, *total.shape[1:])]) / n

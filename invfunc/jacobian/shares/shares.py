@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from invfunc import thresholds
 from invfunc._functorch import innermost
 from invfunc.jacobian.contract import joined, summed
 from invfunc.jacobian.rules import Part
@@ -46,7 +47,8 @@ class Shares:
 
     def dense(self) -> torch.Tensor:
         """`[V, count, *p]`, instantiated."""
-        shares = [self._dense(part) for part in self._blocks(16 * self.budget, sum(f.work for f in self.factors))]
+        blocks = self._blocks(thresholds.OPERANDS * self.budget, sum(f.work for f in self.factors))
+        shares = [self._dense(part) for part in blocks]
         return joined(shares, 1)
 
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
@@ -108,7 +110,7 @@ class Shares:
             delta = self.columns.left[self.taps[0].site]
             assert delta is not None
             size = sum(f.work for f in self.factors) + delta.shape[0] * self.leaf.numel()
-        yield from self.samples.parts(size, budget or self.budget // 4)
+        yield from self.samples.parts(size, budget or self.budget // thresholds.SHARES)
 
     def _dense(self, part: Part, deltas: Deltas | None = None) -> torch.Tensor:
         deltas = self.columns.left if deltas is None else deltas

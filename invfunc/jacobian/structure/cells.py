@@ -8,11 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from invfunc import thresholds
 from invfunc.jacobian.contract import Term
 from invfunc.jacobian.rules import Part, Recipe
-
-_KEPT = 2**22
-"""Numbers that are kept of what one operation reads, while it is read again."""
 
 
 @dataclass
@@ -92,7 +90,7 @@ def _known(kept: dict[tuple[int, int], list[Term]], part: Part, make: Callable[[
     if key in kept:
         return kept[key]
     made = make()
-    if sum(x.numel() for terms in [*kept.values(), made] for _, x in terms) <= _KEPT:
+    if sum(x.numel() for terms in [*kept.values(), made] for _, x in terms) <= thresholds.KEPT_READ:
         kept[key] = made
     return made
 

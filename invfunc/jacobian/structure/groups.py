@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from invfunc import thresholds
 from invfunc.jacobian.loss.columns import (
     Affine,
     Columns,
@@ -278,7 +279,7 @@ def _moved(columns: Affine, inner: Grouped) -> Moved | None:
         places.append(torch.where(none, -1, torch.where(known, order.to(near.device).argsort()[near], -2)))
     to = places[0]
     if (
-        count >= 2**20
+        count >= thresholds.NUMBERED
         or any(not torch.equal(to, other) for other in places[1:])
         or bool((to != to[:1]).any() | (to < -1).any())
     ):

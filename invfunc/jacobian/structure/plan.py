@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
+from invfunc import thresholds
 from invfunc.jacobian.runs import Run
 from invfunc.jacobian.structure.groups import Grouped
 from invfunc.jacobian.structure.paths import Cut, Paths, paths
@@ -12,15 +13,10 @@ from invfunc.jacobian.structure.pattern import ALL, INPUTS, LAST, Frame, Pattern
 from invfunc.jacobian.structure.search import Search
 from invfunc.jacobian.structure.ways import Chosen, Facts
 
-_FEW = 16
-"""Columns below which nothing is looked for."""
-_LOOK = 2.0**24.5, 2.0**9
-"""What it costs to follow a site, and an entry there, in multiplications."""
-
 
 def pays(columns: int, cost: float, dense: float) -> bool:
     """Whether a way of some cost is to be preferred to that of all columns."""
-    return columns >= _FEW and cost < 0.8 * dense
+    return columns >= thresholds.FEW and cost < thresholds.PAYS * dense
 
 
 class Planner:
@@ -40,9 +36,9 @@ class Planner:
             self.why = "what the operations read is computed again"
             return None
         sizes = self.facts.run.trace.sizes
-        look = len(sizes) * _LOOK[0] + sum(sizes) * _LOOK[1]
-        if not pays(self.facts.total, 16 * look, self.facts.dense_cost):  # to find nothing may cost a little
-            self.why = "there are few columns" if self.facts.total < _FEW else "all columns are little work"
+        look = len(sizes) * thresholds.LOOK + sum(sizes) * thresholds.LOOK_ENTRY
+        if not pays(self.facts.total, thresholds.LOOKS * look, self.facts.dense_cost):
+            self.why = "there are few columns" if self.facts.total < thresholds.FEW else "all columns are little work"
             return None
         found_paths = paths(self.facts.run)
         cuts = self._candidates(found_paths)
@@ -63,13 +59,13 @@ class Planner:
         return best if pays(self.facts.total, best.cost, self.facts.dense_cost) else None
 
     def _candidates(self, ways: Paths) -> list[Cut]:
-        """Cuts that are narrower than what comes before, at most three."""
+        """Cuts that are narrower than what comes before, the narrowest of them."""
         found, width = [], self.facts.total
         for cut in ways.cuts:
-            if cut.width < 0.7 * width and cut.below:
+            if cut.width < thresholds.NARROWER * width and cut.below:
                 found.append(cut)
                 width = cut.width
-        return sorted(sorted(found, key=lambda c: c.width)[:3], key=lambda c: -c.width)
+        return sorted(sorted(found, key=lambda c: c.width)[: thresholds.NARROWEST], key=lambda c: -c.width)
 
     def _pattern(self, ways: Paths, cuts: list[Cut]) -> Pattern:
         """A frame for the taps above each cut, one for all, and one for the last operation by itself."""

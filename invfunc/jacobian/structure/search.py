@@ -7,16 +7,14 @@ from functools import cached_property
 
 import torch
 
+from invfunc import thresholds
 from invfunc.jacobian.structure.boxes import Classes, empty
 from invfunc.jacobian.structure.groups import Grouped
 from invfunc.jacobian.structure.narrow import Blocks
 from invfunc.jacobian.structure.paths import Cut
 from invfunc.jacobian.structure.pattern import ALL, LAST, Pattern, positions_apart
 from invfunc.jacobian.structure.sources import Source, members_of
-from invfunc.jacobian.structure.ways import RATE, Chosen, Facts, Stage
-
-_LARGEST = 2**28
-"""Numbers that are factored at a narrow layer at most."""
+from invfunc.jacobian.structure.ways import Chosen, Facts, Stage
 
 
 @dataclass
@@ -75,10 +73,10 @@ class Search:
         stage.shared = first and pattern.affine(cut)
         count = 1 if stage.shared and all(s.alike for s in facts.sources) else facts.n
         width, size = stage.blocks.width, count * len(stage.blocks.places) * stage.rows * stage.blocks.width
-        if size > _LARGEST:
+        if size > thresholds.FACTORED:
             return None
         runs = 1 if stage.shared else facts.n
-        cost += 8.0 * size * width + runs * width * sum(facts.work[s] for s in sites)
+        cost += thresholds.FACTORED_COST * size * width + runs * width * sum(facts.work[s] for s in sites)
         ids = stage.blocks.ids(cut.width)
         rank = min(stage.rows, width)
         below = Source(rank, rank, lambda frame: [(pattern.at_cut(cut, frame), ids)])
@@ -106,9 +104,9 @@ class Search:
 
     def _cost(self, stage: Stage, crossed: frozenset[int]) -> float:
         work = self.facts.n / 2 * sum(self.facts.work[s] for s in [*stage.sites, *crossed])
-        cost = stage.passes * (work + RATE["column"]) * (1.0 if stage.classes is None else 1.3)
+        cost = stage.passes * (work + thresholds.COLUMN) * (1.0 if stage.classes is None else thresholds.SHARED)
         if stage.classes is not None:
-            cost += sum(c.count for c in stage.classes) * len(stage.sites) * RATE["class"]
+            cost += sum(c.count for c in stage.classes) * len(stage.sites) * thresholds.CLASS
         return cost
 
     def _blocks(self, sources: list[Source], cut: Cut) -> tuple[Blocks, int]:

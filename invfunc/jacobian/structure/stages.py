@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from invfunc import thresholds
 from invfunc.jacobian.loss.columns import Columns, Cotangents
 from invfunc.jacobian.measures import Measure, State
 from invfunc.jacobian.plan import even
@@ -23,13 +24,10 @@ from invfunc.jacobian.structure.pattern import positions_apart
 from invfunc.jacobian.structure.ways import Chosen, Stage
 from invfunc.jacobian.trace.tags import Tap
 
-_COLUMNS = 2**19
-"""Numbers that the columns of one pass have at the largest site, if one column has not more."""
-
 
 def columns_at_once(size: int, n: int, budget: int) -> int:
     """How many columns are pulled back together through a site of some size."""
-    return max(1, min(_COLUMNS, budget) // (size * n))
+    return max(1, min(thresholds.TOGETHER, budget) // (size * n))
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from invfunc import thresholds
 from invfunc.jacobian.runs import Run
 from invfunc.jacobian.structure.boxes import Classes
 from invfunc.jacobian.structure.groups import Grouped
@@ -12,9 +13,6 @@ from invfunc.jacobian.structure.narrow import Blocks
 from invfunc.jacobian.structure.paths import Cut
 from invfunc.jacobian.structure.pattern import Pattern
 from invfunc.jacobian.trace.tags import Tap
-
-RATE = {"class": 2.0**22, "column": 2.0**18}
-"""What the work around the products costs, in multiplications: to cut out a class at a site, to pull a column back."""
 
 
 @dataclass
@@ -89,7 +87,7 @@ class Facts:
     @property
     def dense_cost(self) -> float:
         """Of the way of all columns."""
-        return self.total * (self.n * sum(self.work) + RATE["column"])
+        return self.total * (self.n * sum(self.work) + thresholds.COLUMN)
 
 
 def group_count(grouped: Grouped) -> int:
