@@ -13,7 +13,7 @@ from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.jacobian.plan import AxisName, Split
 from invfunc.jacobian.problem import InDims, batch_dims, batch_size, with_aux
-from invfunc.transform import Statistic, argument_names, check_callable, describe, told
+from invfunc.transform import ArgumentNames, Statistic, check_callable, describe, told
 
 _FOLDS = ("cat", "sum", "mean")
 
@@ -140,7 +140,7 @@ class ChunkedFunction:
         return f"chunked({describe(self.f)}, {self.text})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = argument_names(self.f, len(args))
+        names = ArgumentNames(self.f, len(args))
         try:
             dims = batch_dims(self.in_dims, list(range(1, len(args))))
             length = batch_size(args, dims, names)

@@ -95,10 +95,11 @@ class Kronecker:
 
     def __post_init__(self) -> None:
         leaves = tree.leaves(self)
-        if any(isinstance(x, torch.fx.Proxy) for x in leaves):
-            return  # torch.compile at work
-        floats = all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves)
-        if not floats or not isinstance(self.factors, tuple | list):
+        if not all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves) or (
+            not isinstance(self.factors, tuple | list)
+        ):
+            if any(isinstance(x, torch.fx.Proxy) for x in leaves):
+                return  # torch.compile at work
             given = ", ".join(str(getattr(x, "dtype", type(x).__name__)) for x in leaves)
             raise ArgumentTypeError(f"Kronecker: wanted is a tuple of floating-point tensors; these came: {given}.")
         object.__setattr__(self, "factors", tuple(self.factors))
@@ -241,10 +242,11 @@ class Kronecker:
             raise ArgumentError(f"Kronecker: blocks {self.blocks} came; wanted is a divisor of each dim of {shape}.")
         sizes, each = self._sizes, [] if self.blocks is None else [math.prod(self.blocks)]
         wanted = [[[*each, k, k], [*each, k]] for k in sizes] + [[[*each, *sizes]]] * (self.values is not None)
-        for (name, x), shapes in zip(tree.named_leaves(self), wanted, strict=True):
+        for i, (x, shapes) in enumerate(zip(tree.leaves(self), wanted, strict=True)):
             if list(x.shape) not in shapes:
+                name = f"factors[{i}]" if i < len(self.factors) else "values"
                 raise ArgumentError(
-                    f"Kronecker: {name[1:]} has shape {list(x.shape)}, but for groups {self.groups} of shape {shape} "
+                    f"Kronecker: {name} has shape {list(x.shape)}, but for groups {self.groups} of shape {shape} "
                     f"it has to be {' or '.join(map(str, shapes))}. Use what a vmap returned inside a vmap."
                 )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,18 +75,33 @@ def describe(f: Any) -> str:
     return getattr(f, "__name__", None) or repr(f)
 
 
-def argument_names(f: Callable, count: int, target: bool = False) -> list[str]:
-    """What the arguments of a call are called in an error."""
-    try:
-        parameters = list(inspect.signature(f).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    several = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "args")
-    names = [*positional, *(f"{several}[{i}]" for i in range(max(0, count - len(positional))))]
-    if not parameters and count:
-        names[0] = "params"
-    return names[: count - target] + ["target"] * target
+@dataclass(eq=False)
+class ArgumentNames(Sequence[str]):
+    """What the arguments of a call are called in an error; they are looked up when there is one."""
+
+    f: Callable
+    count: int
+    target: bool = False
+    """Whether the last one is that of a loss."""
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._found[place]
+
+    @cached_property
+    def _found(self) -> list[str]:
+        try:
+            parameters = list(inspect.signature(self.f).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        several = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "args")
+        names = [*positional, *(f"{several}[{i}]" for i in range(max(0, self.count - len(positional))))]
+        if not parameters and self.count:
+            names[0] = "params"
+        return names[: self.count - self.target] + ["target"] * self.target
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,7 +167,7 @@ class Statistic:
 
     def _asked(self, what: Callable[[Engine], Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """What an engine gives for these arguments."""
-        names = argument_names(self.f, len(args), self.loss is not None)
+        names = ArgumentNames(self.f, len(args), self.loss is not None)
         try:
             given = problem(
                 self.f,
@@ -189,7 +205,7 @@ def own_memory(results: Any, given: Any) -> Any:
     taken = {storage_of(x) for x in tree.tensors(given)}
 
     def own(x: torch.Tensor) -> torch.Tensor:
-        expanded = any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+        expanded = not x.is_contiguous() and any(map(lambda step, size: step == 0 and size > 1, x.stride(), x.shape))
         if expanded or storage_of(x) in taken:
             x = x.clone(memory_format=torch.contiguous_format)
         taken.add(storage_of(x))
@@ -205,7 +221,7 @@ def misfit(shown: Any, f: Callable, loss: Any, args: tuple, kwargs: dict[str, An
     except (TypeError, ValueError):
         return None
     wanted, given = [*signature.parameters], args[: len(args) - (loss is not None)]
-    names = argument_names(f, len(args), loss is not None)
+    names = ArgumentNames(f, len(args), loss is not None)
     called = f"{shown!r}({', '.join(names)})"
     if loss is not None and "target" in kwargs and "target" not in wanted:
         why = "target is passed by keyword, but has to be the last positional argument"

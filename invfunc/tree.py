@@ -17,7 +17,6 @@ Tree = Any
 Path = tuple[Any, ...]
 Class = TypeVar("Class", bound=type)
 
-unflatten = pytree.tree_unflatten
 map_leaves = pytree.tree_map
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), slice, EllipsisType}
@@ -26,10 +25,18 @@ _PLAIN |= {torch.dtype, torch.device, torch.Size, torch.Generator}
 
 def flatten(tree: Tree, none_is_leaf: bool = True) -> tuple[list[Any], Any]:
     """The leaves of a tree and its structure. Mappings and dataclasses that hold tensors are nodes here, too."""
-    found, structure = pytree.tree_flatten(tree)
-    if any(_opens(leaf, none_is_leaf) for leaf in found):
+    found: list[Any] = []
+    try:
+        return found, _walk(tree, found, none_is_leaf)
+    except _Other:
         return pytree.tree_flatten(_opened(tree, none_is_leaf))
-    return found, structure
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
+    """The tree of these leaves."""
+    if structure is None:
+        return leaves[0]
+    return _built(structure, iter(leaves)) if type(structure) is tuple else pytree.tree_unflatten(leaves, structure)
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -46,8 +53,8 @@ def named_leaves(tree: Tree, none_is_leaf: bool = True) -> list[tuple[str, Any]]
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """`fn` on every tensor of the tree; anything else stays as it is."""
-    found, structure = _apart(tree)
-    return _together([fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in found], structure)
+    found, structure = flatten(tree)
+    return unflatten([fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in found], structure)
 
 
 def tensors(tree: Tree) -> list[torch.Tensor]:
@@ -185,7 +192,7 @@ def outputs(result: Tree) -> tuple[list[tuple[str, torch.Tensor]], Any]:
         return _constant(None if leaf is None else NoOutput(f"the part {pytree.keystr(path)}", leaf))
 
     if isinstance(result, torch.Tensor):
-        return [("", result)], pytree.tree_structure(result)
+        return [("", result)], None
     found, structure = pytree.tree_flatten_with_path(_opened(result, put=put))
     return [(pytree.keystr(path), leaf) for path, leaf in found], structure
 
@@ -211,15 +218,17 @@ def register(*names: str) -> Callable[[Class], Class]:
     """
 
     def registered(kind: Class) -> Class:
-        def flatten_with_keys(node: Any) -> tuple[list, tuple]:
-            given = {f.name: getattr(node, f.name) for f in fields(kind)}
-            children = {name: value for name, value in given.items() if name in names and value is not None}
-            rest = tuple((name, value) for name, value in given.items() if name not in children)
-            return [(pytree.GetAttrKey(name), value) for name, value in children.items()], (tuple(children), rest)
+        every = [f.name for f in fields(kind)]
 
         def flatten(node: Any) -> tuple[list, tuple]:
-            children, structure = flatten_with_keys(node)
-            return [value for _, value in children], structure
+            children = tuple(name for name in every if name in names and getattr(node, name) is not None)
+            rest = tuple((name, getattr(node, name)) for name in every if name not in children)
+            return [getattr(node, name) for name in children], (children, rest)
+
+        def flatten_with_keys(node: Any) -> tuple[list, tuple]:
+            children, structure = flatten(node)
+            keys = [pytree.GetAttrKey(name) for name in structure[0]]
+            return list(zip(keys, children, strict=True)), structure
 
         def unflatten(children: Iterable[Any], structure: tuple) -> Any:
             node = object.__new__(kind)
@@ -228,6 +237,7 @@ def register(*names: str) -> Callable[[Class], Class]:
             return node
 
         pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
+        _NODES[kind] = flatten, unflatten
         return kind
 
     return registered
@@ -247,17 +257,17 @@ class Form:
         found = list(self.others)
         for place, value in zip(self.places, values, strict=True):
             found[place] = value
-        return _together(found, self.structure)
+        return unflatten(found, self.structure)
 
     def leaves(self, tree: Tree) -> list[Any] | None:
         """Those of another tree, if it has the same structure."""
-        found, structure = _apart(tree)
+        found, structure = flatten(tree)
         return found if structure == self.structure else None
 
 
 def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     """The tensors of a tree, and the rest of it."""
-    found, structure = _apart(tree)
+    found, structure = flatten(tree)
     places = tuple(i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor))
     tensors = [found[i] for i in places]
     for i in places:
@@ -265,46 +275,43 @@ def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     return tensors, Form(structure, tuple(found), places)
 
 
-# What is done for every call of a block. Trees of plain containers need not go through torch's walk, which takes ten
+# Trees of plain containers and of nodes that are registered here need not go through torch's walk, which takes ten
 # times as long: their structure is a tuple `(kind, keys, parts)` for a node, and None for a leaf
 
-
-def _apart(tree: Tree) -> tuple[list[Any], Any]:
-    """The leaves of a tree, and a structure that `_together` knows."""
-    found: list[Any] = []
-    try:
-        return found, _walk(tree, found)
-    except _Other:
-        return flatten(tree)
+_NODES: dict[type, tuple[Callable[[Any], tuple[list, tuple]], Callable[[list, tuple], Any]]] = {}
+"""How a node is taken apart into its children and the rest of it, and how it is made of them."""
+_NOTHING = (type(None), None, ())
 
 
-def _walk(branch: Any, found: list[Any]) -> tuple | None:
+class _Other(Exception):
+    """The tree has a node of another kind."""
+
+
+def _walk(branch: Any, found: list[Any], none_is_leaf: bool) -> tuple | None:
     kind = type(branch)
     if kind in _PLAIN:
+        if branch is None and not none_is_leaf:
+            return _NOTHING
         found.append(branch)
         return None
     if kind is tuple or kind is list:
-        return kind, None, [_walk(part, found) for part in branch]
+        return kind, None, [_walk(part, found, none_is_leaf) for part in branch]
     if kind is dict:
-        return kind, tuple(branch), [_walk(part, found) for part in branch.values()]
+        return kind, tuple(branch), [_walk(part, found, none_is_leaf) for part in branch.values()]
+    if kind in _NODES:
+        children, rest = _NODES[kind][0](branch)
+        return kind, rest, [_walk(part, found, none_is_leaf) for part in children]
     if not pytree.tree_is_leaf(branch) or _opens(branch):
         raise _Other
     found.append(branch)
     return None
 
 
-class _Other(Exception):
-    """The tree has a node that is no plain container."""
-
-
-def _together(leaves: Sequence[Any], structure: Any) -> Tree:
-    """The tree of these leaves."""
-    if structure is None:
-        return leaves[0]
-    return _built(structure, iter(leaves)) if type(structure) is tuple else unflatten(leaves, structure)
-
-
 def _built(structure: tuple, leaves: Iterator[Any]) -> Any:
     kind, keys, parts = structure
     built = [next(leaves) if part is None else _built(part, leaves) for part in parts]
-    return built if kind is list else tuple(built) if kind is tuple else dict(zip(keys, built, strict=True))
+    if kind is dict:
+        return dict(zip(keys, built, strict=True))
+    if kind in _NODES:
+        return _NODES[kind][1](built, keys)
+    return built if kind is list else tuple(built) if kind is tuple else None

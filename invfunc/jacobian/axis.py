@@ -46,7 +46,7 @@ class Axis:
 
     def at(self, dim: int | None) -> Axis:
         """The same inside dimension, at another place."""
-        return replace(self, dim=dim)
+        return self if dim == self.dim else replace(self, dim=dim)
 
     def fits(self, x: torch.Tensor, n: int) -> bool:
         """Whether a tensor has room for n samples there."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -61,7 +62,7 @@ class Problem:
         """The positions of what f gets."""
         return range(len(self.args) - (self.loss is not None))
 
-    @property
+    @cached_property
     def paths(self) -> list[str]:
         """The key paths of the parameters in the result."""
         trees = [self.args[i] for i in self.argnums]
@@ -152,7 +153,7 @@ def problem(
     trees = [args[i] for i in positions]
     leaves, structure = tree.flatten(trees, none_is_leaf=False)
     for i, params in zip(positions, trees, strict=True):
-        check_params(params, names[i])
+        check_params(params, names, i)
     if not leaves:
         raise ArgumentError(f"{names[positions[0]]} has no tensors in it.")
     rest = [i for i in range(len(args)) if i not in positions]
@@ -190,8 +191,11 @@ def _places(samples: Any, n: int) -> list[int]:
     return [i % n for i in places]
 
 
-def check_params(params: Any, name: str) -> None:
-    """That all leaves are real floating-point tensors."""
+def check_params(params: Any, names: Sequence[str], place: int) -> None:
+    """That all leaves of the argument at a place are real floating-point tensors."""
+    leaves, _ = tree.flatten(params, none_is_leaf=False)
+    if all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
+        return
     for path, leaf in tree.named_leaves(params, none_is_leaf=False):
         if not isinstance(leaf, torch.Tensor):
             hint = ""
@@ -199,11 +203,12 @@ def check_params(params: Any, name: str) -> None:
                 hint = " Of a module: f, params = functional(model)."
             elif isinstance(leaf, Iterator):
                 hint = " Give the tree that f takes, such as dict(model.named_parameters())."
-            raise ArgumentTypeError(f"{name}{path} is of type {type(leaf).__name__}, but parameters are tensors.{hint}")
+            kind = type(leaf).__name__
+            raise ArgumentTypeError(f"{names[place]}{path} is of type {kind}, but parameters are tensors.{hint}")
         if not leaf.is_floating_point():
             raise ArgumentTypeError(
-                f"{name}{path} has dtype {leaf.dtype}, but parameters are real floating-point tensors. Close over what "
-                "is not to be differentiated, or pass it as a batch argument with in_dims None."
+                f"{names[place]}{path} has dtype {leaf.dtype}, but parameters are real floating-point tensors. Close "
+                "over what is not to be differentiated, or pass it as a batch argument with in_dims None."
             )
 
 
@@ -220,7 +225,11 @@ def batch_dims(in_dims: InDims, rest: list[int]) -> dict[int, int | None]:
 
 def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> int:
     """N, on which all batch arguments have to agree."""
-    sizes = _sizes(args, dims, names)
+    batch = [(x, dim) for i, dim in dims.items() if dim is not None for x in tree.tensors(args[i])]
+    found = {x.shape[dim] if -x.ndim <= dim < x.ndim else 0 for x, dim in batch}
+    if len(found) == 1 and 0 not in found:
+        return found.pop()
+    sizes = _sizes(args, dims, names)  # names are looked up for errors only
     if not sizes:
         arrays = numpy_arrays(args, names)
         if arrays:

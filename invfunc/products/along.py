@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.jacobian.problem import check_params
 from invfunc.products.maps import Kind
 from invfunc.products.product import Product, Space
-from invfunc.transform import Statistic, argument_names, check_callable
+from invfunc.transform import ArgumentNames, Statistic, check_callable
 
 
 def check_product(name: str, product: Any) -> None:
@@ -24,23 +24,23 @@ def check_product(name: str, product: Any) -> None:
         )
 
 
-def names_of(product: Callable, count: int) -> list[str]:
+def names_of(product: Callable, count: int) -> Sequence[str]:
     """What the arguments behind a transform of a product are called in an error: all but the vector."""
     if isinstance(product, Product):
-        return argument_names(product.f, count, product.loss is not None)
-    names = argument_names(product, count + 1)
+        return ArgumentNames(product.f, count, product.loss is not None)
+    names = ArgumentNames(product, count + 1)
     return [*names[:1], *names[2:]]
 
 
-def space_of(args: tuple, names: list[str]) -> Space:
+def space_of(args: tuple, names: Sequence[str]) -> Space:
     """That of the parameters."""
     if not args:
         raise ArgumentError("the parameters are missing.")
-    check_params(args[0], names[0])
+    check_params(args[0], names, 0)
     leaves, structure = tree.flatten(args[0], none_is_leaf=False)
     if not leaves:
         raise ArgumentError(f"{names[0]} has no tensors in it.")
-    return Space(names[0], structure, [Kind.of(p) for p in leaves])
+    return Space(names, structure, [Kind.of(p) for p in leaves])
 
 
 def along(

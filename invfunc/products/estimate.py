@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, Literal, NamedTuple
@@ -79,7 +79,7 @@ class Estimator:
         except InvFuncError as error:
             raise told(error, f"{self!r}({', '.join(names)})") from error.__cause__
 
-    def _estimated(self, args: tuple, kwargs: dict[str, Any], names: list[str]) -> Estimate:
+    def _estimated(self, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> Estimate:
         space, count, steps = space_of(args, names), self.probes, range(self.probes)
         rounds = extra("tqdm", "notebooks").tqdm(steps, repr(self)) if self.progress else steps
         at, mean, spread = along(self.product, args, kwargs, space), [], []

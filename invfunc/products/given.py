@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class Given:
         loss: Callable | None,
         args: tuple,
         kwargs: dict[str, Any],
-        names: list[str],
+        names: Sequence[str],
         in_dims: InDims = 0,
         out_dims: int = 0,
         has_aux: bool = False,
@@ -60,7 +60,7 @@ class Given:
         self.in_dims, self.out_dims, self.has_aux = in_dims, out_dims, has_aux
         if len(args) < 1 + (loss is not None):
             raise ArgumentError("arguments are missing: the parameters come first, and the target last for a loss.")
-        check_params(args[0], names[0])
+        check_params(args[0], names, 0)
         self.leaves, self.structure = tree.flatten(args[0], none_is_leaf=False)
         if not self.leaves:
             raise ArgumentError(f"{names[0]} has no tensors in it.")

@@ -10,7 +10,7 @@ from invfunc.errors import InvFuncError
 from invfunc.products.curvature import of_jacobian
 from invfunc.products.given import Given
 from invfunc.products.product import Linearised, Space, check_functions, eagerly
-from invfunc.transform import argument_names, describe, told
+from invfunc.transform import ArgumentNames, describe, told
 
 
 def linearize(f: Callable, *, has_aux: bool = False) -> Linearization:
@@ -62,7 +62,7 @@ class Linearization:
         return eagerly(self._call, args, kwargs)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        names = argument_names(self.f, len(args))
+        names = ArgumentNames(self.f, len(args))
         shown = f"{self!r}({', '.join(names)})"
         try:
             given = Given(self.f, None, args, kwargs, names, has_aux=self.has_aux)
@@ -71,8 +71,8 @@ class Linearization:
                 outputs, aux = given.scope.result((values, given.aux))
         except InvFuncError as error:
             raise told(error, shown) from error.__cause__
-        params = Space(names[0], given.structure, there.back.into)
-        images = Space("outputs", structure, there.there.into)
+        params = Space(names[:1], given.structure, there.back.into)
+        images = Space(["outputs"], structure, there.there.into)
         jvp = Linearised(f"{shown}[1]", there, params, images, kept=(args, kwargs))
         vjp = Linearised(f"{shown}[2]", there.transposed, images, params, "c", kept=(args, kwargs))
         result = images.tree(outputs), jvp, vjp

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,15 @@ from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.jacobian.problem import InDims
 from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear
-from invfunc.transform import argument_names, check_functions, describe, misfit, own_memory, told
+from invfunc.transform import ArgumentNames, check_functions, describe, misfit, own_memory, told
 
 
 @dataclass(frozen=True)
 class Space:
     """Trees of tensors of a kind: the vectors that a map takes, or those that it gives."""
 
-    name: str
+    names: Sequence[str]
+    """Of which the first is what an error calls them."""
     structure: Any
     kinds: list[Kind]
 
@@ -44,6 +45,10 @@ class Space:
                 "many, along axis 0."
             )
         return leaves
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
     @property
     def paths(self) -> list[str]:
@@ -143,17 +148,17 @@ class Product:
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         names = self._names(max(len(args) - 1, min(len(args), 1)))
-        shown = f"{self!r}({', '.join([*names[:1], self.vector, *names[1:]])})"
         try:
             if len(args) < 2:
                 raise ArgumentError("arguments are missing: the parameters come first, then the vector.")
             given = self._given((args[0], *args[2:]), kwargs, names)
-            space = Space(names[0], given.structure, [Kind.of(p) for p in given.leaves])
+            space = Space(names, given.structure, [Kind.of(p) for p in given.leaves])
             leaves = space.leaves(args[1], self.vector, self.lead)
             linear, aux = self._recorded(given)
             result = own_memory(space.tree(linear(leaves, self.lead, keep=False)), (args, kwargs))
         except InvFuncError as error:
-            raise told(error, shown) from error.__cause__
+            called = [*names[:1], self.vector, *names[1:]]
+            raise told(error, f"{self!r}({', '.join(called)})") from error.__cause__
         except TypeError as error:
             wrong = misfit(self, self.f, self.loss, (*args[:1], *args[2:]), kwargs)
             if wrong is None:
@@ -166,7 +171,7 @@ class Product:
         shown = f"{self!r}.linearize({', '.join(names)})"
         try:
             given = self._given(args, kwargs, names)
-            space = Space(names[0], given.structure, [Kind.of(p) for p in given.leaves])
+            space = Space(names[:1], given.structure, [Kind.of(p) for p in given.leaves])
             linear, aux = self._recorded(given)
         except InvFuncError as error:
             raise told(error, shown) from error.__cause__
@@ -178,10 +183,10 @@ class Product:
         result = Linearised(shown, linear, space, space, self.vector, self.lead, (args, kwargs))
         return (result, aux) if self.has_aux else result
 
-    def _names(self, count: int) -> list[str]:
-        return argument_names(self.f, count, self.loss is not None and count > 1)
+    def _names(self, count: int) -> Sequence[str]:
+        return ArgumentNames(self.f, count, self.loss is not None and count > 1)
 
-    def _given(self, args: tuple, kwargs: dict[str, Any], names: list[str]) -> Given:
+    def _given(self, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> Given:
         return Given(self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux)
 
     def _recorded(self, given: Given) -> tuple[Linear, Any]:

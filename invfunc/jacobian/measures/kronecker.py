@@ -195,22 +195,22 @@ class KroneckerFactors(Block):
         if isinstance(kept, Diagonal):
             dims, shape = tuple(range(kept.values.ndim)), kept.values.shape
             return [Kronecker((kept.values.flatten(),), (dims,), shape, name=Of(kept.name))]
-        whole = nearest([self._matrix(factors, found) for factors in kept.roles.values()])
-        return [replace(whole, name=Of(kept.name))]
+        return [nearest([self._matrix(factors, Of(kept.name), found) for factors in kept.roles.values()])]
 
-    def _matrix(self, found: Factors, known: Found) -> Kronecker:
+    def _matrix(self, found: Factors, name: Of, known: Found) -> Kronecker:
         shape, dims, blocks = found.shape, [p.dims for p in found.places], found.blocks
         if found.a is None:
-            return Kronecker((found.b,), (dims[0],), shape, blocks=blocks)
+            return Kronecker((found.b,), (dims[0],), shape, blocks=blocks, name=name)
         a = found.a / known.n
         a = a / found.positions if self.sharing == "expand" else a
         if found.joint:
             sizes = [math.prod(x.shape[:-1]) for x in (found.b, a)] if blocks else [len(found.b), len(a)]
             count = math.prod(blocks or (1,))
             shape, blocks = torch.Size([sizes[0], sizes[1] // count]), (count, 1) if blocks else None
-            return Kronecker((found.b, a), ((0,), (1,)), shape, blocks=blocks)
+            return Kronecker((found.b, a), ((0,), (1,)), shape, blocks=blocks, name=name)
         pairs = sorted(zip(dims, (found.b, a), strict=True), key=lambda pair: pair[0])
-        return Kronecker(tuple(f for _, f in pairs), tuple(d for d, _ in pairs), shape, blocks=blocks)
+        groups, factors = zip(*pairs, strict=True)
+        return Kronecker(factors, groups, shape, blocks=blocks, name=name)
 
 
 class ChainFactors(KroneckerFactors):
