@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
@@ -195,3 +197,58 @@ class TestOptions:
         y = invertible_checkpoint(f, None, check=True)(torch.ones(3, dtype=torch.complex128, requires_grad=True))
         with pytest.raises(ReplayError, match="another result"):
             y.abs().sum().backward()
+
+
+class TestInsideOfTorchFunc:
+    @settings(max_examples=20, deadline=None)
+    @given(order=st.permutations(range(4)), in_keywords=st.booleans(), inverted=st.booleans())
+    def test_an_operation_reads_again_in_its_order_what_needs_a_gradient_and_what_does_not(
+        self, order, in_keywords, inverted
+    ):
+        fixed = [torch.tensor([0.5, 2.0]), torch.tensor([3.0, 0.1])]
+
+        def loss(w, x, wrap):
+            closed = [*fixed, *w]
+            read = [closed[i] for i in order]
+
+            def shift(b):
+                terms = torch.stack(tensors=read) if in_keywords else torch.stack(read)
+                return (b * torch.tensor([1.0, -2.0, 0.5, 7.0]) @ terms.sin()).tanh()
+
+            if inverted:
+                block = wrap(additive_coupling(lambda b: shift(b.repeat(1, 2)), lambda a: a.cos()))
+            else:
+                block = wrap(lambda x: (x[0] + shift(x[1].repeat(1, 2)), x[1] * 2), None)
+            a, b = block((x[0] * 1, x[1] * 1))
+            return (a * b).sum()
+
+        w, x = [torch.tensor([0.3, 0.2]), torch.tensor([-0.4, 1.1])], (torch.ones(3, 2), torch.full((3, 2), 0.5))
+        derivatives = torch.func.grad(loss, (0, 1))
+        assert_trees_close(derivatives(w, x, invertible_checkpoint), derivatives(w, x, lambda f, *_: f), 1e-5)
+
+    @pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(3).eval(), lambda: Last(nn.LSTM(3, 3, batch_first=True))])
+    def test_modules_in_single_precision_have_the_gradients_of_plain_ones(self, make):
+        torch.manual_seed(0)
+        F, G = make(), nn.Linear(3, 3)
+        net, x = nn.ModuleList([F, G]), torch.randn(5, 3)
+
+        def loss(params, wrap):
+            block = wrap(additive_coupling(F, G))
+            with torch.nn.utils.stateless._reparametrize_module(net, params):
+                a, b = block(block((x.sin(), x.cos())))
+            return (a * b).sum()
+
+        params = {name: p.detach() for name, p in net.named_parameters()}
+        found = torch.func.grad(loss)(params, invertible_checkpoint)
+        assert_trees_close(found, torch.func.grad(loss)(params, lambda pair: pair), 1e-4)
+
+
+class Last(nn.Module):
+    """What a recurrent layer gives at its last step."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x[:, None])[0][:, -1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -89,7 +90,7 @@ def pulled(fn: Map, number: int, wanted: Sequence[int], given: Sequence[int]) ->
 
     def slope(tensors: Tensors) -> list[torch.Tensor]:
         create_graph = torch.is_grad_enabled()
-        with leaf_level() as (enter, _, leave), torch.enable_grad():
+        with _differentiating(create_graph, tensors) as (tensors, (enter, _, leave)):
             inputs = [enter(t) if i in wanted else t for i, t in enumerate(tensors[:number])]
             asked = [_edge(inputs[i]) for i in wanted]
             outputs = fn(inputs)
@@ -116,9 +117,13 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
     n_sources, n_xs, n_rest = counts
 
     def step(tensors: Tensors) -> list[torch.Tensor]:
-        sources, rest, gs = tensors[:n_sources], tensors[n_sources : n_sources + n_rest], tensors[n_sources + n_rest :]
         create_graph = torch.is_grad_enabled()
-        with leaf_level() as (enter, beneath, leave), torch.enable_grad():
+        with _differentiating(create_graph, tensors) as (tensors, (enter, beneath, leave)):
+            sources, rest, gs = (
+                tensors[:n_sources],
+                tensors[n_sources : n_sources + n_rest],
+                tensors[n_sources + n_rest :],
+            )
             graphs: dict[int, _Graph] = {}
             values: dict[int, tuple[list[torch.Tensor], tree.Form]] = {}
 
@@ -161,6 +166,14 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
             return xs + [_left(g, given_in[i], leave) for i, g in zip(wanted, found, strict=True)]
 
     return step
+
+
+@contextmanager
+def _differentiating(create_graph: bool, tensors: Tensors) -> Iterator[tuple[Tensors, Any]]:
+    """A level of our own, and the tensors; below it gradients are enabled, too, for kernels that ask (mkldnn's LSTM),
+    but there is no graph unless one is to be created."""
+    with torch.enable_grad(), leaf_level() as level:
+        yield tensors if create_graph else [t.detach() for t in tensors], level
 
 
 Edge = torch.autograd.graph.GradientEdge

@@ -69,31 +69,30 @@ class Watch(Sight):
         looks = getattr(func, "__name__", "") == "__get__"
         if looks and not isinstance(result := func(*args, **kwargs), torch.Tensor):
             return result
-        if self._closure.tensors:
-            instead = {id(t): s for t in tree.tensors((args, kwargs)) if (s := self._instead(t, func)) is not None}
-            if instead:
-                args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
-        outer = list({id(t): t for t in tree.tensors((args, kwargs)) if not self.knows(t)}.values())
+        read = list({id(t): t for t in tree.tensors((args, kwargs))}.values())
+        lifted = {id(t): s for t in read if (s := self._instead(t)) is not None} if self._closure.tensors else {}
+        if lifted:
+            args, kwargs = tree.map_tensors(lambda t: lifted.get(id(t), t), (args, kwargs))
+        used = [t for t in read if id(t) in lifted or not self.knows(t)]
+        outer = [t for t in (lifted.get(id(t), t) for t in used) if not self.knows(t)]
         written = targets(func, args, kwargs)
         if written:
             self._versions = [
                 _WRITTEN if any(t is w for w in written) else v
                 for t, v in zip(self._given, self._versions, strict=True)
             ]
-        if not outer:
-            result = func(*args, **kwargs)
-            self._enter(result)
-            return result
-        if self._closed:
+        if self._closed and outer:
             self._refuse(func, outer)
         for t in written:
             if not self.knows(t):
                 root = self._met(t).root
                 root.now.keep(root.holder)
         before = [version(t) for t in outer]
+        for t in used:  # in the order in which it will be read again
+            self._note(t, func)
         result = func(*args, **kwargs)
         for t, then in zip(outer, before, strict=True):
-            root = self._note(t, func)
+            root = self._met(t).root
             if version(t) != then or any(t is w for w in written):
                 root.write(self.part)
                 root.read |= depends(func, result, outer)
@@ -106,7 +105,7 @@ class Watch(Sight):
         self._entered = 0 if self._known.calls else here()
         return super().__enter__()
 
-    def _instead(self, tensor: torch.Tensor, func: Callable) -> torch.Tensor | None:
+    def _instead(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What stands for a tensor that the function is known to close over."""
         lift = self._closure.place(tensor)
         if lift is None:
@@ -114,7 +113,6 @@ class Watch(Sight):
         root = self._met(tensor)
         root.lift = lift
         if lift not in self._closure.written:
-            self._note(tensor, func)
             return self.lifts[lift]
         if root.holder is tensor:  # it was written when it was found out what is closed over
             root.holder = self.lifts[lift].detach().clone()
@@ -132,15 +130,14 @@ class Watch(Sight):
     def _met(self, tensor: torch.Tensor) -> Outside:
         return self._outside.setdefault(id(tensor), Outside(tensor))
 
-    def _note(self, tensor: torch.Tensor, func: Callable) -> Outside:
-        """A call uses a tensor from outside; the root of which it is a name."""
+    def _note(self, tensor: torch.Tensor, func: Callable) -> None:
+        """A call uses a tensor from outside."""
         known = self._met(tensor)
         root, state = known.root, known.root.use(self.part)
         if tensor is root.tensor or tensor is root.holder:
             self._order.setdefault(self.part, {}).setdefault(id(root), (root, state))
             if self.part == OUTSIDE:
                 self._uses.append((root, func))
-        return root
 
     def _named(self, result: Any) -> Any:
         """What writes a copy gives out the tensor that it is of, which a module may take for its new state."""
