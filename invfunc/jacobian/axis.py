@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -16,7 +15,7 @@ class Axis:
 
     A batch `[N, D]` is `Axis(0)`, a time-first one `[T, N, D]` is `Axis(1)`, a flattened `[N*T, D]` is
     `Axis(0, inner=T)`, a flattened time-first one `Axis(0, outer=T)`. Where entries were selected, as by a mask, or
-    moved, `rows` tells the sample of each.
+    moved, `rows` tells the sample of each; `Axis(None, rows=(i,))` is a tensor of sample i alone.
     """
 
     dim: int | None
@@ -26,14 +25,15 @@ class Axis:
 
     def __str__(self) -> str:
         if self.dim is None:
-            return "the whole tensor"
+            return "the whole tensor" if self.rows is None else f"the whole tensor (of sample {self.rows[0]})"
         if self.rows is not None:
             return f"axis {self.dim} (of which entries were selected or moved)"
         return f"axis {self.dim}" + ("" if self.outer * self.inner == 1 else " (merged with others)")
 
     @property
     def whole(self) -> bool:
-        return self.dim is None
+        """Whether there is but one sample."""
+        return self.dim is None and self.rows is None
 
     @property
     def regular(self) -> bool:
@@ -50,18 +50,14 @@ class Axis:
 
     def fits(self, x: torch.Tensor, n: int) -> bool:
         """Whether a tensor has room for n samples there."""
+        if self.dim is None:
+            return self.rows is not None
         size = self.outer * n * self.inner if self.rows is None else len(self.rows)
-        return self.dim is not None and self.dim < x.ndim and x.shape[self.dim] == size
+        return self.dim < x.ndim and x.shape[self.dim] == size
 
     def like(self, other: Axis) -> bool:
         """Whether the inside of the dimension is that of another."""
         return self == other.at(self.dim)
-
-    def broadcast(self, dim: int, shape: Sequence[int]) -> Axis:
-        """The same inside dimension in a tensor of a shape, to whose size an only row is expanded."""
-        if self.rows is not None and len(self.rows) == 1:
-            return replace(self, dim=dim, rows=self.rows * shape[dim])
-        return self.at(dim)
 
     def of_entries(self, size: int, n: int) -> torch.Tensor:
         """The sample of each of the `size` entries of the dimension."""
@@ -77,7 +73,7 @@ class Axis:
         A sample with fewer rows than another has `fill` in their place, or (None) its first one again.
         """
         if self.dim is None:
-            return x.unsqueeze(lead)
+            return self._among(x.unsqueeze(lead), n, lead, fill)
         if self.rows is not None:
             return self._gathered(x, n, lead, fill)
         if self.regular:
@@ -90,7 +86,7 @@ class Axis:
     def restore(self, x: torch.Tensor, n: int, lead: int = 0) -> torch.Tensor:
         """The inverse of `expose`."""
         if self.dim is None:
-            return x.squeeze(lead)
+            return x.squeeze(lead) if self.rows is None else x.select(lead, self.rows[0])
         d = lead + 1 + self.dim
         if self.rows is not None:
             sample, entry = _places(self.rows, n)[1].to(x.device)
@@ -99,6 +95,16 @@ class Axis:
         shape = list(x.shape)
         x = x.reshape(*shape[:d], self.outer, self.inner, *shape[d + 1 :]).movedim(lead, d)
         return x.flatten(d - 1, d + 1)
+
+    def _among(self, x: torch.Tensor, n: int, lead: int, fill: float | None) -> torch.Tensor:
+        """What one sample has, `[*lead, 1, *one]`, among n."""
+        if self.rows is None:
+            return x
+        if fill is None:
+            return x.expand(*x.shape[:lead], n, *x.shape[lead + 1 :])
+        own, others = self.rows[0], x.new_full((), fill)
+        before, after = (others.expand(*x.shape[:lead], k, *x.shape[lead + 1 :]) for k in (own, n - own - 1))
+        return torch.cat([before, x, after], lead)
 
     def _gathered(self, x: torch.Tensor, n: int, lead: int, fill: float | None) -> torch.Tensor:
         assert self.dim is not None and self.rows is not None

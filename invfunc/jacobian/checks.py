@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from invfunc._functorch import innermost
 from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, samples_lost
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import TOTAL
+from invfunc.jacobian.follow.orders import Order
 from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.seen import not_shared
 from invfunc.jacobian.trace.tags import Derived, Sampled
@@ -51,13 +53,19 @@ def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:
     return tag if tag is not None else Sampled(None)
 
 
+def one_order(orders: Iterable[Order]) -> bool:
+    """Whether the samples meet the parameters in one order, in which each of them is once."""
+    first, *others = orders
+    return not others and bool(first) and sorted(first) == list(range(len(first)))
+
+
 def order_of(trace: Trace, result: torch.Tensor) -> list[int] | None:
     """The place of each sample of a scalar loss, in which they have to meet the parameters in one order."""
     orders = trace.orders
     if set(orders) <= {None} or not trace.apart or result.ndim:
         return None
     order, name = next((o, name) for o, name in orders.items() if o is not None)
-    if len(orders) > 1 or not order:
+    if not one_order(orders):
         raise SampleAxisError(
             f"at `{name}` the samples are in another order than in the batch, but not everywhere: the share of each is "
             "not defined. Put all batch arguments in that order before they are passed."

@@ -215,18 +215,20 @@ class Engine:
             splitters.append(Splitter(trace))
             return splitters[-1]
 
-        def followed() -> tuple[Run, Sampled]:
+        def followed() -> Run:
             run = self.runner.run(WHOLE, n, tapped=False, draws=draws, splitter=look)
-            return run, check_loss(run.trace, run.result)
+            check_loss(run.trace, run.result)
+            self.runner.check_places(run.trace, run.result, draws)
+            splitter_of[id(run)] = splitters[-1]
+            return run
 
         try:
-            light, tag = self.runner.evidence.settled(followed, draws)
+            light = self.runner.settled(followed, draws)
         except SampleAxisError as error:
             if self.kinds != {"gradient"}:
                 raise to_be_split(error) if error.unknown and error.reason else error from None
             return self._each_alone(error, draws)
-        splitter = splitters[-1]
-        self.runner.check_places(light.trace, light.result, draws)
+        splitter, tag = splitter_of[id(light)], check_loss(light.trace, light.result)
         wanted = splitter.selected(tag)
         roots = [splitter.roots[i] for i in wanted]
         try:

@@ -18,6 +18,7 @@ from invfunc.jacobian.checks import (
     cannot_draw,
     check_loss,
     no_outputs,
+    one_order,
     order_of,
     output_axis,
     same_in_part,
@@ -26,6 +27,7 @@ from invfunc.jacobian.checks import (
 from invfunc.jacobian.evidence import Evidence, checks
 from invfunc.jacobian.follow import TOTAL
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
+from invfunc.jacobian.places import Places
 from invfunc.jacobian.plan import Options, even
 from invfunc.jacobian.problem import Problem
 from invfunc.jacobian.scope import Scope
@@ -68,7 +70,7 @@ class Runner:
         self.pattern: Follower | None = None
         self.alone: Alone | None = None  # the last resort, once the function could not be followed
         self.apart = problem.n > 1  # whether the samples are told apart in the result
-        self.evidence = Evidence(problem, scope)
+        self.evidence, self.places = Evidence(problem, scope), Places(problem)
 
     def run(
         self,
@@ -84,6 +86,7 @@ class Runner:
         trace.remember = self.remember if tapped else None
         trace.pattern, trace.apart = self.pattern, self.apart and n > 1
         self.evidence.tell(trace)
+        self.places.tell(trace)
         watching = splitter(trace) if splitter is not None else None
         params = trace.parameters(self.problem.leaves, enter=tapped or watching is not None)
         run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
@@ -98,6 +101,7 @@ class Runner:
         finally:
             trace.watcher = trace.after = trace.adopting = None  # no cycle that keeps activations alive
             self.evidence.hear(trace)
+            self.places.hear(trace)
         if before != [version(x) for x in self.problem.tensors()]:
             raise ArgumentError(
                 "f writes into one of its arguments in place; it may run several times, so copy it first."
@@ -108,9 +112,13 @@ class Runner:
         """The loss function in one run; `or_model` also takes a model function; `draws` are those to be repeated."""
         after = draws.rewind() if draws is not None else {}
         drawn = Draws(stop=False) if draws is None else draws
-        run = self.evidence.settled(lambda: self._loss(or_model, drawn), drawn)
+        run = self.settled(lambda: self._loss(or_model, drawn), drawn)
         restore(after)
         return run
+
+    def settled(self, attempt: Callable[[], Run], draws: Draws) -> Run:
+        """A run of a loss function, with all that has to be found out first."""
+        return self.places.settled(lambda: self.evidence.settled(attempt, draws), draws, _in_order)
 
     def _loss(self, or_model: bool, draws: Draws) -> Run:
         problem = self.problem
@@ -179,13 +187,18 @@ class Runner:
         if self.alone is not None:
             return self._model_alone(self.alone, part, n, tapped)
         after = draws.rewind() if draws is not None else {}
-        try:
-            run = self.run(part, n, tapped=tapped, partial=partial, draws=Draws(stop=True) if partial else draws)
-            restore(after)
+        drawn = Draws(stop=partial) if partial or draws is None else draws
+
+        def attempt() -> Run:
+            run = self.run(part, n, tapped=tapped, partial=partial, draws=drawn)
             if tapped:
-                self._checked_model(run)
-            else:
-                self._take_outputs(run)
+                return self._checked_model(run)
+            self._take_outputs(run)
+            return run
+
+        try:
+            run = self.places.settled(attempt, drawn)
+            restore(after)
         except Drew:
             raise cannot_draw() from None
         except SampleAxisError as error:
@@ -318,3 +331,9 @@ class Runner:
                 )
             run.outputs, run.part = {0: (run.result, Axis(None))}, WHOLE
             yield run
+
+
+def _in_order(run: Run) -> bool:
+    """Whether the order of the data is all that the shares of a loss depend on."""
+    trace = run.trace
+    return bool(run.result.ndim) or not (trace.apart and trace.moved) or one_order(trace.orders)

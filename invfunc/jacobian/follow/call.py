@@ -50,6 +50,8 @@ class Call:
     active: bool
     """Whether the sample tensors depend on the parameters."""
     read: list[torch.Tensor]
+    by_rows: bool = False
+    """Whether data that change places are followed to their samples, and not only their order is known."""
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
@@ -96,13 +98,16 @@ def find(name: str) -> Rule | None:
 def follow(call: Call) -> Place | list[Place]:
     """Where the samples are in the result of a call."""
     places = [place for _, place in call.samples]
-    if TOTAL in places:
-        if all(place is TOTAL for place in places):
-            return total(call)
-        raise Mixed("it combines a sum over the samples with tensors that keep them apart")
+    alone = [place for place in places if isinstance(place, Axis) and place.dim is None]
+    if alone and all(place == alone[0] for place in places):  # nothing to mix: everything is of the one sample
+        return alone[0]
+    summed = TOTAL in places or (bool(alone) and call.name not in _PLACES)
+    if summed and len(alone) + places.count(TOTAL) == len(places):
+        return total(call)
+    if summed:
+        what = "a sum over the samples" if TOTAL in places else "one sample"
+        raise Mixed(f"it combines {what} with tensors that keep them apart")
     found = getattr(call.func, "follow", None) or find(call.name)  # one's own operations say it themselves
-    if call.n == 1:  # nothing to mix, and everything is of the one sample
-        return Axis(None)
     if found is None:
         raise Unknown("it has no rule that follows the sample axis")
     return _checked(call, found(call))
@@ -132,11 +137,19 @@ _LINEAR = _PRODUCTS | set(
 )
 
 
+_PLACES = set(
+    "cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag setitem index_put index_add "
+    "index_copy index_fill scatter scatter_add select_scatter slice_scatter masked_scatter getitem index_select gather "
+    "take take_along_dim masked_select".split()
+)
+"""Which put what belongs to single samples in places, or take it from there."""
+
+
 def total(call: Call) -> Place:
     several = len(call.samples) > 1
     if call.name in _PRODUCTS and (several or sum(x is call.samples[0][0] for x in call.read) > 1):
         raise Mixed("it multiplies two sums over the samples")
-    if call.name in ("div", "divide", "true_divide") and call.place(call.arg(1, "other")) is TOTAL:
+    if call.name in ("div", "divide", "true_divide") and call.place(call.arg(1, "other")) is not None:
         raise Mixed("it divides by a sum over the samples")
     if call.name not in _LINEAR:
         raise Mixed("it is not linear in a sum over the samples")
@@ -157,8 +170,7 @@ def total(call: Call) -> Place:
 )
 def pointwise(call: Call) -> Place:
     place, back = side_by_side(call)
-    out = tree.tensors(call.out)[0]
-    return place.broadcast(out.ndim + back, out.shape)
+    return place.at(tree.tensors(call.out)[0].ndim + back)
 
 
 def side_by_side(call: Call) -> tuple[Axis, int]:

@@ -263,9 +263,9 @@ def scattered(call: Call) -> Place:
     source = call.kwargs.get("value", call.arg(3, "src"))
     dim = call.arg(1, "dim") % max(x.ndim, 1)
     (first, *others) = {a for _, a in call.samples}
-    assert isinstance(first, Axis) and first.dim is not None
+    assert isinstance(first, Axis)
     beside = [t for t in (index, source) if isinstance(t, torch.Tensor) and t.ndim]
-    if not others and first.dim != dim and all(t.shape[first.dim] == x.shape[first.dim] for t in beside):
+    if not others and first.dim not in (None, dim) and all(t.shape[first.dim] == x.shape[first.dim] for t in beside):
         return first
     given = [samples_of(call, t) for t in beside if call.place(t) is not None]
     given = [samples[tuple(map(slice, index.shape))] for samples in given]

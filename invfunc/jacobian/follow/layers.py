@@ -208,7 +208,7 @@ def product(call: Call) -> Place:
     label, axis = found.pop()
     if label not in parsed.output:
         return TOTAL
-    return axis.broadcast(parsed.output.index(label), call.out.shape)
+    return axis.at(parsed.output.index(label))
 
 
 # Losses: by their reduction

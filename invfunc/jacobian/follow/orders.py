@@ -22,7 +22,7 @@ _MOVES = set("getitem index_select gather take_along_dim flip fliplr flipud rot9
 
 def moved(call: Call, place: Any) -> Order:
     """Which place of the data each sample is taken from: the same call on the numbers of the places tells."""
-    if call.name not in _MOVES or call.active:
+    if call.name not in _MOVES or call.active or call.by_rows:
         return None
     x, axis = call.first, call.place(call.first)
     if not isinstance(place, Axis) or not isinstance(axis, Axis) or axis.dim is None or place.dim is None:
@@ -39,8 +39,6 @@ def moved(call: Call, place: Any) -> Order:
     if rows.ndim != 2 or not bool((rows == rows[:, :1]).all()):
         raise Mixed("it puts entries of a sample where those of another are")
     order = tuple(rows[:, 0].tolist()) if rows.numel() else tuple(range(call.n))
-    if sorted(order) != list(range(call.n)):
-        raise Mixed("it selects samples, or repeats them")
     return None if order == tuple(range(call.n)) else order
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 
@@ -18,7 +19,7 @@ NONE = -1
 def samples_of(call: Call, x: torch.Tensor) -> torch.Tensor:
     """The sample of each entry of what a call reads."""
     axis = call.place(x)
-    if not isinstance(axis, Axis) or axis.dim is None:
+    if not isinstance(axis, Axis):
         return torch.full((), NONE, device=x.device).expand(x.shape)
     return spread(axis, x.shape, call.n, x.device)
 
@@ -26,7 +27,9 @@ def samples_of(call: Call, x: torch.Tensor) -> torch.Tensor:
 def spread(axis: Axis, shape: Iterable[int], n: int, device: torch.device) -> torch.Tensor:
     """The sample of each entry of a tensor of a shape."""
     shape = tuple(shape)
-    assert axis.dim is not None
+    if axis.dim is None:
+        assert axis.rows is not None
+        return torch.full((), axis.rows[0], device=device).expand(shape)
     along = axis.of_entries(shape[axis.dim], n).to(device)
     return along.reshape([-1 if d == axis.dim else 1 for d in range(len(shape))]).expand(shape)
 
@@ -39,6 +42,9 @@ def located(samples: torch.Tensor, n: int, *more: torch.Tensor, some: bool = Fal
     given = (samples, *more)
     if not some and samples.numel() and _true(*(s < 0 for s in given)):
         return None
+    only = _only(given)
+    if only is not None:
+        return only
     for dim, size in enumerate(samples.shape):
         for inner in [i for i in range(1, size // n + 1) if size % (i * n) == 0]:
             axis = Axis(dim, size // (inner * n), inner)
@@ -55,7 +61,7 @@ def located(samples: torch.Tensor, n: int, *more: torch.Tensor, some: bool = Fal
 
 def ordered(call: Call, axis: Axis) -> bool:
     """Whether samples that trade places are told by their order: data alone, of which none were selected."""
-    return not call.active and axis.rows is None
+    return not (call.active or call.by_rows) and axis.rows is None
 
 
 def agree(own: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
@@ -65,6 +71,16 @@ def agree(own: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
 
 def _true(*conditions: torch.Tensor) -> bool:
     return all(bool(innermost(c).all()) for c in conditions)
+
+
+def _only(given: tuple[torch.Tensor, ...]) -> Axis | None:
+    """The one sample of all entries."""
+    if not given[0].numel():
+        return None
+    found = reduce(torch.maximum, (innermost(s).flatten() for s in given))
+    least, most = (int(end) for end in found.aminmax())
+    only = Axis(None, rows=(most,))
+    return only if 0 <= least == most and agree(found.new_tensor(most), given) else None
 
 
 def _rows(given: tuple[torch.Tensor, ...], dim: int) -> tuple[int, ...] | None:

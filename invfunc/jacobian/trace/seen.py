@@ -68,12 +68,12 @@ class Seen:
         self.args = (kept, *self.args[1:])
         self.read = tree.tensors((self.args, self.kwargs))
 
-    def call(self, out: Any, n: int, partial: bool) -> Call:
+    def call(self, out: Any, n: int, partial: bool, by_rows: bool) -> Call:
         """The same for those who follow the samples: what came out, and where they are in what it read."""
         places = self._places()
         active = partial or (any(tag.active for tag in self.sampled) and torch.is_grad_enabled())
         result = self.args[0] if self.name == "setitem" else out
-        return Call(self.name, self.func, self.args, self.kwargs, result, places, n, active, self.read)
+        return Call(self.name, self.func, self.args, self.kwargs, result, places, n, active, self.read, by_rows)
 
     def _places(self) -> dict[int, Axis | Total]:
         places = {i: t.place for i, t in self.tags.items() if isinstance(t, Sampled) and t.place is not None}

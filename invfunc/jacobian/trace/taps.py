@@ -28,6 +28,8 @@ class Taps:
         self.sizes: list[int] = []  # of the output at each site, for one sample
         self.complex = False  # whether complex numbers depend on parameters and samples
         self.orders: dict[Order, str] = {}  # those in which samples meet parameters, and a call where they do
+        self.moved = False  # whether data were put in another order
+        self.by_rows = False  # whether they are followed there, row by row
         self.pattern: Follower | None = None
 
     def tap(

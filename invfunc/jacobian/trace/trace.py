@@ -194,7 +194,7 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         if kept is not None:
             params.pop(id(seen.args[0]), None)
             seen.read_instead(kept)
-        call = seen.call(out, self.n, self.partial)
+        call = seen.call(out, self.n, self.partial, self.by_rows)
         if not (produced[0].is_floating_point() or produced[0].is_complex()):
             params = {}
         found, lost, order = self._followed(call, seen, params)
@@ -229,7 +229,9 @@ class Trace(Taps, Provenance, TorchFunctionMode):
         if lost is None:
             try:
                 found = follow.follow(call)
-                order = composed(in_order(seen.sampled, seen.writes or "out" in seen.kwargs), moved(call, found))
+                then = moved(call, found)
+                self.moved |= then is not None
+                order = composed(in_order(seen.sampled, seen.writes or "out" in seen.kwargs), then)
                 if order == MIXED:
                     self.orders.setdefault(order, seen.name)
                 if params and seen.name == "setitem":
