@@ -219,7 +219,6 @@ class Engine:
             run = self.runner.run(WHOLE, n, tapped=False, draws=draws, splitter=look)
             check_loss(run.trace, run.result)
             self.runner.check_places(run.trace, run.result, draws)
-            splitter_of[id(run)] = splitters[-1]
             return run
 
         try:
@@ -228,7 +227,7 @@ class Engine:
             if self.kinds != {"gradient"}:
                 raise to_be_split(error) if error.unknown and error.reason else error from None
             return self._each_alone(error, draws)
-        splitter, tag = splitter_of[id(light)], check_loss(light.trace, light.result)
+        tag, splitter = check_loss(light.trace, light.result), next(s for s in splitters if s.trace is light.trace)
         wanted = splitter.selected(tag)
         roots = [splitter.roots[i] for i in wanted]
         try:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
+
+import torch
 
 from invfunc.errors import ArgumentError, SampleAxisError
+from invfunc.jacobian.checks import one_order
 from invfunc.jacobian.problem import Problem
 from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.random import Draws, restore
 
-T = TypeVar("T")
+
+class Run(Protocol):
+    """What a function returned, and what was seen of it."""
+
+    trace: Trace
+    result: Any
+
+
+T = TypeVar("T", bound=Run)
 
 
 class Places:
@@ -30,12 +41,12 @@ class Places:
         """A run that has ended."""
         self.moved = self.moved or trace.moved
 
-    def settled(self, attempt: Callable[[], T], draws: Draws, enough: Callable[[T], bool] = lambda _: True) -> T:
+    def settled(self, attempt: Callable[[], T], draws: Draws) -> T:
         """A run; where the order of the data is not enough, once more by rows, unless these cannot be followed."""
         found, error = None, None
         try:
             found = attempt()
-            if self.by_rows or enough(found):
+            if self.by_rows or _ordered(found):
                 return found
         except (SampleAxisError, ArgumentError) as why:
             if self.by_rows or not self.moved:
@@ -51,3 +62,10 @@ class Places:
             if found is None:
                 raise error from None
             return found
+
+
+def _ordered(run: Run) -> bool:
+    """Whether the order of the data is all that the result depends on."""
+    trace, result = run.trace, run.result
+    scalar = isinstance(result, torch.Tensor) and not result.ndim
+    return not (scalar and trace.apart and trace.moved) or one_order(trace.orders)

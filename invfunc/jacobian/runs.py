@@ -18,7 +18,6 @@ from invfunc.jacobian.checks import (
     cannot_draw,
     check_loss,
     no_outputs,
-    one_order,
     order_of,
     output_axis,
     same_in_part,
@@ -118,14 +117,14 @@ class Runner:
 
     def settled(self, attempt: Callable[[], Run], draws: Draws) -> Run:
         """A run of a loss function, with all that has to be found out first."""
-        return self.places.settled(lambda: self.evidence.settled(attempt, draws), draws, _in_order)
+        return self.places.settled(lambda: self.evidence.settled(attempt, draws), draws)
 
     def _loss(self, or_model: bool, draws: Draws) -> Run:
         problem = self.problem
         try:
             run = self.run(WHOLE, problem.n, draws=draws)
             if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
-                return self._checked_model(run)
+                return self._with_outputs(run)
             check_loss(run.trace, run.result)
             if isinstance(run.trace.tag(run.result), Derived) and not run.result.ndim:
                 zero = torch.zeros_like(run.result.detach())  # a sum over the samples of nothing
@@ -152,9 +151,10 @@ class Runner:
             restore(after)
             check(trace, other, order)
 
-    def _checked_model(self, run: Run) -> Run:
+    def _with_outputs(self, run: Run) -> Run:
         self._take_outputs(run)
-        run.trace.check([z for z, _ in run.outputs.values()], run.params)
+        if run.trace.tapped:
+            run.trace.check([z for z, _ in run.outputs.values()], run.params)
         return run
 
     def _alone(self, error: SampleAxisError) -> Alone:
@@ -185,33 +185,23 @@ class Runner:
         """
         partial = n < self.problem.n
         if self.alone is not None:
-            return self._model_alone(self.alone, part, n, tapped)
+            return self._with_outputs(self._run_alone(self.alone, part, n, tapped))
         after = draws.rewind() if draws is not None else {}
         drawn = Draws(stop=partial) if partial or draws is None else draws
 
-        def attempt() -> Run:
-            run = self.run(part, n, tapped=tapped, partial=partial, draws=drawn)
-            if tapped:
-                return self._checked_model(run)
-            self._take_outputs(run)
-            return run
-
         try:
-            run = self.places.settled(attempt, drawn)
+            run = self.places.settled(
+                lambda: self._with_outputs(self.run(part, n, tapped=tapped, partial=partial, draws=drawn)), drawn
+            )
             restore(after)
         except Drew:
             raise cannot_draw() from None
         except SampleAxisError as error:
-            return self._model_alone(self._alone(error), part, n, tapped)
+            return self._with_outputs(self._run_alone(self._alone(error), part, n, tapped))
         except FOREIGN as error:
             if isinstance(error, InvFuncError) or not partial:
                 raise
             raise SampleAxisError(_NOT_IN_PARTS) from error
-        return run
-
-    def _model_alone(self, alone: Alone, part: slice | torch.Tensor, n: int, tapped: bool) -> Run:
-        run = self._run_alone(alone, part, n, tapped)
-        self._take_outputs(run)
         return run
 
     def _take_outputs(self, run: Run) -> None:
@@ -331,9 +321,3 @@ class Runner:
                 )
             run.outputs, run.part = {0: (run.result, Axis(None))}, WHOLE
             yield run
-
-
-def _in_order(run: Run) -> bool:
-    """Whether the order of the data is all that the shares of a loss depend on."""
-    trace = run.trace
-    return bool(run.result.ndim) or not (trace.apart and trace.moved) or one_order(trace.orders)

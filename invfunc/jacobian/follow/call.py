@@ -100,7 +100,8 @@ def follow(call: Call) -> Place | list[Place]:
     places = [place for _, place in call.samples]
     alone = [place for place in places if isinstance(place, Axis) and place.dim is None]
     if alone and all(place == alone[0] for place in places):  # nothing to mix: everything is of the one sample
-        return alone[0]
+        if call.n == 1 or call.name not in _WRITES:
+            return alone[0]
     summed = TOTAL in places or (bool(alone) and call.name not in _PLACES)
     if summed and len(alone) + places.count(TOTAL) == len(places):
         return total(call)
@@ -137,10 +138,12 @@ _LINEAR = _PRODUCTS | set(
 )
 
 
-_PLACES = set(
-    "cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag setitem index_put index_add "
-    "index_copy index_fill scatter scatter_add select_scatter slice_scatter masked_scatter getitem index_select gather "
-    "take take_along_dim masked_select".split()
+_WRITES = set(
+    "setitem index_put index_add index_copy index_fill scatter scatter_add select_scatter slice_scatter".split()
+)
+_PLACES = _WRITES | set(
+    "cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag masked_scatter getitem "
+    "index_select gather take take_along_dim masked_select".split()
 )
 """Which put what belongs to single samples in places, or take it from there."""
 
@@ -168,7 +171,9 @@ def total(call: Call) -> Place:
     "complex polar conj conj_physical resolve_conj resolve_neg real imag angle get:real get:imag "
     "rrelu rsub rdiv rpow pow copy nan_to_num fill masked_fill where maximum minimum".split()
 )
-def pointwise(call: Call) -> Place:
+def pointwise(call: Call) -> Place | list[Place]:
+    if call.name == "where" and not isinstance(call.out, torch.Tensor):  # of a condition alone: where it holds
+        return RULES["nonzero"](call)
     place, back = side_by_side(call)
     return place.at(tree.tensors(call.out)[0].ndim + back)
 

@@ -10,7 +10,7 @@ from invfunc import tree
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.equations import equation
 from invfunc.jacobian.follow.call import TOTAL, Call, Mixed, Place, Unknown, pointwise, rule, side_by_side
-from invfunc.jacobian.follow.samples import moved, ordered
+from invfunc.jacobian.follow.samples import located, moved, ordered, samples_of
 
 # Along a dimension: over the samples it is a sum (sum, mean) or a mix (everything else)
 
@@ -38,8 +38,10 @@ def reduce(call: Call) -> Place:
     dim = call.arg(position, "dim", call.kwargs.get("axis"))
     dims = _dims(x, None if isinstance(dim, bool) else dim)
     if axis.dim in dims:
-        if not call.active:
+        if not call.active or call.name in _NUMBERS:
             return TOTAL
+        if not isinstance(call.out, torch.Tensor) and call.name in _PICK:
+            return picked(call)
         if call.name not in ("sum", "mean", "nansum"):
             raise Mixed("it reduces over the sample axis")
         return TOTAL
@@ -49,6 +51,12 @@ def reduce(call: Call) -> Place:
         if list(out.shape) == left:
             return axis if keep else axis.at(axis.dim - sum(d < axis.dim for d in dims))
     raise Unknown("it reduces over dimensions that cannot be read off the call")
+
+
+_PICK = {"max", "min", "median", "nanmedian", "kthvalue", "mode"}
+"""Which, along one dimension, give entries and their places."""
+_NUMBERS = {"argmax", "argmin", "any", "all", "count_nonzero"}
+"""Which have no derivative."""
 
 
 @rule("cosine_similarity", "pairwise_distance")
@@ -86,7 +94,7 @@ def _along(x: torch.Tensor, axis: Axis, dims: set[int], active: bool, name: str)
     return axis
 
 
-_ELSEWHERE = set("sort argsort topk unfold diff glu scatter scatter_add index_add index_copy".split())
+_ELSEWHERE = set("unfold diff glu scatter scatter_add index_add index_copy".split())
 """Along the samples, they put entries where those of other samples are."""
 
 
@@ -108,11 +116,31 @@ def along(call: Call) -> Place | list[Place]:
         dim = call.args[1:]
     if call.name in ("flip", "roll") and axis.dim in _dims(x, dim) and not ordered(call, axis):
         return moved(call)
+    if call.name in _RANKS and axis.dim in _dims(x, dim):
+        return picked(call)
     out = _along(x, axis, _dims(x, dim), call.active, call.name)
     for y, other in call.samples:
         if y is not x and other != axis:
             raise Mixed("its arguments have their samples along different axes")
     return out
+
+
+_RANKS = {"sort", "argsort", "topk"}
+
+
+def picked(call: Call) -> Place | list[Place]:
+    """Of entries picked along the samples: the indices say which, and are numbers computed from all of the data."""
+    if isinstance(call.out, torch.Tensor):
+        return TOTAL
+    values, indices = call.out
+    x, axis = call.first, call.place(call.first)
+    assert isinstance(axis, Axis) and axis.dim is not None
+    if values.shape == x.shape and ordered(call, axis):
+        return [axis, TOTAL]
+    dim = axis.dim
+    where = indices if indices.ndim == x.ndim else indices.unsqueeze(dim)
+    samples = samples_of(call, x).gather(dim, where)
+    return [located(samples.reshape(indices.shape), call.n), TOTAL]
 
 
 def _leading(call: Call, trailing: int) -> Place:

@@ -17,7 +17,7 @@ Order = tuple[int, ...] | None
 """The sample at each place; None where each is at its own."""
 MIXED: Order = ()
 """Of no single order."""
-_MOVES = set("getitem index_select gather take_along_dim flip fliplr flipud rot90 roll".split())
+_MOVES = set("getitem index_select gather take_along_dim flip fliplr flipud rot90 roll sort topk".split())
 
 
 def moved(call: Call, place: Any) -> Order:
@@ -25,6 +25,7 @@ def moved(call: Call, place: Any) -> Order:
     if call.name not in _MOVES or call.active or call.by_rows:
         return None
     x, axis = call.first, call.place(call.first)
+    place = place[0] if isinstance(place, list) else place
     if not isinstance(place, Axis) or not isinstance(axis, Axis) or axis.dim is None or place.dim is None:
         return None
     if axis.rows is not None or place.rows is not None:  # which tell it themselves
@@ -33,13 +34,20 @@ def moved(call: Call, place: Any) -> Order:
         return None
     each = torch.arange(call.n, device=x.device).repeat_interleave(axis.inner).repeat(axis.outer)
     places = each.view(-1, *[1] * (x.ndim - axis.dim - 1)).expand(x.shape)
-    given = {name: a for name, a in call.kwargs.items() if name != "out"}
-    args, kwargs = tree.map_tensors(lambda a: places if a is x else a, (call.args, given))
-    rows = innermost(place.expose(call.func(*args, **kwargs), call.n).flatten(1))
+    rows = innermost(place.expose(_moved(call, places), call.n).flatten(1))
     if rows.ndim != 2 or not bool((rows == rows[:, :1]).all()):
         raise Mixed("it puts entries of a sample where those of another are")
     order = tuple(rows[:, 0].tolist()) if rows.numel() else tuple(range(call.n))
     return None if order == tuple(range(call.n)) else order
+
+
+def _moved(call: Call, places: torch.Tensor) -> torch.Tensor:
+    """What a call does to the numbers of the places in its input."""
+    if call.name in ("sort", "topk"):  # by its values
+        return places.gather(call.arg(1 if call.name == "sort" else 2, "dim", -1), call.out[1])
+    given = {name: a for name, a in call.kwargs.items() if name != "out"}
+    args, kwargs = tree.map_tensors(lambda a: places if a is call.first else a, (call.args, given))
+    return call.func(*args, **kwargs)
 
 
 def composed(before: Order, then: Order) -> Order:

@@ -42,7 +42,7 @@ def located(samples: torch.Tensor, n: int, *more: torch.Tensor, some: bool = Fal
     given = (samples, *more)
     if not some and samples.numel() and _true(*(s < 0 for s in given)):
         return None
-    only = _only(given)
+    only = _only(given, each=True)
     if only is not None:
         return only
     for dim, size in enumerate(samples.shape):
@@ -56,6 +56,9 @@ def located(samples: torch.Tensor, n: int, *more: torch.Tensor, some: bool = Fal
             axis = Axis(dim, rows=rows)
             if agree(spread(axis, samples.shape, n, samples.device), given):
                 return axis
+    only = _only(given, each=False)
+    if only is not None:
+        return only
     raise Mixed("it puts entries of several samples into one place")
 
 
@@ -73,14 +76,14 @@ def _true(*conditions: torch.Tensor) -> bool:
     return all(bool(innermost(c).all()) for c in conditions)
 
 
-def _only(given: tuple[torch.Tensor, ...]) -> Axis | None:
-    """The one sample of all entries."""
+def _only(given: tuple[torch.Tensor, ...], each: bool) -> Axis | None:
+    """The one sample of all entries, or of those that are of any."""
     if not given[0].numel():
         return None
     found = reduce(torch.maximum, (innermost(s).flatten() for s in given))
     least, most = (int(end) for end in found.aminmax())
     only = Axis(None, rows=(most,))
-    return only if 0 <= least == most and agree(found.new_tensor(most), given) else None
+    return only if (least if each else most) >= 0 and agree(found.new_tensor(most), given) else None
 
 
 def _rows(given: tuple[torch.Tensor, ...], dim: int) -> tuple[int, ...] | None:
