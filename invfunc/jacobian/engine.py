@@ -222,7 +222,7 @@ class Engine:
             return run
 
         try:
-            light = self.runner.settled(followed, draws)
+            light = self.runner.places.settled(followed, draws, loss=True)
         except SampleAxisError as error:
             if self.kinds != {"gradient"}:
                 raise to_be_split(error) if error.unknown and error.reason else error from None

@@ -9,6 +9,7 @@ import torch
 
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.jacobian.checks import one_order
+from invfunc.jacobian.evidence import Evidence
 from invfunc.jacobian.problem import Problem
 from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.random import Draws, restore
@@ -27,31 +28,39 @@ T = TypeVar("T", bound=Run)
 class Places:
     """How the runs of a function follow data that change places."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, evidence: Evidence) -> None:
+        self.problem, self.evidence = problem, evidence
         self.by_rows = False
         self.moved = False
         """Whether data were put in another order in a run."""
 
     def tell(self, trace: Trace) -> None:
         """A run that begins."""
+        self.evidence.tell(trace)
         trace.by_rows = self.by_rows
 
     def hear(self, trace: Trace) -> None:
         """A run that has ended."""
+        self.evidence.hear(trace)
         self.moved = self.moved or trace.moved
 
-    def settled(self, attempt: Callable[[], T], draws: Draws) -> T:
+    def settled(self, run: Callable[[], T], draws: Draws, loss: bool = False) -> T:
         """A run; where the order of the data is not enough, once more by rows, unless these cannot be followed."""
-        found, error = None, None
+
+        def attempt() -> T:
+            return self.evidence.settled(run, draws) if loss else run()
+
         try:
             found = attempt()
-            if self.by_rows or _ordered(found):
-                return found
-        except (SampleAxisError, ArgumentError) as why:
-            if self.by_rows or not self.moved:
+        except (SampleAxisError, ArgumentError):
+            again = self._by_rows(attempt, draws) if self.moved and not self.by_rows else None
+            if again is None:
                 raise
-            error = why
+            return again
+        again = None if self.by_rows or _ordered(found) else self._by_rows(attempt, draws)
+        return found if again is None else again
+
+    def _by_rows(self, attempt: Callable[[], T], draws: Draws) -> T | None:
         places, after = self.problem.places, draws.rewind()
         self.by_rows = True
         try:
@@ -59,9 +68,7 @@ class Places:
         except (SampleAxisError, ArgumentError):
             self.by_rows, self.problem.places = False, places
             restore(after)
-            if found is None:
-                raise error from None
-            return found
+            return None
 
 
 def _ordered(run: Run) -> bool:

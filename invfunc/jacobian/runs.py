@@ -69,7 +69,7 @@ class Runner:
         self.pattern: Follower | None = None
         self.alone: Alone | None = None  # the last resort, once the function could not be followed
         self.apart = problem.n > 1  # whether the samples are told apart in the result
-        self.evidence, self.places = Evidence(problem, scope), Places(problem)
+        self.places = Places(problem, Evidence(problem, scope))
 
     def run(
         self,
@@ -84,7 +84,6 @@ class Runner:
         trace = Trace(self.scope, n, fast=self.fast, tapped=tapped, partial=partial, draws=draws)
         trace.remember = self.remember if tapped else None
         trace.pattern, trace.apart = self.pattern, self.apart and n > 1
-        self.evidence.tell(trace)
         self.places.tell(trace)
         watching = splitter(trace) if splitter is not None else None
         params = trace.parameters(self.problem.leaves, enter=tapped or watching is not None)
@@ -99,7 +98,6 @@ class Runner:
             run.outputs = {i: (r.value, r.axis) for i, r in watching.roots.items()}
         finally:
             trace.watcher = trace.after = trace.adopting = None  # no cycle that keeps activations alive
-            self.evidence.hear(trace)
             self.places.hear(trace)
         if before != [version(x) for x in self.problem.tensors()]:
             raise ArgumentError(
@@ -111,20 +109,16 @@ class Runner:
         """The loss function in one run; `or_model` also takes a model function; `draws` are those to be repeated."""
         after = draws.rewind() if draws is not None else {}
         drawn = Draws(stop=False) if draws is None else draws
-        run = self.settled(lambda: self._loss(or_model, drawn), drawn)
+        run = self.places.settled(lambda: self._loss(or_model, drawn), drawn, loss=True)
         restore(after)
         return run
-
-    def settled(self, attempt: Callable[[], Run], draws: Draws) -> Run:
-        """A run of a loss function, with all that has to be found out first."""
-        return self.places.settled(lambda: self.evidence.settled(attempt, draws), draws)
 
     def _loss(self, or_model: bool, draws: Draws) -> Run:
         problem = self.problem
         try:
             run = self.run(WHOLE, problem.n, draws=draws)
             if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
-                return self._with_outputs(run)
+                return self._checked_model(run)
             check_loss(run.trace, run.result)
             if isinstance(run.trace.tag(run.result), Derived) and not run.result.ndim:
                 zero = torch.zeros_like(run.result.detach())  # a sum over the samples of nothing
@@ -151,7 +145,7 @@ class Runner:
             restore(after)
             check(trace, other, order)
 
-    def _with_outputs(self, run: Run) -> Run:
+    def _checked_model(self, run: Run) -> Run:
         self._take_outputs(run)
         if run.trace.tapped:
             run.trace.check([z for z, _ in run.outputs.values()], run.params)
@@ -179,29 +173,31 @@ class Runner:
         return Run(ran.trace, ran.params, part, {}, start, tree.unflatten(ran.outputs, alone.structure), alone.aux)
 
     def model(self, part: slice | torch.Tensor, n: int, tapped: bool = True, draws: Draws | None = None) -> Run:
-        """The model function on a part of the batch; `run.result` becomes the structure of its outputs.
-
-        `draws` are those of an earlier run, to be repeated, if there was one.
-        """
+        """The model function on a part; `run.result` becomes the structure of its outputs; `draws` are to be repeated."""
         partial = n < self.problem.n
         if self.alone is not None:
-            return self._with_outputs(self._run_alone(self.alone, part, n, tapped))
+            return self._model_alone(self.alone, part, n, tapped)
         after = draws.rewind() if draws is not None else {}
         drawn = Draws(stop=partial) if partial or draws is None else draws
-
         try:
-            run = self.places.settled(
-                lambda: self._with_outputs(self.run(part, n, tapped=tapped, partial=partial, draws=drawn)), drawn
-            )
+            run = self.places.settled(lambda: self._model(part, n, tapped, drawn), drawn)
             restore(after)
         except Drew:
             raise cannot_draw() from None
         except SampleAxisError as error:
-            return self._with_outputs(self._run_alone(self._alone(error), part, n, tapped))
+            return self._model_alone(self._alone(error), part, n, tapped)
         except FOREIGN as error:
             if isinstance(error, InvFuncError) or not partial:
                 raise
             raise SampleAxisError(_NOT_IN_PARTS) from error
+        return run
+
+    def _model(self, part: slice | torch.Tensor, n: int, tapped: bool, draws: Draws) -> Run:
+        return self._checked_model(self.run(part, n, tapped=tapped, partial=n < self.problem.n, draws=draws))
+
+    def _model_alone(self, alone: Alone, part: slice | torch.Tensor, n: int, tapped: bool) -> Run:
+        run = self._run_alone(alone, part, n, tapped)
+        self._take_outputs(run)
         return run
 
     def _take_outputs(self, run: Run) -> None:

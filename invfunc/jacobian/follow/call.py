@@ -108,7 +108,8 @@ def follow(call: Call) -> Place | list[Place]:
     if summed:
         what = "a sum over the samples" if TOTAL in places else "one sample"
         raise Mixed(f"it combines {what} with tensors that keep them apart")
-    found = getattr(call.func, "follow", None) or find(call.name)  # one's own operations say it themselves
+    of_mask = call.name == "where" and not isinstance(call.out, torch.Tensor)
+    found = getattr(call.func, "follow", None) or find("nonzero" if of_mask else call.name)  # one's own say it
     if found is None:
         raise Unknown("it has no rule that follows the sample axis")
     return _checked(call, found(call))
@@ -171,9 +172,7 @@ def total(call: Call) -> Place:
     "complex polar conj conj_physical resolve_conj resolve_neg real imag angle get:real get:imag "
     "rrelu rsub rdiv rpow pow copy nan_to_num fill masked_fill where maximum minimum".split()
 )
-def pointwise(call: Call) -> Place | list[Place]:
-    if call.name == "where" and not isinstance(call.out, torch.Tensor):  # of a condition alone: where it holds
-        return RULES["nonzero"](call)
+def pointwise(call: Call) -> Place:
     place, back = side_by_side(call)
     return place.at(tree.tensors(call.out)[0].ndim + back)
 

@@ -28,7 +28,7 @@ _DIM_ARGUMENT: dict[str, int] = dict.fromkeys("norm linalg_vector_norm vector_no
     *"sum mean nansum nanmean amax amin max min prod logsumexp norm linalg_vector_norm vector_norm linalg_norm var std "
     "var_mean std_mean median nanmedian argmax argmin all any count_nonzero mode kthvalue".split()
 )
-def reduce(call: Call) -> Place:
+def reduce(call: Call) -> Place | list[Place]:
     x = call.first
     if call.name in ("max", "min") and isinstance(call.arg(1, "other"), torch.Tensor):
         return pointwise(call)
