@@ -79,9 +79,9 @@ def affine_formulas(F: Callable, G: Callable, log_scale: Callable) -> tuple[Call
 
     def back(a, b, p, q, given):
         s, t = G(a, *q, *given)
-        b = (b - t) * torch.exp(-log_scale(s))
+        b = (b - t) / torch.exp(log_scale(s))
         s, t = F(b, *p, *given)
-        return (a - t) * torch.exp(-log_scale(s)), b
+        return (a - t) / torch.exp(log_scale(s)), b
 
     return there, back
 

@@ -250,8 +250,8 @@ class Call:
             if i in kept:
                 found.append(kept[i])
                 continue
-            if isinstance(leaf, torch.Tensor) and (leaf.shape, leaf.dtype, leaf.device) == like[:3]:
-                found.append(laid_out(leaf, like.stride))
+            if isinstance(leaf, torch.Tensor) and like.is_like(leaf):
+                found.append(laid_out(leaf.to(like.dtype), like.stride))
                 continue
             was = f"{list(like.shape)} {like.dtype} on {like.device}"
             if not isinstance(leaf, torch.Tensor):
@@ -260,7 +260,10 @@ class Call:
                     f"kept in memory, and not computed by the inverse, is named by keep=({i},)."
                 )
             came = f"{list(leaf.shape)} {leaf.dtype} on {leaf.device}"
-            raise InverseError(f"the inverse gives {self.names()[i]} as {came}, where it was {was}.")
+            text = f"the inverse gives {self.names()[i]} as {came}, where it was {was}."
+            if leaf.shape == like.shape and leaf.dtype != like.dtype:
+                text += f" What the function rounds to another dtype stays in memory by keep=({i},)."
+            raise InverseError(text)
         return found
 
     @contextmanager
@@ -305,3 +308,9 @@ class _Like(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     stride: tuple[int, ...]
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may be it; one of a wider dtype has all of its digits."""
+        wider = self.dtype.is_floating_point and torch.promote_types(tensor.dtype, self.dtype) == tensor.dtype
+        right = wider and tensor.dtype.is_floating_point or tensor.dtype == self.dtype
+        return right and (tensor.shape, tensor.device) == (self.shape, self.device)

@@ -77,7 +77,8 @@ def invertible_checkpoint(
     Raises:
         ArgumentTypeError: f or f_inv is no function, f_inv is missing, or an option is of a wrong kind.
         ArgumentError: keep names a tensor that x does not have, or has_aux is asked of what hides nothing.
-        InverseError: x comes back with an error (`check`), or in another form, shape or dtype.
+        InverseError: x comes back with an error (`check`), or in another form or shape, or in a dtype that has not all of
+            its digits.
         ReplayError: f or f_inv writes into its arguments, or reads and writes a state of its own where that cannot be
             repeated; or it does something else when it is evaluated again. f uses torch.autograd, or a gradient is
             differentiated within its own transform of torch.func.

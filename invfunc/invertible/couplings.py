@@ -77,9 +77,9 @@ def affine_coupling(
     """The pair `(a, b) -> (a', b')` that scales and shifts each part by what the other says.
 
         s, t = F(b, p)                              s, t = G(a', q)
-        a' = a * exp(log_scale(s)) + t              b = (b' - t) * exp(-log_scale(s))
+        a' = a * exp(log_scale(s)) + t              b = (b' - t) / exp(log_scale(s))
         s, t = G(a', q)                             s, t = F(b, p)
-        b' = b * exp(log_scale(s)) + t              a = (a' - t) * exp(-log_scale(s))
+        b' = b * exp(log_scale(s)) + t              a = (a' - t) / exp(log_scale(s))
 
     Args:
         F, G: functions, or modules, that return `(s, t)`, each of the shape of the other part; they need no inverse.
@@ -88,7 +88,8 @@ def affine_coupling(
         split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.
 
     Returns:
-        An `Invertible`, called as that of `additive_coupling`. Its log-determinant is the sum of all log-scales, [N].
+        An `Invertible`, called as that of `additive_coupling`. Its log-determinant is the sum of all log-scales, [N],
+        at least in float32.
 
     Raises:
         ArgumentTypeError: F, G or log_scale is no function.
@@ -180,9 +181,9 @@ class _Affine(_Coupling):
     def inverse(self, F: Any, G: Any = None, y: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = self.read((F, G), y, params, "y")
         s, t = self._two(G(a, *q, *args, **kwargs), b, "G", "b")
-        b = (b - t) * (-s).exp()
+        b = (b - t) / s.exp()  # the same rounded scale as forward, where that is coarser than b (autocast)
         s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
-        return (a - t) * (-s).exp(), b
+        return (a - t) / s.exp(), b
 
     def log_det(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = self.read((F, G), x, params, "x")

@@ -12,7 +12,7 @@ import torch
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.pair import Invertible, Law
 from invfunc.invertible.part import as_part, fitting, given_functions
-from invfunc.invertible.state import per_sample, two_parts
+from invfunc.invertible.state import per_sample, two_parts, wide
 from invfunc.transform import describe
 
 
@@ -85,7 +85,7 @@ class _Momentum(_Dynamics):
 
     def log_det(self, f: Any, state: Any = None, *given: Any, **kwargs: Any) -> torch.Tensor:
         _, v = self.read(f, state, "x")
-        return per_sample(torch.full_like(v, math.log(self.gamma)))
+        return per_sample(torch.full_like(wide(v), math.log(self.gamma)))
 
 
 @dataclass(frozen=True, eq=False)

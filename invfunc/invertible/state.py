@@ -20,5 +20,10 @@ def two_parts(state: Any, call: str, name: str) -> tuple[Any, Any]:
 
 
 def per_sample(t: torch.Tensor) -> torch.Tensor:
-    """The sum over all axes but the leading one."""
-    return t.flatten(1).sum(1) if t.dim() > 1 else t
+    """The sum over all axes but the leading one, at least in float32."""
+    return wide(t).flatten(1).sum(1) if t.dim() > 1 else wide(t)
+
+
+def wide(t: torch.Tensor) -> torch.Tensor:
+    """At least in float32."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))

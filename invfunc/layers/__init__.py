@@ -1,7 +1,7 @@
 """Layers as pairs of pure functions: each call makes an `Invertible`, whose parameters are an argument behind x.
 
 Of `float16` and `bfloat16` the inverses and the log-determinants are computed in float32, and the log-determinants stay
-float32.
+float32. Autocast changes nothing: what it rounds off, no inverse gives back.
 """
 
 from invfunc.layers.batch_norm import batch_norm

@@ -9,7 +9,8 @@ import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.pair import Invertible, Law
-from invfunc.layers.common import for_each, need_axes, need_number, need_size, need_tensor, shape, wide
+from invfunc.invertible.state import wide
+from invfunc.layers.common import for_each, need_axes, need_number, need_size, need_tensor, shape
 
 Params = tuple[torch.Tensor, torch.Tensor] | None
 Statistics = tuple[torch.Tensor, torch.Tensor]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -12,9 +13,19 @@ from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """At least in float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def at_full_precision(op: Callable[..., torch.Tensor], x: torch.Tensor, *params: torch.Tensor | None) -> torch.Tensor:
+    """`op(x, *params)` in the widest of their dtypes, given in that of x: what autocast rounds off is lost for the
+    inverse."""
+    dtype = reduce(torch.promote_types, [p.dtype for p in params if p is not None], x.dtype)
+    if dtype.is_complex != x.is_complex():
+        return op(x, *params)  # torch says what does not fit
+    kind, params = x.device.type, tuple(None if p is None else p.to(dtype) for p in params)
+    with torch.autocast(kind, enabled=False) if _autocasts(kind) else nullcontext():
+        return op(x.to(dtype), *params).to(x.dtype)
+
+
+def _autocasts(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def shape(x: torch.Tensor) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.invertible.pair import Invertible, Law
-from invfunc.layers.common import for_each, keeps_volume, need_axes, need_size, shape, wide
+from invfunc.invertible.state import wide
+from invfunc.layers.common import at_full_precision, for_each, keeps_volume, need_axes, need_size, shape
 from invfunc.layers.weights import log_abs_det, matrix_and_bias, rotation, solved
 
 FORM = "[N, C, *spatial] with one to three spatial axes"
@@ -61,9 +62,7 @@ class _Conv(Law):
 
     def forward(self, x: torch.Tensor, params: Any = None) -> torch.Tensor:
         weight, bias = self._read(f"{self.called}(x, params)", "x", x, params)
-        if not self.orthogonal:
-            return _convolved(x, weight, bias)
-        return _convolved(wide(x), rotation(weight), None if bias is None else wide(bias)).to(x.dtype)
+        return _convolved(x, rotation(weight) if self.orthogonal else weight, bias)
 
     def inverse(self, y: torch.Tensor, params: Any = None) -> torch.Tensor:
         weight, bias = self._read(f"{self.called}.inverse(y, params)", "y", y, params)
@@ -86,4 +85,5 @@ class _Conv(Law):
 
 
 def _convolved(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return CONVOLUTIONS[x.ndim](x, matrix.reshape(*matrix.shape, *[1] * (x.ndim - 2)), bias)
+    weight = matrix.reshape(*matrix.shape, *[1] * (x.ndim - 2))
+    return at_full_precision(CONVOLUTIONS[x.ndim], x, weight, bias)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.invertible.pair import Invertible, Law
-from invfunc.layers.common import need_axes, need_number, need_tensor, wide
+from invfunc.invertible.state import wide
+from invfunc.layers.common import need_axes, need_number, need_tensor
 
 
 def leaky_relu(negative_slope: float = 0.01) -> Invertible:

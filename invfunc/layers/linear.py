@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.invertible.pair import Invertible
-from invfunc.layers.common import for_each, need_axes, need_size, shape
+from invfunc.layers.common import at_full_precision, for_each, need_axes, need_size, shape
 from invfunc.layers.weights import log_abs_det, matrix_and_bias, no_determinant, solved
 
 
@@ -59,7 +59,7 @@ def _forward(x: torch.Tensor, params: Any = None) -> torch.Tensor:
     weight, bias = matrix_and_bias(call, params)
     need_axes(call, "x", x, "[..., in]", 1)
     need_size(call, "x", x, -1, weight.shape[1], f"as W has shape {shape(weight)}")
-    return F.linear(x, weight, bias)
+    return at_full_precision(F.linear, x, weight, bias)
 
 
 def _inverse(y: torch.Tensor, params: Any = None) -> torch.Tensor:

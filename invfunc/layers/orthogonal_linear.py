@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.invertible.pair import Invertible
-from invfunc.layers.common import keeps_volume, need_axes, need_size, shape, wide
+from invfunc.invertible.state import wide
+from invfunc.layers.common import at_full_precision, keeps_volume, need_axes, need_size, shape
 from invfunc.layers.weights import matrix_and_bias, rotation
 
 
@@ -61,9 +62,9 @@ def _read(call: str, name: str, x: Any, params: Any) -> tuple[torch.Tensor, torc
 
 def _forward(x: torch.Tensor, params: Any = None) -> torch.Tensor:
     q, bias = _read("orthogonal_linear()(x, params)", "x", x, params)
-    return F.linear(wide(x), q, bias).to(x.dtype)
+    return at_full_precision(F.linear, x, q, bias)
 
 
 def _inverse(y: torch.Tensor, params: Any = None) -> torch.Tensor:
     q, bias = _read("orthogonal_linear().inverse(y, params)", "y", y, params)
-    return F.linear(wide(y) if bias is None else wide(y) - bias, q.mT).to(y.dtype)
+    return at_full_precision(F.linear, wide(y) if bias is None else wide(y) - bias, q.mT).to(y.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from invfunc.errors import ArgumentError
 from invfunc.invertible.pair import Invertible
-from invfunc.layers.common import for_each, need_axes, need_size, shape
+from invfunc.layers.common import at_full_precision, for_each, need_axes, need_size, shape
 from invfunc.layers.weights import log_abs_det, no_determinant, no_way_back, solved, weight_and_bias
 
 CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
@@ -78,7 +79,8 @@ def _forward(x: torch.Tensor, params: Any = None) -> torch.Tensor:
     call = "patch_conv()(x, params)"
     weight, bias, _ = _read(call, params)
     _check(call, x, weight)
-    return CONVOLUTIONS[weight.ndim](x, weight, bias, stride=shape(weight)[2:])
+    convolution = partial(CONVOLUTIONS[weight.ndim], stride=shape(weight)[2:])
+    return at_full_precision(convolution, x, weight, bias)
 
 
 def _inverse(y: torch.Tensor, params: Any = None) -> torch.Tensor:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.layers.common import need_axes, need_tensor, shape, wide
+from invfunc.invertible.state import wide
+from invfunc.layers.common import at_full_precision, need_axes, need_tensor, shape
 
 
 def weight_and_bias(call: str, params: Any, name: str = "W") -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -65,15 +66,16 @@ def no_determinant(call: str, weight: torch.Tensor, numbers: int) -> ArgumentErr
 
 def solved(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x `[..., in]` of `y = x W^T + b` `[..., out]`; for out > in the one with the least squared error."""
-    w = wide(weight)
     z = wide(y) if bias is None else wide(y) - wide(bias)
-    rows = z.reshape(-1, w.shape[0])
+    x = at_full_precision(_solved, z.reshape(-1, weight.shape[0]), wide(weight))
+    return x.reshape(*y.shape[:-1], weight.shape[1]).to(y.dtype)
+
+
+def _solved(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     if w.shape[0] == w.shape[1]:
-        x = torch.linalg.solve(w.mT, rows, left=False)
-    else:
-        q, r = torch.linalg.qr(w)
-        x = torch.linalg.solve_triangular(r.mT, rows @ q, upper=False, left=False)
-    return x.reshape(*y.shape[:-1], w.shape[1]).to(y.dtype)
+        return torch.linalg.solve(w.mT, rows, left=False)
+    q, r = torch.linalg.qr(w)
+    return torch.linalg.solve_triangular(r.mT, rows @ q, upper=False, left=False)
 
 
 def log_abs_det(weight: torch.Tensor) -> torch.Tensor:
