@@ -13,7 +13,10 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass
 class Equation:
-    """`scale * einsum(operands) + sum(factor * tensor for tensor, factor in added)`, broadcast from the right."""
+    """`scale * einsum(operands) + sum(factor * tensor for tensor, factor in added)`, broadcast from the right.
+
+    A number that is added besides is left out.
+    """
 
     operands: list[torch.Tensor]
     inputs: list[str]

@@ -116,12 +116,15 @@ def follow(call: Call) -> Place | list[Place]:
 
 
 def _checked(call: Call, found: Place | list[Place]) -> Place | list[Place]:
-    """Where samples are said to be there has to be room for them."""
+    """Where samples are said to be there has to be room for them, but for results that a call leaves empty."""
     produced = tree.tensors(call.out)
-    for x, place in zip(produced, found if isinstance(found, list) else [found] * len(produced), strict=True):
+    places = list(found) if isinstance(found, list) else [found] * len(produced)
+    for i, (x, place) in enumerate(zip(produced, places, strict=True)):
         if isinstance(place, Axis) and not place.fits(x, call.n):
-            raise Mixed(f"{tuple(x.shape)} is not the shape of {call.n} samples along {place}")
-    return found
+            if x.numel() or i == 0:
+                raise Mixed(f"{tuple(x.shape)} is not the shape of {call.n} samples along {place}")
+            places[i] = None
+    return places if None in places and found is not None else found
 
 
 # Sums over the samples: linear operations keep them a total
@@ -130,12 +133,12 @@ def _checked(call: Call, found: Place | list[Place]) -> Place | list[Place]:
 _PRODUCTS = set("mul multiply matmul rmatmul mm bmm mv dot inner outer einsum tensordot linear vdot kron".split())
 _LINEAR = _PRODUCTS | set(
     "add sub rsub mul div neg sum mean stack cat to float double half bfloat16 type clone contiguous squeeze unsqueeze "
-    "reshape view flatten subtract multiply divide true_divide negative positive getitem expand alias detach "
-    "permute transpose t get:T get:mT get:H get:mH adjoint movedim moveaxis swapaxes swapdims unbind iter chunk split "
+    "reshape view flatten subtract multiply divide true_divide negative positive getitem expand detach "
+    "permute transpose t get:T get:mT get:H get:mH adjoint movedim moveaxis swapaxes swapdims unbind chunk split "
     "split_with_sizes tensor_split unsafe_chunk unsafe_split hsplit vsplit dsplit narrow select expand_as broadcast_to "
     "unflatten ravel view_as reshape_as repeat tile repeat_interleave concat concatenate hstack vstack dstack "
-    "column_stack index_select flip fliplr flipud rot90 roll diagonal tril triu cumsum diff atleast_1d atleast_2d "
-    "atleast_3d gather take take_along_dim masked_select masked_fill where pad index_add scatter_add".split()
+    "column_stack index_select flip fliplr flipud rot90 roll diagonal trace tril triu cumsum diff atleast_1d "
+    "atleast_2d atleast_3d gather take take_along_dim masked_select masked_fill where pad index_add scatter_add".split()
 )
 
 
@@ -165,9 +168,9 @@ def total(call: Call) -> Place:
 
 @rule(
     *"dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d type_as contiguous to "
-    "float double half bfloat16 int long bool type clone detach requires_grad alias hardswish softsign tanhshrink "
-    "log_sigmoid logsigmoid floor_divide negative subtract multiply divide true_divide absolute square "
-    "special_expit bernoulli relu6 clip clamp greater less greater_equal less_equal not_equal isclose get:data "
+    "float double half bfloat16 int long bool type clone detach requires_grad hardswish softsign tanhshrink "
+    "log_sigmoid fix floor_divide negative subtract multiply divide true_divide absolute square "
+    "special_expit bernoulli relu6 clip clamp greater less greater_equal less_equal not_equal isclose "
     "cpu cuda and or xor invert lshift rshift "
     "complex polar conj conj_physical resolve_conj resolve_neg real imag angle get:real get:imag "
     "rrelu rsub rdiv rpow pow copy nan_to_num fill masked_fill where maximum minimum".split()

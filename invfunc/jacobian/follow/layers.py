@@ -21,11 +21,11 @@ def _dims(x: torch.Tensor, dims: Any) -> set[int]:
     return {d % max(x.ndim, 1) for d in (dims if isinstance(dims, (tuple, list)) else [dims])}
 
 
-_DIM_ARGUMENT: dict[str, int] = dict.fromkeys("norm linalg_vector_norm vector_norm linalg_norm kthvalue".split(), 2)
+_DIM_ARGUMENT: dict[str, int] = dict.fromkeys("norm linalg_vector_norm linalg_norm kthvalue".split(), 2)
 
 
 @rule(
-    *"sum mean nansum nanmean amax amin max min prod logsumexp norm linalg_vector_norm vector_norm linalg_norm var std "
+    *"sum mean nansum nanmean amax amin max min prod logsumexp norm linalg_vector_norm linalg_norm var std "
     "var_mean std_mean median nanmedian argmax argmin all any count_nonzero mode kthvalue".split()
 )
 def reduce(call: Call) -> Place | list[Place]:
@@ -170,18 +170,34 @@ def channel_norm(call: Call) -> Place:
 
 _SPATIAL = {
     f"{prefix}{d}d{suffix}": d
-    for d in (1, 2, 3)
-    for suffix in ("", "_with_indices")
-    for prefix in ("max_pool", "avg_pool", "lp_pool", "adaptive_max_pool", "adaptive_avg_pool", "fractional_max_pool")
+    for prefix, suffixes in (
+        *((f"{kind}_pool", ("", "_with_indices")) for kind in ("max", "adaptive_max", "fractional_max")),
+        *((f"{kind}_pool", ("",)) for kind in ("avg", "lp", "adaptive_avg")),
+    )
+    for d in (1, 2, 3)[prefix.startswith("fractional") :]
+    for suffix in suffixes
 }
 _SPATIAL |= {f"{prefix}{d}d": d + 1 for d in (1, 2, 3) for prefix in ("conv", "conv_transpose")}
 _SPATIAL |= {"pixel_shuffle": 3, "pixel_unshuffle": 3, "channel_shuffle": 3, "tril": 2, "triu": 2, "one_hot": 0}
-_SPATIAL |= {"im2col": 2, "col2im": 2}
+_SPATIAL |= {"col2im": 2}
 
 
 @rule(*_SPATIAL)
 def spatial(call: Call) -> Place:
     return _leading(call, _SPATIAL[call.name])
+
+
+@rule("max_unpool2d", "max_unpool3d")
+def unpooled(call: Call) -> Place:
+    """Entries are put where the indices beside them say, each inside of its image."""
+    axes = {axis for _, axis in call.samples}
+    if len(axes) > 1:
+        raise Mixed("its arguments have their samples along different axes")
+    (axis,) = axes
+    assert isinstance(axis, Axis) and axis.dim is not None
+    if axis.dim >= call.first.ndim - int(call.name[-2]):
+        raise Mixed("it computes across the sample axis")
+    return axis
 
 
 @rule("embedding")
@@ -193,7 +209,7 @@ def lookup(call: Call) -> Place:
     return call.place(call.arg(1, "indices"))
 
 
-@rule("interpolate", "upsample", "grid_sample", "affine_grid")
+@rule("interpolate", "grid_sample", "affine_grid")
 def batch_first(call: Call) -> Place:
     if any(axis != Axis(0) for _, axis in call.samples):
         raise Unknown("its samples do not all lie along axis 0")
@@ -263,8 +279,8 @@ def elementwise_loss(call: Call) -> Place:
     return pointwise(call) if call.out.ndim else TOTAL
 
 
-_ROWS = {"triplet_margin_loss": 3, "cosine_embedding_loss": 2, "multi_margin_loss": 1}
-_ROWS |= {"multilabel_margin_loss": 2, "multilabel_soft_margin_loss": 2}
+_ROWS = {"triplet_margin_loss": 3, "cosine_embedding_loss": 2, "multilabel_margin_loss": 2}
+_ROWS |= {"multilabel_soft_margin_loss": 2}
 """Losses that compare rows, and how many of their arguments have rows."""
 
 

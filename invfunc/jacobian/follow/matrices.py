@@ -23,7 +23,8 @@ _LAST = dict.fromkeys(
     2,
 ) | {"linalg_vander": 1, "stft": 1, "view_as_complex": 1, "view_as_real": 0}
 """On how many."""
-_VECTORS = {"linalg_householder_product": {1}, "linalg_lu_solve": {1}, "linalg_ldl_solve": {1}, "lu_solve": {2}}
+_VECTORS = {"linalg_householder_product": {1}, "lu_unpack": {1}, "linalg_lu_solve": {1}, "linalg_ldl_solve": {1}}
+_VECTORS |= {"lu_solve": {2}}
 """The arguments that have a vector where others have a matrix."""
 
 

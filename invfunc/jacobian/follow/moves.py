@@ -16,7 +16,7 @@ from invfunc.jacobian.follow.samples import located, moved, samples_of
 @rule(
     *"transpose permute t get:T get:mT get:H get:mH movedim moveaxis swapaxes swapdims expand expand_as select narrow "
     "chunk split split_with_sizes tensor_split unbind unsqueeze squeeze hsplit vsplit dsplit adjoint unsafe_chunk "
-    "unsafe_split matrix_H broadcast_to iter".split()
+    "unsafe_split broadcast_to".split()
 )
 def view(call: Call) -> list[Place] | Place:
     x = call.first

@@ -99,7 +99,7 @@ _CORNERED = {"huber_loss", "smooth_l1_loss"}
 """Their second derivative is the outcome of a comparison, and torch's is 0 at NaN."""
 _PREDICTIVE = {
     "mse_loss": "normal",
-    **dict.fromkeys(("binary_cross_entropy_with_logits", "logsigmoid", "log_sigmoid"), "bernoulli"),
+    **dict.fromkeys(("binary_cross_entropy_with_logits", "log_sigmoid"), "bernoulli"),
 }
 
 

@@ -26,7 +26,7 @@ LOSSES = {
     "poisson_nll_loss": "elementwise",
 }
 """Losses that are convex in their input, and the structure of their Hessian."""
-LOGARITHMS = {"log_softmax": "log_softmax", "logsigmoid": "elementwise", "log_sigmoid": "elementwise"}
+LOGARITHMS = {"log_softmax": "log_softmax", "log_sigmoid": "elementwise"}
 """What nll_loss and kl_div, linear in their own input, follow."""
 
 

@@ -19,7 +19,7 @@ from invfunc.jacobian.follow.indices import advanced
 SELECTIONS = set(
     "transpose permute t get:T get:mT get:H get:mH movedim moveaxis swapaxes swapdims select narrow chunk split "
     "split_with_sizes tensor_split unbind unsqueeze squeeze view reshape flatten unflatten ravel view_as reshape_as "
-    "contiguous clone to float double half bfloat16 type_as alias hsplit vsplit dsplit iter".split()
+    "contiguous clone to float double half bfloat16 type_as hsplit vsplit dsplit".split()
 )
 PICKS = SELECTIONS | set(
     "getitem expand expand_as broadcast_to repeat tile repeat_interleave embedding index_select gather take "

@@ -8,8 +8,7 @@ import torch
 
 _ALWAYS = set(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli normal uniform exponential cauchy "
-    "log_normal geometric random multinomial poisson binomial standard_gamma sample_dirichlet gumbel_softmax "
-    "fractional_max_pool2d fractional_max_pool3d".split()
+    "log_normal geometric random multinomial poisson binomial standard_gamma sample_dirichlet gumbel_softmax".split()
 )
 _IN_TRAINING = set(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rrelu "
@@ -30,6 +29,8 @@ def draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
             if rate == 0:
                 return False
         return flags[0] if flags else default
+    if name.startswith("fractional_max_pool"):
+        return (args[5] if len(args) > 5 else kwargs.get("_random_samples")) is None
     if name == "scaled_dot_product_attention":
         rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         return bool(rate)

@@ -23,19 +23,19 @@ _STRAIGHT = SELECTIONS | set(
     "maximum minimum max min amax amin fmax fmin sort topk msort kthvalue median nanmedian cummax cummin "
     "sum mean nansum nanmean cumsum diff trace diagonal diag diag_embed tril triu "
     "add sub rsub subtract neg negative positive sgn floor ceil round trunc fix "
-    "cat stack concat hstack vstack dstack column_stack getitem setitem index index_select gather take take_along_dim "
+    "cat stack concat hstack vstack dstack column_stack getitem setitem index_select gather take take_along_dim "
     "masked_select masked_fill fill where nan_to_num expand expand_as broadcast_to repeat repeat_interleave tile pad "
-    "roll flip fliplr flipud rot90 unfold fold im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle meshgrid "
+    "roll flip fliplr flipud rot90 unfold col2im pixel_shuffle pixel_unshuffle channel_shuffle meshgrid "
     "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
-    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_unpool1d "
-    "max_unpool2d max_unpool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d upsample interpolate "
-    "dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout l1_loss zeros_like "
-    "ones_like new_zeros cpu cuda bernoulli block_diag tensordot_none as_strided_none copy movedim get:real".split()
+    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_unpool2d "
+    "max_unpool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate dropout dropout1d dropout2d "
+    "dropout3d feature_dropout alpha_dropout feature_alpha_dropout l1_loss cpu cuda bernoulli block_diag copy movedim "
+    "get:real".split()
 )
 """Piecewise linear in all that they read."""
 _ONE_ARGUMENT = set(
     "div divide true_divide linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-    "prelu embedding embedding_bag grid_sample nll_loss kl_div lerp".split()
+    "prelu embedding grid_sample nll_loss kl_div lerp".split()
 )
 """Piecewise linear in their first argument, if it is all that they read of the model."""
 

@@ -1,0 +1,25 @@
+"""How the programs that use what the library states of torch's functions are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tests.forms import Form
+from tests.moves import moved
+
+
+def of(output: str, programs: dict[str, Callable]) -> list[Form]:
+    """What is done to `[n, a, b]`, by its name."""
+    return [moved(called, move, output) for called, move in programs.items()]
+
+
+def rows(z: torch.Tensor) -> torch.Tensor:
+    """`[n, b]`"""
+    return z[:, 0]
+
+
+def constants(z: torch.Tensor, *shape: int) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return torch.linspace(-1, 1, count, dtype=z.dtype, device=z.device).view(shape)
