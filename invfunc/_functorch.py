@@ -6,7 +6,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -292,12 +292,13 @@ def opened(func: Callable) -> Callable | None:
     return copy
 
 
-@contextmanager
-def parametrized_anew() -> Iterator[None]:
+def parametrized_anew() -> AbstractContextManager:
     """In which torch does not remember weights that parametrizations gave outside of it."""
-    if not parametrize._cache_enabled:
-        yield
-        return
+    return _remembering_nothing() if parametrize._cache_enabled else nullcontext()
+
+
+@contextmanager
+def _remembering_nothing() -> Iterator[None]:
     kept, parametrize._cache = parametrize._cache, {}
     try:
         yield

@@ -90,7 +90,6 @@ class Functional:
         self.__name__ = self.__qualname__ = type(model).__name__ + ("" if method == "__call__" else f".{method}")
         self.__signature__ = _signature(getattr(model, own))
         self._reach = Reach()
-        self._paths: dict[str, tuple[list[str], str]] = {}
         self._warned: set[str] = set()
         self._proven: set[Any] = set()
         """In which modes of the modules, and at which parameters, f has run on a copy and read nothing else."""
@@ -114,21 +113,22 @@ class Functional:
 
     def _called(self, given: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result on a copy, or in place where something leads past every copy."""
-        mode, strays = None, Strays({})
+        mode, names = None, dict[int, str]()
         with _SWAPPING:
             try:
                 parts = modules_of(self._model)
-                replaced, strays.replaced = self._replaced(given, parts)
-                mode = tuple(m.training for m in parts), frozenset(strays.replaced.values())
+                replaced, names = self._replaced(given, parts)
+                mode = tuple([m.training for m in parts]), frozenset(names.values())
                 if why := self._entangled.get(mode):
                     raise EntangledError(why)
                 skeleton = Skeleton(self._model, parts, replaced, self._reach)
             except EntangledError as error:
-                return self._in_place(partial(self._swapped(given), args, kwargs), strays, mode, str(error))
+                return self._in_place(partial(self._swapped(given), args, kwargs), names, mode, str(error))
         call, why = partial(getattr(skeleton.root, self._method), *args, **kwargs), ""
         if mode in self._proven:
             result = call()
         else:
+            strays = Strays(names)
             try:
                 result = strays.run(call)
             except InvFuncError:
@@ -139,21 +139,21 @@ class Functional:
             if why:
                 strays.rewind()
                 with _SWAPPING:
-                    result = self._in_place(partial(self._swapped(given), args, kwargs), strays, mode, why)
+                    result = self._in_place(partial(self._swapped(given), args, kwargs), names, mode, why)
                 self._entangled[mode] = why
                 return result
             self._proven.add(mode)
         self._leave(skeleton)
         return result
 
-    def _in_place(self, swapped: Callable[[], Any], strays: Strays, mode: Any, why: str) -> Any:
+    def _in_place(self, swapped: Callable[[], Any], names: dict[int, str], mode: Any, why: str) -> Any:
         """The result where the parameters are put into the module itself."""
         if threading.current_thread() is not threading.main_thread():
             what = f"{why} leads to the module and cannot be copied, so that f puts its parameters into the"
             self._warn_once("entangled", f"{what} module while it runs; other threads must not call the module.")
-        if ("in place", mode) in self._proven or not strays.replaced:
+        if ("in place", mode) in self._proven or not names:
             return swapped()
-        strays = Strays(strays.replaced, in_place=True)
+        strays = Strays(names, in_place=True)
         try:
             result = strays.run(swapped)
         except RecomputedError:
@@ -187,26 +187,32 @@ class Functional:
 
         With the names of those that are given and of another value.
         """
-        training = [vars(m)["_buffers"] for m in parts if m.training]
+        training = [m._buffers for m in parts if m.training]
         replaced = {id(b): b.clone() for buffers in training for b in buffers.values() if b is not None}
         names: dict[int, str] = {}
+        owner, own = None, self._model
         for place, value in given.items():
-            path, name = self._paths.get(place) or self._paths.setdefault(place, _split(place))
-            own: dict[str, Any] = vars(self._model)
-            for part in path:
-                module = own["_modules"].get(part)
-                if module is None:
-                    raise self._unknown(place)
-                own = vars(module)
-            tensor = own["_parameters"].get(name)
+            path, _, name = place.rpartition(".")
+            if path != owner:
+                owner, own = path, self._part(path, place)
+            tensor = own._parameters.get(name)
             if tensor is None:
-                tensor = own["_buffers"].get(name)
+                tensor = own._buffers.get(name)
             if tensor is None:
                 raise self._unknown(place)
             replaced[id(tensor)] = value
             if value is not tensor:
                 names[id(tensor)] = place
         return replaced, names
+
+    def _part(self, path: str, place: str) -> nn.Module:
+        """The module at a path, which has the tensor at a place."""
+        module: Any = self._model
+        for name in path.split(".") if path else ():
+            module = module._modules.get(name)
+            if module is None:
+                raise self._unknown(place)
+        return module
 
     def _unknown(self, place: str) -> ArgumentError:
         return ArgumentError(f"{self!r}: params has {place!r}, which is no parameter or buffer of the module.")
@@ -240,15 +246,6 @@ class Functional:
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(f"{self!r}: {text}", InvFuncWarning, stacklevel=4)
-
-
-def _kind(error: BaseException) -> str:
-    return type(error).__name__
-
-
-def _split(place: str) -> tuple[list[str], str]:
-    *path, name = place.split(".")
-    return path, name
 
 
 class _Calls(nn.Module):

@@ -31,6 +31,7 @@ _PLAIN = {
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _STANDARD = vars(nn.Module()).keys()
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_COMPILED = ("_compiled_call_impl", "dynamo_ctx")
 _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -151,7 +152,8 @@ class Rewiring:
         """What was copied, the copies, the attributes that these began with, and the names of those not to be left."""
 
     def of(self, x: Any) -> Any:
-        if type(x) in _PLAIN:
+        kind = type(x)
+        if kind in _PLAIN or (kind in (tuple, list) and _PLAIN.issuperset(map(type, x))):
             return x
         if id(x) in self.known:
             return self.known[id(x)]
@@ -234,54 +236,53 @@ class Skeleton(Rewiring):
         """`parts` are the modules of the tree; `replaced` has what comes in place of the tensors of these ids."""
         targets = {**replaced, **{id(m): m for m in parts}}
         super().__init__(replaced, targets, reach.of(targets))
+        self._checked = set[type]()
         self.root = self.module(root)
 
     def module(self, module: nn.Module) -> nn.Module:
-        old = vars(module).copy()
+        old, kind = module.__dict__.copy(), type(module)
         _check_compiled(module)
-        self._check_methods(type(module))
-        copied = self.known[id(module)] = object.__new__(type(module))
-        attributes, own = vars(copied), set()
+        self._check_methods(kind)
+        copied = self.known[id(module)] = object.__new__(kind)
+        attributes, own, known = copied.__dict__, set(), self.known
         attributes.update(old)
-        for kind in ("_parameters", "_buffers"):
-            attributes[kind] = {name: self.known.get(id(x), x) for name, x in old[kind].items()}
-        attributes["_modules"] = {name: self.of(m) for name, m in old["_modules"].items()}
-        for kind in _HOOKS:
-            if old[kind]:
-                attributes[kind] = self.of(old[kind])
+        for part in ("_parameters", "_buffers"):
+            attributes[part] = {name: known.get(id(x), x) for name, x in old[part].items()} if old[part] else {}
+        attributes["_modules"] = {name: self.of(m) for name, m in old["_modules"].items()} if old["_modules"] else {}
+        for part in _HOOKS:
+            if old[part]:
+                attributes[part] = self.of(old[part])
         if old["_forward_pre_hooks"]:
             hooks = self.of(old["_forward_pre_hooks"])
             attributes["_forward_pre_hooks"] = OrderedDict((key, _noted(hook, own)) for key, hook in hooks.items())
         for name in old.keys() - _STANDARD:
-            if type(old[name]) not in _PLAIN:
-                attributes[name] = self.of(old[name])
-                if attributes[name] is not old[name]:
-                    own.add(name)
+            if type(old[name]) not in _PLAIN and (rewired := self.of(old[name])) is not old[name]:
+                attributes[name] = rewired
+                own.add(name)
         self._made.append((module, copied, attributes.copy(), own))
         return copied
 
     def _check_methods(self, kind: type) -> None:
         """That they do not name the modules."""
+        if kind in self._checked:
+            return
+        self._checked.add(kind)
         for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
             for fn in vars(base).values() if not base.__module__.startswith("torch.") else ():
                 if isinstance(fn, types.FunctionType) and self.reach(fn, self.targets):
                     raise EntangledError(f"{fn.__qualname__}, by a name from outside of the module,")
 
     def left(self) -> list[tuple[Any, str, str | None, Any]]:
-        """What the call has left on the copies: `(original, name, part of a module or None for attributes, value)`.
-
-        Not what hooks have put there for the call, as weight_norm does.
-        """
+        """What forward, but no hook, has left on the copies: `(original, name, part of a module or None, value)`."""
         found: list[tuple[Any, str, str | None, Any]] = []
         for original, copied, began, own in self._made:
-            now = vars(copied)
+            now, before = copied.__dict__, original.__dict__
             if len(now) != len(began) or not all(map(operator.is_, now.values(), began.values())):
                 changed = [(n, v) for n, v in now.items() if began.get(n, began) is not v and n not in own]
                 found += [(original, name, None, value) for name, value in changed]
             for kind in _REGISTERED if isinstance(copied, nn.Module) else ():
-                if len(now[kind]) > len(vars(original)[kind]):
-                    added = now[kind].keys() - vars(original)[kind].keys()
-                    found += [(original, name, kind, now[kind][name]) for name in added]
+                if len(now[kind]) > len(before[kind]):
+                    found += [(original, n, kind, now[kind][n]) for n in now[kind].keys() - before[kind].keys()]
         if not found:
             return found
         back = {id(copied): original for original, copied, *_ in self._made}
@@ -295,7 +296,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     while waiting:
         module = waiting.pop()
         _check_compiled(module)
-        for m in vars(module)["_modules"].values():
+        for m in module.__dict__["_modules"].values():
             if m is not None and id(m) not in found:
                 found[id(m)] = m
                 waiting.append(m)
@@ -303,8 +304,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
 
 def _check_compiled(module: nn.Module) -> None:
-    attributes = vars(module)
-    if "_compiled_call_impl" in attributes or "dynamo_ctx" in attributes or isinstance(module, ScriptModule):
+    if not module.__dict__.keys().isdisjoint(_COMPILED) or isinstance(module, ScriptModule):
         raise EntangledError(f"the compiled code of {type(module).__name__}")
 
 

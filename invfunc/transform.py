@@ -206,9 +206,11 @@ def own_memory(results: Any, given: Any) -> Any:
 
     def own(x: torch.Tensor) -> torch.Tensor:
         expanded = not x.is_contiguous() and any(map(lambda step, size: step == 0 and size > 1, x.stride(), x.shape))
-        if expanded or storage_of(x) in taken:
+        memory = storage_of(x)
+        if expanded or memory in taken:
             x = x.clone(memory_format=torch.contiguous_format)
-        taken.add(storage_of(x))
+            memory = storage_of(x)
+        taken.add(memory)
         return x
 
     return tree.map_tensors(own, results)

@@ -108,6 +108,7 @@ class Evidence:
         self.problem, self.scope = problem, scope
         self.learned: Learned | None = None
         self.doubtful = False
+        self.held: list[torch.Tensor] | None = None  # before the first run
 
     def settled(self, run: Callable[[], T], draws: Draws) -> T:
         """A run; where nothing is known of tensors that it reads, once more with what can be found out about them."""
@@ -123,7 +124,8 @@ class Evidence:
     def tell(self, trace: Trace) -> None:
         """A run that begins."""
         trace.constants.update(self.problem.fixed())
-        trace.constants.update(held_by(self.problem.f))
+        self.held = held_by(self.problem.f) if self.held is None else self.held
+        trace.constants.update(self.held)
         if self.learned is not None:
             self.learned.tell(trace)
 

@@ -151,6 +151,7 @@ _INSTEAD = {
 }
 _NORMS = {"layer_norm": _layer_norm, "batch_norm": _batch_norm, "instance_norm": _batch_norm}
 """Those of torch.nn.functional; torch's own take their arguments in another order."""
+_KNOWN = {"multi_head_attention_forward", "grad", *_INSTEAD, *_NORMS}
 
 
 class TwiceDifferentiable(TorchFunctionMode):
@@ -161,6 +162,8 @@ class TwiceDifferentiable(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name not in _KNOWN:
+            return func(*args, **kwargs)
         if name in ("multi_head_attention_forward", "grad"):  # what happens in there is to be seen too
             with self:
                 return (opened(func) or func)(*args, **kwargs)

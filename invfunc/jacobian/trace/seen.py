@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Seen:
     read: list[torch.Tensor]
     tags: dict[int, Derived | Sampled]
 
-    @property
+    @cached_property
     def writes(self) -> bool:
         return writes(self.func, self.args, self.kwargs)
 
@@ -39,9 +40,14 @@ class Seen:
             return {}
         return {id(x): x for x in self.read if isinstance(self.tags.get(id(x)), Derived)}
 
-    @property
+    @cached_property
     def sampled(self) -> list[Sampled]:
         return [tag for tag in self.tags.values() if isinstance(tag, Sampled)]
+
+    def forget(self, key: int) -> Derived | Sampled | None:
+        """What was known of a tensor that it reads."""
+        self.__dict__.pop("sampled", None)
+        return self.tags.pop(key, None)
 
     def run(self) -> Any:
         if not hasattr(self.func, "recipe"):
@@ -62,7 +68,7 @@ class Seen:
 
     def read_instead(self, kept: torch.Tensor) -> None:
         """A copy of the first argument, from before it was written to."""
-        tag = self.tags.pop(id(self.args[0]), None)
+        tag = self.forget(id(self.args[0]))
         if tag is not None:
             self.tags[id(kept)] = tag
         self.args = (kept, *self.args[1:])
@@ -77,6 +83,8 @@ class Seen:
 
     def _places(self) -> dict[int, Axis | Total]:
         places = {i: t.place for i, t in self.tags.items() if isinstance(t, Sampled) and t.place is not None}
+        if not any(tag.order for tag in self.sampled):
+            return places
         moved = {p.rows for p in places.values() if isinstance(p, Axis)}
         for i, tag in self.tags.items():  # data in the order in which outputs are
             if (

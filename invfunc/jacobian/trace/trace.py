@@ -111,7 +111,7 @@ class Trace(Taps, Provenance, TorchFunctionMode):
                 self.scope.closes_over(x)
         data = [i for i, tag in seen.tags.items() if isinstance(tag, Sampled) and tag.place is TOTAL and not tag.active]
         for i in data:  # data summed over the samples is a constant
-            del seen.tags[i]
+            seen.forget(i)
         if not seen.tags:
             out = seen.run()
             for x in seen.produced(out):
