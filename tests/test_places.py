@@ -10,13 +10,16 @@ from invfunc import (
     batch_diag_ggn,
     batch_diag_hessian,
     batch_grad,
+    batch_jacobian,
     batch_l2_grad,
+    chunked,
     clipped_grad,
     diag_ggn,
     diag_hessian,
     ggn_trace,
     grad_and_variance,
     gram,
+    kflr,
     outputs,
     sum_grad_squared,
 )
@@ -231,3 +234,76 @@ def test_samples_are_followed_to_where_they_are_computed(f):
     assert_trees_close(batch_grad(f)(P, X, Y), shares, EXACT)
     norms = {name: g.square().flatten(1).sum(1) for name, g in shares.items()}
     assert_trees_close(batch_l2_grad(f)(P, X, Y), norms, EXACT)
+
+
+# Models that compute their samples one by one, or somewhere else, and put them back
+
+
+def loop(p, x):
+    return torch.stack([model(p, row) for row in x])
+
+
+def joined(p, x):
+    return torch.cat([model(p, x[i : i + 1]) for i in range(len(x))])
+
+
+def sorted_and_back(p, x):
+    order = x[:, 0].argsort()
+    return model(p, x[order])[order.argsort()]
+
+
+def routed(p, x):
+    z = torch.zeros_like(x)
+    for e in range(2):
+        (at,) = torch.where((x[:, 0] > 0) == bool(e))
+        z = z.index_add(0, at, model(p, x[at]))
+    return z
+
+
+MODELS = {"loop": loop, "cat": joined, "sorted": sorted_and_back, "routed": routed}
+OF_MODELS = {
+    "ggn": diag_ggn,
+    "ggn of one": lambda f, loss: diag_ggn(f, loss, samples=[1]),
+    "ggn of each": batch_diag_ggn,
+    "trace": ggn_trace,
+    "kflr": lambda f, loss: lambda *args: factors(kflr(f, loss)(*args)),
+    "kflr, joint": lambda f, loss: lambda *args: factors(kflr(f, loss, joint=True)(*args)),
+    "kflr, reduce": lambda f, loss: lambda *args: factors(kflr(f, loss, weight_sharing="reduce")(*args)),
+    "kflr, backpack": lambda f, loss: lambda *args: factors(kflr(f, loss, weight_sharing="backpack")(*args)),
+    "jacobian": lambda f, loss: lambda p, x, y: batch_jacobian(f)(p, x),
+    "hessian": diag_hessian,
+    "in chunks of outputs": lambda f, loss: chunked(diag_ggn(f, loss), 2, over="outputs"),
+    "in chunks of params": lambda f, loss: chunked(diag_ggn(f, loss), 2, over="params"),
+}
+
+
+def linear(p, x):
+    return F.linear(x, p["w"], p["b"])
+
+
+def factors(tree):
+    return {name: k.dense() for name, k in tree.items() if k is not None}
+
+
+@pytest.mark.parametrize("f", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("make", OF_MODELS.values(), ids=OF_MODELS)
+def test_models_may_compute_samples_anywhere(make, f):
+    wanted = make(model, F.mse_loss)(P, X, Y)
+    assert_trees_close(make(f, F.mse_loss)(P, X, Y), wanted, EXACT)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
+def test_factors_are_of_the_samples_that_are_there(joint, sharing):
+    """Of equal samples they are exact: one sample's times how many are selected."""
+    x, y, r = X[:1].repeat(N, 1), Y[:1].repeat(N, 1), [0, 3, 0, 0, 1]
+
+    def selected(p, x, y):
+        return F.mse_loss(linear(p, x[r]), y[r], reduction="sum")
+
+    def one(p, x, y):
+        return F.mse_loss(linear(p, x), y, reduction="sum")
+
+    make = kflr(one, weight_sharing=sharing, joint=joint)
+    wanted = {name: len(r) * k for name, k in factors(make(P, x[:1], y[:1])).items()}
+    assert_trees_close(factors(kflr(selected, weight_sharing=sharing, joint=joint)(P, x, y)), wanted, EXACT)

@@ -36,6 +36,11 @@ class Axis:
         return self.dim is None and self.rows is None
 
     @property
+    def kind(self) -> Axis:
+        """The same for each sample that is alone in a tensor."""
+        return self if self.whole or self.dim is not None else Axis(None, rows=())
+
+    @property
     def regular(self) -> bool:
         """Whether each sample has one entry of the dimension, and they are in order."""
         return self.rows is None and self.outer * self.inner == 1
@@ -43,6 +48,12 @@ class Axis:
     def width(self, n: int) -> int:
         """How many entries of the dimension one of n samples has, at most."""
         return self.outer * self.inner if self.rows is None else _places(self.rows, n)[0].shape[1]
+
+    def filled(self, n: int) -> torch.Tensor:
+        """Which part of the entries that a sample is exposed with is its own, and stands for no missing one."""
+        if self.rows is None:
+            return torch.ones(n)
+        return torch.bincount(torch.tensor(self.rows, dtype=torch.int64), minlength=n) / max(1, self.width(n))
 
     def at(self, dim: int | None) -> Axis:
         """The same inside dimension, at another place."""

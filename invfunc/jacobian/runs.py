@@ -173,7 +173,7 @@ class Runner:
         return Run(ran.trace, ran.params, part, {}, start, tree.unflatten(ran.outputs, alone.structure), alone.aux)
 
     def model(self, part: slice | torch.Tensor, n: int, tapped: bool = True, draws: Draws | None = None) -> Run:
-        """The model function on a part; `run.result` becomes the structure of its outputs; `draws` are to be repeated."""
+        """The model function on a part; `run.result` becomes the structure of its outputs; `draws` are repeated."""
         partial = n < self.problem.n
         if self.alone is not None:
             return self._model_alone(self.alone, part, n, tapped)

@@ -30,6 +30,8 @@ class Factors:
     a: torch.Tensor | None
     """None where it has one factor only, or other columns brought it."""
     positions: float
+    """How many there are, in all samples."""
+    samples: int
     places: list[Place]
     joint: bool
     shape: torch.Size
@@ -39,7 +41,10 @@ class Factors:
         a = self.a if other.a is None else other.a
         if samples and self.a is not None and other.a is not None:
             a = self.a + other.a
-        return replace(self, b=self.b + other.b, a=a)
+        found = replace(self, b=self.b + other.b, a=a)
+        if samples:
+            found.positions, found.samples = self.positions + other.positions, self.samples + other.samples
+        return found
 
 
 @dataclass
@@ -100,7 +105,7 @@ class KroneckerFactors(Block):
         except Unfactored as why:
             if sum(n != 1 for n in shape) < 2:  # its block is no larger than a factor of a matrix
                 places = [Place(tuple(range(len(shape))), shape.numel())]
-                whole = Factors(shares.outer(), None, 1.0, places, False, shape)
+                whole = Factors(shares.outer(), None, 1.0, 1, places, False, shape)
                 return (Kept(name, {"whole": whole}),)
             if self.unsupported == "skip":
                 return (None,)
@@ -119,7 +124,7 @@ class KroneckerFactors(Block):
                 layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
         if same:
             b = known[id(tap.call)]
-            return {layers[0].role: Factors(b, None, 1.0, layers[0].places, False, shares.leaf.shape)}
+            return {layers[0].role: Factors(b, None, 1.0, 1, layers[0].places, False, shares.leaf.shape)}
         roles: dict[Hashable, list[Layer]] = {}
         for layer in layers:
             roles.setdefault(layer.role, []).append(layer)
@@ -143,7 +148,8 @@ class KroneckerFactors(Block):
         if columns.right is not None:
             right = [layer.operands(columns.right, part) for layer in layers]
         covered = [layer.covered for layer in layers]  # where each reads a part, that part is not to count twice
-        positions = sum(x.s.shape[-1] * out * read for x, (out, read) in zip(left, covered, strict=True)) or 1.0
+        counted = zip(layers, left, covered, strict=True)
+        counts = summed(layer.positions(x, part) * (out * read) for layer, x, (out, read) in counted)
         weight = None if columns.weight is None else columns.weight[:, part]
         if self.sharing == "expand":
             products = [_columns(x.s, y.s, weight) for x, y in zip(left, right, strict=True)]
@@ -153,21 +159,22 @@ class KroneckerFactors(Block):
             b = _columns(first, first if right is left else _added(right, covered), weight)
         a = None
         if not shares.again and len(layers[0].places) > 1:
-            a = self._inputs(left, [out for out, _ in covered], layers[0].places[1].size, positions)
+            a = self._inputs(left, [out for out, _ in covered], layers[0].places[1].size, counts)
         if self.sharing == "backpack":  # it does not divide by the positions
             out, read = (min(1.0, sum(parts)) for parts in zip(*covered, strict=True))
             a, b = a if a is None or out == 1 else a / out, b if read == 1 else b / read**2
         b = b if columns.right is None else (b + b.mT) / 2
-        return Factors(b, a, positions, layers[0].places, joint, shares.leaf.shape, layers[0].blocks)
+        positions = float((counts > 0).sum() if self.sharing == "reduce" else counts.sum())
+        return Factors(b, a, positions, len(counts), layers[0].places, joint, shares.leaf.shape, layers[0].blocks)
 
-    def _inputs(self, operands: list[Operands], covered: list[float], rows: int, positions: float) -> torch.Tensor:
+    def _inputs(self, operands: list[Operands], covered: list[float], rows: int, counts: torch.Tensor) -> torch.Tensor:
         """`sum_n a a^T`; a diagonal where rows are picked, unless they are averaged first."""
         found = []
         for o, out in zip(operands, covered, strict=True):
             picked, like = o.picked, o.s
             if self.sharing == "reduce" and picked is not None:
-                counts = like.new_zeros(len(picked), rows + 1)
-                part = counts.scatter_add(1, picked, torch.ones_like(picked, dtype=like.dtype))[:, :-1]
+                none = like.new_zeros(len(picked), rows + 1)
+                part = none.scatter_add(1, picked, torch.ones_like(picked, dtype=like.dtype))[:, :-1]
             elif self.sharing == "reduce":
                 assert o.a is not None
                 part = o.a.sum(-1)
@@ -178,7 +185,10 @@ class KroneckerFactors(Block):
                 part = outer(o.a) if o.gram is None else o.gram  # pyright: ignore[reportArgumentType]
             found.append(part if out == 1 else out * part)
         total = added(found)
-        return outer(total.unsqueeze(-1)) / positions**2 if self.sharing == "reduce" else total
+        if self.sharing != "reduce":
+            return total
+        counts = counts.to(total).reshape(-1, *[1] * (total.ndim - 1))
+        return outer(torch.where(counts > 0, total / counts, 0).unsqueeze(-1))
 
     def over_samples(self, a: State, b: State) -> State:
         return (None if a[0] is None or b[0] is None else a[0].joined(b[0], samples=True),)
@@ -202,7 +212,8 @@ class KroneckerFactors(Block):
         if found.a is None:
             return Kronecker((found.b,), (dims[0],), shape, blocks=blocks, name=name)
         a = found.a / known.n
-        a = a / found.positions if self.sharing == "expand" else a
+        if self.sharing != "backpack":  # which does not divide by the positions
+            a = a * (found.samples / (found.positions or found.samples))
         if found.joint:
             sizes = [math.prod(x.shape[:-1]) for x in (found.b, a)] if blocks else [len(found.b), len(a)]
             count = math.prod(blocks or (1,))

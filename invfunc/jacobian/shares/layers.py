@@ -62,6 +62,10 @@ class Layer:
     def called(self) -> str:
         return self.tap.call.name if self.tap.call is not None else "f"
 
+    def positions(self, x: Operands, part: Part) -> torch.Tensor:
+        """How many of them each sample has."""
+        return x.s.shape[-1] * self.tap.axis.filled(self.shares.samples.n).to(x.s.device)[part]
+
     @property
     def covered(self) -> tuple[float, float]:
         """Which part of the parameter it reads: of what is sent back, and of what is read."""
@@ -132,8 +136,17 @@ class Layer:
         a = self._formed([("V" + labels, x.unsqueeze(0)) for labels, x in others], [shared, ins, inner], 1, b)[0]
         a = self.places[1].spread(a, a.ndim - 2)
         if self.joint:
-            a = torch.cat([a, torch.ones_like(a[..., :1, :])], -2)
+            ones = torch.ones_like(a[..., :1, :])
+            a = torch.cat([a, ones if self.tap.axis.rows is None else self._real(part).reshape(ones.shape)], -2)
         return Operands(s, a)
+
+    def _real(self, part: Part) -> torch.Tensor:
+        """1 at the positions of samples, 0 at those that stand for missing ones."""
+        tap = self.tap
+        assert tap.call is not None
+        ones = torch.ones(tap.call.out.shape, dtype=tap.param.dtype, device=tap.param.device)
+        real = tap.axis.expose(ones, self.shares.samples.n)[part]
+        return replace(self, joint=False).of(real.unsqueeze(0), part).s[:, :, :1]
 
     def _entry_by_entry(
         self, terms: list[Term], outs: list[str], sizes: dict[str, int], v: int, b: int, part: Part

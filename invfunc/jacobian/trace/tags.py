@@ -83,11 +83,14 @@ class Tap:
             return id(self)
 
         def described(x: Any) -> Hashable:
-            return (tuple(x.shape), x is self.param, call.place(x)) if isinstance(x, torch.Tensor) else repr(x)
+            if not isinstance(x, torch.Tensor):
+                return repr(x)
+            place = call.place(x)
+            return tuple(x.shape), x is self.param, place.kind if isinstance(place, Axis) else place
 
         leaves, structure = tree.flatten((call.args, call.kwargs))
         arguments = repr(structure), tuple(described(x) for x in leaves)
-        return id(self.param), call.func, self.axis, tuple(call.out.shape), arguments, self.recipe.output
+        return id(self.param), call.func, self.axis.kind, tuple(call.out.shape), arguments, self.recipe.output
 
 
 class Tags:
