@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost
+from invfunc._functorch import innermost, unwatched
 from invfunc.errors import ArgumentError, ArgumentTypeError, RangeError
 
 _MANTISSA = {torch.float32: 24, torch.float64: 53}
@@ -68,10 +68,10 @@ class Grid:
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """The same, without a look at the range."""
-        if not isinstance(x, torch.Tensor) or x.is_complex():
-            kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        if isinstance(kind, str) or kind.is_complex:
             raise ArgumentTypeError(f"{self!r}: a tensor of real numbers is put on a grid, not {kind}.")
-        x = x.to(self.dtype)
+        x = x if kind == self.dtype else x.to(self.dtype)
         if torch.compiler.is_compiling():
             return x + (_nearest(x, self.fraction_bits) - x).detach()
         return _Round.apply(x, self.fraction_bits)
@@ -80,22 +80,30 @@ class Grid:
         """The tensors, if they are within the range, and on the grid; `entered` says that this is known."""
         if torch.compiler.is_compiling():
             return tensors
-        for x in map(innermost, tensors):
-            if x.dtype != self.dtype:
-                raise RangeError(f"{self!r}: a state of {x.dtype} is not on the grid; put it there with Grid.enter(x).")
-            low, high = (float(end) for end in x.aminmax()) if x.numel() else (0.0, 0.0)
-            if not (-self.limit < low and high < self.limit):
-                raise RangeError(
-                    f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at "
-                    f"{self.limit:.6g}. Take fewer fraction_bits, or dtype=torch.float64."
-                )
-            if not entered and not torch.equal(_nearest(x, self.fraction_bits), x):
-                raise RangeError(f"{self!r}: the state is not on the grid; put it there with Grid.enter(x).")
+        with unwatched():  # values that are only looked at
+            for x in map(innermost, tensors):
+                self._check(x, entered)
         return tensors
+
+    def _check(self, x: torch.Tensor, entered: bool) -> None:
+        if x.dtype != self.dtype:
+            raise RangeError(f"{self!r}: a state of {x.dtype} is not on the grid; put it there with Grid.enter(x).")
+        low, high = (float(end) for end in x.aminmax()) if x.numel() else (0.0, 0.0)
+        if not (-self.limit < low and high < self.limit):
+            raise RangeError(
+                f"{self!r}: numbers between {low:.3g} and {high:.3g} leave the range, which ends at "
+                f"{self.limit:.6g}. Take fewer fraction_bits, or dtype=torch.float64."
+            )
+        if not entered and not torch.equal(_nearest(x, self.fraction_bits), x):
+            raise RangeError(f"{self!r}: the state is not on the grid; put it there with Grid.enter(x).")
 
 
 def _nearest(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x * 2.0**bits).round_().mul_(2.0**-bits).add_(0.0)  # -0.0 does not come back as such
+    return _on_grid(x * 2.0**bits, bits)
+
+
+def _on_grid(scaled: torch.Tensor, bits: int) -> torch.Tensor:
+    return scaled.round_().mul_(2.0**-bits).add_(0.0)  # -0.0 does not come back as such
 
 
 class _Round(torch.autograd.Function):
@@ -105,7 +113,9 @@ class _Round(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, bits: int) -> torch.Tensor:
-        return _nearest(x, bits)
+        scaled = x * 2.0**bits
+        with unwatched():  # as no one else has it
+            return _on_grid(scaled, bits)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:

@@ -89,7 +89,8 @@ class Rounded(Part):
     def __call__(self, b: torch.Tensor, params: Any = ..., *args: Any, **kwargs: Any) -> torch.Tensor:
         dtype = self.dtype(params)
         try:
-            return self.grid.round(self.part(b if dtype is None else b.to(dtype), params, *args, **kwargs))
+            state = b if dtype in (None, b.dtype) else b.to(dtype)
+            return self.grid.round(self.part(state, params, *args, **kwargs))
         except RuntimeError as error:
             if dtype is None and not torch.compiler.is_compiling():
                 error.add_note(
@@ -103,7 +104,7 @@ class Rounded(Part):
 
 
 def _dtype(tensors: Any) -> torch.dtype | None:
-    found = {t.dtype for t in tensors if t.is_floating_point()}
+    found = {dtype for t in tensors if (dtype := t.dtype).is_floating_point}
     return found.pop() if len(found) == 1 else None
 
 
