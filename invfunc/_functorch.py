@@ -201,7 +201,7 @@ def grad_level() -> Iterator[tuple[Callable, Callable]]:
 def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
     """A level of our own whose leaves may also be made, and its tensors read, inside of a vmap that runs in it.
 
-    Yields `enter` (a tensor becomes a leaf there), `beneath` (the tensor of the level that lies below batch dimensions)
+    Yields `enter` (a tensor becomes a leaf there), `edge` (where it is in the graph of the level, None where it is not)
     and `leave` (a tensor without its graph of the level).
     """
     with grad_level() as (wrap, unwrap):
@@ -223,7 +223,12 @@ def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
             x, layers = peel(x)
             return put_back(_below(level, lambda: change(unwrap(x))), layers)
 
-        yield partial(at_the_level, wrap), lambda x: peel(x)[0], partial(at_the_level, lambda x: x)
+        def edge(x: torch.Tensor) -> torch.autograd.graph.GradientEdge | None:
+            x, _ = peel(x)
+            own = x.requires_grad and _C.maybe_get_level(x) == level
+            return torch.autograd.graph.get_gradient_edge(x) if own else None
+
+        yield partial(at_the_level, wrap), edge, partial(at_the_level, lambda x: x)
 
 
 def _below(level: int, run: Callable[[], torch.Tensor]) -> torch.Tensor:

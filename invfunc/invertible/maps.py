@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from invfunc import tree
-from invfunc._functorch import leaf_level, level_of
+from invfunc._functorch import leaf_level
 from invfunc.invertible.call import Call, Evaluate, Tensors
 
 Map = Callable[[Tensors], list[torch.Tensor]]
@@ -90,11 +90,11 @@ def pulled(fn: Map, number: int, wanted: Sequence[int], given: Sequence[int]) ->
 
     def slope(tensors: Tensors) -> list[torch.Tensor]:
         create_graph = torch.is_grad_enabled()
-        with _differentiating(create_graph, tensors) as (tensors, (enter, _, leave)):
+        with _differentiating(create_graph, tensors) as (tensors, (enter, edge, leave)):
             inputs = [enter(t) if i in wanted else t for i, t in enumerate(tensors[:number])]
-            asked = [_edge(inputs[i]) for i in wanted]
+            asked = [edge(inputs[i]) for i in wanted]
             outputs = fn(inputs)
-            back = [(_edge(outputs[i]), g) for i, g in zip(given, tensors[number:], strict=True)]
+            back = [(edge(outputs[i]), g) for i, g in zip(given, tensors[number:], strict=True)]
             del inputs, outputs  # autograd knows what it needs of them
             found = _gradients(back, asked, create_graph)
             return [_left(g, tensors[i], leave) for i, g in zip(wanted, found, strict=True)]
@@ -118,7 +118,7 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
 
     def step(tensors: Tensors) -> list[torch.Tensor]:
         create_graph = torch.is_grad_enabled()
-        with _differentiating(create_graph, tensors) as (tensors, (enter, beneath, leave)):
+        with _differentiating(create_graph, tensors) as (tensors, (enter, edge, leave)):
             sources, rest, gs = (
                 tensors[:n_sources],
                 tensors[n_sources : n_sources + n_rest],
@@ -127,16 +127,12 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
             graphs: dict[int, _Graph] = {}
             values: dict[int, tuple[list[torch.Tensor], tree.Form]] = {}
 
-            def edges(found: Tensors) -> list[Edge | None]:
-                own = map(beneath, found)
-                return [None if level_of(t) is None else _edge(t) for t in own]  # a plain one has another graph
-
             def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 inputs, form = tree.separate((args, kwargs))
                 inputs = [enter(t) if differentiable(t) else t for t in inputs]
                 args, kwargs = form.join(inputs)
                 outputs, form = tree.separate(fn(*args, **kwargs))
-                graphs[index] = edges(inputs), edges(outputs)
+                graphs[index] = [*map(edge, inputs)], [*map(edge, outputs)]
                 values[index] = [leave(t) for t in outputs], form
                 return form.join(values[index][0])
 
@@ -146,19 +142,19 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
             def recall(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 found, form = values.pop(index)
                 found = [enter(t) if differentiable(t) else t for t in found]
-                places[index] = edges(tree.tensors((args, kwargs))), edges(found)
+                places[index] = [*map(edge, tree.tensors((args, kwargs)))], [*map(edge, found)]
                 return form.join(found)
 
             inputs = [enter(t) if i in wanted else t for i, t in enumerate((*xs, *rest))]
-            asked = [_edge(inputs[i]) for i in wanted]
+            asked = [edge(inputs[i]) for i in wanted]
             ys = run.forward(inputs[:n_xs], inputs[n_xs:], recall)
-            back = [(_edge(ys[i]), g) for i, g in zip(given, gs, strict=True)]
+            back = [(edge(ys[i]), g) for i, g in zip(given, gs, strict=True)]
             del inputs, ys  # autograd knows what it needs of them
             for index in sorted(graphs, reverse=True):
                 (inner, outer), (own_inner, own_outer) = places.pop(index), graphs.pop(index)
                 of_outer = _gradients(back, outer, create_graph, retain=True)
                 within = [own if place is not None else None for place, own in zip(inner, own_inner, strict=True)]
-                pairs = [(edge, g) for edge, g in zip(own_outer, of_outer, strict=True) if g is not None]
+                pairs = [(place, g) for place, g in zip(own_outer, of_outer, strict=True) if g is not None]
                 of_inner = _gradients(pairs, within, create_graph)
                 back += [(place, g) for place, g in zip(inner, of_inner, strict=True) if g is not None]
             found = _gradients(back, asked, create_graph)
@@ -184,10 +180,6 @@ _Graph = tuple[list[Edge | None], list[Edge | None]]
 def differentiable(tensor: torch.Tensor) -> bool:
     """Whether a tensor can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _edge(tensor: torch.Tensor) -> Edge | None:
-    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def _left(gradient: torch.Tensor | None, like: torch.Tensor, leave: Callable) -> torch.Tensor:
