@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
 FLOORS = [
     {"thresholds"},
-    {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager", "_blocks", "_symmetric", "_nodes", "_uncompiled"},
+    {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager", "_blocks", "_symmetric", "_nodes"}
+    | {"_scripted", "_uncompiled"},
     {"kronecker"},
     {"jacobian", "strays"},
     {"transform", "columns", "chunked", "together", "reduced", "outputs", "functional", "operation", "explain"},

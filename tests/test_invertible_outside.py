@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 import invfunc
-from invfunc import ModifiedError, ReplayError, additive_coupling, invertible_checkpoint, tree
+from invfunc import Invertible, ModifiedError, ReplayError, additive_coupling, invertible_checkpoint, tree
 from invfunc.testing import assert_trees_close
 
 RTOL = 1e-9
@@ -102,23 +102,50 @@ class TestModules:
         for statistic in (variance, diag_ggn):
             assert_trees_close(run(invertible_checkpoint, statistic), run(as_it_is, statistic), rtol=RTOL)
 
-    def test_an_inverse_of_ones_own_that_cannot_know_them_is_refused(self):
+
+@pytest.mark.parametrize("state", [False, True])
+class TestAnInverseThatClosesOverWhatWasPutIn:
+    """When it runs, the module has its own parameters again."""
+
+    class Scaled(nn.Module):
+        def __init__(self, wrap, inverse, state):
+            super().__init__()
+            self.scale, self.power, self.other = (nn.Parameter(torch.full((6,), by).double()) for by in (2.0, 1.0, 3.0))
+            self.norm = nn.BatchNorm1d(6, momentum=None).double() if state else nn.Identity()
+            self.block = wrap(Invertible(self.scaled, getattr(self, inverse)))
+
+        def scaled(self, x):
+            return x * self.scale.exp() + self.norm(torch.ones_like(x)).sin() * self.power
+
+        def back(self, y):
+            return (y - self.norm(torch.ones_like(y)).sin() * self.power) * (-self.scale).exp()
+
+        def reading_more(self, y):
+            return self.back(y) * self.other / self.other
+
+        def forward(self, x):
+            return self.block(self.block(x)).sin()
+
+    @staticmethod
+    def gradients(model):
         x, _ = data()
-        layer = nn.Linear(6, 6, bias=False).double()
+        given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        params = {
+            name: p.requires_grad_(p.is_floating_point()) for name, p in moved(dict(model.named_parameters())).items()
+        }
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        y = functional_call(model, {**params, **buffers}, (x,))
+        found = torch.autograd.grad(y.square().sum(), list(params.values()), allow_unused=True, materialize_grads=True)
+        assert all(t is given[name] for name, t in (*model.named_parameters(), *model.named_buffers()))
+        return found, buffers, list(model.buffers())
 
-        class Scaled(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
-                self.block = invertible_checkpoint(lambda x: x * self.scale, lambda y: y / self.scale)
+    def test_gets_what_was_there(self, state):
+        found, wanted = (self.gradients(self.Scaled(wrap, "back", state)) for wrap in (invertible_checkpoint, as_it_is))
+        assert_trees_close(found, wanted, rtol=RTOL)
 
-            def forward(self, x):
-                return self.block(self.block(layer(x)))
-
-        model = Scaled()
-        y = functional_call(model, moved(dict(model.named_parameters())), (x,))
-        with pytest.raises(ReplayError, match="exchanged since.*Pass them as arguments"):
-            y.sum().backward()
+    def test_and_reads_more_is_refused(self, state):
+        with pytest.raises(ReplayError, match="forward does not read, and .* exchanged since.*Pass them as arguments"):
+            self.gradients(self.Scaled(invertible_checkpoint, "reading_more", state))
 
 
 def test_random_numbers_of_a_first_attempt_are_taken_back():

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from invfunc import tree
 from invfunc._functorch import saving_hooks, under, unwatched, version
+from invfunc._scripted import Interpreted
 from invfunc._uncompiled import Uncompiled
 from invfunc.errors import InverseError, InvFuncError, ReplayError
+from invfunc.invertible.like import Like, laid_out
 from invfunc.invertible.pair import Invertible
-from invfunc.invertible.recall import INVERSE, OUTSIDE, Other, Recall, Sight, Use
+from invfunc.invertible.recall import INVERSE, OUTSIDE, Exchanged, Other, Recall, Sight, Use
 from invfunc.invertible.replay import Replay
 from invfunc.invertible.report import Report, Sums, compare_sums, sums
 from invfunc.invertible.shared import Evaluate, Evaluations, Moment, evaluated
@@ -65,7 +66,7 @@ class Call:
         self.moments: list[Moment] = []
         """The evaluations of shared functions."""
         self._y: tree.Form
-        self._like: list[_Like] = []
+        self._like: list[Like] = []
         self._others: dict[int, list[Other]] = {}
         self._uses: list[Use] = []
 
@@ -77,7 +78,7 @@ class Call:
 
     def first(self, xs: Tensors, rest: Tensors, closed: bool, evaluate: Evaluate | None = None) -> Any:
         """The result of forward, for the first time: what it reads and writes besides its arguments is noted."""
-        self._like = [_Like(x.shape, x.dtype, x.device, x.stride()) for x in xs]
+        self._like = [Like(x.shape, x.dtype, x.device, x.stride()) for x in xs]
         given = (*xs, *rest)
         self._start = self._moment(given)
 
@@ -118,7 +119,6 @@ class Call:
             self._start.rewind()
             for generator, state in watch.drawn:
                 generator.set_state(state)
-        watch.outside(len(xs), None)  # which says if it reads what it writes
         return watch.closure()
 
     def take_back(self) -> None:
@@ -143,7 +143,7 @@ class Call:
         rest, lifts = self._own(rest)
         args, kwargs = self._rest.join(rest)
         shared = Evaluations(evaluate).of(self.pair.shared)
-        with Uncompiled(), sight.lifting(lifts) if lifts else nullcontext():
+        with Uncompiled(), Interpreted(), sight.lifting(lifts) if lifts else nullcontext():
             y = self.pair.forward(*shared, self._x.join(xs), *args, **kwargs)
         self.pair.apart(y)
         return y
@@ -156,7 +156,14 @@ class Call:
         `known` says that `evaluate` knows the results of shared functions, and does not evaluate them; `compare` that
         the result is held against that of the first time, where that is asked for.
         """
-        recall = self._recall((*xs, *rest))
+        y, _ = self._again(xs, rest, evaluate, known)
+        if compare and self.tolerance is not None:
+            all_kept = len(self.kept) == len(self._like)
+            compare_sums(y, self._sums, self.tolerance, all_kept, lambda: self.run(xs, rest, None, compare=False))
+        return y
+
+    def _again(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool) -> tuple[Any, Recall]:
+        recall = Recall((*xs, *rest), self._others, self.followed, self._uses, {})
 
         def again(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             moment = self.moments[index]
@@ -168,20 +175,10 @@ class Call:
             moment.after.rewind()  # whether it drew its random numbers or its result was known
             return result
 
-        try:
-            with self._start.again(), recall:
-                y = self._forward(xs, rest, again, recall)
-            recall.check(OUTSIDE)
-        finally:  # also where it was stopped, as nothing more is needed of it
-            if recall.exchanged and len(self.kept) < len(self._like):
-                raise ReplayError(
-                    "the function closes over tensors that have been exchanged since, and so does its inverse, perhaps "
-                    "(functional_call puts parameters into a module only while it is called). Pass them as arguments."
-                ) from None
-        if compare and self.tolerance is not None:
-            all_kept = len(self.kept) == len(self._like)
-            compare_sums(y, self._sums, self.tolerance, all_kept, lambda: self.run(xs, rest, None, compare=False))
-        return y
+        with self._start.again(), recall:
+            y = self._forward(xs, rest, again, recall)
+        recall.check(OUTSIDE)
+        return y, recall
 
     def flat(self, y: Any) -> list[torch.Tensor]:
         """The tensors of a result; its form is kept for the inverse."""
@@ -193,14 +190,33 @@ class Call:
         return self._y.join(ys)
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None = None) -> list[torch.Tensor]:
-        """The tensors of x, from those of y."""
+        """The tensors of x, from those of y; what the inverse closes over may have been exchanged since.
+
+        What was there is found out by evaluating forward, if at a wrong x.
+        """
+        xs, recall = self._inverse(sources, rest, evaluate, {})
+        if not recall.strangers:
+            return xs
+        _, at_it = self._again(xs, rest, None, known=False)
+        if any(i in at_it.exchanged for i in recall.strangers):
+            xs, recall = self._inverse(sources, rest, evaluate, at_it.exchanged)
+        if at_it.exchanged and any(t.requires_grad for t, _ in recall.strangers.values()):
+            raise ReplayError(
+                "the inverse closes over tensors that forward does not read, and what forward reads has been exchanged "
+                "since (functional_call puts parameters into a module only while it is called). Pass them as arguments."
+            )
+        return xs
+
+    def _inverse(
+        self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None, exchanged: Exchanged
+    ) -> tuple[list[torch.Tensor], Recall]:
         count = len(self._y.places)
         ys, kept = sources[:count], dict(zip(self.kept, sources[count:], strict=True))
         given = self._y.join(ys)
         own, lifts = self._own(rest)
         args, kwargs = self._rest.join(own)
         number = len(self.moments)
-        recall = self._recall((*sources, *rest))
+        recall = Recall((*sources, *rest), self._others, self.followed, self._uses, exchanged)
 
         def backwards(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if index >= number:
@@ -225,7 +241,7 @@ class Call:
         evaluations = Evaluations(backwards)
         shared = evaluations.of(self.pair.shared)
         before = [version(t) for t in (*sources, *rest)]
-        with self._start.again(), recall, recall.lifting(lifts), recall.within(INVERSE), Uncompiled():
+        with self._start.again(), recall, recall.lifting(lifts), recall.within(INVERSE), Uncompiled(), Interpreted():
             x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if [version(t) for t in (*sources, *rest)] != before:
             raise ReplayError(
@@ -235,7 +251,7 @@ class Call:
             raise InverseError(
                 f"the inverse evaluates its shared functions {evaluations.count} times, forward {number}."
             )
-        return self._like_x(x, kept)
+        return self._like_x(x, kept), recall
 
     def _like_x(self, x: Any, kept: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """What the inverse gave, if it has the form of x."""
@@ -274,9 +290,6 @@ class Call:
         except InvFuncError as error:
             raise told(error, f"invertible_checkpoint({self.pair!r}), in the backward pass") from error.__cause__
 
-    def _recall(self, given: Tensors) -> Recall:
-        return Recall(given, self._others, self.followed, self._uses)
-
     def dtypes(self) -> list[torch.dtype]:
         """Those of x, and those that autocast computes in."""
         return [*(like.dtype for like in self._like), *self._start.dtypes()]
@@ -290,27 +303,3 @@ class Call:
         """The tensors of x as one would write them."""
         named = tree.named_leaves(self._x.join(range(len(self._like))))
         return ["x" + named[place][0] for place in self._x.places]
-
-
-def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with the strides it had: kernels are chosen by them, and with these what autograd saves."""
-    apart = sorted((step, size) for step, size in zip(stride, tensor.shape, strict=True) if size > 1)
-    overlaps = any(step < before * size for (before, size), (step, _) in pairwise([(1, 1), *apart]))
-    if tensor.stride() == stride or overlaps or tensor.numel() == 0:
-        return tensor
-    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
-
-
-class _Like(NamedTuple):
-    """What a tensor of x is like."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    stride: tuple[int, ...]
-
-    def is_like(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor may be it; one of a wider dtype has all of its digits."""
-        wider = self.dtype.is_floating_point and torch.promote_types(tensor.dtype, self.dtype) == tensor.dtype
-        right = wider and tensor.dtype.is_floating_point or tensor.dtype == self.dtype
-        return right and (tensor.shape, tensor.device) == (self.shape, self.device)

@@ -77,8 +77,8 @@ def invertible_checkpoint(
     Raises:
         ArgumentTypeError: f or f_inv is no function, f_inv is missing, or an option is of a wrong kind.
         ArgumentError: keep names a tensor that x does not have, or has_aux is asked of what hides nothing.
-        InverseError: x comes back with an error (`check`), or in another form or shape, or in a dtype that has not all of
-            its digits.
+        InverseError: x comes back with an error (`check`), or in another form or shape, or in a dtype that has not all
+            of its digits.
         ReplayError: f or f_inv writes into its arguments, or reads and writes a state of its own where that cannot be
             repeated; or it does something else when it is evaluated again. f uses torch.autograd, or a gradient is
             differentiated within its own transform of torch.func.
@@ -99,7 +99,8 @@ def invertible_checkpoint(
 
     Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
     memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is. What f
-    calls that was compiled by itself runs as it was written, and there is a warning.
+    calls that was compiled by itself runs as it was written, and there is a warning; what torch.jit made runs without
+    its optimisations.
     Statistics of this library look through it, and read again what layers read, in place of keeping it; inside of
     torch.func, or with a second derivative (`diag_hessian`, `hvp`, results that require grad), they take f as it is.
 

@@ -10,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import freed, level_of, plainly
+from invfunc._scripted import Scripted
 
 _F = torch.nn.functional
 _RUNNING = {
@@ -73,7 +74,9 @@ class Outside:
 
 
 def targets(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """What a call is known to write."""
+    """What a call is known to write, or may write."""
+    if isinstance(func, Scripted):
+        return tree.tensors(args[1])
     if func in _RUNNING:
         mean, var, place, name, default = _RUNNING[func]
         statistics = (_argument(args, kwargs, mean, "running_mean"), _argument(args, kwargs, var, "running_var"))
@@ -85,6 +88,11 @@ def targets(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[torch.T
     if name in _IN_PLACE or (name[-1:] == "_" and name[-2:] != "__" and name not in _WRITES_NOTHING):
         return tree.tensors(args[:1])
     return tree.tensors(kwargs["out"]) if kwargs.get("out") is not None else []
+
+
+def wrote(func: Callable, args: tuple, written: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What it has written, of what it may write."""
+    return [args[1][place] for place in func.wrote] if isinstance(func, Scripted) else written
 
 
 def _argument(args: tuple, kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._functorch import Memory, freed, level_of, unwatched, unwrapped, version
+from invfunc._scripted import Watcher
 from invfunc.errors import ReplayError
 from invfunc.invertible.outside import Outside, State
 from invfunc.invertible.slots import Held, Hooks
@@ -43,7 +44,7 @@ class Parts:
             self.part = outer
 
 
-class Sight(Parts, TorchFunctionMode):
+class Sight(Parts, Watcher, TorchFunctionMode):
     """Sees every call of torch while a function runs, and which tensors it made or was given."""
 
     lifts: Sequence[torch.Tensor] = ()
@@ -97,6 +98,8 @@ class Other:
     def __init__(self, used: Outside, state: State | None, hooks: Hooks | None) -> None:
         tensor = used.tensor
         self._tensor = weakref.ref(tensor)
+        self.number = id(used)
+        """The same for all states of a tensor."""
         self.lift, self.written = used.lift, used.written
         self.state = used.written and used.read
         """Whether what it holds matters, and changes."""
@@ -140,6 +143,8 @@ class Other:
 
 Use = tuple[Other, Callable]
 """A state that is read or written, and the operation that does it."""
+Exchanged = Mapping[int, tuple[torch.Tensor, Other]]
+"""Tensors, by their ids, that have taken the place of others."""
 
 
 class Recall(Sight):
@@ -153,6 +158,7 @@ class Recall(Sight):
         followed: whether a statistic looked on the first time, which writes some operations out.
         uses: in which order states were read and written beside shared functions; the inverse, which may evaluate the
             same module several times, starts from the same states each time.
+        exchanged: what the inverse finds in the place of what the function used.
     """
 
     def __init__(
@@ -160,7 +166,8 @@ class Recall(Sight):
         given: Iterable[torch.Tensor],
         others: Mapping[int, Sequence[Other]],
         followed: bool,
-        uses: Sequence[Use] = (),
+        uses: Sequence[Use],
+        exchanged: Exchanged,
     ) -> None:
         super().__init__(given)
         self._followed = followed
@@ -178,8 +185,11 @@ class Recall(Sight):
         self._states: dict[int, torch.Tensor] = {}
         self._names: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Copies, and the tensors that they are of."""
-        self.exchanged = False
-        """Whether beside the shared functions other tensors were there than the first time."""
+        self._exchanged = exchanged
+        self.exchanged: dict[int, tuple[torch.Tensor, Other]] = {}
+        """Where other tensors were there than the first time."""
+        self.strangers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """What the inverse read that is none of what the function used, but may have taken its place; with copies."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -242,13 +252,15 @@ class Recall(Sight):
 
     def _of_inverse(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as it was. A state goes through what it went through in f, which may be evaluated repeatedly."""
-        other = next((other for other in self._all if other.is_(tensor)), None)
+        _, other = self._exchanged.get(id(tensor), (None, None))
+        other = other or next((other for other in self._all if other.is_(tensor)), None)
         if other is None:
-            return tensor
+            return self._of_a_stranger(tensor) if any(other.like(tensor) for other in self._all) else tensor
         if not other.state:
             return self._again(other, tensor)
+        number = other.number
         other, func = self._uses[self._at] if self._uses else (other, None)
-        if func != self._calls or not other.is_(tensor):
+        if func != self._calls or other.number != number:
             raise ReplayError(
                 f"the inverse, by `{_name(self._calls)}`, uses a tensor of shape {list(tensor.shape)} that f reads and "
                 "writes, in another order than f. Pass it as an argument and return its new value; of a module in "
@@ -259,6 +271,14 @@ class Recall(Sight):
         if id(tensor) not in self._states:
             self._states[id(tensor)] = self._again(other, tensor)
         return self._states[id(tensor)]
+
+    def _of_a_stranger(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, as the tensor may not be written in the place of another."""
+        if id(tensor) not in self.strangers:
+            copy = self.know(tensor.detach().clone())
+            self.strangers[id(tensor)] = tensor, copy
+            self._names[id(copy)] = copy, tensor
+        return self.strangers[id(tensor)][1]
 
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
         found = self._found.get(self.part)
@@ -273,7 +293,8 @@ class Recall(Sight):
                     f"or train mode between forward and backward? Do that after the backward pass. {SHARDED}"
                 )
             other = order[len(found)]
-            self.exchanged |= self.part == OUTSIDE and not other.is_(tensor)
+            if not other.is_(tensor):
+                self.exchanged[id(tensor)] = tensor, other
             found[id(tensor)] = tensor, self._again(other, tensor)
         return found[id(tensor)][1]
 

@@ -53,6 +53,8 @@ class Recording:
         self._apart: dict[Key, tuple[Error, Probe]] = {}
         """How far saved tensors are from what they were, and what they are."""
         self._versions: list[tuple[torch.Tensor, int]] = []
+        self._stopped: tuple[type[Exception], tuple] | None = None
+        """The error that ends an evaluation; it is not kept itself, as it knows what it came from."""
 
     def check(self) -> None:
         """What was saved was not written afterwards."""
@@ -79,10 +81,24 @@ class Recording:
 
     @contextmanager
     def part(self, index: int) -> Iterator[None]:
+        self._tape.counts.pop(index, None)  # an inverse may be evaluated once more
         with self._tape.within(index), saved_tensors_hooks(self._pack, _never):
-            yield
+            try:
+                yield
+            except RuntimeError:
+                if self._stopped is None:
+                    raise
+                kind, told = self._stopped
+                raise kind(*told) from None  # of which torch.jit has made an error of its own
 
     def _pack(self, tensor: torch.Tensor) -> None:
+        try:
+            self._record(tensor)
+        except Exception as error:
+            self._stopped = type(error), error.args
+            raise
+
+    def _record(self, tensor: torch.Tensor) -> None:
         key = self._tape.next()
         like = self._like.get(key)
         if like != (tensor.shape, tensor.dtype, self._places.get(pointer(tensor))):
@@ -91,6 +107,7 @@ class Recording:
                 f"autograd saves a tensor {list(tensor.shape)} {tensor.dtype} where it saved {then} the first time: "
                 f"the function does not do the same thing twice. {CHANGES}"
             )
+        self._apart.pop(key, None)
         if key in self._probes and (error := self._probes[key].errors((tensor,))[0]):
             self._apart[key] = error, Probe((tensor,), thresholds.PROBED_SAVED)
         self.found[key] = tensor.detach()

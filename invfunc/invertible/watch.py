@@ -10,9 +10,10 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import level_of, storage_of, version
+from invfunc._scripted import Scripted
 from invfunc._uncompiled import compiled_within, here
 from invfunc.errors import ClosedOverError, ReplayError
-from invfunc.invertible.outside import Outside, State, depends, targets
+from invfunc.invertible.outside import Outside, State, depends, targets, wrote
 from invfunc.invertible.recall import OUTSIDE, SHARDED, Other, Sight, Use
 from invfunc.invertible.report import Known
 from invfunc.invertible.slots import Hooks
@@ -61,6 +62,8 @@ class Watch(Sight):
         kwargs = kwargs or {}
         if not self._known.calls and compiled_within(self._entered):
             self._known.compiled()
+        if not self._known.calls and isinstance(func, Scripted):
+            func.look()
         generator = kwargs.get("generator")
         if isinstance(generator, torch.Generator) and not any(generator is known for known in self._generators):
             self.drawn.append((generator, generator.get_state()))
@@ -75,14 +78,9 @@ class Watch(Sight):
             args, kwargs = tree.map_tensors(lambda t: lifted.get(id(t), t), (args, kwargs))
         used = [t for t in read if id(t) in lifted or not self.knows(t)]
         outer = [t for t in (lifted.get(id(t), t) for t in used) if not self.knows(t)]
-        written = targets(func, args, kwargs)
-        if written:
-            self._versions = [
-                _WRITTEN if any(t is w for w in written) else v
-                for t, v in zip(self._given, self._versions, strict=True)
-            ]
         if self._closed and outer:
             self._refuse(func, outer)
+        written = targets(func, args, kwargs)
         for t in written:
             if not self.knows(t):
                 root = self._met(t).root
@@ -91,6 +89,12 @@ class Watch(Sight):
         for t in used:  # in the order in which it will be read again
             self._note(t, func)
         result = func(*args, **kwargs)
+        written = wrote(func, args, written)
+        if written:
+            self._versions = [
+                _WRITTEN if any(t is w for w in written) else v
+                for t, v in zip(self._given, self._versions, strict=True)
+            ]
         for t, then in zip(outer, before, strict=True):
             root = self._met(t).root
             if version(t) != then or any(t is w for w in written):
@@ -120,7 +124,7 @@ class Watch(Sight):
         return root.holder
 
     def closure(self) -> Closure:
-        """What gradients may be asked for that the function was not given, and what it writes; after `outside`."""
+        """What gradients may be asked for that the function was not given, and what it writes."""
         roots = [o for o in self._outside.values() if o.root is o]
         written = [o for o in roots if o.written]
         needed = [o.tensor for o in roots if o.read and not o.written and _has_gradient(o.tensor)]

@@ -1,0 +1,190 @@
+"""What torch.jit made, of which function modes see nothing: one operation for those that want to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from invfunc import tree
+from invfunc._functorch import dispatched, innermost, plainly, under, unwatched, version
+from invfunc.errors import ReplayError
+
+_KINDS: tuple[Any, ...] = (torch.ScriptMethod, torch.jit.ScriptFunction)  # pyright: ignore[reportAttributeAccessIssue]
+_Values = dict[int, torch.Tensor]
+"""Tensors by their place in a module."""
+
+
+class Watcher:
+    """A torch function mode that sees calls of what torch.jit made."""
+
+
+class Interpreted:
+    """A context in which what torch.jit made is seen by the watchers of a thread, and runs as it was written.
+
+    Optimised, which it is after some calls, it saves other tensors for its gradient.
+    """
+
+    _lock = threading.Lock()
+    _number = 0
+    _before: tuple[Callable, ...] = ()
+
+    def __enter__(self) -> None:
+        jit: Any = torch.jit
+        self._plain = jit.optimized_execution(False)
+        self._plain.__enter__()
+        with self._lock:
+            if Interpreted._number == 0:
+                Interpreted._before = tuple(vars(kind)["__call__"] for kind in _KINDS)
+                for kind, call in zip(_KINDS, Interpreted._before, strict=True):
+                    kind.__call__ = _seen(call)
+            Interpreted._number += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            Interpreted._number -= 1
+            if Interpreted._number == 0:
+                for kind, call in zip(_KINDS, Interpreted._before, strict=True):
+                    kind.__call__ = call
+        self._plain.__exit__(None, None, None)
+
+
+def _seen(call: Callable) -> Callable:
+    """How what torch.jit made is called, for the time of the context."""
+
+    def seen(made: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _watched():
+            return call(made, *args, **kwargs)
+        scripted = Scripted(made, call)
+        return scripted(scripted.parameters, scripted.state, args, kwargs)
+
+    return seen
+
+
+def _watched() -> bool:
+    return under(Watcher) and has_torch_function((None,))
+
+
+class Scripted:
+    """One call of what torch.jit made: an operation of the parameters and the state of its module, and its arguments.
+
+    Where it gets others than the module has, it is evaluated on a copy of the module.
+    """
+
+    def __init__(self, made: Any, call: Callable) -> None:
+        self._made, self._call = made, call
+        self._owner = getattr(made, "owner", None)
+        self.parameters: _Values = {}
+        self.state: _Values = {}
+        for place, (module, name, is_parameter) in enumerate(_attributes(self._owner)):
+            value = module.getattr(name)
+            if isinstance(value, torch.Tensor):
+                (self.parameters if is_parameter else self.state)[place] = value
+        self.wrote: list[int] = []
+        """The places of the state that it wrote."""
+        self._constants: list[torch.Tensor] = []
+
+    @property
+    def __name__(self) -> str:
+        if self._owner is None:
+            return self._made.name
+        module = self._owner.qualified_name.split(".")[-1]
+        return module if self._made.name == "forward" else f"{module}.{self._made.name}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scripted) and other._made == self._made
+
+    def __hash__(self) -> int:
+        return hash(self._made)
+
+    def look(self) -> None:
+        """Look into it for what cannot be seen from here."""
+        graph = self._made.inlined_graph
+        if graph.findNode("prim::PythonOp") is not None:
+            raise ReplayError(
+                f"`{self.__name__}`, which torch.jit made, calls back into Python (torch.jit.ignore), where it is not "
+                "seen what is read and written. Leave this part of the block unscripted."
+            )
+        nodes = graph.findAllNodes("prim::Constant")
+        self._constants = [n.t("value") for n in nodes if n.hasAttribute("value") and n.kindOf("value") == "t"]
+
+    def __call__(self, parameters: _Values, state: _Values, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if _watched():
+            return handle_torch_function(self, (), parameters, state, args, kwargs)
+        made, owner, given = self._made, self._owner, {**parameters, **state}
+        if any(given[place] is not value for place, value in (self.parameters | self.state).items()):
+            owner = _copy(owner)
+            for place, (module, name, _) in enumerate(_attributes(owner)):
+                if place in given:
+                    module.setattr(name, given[place])
+            made = owner._get_method(made.name)
+        with unwatched():
+            before = {place: (t, version(t), _value(t)) for place, t in state.items()}
+            others = self._others(owner, given)
+        result = self._call(made, *args, **kwargs)
+        with unwatched():
+            self.wrote = [place for place, (t, then, value) in before.items() if _written(t, then, value)]
+            self._check(others, self._others(owner, given))
+        return result
+
+    def _others(self, owner: Any, given: _Values) -> dict[str, Any]:
+        """What it may not change: attributes that are no tensors, which tensors there are, and constants."""
+        found: dict[str, Any] = {}
+        for place, (module, name, _) in enumerate(_attributes(owner)):
+            leaves, structure = tree.flatten(module.getattr(name))
+            found[f"{place} {name}"] = (
+                structure,
+                [
+                    (id(leaf), None if place in given else version(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+                    for leaf in leaves
+                    if isinstance(leaf, (torch.Tensor, bool, int, float, complex, str))
+                ],
+            )
+        return found | {f"{i} a constant": version(t) for i, t in enumerate(self._constants)}
+
+    def _check(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        for key, value in before.items():
+            if after[key] != value:
+                raise ReplayError(
+                    f"`{self.__name__}`, which torch.jit made, changes {key.split(' ', 1)[1]}, which cannot be "
+                    "repeated. Keep what changes in a buffer, and write that in place: self.count.add_(1)."
+                )
+
+
+def _attributes(module: Any) -> Iterator[tuple[Any, str, bool]]:
+    """The attributes of a scripted module and of those within it, and whether they are parameters."""
+    if module is None:
+        return
+    jit: Any = torch
+    kind = jit.ConcreteModuleType.from_jit_type(module._type())
+    for name, (_, is_parameter) in sorted(kind.get_attributes().items()):
+        yield module, name, is_parameter
+    for _, inner in jit.ModuleDict(module).items():
+        yield from _attributes(inner)
+
+
+def _copy(module: Any) -> Any:
+    """A module of the same tensors and of modules that are copies."""
+    jit: Any = torch
+    copy = module._replicate_for_data_parallel()
+    for name, inner in jit.ModuleDict(module).items():
+        copy.setattr(name, _copy(inner))
+    return copy
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a tensor holds, as normalisations write their state without its version telling; None where it has none."""
+    if tensor.is_meta or dispatched():
+        return None
+    with plainly():
+        return innermost(tensor).clone()
+
+
+def _written(tensor: torch.Tensor, then: int, value: torch.Tensor | None) -> bool:
+    if version(tensor) != then:
+        return True
+    with plainly():
+        return value is not None and not torch.equal(innermost(tensor), value)

@@ -1,0 +1,32 @@
+"""What tensors are like, and how they lie in memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with the strides it had: kernels are chosen by them, and with these what autograd saves."""
+    apart = sorted((step, size) for step, size in zip(stride, tensor.shape, strict=True) if size > 1)
+    overlaps = any(step < before * size for (before, size), (step, _) in pairwise([(1, 1), *apart]))
+    if tensor.stride() == stride or overlaps or tensor.numel() == 0:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
+class Like(NamedTuple):
+    """What a tensor of x is like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may be it; one of a wider dtype has all of its digits."""
+        wider = self.dtype.is_floating_point and torch.promote_types(tensor.dtype, self.dtype) == tensor.dtype
+        right = wider and tensor.dtype.is_floating_point or tensor.dtype == self.dtype
+        return right and (tensor.shape, tensor.device) == (self.shape, self.device)
