@@ -38,7 +38,7 @@ def _drawn(columns: Columns, count: int, generator: torch.Generator) -> Drawn:
         return Drawn({columns.root: columns.layout(_categorical(columns, count, generator))})
     if isinstance(columns, Elementwise):
         noise = _NOISE[columns.predictive](columns, count, generator)
-        return Drawn({columns.root: noise * safe_root(columns.diagonal / count)})
+        return Drawn({columns.root: noise * (safe_root(columns.diagonal) * count**-0.5)})
     raise ArgumentError(
         "mc_samples needs a loss with a known sampler: one of torch's convex losses, alone. Pass `sample=`, a function "
         "(outputs, generator) -> target that draws from the model's predictive, or leave mc_samples out."
@@ -48,12 +48,12 @@ def _drawn(columns: Columns, count: int, generator: torch.Generator) -> Drawn:
 def _categorical(columns: Softmax, count: int, generator: torch.Generator) -> torch.Tensor:
     """`sqrt(k / M) (p - onehot(y))` with y from p: `[M, n, C, positions]`."""
     p = columns.logits.softmax(1)
-    below = p.detach().float().cumsum(1) if p.dtype in (torch.float16, torch.bfloat16) else p.detach().cumsum(1)
+    below = _wide(p.detach()).cumsum(1)
     n, classes, positions = p.shape
     number = _uniform((count, n, 1, positions), below, generator) * below[:, -1:]
     target = (below <= number).sum(2).clamp(max=classes - 1)
     onehot = target.unsqueeze(2) == torch.arange(classes, device=p.device)[:, None]
-    return (p - onehot.to(p.dtype)) * safe_root(columns.weight / count).unsqueeze(1)
+    return (p - onehot.to(p.dtype)) * (safe_root(columns.weight) * count**-0.5).unsqueeze(1)
 
 
 def _normal(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -64,11 +64,12 @@ def _normal(columns: Elementwise, count: int, generator: torch.Generator) -> tor
 def _bernoulli(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:
     """`(p - y) / sqrt(p (1 - p))`, which has variance 1; 0 where p is 0 or 1 up to rounding."""
     assert columns.logits is not None
-    p = columns.logits.sigmoid()
+    p = _wide(columns.logits).sigmoid()
     number = _uniform((count, *p.shape), p, generator)
     variance = p * (1 - p)
     none = variance <= 0
-    return torch.where(none, 0, (p - (number < p).to(p.dtype)) * torch.where(none, 1, variance).rsqrt())
+    noise = torch.where(none, 0, (p - (number < p).to(p.dtype)) * torch.where(none, 1, variance).rsqrt())
+    return noise.to(columns.diagonal.dtype)
 
 
 def _signs(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -77,6 +78,11 @@ def _signs(columns: Elementwise, count: int, generator: torch.Generator) -> torc
 
 
 _NOISE = {"normal": _normal, "bernoulli": _bernoulli, "signs": _signs}
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Half precision has few random numbers near 0, and none near most probabilities."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _uniform(shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

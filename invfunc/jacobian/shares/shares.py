@@ -122,14 +122,20 @@ class Shares:
         param = factor.tap.param
         if param is self.leaf:
             return share
-        wide, share = share, share.to(param.dtype)
+        scale = None if share.dtype == param.dtype else _scale(share, lead)
+        low = (share if scale is None else share / scale).to(param.dtype)
         if lead == 0:
-            (found,) = self.scope.grad([param], [self.leaf], [share], batched=False)
+            (found,) = self.scope.grad([param], [self.leaf], [low], batched=False)
         else:
-            (found,) = self.scope.grad([param], [self.leaf], [share.flatten(0, lead - 1)])
+            (found,) = self.scope.grad([param], [self.leaf], [low.flatten(0, lead - 1)])
         if found is None:
-            return wide.new_zeros(*wide.shape[:lead], *self.leaf.shape)
-        return self.scope.leave(found).reshape((*wide.shape[:lead], *self.leaf.shape))
+            return share.new_zeros(*share.shape[:lead], *self.leaf.shape)
+        found = self.scope.leave(found).reshape((*share.shape[:lead], *self.leaf.shape))
+        if scale is None:
+            return found
+        return found.to(torch.promote_types(found.dtype, share.dtype)) * scale.reshape(
+            *share.shape[:lead], *[1] * self.leaf.ndim
+        )
 
     def origins(self, param: torch.Tensor) -> torch.Tensor:
         """Which entry of the parameter each entry of a tensor is that picks among them; -1 where it is none."""
@@ -154,3 +160,10 @@ class Shares:
             return False
         read = summed(self._pull(f, torch.ones_like(f.tap.param), 0) for f in self.factors)
         return not bool((innermost(read) > 1.5).any())
+
+
+def _scale(share: torch.Tensor, lead: int) -> torch.Tensor:
+    """What to divide by so that float16 holds the entries and their sums: a square of a share would be 0 there."""
+    size = share.detach().abs().reshape(*share.shape[:lead], -1).sum(-1) / 1024
+    size = torch.where((size > 0) & size.isfinite(), size, 1)
+    return size.reshape(*size.shape, *[1] * (share.ndim - lead))
