@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from invfunc import thresholds
+from invfunc import thresholds, tree
 from invfunc._functorch import innermost, version
 from invfunc.errors import ConvexityError, SplitError
 from invfunc.jacobian.follow.layers import reduction
@@ -23,6 +23,7 @@ from invfunc.jacobian.loss.columns import (
 )
 from invfunc.jacobian.loss.split import Piece, Root
 from invfunc.jacobian.scope import Scope
+from invfunc.jacobian.twice import TwiceDifferentiable
 
 
 def gradient(scope: Scope, result: torch.Tensor, roots: list[Root], n: int) -> Gradient:
@@ -104,16 +105,31 @@ _PREDICTIVE = {
 
 
 def _elementwise(scope: Scope, piece: Piece, slope: torch.Tensor, n: int, convex: bool) -> Elementwise:
-    (first,) = scope.grad([piece.output], [piece.input], [slope], batched=False, create_graph=True)
+    x, output = _wide(piece)
+    (first,) = scope.grad([output], [x], [slope.to(output.dtype)], batched=False, create_graph=True)
     assert first is not None
-    (second,) = scope.grad([first], [piece.input], [torch.ones_like(first)], batched=False)
-    second = torch.zeros_like(piece.input) if second is None else second
+    (second,) = scope.grad([first], [x], [torch.ones_like(first)], batched=False)
+    second = torch.zeros_like(x) if second is None else second
     second = second.masked_fill(first.isnan(), torch.nan) if piece.call.name in _CORNERED else second
     diagonal = scope.leave(second)
     if convex:
         _check_sign(diagonal, piece.call.name)
     logits = piece.axis.expose(scope.leave(piece.input), n)
     return Elementwise(piece.root, piece.axis.expose(diagonal, n), _PREDICTIVE.get(piece.call.name, "signs"), logits)
+
+
+def _wide(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    """The input and the output, in float32 at least: p (1 - p) is 0 in bfloat16 for all p above 0.998."""
+    if piece.input.dtype not in (torch.float16, torch.bfloat16):
+        return piece.input, piece.output
+    low, x = piece.input, piece.input.float()
+
+    def wide(a: torch.Tensor) -> torch.Tensor:
+        return x if a is low else a.float() if a.is_floating_point() else a
+
+    args, kwargs = tree.map_tensors(wide, (piece.call.args, piece.call.kwargs))
+    with TwiceDifferentiable():
+        return x, piece.call.func(*args, **kwargs)
 
 
 def _class_dim(piece: Piece) -> int:
