@@ -174,19 +174,29 @@ undispatched = _disable_current_modes
 """The same without dispatch modes."""
 
 
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    """A leaf of the same memory that needs a gradient; of a plain tensor a plain one, whatever is around."""
+    with plainly() if level_of(x) is None else nullcontext():
+        x = x.detach()
+    return _requiring_grad(x)
+
+
+def _requiring_grad(x: torch.Tensor) -> torch.Tensor:
+    allowed = _C.get_inplace_requires_grad_allowed()
+    _C.set_inplace_requires_grad_allowed(True)
+    try:
+        return x.requires_grad_()
+    finally:
+        _C.set_inplace_requires_grad_allowed(allowed)
+
+
 @contextmanager
 def grad_level() -> Iterator[tuple[Callable, Callable]]:
     """A torch.func level of our own: yields `enter` (a tensor becomes differentiable there) and `leave`."""
     level = _C._grad_increment_nesting()
 
     def enter(x: torch.Tensor) -> torch.Tensor:
-        x = _C._wrap_for_grad(x, level)
-        allowed = _C.get_inplace_requires_grad_allowed()
-        _C.set_inplace_requires_grad_allowed(True)
-        try:
-            return x.requires_grad_()
-        finally:
-            _C.set_inplace_requires_grad_allowed(allowed)
+        return _requiring_grad(_C._wrap_for_grad(x, level))
 
     def leave(x: torch.Tensor) -> torch.Tensor:
         return _C._unwrap_for_grad(x, level)

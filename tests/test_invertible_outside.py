@@ -269,6 +269,24 @@ class TestInsideOfTorchFunc:
         found = torch.func.grad(loss)(params, invertible_checkpoint)
         assert_trees_close(found, torch.func.grad(loss)(params, lambda pair: pair), 1e-4)
 
+    @pytest.mark.parametrize("kind", ["vmap", "jvp"])
+    @pytest.mark.parametrize("wrap", [additive_coupling, lambda F, G: lambda x: (x[0] + F(x[1]), x[1] + G(x[0]))])
+    def test_a_transform_within_f_may_read_what_f_closes_over(self, kind, wrap):
+        torch.manual_seed(0)
+        layer, x = nn.Linear(3, 3), torch.randn(5, 3)
+        within = {
+            "vmap": lambda b: torch.func.vmap(lambda row: layer(row).tanh() * layer.bias)(b),
+            "jvp": lambda b: torch.func.jvp(lambda b: layer(b).sin(), (b,), (b,))[1],
+        }
+        pair = wrap(within[kind], torch.cos)
+        block = invertible_checkpoint(pair) if wrap is additive_coupling else invertible_checkpoint(pair, None)
+
+        def gradients(f):
+            a, b = f(f((x.sin(), x.cos())))
+            return torch.autograd.grad((a * b).sum(), [*layer.parameters()])
+
+        assert_trees_close(gradients(block), gradients(pair), 1e-4)
+
 
 class Last(nn.Module):
     """What a recurrent layer gives at its last step."""

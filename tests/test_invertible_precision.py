@@ -18,6 +18,7 @@ from invfunc import (
     with_log_det,
 )
 from invfunc.testing import assert_trees_close
+from tests.meter import Meter
 from tests.strategies import Numbers
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -102,6 +103,22 @@ class TestUnderAutocast:
 
         plain = gradients(lambda pair: pair)
         assert_trees_close(gradients(invertible_checkpoint), plain, 4 * torch.finfo(half).eps)
+
+
+def test_autocast_around_a_backward_pass_keeps_nothing_of_it():
+    """Its cache would keep all that was cast, to the end of autocast."""
+
+    def peak(depth):
+        layers = [nn.Linear(CHANNELS, CHANNELS) for _ in range(2)]
+        block, x = invertible_checkpoint(additive_coupling(*layers)), torch.randn(500, CHANNELS)
+        with Meter() as meter, torch.autocast("cpu", torch.bfloat16):
+            state = x.sin(), x.cos()
+            for _ in range(depth):
+                state = block(state)
+            (state[0] * state[1]).sum().backward()
+        return meter.peak()
+
+    assert peak(12) < 1.1 * peak(3)
 
 
 class TestLogDeterminants:

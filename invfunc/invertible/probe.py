@@ -63,7 +63,7 @@ def _entries(tensor: torch.Tensor, most: int, turn: int) -> _Entries | None:
         return None
     shape = tensor.shape
     count, step, left = _places(shape, most)
-    if count == 0 or tensor.is_quantized:
+    if count == 0 or tensor.is_quantized or tensor._is_zerotensor():
         return None
     start = turn * _FAR % left
     if tensor.is_contiguous():

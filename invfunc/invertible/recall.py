@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._functorch import Memory, freed, level_of, unwatched, unwrapped, version
+from invfunc._functorch import Memory, freed, leaf, level_of, unwatched, unwrapped, version
 from invfunc._scripted import Watcher
 from invfunc.errors import ReplayError
 from invfunc.invertible.outside import Outside, State
@@ -130,7 +130,7 @@ class Other:
                 f"the memory of a tensor of shape {list(tensor.shape)} that the function reads from outside was freed "
                 f"after it was evaluated. {SHARDED}"
             )
-        tensor = tensor.requires_grad_() if self._needs else tensor
+        tensor = leaf(tensor) if self._needs else tensor
         return tensor.clone() if self.written else tensor
 
     def _has_not_changed(self, tensor: torch.Tensor) -> bool:

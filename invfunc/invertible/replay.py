@@ -65,6 +65,8 @@ class Replay:
                 yield
             finally:
                 self._set(before)
+                if self.dtypes():  # autocast around us would keep what was cast here
+                    torch.clear_autocast_cache()
 
     def _set(self, states: Iterable[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
