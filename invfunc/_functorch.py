@@ -177,8 +177,7 @@ undispatched = _disable_current_modes
 def leaf(x: torch.Tensor) -> torch.Tensor:
     """A leaf of the same memory that needs a gradient; of a plain tensor a plain one, whatever is around."""
     with plainly() if level_of(x) is None else nullcontext():
-        x = x.detach()
-    return _requiring_grad(x)
+        return _requiring_grad(x.detach())
 
 
 def _requiring_grad(x: torch.Tensor) -> torch.Tensor:
