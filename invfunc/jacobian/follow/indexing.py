@@ -251,7 +251,7 @@ def along_index(call: Call) -> Place:
     axes = {a for t in (x, source) if isinstance(t, torch.Tensor) and (a := call.place(t)) is not None}
     if len(axes) == 1 and call.place(index) is None:
         (axis,) = axes
-        if isinstance(axis, Axis) and axis.dim != dim:
+        if isinstance(axis, Axis) and axis.dim not in (None, dim):
             return axis
     return written(call, spelled(call, x, (*[slice(None)] * dim, index)), source)
 

@@ -46,6 +46,8 @@ def located(samples: torch.Tensor, n: int, *more: torch.Tensor, some: bool = Fal
     if only is not None:
         return only
     for dim, size in enumerate(samples.shape):
+        if not size:  # none were selected
+            return Axis(dim, rows=())
         for inner in [i for i in range(1, size // n + 1) if size % (i * n) == 0]:
             axis = Axis(dim, size // (inner * n), inner)
             if agree(spread(axis, samples.shape, n, samples.device), given):
