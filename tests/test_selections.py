@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invfunc import (
@@ -222,3 +222,32 @@ def test_an_empty_list_selects_nothing():
     args = drawn(3, 2)
     found = batch_grad(lambda p, x, y, m: each(model(p, x), y)[[]].sum() + each(model(p, x), y).sum())(*args)
     assert_trees_close(found, batch_grad(lambda p, x, y, m: each(model(p, x), y).sum())(*args), EXACT)
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["index_add", "setitem"])
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+def test_experts_may_get_one_sample_or_none(written, experts):
+    """The layers are so wide that the axis of an empty selection could be taken for one of all samples."""
+    rand, n = Numbers(), len(experts)
+    params, x = {"w": rand(60, 60), "v": rand(3, 60)}, Numbers(1)(n, 60)
+
+    def f(params, x):
+        h = (x @ params["w"] / 60).tanh()
+        z = torch.zeros_like(h)
+        for e in range(3):
+            (at,) = torch.where(torch.tensor(experts)[: len(x)] == e)
+            if written:
+                z[at] = h[at] * params["v"][e]
+            else:
+                z = z.index_add(0, at, (h[at] * params["v"][e]) @ params["w"])
+        return z.square().sum()
+
+    def loop(params):
+        return torch.stack([f_of_one(params, x[i : i + 1], e) for i, e in enumerate(experts)])
+
+    def f_of_one(params, x, e):
+        z = (x @ params["w"] / 60).tanh() * params["v"][e]
+        return (z if written else z @ params["w"]).square().sum()
+
+    assert_trees_close(batch_grad(f)(params, x), torch.func.jacrev(loop)(params), EXACT)
