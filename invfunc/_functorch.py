@@ -151,6 +151,10 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+is_zero = torch.Tensor._is_zerotensor
+"""Whether a tensor is the zeros of a jvp, which have no memory."""
+
+
 unwatched = torch._C.DisableTorchFunction
 """A context without torch function modes, for what a function does not do itself."""
 
@@ -193,15 +197,8 @@ def _requiring_grad(x: torch.Tensor) -> torch.Tensor:
 def grad_level() -> Iterator[tuple[Callable, Callable]]:
     """A torch.func level of our own: yields `enter` (a tensor becomes differentiable there) and `leave`."""
     level = _C._grad_increment_nesting()
-
-    def enter(x: torch.Tensor) -> torch.Tensor:
-        return _requiring_grad(_C._wrap_for_grad(x, level))
-
-    def leave(x: torch.Tensor) -> torch.Tensor:
-        return _C._unwrap_for_grad(x, level)
-
     try:
-        yield enter, leave
+        yield lambda x: _requiring_grad(_C._wrap_for_grad(x, level)), lambda x: _C._unwrap_for_grad(x, level)
     finally:
         _C._grad_decrement_nesting()
 

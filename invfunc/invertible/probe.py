@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import batch_first, capturing, dispatched, freed, innermost, unwatched
+from invfunc._functorch import batch_first, capturing, dispatched, innermost, is_zero, unwatched
 
 Error = float | torch.Tensor
 """The distance of some entries from what they were, relative to their size; a tensor where a device has not told it."""
@@ -63,7 +63,7 @@ def _entries(tensor: torch.Tensor, most: int, turn: int) -> _Entries | None:
         return None
     shape = tensor.shape
     count, step, left = _places(shape, most)
-    if count == 0 or tensor.is_quantized or freed(tensor):  # as are the zeros of a jvp
+    if count == 0 or tensor.is_quantized or is_zero(tensor):
         return None
     start = turn * _FAR % left
     if tensor.is_contiguous():
