@@ -17,7 +17,7 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.nn.utils import parametrize
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch has no public name for it
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -231,8 +231,7 @@ def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
 
         def edge(x: torch.Tensor) -> torch.autograd.graph.GradientEdge | None:
             x, _ = peel(x)
-            own = x.requires_grad and _C.maybe_get_level(x) == level
-            return torch.autograd.graph.get_gradient_edge(x) if own else None
+            return torch.autograd.graph.get_gradient_edge(x) if x.requires_grad and level_of(x) == level else None
 
         yield partial(at_the_level, wrap), edge, partial(at_the_level, lambda x: x)
 
@@ -257,8 +256,8 @@ def pointer(x: torch.Tensor) -> int:
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """Which memory a tensor is in."""
-    return _plain(x).untyped_storage()._cdata
+    """Which memory a tensor is in, or another that a function mode puts in its place."""
+    return handle_torch_function(storage_of, (x,), x) if has_torch_function_unary(x) else memory_of(x)._cdata
 
 
 def freed(x: torch.Tensor) -> bool:

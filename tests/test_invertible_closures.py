@@ -40,7 +40,7 @@ class Net(nn.Module):
         "chain",
         "args",
     )
-    KINDS += ("dropout", "state", "state that is read")
+    KINDS += ("nested", "dropout", "state", "state that is read")
 
     def __init__(self, kind: str, wrapped: bool, depth: int = 3) -> None:
         super().__init__()
@@ -64,9 +64,12 @@ class Net(nn.Module):
             "chain": lambda: chain(additive_coupling(self.F, self.G), momentum(lambda x: self.H(x).sin() * self.s)),
             "args": lambda: additive_coupling(lambda b, by: self.F(b) * by, lambda a, by: self.G(a) / by),
             "dropout": lambda: additive_coupling(lambda b: nn.functional.dropout(self.F(b), 0.5), self.G),
+            "nested": lambda: additive_coupling(lambda b: self.inner((b, b.cos()))[0].sin(), self.H),
             "state": lambda: additive_coupling(self.counting, self.G),
             "state that is read": lambda: additive_coupling(self.scaled, lambda a: self.scaled(a).sin()),
         }
+        inner = additive_coupling(self.F, lambda a: self.G(a) * self.s)
+        self.inner = invertible_checkpoint(inner) if wrapped else inner
         block = made[kind]()
         if wrapped:
             block = invertible_checkpoint(block, None) if kind == "no inverse" else invertible_checkpoint(block)

@@ -110,8 +110,8 @@ class Recording:
         self._apart.pop(key, None)
         if key in self._probes and (error := self._probes[key].errors((tensor,))[0]):
             self._apart[key] = error, Probe((tensor,), thresholds.PROBED_SAVED)
-        self.found[key] = tensor.detach()
-        self._versions.append((self.found[key], version(tensor)))
+        self.found[key] = found = tensor.detach()  # of another, where an evaluation around puts one in its place
+        self._versions.append((found, version(found)))
         if key[0] == OUTSIDE and not self._to_the_end and not self.misses():
             raise Enough
 

@@ -93,9 +93,9 @@ class Held:
         if isinstance(hooks, EllipsisType):
             hooks = saving_hooks() if users else None
         self._ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Block)
-        self._version = version(tensor) if users and hooks is None else None
-        """None where the caller has it not, and cannot write into it."""
         self._tensor = tensor.detach() if hooks is None else None
+        self._version = version(self._tensor) if users and self._tensor is not None else None
+        """None where the caller has it not, and cannot write into it."""
         if hooks is not None:
             pack, self._unpack = hooks
             self._packed = pack(tensor)
