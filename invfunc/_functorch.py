@@ -90,7 +90,7 @@ def batch_first(x: torch.Tensor) -> torch.Tensor:
         if _C.is_batchedtensor(x):
             axes.insert(_C.maybe_get_bdim(x), min([0, *axes]) - 1)
         x = _C.get_unwrapped(x)
-    return x.permute(sorted(range(x.dim()), key=axes.__getitem__))
+    return x if axes == sorted(axes) else x.permute(sorted(range(x.dim()), key=axes.__getitem__))
 
 
 def checkpointing() -> bool:

@@ -21,7 +21,7 @@ def _spectrum(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """In float32 LAPACK may fail where rows are zero, as those of dead units are; in float64 it does not."""
     try:
         values, vectors = torch.linalg.eigh(f)
-        if innermost(values.isfinite() & vectors.isfinite().all(-1)).all():
+        if innermost((values.sum(-1) + vectors.sum((-1, -2))).isfinite()).all():  # a sum is, if all of it is
             return values, vectors
     except RuntimeError:  # that of torch.linalg is one
         pass
@@ -65,8 +65,9 @@ def _symmetric(factor: torch.Tensor, name: str) -> torch.Tensor:
     """A factor in the precision to compute in, after a look at its values."""
     f = factor.to(wide(factor.dtype))
     other = f.mT if f.ndim == 2 else f
-    near = (f - other).abs() <= noise(factor) * F.pad(f.abs().flatten(), (0, 1)).amax()
-    require(near & f.isfinite(), f"{name} is not symmetric and finite. Without NaN, pass (A + A.T) / 2.")
+    largest = f.abs().amax() if f.numel() else f.new_zeros(())  # which NaN or inf in any place is, too
+    near = (f - other).abs() <= noise(factor) * largest
+    require(near & largest.isfinite(), f"{name} is not symmetric and finite. Without NaN, pass (A + A.T) / 2.")
     return f
 
 

@@ -9,6 +9,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import innermost, unwatched
+from invfunc._signed import signed
 from invfunc.errors import ArgumentError, ArgumentTypeError, RangeError
 
 _MANTISSA = {torch.float32: 24, torch.float64: 53}
@@ -112,6 +113,7 @@ class _Round(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @signed
     def forward(x: torch.Tensor, bits: int) -> torch.Tensor:
         scaled = x * 2.0**bits
         with unwatched():  # as no one else has it

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from invfunc._functorch import alive, level_of, levels
+from invfunc._signed import signed
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
 from invfunc.invertible.maps import BatchedRun, Map, Run, batched, differentiable, pulled, unbatched, unwound
@@ -62,6 +63,7 @@ class Node(torch.autograd.Function):
     """One operation at each level of torch.func."""
 
     @staticmethod
+    @signed
     def forward(op: Op, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = {id(t) for t in tensors}
         return tuple(t.view_as(t) if id(t) in given else t for t in op.run(tensors))
