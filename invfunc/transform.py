@@ -71,7 +71,9 @@ def _is_loss(f: Any) -> bool:
 
 
 def describe(f: Any) -> str:
-    """A function as its name or as the transform that it is."""
+    """A function as its name or as the transform that it is, a module as its class."""
+    if isinstance(f, nn.Module):
+        return type(f).__name__
     return getattr(f, "__name__", None) or repr(f)
 
 

@@ -46,7 +46,10 @@ def made(f=f, f_inv=f_inv, x=X, **options):
 TYPES = {
     "invertible_checkpoint(f)": [
         (lambda: invertible_checkpoint(3, f_inv), "f is of type int, but has to be a function"),
-        (lambda: invertible_checkpoint(torch.nn.Linear(2, 2), f_inv), r"f is a module \(Linear\).*functional\(model\)"),
+        (lambda: invertible_checkpoint(torch.nn.Linear, f_inv), r"f is the class Linear.*functional\(Linear\(...\)\)"),
+    ],
+    "invertible_checkpoint(Linear)": [
+        (lambda: invertible_checkpoint(torch.nn.Linear(2, 2)), "f_inv is missing.*None makes a plain checkpoint")
     ],
     "invertible_checkpoint(f)#": [
         (lambda: invertible_checkpoint(f), "f_inv is missing.*None makes a plain checkpoint")

@@ -9,6 +9,7 @@ from types import EllipsisType
 from typing import Any
 
 import torch
+from torch import nn
 
 from invfunc import tree
 from invfunc._functorch import dual, hooks_refused, levels, under
@@ -54,7 +55,9 @@ def invertible_checkpoint(
 
     Args:
         f: `f(x, *args, **kwargs) -> y`, x and y any pytrees. The further arguments pass through: tensors among them get
-            their gradients, anything else is a constant. Or an `Invertible`, which brings its inverse.
+            their gradients, anything else is a constant. A module is a function of its inputs, as in
+            `invertible_checkpoint(module, module.inverse)`: its own parameters get their gradients, or those that
+            `functional` puts in. Or an `Invertible`, which brings its inverse.
         f_inv: `f_inv(y, *args, **kwargs) -> x`. It runs in the backward pass, so what it closes over must not change
             until then. None: a plain checkpoint, which keeps x and evaluates f again.
         keep: which tensors of x, by their place among its leaves, stay in memory and are not computed by the inverse;
@@ -132,7 +135,7 @@ def invertible_checkpoint(
         if not isinstance(f_inv, EllipsisType):
             raise ArgumentTypeError(f"invertible_checkpoint({f!r}, f_inv): the pair has its inverse; leave f_inv out.")
         return _configured(Checkpointed(f, **options), inner)
-    check_callable("invertible_checkpoint", f)
+    _check_function(f)
     if isinstance(f_inv, EllipsisType):
         raise ArgumentTypeError(
             f"invertible_checkpoint({describe(f)}): f_inv is missing. It is the inverse of f; None makes a plain "
@@ -141,7 +144,7 @@ def invertible_checkpoint(
     if f_inv is None:
         pair = Invertible(f, _no_inverse, name=f"{describe(f)}, None")
         return Checkpointed(pair, **{**options, "keep": True})
-    check_callable("invertible_checkpoint", f_inv)
+    _check_function(f_inv)
     return Checkpointed(Invertible(f, f_inv, name=f"{describe(f)}, {describe(f_inv)}"), **options)
 
 
@@ -162,6 +165,11 @@ def _check_options(keep: Any, check: Any, min_bytes: Any) -> None:
     for name, value, good, wanted in options:
         if not good:
             raise ArgumentTypeError(f"invertible_checkpoint(..., {name}={value!r}): {name} is {wanted}.")
+
+
+def _check_function(f: Any) -> None:
+    if not isinstance(f, nn.Module):  # which has parameters of its own
+        check_callable("invertible_checkpoint", f)
 
 
 def _configured(block: Checkpointed, options: dict[str, Any]) -> Checkpointed:
