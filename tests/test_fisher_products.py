@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import diag_ggn, fvp, tree
+from invfunc import batch_grad, diag_ggn, fvp, tree
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.laws import composed, moved
@@ -35,6 +35,46 @@ class TestEmpirical:
 def each_of(loss, z, y):
     losses = loss(z, y, "none")
     return losses if losses.ndim == 1 else losses.sum(1)
+
+
+def both_orders(x):
+    return torch.cat([x, x.roll(1, 0)])
+
+
+MOVED = {
+    "repeated": lambda x: x[torch.tensor([0, 0, 2, 3, 0])],
+    "in another order": lambda x: x[torch.tensor([2, 0, 1, 3])],
+    "two views": both_orders,
+    "as numpy": lambda x: torch.from_numpy(x.numpy() * 2),
+    "scripted": torch.jit.script(torch.nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("way", MOVED)
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_samples_may_go_to_other_places(way, back):
+    """The empirical Fisher matrix is that of the shares, which are the sums over the places of each sample."""
+    rand = Numbers()
+    params, x, y = {"w": rand(3, 2), "b": rand(2)}, rand(4, 3), rand(4, 2)
+
+    def loss(params, x, y):
+        z = torch.tanh(MOVED[way](x) @ params["w"] + params["b"])
+        y = MOVED[way](y)
+        return F.mse_loss(z.flip(0), y.flip(0)) if back else F.mse_loss(z, y)
+
+    shares = batch_grad(loss)(params, x, y)
+    g = torch.cat([shares[name].flatten(1) for name in params], 1)
+    assert_near(matrices.of(fvp(loss), params, x, y), g.T @ g, 1e-9)
+
+
+def test_terms_in_two_orders():
+    params, x, y = Numbers()(3, 2), Numbers(1)(4, 3), Numbers(2)(4, 2)
+
+    def loss(w, x, y):
+        return F.mse_loss(x @ w, y) + F.mse_loss((x.flip(0) @ w).tanh(), y.flip(0))
+
+    g = batch_grad(loss)(params, x, y).flatten(1)
+    assert_near(matrices.of(fvp(loss), params, x, y), g.T @ g, 1e-9)
 
 
 class TestDrawn:

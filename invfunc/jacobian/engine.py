@@ -218,7 +218,7 @@ class Engine:
         def followed() -> Run:
             run = self.runner.run(WHOLE, n, tapped=False, draws=draws, splitter=look)
             check_loss(run.trace, run.result)
-            self.runner.check_places(run.trace, run.result, draws)
+            self.runner.check_places(run, draws)
             return run
 
         try:

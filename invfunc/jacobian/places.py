@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.jacobian.checks import one_order
-from invfunc.jacobian.evidence import Evidence
+from invfunc.jacobian.checks import one_order, order_of
+from invfunc.jacobian.evidence import Evidence, checks
 from invfunc.jacobian.problem import Problem
 from invfunc.jacobian.trace import Trace
 from invfunc.jacobian.trace.random import Draws, restore
@@ -43,6 +43,16 @@ class Places:
         """A run that has ended."""
         self.evidence.hear(trace)
         self.moved = self.moved or trace.moved
+
+    def check(self, found: Run, draws: Draws, again: Callable[[torch.Tensor], Run]) -> None:
+        """Check that the samples have places in a scalar loss, and remember these; `again` runs it on other samples."""
+        trace, result = found.trace, found.result
+        self.problem.places = order_of(trace, result)
+        for check, places in [] if result.ndim else checks(trace):
+            order, after = torch.tensor(places, device=result.device), draws.rewind()
+            other = again(order).trace
+            restore(after)
+            check(trace, other, order)
 
     def settled(self, run: Callable[[], T], draws: Draws, loss: bool = False) -> T:
         """A run; where the order of the data is not enough, once more by rows, unless these cannot be followed."""

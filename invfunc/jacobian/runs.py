@@ -18,12 +18,11 @@ from invfunc.jacobian.checks import (
     cannot_draw,
     check_loss,
     no_outputs,
-    order_of,
     output_axis,
     same_in_part,
     same_values,
 )
-from invfunc.jacobian.evidence import Evidence, checks
+from invfunc.jacobian.evidence import Evidence
 from invfunc.jacobian.follow import TOTAL
 from invfunc.jacobian.loss.split import Reached, Root, Splitter, active
 from invfunc.jacobian.places import Places
@@ -126,7 +125,7 @@ class Runner:
                 with run.trace:
                     run.result = run.result + zero
             run.trace.check([run.result], run.params)
-            self.check_places(run.trace, run.result, draws)
+            self.check_places(run, draws)
         except SampleAxisError as error:
             run = self._run_alone(self._alone(error), WHOLE, problem.n)
             if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
@@ -136,14 +135,9 @@ class Runner:
         run.outputs = {0: (run.result, Axis(None))}
         return run
 
-    def check_places(self, trace: Trace, result: torch.Tensor, draws: Draws) -> None:
+    def check_places(self, run: Run, draws: Draws) -> None:
         """Check that the samples have places in a scalar loss, and remember these."""
-        self.problem.places = order_of(trace, result)
-        for check, places in [] if result.ndim else checks(trace):
-            order, after = torch.tensor(places, device=result.device), draws.rewind()
-            other = self.run(order, trace.n, tapped=False, draws=draws).trace
-            restore(after)
-            check(trace, other, order)
+        self.places.check(run, draws, lambda order: self.run(order, run.trace.n, tapped=False, draws=draws))
 
     def _checked_model(self, run: Run) -> Run:
         self._take_outputs(run)

@@ -12,7 +12,9 @@ from invfunc import tree
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import check_loss, no_outputs, output_axis
+from invfunc.jacobian.evidence import Evidence
 from invfunc.jacobian.loss.split import Piece, Root, Splitter, active, check_seen, check_split
+from invfunc.jacobian.places import Places
 from invfunc.jacobian.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.jacobian.scope import Scope
 from invfunc.jacobian.trace import Trace
@@ -186,21 +188,38 @@ class Given:
         """Of a loss function, at its outputs; with `losses`, `[N]` losses are taken as they are."""
         names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
         given = problem(self.f, None, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
-        draws = Draws(stop=False)
-        trace = Trace(self.scope, given.n, tapped=False, draws=draws)
-        trace.remember = _bends_before_the_loss if bent else None
-        splitter, self.params = _Kept(trace), trace.parameters(self.leaves)
+        draws, places = Draws(stop=False), Places(given, Evidence(given, self.scope))
+
+        def run(part: Any) -> _Followed:
+            trace = Trace(self.scope, given.n, tapped=False, draws=draws)
+            trace.remember = _bends_before_the_loss if bent else None
+            places.tell(trace)
+            found = _Followed(trace, _Kept(trace), trace.parameters(self.leaves))
+            try:
+                with active(found.splitter), self.mode:
+                    found.result, found.aux = given.call(trace, found.params, part)
+            finally:
+                trace.watcher = trace.after = trace.adopting = None  # no cycle that keeps the outputs alive
+                places.hear(trace)
+            return found
+
+        def checked() -> _Followed:
+            found = run(slice(None))
+            check_loss(found.trace, found.result)
+            if losses:
+                places.check(found, draws, run)
+            return found
+
         try:
-            with active(splitter), self.mode:
-                result, self.aux = given.call(trace, self.params, slice(None))
-            tag = check_loss(trace, result)
+            found = places.settled(checked, draws, loss=True)
         except SampleAxisError:
             alone = self._losses(draws, given.n) if losses else None
             if alone is None:
                 raise
             return alone
-        finally:
-            trace.watcher = trace.after = None  # no cycle that keeps the outputs alive
+        self.params, self.aux = found.params, found.aux
+        trace, splitter, result = found.trace, found.splitter, found.result
+        tag = check_loss(trace, result)
         cuts = {i: (r.value, splitter.before[i]) for i, r in splitter.roots.items() if r.value.is_leaf}
         if losses and result.ndim:
             return Split([result], [], result, given.n, cuts=list(cuts.values()))
@@ -223,6 +242,17 @@ class Given:
 
 def _bends_before_the_loss(seen: Seen) -> bool:
     return bends(seen) and not any(tag.crossed for tag in seen.sampled)
+
+
+@dataclass
+class _Followed:
+    """A run of a loss function."""
+
+    trace: Trace
+    splitter: _Kept
+    params: list[torch.Tensor]
+    result: Any = None
+    aux: Any = None
 
 
 class _Kept(Splitter):
