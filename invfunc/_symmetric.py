@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from invfunc import _blocks
-from invfunc._functorch import innermost
+from invfunc._functorch import anywhere
 from invfunc.errors import ArgumentError
 
 
@@ -21,7 +21,7 @@ def _spectrum(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """In float32 LAPACK may fail where rows are zero, as those of dead units are; in float64 it does not."""
     try:
         values, vectors = torch.linalg.eigh(f)
-        if innermost((values.sum(-1) + vectors.sum((-1, -2))).isfinite()).all():  # a sum is, if all of it is
+        if not anywhere(~(values.sum(-1) + vectors.sum((-1, -2))).isfinite()):  # a sum is, if all of it is
             return values, vectors
     except RuntimeError:  # that of torch.linalg is one
         pass
@@ -73,7 +73,7 @@ def _symmetric(factor: torch.Tensor, name: str) -> torch.Tensor:
 
 def require(holds: torch.Tensor | bool, otherwise: str) -> None:
     """Looks at values, also at those below the wrappers of torch.func."""
-    if not (innermost(holds).all() if isinstance(holds, torch.Tensor) else holds):
+    if anywhere(~holds) if isinstance(holds, torch.Tensor) else not holds:
         raise ArgumentError(f"Kronecker: {otherwise}")
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from invfunc import batch_grad, diag_ggn, functional, ggnvp, hvp
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc import batch_grad, batch_l2_grad, chunked, diag_ggn, functional, ggnvp, hvp, outputs
+from invfunc.errors import ArgumentError, ArgumentTypeError, SampleAxisError, SplitError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -113,3 +113,33 @@ def test_samples_by_slices(chosen):
     places = list(range(4)[chosen]) if isinstance(chosen, slice) else list(chosen)
     expected = batch_grad(loss, samples=places)(P, X, Y)
     assert_trees_close(batch_grad(loss, samples=chosen)(P, X, Y), expected, 0.0)
+
+
+def test_chunks_of_a_scalar_loss_need_outputs():
+    p, x, y = Numbers()(3, 2), Numbers(1)(4, 3), Numbers(2)(4, 2)
+
+    def in_chunks(f):
+        return chunked(batch_l2_grad(f), 2, over="samples")(p, x, y)
+
+    with pytest.raises(SplitError, match=r"no outputs are found in f, which chunks over samples of a scalar loss need"):
+        in_chunks(lambda p, x, y: (x @ p - y).square().mean())
+    wanted = batch_l2_grad(lambda p, x, y: (x @ p - y).square().mean())(p, x, y)
+    assert_trees_close(in_chunks(lambda p, x, y: F.mse_loss(x @ p, y)), wanted, 1e-9)
+    assert_trees_close(in_chunks(lambda p, x, y: (outputs(x @ p) - y).square().mean()), wanted, 1e-9)
+    assert_trees_close(in_chunks(lambda p, x, y: (x @ p - y).square().mean(1) / 4), wanted, 1e-9)
+
+
+def test_scripted_parts_are_among_what_cannot_be_seen():
+    p, x = Numbers()(3, 2), Numbers(1)(4, 3)
+    part = torch.jit.trace(nn.Tanh(), x @ p)
+    with pytest.raises(SampleAxisError, match=r"torch.jit or torch.func in f"):
+        batch_grad(lambda p, x: part(x @ p).mean())(p, x)
+    each = batch_grad(lambda p, x: part(x @ p).mean(1) / 4)(p, x)
+    assert_trees_close(each, batch_grad(lambda p, x: (x @ p).tanh().mean())(p, x), 1e-9)
+
+
+def test_shapes_of_samples_that_do_not_meet_are_told():
+    p, x, y = Numbers()(3, 1), Numbers(1)(4, 3), Numbers(2)(4)
+    with pytest.raises(SampleAxisError, match=r"along axis 0 of a tensor \[4, 1\] with .* along axis 0 of one \[4\]"):
+        batch_grad(lambda p, x, y: (x @ p - y).square().mean())(p, x, y)
+    batch_grad(lambda p, x, y: ((x @ p)[:, 0] - y).square().mean())(p, x, y)

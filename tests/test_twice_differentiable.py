@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from invfunc import functional, ggnvp, hvp, tree
+from invfunc import batch_diag_hessian, diag_hessian, functional, ggnvp, hvp, tree
 from invfunc.jacobian.twice import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
 from tests import matrices
@@ -202,3 +202,26 @@ def test_bags_of_different_lengths_stay_with_torch():
     with TwiceDifferentiable():
         found = F.embedding_bag(words, w, starts)
     assert torch.equal(found, F.embedding_bag(words, w, starts))
+
+
+POWERS = {"abs": lambda z: z.abs(), "squares": lambda z: abs(z).square(), "torch.absolute": torch.absolute}
+
+
+@pytest.mark.parametrize("of", POWERS.values(), ids=POWERS)
+def test_complex_zeros_have_the_derivatives_of_torch(of):
+    """Which are 0, as of the absolute value of a real number; a sample that is masked out is like any other."""
+    p, x = Numbers()(3, 2), torch.complex(Numbers(1)(4, 3), Numbers(2)(4, 3))
+    x[1] = 0
+
+    def each(p, x, weight):
+        return of(x @ p.to(x.dtype)).sum(1) * weight
+
+    for weight in (torch.ones(4), torch.tensor([1.0, 0, 1, 1])):
+        wanted = torch.stack(
+            [
+                torch.autograd.functional.hessian(lambda q, n=n: each(q, x, weight)[n], p).view(6, 6).diagonal()  # noqa: B023
+                for n in range(4)
+            ]
+        )
+        assert_trees_close(batch_diag_hessian(each)(p, x, weight).flatten(1), wanted, 1e-9)
+        assert_trees_close(diag_hessian(each)(p, x, weight).flatten(), wanted.sum(0), 1e-9)

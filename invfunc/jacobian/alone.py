@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from invfunc import tree
-from invfunc._functorch import innermost, level_of, levels, version
+from invfunc._functorch import anywhere, level_of, levels, version
 from invfunc.errors import InvFuncError, RandomnessError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import same_values
@@ -238,10 +238,10 @@ def _same_slope(each: torch.Tensor | None, whole: torch.Tensor | None) -> bool:
     """Whether the derivatives of the samples add up to that of the batch."""
     if each is None or whole is None:
         given = each if each is not None else whole
-        return given is None or not bool(innermost(given != 0).any())
+        return given is None or not anywhere(given != 0)
     apart, size = (each.sum(0) - whole).abs(), each.abs().sum(0).nan_to_num(0, 0, 0).amax()
     near = apart <= torch.finfo(whole.dtype).eps ** 0.5 * size
-    return bool(innermost(near | ~apart.isfinite() & ~whole.isfinite()).all())
+    return not anywhere(~(near | ~apart.isfinite() & ~whole.isfinite()))
 
 
 class _Seen(TorchFunctionMode):

@@ -49,11 +49,11 @@ class Axis:
         """How many entries of the dimension one of n samples has, at most."""
         return self.outer * self.inner if self.rows is None else _places(self.rows, n)[0].shape[1]
 
-    def filled(self, n: int) -> torch.Tensor:
+    def owned(self, n: int) -> list[float]:
         """Which part of the entries that a sample is exposed with is its own, and stands for no missing one."""
         if self.rows is None:
-            return torch.ones(n)
-        return torch.bincount(torch.tensor(self.rows, dtype=torch.int64), minlength=n) / max(1, self.width(n))
+            return [1.0] * n
+        return [self.rows.count(i) / max(1, self.width(n)) for i in range(n)]
 
     def at(self, dim: int | None) -> Axis:
         """The same inside dimension, at another place."""

@@ -231,7 +231,7 @@ class Engine:
         wanted = splitter.selected(tag)
         roots = [splitter.roots[i] for i in wanted]
         try:
-            check_split(tag, splitter, wanted)
+            check_split(tag, splitter, wanted, in_chunks=self.kinds == {"gradient"})
             check_seen(light.result, light.params, roots, splitter)
         except SplitError:
             if self.kinds & {"ggn", "chain"} or (self.plan.asked("samples") and not light.result.ndim):

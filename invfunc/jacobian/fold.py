@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._functorch import fake
 from invfunc.jacobian.chain import averaged, not_a_chain
 from invfunc.jacobian.explained import Decision, Report
 from invfunc.jacobian.loss.columns import Columns, Gradient
@@ -134,6 +135,8 @@ class Fold:
             return "as the passes were asked for"
         if self.look is None or group[0].quantity.drawing or any(t.measure.shortcuts == "no" for t in group):
             return "there is no other way for this statistic or function"
+        if fake(self.problem.leaves[0]):
+            return "tensors have no numbers here (FakeTensorMode)"
         if self.scope.create_graph:
             return "the result is to be differentiated, or a transform of torch.func is around it"
         return "" if self.options.fast and pullback.total else "there are no columns"

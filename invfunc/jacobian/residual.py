@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, version
+from invfunc._functorch import anywhere, fake, version
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.jacobian import follow
 from invfunc.jacobian.axis import Axis
@@ -117,7 +117,7 @@ def _columns(scope: Scope, run: Run, step: Step, slopes: list[torch.Tensor | Non
         made = columns(scope, piece, g, [], n, convex=False)
         run.outputs[first] = step.inputs[0], piece.axis
         weight = made.diagonal if isinstance(made, Elementwise) else made.weight if isinstance(made, Softmax) else None
-        return [] if weight is not None and not bool(innermost(weight != 0).any()) else [Local(made)]
+        return [] if weight is not None and not (fake(weight) or anywhere(weight != 0)) else [Local(made)]
     found = scope.grad(
         [y for y, _ in pairs], list(values.values()), [g for _, g in pairs], batched=False, create_graph=True
     )

@@ -51,6 +51,15 @@ def _weight_norm(func: Callable, v: torch.Tensor, g: torch.Tensor, dim: int = 0)
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
+def _abs(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """That of a complex number has NaN in its derivatives at 0 where they are 0."""
+    x = args[0] if args else kwargs.get("input")
+    if not isinstance(x, torch.Tensor) or not x.is_complex() or "out" in kwargs:
+        return func(*args, **kwargs)
+    zero = x == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).abs())
+
+
 # Norms: their passes back, which are fused, have a wrong derivative under vmap
 
 
@@ -144,6 +153,7 @@ _INSTEAD = {
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
     "embedding_bag": _bag,
     "_weight_norm": _weight_norm,
+    **dict.fromkeys(("abs", "absolute", "__abs__"), _abs),
     "multi_margin_loss": _multi_margin,
     "mse_loss": _mse,
     "huber_loss": _huber,

@@ -188,5 +188,6 @@ def side_by_side(call: Call) -> tuple[Axis, int]:
     for x, other in call.samples[1:]:
         assert isinstance(other, Axis) and other.dim is not None
         if other.dim - x.ndim != back or not other.like(place):
-            raise Mixed(f"it combines samples along {place} of a tensor with samples along {other} of another")
+            shapes = f"of a tensor {list(first.shape)} with samples along {other} of one {list(x.shape)}"
+            raise Mixed(f"it combines samples along {place} {shapes}")
     return place, back

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._functorch import innermost, version
+from invfunc._functorch import anywhere, innermost, version
 from invfunc.errors import ConvexityError, SplitError
 from invfunc.jacobian.follow.layers import reduction
 from invfunc.jacobian.graph import node_of, reaches
@@ -75,7 +75,7 @@ def _varies(scope: Scope, slope: torch.Tensor, roots: list[Root], nodes: set[Any
         return False
     weights = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().reshape(slope.shape)
     found = scope.grad([slope], [r.value for r in roots], [weights], batched=False)
-    return any(g is not None and bool(innermost(g != 0).any()) for g in found)
+    return any(g is not None and anywhere(g != 0) for g in found)
 
 
 def columns(scope: Scope, piece: Piece, slope: torch.Tensor, roots: list[Root], n: int, convex: bool = True) -> Columns:
@@ -223,7 +223,7 @@ def _general(scope: Scope, result: torch.Tensor, roots: list[Root], n: int, conv
 def _check_sign(values: torch.Tensor, name: str) -> None:
     raw = innermost(values.detach())
     largest = raw.abs().nan_to_num(0, 0, 0).amax() if raw.numel() else 0  # a sample with NaN hides no other
-    if bool((raw < -16 * torch.finfo(raw.dtype).eps * largest).any()):
+    if anywhere(raw < -16 * torch.finfo(raw.dtype).eps * largest):
         raise ConvexityError(f"the result is not convex in the outputs: `{name}` comes with a negative factor.")
 
 
@@ -237,7 +237,7 @@ def _check_convex(h: torch.Tensor) -> None:
     eye = torch.eye(h.shape[-1], dtype=detached.dtype, device=h.device)
     shift = (scale * eps + torch.finfo(h.dtype).tiny)[:, None, None]
     info = torch.linalg.cholesky_ex((detached + detached.mT) / 2 + shift * eye).info
-    if bool(innermost((info != 0) & detached.isfinite().all(2).all(1)).any()):
+    if anywhere((info != 0) & detached.isfinite().all(2).all(1)):
         raise ConvexityError(
             "the loss is not convex in the outputs, so it has no generalised Gauss-Newton matrix. Move the outputs "
             "behind what makes it so with `outputs(z)`, or use a loss that is convex in them."

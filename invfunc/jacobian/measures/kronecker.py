@@ -149,7 +149,8 @@ class KroneckerFactors(Block):
             right = [layer.operands(columns.right, part) for layer in layers]
         covered = [layer.covered for layer in layers]  # where each reads a part, that part is not to count twice
         counted = zip(layers, left, covered, strict=True)
-        counts = summed(layer.positions(x, part) * (out * read) for layer, x, (out, read) in counted)
+        found = [[k * out * read for k in layer.positions(x, part)] for layer, x, (out, read) in counted]
+        counts = [sum(each) for each in zip(*found, strict=True)]
         weight = None if columns.weight is None else columns.weight[:, part]
         if self.sharing == "expand":
             products = [_columns(x.s, y.s, weight) for x, y in zip(left, right, strict=True)]
@@ -164,10 +165,10 @@ class KroneckerFactors(Block):
             out, read = (min(1.0, sum(parts)) for parts in zip(*covered, strict=True))
             a, b = a if a is None or out == 1 else a / out, b if read == 1 else b / read**2
         b = b if columns.right is None else (b + b.mT) / 2
-        positions = float((counts > 0).sum() if self.sharing == "reduce" else counts.sum())
+        positions = sum(k > 0 for k in counts) if self.sharing == "reduce" else sum(counts)
         return Factors(b, a, positions, len(counts), layers[0].places, joint, shares.leaf.shape, layers[0].blocks)
 
-    def _inputs(self, operands: list[Operands], covered: list[float], rows: int, counts: torch.Tensor) -> torch.Tensor:
+    def _inputs(self, operands: list[Operands], covered: list[float], rows: int, counts: list[float]) -> torch.Tensor:
         """`sum_n a a^T`; a diagonal where rows are picked, unless they are averaged first."""
         found = []
         for o, out in zip(operands, covered, strict=True):
@@ -187,8 +188,10 @@ class KroneckerFactors(Block):
         total = added(found)
         if self.sharing != "reduce":
             return total
-        counts = counts.to(total).reshape(-1, *[1] * (total.ndim - 1))
-        return outer(torch.where(counts > 0, total / counts, 0).unsqueeze(-1))
+        if len(set(counts)) == 1:
+            return outer(total.unsqueeze(-1)) / (counts[0] or 1) ** 2
+        each = total.new_tensor([k or 1 for k in counts]).reshape(-1, *[1] * (total.ndim - 1))
+        return outer((total / each).unsqueeze(-1))
 
     def over_samples(self, a: State, b: State) -> State:
         return (None if a[0] is None or b[0] is None else a[0].joined(b[0], samples=True),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -13,7 +13,7 @@ from invfunc.jacobian.contract import Term, contract, present, squeezed, widened
 from invfunc.jacobian.follow import Call
 from invfunc.jacobian.rules import Part, Recipe
 from invfunc.jacobian.shares.places import PART, Grid, Place, Rows, Unfactored, grid, rows
-from invfunc.jacobian.shares.pulled import Deltas
+from invfunc.jacobian.shares.pulled import Deltas, length
 from invfunc.jacobian.shares.shares import Shares
 from invfunc.jacobian.trace.tags import Tap
 
@@ -62,9 +62,13 @@ class Layer:
     def called(self) -> str:
         return self.tap.call.name if self.tap.call is not None else "f"
 
-    def positions(self, x: Operands, part: Part) -> torch.Tensor:
+    def positions(self, x: Operands, part: Part) -> Sequence[float]:
         """How many of them each sample has."""
-        return x.s.shape[-1] * self.tap.axis.filled(self.shares.samples.n).to(x.s.device)[part]
+        most, axis = x.s.shape[-1], self.tap.axis
+        if axis.rows is None:
+            return [most] * length(part)
+        owned = axis.owned(self.shares.samples.n)
+        return [most * owned[i] for i in (range(part.start, part.stop) if isinstance(part, slice) else part.tolist())]
 
     @property
     def covered(self) -> tuple[float, float]:

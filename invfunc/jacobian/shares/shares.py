@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import innermost
+from invfunc._functorch import anywhere, innermost
 from invfunc.jacobian.contract import joined, summed
 from invfunc.jacobian.rules import Part
 from invfunc.jacobian.scope import Scope
@@ -159,7 +159,7 @@ class Shares:
         if sum(f.tap.param.numel() for f in self.factors) > self.leaf.numel():
             return False
         read = summed(self._pull(f, torch.ones_like(f.tap.param), 0) for f in self.factors)
-        return not bool((innermost(read) > 1.5).any())
+        return not anywhere(read > 1.5)
 
 
 def _scale(share: torch.Tensor, lead: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ def hidden(x: torch.Tensor, calls: Iterable[str]) -> SampleAxisError:
         return samples_lost(f"{names} (a custom autograd.Function cannot be seen)", unknown=True)
     if not {"grad", "backward"}.isdisjoint(calls):
         return samples_lost("`torch.autograd.grad` in f (its pass back cannot be seen)", unknown=True)
-    return samples_lost("an operation that cannot be seen (torch.func in f, a write to a view?)", unknown=True)
+    return samples_lost("an operation that cannot be seen (torch.jit or torch.func in f, a write to a view?)", True)
 
 
 def reentrant() -> SampleAxisError:
