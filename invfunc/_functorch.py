@@ -14,7 +14,7 @@ import torch
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # nor for it
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.nn.utils import parametrize
@@ -73,16 +73,6 @@ def plainly() -> Iterator[None]:
 def innermost(x: torch.Tensor) -> torch.Tensor:
     """The plain tensor below all the wrappers of torch.func, batch dimensions of an outer vmap included."""
     return _plain(x.detach())
-
-
-def fake(x: torch.Tensor) -> bool:
-    """Whether a tensor has no numbers (FakeTensorMode)."""
-    return isinstance(innermost(x), FakeTensor)
-
-
-def anywhere(x: torch.Tensor) -> bool:
-    """Whether something holds anywhere; without numbers nothing does."""
-    return not fake(x) and bool(innermost(x).any())
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:

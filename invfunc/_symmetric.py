@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from invfunc import _blocks
-from invfunc._functorch import anywhere
+from invfunc._values import anywhere
 from invfunc.errors import ArgumentError
 
 

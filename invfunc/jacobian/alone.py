@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from invfunc import tree
-from invfunc._functorch import anywhere, level_of, levels, version
+from invfunc._functorch import level_of, levels, version
+from invfunc._values import anywhere
 from invfunc.errors import InvFuncError, RandomnessError
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.checks import same_values

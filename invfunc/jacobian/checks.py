@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import anywhere, innermost
+from invfunc._functorch import innermost
+from invfunc._values import anywhere
 from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, samples_lost
 from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.follow import TOTAL

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import fake
+from invfunc._values import fake
 from invfunc.jacobian.chain import averaged, not_a_chain
 from invfunc.jacobian.explained import Decision, Report
 from invfunc.jacobian.loss.columns import Columns, Gradient

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import anywhere, fake, version
+from invfunc._functorch import version
+from invfunc._values import anywhere, fake
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.jacobian import follow
 from invfunc.jacobian.axis import Axis

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._functorch import anywhere, innermost, version
+from invfunc._functorch import innermost, version
+from invfunc._values import anywhere
 from invfunc.errors import ConvexityError, SplitError
 from invfunc.jacobian.follow.layers import reduction
 from invfunc.jacobian.graph import node_of, reaches

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost
+from invfunc._values import anywhere
 from invfunc.jacobian.contract import Term
 from invfunc.jacobian.measures.block import Block
 from invfunc.jacobian.measures.measure import Found, State
@@ -23,7 +23,7 @@ from invfunc.kronecker import Kronecker
 def basis_of(matrix: Kronecker) -> Kronecker:
     """The form with values; of factors with NaN or inf in them, all of it is NaN."""
     fine = torch.stack([f.isfinite().all() for f in matrix.factors]).all()
-    if innermost(fine).all():
+    if not anywhere(~fine):
         return matrix.eigen()
     found = tree.map_leaves(lambda f: f.masked_fill(~fine, 0), matrix).eigen()
     return tree.map_leaves(lambda x: x.masked_fill(~fine, torch.nan), found)

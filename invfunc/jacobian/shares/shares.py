@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import anywhere, innermost
+from invfunc._functorch import innermost
+from invfunc._values import anywhere
 from invfunc.jacobian.contract import joined, summed
 from invfunc.jacobian.rules import Part
 from invfunc.jacobian.scope import Scope
