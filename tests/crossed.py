@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +10,73 @@ from typing import Any
 from unittest import mock
 
 import torch
+from hypothesis import strategies as st
 
 from invfunc import thresholds
 
-WIDE = (torch.float32, torch.float64)
+FAR = 2**60
+SINGLE_AND_DOUBLE = (torch.float32, torch.float64)
+SIDES: dict[str, tuple[Any, Any]] = {
+    "NARROW": (0, FAR),
+    "ORDERS": (0, FAR),
+    "FORMED": (0, FAR),
+    "CANCELS": ((torch.float32,), SINGLE_AND_DOUBLE),
+    "DOUBLE": (0, FAR),
+    "GRADIENT_DTYPES": (SINGLE_AND_DOUBLE, ()),
+    "GRADIENT_ON": (("cpu",), ()),
+    "GRADIENT_SAMPLES": (1, FAR),
+    "GRADIENT_NUMBERS": (FAR, 0),
+    "GRADIENT_ROWS": (thresholds.GRADIENT_BLOCKS, FAR),
+    "MIRRORED_POSITIONS": (0, FAR),
+    "MIRRORED_ROWS": (1, FAR),
+    "ADDED_POSITIONS": (0, FAR),
+    "ADDED_NUMBERS": (0, FAR),
+    "HUGE_PAGES": (0, FAR),
+    "HUGE_ON": (("cpu",), ()),
+    "APART": (0, FAR),
+    "APART_ON": (("cpu",), ()),
+    "CACHE": ({"cpu": 64}, {"cpu": 2**24}),
+    "ELSEWHERE": (64, 2**24),
+    "BUSY": (0, FAR),
+    "BLOCK_BATCH": (1, FAR),
+    "BLOCK_COLUMNS": (1, FAR),
+    "BLOCK_SAMPLES": (1, FAR),
+    "BLOCK_WIDTH": (1, FAR),
+    "OPERANDS": (1, FAR),
+    "PRODUCTS": (1, FAR),
+    "SHARES": (1, 64),
+    "DISPLACED_DTYPES": (SINGLE_AND_DOUBLE, ()),
+    "DISPLACED_ON": (("cpu",), ()),
+    "UNFOLD": (FAR, 0),
+    "ASSEMBLE": (0, FAR),
+    "CALL": (0, FAR),
+    "SLICES": (0, FAR),
+    "EXACT": (1, FAR),
+    "FEW": (0, FAR),
+    "PAYS": (math.inf, 0.0),
+    "LOOK": (0.0, 1.0),
+    "LOOK_ENTRY": (0.0, 1.0),
+    "LOOKS": (0, 1),
+    "CLASS": (0.0, 2.0**60),
+    "COLUMN": (0.0, 1.0),
+    "SHARED": (0.0, 2.0**60),
+    "FACTORED_COST": (0.0, 2.0**60),
+    "NARROWER": (math.inf, 0.0),
+    "NARROWEST": (3, 0),
+    "TOGETHER": (1, FAR),
+    "KEPT_READ": (0, FAR),
+    "FACTORED": (FAR, 0),
+    "NUMBERED": (FAR, 0),
+    "CHECKED": (0, FAR),
+    "COMPARED": (0, FAR),
+    "HELD": (0, FAR),
+    "SEARCHED": (0, FAR),
+    "PROBED": (8, FAR),
+    "PROBED_SAVED": (1, FAR),
+    "AT_ONCE": ((), ("cpu",)),
+}
+"""Of each threshold a value on its one side, where small things are treated as large ones, and one on the other."""
+LOWEST, HIGHEST = ({name: sides[i] for name, sides in SIDES.items()} for i in (0, 1))
 
 
 @contextmanager
@@ -31,3 +95,10 @@ def _forget() -> None:
         for value in list(vars(module).values()):
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
+
+
+@st.composite
+def sides(draw, *names: str) -> dict[str, Any]:
+    """All thresholds, or some, on one side but for a few: a way is reached where those before it are not taken."""
+    base, few = draw(st.integers(0, 1)), draw(st.sets(st.sampled_from(names or list(SIDES)), max_size=3))
+    return {name: SIDES[name][base ^ (name in few)] for name in names or SIDES}

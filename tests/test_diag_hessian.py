@@ -312,3 +312,19 @@ class TestLosses:
 
     def test_a_loss_linear_in_the_outputs_leaves_the_curvature_of_the_model(self):
         assert_exact(in_parallel, lambda z, y: (z * y).sum(), self.args)
+
+
+def test_under_autocast_what_bends_is_run_again_in_the_same_precision():
+    """A product is taken in float32, since half precision would overflow."""
+
+    def f(w, x):
+        return F.linear(x, w.mT).prod(1) * 1e-9
+
+    def low(w, x):
+        with torch.autocast("cpu", torch.float16):
+            return f(w, x)
+
+    w, x, y = (Numbers(i)(*shape).float() for i, shape in enumerate([(3, 4), (4, 3), (4,)]))
+    args = 300 + w, 0.3 + 0.01 * x, y
+    wanted = dense_diag_hessian(f, F.mse_loss)(*args)
+    assert_trees_close(diag_hessian(low, F.mse_loss)(*args), wanted, 1e-2)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from invfunc import diag_ggn, functional
-from invfunc.testing import assert_trees_close
+from invfunc import diag_ggn, explain, functional
+from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.strategies import Numbers
 from tests.structures import always
 from tests.test_structure import assert_as_dense
@@ -82,3 +82,14 @@ def test_anomaly_detection_at_a_narrow_layer():
     f, args = bottleneck(torch.float64)
     with torch.autograd.detect_anomaly():
         assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
+
+
+def test_saturated_pixels_in_closed_form_and_single_precision():
+    """1 - p of a p near 1 has no digits left."""
+    w, x = torch.tensor([20.0, 2.0, -8.0]).reshape(3, 1, 1, 1), torch.ones(2, 1, 3, 3)
+    make, args = diag_ggn(lambda w, x: F.conv2d(x, w), F.cross_entropy), (x, torch.zeros(2, 3, 3).long())
+    with always():
+        assert [part.way for part in explain(make)(w, *args).parts] == ["closed form"]
+        found = make(w, *args)
+    wanted = dense_diag_ggn(lambda w, x: F.conv2d(x, w), F.cross_entropy)(w.double(), x.double(), args[1])
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=0)

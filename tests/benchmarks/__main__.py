@@ -21,10 +21,11 @@ from .reversible import MEMORY_CASES, MEMORY_TABLE, REVERSIBLE, activation_memor
 from .second_order import DRAWN
 from .structure import MEMORY, STRUCTURE, memory, structure
 from .tables import BEHIND, GRADIENT, TABLES, Case, Table
+from .thresholds import THRESHOLDS, measured
 
 _EXPECTED = "Full backward hook is firing", "There is a performance drop"  # BackPACK's first layer; vmap of attention
 _FAILS = "Extension saving to"  # BackPACK leaves out a module that it does not know
-_OTHERS = REVERSIBLE | {STRUCTURE: structure}
+_OTHERS = REVERSIBLE | {STRUCTURE: structure, THRESHOLDS: measured}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
