@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from functools import cache, partial
 from typing import Any
 
@@ -26,6 +29,7 @@ from invfunc import (
     kfac,
     kflr,
     outputs,
+    thresholds,
     variance,
 )
 from invfunc.jacobian.contract import contract, joined, outer
@@ -47,6 +51,7 @@ from tests.laws import RTOL, Expectation, composed, expectations, generic, moved
 from tests.modules import of_module
 from tests.networks import LOSSES, total
 from tests.strategies import Numbers
+from tests.test_architecture import FILES, parsed
 from tests.test_kfac import SHARINGS, assert_factors
 
 PROGRAMS: dict[str, tuple[list[nn.Module], tuple[int, ...]]] = {
@@ -93,6 +98,44 @@ def told(called: str) -> list[Expectation]:
 def assert_all(called: str, kind: torch.dtype, way: Any = lambda t: t) -> None:
     for t in told(called):
         assert_trees_close(way(t.statistic)(*moved(t.args, kind, "cpu")), t.expected, RTOL[kind], t.floor)
+
+
+class TestTheFile:
+    OTHERS = {"_GROWTH", "_PASSES"}
+    """A tolerance, and how many backward passes that failed are remembered."""
+
+    def test_every_threshold_has_two_sides(self):
+        names = {name for name in vars(thresholds) if name.isupper()}
+        assert names == {*SIDES, "GRADIENT_BLOCKS", "MIRRORED_BLOCKS", "HESSIAN"}
+
+    def test_every_threshold_says_what_it_is(self):
+        body = ast.parse(inspect.getsource(thresholds)).body
+        for one, then in zip(body, body[1:], strict=False):
+            assert not isinstance(one, ast.Assign) or (
+                isinstance(then, ast.Expr) and isinstance(then.value, ast.Constant)
+            )
+
+    def test_sizes_are_compared_with_nothing_else(self):
+        """Large numbers in comparisons are those of rounding."""
+        for file in FILES:
+            if file.stem == "thresholds" or file.parent.name == "testing" or file.stem.startswith("_tour"):
+                continue
+            body = [n for n in parsed(file).body if isinstance(n, ast.Assign) and large(n.value)]
+            named = {ast.unparse(n.targets[0]) for n in body} - self.OTHERS
+            for n in ast.walk(parsed(file)):
+                if isinstance(n, ast.Compare) and not re.search("eps|tolerance|fraction_bits", ast.unparse(n)):
+                    within = list(ast.walk(n))
+                    names = {x.id for x in within if isinstance(x, ast.Name)}
+                    assert not any(map(large, within)) and not names & named, f"{file}: {ast.unparse(n)}"
+
+
+def large(node: ast.AST) -> bool:
+    """Whether it is a number from 16 on, also as a product or a power."""
+    try:
+        value = eval(ast.unparse(node), {"__builtins__": {}})
+    except Exception:
+        return False
+    return isinstance(value, int | float) and abs(value) >= 16
 
 
 class TestStatistics:
