@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from invfunc._cached import cached, computed_anew
 from invfunc._functorch import parametrized_anew
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, InvFuncWarning
 from invfunc.skeleton import EntangledError, Reach, Skeleton, modules_of
@@ -31,8 +32,9 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
         parameter stands there once. Buffers and frozen parameters are closed over, as is a parameter that `f` is called
         without (or with None); train or eval mode and hooks are those of the module when `f` is called. What a module
         in train mode writes into its buffers (running statistics) is dropped. Attributes that its forward sets are set
-        on the module by calls in the main thread; hooks get the copy, and what they set in the backward pass is set
-        there. `f` has the signature of forward, copies and pickles as the module does.
+        on the module by calls in the main thread, but a `functools.cached_property` is computed by each call; hooks get
+        the copy, and what they set in the backward pass is set there. `f` has the signature of forward, copies and
+        pickles as the module does.
 
     Raises:
         ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are no dict.
@@ -228,7 +230,15 @@ class Functional:
         model, state = self._model, {**buffers, **given}
         if self._method != "__call__":
             model, state = _Calls(model, self._method), {f"model.{name}": x for name, x in state.items()}
-        return partial(torch.func.functional_call, model, state, tie_weights=False)
+        call = partial(torch.func.functional_call, model, state, tie_weights=False)
+        if not any(cached(type(m)) for m in self._model.modules()):
+            return call
+
+        def anew(args: tuple, kwargs: dict[str, Any]) -> Any:
+            with computed_anew(list(self._model.modules())):
+                return call(args, kwargs)
+
+        return anew
 
     def _leave(self, skeleton: Skeleton) -> None:
         """Attributes that forward has set are set on the module, unless other threads may be at work there."""

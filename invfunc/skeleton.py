@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.jit import ScriptModule
 
 from invfunc import thresholds
+from invfunc._cached import cached, computed_apart
 
 _PLAIN = {
     *(int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size),
@@ -213,7 +213,7 @@ class Rewiring:
 
     def _object(self, x: Any) -> Any:
         """One of the caller's. What holds further objects that lead to the modules is more than a part of them."""
-        kind, parts = type(x), vars(x) if hasattr(x, "__dict__") else {}
+        kind, parts = type(x), computed_apart(x) if hasattr(x, "__dict__") else {}
         slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
         known = (*_CONTAINERS, types.FunctionType, types.MethodType, partial, weakref.ref, nn.Module, torch.Tensor)
         far = [v for v in parts.values() if not isinstance(v, known) and self.reach(v, self.targets)]
@@ -224,8 +224,8 @@ class Rewiring:
         except TypeError:  # made by a language other than Python
             raise EntangledError(f"an object of {kind.__name__}") from None
         self.known[id(x)] = rebuilt
-        vars(rebuilt).update({name: self.of(value) for name, value in parts.copy().items()})
-        self._made.append((x, rebuilt, vars(rebuilt).copy(), set()))
+        vars(rebuilt).update({name: self.of(value) for name, value in parts.items()})
+        self._made.append((x, rebuilt, vars(rebuilt).copy(), set(cached(kind))))
         return rebuilt
 
 
@@ -240,11 +240,11 @@ class Skeleton(Rewiring):
         self.root = self.module(root)
 
     def module(self, module: nn.Module) -> nn.Module:
-        old, kind = module.__dict__.copy(), type(module)
+        old, kind = computed_apart(module), type(module)
         _check_compiled(module)
         self._check_methods(kind)
         copied = self.known[id(module)] = object.__new__(kind)
-        attributes, own, known = copied.__dict__, set(), self.known
+        attributes, own, known = copied.__dict__, set(cached(kind)), self.known
         attributes.update(old)
         for part in ("_parameters", "_buffers"):
             attributes[part] = {name: known.get(id(x), x) for name, x in old[part].items()} if old[part] else {}
@@ -304,7 +304,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
 
 def _check_compiled(module: nn.Module) -> None:
-    if not module.__dict__.keys().isdisjoint(_COMPILED) or isinstance(module, ScriptModule):
+    if not module.__dict__.keys().isdisjoint(_COMPILED) or isinstance(module, torch.jit.ScriptModule):
         raise EntangledError(f"the compiled code of {type(module).__name__}")
 
 

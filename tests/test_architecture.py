@@ -21,7 +21,7 @@ PACKAGE = ROOT / "invfunc"
 FLOORS = [
     {"thresholds"},
     {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager", "_blocks", "_symmetric", "_nodes"}
-    | {"_scripted", "_signed", "_uncompiled", "_values"},
+    | {"_scripted", "_signed", "_uncompiled", "_values", "_cached"},
     {"kronecker"},
     {"jacobian", "strays"},
     {"transform", "columns", "chunked", "together", "reduced", "outputs", "functional", "operation", "explain"},
