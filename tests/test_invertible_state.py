@@ -213,6 +213,29 @@ def test_a_module_whose_mode_changes_before_the_backward_is_refused(kind):
         gradients(y, x, w)
 
 
+@pytest.mark.parametrize("when", ["after", "before, and back"])
+def test_a_module_whose_mode_changes_after_the_backward_is_right(same, when):
+    """The way out of the error above, and a validation in between."""
+
+    def run(wrap, x, w):
+        norm = nn.BatchNorm1d(3).to(x)
+        g, x0 = (
+            wrap(additive_coupling(lambda b: norm(b.sin()) * b, lambda a: norm(a.sin()) * a)),
+            torch.cat([x, x.cos()]),
+        )
+        y = g((x0 * w, x0))
+        if when != "after":
+            norm.eval()
+            with torch.no_grad():
+                g((x0, x0))
+            norm.train()
+        found = gradients(y, x, w)
+        norm.eval()
+        return found, g((x0, x0)), list(norm.buffers())
+
+    same(run, lambda pair: pair, invertible_checkpoint)
+
+
 def test_a_table_that_is_renormalised_is_written_once(same):
     def run(wrap, x, w):
         table = torch.arange(12.0).view(4, 3).to(x)

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.func import grad
 from torch.nn.parallel import DistributedDataParallel
 
 from invfunc import (
+    ReplayError,
     additive_coupling,
     chain,
     invertible_checkpoint,
@@ -22,6 +25,7 @@ from invfunc import (
     with_log_det,
 )
 from invfunc.invertible.slots import slot_of
+from invfunc.testing import assert_trees_close
 from tests.invertible_same import assert_same, g, gradients, leaves, squares
 from tests.strategies import Numbers
 
@@ -99,7 +103,44 @@ class TestWishes:
         pair = additive_coupling(part, part)
         same(run, pair, invertible_checkpoint(pair, keep=True))
 
-    def test_distributed_data_parallel(self, same):
+    @pytest.fixture
+    def group(self):
+        """A process group of this process alone."""
+        if not dist.is_available() or dist.is_initialized():
+            pytest.skip("needs a process group of its own")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+    def test_fully_sharded_modules(self, group):
+        """The whole block may be sharded; of parts, the error says that."""
+
+        class Net(nn.Module):
+            def __init__(self, wrap):
+                super().__init__()
+                torch.manual_seed(0)
+                self.F, self.G = (nn.Linear(3, 3).double() for _ in range(2))
+                self.block = wrap(additive_coupling(lambda b: self.F(b).tanh(), self.G))
+
+            def forward(self, x):
+                return self.block(self.block((x, x.sin())))
+
+        def of_parameters(net):
+            squares(net(leaves()[0].detach())).backward()
+            return {name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for name, p in net.named_parameters()}
+
+        mesh = init_device_mesh("cpu", (1,))
+        parts, whole = Net(invertible_checkpoint), Net(invertible_checkpoint)
+        for part in (parts.F, parts.G):
+            fully_shard(part, mesh=mesh)
+        with pytest.raises(
+            ReplayError, match="by fully_shard of a part .* Shard the module that holds the whole block"
+        ):
+            of_parameters(parts)
+        fully_shard(whole, mesh=mesh)
+        assert_trees_close(of_parameters(whole), of_parameters(Net(lambda pair: pair)), 1e-9)
+
+    def test_distributed_data_parallel(self, same, group):
         """memcnn#69, #44, transformers#7160: hooks that fire twice, or never."""
 
         class Net(nn.Module):
@@ -122,13 +163,7 @@ class TestWishes:
             squares(net(x.detach())).backward()
             return [p.grad for p in twin.parameters()], [2 * p.grad for p in net.parameters()]
 
-        if not dist.is_available() or dist.is_initialized():
-            pytest.skip("needs a process group of its own")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            same(run, lambda pair: pair, invertible_checkpoint)
-        finally:
-            dist.destroy_process_group()
+        same(run, lambda pair: pair, invertible_checkpoint)
 
     def test_flows_with_their_log_determinants(self, same):
         """FrEIA#36: saving memory and log-determinants exclude each other."""
