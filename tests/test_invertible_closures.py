@@ -255,6 +255,15 @@ class TestModulesInTrainMode:
         p, x = {k: v * 1.25 for k, v in functional(nets[0])[1].items()}, Numbers(3)(5, WIDTH)
         same([lambda net=net: OF_FUNCTIONS[how](lambda p, _: functional(net)[0](p, x), p) for net in nets])
 
+    def test_of_a_modules_own_is_refused_with_a_way_out(self):
+        """As torch refuses it without the block; what is written would be lost."""
+        net, x = Net("state", True), X
+        with pytest.raises(ReplayError, match=r"closes over tensors that .* written a state .*`functional\(module\)`"):
+            grad(lambda x: net(x).sum())(x)
+        plain = Net("state", False)
+        plain.load_state_dict(net.state_dict())
+        same([lambda net=net: grad(lambda x: functional(net)[0]({}, x).sum())(x) for net in (net, plain)])
+
 
 class TestTheRest:
     def test_a_pullback_after_other_parameters_were_put_in(self):

@@ -121,14 +121,14 @@ class Call:
                 generator.set_state(state)
         return watch.closure()
 
-    def take_back(self) -> None:
-        """After an attempt that failed since f uses torch.func: take back the random numbers that were drawn."""
+    def take_back(self, why: str, way_out: str = "") -> None:
+        """After an attempt that failed, for some reason: take back the random numbers that were drawn."""
         assert self.watch is not None
         if self.watch.wrote():
             raise ReplayError(
-                "the function uses torch.func, beside which it has to be evaluated in another way, but has written a "
-                "state before (running statistics?). Pass the state as an argument and return its new value, or use "
-                "eval mode."
+                f"the function {why}, so that it has to be evaluated in another way, but has written a state before "
+                f"(running statistics?). {way_out}Pass the state as an argument and return its new value, or use eval "
+                "mode."
             ) from None
         self._start.rewind()
         for generator, state in self.watch.drawn:

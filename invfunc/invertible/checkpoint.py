@@ -151,6 +151,7 @@ def invertible_checkpoint(
 _DEFAULTS = {"keep": False, "preserve_rng_state": True, "check": "warn", "min_bytes": 0, "has_aux": False}
 
 
+_DROPPING = "Call the module that holds the block by `functional(module)`, which drops what is written. "
 _WAYS = ("warn", "error", "off")
 _CHECKS = '"warn", "error", "off", True (compare all) or the error that is tolerated'
 
@@ -249,7 +250,7 @@ class Checkpointed(Value):
             except RuntimeError as error:
                 if not hooks_refused(error):
                     raise
-                call.take_back()
+                call.take_back("uses torch.func")
                 y, ys, call, rest = self._noded(made(), made, xs, rest)
                 self._known.needs_a_node = True
         if tolerance is not None and len(kept) < len(xs):
@@ -264,7 +265,7 @@ class Checkpointed(Value):
             try:
                 return *noded(call, xs, rest), call, rest
             except ClosedOverError:
-                call.take_back()
+                call.take_back("closes over tensors that need a gradient", _DROPPING)
         closure = made().closure(xs, rest)
         self._known.closes_over = bool(closure.tensors)
         call, rest = made(closure=closure), [*rest, *closure.arguments()]
