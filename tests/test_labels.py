@@ -9,10 +9,14 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from invfunc.jacobian.labels import affine, rule
 from invfunc.jacobian.labels import labels as module
 from invfunc.jacobian.labels.labels import Labels
 from tests.graphs import FOLDED, NONLINEAR, POSITIVE, SMOOTH, WIDE, Graph, graphs
+from tests.labelled import ELSEWHERE, LINEAR, OTHERS
+from tests.strategies import Numbers
 
+IMAGE = Numbers(3)(1, 2, 4, 4).abs() + 0.1
 ALL = POSITIVE | FOLDED | SMOOTH | NONLINEAR
 
 
@@ -83,6 +87,54 @@ def test_every_operation_keeps_to_the_boxes(name, data, device, dtype):
     assert_within_boxes(graph, device, dtype)
 
 
+@pytest.mark.parametrize("inference", [False, True], ids=["", "in inference mode"])
+@pytest.mark.parametrize("name", LINEAR | OTHERS)
+def test_every_other_operation_keeps_to_them(name, inference, device, dtype):
+    """In inference mode torch does not take apart what it composes of others, and what is not known is one box."""
+    graph = Graph(((name, (LINEAR | OTHERS)[name]),), IMAGE)
+    with torch.inference_mode(inference), mock.patch.object(module, "_UNKNOWN", (KeyError,) if inference else ()):
+        assert_within_boxes(graph, device, dtype)
+    y, labels = followed(graph, IMAGE.to(device, dtype))
+    if labels.affine(y, 0):
+        assert_affine(graph, y, IMAGE.to(y), IMAGE.flip(-1).to(y))
+    else:
+        assert name not in LINEAR
+
+
+def test_every_name_has_a_program():
+    """Of the tables of rules, and of what is affine."""
+    met: set[str] = set()
+    right = module._operation
+
+    def seen(func):
+        met.update((right(func).name, str(func.overloadpacket).split(".")[-1]))
+        return right(func)
+
+    @settings(max_examples=3, phases=[Phase.generate])
+    @given(data=st.data())
+    def of_graphs(data):
+        for name, op in (ALL | WIDE).items():
+            graph = data.draw(graphs({name: op}, most=1))
+            followed(graph, graph.x)
+
+    with mock.patch.object(module, "_operation", seen):
+        for name, f in (LINEAR | OTHERS).items():
+            for inference in (False, True):
+                with torch.inference_mode(inference), mock.patch.object(module, "_UNKNOWN", (KeyError,)):
+                    followed(Graph(((name, f),), IMAGE), IMAGE.clone())
+        of_graphs()
+    assert sorted({*rule.RULES, *affine._LINEAR, *affine._FACTORS, *affine._ALONE} - met - set(ELSEWHERE)) == []
+
+
+@pytest.mark.parametrize("name", sorted(module._SHAPES))
+def test_what_reads_a_shape_depends_on_nothing(name, device, dtype):
+    x = IMAGE.to(device, dtype)
+    more = {"full_like": (2.0,), "randint_like": (5,), "new_full": ((2,), 1.0), "new_empty_strided": ((2,), (1,))}
+    given = more.get(name, ((2,),) if name.startswith("new") else ())
+    y, labels = followed(lambda x: getattr(torch.ops.aten, name)(x, *given), x)
+    assert labels.of(y, 0) is None
+
+
 @settings(max_examples=100)
 @given(graph=graphs(POSITIVE | FOLDED))
 def test_boxes_are_no_larger_than_what_is_read(graph, device, dtype):
@@ -132,8 +184,12 @@ def test_what_is_said_to_be_affine_is_affine(graph, seed, device, dtype):
     a, b = (4 * torch.randn(graph.x.shape, generator=rand).to(device, dtype) for _ in "ab")
     y, labels = followed(graph, a)
     if labels.affine(y, 0):
-        both, constant = y + graph(b), graph(torch.zeros_like(a)) + graph(a + b)
-        assert (both - constant).abs().max() <= (1e-9 if dtype == torch.float64 else 1e-4) * (1 + both.abs().max())
+        assert_affine(graph, y, a, b)
+
+
+def assert_affine(graph, y, a, b):
+    both, constant = y + graph(b), graph(torch.zeros_like(a)) + graph(a + b)
+    assert (both - constant).abs().max() <= (1e-9 if a.dtype == torch.float64 else 1e-4) * (1 + both.abs().max())
 
 
 @settings(max_examples=30)
@@ -182,6 +238,7 @@ LOST = {
     "an index": lambda x: x[..., x.argmax() % 2],
     "equal": lambda x: torch.equal(x, x),
     "nonzero": lambda x: x.nonzero(),
+    "nonzero_static": lambda x: torch.nonzero_static(x, size=2),
     "where": lambda x: torch.where(x > 0),
     "a mask": lambda x: x[x > 0],
     "masked_select": lambda x: x.masked_select(x > 0),

@@ -100,7 +100,10 @@ def _pooled(step: Step, out: torch.Tensor, dilation: Sequence[int]) -> Rows:
     return _POOLS[d](rows, kernel, stride, padding, dilation, step["ceil_mode"]).view(-1, *out.shape)
 
 
-@rule(*(f"{kind}_pool{d}d" for kind in ("_adaptive_avg", "adaptive_avg", "adaptive_max") for d in (1, 2, 3)))
+@rule(
+    *(f"adaptive_{kind}_pool{d}d" for kind in ("avg", "max") for d in (1, 2, 3)),
+    *(f"_adaptive_avg_pool{d}d" for d in (2, 3)),
+)
 def _adaptive(step: Step, out: torch.Tensor) -> Rows:
     d = int(str(step.func).split("pool")[1][0])
     return _ADAPTIVE[d](flattened(step.filled(step["self"]), d), tuple(step["output_size"])).view(-1, *out.shape)
