@@ -263,8 +263,35 @@ PROGRAMS = POINTWISE + VIEWS + REDUCTIONS + SPATIAL + MATRICES + PRODUCTS + UNPO
 
 NOT_MET = {
     "cuda": "it needs a device",
-    "cdist": "it is always refused, in `tests/test_errors.py`",
+    "cdist": "it is always refused, as `MIXING` is",
 }
 """Names in tables of which no program here makes a call, and why."""
+MIXING: dict[str, Callable] = {
+    "cdist": lambda z: torch.cdist(z, z.exp()),
+    "gradient": lambda z: torch.gradient(wide(z))[2],
+    "cross": lambda z: torch.cross(z.transpose(0, 1)[:, :3], z.exp().transpose(0, 1)[:, :3], dim=1),
+    "fft_fftn": lambda z: torch.fft.fftn(z).abs(),
+    "fft_rfftn": lambda z: torch.fft.rfftn(z).abs(),
+    "fft_fftshift": lambda z: torch.fft.fftshift(z),
+    "msort": lambda z: z.msort(),
+    "quantile": lambda z: z.quantile(0.5),
+    "nanquantile": lambda z: z.nanquantile(0.5, dim=0),
+    "aminmax": lambda z: z.aminmax().max,
+    "renorm": lambda z: torch.renorm(z, 2, 1, 0.1),
+    "trapezoid": lambda z: torch.trapezoid(z, dim=0),
+    "det": lambda z: torch.linalg.det(z[:, 0, :1] + torch.eye(len(z)).to(z)),
+    "cosine_similarity": lambda z: F.cosine_similarity(z, z.exp(), 0),
+    "max_unpool2d": lambda z: F.max_unpool2d(
+        _tall(z), torch.arange(2 * len(z)).view(-1, 2).expand(_tall(z).shape), [1, 1]
+    ),
+}
+"""What computes across the samples, by the function that does."""
+
+
+def _tall(z: torch.Tensor) -> torch.Tensor:
+    """`[1, a b, n, 2]`"""
+    return torch.stack([z.flatten(1).T, z.flatten(1).T.exp()], 2)[None]
+
+
 OF_DATA = {"linalg_ldl_factor", "linalg_ldl_factor_ex"}
 """Read what is detached, of which a sum over the samples is a constant."""

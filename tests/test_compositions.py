@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -163,6 +164,26 @@ def test_cells_equal_torch(name, data, device, dtype):
 @given(data=st.data())
 def test_bags_equal_torch(mode, data, device, dtype):
     data.draw(bags(mode)).assert_equals_torch("embedding_bag", device, dtype)
+
+
+LABELS = torch.tensor([2, 0, 1, 1])
+OTHERS = {
+    "embedding": Calls("embedding", partial(F.embedding, LABELS, padding_idx=1), (Numbers()(3, 2),)),
+    "broadcast_tensors": Calls("broadcast_tensors", torch.broadcast_tensors, (Numbers()(3, 1), Numbers(1)(2))),
+    "_weight_norm": Calls("weight_norm", torch._weight_norm, (Numbers()(3, 2), Numbers(1)(3, 1))),
+    "prelu": Calls("prelu", F.prelu, (Numbers()(4, 2, 3), Numbers(1)(2))),
+    "multi_margin_loss": Calls("margin", partial(F.multi_margin_loss, target=LABELS, p=2), (Numbers()(4, 3),)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_equal_torch(name, device, dtype):
+    if device.type == "cpu":
+        OTHERS[name].assert_equals_torch(name, device, dtype)
+
+
+def test_every_composition_has_a_law():
+    assert {*LAYERS, *CELLS, *OTHERS, "embedding_bag"} == set(COMPOSITIONS)
 
 
 def test_dropout_draws(device):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from invfunc import (
     SampleAxisError,
@@ -18,6 +19,8 @@ from invfunc import (
     gram,
     variance,
 )
+from invfunc.jacobian.follow import orders
+from invfunc.jacobian.trace.calls import function_name
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -43,6 +46,10 @@ FOLLOWED = {
     "detached": lambda x: x[ORDER].detach().clone(),
     "mask of all": lambda x: x[torch.ones(N, dtype=torch.bool)],
     "features first": lambda x: x.T.flip(1).T,
+    "flipud": lambda x: x.flipud(),
+    "fliplr": lambda x: x.T.fliplr().T,
+    "rot90": lambda x: x[:, None].rot90(2)[:, 0],
+    "take": lambda x: x.take(torch.arange(3 * N).view(N, 3)[ORDER]),
     "out=": lambda x: torch.index_select(x, 0, ORDER, out=x.clone()),
     "split": lambda x: torch.cat([x[1:], x[:1]]),
     "scatter": lambda x: torch.zeros_like(x).scatter(0, ROWS, x),
@@ -87,6 +94,20 @@ def test_shares_are_in_the_order_of_the_batch(moved):
     times = len(moved(X)) // N
     wanted = batch_grad(loss(lambda x: x.repeat(times, 1)))(P, X, Y)
     assert_trees_close(batch_grad(loss(moved))(P, X, Y), wanted, EXACT)
+
+
+def test_every_move_is_followed():
+    met: set[str] = set()
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            met.add(function_name(func))
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        for move in (FOLLOWED | REFUSED).values():
+            move(X)
+    assert orders._MOVES - met == set()
 
 
 @pytest.mark.parametrize("make", STATISTICS.values(), ids=STATISTICS)

@@ -121,6 +121,14 @@ def test_shares_behind_a_sum_over_the_samples(called):
     assert_trees_close(batch_grad(f)(w, x), wanted, EXACT, FLOOR)
 
 
+@pytest.mark.parametrize("called", stated.MIXING)
+def test_what_mixes_samples_is_refused(called):
+    with pytest.raises(SampleAxisError, match=called):
+        batch_grad(lambda w, x: stated.MIXING[called]((x * w).sin()).square().sum())(
+            Numbers(1)(2, 3), Numbers()(4, 2, 3)
+        )
+
+
 @pytest.mark.parametrize("indices", [False, True])
 def test_pools_that_draw_do_so_once(indices):
     """However many passes there are."""

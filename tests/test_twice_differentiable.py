@@ -1,5 +1,9 @@
 """What torch cannot differentiate twice, or does wrongly, in products: attention, recurrences, bags, norms."""
 
+from contextlib import ExitStack
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +12,7 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from invfunc import batch_diag_hessian, diag_hessian, functional, ggnvp, hvp, tree
+from invfunc.jacobian import twice
 from invfunc.jacobian.twice import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
 from tests import matrices
@@ -33,6 +38,18 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.layers(x)[0]
+
+
+class Margin(nn.Module):
+    """A loss inside of a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        classes = torch.arange(len(x), device=x.device) % 3
+        return F.multi_margin_loss(self.linear(x[:, 0]).tanh(), classes, p=2, reduction="none")
 
 
 def words(x):
@@ -70,6 +87,8 @@ MODELS = {
     "batch_norm without a trace": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4, affine=False), nn.Tanh()),
     "batch_norm in eval mode": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Tanh()).eval(),
     "rms_norm": lambda: normed(nn.RMSNorm(4)),
+    "rnn of relu": lambda: Recurrent(partial(nn.RNN, nonlinearity="relu")),
+    "multi_margin_loss": Margin,
 }
 models = pytest.mark.parametrize("called", MODELS)
 
@@ -119,6 +138,25 @@ def test_the_hessian_is_the_derivative_of_the_gradient(device, called):
     f, params, x, y = arranged(called, device)
     wanted = differences(plain_slopes(f, x, y), params, torch.eye(len(flat(params))))
     assert_near(matrices.of(hvp(f, F.mse_loss), params, x, y), wanted, 1e-6)
+
+
+FORWARD_MODE = {"mse_loss", "huber_loss", "soft_margin_loss"}
+"""Losses whose law is in `tests/test_forward_mode.py`."""
+
+
+def test_every_form_in_which_it_is_right_has_a_model():
+    met: set[str] = set()
+
+    def told(name, instead):
+        return lambda *args, **kwargs: met.add(name) or instead(*args, **kwargs)
+
+    with ExitStack() as stack:
+        for table in (twice._INSTEAD, twice._NORMS):
+            stack.enter_context(mock.patch.dict(table, {name: told(name, f) for name, f in table.items()}))
+        for called in MODELS:
+            f, params, x, y = arranged(called)
+            hvp(f, F.mse_loss)(params, params, x, y)
+    assert {*twice._INSTEAD, *twice._NORMS} - FORWARD_MODE - met == set()
 
 
 @models
