@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from invfunc import InvFuncError, invertible_checkpoint
+from invfunc import invertible_checkpoint
 from invfunc.testing import assert_trees_close
 from tests.laws import moved
 from tests.strategies import Numbers
@@ -58,11 +58,3 @@ def squares(y: Any) -> torch.Tensor:
 def gradients(y: Any, *of: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
     """Those of the loss."""
     return torch.autograd.grad(squares(y), of, **options)
-
-
-def same_or_refused(same: Callable, run: Callable, *functions: Callable, why: str) -> None:
-    """A number is the right one; an error says why."""
-    try:
-        same(run, *functions)
-    except InvFuncError as error:
-        assert why in str(error), error

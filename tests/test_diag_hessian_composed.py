@@ -278,13 +278,8 @@ class TestRefusals:
 
     def test_samples_that_are_mixed(self, make, dense):
         for t in (make(normalised, bent), make(composed(normalised, bent))):
-            try:
-                found = t(*self.args)
-            except SampleAxisError as error:
-                assert "batch_norm" in str(error)
-            else:  # the whole may be known where the samples are not
-                assert make is diag_hessian
-                assert_trees_close(found, dense(normalised, bent)(*self.args), EXACT)
+            with pytest.raises(SampleAxisError, match="batch_norm"):
+                t(*self.args)
 
     def test_samples_that_are_not_there(self, make, dense):
         with pytest.raises(InvFuncError, match="7"):

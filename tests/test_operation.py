@@ -10,7 +10,6 @@ from torch.func import grad, vmap
 from invfunc import (
     ArgumentError,
     ArgumentTypeError,
-    InvFuncError,
     SampleAxisError,
     batch_grad,
     chunked,
@@ -269,11 +268,7 @@ class TestWhatIsRefused:
         def f(w, x):
             return operation(lambda x: x @ w)(x).square().sum(1)
 
-        try:
-            found = batch_grad(f)(self.w, self.x)
-        except InvFuncError:
-            return
-        assert_trees_close(found, loop_batch_grad(f)(self.w, self.x), EXACT)
+        assert_trees_close(batch_grad(f)(self.w, self.x), loop_batch_grad(f)(self.w, self.x), EXACT)
 
     @pytest.mark.parametrize("reduction", [lambda losses: losses, torch.mean], ids=["[N]", "mean"])
     def test_samples_along_another_axis(self, reduction):

@@ -29,11 +29,13 @@ STATISTICS = {
 }
 
 
-def assert_as_dense(make, args, rtol=EXACT, floor=FLOOR):
-    """The same by both methods, or the same error."""
+def assert_as_dense(make, args, rtol=EXACT, floor=FLOOR, refusable=False):
+    """The same by both methods, or the same error where there may be one."""
     try:
         wanted = make(method="dense")(*args)
     except InvFuncError as error:
+        if not refusable:
+            raise
         with pytest.raises(type(error)), always():
             make(method="auto")(*args)
         return
@@ -57,5 +59,6 @@ def arranged(data, net):
 @given(data=st.data())
 def test_it_is_that_of_all_columns(kind, data, device, dtype):
     functions, args = arranged(data, data.draw(NETWORKS[kind]))
-    make = STATISTICS[data.draw(st.sampled_from(list(STATISTICS)))]
-    assert_as_dense(partial(make, *functions), moved(args, dtype, device))
+    called = data.draw(st.sampled_from(list(STATISTICS)))
+    refusable = kind == "by data" and (called.startswith("kflr") or len(functions) == 1)
+    assert_as_dense(partial(STATISTICS[called], *functions), moved(args, dtype, device), refusable=refusable)
