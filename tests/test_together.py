@@ -266,3 +266,22 @@ def test_says_what_it_is():
         repr(together(invfunc.batch_grad(loss), invfunc.diag_ggn(loss))) == "together(batch_grad(loss), diag_ggn(loss))"
     )
     assert len(tree.leaves(together(invfunc.batch_grad(loss))(W, X, Y))) == 1
+
+
+def test_factors_that_share_positions_otherwise_are_not_each_others():
+    """That of a bias is its weight's, of the same member."""
+    params = {"0.w": Numbers()(2, 2, 3), "0.b": Numbers(1)(2), "1.w": Numbers(2)(2, 2, 3)}
+    args = params, Numbers(3)(3, 2, 6), Numbers(4)(3, 2, 2)
+
+    def f(p, x):
+        return F.conv1d(F.conv1d(x, p["0.w"], p["0.b"]).tanh(), p["1.w"])
+
+    members = [
+        invfunc.kflr(f, F.mse_loss, weight_sharing=sharing, joint=joint)
+        for sharing in ("expand", "reduce", "backpack")
+        for joint in (False, True)
+    ]
+    for found, alone in zip(together(*members)(*args), members, strict=True):
+        for name, factors in alone(*args).items():
+            if factors is not None:
+                assert_trees_close(found[name].factors, factors.factors, EXACT)

@@ -117,13 +117,13 @@ class KroneckerFactors(Block):
         """The sums of outer products of one parameter, in each of its roles."""
         with_bias = self.joined and shares.role == "weight"
         layers = [Layer(shares, tap, with_bias, read=not shares.again) for tap in shares.taps]
-        known, tap = shares.columns.known, shares.taps[0]
-        same = shares.role == "bias" and len(layers) == 1 and id(tap.call) in known  # as the weight's
+        known, key = shares.columns.known, (self.sharing, id(shares.taps[0].call))
+        same = shares.role == "bias" and len(layers) == 1 and key in known  # as the weight's
         if same or len(layers) > 1:
             for layer in layers:
                 layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
         if same:
-            b = known[id(tap.call)]
+            b = known[key]
             return {layers[0].role: Factors(b, None, 1.0, 1, layers[0].places, False, shares.leaf.shape)}
         roles: dict[Hashable, list[Layer]] = {}
         for layer in layers:
@@ -137,7 +137,7 @@ class KroneckerFactors(Block):
                 kept[role] = kept[role].joined(more, samples=True) if role in kept else more
         found = {some[0].role: kept[role] for role, some in roles.items()}
         if shares.role == "weight" and len(layers) == 1 and layers[0].blocks is None:
-            (known[id(tap.call)],) = (factors.b for factors in found.values())
+            (known[key],) = (factors.b for factors in found.values())
         return found
 
     def _of(self, shares: Shares, layers: list[Layer], part: Part, joint: bool) -> Factors:
