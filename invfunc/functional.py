@@ -15,6 +15,7 @@ from torch import nn
 
 from invfunc._cached import cached, computed_anew
 from invfunc._functorch import parametrized_anew
+from invfunc._remade import Remade
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, InvFuncWarning
 from invfunc.skeleton import EntangledError, Reach, Skeleton, modules_of
 from invfunc.strays import RecomputedError, StrayError, Strays
@@ -82,7 +83,7 @@ _SWAPPING = threading.RLock()
 """Held while parameters are in a module itself, and while a copy of one is made."""
 
 
-class Functional:
+class Functional(Remade):
     """A module as a function of its parameters."""
 
     def __init__(self, model: nn.Module, method: str, places: dict[str, str]) -> None:
@@ -97,6 +98,11 @@ class Functional:
         """In which modes of the modules, and at which parameters, f has run on a copy and read nothing else."""
         self._entangled: dict[Any, str] = {}
         """And in which it cannot, and why."""
+
+    def remade(self, of: Callable[[Any], Any]) -> Functional:
+        made = object.__new__(Functional)
+        vars(made).update(vars(self), _model=of(self._model), _reach=Reach(), _proven=set(), _entangled={})
+        return made
 
     def __reduce__(self) -> tuple:
         return Functional, (self._model, self._method, self._places)

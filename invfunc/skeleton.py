@@ -23,6 +23,7 @@ from torch import nn
 
 from invfunc import thresholds
 from invfunc._cached import cached, computed_apart
+from invfunc._remade import Remade
 
 _PLAIN = {
     *(int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size),
@@ -166,7 +167,6 @@ class Rewiring:
 
     def _rebuilt(self, x: Any) -> Any:
         kind: Any = type(x)
-        rebuilt: Any
         if issubclass(kind, (list, dict, set, deque)):
             rebuilt = self.known[id(x)] = copy(x)
             rebuilt.clear()
@@ -186,10 +186,10 @@ class Rewiring:
             rebuilt = partial(self.of(x.func), *self.of(x.args), **self.of(x.keywords))
         elif kind is weakref.ref:
             rebuilt = weakref.ref(self.of(x()))
-        elif kind is types.FunctionType:
-            return self._function(x)
+        elif isinstance(x, Remade):
+            rebuilt = x.remade(self.of)
         else:
-            return self._object(x)
+            return self._function(x) if kind is types.FunctionType else self._object(x)
         return self.known.setdefault(id(x), rebuilt)
 
     def _function(self, fn: types.FunctionType) -> types.FunctionType:
@@ -216,7 +216,7 @@ class Rewiring:
         kind, parts = type(x), computed_apart(x) if hasattr(x, "__dict__") else {}
         slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
         known = (*_CONTAINERS, types.FunctionType, types.MethodType, partial, weakref.ref, nn.Module, torch.Tensor)
-        far = [v for v in parts.values() if not isinstance(v, known) and self.reach(v, self.targets)]
+        far = [v for v in parts.values() if not isinstance(v, (*known, Remade)) and self.reach(v, self.targets)]
         if slots or kind.__module__.startswith("torch.") or (far and not is_dataclass(x)):
             raise EntangledError(f"an object of {kind.__name__}")
         try:

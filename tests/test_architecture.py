@@ -21,7 +21,7 @@ PACKAGE = ROOT / "invfunc"
 FLOORS = [
     {"thresholds"},
     {"errors", "tree", "skeleton", "_functorch", "_pages", "_eager", "_blocks", "_symmetric", "_nodes"}
-    | {"_scripted", "_signed", "_uncompiled", "_values", "_cached"},
+    | {"_cached", "_remade", "_scripted", "_signed", "_uncompiled", "_values"},
     {"kronecker"},
     {"jacobian", "strays"},
     {"transform", "columns", "chunked", "together", "reduced", "outputs", "functional", "operation", "explain"},

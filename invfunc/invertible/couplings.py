@@ -11,7 +11,7 @@ import torch
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.exact import Grid
 from invfunc.invertible.pair import Invertible, Law
-from invfunc.invertible.part import Rounded, as_part, fitting, given_functions, no_parameters
+from invfunc.invertible.part import Rounded, as_part, fitting, given_functions, no_parameters, of_part
 from invfunc.invertible.state import per_sample, two_parts
 from invfunc.transform import describe
 
@@ -67,7 +67,7 @@ def additive_coupling(
     if not isinstance(exact, (bool, Grid)):
         raise ArgumentTypeError(f"{call[:-1]}, exact={exact!r}): exact is True, False or a Grid.")
     grid = exact if isinstance(exact, Grid) else Grid() if exact else None
-    shared = (F, G) if grid is None else (Rounded(grid, F), Rounded(grid, G))
+    shared = (F, G) if grid is None else (Rounded(grid, of_part(F)), Rounded(grid, of_part(G)))
     return _made(_Additive(call, tuple(map(no_parameters, shared)), grid), shared, split_dim)
 
 

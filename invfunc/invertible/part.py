@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
@@ -75,12 +76,12 @@ class OfFunction(Part):
         return _dtype(tree.tensors(params))
 
 
+@dataclass(eq=False, repr=False)
 class Rounded(Part):
     """A part whose results are put on a grid. It gets the state in the dtype of its parameters."""
 
-    def __init__(self, grid: Grid, part: Callable) -> None:
-        self.grid = grid
-        self.part = part if isinstance(part, Part) else OfFunction(part)
+    grid: Grid
+    part: Part
 
     @property
     def __name__(self) -> str:
@@ -115,6 +116,11 @@ def as_part(call: str, which: str, fn: Any) -> Callable:
     if not callable(fn):
         raise ArgumentTypeError(f"{call}: {which} is of type {type(fn).__name__}, but has to be a function.")
     return fn
+
+
+def of_part(fn: Callable) -> Part:
+    """A function as a part."""
+    return fn if isinstance(fn, Part) else OfFunction(fn)
 
 
 def no_parameters(part: Callable) -> tuple:
