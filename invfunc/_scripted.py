@@ -38,9 +38,9 @@ class Interpreted:
         self._plain.__enter__()
         with self._lock:
             if Interpreted._number == 0:
-                Interpreted._before = tuple(vars(kind)["__call__"] for kind in _KINDS)
-                for kind, call in zip(_KINDS, Interpreted._before, strict=True):
-                    kind.__call__ = _seen(call)
+                Interpreted._before = tuple([vars(kind)["__call__"] for kind in _KINDS])
+                for kind, seen in zip(_KINDS, _SEEN, strict=True):
+                    kind.__call__ = seen
             Interpreted._number += 1
 
     def __exit__(self, *error: Any) -> None:
@@ -52,16 +52,21 @@ class Interpreted:
         self._plain.__exit__(None, None, None)
 
 
-def _seen(call: Callable) -> Callable:
+def _seen(place: int) -> Callable:
     """How what torch.jit made is called, for the time of the context."""
 
     def seen(made: Any, *args: Any, **kwargs: Any) -> Any:
+        call = Interpreted._before[place]
         if not _watched():
             return call(made, *args, **kwargs)
         scripted = Scripted(made, call)
         return scripted(scripted.parameters, scripted.state, args, kwargs)
 
     return seen
+
+
+_SEEN = tuple(map(_seen, range(len(_KINDS))))
+"""Made once: calls of new functions are slow at first."""
 
 
 def _watched() -> bool:

@@ -72,7 +72,13 @@ class Watch(Sight):
         looks = getattr(func, "__name__", "") == "__get__"
         if looks and not isinstance(result := func(*args, **kwargs), torch.Tensor):
             return result
-        read = list({id(t): t for t in tree.tensors((args, kwargs))}.values())
+        read = tree.tensors((args, kwargs))
+        apart = self._closure.tensors or isinstance(func, Scripted) or targets(func, args, kwargs)
+        if not apart and all(map(self.knows, read)):  # as most calls are
+            result = func(*args, **kwargs)
+            self._enter(result)
+            return result
+        read = list({id(t): t for t in read}.values())
         lifted = {id(t): s for t in read if (s := self._instead(t)) is not None} if self._closure.tensors else {}
         if lifted:
             args, kwargs = tree.map_tensors(lambda t: lifted.get(id(t), t), (args, kwargs))
