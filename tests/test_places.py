@@ -219,9 +219,30 @@ def any_operation(p, x, y):
     return sum(torch.linalg.norm(torch.outer(model(p, a), model(p, a)).matrix_exp()) for a in x + y)
 
 
+def repeated(p, x, y):
+    return F.mse_loss(model(p, x.repeat(2, 1)), y.repeat(2, 1))
+
+
+def repeated_side_by_side(p, x, y):
+    return F.mse_loss(model(p, x.repeat_interleave(3, 0)), y.repeat_interleave(3, 0))
+
+
+def the_best_is_not_counted(p, x, y):
+    """Numbers that all data give are constants, as they are to torch: here which loss is the smallest."""
+    losses = each(model(p, x), y)
+    return losses.sum() - losses[losses.argmin()].detach()
+
+
+def one_row(p, x, y):
+    """One of the selected samples has a term of its own."""
+    z = model(p, x)
+    return z[y[:, 0] > -100][0].square().sum() + z[1:].sum()
+
+
 PROGRAMS = [by_experts, by_two_experts, by_experts_that_are_hit, into_places, experts_written, views]
-PROGRAMS += [views_in_another_order, chunks, pairs_of_terms, both_orders, batches_of_one, any_operation]
-SUMS = {chunks, batches_of_one, any_operation}
+PROGRAMS += [views_in_another_order, chunks, pairs_of_terms, both_orders, batches_of_one, any_operation, repeated]
+PROGRAMS += [repeated_side_by_side, the_best_is_not_counted]
+SUMS = {chunks, batches_of_one, any_operation, the_best_is_not_counted}
 
 
 @pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
@@ -234,6 +255,14 @@ def test_samples_are_followed_to_where_they_are_computed(f):
     assert_trees_close(batch_grad(f)(P, X, Y), shares, EXACT)
     norms = {name: g.square().flatten(1).sum(1) for name, g in shares.items()}
     assert_trees_close(batch_l2_grad(f)(P, X, Y), norms, EXACT)
+
+
+def test_one_of_the_selected_samples():
+    def apart(p):
+        z = model(p, X)
+        return torch.cat([z[:1].square().sum(1), z[1:].sum(1)])
+
+    assert_trees_close(batch_grad(one_row)(P, X, Y), torch.func.jacrev(apart)(P), EXACT)
 
 
 # Models that compute their samples one by one, or somewhere else, and put them back
@@ -307,3 +336,16 @@ def test_factors_are_of_the_samples_that_are_there(joint, sharing):
     make = kflr(one, weight_sharing=sharing, joint=joint)
     wanted = {name: len(r) * k for name, k in factors(make(P, x[:1], y[:1])).items()}
     assert_trees_close(factors(kflr(selected, weight_sharing=sharing, joint=joint)(P, x, y)), wanted, EXACT)
+
+
+@pytest.mark.parametrize("rows", [lambda x: [x[2:]], lambda x: list(x)], ids=["selected", "one by one"])
+def test_a_derivative_that_is_nan_is_that_of_its_sample(rows):
+    p, x = torch.tensor([0.0, 1, 2]), X.clone()
+    x[2, 0] = 0
+
+    def loss(p, x):
+        return sum(torch.hypot(p.expand_as(x), x).sum() for x in rows(x))
+
+    shares = batch_grad(loss)(p, x)
+    assert shares[2, 0].isnan()
+    assert shares.isnan().sum() == 1

@@ -30,6 +30,9 @@ _VECTORS |= {"lu_solve": {2}}
 
 @rule(*_LAST)
 def batched(call: Call) -> Place:
+    columns = _columns(call)
+    if columns is not None:
+        return columns
     arguments = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.Tensor)]
     last = [_LAST[call.name] - (i in _VECTORS.get(call.name, ())) for i in range(len(arguments))]
     if call.name in ("linalg_solve", "linalg_solve_ex", "linalg_lstsq"):
@@ -37,6 +40,19 @@ def batched(call: Call) -> Place:
         vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
         last = [2 - (x is b and vector) for x in arguments]
     return _batch(call, arguments, last)
+
+
+def _columns(call: Call) -> Place:
+    """Of samples that are the right sides of one system of equations, which are solved apart."""
+    names = {"linalg_solve": (0, 1), "linalg_solve_triangular": (0, 1), "cholesky_solve": (1, 0)}
+    if call.name not in names or len(call.args) < 2:
+        return None
+    a, b = (call.args[i] for i in names[call.name])
+    axis, side = call.place(b), 1 if call.kwargs.get("left", True) else 2
+    vector = call.name == "linalg_solve" and (b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1]))
+    if vector or call.place(a) is not None or not isinstance(axis, Axis) or axis.dim != b.ndim - side:
+        return None
+    return axis.at(call.out.ndim - side)
 
 
 def _batch(call: Call, arguments: list[torch.Tensor], last: list[int]) -> Place:

@@ -14,6 +14,8 @@ from invfunc.jacobian.contract import Term
 from invfunc.jacobian.equations import LETTERS, equation
 from invfunc.jacobian.rules import Part, Recipe, Site, axis_of
 
+_UNBATCHED = (RuntimeError, ValueError, TypeError, IndexError)
+
 
 def generic(site: Site, param: torch.Tensor) -> Recipe:
     """A copy of the parameter for each sample, and the vector-Jacobian product of the operation in the copies."""
@@ -44,16 +46,25 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
 
         def each(columns: torch.Tensor) -> torch.Tensor:
             if site.axis.dim is None:  # vmap has no rule for an index without dimensions
-                return torch.stack([one(*each) for each in zip(columns, *samples, strict=True)])
+                return one_by_one(columns)
             return torch.vmap(one)(columns, *samples)
+
+        def one_by_one(columns: torch.Tensor) -> torch.Tensor:
+            return torch.stack([one(*each) for each in zip(columns, *samples, strict=True)])
 
         # columns outside, samples inside: the other order gives wrong shapes for prelu (torch 2.13)
         try:
             shares = torch.vmap(each)(delta)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # no batching rule
-            if isinstance(error, SampleAxisError):
-                raise
-            raise SampleAxisError(f"`{call.name}` cannot be computed one sample at a time by torch.vmap.") from error
+        except _UNBATCHED:  # no batching rule, or a wrong one
+            try:
+                shares = torch.stack([one_by_one(columns) for columns in delta])
+            except _UNBATCHED as error:
+                if isinstance(error, SampleAxisError):
+                    raise
+                raise SampleAxisError(f"`{call.name}` cannot be computed one sample at a time.") from error
+        if site.axis.rows is not None:  # a sample that has none of them was given those of another
+            own = torch.tensor(site.axis.owned(call.n), device=shares.device)[part] > 0
+            shares = torch.where(own.reshape(-1, *[1] * param.ndim), shares, 0)
         return [("VN" + LETTERS[: param.ndim], shares)]
 
     return Recipe(

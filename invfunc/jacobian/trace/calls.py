@@ -47,11 +47,14 @@ CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "new_te
 
 @lru_cache(maxsize=4096)
 def function_name(func: Callable) -> str:
-    """`relu` for F.relu, torch.relu_, Tensor.relu; `get:T` for the attribute T; `getitem` for the operator."""
+    """`relu` for F.relu, torch.relu_, aten.relu.default; `get:T` for the attribute T; `getitem` for the operator."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return "get:" + getattr(getattr(func, "__self__", None), "__name__", "")
-    return name.strip("_")
+    base, _, overload = name.partition(".")
+    if overload and torch.Tag.pointwise not in func.tags and base != "copy_":  # of aten, whose arguments are others
+        return name
+    return base.strip("_")
 
 
 def spelled(name: str | None) -> str:
@@ -63,7 +66,7 @@ def spelled(name: str | None) -> str:
 
 @lru_cache(maxsize=4096)
 def in_place(func: Callable) -> bool:
-    name = getattr(func, "__name__", "")
+    name = getattr(func, "__name__", "").partition(".")[0]
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 

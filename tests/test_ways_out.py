@@ -1,0 +1,102 @@
+"""Programs of which one form is refused, with the form that its error names, and systems of equations."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from invfunc import SampleAxisError, batch_grad, diag_ggn, functional
+from invfunc.testing import assert_trees_close, dense_diag_ggn
+from tests.strategies import Numbers
+
+N, T = 4, 4
+P, X, Y = Numbers()(3, 3), Numbers(1)(N, 3), Numbers(2)(N, 3)
+EXACT = 1e-9
+
+
+def apart(f, params, *batch):
+    """The gradients of each sample's loss, from f on a batch of one."""
+    shares = [torch.func.grad(lambda p, n=n: f(p, *(x[n : n + 1] for x in batch)).sum())(params) for n in range(N)]
+    return {k: torch.stack([g[k] for g in shares]) for k in params} if isinstance(params, dict) else torch.stack(shares)
+
+
+def test_ctc():
+    x, y = Numbers(3)(N, T, 3), Numbers(4).below(2, N, 2) + 1
+
+    def ctc(p, x, y, reduction="none"):
+        z = (x @ p).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(z, y, torch.full((len(x),), T), torch.full((len(x),), 2), reduction=reduction)
+
+    with pytest.raises(SampleAxisError, match=r"at `ctc_loss`.* or return the \[N\] losses of the samples from"):
+        batch_grad(lambda p, x, y: ctc(p, x, y, "mean"))(P, x, y)
+    assert_trees_close(batch_grad(ctc)(P, x, y), apart(ctc, P, x, y), EXACT)
+
+
+def test_packed_sequences():
+    x, lengths = Numbers(3)(N, T, 3), torch.tensor([2, 4, 1, 3])
+    f, params = functional(nn.LSTM(3, 2, batch_first=True).double())
+
+    def packed(p, x, lengths):
+        given = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return f(p, given)[1][0][0].square().sum(1)
+
+    def padded(p, x, lengths):
+        z, _ = f(p, x)
+        return z[torch.arange(len(x)), lengths - 1].square().sum(1)
+
+    for loss in (packed, lambda *args: packed(*args).mean()):
+        with pytest.raises(SampleAxisError, match=r"Pad the sequences to the same length and mask the loss\.$"):
+            batch_grad(loss)(params, x, lengths)
+    weights = {name: p.clone().requires_grad_() for name, p in params.items()}
+    rows = [torch.autograd.grad(one, list(weights.values()), retain_graph=True) for one in packed(weights, x, lengths)]
+    wanted = {name: torch.stack(g) for name, g in zip(weights, zip(*rows, strict=True), strict=True)}
+    assert_trees_close(batch_grad(padded)(params, x, lengths), wanted, EXACT)
+    assert_trees_close(batch_grad(lambda *args: N * padded(*args).mean())(params, x, lengths), wanted, EXACT)
+
+
+def test_linearized_functions_of_data():
+    def loss(p, x):
+        return (torch.func.linearize(torch.sin, x)[1](x) @ p).square().mean(1)
+
+    with pytest.raises(SampleAxisError, match=r"or return the \[N\] losses of the samples from a function that also"):
+        batch_grad(lambda p, x: loss(p, x).mean())(P, X)
+    wanted = apart(lambda p, x: ((x.cos() * x) @ p).square().mean(1), P, X)
+    assert_trees_close(batch_grad(loss)(P, X), wanted, EXACT)
+
+
+def test_operations_of_aten():
+    def loss(p, x):
+        return torch.ops.aten.mul.Tensor(torch.ops.aten.sin.default(x @ p), 2).square().mean()
+
+    assert_trees_close(batch_grad(loss)(P, X), apart(loss, P, X) / N, EXACT)
+
+
+def positive(p):
+    return p.mT @ p + torch.eye(3)
+
+
+SYSTEMS = {
+    "columns": lambda p, x: torch.linalg.solve(p, x.T).T,
+    "of what is derived": lambda p, x: torch.linalg.solve(positive(p), x.T).T,
+    "rows": lambda p, x: torch.linalg.solve(p, x, left=False),
+    "one each": lambda p, x: torch.linalg.solve(p, x[..., None])[..., 0],
+    "triangular": lambda p, x: torch.linalg.solve_triangular(positive(p).tril(), x.T, upper=False).T,
+    "cholesky": lambda p, x: torch.cholesky_solve(x.T, torch.linalg.cholesky(positive(p))).T,
+    "inverse": lambda p, x: x @ torch.linalg.inv(p),
+}
+
+
+@pytest.mark.parametrize("solved", SYSTEMS.values(), ids=SYSTEMS)
+def test_one_system_has_a_right_side_for_each_sample(solved):
+    def loss(p, x, y):
+        return F.mse_loss(solved(p, x), y)
+
+    assert_trees_close(batch_grad(loss)(P, X, Y), apart(loss, P, X, Y) / N, EXACT)
+    wanted = dense_diag_ggn(solved, F.mse_loss)(P, X, Y)
+    assert_trees_close(diag_ggn(loss)(P, X, Y), wanted, EXACT)
+    assert_trees_close(diag_ggn(solved, F.mse_loss)(P, X, Y), wanted, EXACT)
+
+
+def test_what_is_solved_along_the_samples_is_refused():
+    with pytest.raises(SampleAxisError, match="computes across the sample axis"):
+        batch_grad(lambda p, x: torch.linalg.solve(x[:3] @ p, x[:3]).sum())(P, X)
