@@ -293,5 +293,5 @@ def _tall(z: torch.Tensor) -> torch.Tensor:
     return torch.stack([z.flatten(1).T, z.flatten(1).T.exp()], 2)[None]
 
 
-OF_DATA = {"linalg_ldl_factor", "linalg_ldl_factor_ex"}
-"""Read what is detached, of which a sum over the samples is a constant."""
+OF_DATA = {"linalg_ldl_factor", "linalg_ldl_factor_ex", "argmin, argmax"}
+"""Read what is detached, or give numbers without a derivative: of all samples together these are constants."""
