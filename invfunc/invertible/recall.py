@@ -169,9 +169,9 @@ class Recall(Sight):
         uses: Sequence[Use],
         exchanged: Exchanged,
     ) -> None:
-        super().__init__(given)
+        self._active = followed or bool(others)  # else it sees no call
+        super().__init__(given if self._active else ())
         self._followed = followed
-        self._active = followed or bool(others)
         self._others = others
         self._found: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {part: {} for part in others}
         self._all = [other for order in others.values() for other in order]
