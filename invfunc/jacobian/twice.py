@@ -60,6 +60,21 @@ def _abs(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).abs())
 
 
+def _solve(func: Callable, A: torch.Tensor, B: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Is wrong under vmap where B has more dimensions in front than A: they are taken for those of the vmap."""
+    lead, own = B.shape[:-2], A.shape[:-2]
+    vector = B.ndim == 1 or B.shape == A.shape[:-1]
+    wide = A if vector or len(own) >= len(lead) else A.expand(*torch.broadcast_shapes(lead, own), *A.shape[-2:])
+    return func(wide, B, **options)
+
+
+def _cdist(
+    func: Callable, x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str | None = None
+) -> torch.Tensor:
+    """Has a wrong derivative under vmap, and no second one."""
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
 # Norms: their passes back, which are fused, have a wrong derivative under vmap
 
 
@@ -155,6 +170,8 @@ _INSTEAD = {
     "_weight_norm": _weight_norm,
     **dict.fromkeys(("abs", "absolute", "__abs__"), _abs),
     "multi_margin_loss": _multi_margin,
+    "linalg_solve": _solve,
+    "cdist": _cdist,
     "mse_loss": _mse,
     "huber_loss": _huber,
     "soft_margin_loss": _soft_margin,

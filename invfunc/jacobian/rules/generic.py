@@ -13,6 +13,7 @@ from invfunc.jacobian.axis import Axis
 from invfunc.jacobian.contract import Term
 from invfunc.jacobian.equations import LETTERS, equation
 from invfunc.jacobian.rules import Part, Recipe, Site, axis_of
+from invfunc.jacobian.twice import TwiceDifferentiable
 
 _UNBATCHED = (RuntimeError, ValueError, TypeError, IndexError)
 
@@ -36,7 +37,8 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
                 for i, x in zip(batched, xs, strict=True):
                     operands[i] = x.clone()
                 args, kwargs = tree.unflatten(operands, structure)
-                with torch.autocast(device, low) if low is not None else nullcontext():  # as it was in the run
+                casts = torch.autocast(device, low) if low is not None else nullcontext()  # as it was in the run
+                with casts, TwiceDifferentiable():
                     return call.func(*args, **kwargs)
 
             out, pull, *_ = torch.func.vjp(operation, site.value(param))
