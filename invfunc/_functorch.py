@@ -257,8 +257,8 @@ def pointer(x: torch.Tensor) -> int:
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """Which memory a tensor is in, or another that a function mode puts in its place."""
-    return handle_torch_function(storage_of, (x,), x) if has_torch_function_unary(x) else memory_of(x)._cdata
+    """Which memory a tensor is in."""
+    return memory_of(x)._cdata
 
 
 def freed(x: torch.Tensor) -> bool:
@@ -267,8 +267,11 @@ def freed(x: torch.Tensor) -> bool:
 
 
 def memory_of(x: torch.Tensor) -> Any:
-    """The memory itself, which lives as long as what is returned does; it knows its `nbytes()`."""
-    return _plain(x).untyped_storage()
+    """The memory itself, or that of another which a function mode puts in its place.
+
+    It lives as long as what is returned does, and knows its `nbytes()`.
+    """
+    return handle_torch_function(memory_of, (x,), x) if has_torch_function_unary(x) else _plain(x).untyped_storage()
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from invfunc._functorch import dispatched, innermost, plainly, under, unwatched,
 from invfunc.errors import ReplayError
 
 _KINDS: tuple[Any, ...] = (torch.ScriptMethod, torch.jit.ScriptFunction)  # pyright: ignore[reportAttributeAccessIssue]
+_CONSTANTS: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""Those that are written into what torch.jit made."""
 _Values = dict[int, torch.Tensor]
 """Tensors by their place in a module."""
 
@@ -60,7 +63,7 @@ def _seen(place: int) -> Callable:
         if not _watched():
             return call(made, *args, **kwargs)
         scripted = Scripted(made, call)
-        return scripted(scripted.parameters, scripted.state, args, kwargs)
+        return scripted(scripted.state, scripted.parameters, args, kwargs)
 
     return seen
 
@@ -74,7 +77,7 @@ def _watched() -> bool:
 
 
 class Scripted:
-    """One call of what torch.jit made: an operation of the parameters and the state of its module, and its arguments.
+    """One call of what torch.jit made: an operation of the state and the parameters of its module, and its arguments.
 
     Where it gets others than the module has, it is evaluated on a copy of the module.
     """
@@ -107,19 +110,33 @@ class Scripted:
 
     def look(self) -> None:
         """Look into it for what cannot be seen from here."""
-        graph = self._made.inlined_graph
+        if self._made not in _CONSTANTS:
+            graph = self._made.inlined_graph
+            self._refuse(graph)
+            nodes = graph.findAllNodes("prim::Constant")
+            tensors = [n.t("value") for n in nodes if n.hasAttribute("value") and n.kindOf("value") == "t"]
+            _CONSTANTS[self._made] = tensors
+        self._constants = _CONSTANTS[self._made]
+
+    def _refuse(self, graph: Any) -> None:
         if graph.findNode("prim::PythonOp") is not None:
             raise ReplayError(
                 f"`{self.__name__}`, which torch.jit made, calls back into Python (torch.jit.ignore), where it is not "
                 "seen what is read and written. Leave this part of the block unscripted."
             )
-        nodes = graph.findAllNodes("prim::Constant")
-        self._constants = [n.t("value") for n in nodes if n.hasAttribute("value") and n.kindOf("value") == "t"]
+        for kind in ("aten::batch_norm", "aten::instance_norm"):
+            for node in graph.findAllNodes(kind):
+                _, _, _, mean, _, training, *_ = node.inputs()
+                if mean.node().kind() == "prim::Param" and training.toIValue() is not False:
+                    raise ReplayError(
+                        f"`{self.__name__}`, which torch.jit made, writes running statistics that are its arguments, "
+                        "which is not seen. Keep them in buffers of a module, and script that."
+                    )
 
-    def __call__(self, parameters: _Values, state: _Values, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def __call__(self, state: _Values, parameters: _Values, args: tuple, kwargs: dict[str, Any]) -> Any:
         if _watched():
-            return handle_torch_function(self, (), parameters, state, args, kwargs)
-        made, owner, given = self._made, self._owner, {**parameters, **state}
+            return handle_torch_function(self, (), state, parameters, args, kwargs)
+        made, owner, given = self._made, self._owner, {**state, **parameters}
         if any(given[place] is not value for place, value in (self.parameters | self.state).items()):
             owner = _copy(owner)
             for place, (module, name, _) in enumerate(_attributes(owner)):

@@ -264,6 +264,45 @@ class TestTheRest:
 
         assert_trees_close(slope(invertible_checkpoint), slope(as_it_is), 1e-9)
 
+    def test_functions_that_write_arguments(self):
+        @torch.jit.script
+        def part(b: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+            count.add_(1.0)
+            return b * count.sqrt().rsqrt()
+
+        found = []
+        for wrap in (invertible_checkpoint, as_it_is):
+            count = torch.ones(3, dtype=torch.float64)
+            found.append((self.gradient(lambda b, count=count: part(b, count).sin(), wrap=wrap), count))
+        assert_trees_close(*found, 1e-9)
+
+    def test_running_statistics_that_are_arguments_are_refused(self):
+        @torch.jit.script
+        def part(b: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.batch_norm(b, mean, var, None, None, True, 0.1, 1e-5)
+
+        mean, var = Numbers(0)(3), Numbers(1)(3)
+        with pytest.raises(
+            ReplayError, match="`part`, .* running statistics that are its arguments.*buffers of a module"
+        ):
+            self.gradient(lambda b: part(b, mean, var))
+
+    def test_within_blocks_within_blocks(self):
+        def both(wrap):
+            F, G = (torch.jit.script(MODULES[kind]().double()) for kind in ("batch norm", "in eval mode"))
+            params = [*F.parameters(), *G.parameters()]
+            for number, p in enumerate(params):
+                p.data.copy_(Numbers(number)(*p.shape))
+            inner = wrap(additive_coupling(lambda b: G(b), lambda a: G(a).sin()))
+            slope = grad(
+                lambda x: sum(t.sin().sum() for t in wrap(additive_coupling(lambda b: inner((b, b))[1], G))((x, x)))
+            )
+            outer = wrap(additive_coupling(lambda b: F(inner((b, b.cos()))[0]), lambda a: F(a).sin()))
+            first = torch.autograd.grad(sum(t.sin().sum() for t in outer((X, X.cos()))), params)
+            return first, list(F.buffers()), slope(X)
+
+        assert_trees_close(both(invertible_checkpoint), both(as_it_is), 1e-7, 1e-3)
+
     def test_methods(self):
         module = torch.jit.script(Named().double())
         inputs = list(module.parameters())

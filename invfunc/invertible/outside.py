@@ -76,7 +76,8 @@ class Outside:
 def targets(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """What a call is known to write, or may write."""
     if isinstance(func, Scripted):
-        return tree.tensors(args[1])
+        state, _, *given = args
+        return [*state.values(), *(t for t in tree.tensors(given) if not t.requires_grad)]
     if func in _RUNNING:
         mean, var, place, name, default = _RUNNING[func]
         statistics = (_argument(args, kwargs, mean, "running_mean"), _argument(args, kwargs, var, "running_var"))
@@ -92,7 +93,7 @@ def targets(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[torch.T
 
 def wrote(func: Callable, args: tuple, written: list[torch.Tensor]) -> list[torch.Tensor]:
     """What it has written, of what it may write."""
-    return [args[1][place] for place in func.wrote] if isinstance(func, Scripted) else written
+    return [args[0][place] for place in func.wrote] if isinstance(func, Scripted) else written
 
 
 def _argument(args: tuple, kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:

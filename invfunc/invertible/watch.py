@@ -62,7 +62,7 @@ class Watch(Sight):
         kwargs = kwargs or {}
         if not self._known.calls and compiled_within(self._entered):
             self._known.compiled()
-        if not self._known.calls and isinstance(func, Scripted):
+        if isinstance(func, Scripted):
             func.look()
         generator = kwargs.get("generator")
         if isinstance(generator, torch.Generator) and not any(generator is known for known in self._generators):
