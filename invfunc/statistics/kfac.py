@@ -38,7 +38,8 @@ def kfac(
     R positions and uses share the weight (pixels of a convolution, tokens of a sequence, calls of a module). With
     `"expand"` (KFC) each counts as a sample of its own, as above. With `"reduce"` they are averaged first: `a.mean(r)`
     in A and `s.sum(r)` in B. `"backpack"` takes `A = 1/N sum_nr a a^T` with the `s.sum(r)`. B contains the scale of the
-    loss, such as the 1/N of a mean, and A does not.
+    loss, such as the 1/N of a mean, and A does not. Where samples were selected, repeated or have unequal numbers of
+    positions, N * R is how many positions there are.
 
     * A bias or the scale of a norm has the factor `B = sum g g^T` of its share g at each position, or of their sum. Any
       other vector (a temperature, a gate that is not linear) has that of its share as a whole: its block itself.
