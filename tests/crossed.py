@@ -35,7 +35,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "HUGE_ON": (("cpu",), ()),
     "APART": (0, FAR),
     "APART_ON": (("cpu",), ()),
-    "CACHE": ({"cpu": 64}, {"cpu": 2**24}),
+    "CACHE": ({"cpu": 16}, {"cpu": 2**24}),
     "ELSEWHERE": (64, 2**24),
     "BUSY": (0, FAR),
     "BLOCK_BATCH": (1, FAR),

@@ -1,5 +1,7 @@
 """The second review's ways to a wrong number, of the first-order family: right, or refused."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ import invfunc.jacobian.engine as engine
 from invfunc import (
     ArgumentError,
     SampleAxisError,
+    batch_diag_ggn,
     batch_grad,
     batch_jacobian,
     batch_l2_grad,
@@ -215,6 +218,39 @@ def test_an_operation_without_a_rule_under_autocast():
     w, x = W.float(), X.float()
     expected = loop_batch_grad(lambda w, x: ((x @ w) @ w).square().sum(1))(w, x)
     assert_trees_close(batch_grad(f)(w, x), expected, 1e-1)
+
+
+def test_an_operation_without_a_rule_runs_again_in_the_precision_of_autocast():
+    """A product is taken in float32, since half precision would overflow."""
+    op = operation(lambda h, s: h.prod(1, keepdim=True) * s)
+
+    def f(p, x):
+        with torch.autocast("cpu", torch.float16):
+            return op(x @ p["w"], p["s"]).float().sum(1) * 1e-9
+
+    args = {"s": torch.ones(2), "w": 300 + torch.zeros(3, 4)}, 0.3 + 0.01 * X.float()
+    expected = loop_batch_grad(lambda p, x: (x @ p["w"]).prod(1) * p["s"].sum() * 1e-9)(*args)
+    assert_trees_close(batch_grad(f)(*args), expected, 1e-2)
+
+
+class Unbatched(torch.autograd.Function):
+    """Twice x; its derivative looks at numbers, which vmap cannot."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g if bool(g.isfinite().all()) else g
+
+
+@pytest.mark.parametrize("make", [partial(diag_ggn, method="dense"), diag_ggn, batch_diag_ggn])
+def test_a_derivative_without_a_batching_rule_is_taken_column_by_column(make):
+    op = operation(lambda x: Unbatched.apply(x))
+    args = Numbers()(3, 4), Numbers(1)(5, 3), Numbers(2).below(4, 5)
+    wanted = make(lambda w, x: 2 * (x @ w).sin(), F.cross_entropy)(*args)
+    assert_trees_close(make(lambda w, x: op((x @ w).sin()), F.cross_entropy)(*args), wanted, EXACT)
 
 
 def test_one_value_for_each_group_of_one_sample():

@@ -46,7 +46,7 @@ from invfunc.testing import (
     loop_kfac,
     loop_variance,
 )
-from tests.crossed import HIGHEST, LOWEST, SIDES, sides, thresholds_at
+from tests.crossed import FAR, HIGHEST, LOWEST, SIDES, sides, thresholds_at
 from tests.laws import RTOL, Expectation, composed, expectations, generic, moved, squares
 from tests.modules import of_module
 from tests.networks import LOSSES, total
@@ -73,7 +73,11 @@ PROGRAMS: dict[str, tuple[list[nn.Module], tuple[int, ...]]] = {
         (3, 1, 2, 2, 2),
     ),
     "pixels": ([nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 3, 1)], (3, 1, 3, 4)),
-    "bottleneck": ([nn.Linear(6, 2), nn.Tanh(), nn.Linear(2, 6), nn.Sigmoid(), nn.Linear(6, 6)], (3, 6)),
+    "line": ([nn.Conv1d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv1d(2, 3, 3, padding=1)], (2, 1, 8)),
+    "bottlenecks": (
+        [nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2), nn.Sigmoid(), nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 6)],
+        (3, 6),
+    ),
 }
 programs = pytest.mark.parametrize("called", PROGRAMS)
 both = pytest.mark.parametrize("at", [LOWEST, HIGHEST], ids=["lowest", "highest"])
@@ -171,12 +175,13 @@ class TestStatistics:
             for t in (diag_hessian(f, F.mse_loss), diag_hessian(composed(f, F.mse_loss))):
                 assert_trees_close(t(*moved(args, kind, "cpu")), wanted, 10 * RTOL[kind], 1e-2)
 
-    @both
+    @pytest.mark.parametrize("at", [LOWEST, HIGHEST, LOWEST | {"KEPT_READ": FAR}], ids=["lowest", "highest", "kept"])
     @pytest.mark.parametrize("kind", RTOL, ids=str)
-    def test_with_a_softmax_at_each_pixel_equal_the_loop(self, at, kind):
-        module, x = built("pixels")
+    @pytest.mark.parametrize("called", ["pixels", "line"])
+    def test_with_a_softmax_at_each_pixel_equal_the_loop(self, called, at, kind):
+        module, x = built(called)
         f, params = functional(module)
-        args = (params, x, Numbers(1).below(3, 3, 3, 4))
+        args = (params, x, Numbers(1).below(3, len(x), *x.shape[2:]))
         wanted = dense_diag_ggn(f, F.cross_entropy)(*args)
         with thresholds_at(**at):
             for t in (diag_ggn(f, F.cross_entropy), diag_ggn(composed(f, F.cross_entropy))):
@@ -229,7 +234,7 @@ def factors(called: str, sharing: str) -> tuple[tuple, Any]:
 
 
 class TestKFactors:
-    LAYERS = [name for name in PROGRAMS if name not in ("pixels", "bottleneck")]  # whose outputs are [N, 3]
+    LAYERS = [name for name in PROGRAMS if name not in ("pixels", "line", "bottlenecks")]  # whose outputs are [N, 3]
 
     @pytest.mark.parametrize("called", LAYERS)
     @pytest.mark.parametrize("sharing", SHARINGS)
