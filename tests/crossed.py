@@ -37,7 +37,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "APART_ON": (("cpu",), ()),
     "CACHE": ({"cpu": 16}, {"cpu": 2**24}),
     "ELSEWHERE": (64, 2**24),
-    "BUSY": (0, FAR),
+    "BUSY": (FAR, 0),
     "BLOCK_BATCH": (1, FAR),
     "BLOCK_COLUMNS": (1, FAR),
     "BLOCK_SAMPLES": (1, FAR),
