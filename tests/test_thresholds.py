@@ -157,7 +157,7 @@ class TestStatistics:
             assert_all(called, torch.float64, generic)
 
     @programs
-    @settings(max_examples=8)
+    @settings(max_examples=5)
     @given(at=sides(), kind=KINDS)
     def test_equal_the_loop_with_each_threshold_on_a_side(self, called, at, kind):
         with thresholds_at(**at):
