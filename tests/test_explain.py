@@ -264,8 +264,28 @@ def test_the_memory_is_about_what_is_measured(called):
         nn.Linear(512, 20),
         x=torch.randn(16, 3, 12, 12),
     )
-    statistic = STATISTICS[called](f)
+    assert_about_what_is_measured(STATISTICS[called](f), f, args)
 
+
+@pytest.mark.parametrize("n", [16, 128])
+@pytest.mark.parametrize("sizes", [(20, 32, 10), (64, 128, 10), (256, 256, 10)], ids=str)
+@pytest.mark.parametrize("called", ["kfac", "kflr", "ekfac", "exact ekfac"])
+def test_the_memory_of_factors_is_about_what_is_measured(called, sizes, n):
+    """Of small networks, too, where matrices as wide as the layers are most of it."""
+    first, second, third = sizes
+    f, args = arranged(nn.Linear(first, second), nn.Tanh(), nn.Linear(second, third), x=torch.randn(n, first))
+    statistic = ekfac(f, F.mse_loss, fisher="exact") if called == "exact ekfac" else STATISTICS[called](f)
+    assert_about_what_is_measured(statistic, f, args)
+
+
+def test_the_memory_of_the_factors_of_a_table():
+    """Whose rows have a diagonal."""
+    f, args = arranged(nn.Embedding(2000, 8), nn.Tanh(), nn.Flatten(), nn.Linear(40, 3), x=torch.arange(80).view(16, 5))
+    for statistic in (kfac(f, F.mse_loss, **drawn()), ekfac(f, F.mse_loss, **drawn())):
+        assert_about_what_is_measured(statistic, f, args)
+
+
+def assert_about_what_is_measured(statistic, f, args):
     def forward(p, x, y):
         return losses(f)({k: v.detach().requires_grad_() for k, v in p.items()}, x, y)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from invfunc import thresholds
 from invfunc.jacobian.loss.columns import Gradient
 from invfunc.jacobian.measures import Measure
+from invfunc.jacobian.measures.eigenbasis import InEigenbasis
 from invfunc.jacobian.problem import Problem
 from invfunc.jacobian.pullback import Pass, Pullback
 from invfunc.jacobian.quantity import Quantity, Tally
@@ -17,6 +20,7 @@ from invfunc.jacobian.structure.groups import Grouped
 from invfunc.jacobian.structure.report import Explanation, Parameter, Part, chosen_parts
 from invfunc.jacobian.structure.stages import Stages
 from invfunc.jacobian.structure.ways import Chosen, Facts
+from invfunc.jacobian.trace.tags import Tap
 
 WHY = {
     "gradient": "the gradient is one column",
@@ -74,7 +78,7 @@ class Report:
         """How the columns of some quantities go."""
         pullback = way.pullback if isinstance(way, Stages) else way
         entry = self._entry(group, pullback.total, chosen.why if chosen else "")
-        measures = [t.measure if self.stage == 0 else Measure() for t in group]  # what comes then folds over all
+        measures = [t.measure if self.stage == 0 else InEigenbasis({}, False) for t in group]  # there is no other then
         if isinstance(way, Stages) and chosen is not None and chosen.facts is not None:
             self._structured(entry, way, chosen.facts, measures)
         else:
@@ -179,5 +183,24 @@ def _numbers(pullback: Pullback, each: Pass, measures: Sequence[Measure], parts:
     if "all" in forms and (parts > 1 or pullback.one_by_one):
         numbers += width * trace.n * (sum(leaves) * parts if parts > 1 else max(leaves))
     elif "blocks" in forms:
-        numbers += 2 * min(trace.n * width * max(leaves), max(width * max(leaves), block))
+        shares = [_share(pullback.run.params[i], taps) for i, taps in each.taps.items()]
+        numbers += 2 * min(trace.n * width * max(shares), max(width * max(shares), block))
+    if any(m.squares for m in measures):
+        numbers += 2 * max(_squares(pullback.run.params[i], taps) for i, taps in each.taps.items())
     return numbers
+
+
+def _share(leaf: torch.Tensor, taps: Sequence[Tap]) -> int:
+    """In what is formed of a parameter for one sample and column: of a table, the rows that are picked."""
+    return min(leaf.numel(), max(tap.recipe.work for tap in taps)) if _picked(taps) else leaf.numel()
+
+
+def _picked(taps: Sequence[Tap]) -> bool:
+    return all(tap.recipe.rows is not None for tap in taps)
+
+
+def _squares(leaf: torch.Tensor, taps: Sequence[Tap]) -> int:
+    """In the matrices of the sides of a parameter; of rows that are picked, the diagonal of one."""
+    rows = leaf.shape[0] if leaf.ndim else 1
+    others = leaf.numel() // max(rows, 1)
+    return (rows if _picked(taps) else rows**2) + (others**2 if leaf.ndim > 1 else 0)

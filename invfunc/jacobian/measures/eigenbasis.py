@@ -32,7 +32,8 @@ def basis_of(matrix: Kronecker) -> Kronecker:
 class InEigenbasis(Block):
     """`sum_vn (Q^T G[v, n])^2` for the eigenvectors Q of the factors."""
 
-    paired = True
+    paired = squares = True
+    forms = "blocks"
 
     def __init__(self, bases: dict[int, Kronecker | None], joined: bool) -> None:
         self.bases, self.joined = bases, joined

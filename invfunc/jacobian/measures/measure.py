@@ -48,6 +48,8 @@ class Measure:
     """Whether large columns come best one by one, of all samples at once."""
     forms: ClassVar[Literal["no", "blocks", "all"]] = "no"
     """Whether it forms the shares of each sample: of some at a time, or of all, which are the result."""
+    squares: ClassVar[bool] = False
+    """Whether it keeps matrices that are as wide as the sides of a parameter."""
     paired: ClassVar[bool] = False
     """Whether it wants to know which bias belongs to which weight."""
     shortcuts: ClassVar[Literal["no", "narrow", "all"]] = "no"
