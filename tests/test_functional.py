@@ -1,219 +1,34 @@
-"""`functional(model)`: a pure function of a module, which is the same in threads, in copies and for any way in which
-modules reach each other and their parameters."""
+"""`functional(model)`: a pure function of a module, whichever way modules reach each other and their parameters."""
 
 import copy
-import functools
 import inspect
 import io
 import pickle
-import sys
-import threading
-import time
-import warnings
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations
 
-from invfunc import ArgumentError, ArgumentTypeError, batch_grad, diag_ggn, functional
+from invfunc import ArgumentError, ArgumentTypeError, batch_grad, functional
 from invfunc.testing import assert_trees_close
+from tests.functional_modules import (
+    EXACT,
+    KINDS,
+    Counting,
+    InAList,
+    OfAnother,
+    Own,
+    Scaled,
+    all_kinds,
+    hooked,
+    made,
+    numbers,
+    with_values,
+)
 from tests.strategies import Numbers
 
-EXACT = 1e-12
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-class Scaled(nn.Module):
-    """A linear layer on another way to itself in each subclass."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.register_buffer("rate", torch.tensor(0.5))
-        self.start()
-
-    def start(self):
-        """What a subclass keeps."""
-
-    def forward(self, x):
-        """One layer after the other."""
-        return self.b(self.a(x).tanh()) * self.rate
-
-
-class InAList(Scaled):
-    def start(self):
-        self.path, self.by_name = [self.a, torch.tanh], {"last": (self.b, 2.0)}
-
-    def forward(self, x):
-        for part in self.path:
-            x = part(x)
-        layer, factor = self.by_name["last"]
-        return layer(x) * factor
-
-
-class Head(nn.Module):
-    def __init__(self, embedding):
-        super().__init__()
-        self.of = [embedding]
-
-    def forward(self, x):
-        return F.linear(x, self.of[0].weight)
-
-
-class OfAnother(Scaled):
-    def start(self):
-        self.hidden = [Head(self.a)]
-
-    def forward(self, x):
-        return self.hidden[0](self.a(x))
-
-
-class Methods(Scaled):
-    def start(self):
-        self.act, self.partly = self.last, functools.partial(self.last, scale=3.0)
-        self.forward = functools.partial(Methods.through, self)
-
-    def last(self, x, scale=1.0):
-        return self.b(x) * scale
-
-    def through(self, x):
-        return self.act(self.a(x)) + self.partly(x)
-
-
-class Closures(Scaled):
-    def start(self):
-        def again(x, depth=2):
-            return x if depth == 0 else again(self.a(x).tanh(), depth - 1)
-
-        weight = self.b.weight
-        self.act, self.times = again, lambda x, w=weight: x @ w.T + F.linear(x, weight)
-
-    def forward(self, x):
-        return self.times(self.act(x))
-
-
-class Helper:
-    def __init__(self, owner):
-        self.owner, self.scale = owner, 2.0
-
-    def __call__(self, x):
-        return self.owner.b(self.owner.a(x)) * self.scale
-
-
-class Helped(Scaled):
-    def start(self):
-        self.helper, self.parent = Helper(self), weakref.ref(self)
-
-    def forward(self, x):
-        return self.helper(x) + self.parent().a(x)
-
-
-class Far(Helper):
-    def __init__(self, owner):
-        self.next, self.scale = Helper(owner), 2.0
-
-    def __call__(self, x):
-        return self.next(x).sin()
-
-
-class FarAway(Scaled):
-    """What leads to the module is not copied: the parameters are put into the module itself."""
-
-    def start(self):
-        self.helper = Far(self)
-
-    def forward(self, x):
-        return self.helper(x)
-
-
-class ByName(Scaled):
-    def forward(self, x):
-        return BY_NAME.b(self.a(x))
-
-
-BY_NAME = ByName()
-
-
-class Own(Scaled):
-    def start(self):
-        self.weights = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 3))])
-        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.ones(3))})
-        self.again = [self.weights[1]]
-        self.twice = self.a
-
-    def forward(self, x):
-        return self.twice(x * self.weights[0]) @ self.again[0] + self.named["shift"]
-
-
-def hooked():
-    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    net[0].register_forward_pre_hook(lambda module, args: (args[0] * module.weight.sum(),))
-    net[2].register_forward_hook(lambda module, args, out: out + net[0](out))
-    return net
-
-
-def recurrent(kind):
-    class First(kind):
-        def forward(self, x):
-            return super().forward(x[:, None])[0][:, 0]
-
-    return First(3, 3, num_layers=2)
-
-
-def scripted():
-    return nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Tanh())
-
-
-def frozen():
-    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    net[0].requires_grad_(False)
-    return net
-
-
-KINDS = {
-    "attributes": Scaled,
-    "containers": InAList,
-    "of another": OfAnother,
-    "methods": Methods,
-    "closures": Closures,
-    "objects": Helped,
-    "parameter list": Own,
-    "hooks": hooked,
-    "frozen": frozen,
-    "parametrized": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Tanh()),
-    "spectral norm, eval": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 3))).eval(),
-    "weight_norm": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.Tanh()),
-    "LSTM": lambda: recurrent(nn.LSTM),
-    "GRU": lambda: recurrent(nn.GRU),
-    "attention": lambda: nn.TransformerEncoderLayer(3, 1, 2, dropout=0.0),
-    "batch norm": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)),
-}
-IN_PLACE = {"far objects": FarAway, "global name": lambda: BY_NAME, "scripted part": scripted}
-kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-all_kinds = pytest.mark.parametrize("kind", [*KINDS.values(), *IN_PLACE.values()], ids=[*KINDS, *IN_PLACE])
-
-
-def made(kind):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return kind().double()
-
-
-def with_values(model, params):
-    """What the module gives that has these values itself."""
-    model = made(model)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(params.get(name, p))
-    return model
-
-
-def numbers(params, seed=1):
-    rand = Numbers(seed)
-    return {name: rand(*p.shape) for name, p in params.items()}
 
 
 @all_kinds
@@ -246,84 +61,6 @@ class TestIsTheModuleAtOtherParameters:
         assert torch.equal(model(x), before)
 
 
-@kinds
-def test_in_threads(kind):
-    """Calls of one function at different parameters, and of the module itself, in threads that switch often."""
-    model = made(kind)
-    f, params = functional(model)
-    x, points = Numbers()(4, 3), [numbers(params, seed) for seed in range(3)]
-    model.eval()
-    wanted, plain = [f(p, x) for p in points], model(x).detach()
-    wrong, calls, interval = [], [], sys.getswitchinterval()
-    end = time.perf_counter() + 0.25
-
-    def work(run, expected):
-        while time.perf_counter() < end and not wrong:
-            calls.append(1)
-            if not torch.equal(run(), expected):
-                wrong.append(expected)
-
-    jobs = [(lambda p=p: f(p, x), z) for p, z in zip(points, wanted, strict=True)]
-    threads = [threading.Thread(target=work, args=job) for job in jobs]
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        work(lambda: model(x).detach(), plain)
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not wrong and len(calls) > 50
-
-
-@pytest.mark.parametrize("kind", IN_PLACE.values(), ids=IN_PLACE)
-def test_calls_wait_for_each_other_where_the_module_cannot_be_copied(kind):
-    f, params = functional(made(kind))
-    x, points = Numbers()(4, 3), [numbers(params, seed) for seed in range(3)]
-    wanted, wrong = [f(p, x) for p in points], []
-
-    def work(p, expected):
-        for _ in range(100):
-            if not torch.equal(f(p, x), expected):
-                wrong.append(p)
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        threads = [threading.Thread(target=work, args=job) for job in zip(points, wanted, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not wrong
-    assert any("other threads must not call the module" in str(w.message) for w in said)
-
-
-def test_statistics_in_threads():
-    model = made(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
-    f, params = functional(model)
-    x, y = Numbers()(5, 3), Numbers(1)(5, 2)
-    statistics = [batch_grad(lambda p, x, y: (f(p, x) - y).square().sum(1)), diag_ggn(f, F.mse_loss)] * 2
-    points = [numbers(params, seed) for seed in range(4)]
-    wanted = [t(p, x, y) for t, p in zip(statistics, points, strict=True)]
-    plain, found, running = model(x).detach(), [[] for _ in points], [True]
-
-    def work(place):
-        for _ in range(40):
-            found[place].append(statistics[place](points[place], x, y))
-
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        running.append(torch.equal(model(x), plain))
-    assert all(running)
-    for results, expected in zip(found, wanted, strict=True):
-        assert len(results) == 40
-        for result in results:
-            assert_trees_close(result, expected, EXACT)
-
-
 class TestCopies:
     @pytest.mark.parametrize("kind", [k for name, k in KINDS.items() if name != "weight_norm"])  # its modules do not
     def test_deep_copies_have_a_module_of_their_own(self, kind):
@@ -352,22 +89,6 @@ class TestCopies:
         assert_trees_close(torch.load(stored, weights_only=False)(params, x), f(params, x), EXACT)
 
 
-class Counting(nn.Module):
-    """Keeps what it needs for its loss, and makes a layer when it is first called."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.divergence, self.seen = nn.Linear(3, 3), None, []
-
-    def forward(self, x):
-        if not hasattr(self, "head"):
-            self.head = nn.Linear(3, 2).double()
-        self.divergence = self.layer.weight.square().sum()
-        self.seen.append(len(x))
-        self.current = self.layer
-        return self.head(self.layer(x))
-
-
 class TestWhatIsLeftOnTheModule:
     def test_attributes_that_forward_sets_can_be_read_afterwards(self):
         model = made(Counting)
@@ -382,25 +103,6 @@ class TestWhatIsLeftOnTheModule:
 
         found, plain = torch.func.grad(loss)(own, x), torch.func.grad(lambda p: f(p, x).square().sum(1).mean())(own)
         assert_trees_close(found["layer.weight"], plain["layer.weight"] + 2 * own["layer.weight"], 1e-10)
-
-    def test_in_another_thread_a_warning_says_that_they_are_not_kept(self):
-        model = made(Counting)
-        f, params = functional(model)
-        x = Numbers()(4, 3)
-        f(params, x)
-        kept, said = model.divergence, []
-
-        def work():
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                f(numbers(params), x)
-                f(numbers(params), x)
-            said.extend(str(w.message) for w in caught)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert model.divergence is kept and len(said) == 1 and "'divergence'" in said[0]
 
     def test_what_hooks_put_there_for_the_call_is_not(self):
         model = made(lambda: nn.utils.weight_norm(nn.Linear(3, 3)))

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 from invfunc import ArgumentError, batch_grad, functional
 from invfunc.testing import assert_trees_close
+from tests.functional_modules import EXACT, made, numbers, with_values
 from tests.strategies import Numbers
-from tests.test_functional import EXACT, made, numbers, with_values
 
 
 class Slotted:
