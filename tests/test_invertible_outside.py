@@ -287,6 +287,23 @@ class TestInsideOfTorchFunc:
 
         assert_trees_close(gradients(block), gradients(pair), 1e-4)
 
+    @pytest.mark.parametrize("inplace", [False, True])
+    @pytest.mark.parametrize("kind", ["dropout", "alpha_dropout", "feature_alpha_dropout", "dropout2d"])
+    def test_dropout_of_what_is_transposed_is_that_of_the_function(self, kind, inplace):
+        """Inside of torch.func it gives its random numbers to other entries than outside."""
+        drop = getattr(F, kind)
+
+        def f(x, w):
+            return x + drop(x.transpose(0, 1).sin() * w, 0.5, True, inplace).transpose(0, 1)
+
+        def found(wrap):
+            torch.manual_seed(0)
+            g = wrap(f, None)
+            loss = torch.func.grad_and_value(lambda w: g(g(torch.ones(5, 6, 2, 3), w), w).square().sum())
+            return loss(torch.tensor([0.5, 1.0, 2.0]))
+
+        assert_trees_close(found(invertible_checkpoint), found(lambda f, _: f), 1e-5)
+
 
 class Last(nn.Module):
     """What a recurrent layer gives at its last step."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import alive, level_of, levels
+from invfunc._functorch import alive, leaf_level, level_of, levels
 from invfunc._signed import signed
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
@@ -104,9 +104,10 @@ class LevelBlock(Block):
         sources = fetch(self.sources)
         with torch.no_grad(), self._run.call.named():
             rest = [held.get().detach() for held in self._rest]
-            xs = self._run.inverse(sources, rest, None)
-            if self._run.call.reads_outside:
-                self._run.forward(xs, rest)  # which says if it reads something else by now
+            with leaf_level() as (_, _, leave):  # as it was evaluated; a pullback may have left that of its transform
+                xs = [leave(x) for x in self._run.inverse(sources, rest, None)]
+                if self._run.call.reads_outside:
+                    self._run.forward(xs, rest)  # which says if it reads something else by now
             self.give_back_and_tell([x.detach() for x in xs])
 
     def names(self) -> list[str]:

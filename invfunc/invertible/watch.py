@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import level_of, storage_of, version
+from invfunc._functorch import leaf_level, level_of, storage_of, version
 from invfunc._scripted import Scripted
 from invfunc._uncompiled import compiled_within, here
 from invfunc.errors import ClosedOverError, ReplayError
@@ -20,6 +20,18 @@ from invfunc.invertible.slots import Hooks
 
 _NOISY = {torch.nn.functional.rrelu, torch.rrelu}
 """What saves a tensor before it is filled, which its version does not tell either."""
+
+
+_DROPOUTS = {
+    *(
+        getattr(torch, f"{kind}dropout{end}")
+        for kind in ("", "feature_", "alpha_", "feature_alpha_")
+        for end in ("", "_")
+    ),
+    *(getattr(torch.nn.functional, f"{kind}dropout") for kind in ("", "alpha_", "feature_alpha_")),
+    *(getattr(torch.nn.functional, f"dropout{d}d") for d in (1, 2, 3)),
+}
+"""What gives the numbers that it draws to other entries inside of torch.func, where strides do not count."""
 
 
 class Watch(Sight):
@@ -75,7 +87,7 @@ class Watch(Sight):
         read = tree.tensors((args, kwargs))
         apart = self._closure.tensors or isinstance(func, Scripted) or targets(func, args, kwargs)
         if not apart and all(map(self.knows, read)):  # as most calls are
-            result = func(*args, **kwargs)
+            result = self._called(func, args, kwargs)
             self._enter(result)
             return result
         read = list({id(t): t for t in read}.values())
@@ -94,7 +106,7 @@ class Watch(Sight):
         before = [version(t) for t in outer]
         for t in used:  # in the order in which it will be read again
             self._note(t, func)
-        result = func(*args, **kwargs)
+        result = self._called(func, args, kwargs)
         written = wrote(func, args, written)
         if written:
             self._versions = [
@@ -110,6 +122,14 @@ class Watch(Sight):
                 root.read = True
         self._enter(result, outer)
         return self._named(result)
+
+    def _called(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a call gives; it draws as it will when it is differentiated."""
+        if not self._closed or func not in _DROPOUTS:
+            return func(*args, **kwargs)
+        with leaf_level() as (enter, _, leave):
+            args, kwargs = tree.map_tensors(lambda t: enter(t) if t.is_floating_point() else t, (args, kwargs))
+            return leave(func(*args, **kwargs))
 
     def __enter__(self) -> Watch:
         self._entered = 0 if self._known.calls else here()
