@@ -232,7 +232,9 @@ def test_which_parameters_are_fast():
 
 
 def test_where_f_cannot_be_followed():
-    f = lambda p, x: torch.func.vmap(lambda x: x @ p["w"])(x)  # noqa: E731
+    def f(p, x):
+        return torch.func.vmap(lambda x: x @ p["w"])(x)
+
     found = explain(batch_grad(losses(f)))({"w": torch.randn(3, 2)}, torch.randn(4, 3), torch.randn(4, 2))
     assert [(q.way, q.generic) for q in found.params] == [("generic", ("f",))]
 

@@ -140,7 +140,10 @@ class TestState:
 
     def test_state_that_cannot_be_replayed_is_refused(self):
         count, x = torch.zeros(3, dtype=torch.float64), leaves()[0]
-        part = lambda b: b * F.relu(count, inplace=True)  # noqa: E731
+
+        def part(b):
+            return b * F.relu(count, inplace=True)
+
         crossing = Invertible(
             lambda F, x: x * count + F(x) + count,
             lambda F, y: y,

@@ -197,7 +197,10 @@ class Refused(Cube):
 
 def test_what_vmap_refuses_is_evaluated_one_by_one():
     w, x, y = torch.ones(3), torch.rand(4, 3), torch.ones(4, 3)
-    losses = lambda w, x: Refused.apply(w, x).square().sum(1)  # noqa: E731
+
+    def losses(w, x):
+        return Refused.apply(w, x).square().sum(1)
+
     assert_trees_close(batch_grad(losses)(w, x), loop_batch_grad(losses)(w, x), 1e-6)
     assert_trees_close(
         diag_ggn(Refused.apply, F.mse_loss)(w, x, y), dense_diag_ggn(Refused.apply, F.mse_loss)(w, x, y), 1e-6

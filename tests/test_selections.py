@@ -191,7 +191,10 @@ def test_entries_that_are_picked_by_samples(index, n, c):
 
 def test_losses_in_another_order_are_not_those_of_the_samples():
     for index in ([2, 0, 1], torch.tensor([True, True, True]), [0, 0, 1]):
-        program = lambda p, x, y, m, index=index: each(model(p, x), y)[index]  # noqa: E731
+
+        def program(p, x, y, m, index=index):
+            return each(model(p, x), y)[index]
+
         if isinstance(index, torch.Tensor):
             batch_grad(program)(*drawn(3, 2))
             continue
