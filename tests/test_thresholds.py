@@ -144,7 +144,7 @@ def large(node: ast.AST) -> bool:
 
 class TestStatistics:
     @programs
-    @both
+    @pytest.mark.parametrize("at", [LOWEST, HIGHEST, LOWEST | {"BUSY": 0}], ids=["lowest", "highest", "whole batch"])
     @pytest.mark.parametrize("kind", RTOL, ids=str)
     def test_equal_the_loop(self, called, at, kind):
         with thresholds_at(**at):
