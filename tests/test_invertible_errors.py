@@ -251,7 +251,7 @@ class TestChanges:
         for keep in (False, True):
             h = invertible_checkpoint(part, None, check=True) if keep else h
             state = (lambda x: x * 1) if keep else lambda x: (x * 1, x * 2)
-            with pytest.raises((ReplayError, InverseError), match="another result|back with an error"):
+            with pytest.raises((ReplayError, InverseError), match="other numbers|back with an error"):
                 gradients(h(state(x)), x)
             with pytest.raises((ReplayError, InverseError), match="another result|back with an error"):
                 grad(lambda x, h=h, state=state: squares(h(state(x))))(x.detach())

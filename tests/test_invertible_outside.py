@@ -219,7 +219,7 @@ class TestOptions:
 
         def f(x):
             calls.append(x)
-            return x * torch.exp(torch.tensor(1j * len(calls)))
+            return x.exp() + 1j * len(calls)
 
         y = invertible_checkpoint(f, None, check=True)(torch.ones(3, dtype=torch.complex128, requires_grad=True))
         with pytest.raises(ReplayError, match="another result"):

@@ -14,6 +14,7 @@ from invfunc._scripted import Interpreted
 from invfunc._uncompiled import Uncompiled
 from invfunc.errors import InverseError, InvFuncError, ReplayError
 from invfunc.invertible.like import Like, laid_out
+from invfunc.invertible.origins import Origins
 from invfunc.invertible.pair import Invertible
 from invfunc.invertible.recall import INVERSE, OUTSIDE, Exchanged, Other, Recall, Sight, Use
 from invfunc.invertible.replay import Replay
@@ -60,6 +61,8 @@ class Call:
         self._start: Replay
         self.watch: Watch | None = None
         """What looks on while forward is evaluated for the first time."""
+        self.origins: Origins | None = None
+        """How tensors come about in the evaluation that is compared with the first one, or is that one."""
         self._hooks = saving_hooks()
         self.followed = under(Trace)
         """Whether a statistic looks on, which writes some operations out."""
@@ -93,7 +96,7 @@ class Call:
                 self.moments.append(Moment(fn, shapes, before, self._moment(tensors).shared_with(before)))
             return result
 
-        self.watch = watch = Watch(given, closed, self._generators, self.report.known, self._closure)
+        self.watch = watch = Watch(given, closed, self._generators, self.report.known, self._closure, self.origins)
         with watch:
             y = self._forward(xs, rest, noted, watch)
         self.watch = None
@@ -163,7 +166,7 @@ class Call:
         return y
 
     def _again(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool) -> tuple[Any, Recall]:
-        recall = Recall((*xs, *rest), self._others, self.followed, self._uses, {})
+        recall = Recall((*xs, *rest), self._others, self.followed, self._uses, {}, self.origins)
 
         def again(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             moment = self.moments[index]
@@ -216,7 +219,7 @@ class Call:
         own, lifts = self._own(rest)
         args, kwargs = self._rest.join(own)
         number = len(self.moments)
-        recall = Recall((*sources, *rest), self._others, self.followed, self._uses, exchanged)
+        recall = Recall((*sources, *rest), self._others, self.followed, self._uses, exchanged, self.origins)
 
         def backwards(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if index >= number:
@@ -293,6 +296,11 @@ class Call:
     def dtypes(self) -> list[torch.dtype]:
         """Those of x, and those that autocast computes in."""
         return [*(like.dtype for like in self._like), *self._start.dtypes()]
+
+    @property
+    def recalls(self) -> bool:
+        """Whether what is evaluated again is seen, to put in place what it used."""
+        return self.followed or bool(self._others)
 
     @property
     def reads_outside(self) -> bool:

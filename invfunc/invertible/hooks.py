@@ -19,6 +19,7 @@ from invfunc import thresholds, tree
 from invfunc._functorch import Memory, backward_pass, plainly, pointer, unwatched
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
+from invfunc.invertible.origins import Origins
 from invfunc.invertible.probe import Probe, finite, known_at_once, mean_size, near, rounded
 from invfunc.invertible.recall import OUTSIDE
 from invfunc.invertible.recording import Enough, Key, Recording, Saved, Tape
@@ -36,6 +37,7 @@ class HookedBlock(Block):
         self._needs = [t.requires_grad for t in (*xs, *rest)]
         self._shared_needs: dict[int, list[bool]] = {}
         self._tape = Tape()
+        self.origins = call.origins = Origins()
         self._like: dict[Key, Saved] = {}
         self._probes: dict[Key, Probe] = {}
         self._probed = call.report.check != "off" and (call.report.known.calls <= _FIRST or len(call.kept) == len(xs))
@@ -51,7 +53,7 @@ class HookedBlock(Block):
         """Instead of a tensor autograd saves where to get it."""
         key = self._tape.next()
         place = self._places.get(pointer(tensor))
-        self._like[key] = tensor.shape, tensor.dtype, place
+        self._like[key] = Saved(tensor.shape, tensor.dtype, place, self.origins.place())
         if self._probed and place is None and self._to_be_probed(tensor):
             self._probes[key] = Probe((tensor,), thresholds.PROBED_SAVED)
         if self._memory is not None:
@@ -80,9 +82,16 @@ class HookedBlock(Block):
     def evaluate(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A shared function, for the first time."""
         with unwatched():
-            self._shared_needs[index] = [t.requires_grad for t in tree.tensors((args, kwargs))]
-        with self._tape.within(index):
-            return fn(*args, **kwargs)
+            given = tree.tensors((args, kwargs))
+            self._shared_needs[index] = [t.requires_grad for t in given]
+        outer = self.origins.enter(index, given)
+        try:
+            with self._tape.within(index):
+                result = fn(*args, **kwargs)
+        finally:
+            self.origins.switch(outer)
+        self.origins.know(("result", index), tree.tensors(result))
+        return result
 
     def invert(self) -> None:
         with plainly(), torch.no_grad(), self._call.named():
@@ -95,7 +104,7 @@ class HookedBlock(Block):
         return self._call.names()
 
     def dtypes(self) -> list[torch.dtype]:
-        return [*self._call.dtypes(), *(dtype for _, dtype, *_ in self._like.values())]
+        return [*self._call.dtypes(), *(saved.dtype for saved in self._like.values())]
 
     def once_more(self, sources: Tensors, xs: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         back = self._call.inverse(sources, self._detached())
@@ -130,7 +139,7 @@ class HookedBlock(Block):
         with plainly(), self._call.named():
             xs = self.xs()
             exact = xs is not None and self._exact()
-            recorded = Recording(self._like, self._probes, _places(rest, self._apart), self._call.tolerance is not None)
+            recorded = self._recording(rest, self._probes, to_the_end=self._call.tolerance is not None)
             outputs, tell = None, None
             if xs is None:
                 xs, outputs, tell = self._invert_recording(recorded)
@@ -171,9 +180,13 @@ class HookedBlock(Block):
 
     def _again(self, xs: Tensors) -> dict[Key, torch.Tensor]:
         """What is saved at an x."""
-        recorded = Recording(self._like, {}, _places(self._detached(), self._apart), to_the_end=False)
+        recorded = self._recording(self._detached(), {}, to_the_end=False)
         self._run_recording(recorded, xs, None, compare=False)
         return recorded.found
+
+    def _recording(self, rest: Tensors, probes: dict[Key, Probe], to_the_end: bool) -> Recording:
+        self._call.origins = origins = self.origins.again()
+        return Recording(self._like, probes, _places(rest, self._apart), to_the_end, origins, self._call.recalls)
 
     def _exact(self) -> bool:
         """Whether x is in memory as it was, and was not given back with an error."""
@@ -186,8 +199,9 @@ class HookedBlock(Block):
 
         def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             tensors, form = tree.separate((args, kwargs))
-            args, kwargs = form.join(_as_then(tensors, self._shared_needs[index]))
-            with torch.enable_grad(), recorded.part(index):
+            tensors = _as_then(tensors, self._shared_needs[index])
+            args, kwargs = form.join(tensors)
+            with torch.enable_grad(), recorded.part(index, tensors):
                 output = fn(*args, **kwargs)
             if OUTSIDE in self._tape.counts or self._call.tolerance is not None or self._call.reads_outside:
                 outputs[index] = output
@@ -204,15 +218,18 @@ class HookedBlock(Block):
 
         def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if outputs:
-                return tree.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs[index])
-            if outputs is not None:
+                result = tree.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs[index])
+            elif outputs is not None:
                 raise self._differs(recorded)
-            with recorded.part(index):
-                return fn(*args, **kwargs)
+            else:
+                with recorded.part(index, tree.tensors((args, kwargs))):
+                    result = fn(*args, **kwargs)
+            recorded.origins.know(("result", index), tree.tensors(result))
+            return result
 
         given = _as_then((*xs, *self._detached()), self._needs)
         try:
-            with torch.enable_grad(), recorded.part(OUTSIDE):
+            with torch.enable_grad(), recorded.part(OUTSIDE, given):
                 self._call.run(given[: len(xs)], given[len(xs) :], evaluate, bool(outputs), compare)
         except Enough:
             pass
@@ -230,7 +247,9 @@ Tell = Callable[[], None] | None
 _ROUNDINGS = 16
 """How many ways to round x are tried at most."""
 _FIRST = 4
-"""In how many calls what is saved is looked at, where x comes from the inverse: it is looked at in all."""
+"""In how many calls values of what is saved are looked at, where x comes from the inverse: x itself is in all. It is
+for what no call tells, as a tensor that was changed where that is not seen: how a tensor came about always is compared.
+"""
 Geometry = tuple[torch.Size, tuple[int, ...], int, bool]
 
 
@@ -263,7 +282,9 @@ def hooked(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tens
     """The result of a call whose graph saves nothing, and its tensors."""
     block = HookedBlock(call, xs, rest)
     with saved_tensors_hooks(block.pack, _unpack):
+        block.origins.enter(OUTSIDE, (*xs, *rest))
         y = call.first(xs, rest, closed=False, evaluate=block.evaluate)
+        block.origins.switch(None)
     ys = call.flat(y)
     if any(t.requires_grad for t in ys):
         block.connect(xs, ys, [metadata_of(t) for t in ys])

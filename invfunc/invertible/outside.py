@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from invfunc import tree
 from invfunc._functorch import freed, level_of, plainly
 from invfunc._scripted import Scripted
+from invfunc.jacobian.trace.calls import inplace_flag
 
 _F = torch.nn.functional
 _RUNNING = {
@@ -85,8 +87,7 @@ def targets(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[torch.T
     if func in _TABLES:
         renormalised = _argument(args, kwargs, _TABLES[func], "max_norm") is not None
         return tree.tensors(_argument(args, kwargs, 1, "weight")) if renormalised else []
-    name = getattr(func, "__name__", "")
-    if name in _IN_PLACE or (name[-1:] == "_" and name[-2:] != "__" and name not in _WRITES_NOTHING):
+    if _in_place(func):
         return tree.tensors(args[:1])
     return tree.tensors(kwargs["out"]) if kwargs.get("out") is not None else []
 
@@ -94,6 +95,17 @@ def targets(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[torch.T
 def wrote(func: Callable, args: tuple, written: list[torch.Tensor]) -> list[torch.Tensor]:
     """What it has written, of what it may write."""
     return [args[0][place] for place in func.wrote] if isinstance(func, Scripted) else written
+
+
+def may_write(func: Callable) -> bool:
+    """Whether a call writes a tensor for some of its arguments, besides `out`."""
+    return func in _RUNNING or func in _TABLES or _in_place(func) or inplace_flag(func) is not None
+
+
+@lru_cache(4096)
+def _in_place(func: Callable) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE or (name[-1:] == "_" and name[-2:] != "__" and name not in _WRITES_NOTHING)
 
 
 def _argument(args: tuple, kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:

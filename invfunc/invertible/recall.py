@@ -14,6 +14,7 @@ from invfunc import tree
 from invfunc._functorch import Memory, freed, leaf, level_of, unwatched, unwrapped, version
 from invfunc._scripted import Watcher
 from invfunc.errors import ReplayError
+from invfunc.invertible.origins import Origins
 from invfunc.invertible.outside import Outside, State
 from invfunc.invertible.slots import Held, Hooks
 from invfunc.jacobian.trace.compositions import composition
@@ -50,8 +51,9 @@ class Sight(Parts, Watcher, TorchFunctionMode):
     lifts: Sequence[torch.Tensor] = ()
     """The arguments that stand, at the moment, for tensors that the function closes over."""
 
-    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+    def __init__(self, given: Iterable[torch.Tensor], origins: Origins | None = None) -> None:
         super().__init__()
+        self.origins = origins
         self._inside: dict[int, weakref.ref[torch.Tensor]] = {}
         for t in given:
             self.know(t)
@@ -168,9 +170,10 @@ class Recall(Sight):
         followed: bool,
         uses: Sequence[Use],
         exchanged: Exchanged,
+        origins: Origins | None = None,
     ) -> None:
         self._active = followed or bool(others)  # else it sees no call
-        super().__init__(given if self._active else ())
+        super().__init__(given if self._active else (), origins)
         self._followed = followed
         self._others = others
         self._found: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {part: {} for part in others}
@@ -202,15 +205,28 @@ class Recall(Sight):
             self._calls = func
             instead = {i: self._instead(t) for i, t in {id(t): t for t in outer}.items()}
             args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
-        body = composition(func) if self._followed else None
-        if body is not None:
-            with self:
-                return body(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         copy, name = self._names.get(id(result), (None, None))
         if copy is not None and copy is result:
             return name  # which a module may take for its new state
         self.know_all(result)
+        return result
+
+    def _run(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        origins, self.origins = self.origins, None  # what an operation is written out in is not followed
+        if origins is not None:
+            origins.call(func, args, kwargs)
+        try:
+            body = composition(func) if self._followed else None
+            if body is None:
+                result = func(*args, **kwargs)
+            else:
+                with self:
+                    result = body(*args, **kwargs)
+        finally:
+            self.origins = origins
+        if origins is not None:
+            origins.made(func, result)
         return result
 
     def __enter__(self) -> Recall:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -11,12 +12,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from invfunc import thresholds
 from invfunc._functorch import pointer, version
 from invfunc.errors import ModifiedError, ReplayError
+from invfunc.invertible.origins import Following, Origins, Place
 from invfunc.invertible.probe import Error, Probe
 from invfunc.invertible.recall import OUTSIDE, Parts
 from invfunc.invertible.report import CHANGES
 
-Saved = tuple[torch.Size, torch.dtype, int | None]
-"""What is known of a saved tensor: its shape and dtype, and which of the further arguments it is, if it is one."""
+
+class Saved(NamedTuple):
+    """What is known of a saved tensor, whatever its values: it is that one of its call."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    argument: int | None
+    """Which of the further arguments it is, if it is one."""
+    call: Place
+
+
 Key = tuple[int, int]
 """Which saved tensor: of the evaluation of a shared function (-1: of f beside them), and which one there."""
 
@@ -39,11 +50,28 @@ class Enough(Exception):
 
 
 class Recording:
-    """Saved tensors of an evaluation that is done again."""
+    """Saved tensors of an evaluation that is done again.
+
+    Args:
+        like: what is known of them.
+        probes: some of their values.
+        places: which further arguments are where in memory.
+        to_the_end: whether the evaluation goes on when all are there.
+        origins: how they come about.
+        seen: whether others look on, and tell these.
+    """
 
     def __init__(
-        self, like: dict[Key, Saved], probes: dict[Key, Probe], places: dict[int, int], to_the_end: bool
+        self,
+        like: dict[Key, Saved],
+        probes: dict[Key, Probe],
+        places: dict[int, int],
+        to_the_end: bool,
+        origins: Origins,
+        seen: bool,
     ) -> None:
+        self.origins = origins
+        self._seen = seen
         self._like = like
         self._probes = probes
         self._places = places
@@ -80,16 +108,23 @@ class Recording:
         return len(self.found) < len(self._like)
 
     @contextmanager
-    def part(self, index: int) -> Iterator[None]:
+    def part(self, index: int, given: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Meanwhile a part is evaluated at these tensors, and what it saves is kept."""
         self._tape.counts.pop(index, None)  # an inverse may be evaluated once more
-        with self._tape.within(index), saved_tensors_hooks(self._pack, _never):
-            try:
+        outer, seen = self.origins.enter(index, given), self._seen
+        look = nullcontext() if seen else Following(self.origins)
+        self._seen = True
+        try:
+            with self._tape.within(index), saved_tensors_hooks(self._pack, _never), look:
                 yield
-            except RuntimeError:
-                if self._stopped is None:
-                    raise
-                kind, told = self._stopped
-                raise kind(*told) from None  # of which torch.jit has made an error of its own
+        except RuntimeError:
+            if self._stopped is None:
+                raise
+            kind, told = self._stopped
+            raise kind(*told) from None  # of which torch.jit has made an error of its own
+        finally:
+            self._seen = seen
+            self.origins.switch(outer)
 
     def _pack(self, tensor: torch.Tensor) -> None:
         try:
@@ -101,16 +136,22 @@ class Recording:
     def _record(self, tensor: torch.Tensor) -> None:
         key = self._tape.next()
         like = self._like.get(key)
-        if like != (tensor.shape, tensor.dtype, self._places.get(pointer(tensor))):
-            then = "nothing" if like is None else f"{list(like[0])} {like[1]}"
+        call = self.origins.place()
+        if like is None or like[:3] != (tensor.shape, tensor.dtype, self._places.get(pointer(tensor))):
+            then = "nothing" if like is None else f"{list(like.shape)} {like.dtype}"
             raise ReplayError(
                 f"autograd saves a tensor {list(tensor.shape)} {tensor.dtype} where it saved {then} the first time: "
                 f"the function does not do the same thing twice. {CHANGES}"
             )
+        if not call.same(like.call):
+            instead = call.instead_of(like.call)
+            raise ReplayError(f"evaluated again, the function computes other numbers: {instead}. {CHANGES}")
         self._apart.pop(key, None)
         if key in self._probes and (error := self._probes[key].errors((tensor,))[0]):
             self._apart[key] = error, Probe((tensor,), thresholds.PROBED_SAVED)
+        scope = self.origins.switch(None)  # which need not see this, where hooks are called between the calls of f
         self.found[key] = found = tensor.detach()  # of another, where an evaluation around puts one in its place
+        self.origins.switch(scope)
         self._versions.append((found, version(found)))
         if key[0] == OUTSIDE and not self._to_the_end and not self.misses():
             raise Enough

@@ -98,7 +98,11 @@ class Held:
         """None where the caller has it not, and cannot write into it."""
         if hooks is not None:
             pack, self._unpack = hooks
+            origins = getattr(getattr(pack, "__self__", None), "origins", None)
+            scope = None if origins is None else origins.switch(None)  # it is saved by no call
             self._packed = pack(tensor)
+            if origins is not None:
+                origins.switch(scope)
 
     def get(self) -> torch.Tensor:
         """The tensor, as it was."""

@@ -13,6 +13,7 @@ from invfunc._functorch import leaf_level, level_of, storage_of, version
 from invfunc._scripted import Scripted
 from invfunc._uncompiled import compiled_within, here
 from invfunc.errors import ClosedOverError, ReplayError
+from invfunc.invertible.origins import Origins
 from invfunc.invertible.outside import Outside, State, depends, targets, wrote
 from invfunc.invertible.recall import OUTSIDE, SHARDED, Other, Sight, Use
 from invfunc.invertible.report import Known
@@ -52,8 +53,9 @@ class Watch(Sight):
         generators: list[torch.Generator],
         known: Known,
         closure: Closure | None = None,
+        origins: Origins | None = None,
     ) -> None:
-        super().__init__(given)
+        super().__init__(given, origins)
         self._closure = closure or Closure()
         self._given = given
         self._closed = closed
@@ -77,7 +79,7 @@ class Watch(Sight):
         if isinstance(func, Scripted):
             func.look()
         generator = kwargs.get("generator")
-        if isinstance(generator, torch.Generator) and not any(generator is known for known in self._generators):
+        if generator is not None and not any(generator is known for known in self._generators):
             self.drawn.append((generator, generator.get_state()))
             self._generators.append(generator)
         self.noisy = func in _NOISY
@@ -87,7 +89,7 @@ class Watch(Sight):
         read = tree.tensors((args, kwargs))
         apart = self._closure.tensors or isinstance(func, Scripted) or targets(func, args, kwargs)
         if not apart and all(map(self.knows, read)):  # as most calls are
-            result = self._called(func, args, kwargs)
+            result = self._run(func, args, kwargs)
             self._enter(result)
             return result
         read = list({id(t): t for t in read}.values())
@@ -106,7 +108,7 @@ class Watch(Sight):
         before = [version(t) for t in outer]
         for t in used:  # in the order in which it will be read again
             self._note(t, func)
-        result = self._called(func, args, kwargs)
+        result = self._run(func, args, kwargs)
         written = wrote(func, args, written)
         if written:
             self._versions = [
@@ -130,6 +132,15 @@ class Watch(Sight):
         with leaf_level() as (enter, _, leave):
             args, kwargs = tree.map_tensors(lambda t: enter(t) if t.is_floating_point() else t, (args, kwargs))
             return leave(func(*args, **kwargs))
+
+    def _run(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        origins = self.origins
+        if origins is None:
+            return self._called(func, args, kwargs)
+        origins.call(func, args, kwargs)
+        result = self._called(func, args, kwargs)
+        origins.made(func, result)
+        return result
 
     def __enter__(self) -> Watch:
         self._entered = 0 if self._known.calls else here()
@@ -174,9 +185,9 @@ class Watch(Sight):
         known = self._outside.get(id(result))
         return known.root.tensor if known is not None and result is known.root.holder else result
 
-    def _enter(self, result: Any, outer: Iterable[torch.Tensor] = ()) -> None:
+    def _enter(self, result: Any, outer: Sequence[torch.Tensor] = ()) -> None:
         for t in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
-            source = next((o for o in outer if o is t or storage_of(o) == storage_of(t)), None)
+            source = next((o for o in outer if o is t or storage_of(o) == storage_of(t)), None) if outer else None
             if source is None:
                 self.know(t)
             elif id(t) not in self._outside:  # another name of it

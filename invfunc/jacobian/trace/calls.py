@@ -71,7 +71,7 @@ def in_place(func: Callable) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _flag(func: Callable) -> int | None:
+def inplace_flag(func: Callable) -> int | None:
     """The position of the argument that makes a function of torch.nn.functional write into its input."""
     if getattr(func, "__module__", None) != "torch.nn.functional" or not isinstance(func, FunctionType):
         return None
@@ -83,7 +83,7 @@ def writes(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call writes into its first argument."""
     if in_place(func):
         return True
-    at = _flag(func)
+    at = inplace_flag(func)
     return at is not None and bool(args[at] if len(args) > at else kwargs.get("inplace", False))
 
 

@@ -39,6 +39,12 @@ def draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     return name in _RECURRENT and any(isinstance(a, float) and a > 0 for a in args)
 
 
+def may_draw(name: str) -> bool:
+    """Whether a call draws random numbers for some of its arguments."""
+    composed = ("scaled_dot_product_attention", "multi_head_attention_forward")
+    return name in _ALWAYS or name in _IN_TRAINING or name in _RECURRENT or name in composed
+
+
 class Drew(BaseException):
     """Raised before a run on a part of the batch draws: the numbers of the whole batch are another sequence."""
 

@@ -1,0 +1,216 @@
+"""How the tensors of a function came about, so that one that is computed again is known to be the same one.
+
+Each call becomes a number: of the operation, its arguments, and how those came about in turn. Equal numbers mean the
+same operations on the same inputs (they are hashes of 64 bits), whatever is done beside them; values do not matter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from invfunc import tree
+from invfunc._scripted import Scripted
+from invfunc.invertible.outside import may_write
+from invfunc.jacobian.trace.calls import QUERIES, function_name
+from invfunc.jacobian.trace.random import may_draw
+
+Origin = tuple[int, int]
+"""That of a tensor or call: the operations with all their arguments but fractions (floats), and the same with these."""
+
+
+class Place(NamedTuple):
+    """In which call a tensor is saved."""
+
+    call: str
+    origin: Origin
+    read: bool
+    """Whether numbers were read from tensors before, which may have the rounding errors of x."""
+
+    def same(self, other: Place) -> bool:
+        """Whether two calls are the same, with the same fractions where these cannot come from x."""
+        return self.origin == other.origin or (self.origin[0] == other.origin[0] and (self.read or other.read))
+
+    def instead_of(self, other: Place) -> str:
+        """That there was another call, in words."""
+        call, then = (f"`{place.call}`" if place.call else "a call that is not seen" for place in (self, other))
+        if call != then:
+            return f"autograd saves a tensor of {call} where it saved one of {then} the first time"
+        return f"{call}, of which autograd saves a tensor, has other arguments than the first time"
+
+
+Names = dict[Hashable, list[Origin]]
+"""The origins of what the parts of a function are given and give."""
+
+
+class Origins:
+    """Follows the calls of one evaluation, of which some are within parts.
+
+    Args:
+        names: those of the first evaluation; None if this is the first.
+    """
+
+    def __init__(self, names: Names | None = None) -> None:
+        self._names: Names = {} if names is None else names
+        self._scope: Scope | None = None
+        self._read = False
+
+    def again(self) -> Origins:
+        """For an evaluation that is to be compared with this one."""
+        return Origins(self._names)
+
+    def place(self) -> Place:
+        """The last call of the part: what is saved now is saved by it, or by what is not seen and comes after it."""
+        scope = self._scope
+        if scope is None:
+            return Place("", (0, 0), self._read)
+        return Place(scope.name, scope.now, self._read)
+
+    def enter(self, part: int, given: Sequence[torch.Tensor]) -> Scope | None:
+        """A part is evaluated at these tensors; which one it was, for `switch`."""
+        outer = self.switch(Scope())
+        self.know(("given", part), given)
+        return outer
+
+    def switch(self, scope: Scope | None) -> Scope | None:
+        """Go on in another part, or in none; which one it was."""
+        before, self._scope = self._scope, scope
+        return before
+
+    def know(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
+        """Tensors that come from elsewhere. They may be one and the same in one evaluation, and not in another."""
+        scope = self._scope
+        if scope is None:
+            return
+        known = self._names.setdefault(key, [])
+        for i, t in enumerate(tensors):
+            if i == len(known):
+                known.append(scope.known(t) or _origin(key, i))
+            scope.of[id(t)] = weakref.ref(t), known[i]
+
+    def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A call that begins."""
+        scope = self._scope
+        if scope is None:
+            return
+        kind, name = _known(func)
+        if kind is _ASKS:
+            return
+        steps: list[Hashable] = [func, scope.order, torch.is_grad_enabled()]
+        fractions: list[Hashable] = []
+        scope.spell(args, steps, fractions)
+        if kwargs:
+            scope.spell(kwargs, steps, fractions)
+        number = hash(tuple(steps))
+        scope.name, scope.now = name, (number, hash((number, *fractions)) if fractions else number)
+        if kind is _IN_ORDER or (kwargs and ("out" in kwargs or "generator" in kwargs)):
+            scope.order = number
+
+    def made(self, func: Callable, result: Any) -> None:
+        """What it gave."""
+        scope = self._scope
+        if scope is None or _known(func)[0] is _ASKS:
+            return
+        if isinstance(result, torch.Tensor):
+            scope.of[id(result)] = weakref.ref(result), scope.now
+            return
+        tensors = tree.tensors(result)
+        for i, t in enumerate(tensors):
+            origin = hash((scope.now[0], i)), hash((scope.now[1], i))
+            scope.of[id(t)] = weakref.ref(t), origin
+        self._read |= not tensors and not isinstance(result, _NO_FRACTIONS)
+
+
+class Following(TorchFunctionMode):
+    """Tells of calls where nobody else does."""
+
+    def __init__(self, origins: Origins) -> None:
+        super().__init__()
+        self._origins = origins
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._origins.call(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._origins.made(func, result)
+        return result
+
+
+class Scope:
+    """What is known in one part."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, tuple[weakref.ref[torch.Tensor], Origin]] = {}
+        self._outside = 0
+        self.name, self.now = "", (0, 0)
+        """The last call."""
+        self.order = 0
+        """The last call that may have written or drawn: before it and after it calls are not the same."""
+
+    def known(self, tensor: torch.Tensor) -> Origin | None:
+        """That of a tensor, if there is one."""
+        found = self.of.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def spell(self, args: Any, steps: list[Hashable], fractions: list[Hashable]) -> None:
+        """Add the arguments of a call."""
+        if isinstance(args, dict):
+            steps.extend(args)
+            args = args.values()
+        for arg in args:
+            kind = type(arg)
+            if isinstance(arg, torch.Tensor):
+                found = self.of.get(id(arg))
+                step, fraction = found[1] if found is not None and found[0]() is arg else self._from_outside(arg)
+                steps.append(step)
+                if fraction != step:
+                    fractions.append(fraction)
+            elif kind in _PLAIN:
+                steps.append(repr(arg))  # as hash(-1) == hash(-2)
+            elif isinstance(arg, (float, complex)):
+                steps.append(kind)
+                fractions.append(repr(arg))
+            elif isinstance(arg, (tuple, list, dict)):
+                steps += (kind, len(arg))
+                self.spell(arg, steps, fractions)
+            elif kind is slice:
+                steps.append(kind)
+                self.spell((arg.start, arg.stop, arg.step), steps, fractions)
+            else:
+                steps.append(kind)
+
+    def _from_outside(self, tensor: torch.Tensor) -> Origin:
+        """They are told apart by the order in which they are read first, as in `Recall`."""
+        origin = _origin("outside", self._outside, tensor.requires_grad)
+        self._outside += 1
+        self.of[id(tensor)] = weakref.ref(tensor), origin
+        return origin
+
+
+def _origin(*key: Hashable) -> Origin:
+    number = hash(key)
+    return number, number
+
+
+_PLAIN = {int, bool, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
+_NO_FRACTIONS = (int, str, tuple, type(None), torch.dtype, torch.device, torch.layout)
+_QUERIES = QUERIES | {"get:_version", "get:_cdata", "get:_base", "data_ptr", "untyped_storage"}
+_ASKS, _COMPUTES, _IN_ORDER = range(3)
+
+
+def _known(func: Callable) -> tuple[int, str]:
+    return (_IN_ORDER, func.__name__) if isinstance(func, Scripted) else _of_torch(func)
+
+
+@lru_cache(4096)
+def _of_torch(func: Callable) -> tuple[int, str]:
+    """Whether a call asks for something that is no number, computes, or does what has to be done in order; its name."""
+    name = function_name(func)
+    if name in _QUERIES:
+        return _ASKS, name
+    return (_IN_ORDER if may_write(func) or may_draw(name) else _COMPUTES), name
