@@ -1,4 +1,23 @@
-"""Pure function transforms on `torch.func`: gradient statistics, curvature, and memory for time."""
+"""Pure function transforms on `torch.func`: gradient statistics, curvature, and memory for time.
+
+Words of this library; all others are torch's, or the field's.
+
+share: the part of one sample in the gradient, `G[n]` with `sum_n G[n] = grad f`; its per-sample gradient.
+column: what is sent back from the outputs, such as a column of a square root of the Hessian of the loss.
+cotangent: what arrives of a column at a tensor on the way back.
+parameter use: a place where a run combines a parameter with samples. Its site: the output of that operation.
+recipe: how the shares at a parameter use factorise, as an einsum of small tensors.
+derived parameter: a tensor computed from parameters alone.
+reduction: what a statistic keeps of shares, and how that adds up over samples, columns and parameters.
+model output, loss term: where a function is split, and a known loss behind it. The output finder looks for both.
+batch axis: where the samples are in a tensor. A batch sum has none left; what mixes samples cannot be followed.
+untraced tensor: one that a run reads, and that no call which was seen has made.
+nonlinear: with a second derivative in what it reads of the model; its second-order term is what it adds to the Hessian.
+bottleneck: a layer that all paths cross, narrower than there are columns.
+pattern, colouring: which outputs depend on which entries, and which columns can therefore share a pass.
+pass: one pullback, of some columns, samples or parameters; a chunk is what the caller made one.
+pair: an invertible function with its inverse. A block is a pair under a checkpoint; its slot holds its output.
+"""
 
 from invfunc import layers
 from invfunc.chunked import chunked

@@ -11,8 +11,8 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
-from invfunc.jacobian.plan import AxisName, Split
-from invfunc.jacobian.problem import InDims, batch_dims, batch_size, with_aux
+from invfunc.plan import AxisName, Split
+from invfunc.recording.problem import InDims, batch_dims, batch_size, with_aux
 from invfunc.transform import ArgumentNames, Statistic, check_callable, describe, told
 
 _FOLDS = ("cat", "sum", "mean")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from invfunc.errors import ArgumentTypeError
-from invfunc.jacobian.structure.report import Explanation
+from invfunc.sparsity.report import Explanation
 from invfunc.transform import Statistic, describe
 
 
@@ -45,7 +45,7 @@ def explain(statistic: Statistic) -> Callable[..., Explanation]:
 
     Composes with: `chunked`, `reduced`, `together` inside of it.
 
-    Cost: the forward passes of the statistic (for the Hessian also what is sent back to the operations that bend);
+    Cost: the forward passes of the statistic (for the Hessian also what is sent back to the nonlinear operations);
     where structure is looked for, another one and one of a single sample. No random numbers are consumed.
 
     Source: this library.

@@ -17,7 +17,7 @@ from invfunc._cached import cached, computed_anew
 from invfunc._functorch import parametrized_anew
 from invfunc._remade import Remade
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, InvFuncWarning
-from invfunc.skeleton import EntangledError, Reach, Skeleton, modules_of
+from invfunc.module_copy import EntangledError, ModuleCopy, Reach, modules_of
 from invfunc.strays import RecomputedError, StrayError, Strays
 
 
@@ -129,10 +129,10 @@ class Functional(Remade):
                 mode = tuple([m.training for m in parts]), frozenset(names.values())
                 if why := self._entangled.get(mode):
                     raise EntangledError(why)
-                skeleton = Skeleton(self._model, parts, replaced, self._reach)
+                module_copy = ModuleCopy(self._model, parts, replaced, self._reach)
             except EntangledError as error:
                 return self._in_place(partial(self._swapped(given), args, kwargs), names, mode, str(error))
-        call, why = partial(getattr(skeleton.root, self._method), *args, **kwargs), ""
+        call, why = partial(getattr(module_copy.root, self._method), *args, **kwargs), ""
         if mode in self._proven:
             result = call()
         else:
@@ -151,7 +151,7 @@ class Functional(Remade):
                 self._entangled[mode] = why
                 return result
             self._proven.add(mode)
-        self._leave(skeleton)
+        self._leave(module_copy)
         return result
 
     def _in_place(self, swapped: Callable[[], Any], names: dict[int, str], mode: Any, why: str) -> Any:
@@ -246,9 +246,9 @@ class Functional(Remade):
 
         return anew
 
-    def _leave(self, skeleton: Skeleton) -> None:
+    def _leave(self, module_copy: ModuleCopy) -> None:
         """Attributes that forward has set are set on the module, unless other threads may be at work there."""
-        left = skeleton.left()
+        left = module_copy.left()
         if not left:
             return
         if threading.current_thread() is not threading.main_thread():

@@ -11,13 +11,13 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import under
+from invfunc.contract import Term
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.contract import Term
-from invfunc.jacobian.equations import LETTERS
-from invfunc.jacobian.follow import Call, Mixed, Place, Unknown
-from invfunc.jacobian.rules import Part, Recipe, Site
-from invfunc.jacobian.trace import Trace
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis import Call, Mixed, Place, Unknown
+from invfunc.operations.equations import LETTERS
+from invfunc.operations.factors import Part, Recipe, Site
+from invfunc.recording import Trace
 
 ShareRule = Callable[..., tuple[Any, ...]]
 
@@ -28,7 +28,7 @@ def operation(fn: Callable) -> Operation:
     Its body is not looked into: not what it computes with inside (a kernel of one's own, a custom
     `autograd.Function`), nor whether it keeps the samples apart. The share of a parameter among its arguments is
 
-        grad(lambda p: (op(x, p)[n] * delta[n]).sum())(p)        # delta: the cotangent at the output
+        grad(lambda p: (op(x, p)[n] * cotangent[n]).sum())(p)        # cotangent: the cotangent at the output
 
     which `torch.vmap` computes sample by sample, until `share_of` gives a rule that is faster.
 
@@ -40,9 +40,9 @@ def operation(fn: Callable) -> Operation:
     Returns:
         A function with the signature of `fn`, which is `fn` itself outside of a transform. Its `share_of(argument)`
         takes the name (or the position) of a parameter and decorates its rule, a function
-        `rule(delta, *args) -> (equation, *operands)`: an einsum, in which v enumerates columns, n samples, and the
-        labels of the output the dimensions of the parameter. `delta` is `[V, n, *out]`, the cotangents of some samples;
-        the arguments come as `op` got them, for the same samples.
+        `rule(cotangent, *args) -> (equation, *operands)`: an einsum, in which v enumerates columns, n samples, and the
+        labels of the output the dimensions of the parameter. `cotangent` is `[V, n, *out]`, the cotangents of some
+        samples; the arguments come as `op` got them, for the same samples.
 
     Raises:
         ArgumentError: in `share_of`, an argument that `fn` does not have; when the rule is used, an equation that does
@@ -54,8 +54,8 @@ def operation(fn: Callable) -> Operation:
         ... def scaled(x, weight):
         ...     return x * weight
         >>> @scaled.share_of("weight")
-        ... def rule(delta, x, weight):
-        ...     return "vni,ni->i", delta, x
+        ... def rule(cotangent, x, weight):
+        ...     return "vni,ni->i", cotangent, x
         >>> f = lambda w, x: scaled(x, w).square().sum(1)
         >>> invfunc.batch_grad(f)(torch.ones(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         tensor([[ 2.,  8.],
@@ -130,20 +130,20 @@ class Operation:
         if rule is None or sum(x is param for x in tree.tensors((call.args, call.kwargs))) != 1:
             return None
 
-        def factors(delta: torch.Tensor, part: Part) -> tuple[Any, ...]:
+        def factors(cotangent: torch.Tensor, part: Part) -> tuple[Any, ...]:
             def shown(x: torch.Tensor) -> torch.Tensor:
                 axis = call.place(x)
                 return site.exposed(x, axis, part).squeeze(1) if isinstance(axis, Axis) else site.value(x)
 
             args, kwargs = tree.map_tensors(shown, (call.args, call.kwargs))
-            return rule(delta.squeeze(2), *args, **kwargs)
+            return rule(cotangent.squeeze(2), *args, **kwargs)
 
         nothing = torch.zeros(1, 1, 1, *call.out.shape[1:], dtype=param.dtype, device=param.device)
         answer = factors(nothing, slice(0, 1))
         inputs, output = self._labels(param, *(answer if isinstance(answer, (tuple, list)) else (answer,)))
 
-        def build(delta: torch.Tensor, part: Part) -> list[Term]:
-            _, *operands = factors(delta, part)
+        def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
+            _, *operands = factors(cotangent, part)
             return list(zip(inputs, operands, strict=True))
 
         reads = tuple(x for x in tree.tensors((call.args, call.kwargs)) if x is not param)

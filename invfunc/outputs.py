@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from invfunc import tree
-from invfunc.jacobian.loss.split import mark
+from invfunc.loss.outputs import mark
 
 
 def outputs(z: Any) -> Any:

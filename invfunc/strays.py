@@ -8,8 +8,8 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from invfunc._functorch import checkpointing
-from invfunc.jacobian.trace.calls import QUERIES, function_name, read_by
-from invfunc.jacobian.trace.random import Draws
+from invfunc.operations.calls import QUERIES, function_name, read_by
+from invfunc.recording.random import Draws
 
 _QUERIES = QUERIES | {"get:grad"}
 

@@ -10,7 +10,7 @@ Not here are tolerances of rounding, and that half precision is added up in floa
 
 import torch
 
-# Products of matrices (jacobian/contract.py)
+# Products of matrices (contract.py)
 
 NARROW = 128
 """Columns of a matrix product below which the transpose of the other order is computed: once twice as fast, at 27
@@ -61,7 +61,7 @@ HUGE_PAGES, HUGE_ON = 32 * 2**20, ("cpu",)
 """Bytes of a result from which on it is written to fresh memory in huge pages (`_pages.py`): malloc takes so much from
 the system each time. Here 2.4 times as fast at 64 and 128 MiB, and as fast below."""
 
-# Columns that are pulled back (jacobian/pullback.py, jacobian/engine.py, jacobian/runs.py)
+# Columns that are pulled back (passes/pullback.py, evaluation/engine.py, passes/runs.py)
 
 APART, APART_ON = 2**16, ("cpu",)
 """Numbers of a column at the largest site from which on columns are pulled back one by one, not under vmap: oneDNN's
@@ -92,7 +92,7 @@ PRODUCTS = 4
 SHARES = 4
 """How many times the per-sample gradients of a block fit the budget: they are written, squared and added up in it."""
 
-# Gram matrices of patches (jacobian/rules/autocorrelation.py)
+# Gram matrices of patches (operations/factors/autocorrelation.py)
 
 DISPLACED_DTYPES, DISPLACED_ON = (torch.float32, torch.float64), ("cpu",)
 """Where they may come from displacements: elsewhere a convolution may round to fewer bits than a matrix product."""
@@ -106,7 +106,7 @@ EXACT = 4096
 """Positions that are summed at once: a weight gradient adds them one by one, which in float32 rounds 1e-5 off at 50000
 (here 5e-7 at 4096). A limit of rounding."""
 
-# Shortcuts by the structure of a function (jacobian/structure)
+# Shortcuts by the structure of a function (sparsity)
 
 FEW = 16
 """Columns below which no structure is looked for. Here a small auto-encoder gains from 144 columns on."""
@@ -143,7 +143,7 @@ NUMBERED = 2**20
 """Entries from which on groups of columns are not followed through moves: they are numbered, and float32 must tell the
 numbers apart. A limit of rounding."""
 
-# Losses without known structure (jacobian/loss/hessian.py, products/curvature.py)
+# Losses without known structure (loss/hessian.py, products/curvature.py)
 
 HESSIAN = 2**28
 """Numbers of a joint Hessian above which it is refused, instead of filling the memory."""
@@ -151,7 +151,7 @@ HESSIAN = 2**28
 CHECKED = 2**24
 """Numbers of a Hessian up to which a product looks whether it is convex, which takes all of it."""
 
-# What is looked through (jacobian/evidence.py, jacobian/held.py, skeleton.py)
+# What is looked through (passes/evidence.py, recording/held.py, skeleton.py)
 
 COMPARED = 2**22
 """Entries up to which a tensor from elsewhere is kept to compare its numbers; of a larger one, that it is the same

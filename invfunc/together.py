@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.jacobian.plan import Options
+from invfunc.plan import Options
 from invfunc.transform import Statistic
 
 _SHARED = ("f", "loss", "argnums", "in_dims", "out_dims", "has_aux", "samples")

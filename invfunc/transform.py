@@ -14,14 +14,14 @@ from torch import nn
 from invfunc import tree
 from invfunc._functorch import storage_of
 from invfunc.errors import ArgumentTypeError, InvFuncError
+from invfunc.evaluation.engine import Engine
+from invfunc.evaluation.explained import joined
 from invfunc.functional import Functional
-from invfunc.jacobian.engine import Engine
-from invfunc.jacobian.explained import joined
-from invfunc.jacobian.measures import Measure
-from invfunc.jacobian.plan import Options
-from invfunc.jacobian.problem import InDims, numpy_arrays, problem
-from invfunc.jacobian.quantity import Drawing, Of, Quantity
-from invfunc.jacobian.structure.report import Explanation
+from invfunc.plan import Options
+from invfunc.recording.problem import InDims, numpy_arrays, problem
+from invfunc.reductions import Reduction
+from invfunc.reductions.quantity import Drawing, Of, Quantity
+from invfunc.sparsity.report import Explanation
 
 
 def check_callable(name: str, f: Any) -> None:
@@ -112,7 +112,7 @@ class Statistic:
 
     name: str
     f: Callable
-    measure: Measure
+    reduction: Reduction
     of: Of = "gradient"
     loss: Callable | None = None
     argnums: int | tuple[int, ...] = 0
@@ -154,14 +154,14 @@ class Statistic:
 
     @property
     def quantity(self) -> Quantity:
-        """What it measures of which columns."""
-        return Quantity(self.measure, self.of, self.drawing)
+        """What it reduces, of which columns."""
+        return Quantity(self.reduction, self.of, self.drawing)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         results, aux = self._asked(Engine.result, args, kwargs)
         if self.options.reduce is None:
             results = own_memory(results, (args, kwargs))
-        several = bool(self.members) or self.measure.several
+        several = bool(self.members) or self.reduction.several
         result = tuple(results) if self.members else results[0]
         if not self.has_aux:
             return result
@@ -199,7 +199,7 @@ class Statistic:
         if self.members:
             return tuple(a for a in ("outputs", "samples", "params") if all(a in m.axes for m in self.members))
         columns = self.of in ("ggn", "hessian", "jacobian")
-        return tuple(a for a in self.measure.axes if a != "outputs" or columns)
+        return tuple(a for a in self.reduction.axes if a != "outputs" or columns)
 
 
 def own_memory(results: Any, given: Any) -> Any:

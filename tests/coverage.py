@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, find, settings
 
 from invfunc import ArgumentError, SampleAxisError, diag_ggn, diag_hessian, kflr, tree
-from invfunc.jacobian import alone, fold
-from invfunc.jacobian.residual import entries
-from invfunc.jacobian.trace import trace
+from invfunc.evaluation import fold
+from invfunc.passes import alone
+from invfunc.passes.second_order import entries
+from invfunc.recording import trace
 from tests.forms import GENERIC
 from tests.laws import OF_LOSSES, OF_MODELS, composed, squares
 from tests.layers import LAYERS, refused

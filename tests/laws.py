@@ -26,7 +26,7 @@ from invfunc import (
     tree,
     variance,
 )
-from invfunc.jacobian.plan import Options
+from invfunc.plan import Options
 from invfunc.testing import (
     assert_trees_close,
     dense_diag_ggn,
@@ -95,7 +95,7 @@ def in_blocks(statistic: Any) -> Callable:
     """The same statistic with blocks of samples and columns that fit a tiny cache."""
 
     def call(*args: Any) -> Any:
-        with mock.patch("invfunc.jacobian.engine.budget", lambda device: 64):
+        with mock.patch("invfunc.evaluation.engine.budget", lambda device: 64):
             return statistic(*args)
 
     return call

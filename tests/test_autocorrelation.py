@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from invfunc.jacobian.rules import autocorrelation
-from invfunc.jacobian.rules.autocorrelation import patches_gram
-from invfunc.jacobian.rules.patches import patches
+from invfunc.operations.factors import autocorrelation
+from invfunc.operations.factors.autocorrelation import patches_gram
+from invfunc.operations.factors.patches import patches
 from tests.crossed import thresholds_at
 from tests.strategies import Numbers
 

@@ -131,7 +131,7 @@ class TestBlocks:
 
     @pytest.fixture(autouse=True, params=[1, 50, 1000], ids="{} numbers".format)
     def tiny(self, request, monkeypatch):
-        monkeypatch.setattr("invfunc.jacobian.engine.budget", lambda device: request.param)
+        monkeypatch.setattr("invfunc.evaluation.engine.budget", lambda device: request.param)
 
     @settings(max_examples=10)
     @given(networks(low=3, sequences=True), st.sampled_from(list(STATISTICS)))

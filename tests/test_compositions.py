@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from invfunc import SampleAxisError, tree
-from invfunc.jacobian.trace.compositions import COMPOSITIONS
+from invfunc.operations.compositions import COMPOSITIONS
 from invfunc.testing import assert_trees_close
 from tests.laws import assert_every_path_equals_the_loop, moved
 from tests.strategies import SIZES, Case, Numbers

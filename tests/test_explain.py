@@ -29,8 +29,8 @@ from invfunc import (
     together,
     variance,
 )
-from invfunc.jacobian.pullback import Pullback
-from invfunc.jacobian.structure.stages import Stages
+from invfunc.passes.pullback import Pullback
+from invfunc.sparsity.stages import Stages
 from tests.meter import Meter, nothing_collected
 from tests.structures import always
 

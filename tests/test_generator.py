@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import ArgumentError, tree
-from invfunc.jacobian.loss.drawn import by
+from invfunc.loss.drawn import by
 from invfunc.testing import assert_trees_close
 from tests.laws import moved
 from tests.strategies import Numbers

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from invfunc.jacobian.labels import affine, rule
-from invfunc.jacobian.labels import labels as module
-from invfunc.jacobian.labels.labels import Labels
+from invfunc.operations.receptive_fields import affine, rule
+from invfunc.operations.receptive_fields import propagation as module
+from invfunc.operations.receptive_fields.propagation import Labels
 from tests.graphs import FOLDED, NONLINEAR, POSITIVE, SMOOTH, WIDE, Graph, graphs
 from tests.labelled import ELSEWHERE, LINEAR, OTHERS
 from tests.strategies import Numbers

@@ -19,8 +19,8 @@ from invfunc import (
     gram,
     variance,
 )
-from invfunc.jacobian.follow import orders
-from invfunc.jacobian.trace.calls import function_name
+from invfunc.operations.batch_axis import orders
+from invfunc.operations.calls import function_name
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

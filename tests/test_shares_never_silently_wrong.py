@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import invfunc.jacobian.engine as engine
+import invfunc.evaluation.engine as engine
 from invfunc import (
     ArgumentError,
     SampleAxisError,

@@ -15,12 +15,12 @@ from hypothesis import find
 from torch.func import grad
 
 from invfunc import SampleAxisError, batch_grad, chunked, diag_ggn, diag_hessian, tree
-from invfunc.jacobian import equations, follow
-from invfunc.jacobian.follow import TOTAL, Call
-from invfunc.jacobian.follow import call as following
-from invfunc.jacobian.rules import recipe
-from invfunc.jacobian.trace import calls, steps
-from invfunc.jacobian.trace.random import draws
+from invfunc.operations import batch_axis, calls, equations
+from invfunc.operations.batch_axis import BATCH_SUM, Call
+from invfunc.operations.batch_axis import propagation as following
+from invfunc.operations.factors import recipe
+from invfunc.recording import steps
+from invfunc.recording.random import draws
 from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian, loop_batch_grad
 from tests import forms, moves, stated, stated_losses
 from tests.coverage import FIRST
@@ -173,13 +173,13 @@ def test_shares_of_a_sum(called):
 def recorded() -> Iterator[list[Call]]:
     """The calls that are followed while it lasts."""
     found: list[Call] = []
-    right = follow.follow
+    right = batch_axis.follow
 
     def seen(call: Call) -> Any:
         found.append(call)
         return right(call)
 
-    with mock.patch.object(follow, "follow", seen):
+    with mock.patch.object(batch_axis, "follow", seen):
         yield found
 
 
@@ -277,7 +277,7 @@ def picks_once(call: Call) -> bool:
 
 
 def linear_in_totals(call: Call) -> bool:
-    totals = [x for x, place in call.samples if place is TOTAL and x.is_floating_point()]
+    totals = [x for x, place in call.samples if place is BATCH_SUM and x.is_floating_point()]
     apart = [[x] for x in totals] if call.name in following._PRODUCTS else [totals]
     return call.name in CASTS or all(bend(call, xs, 1.0) < 1e-9 for xs in apart)
 
@@ -313,7 +313,7 @@ def test_what_a_table_says_is_so_at_every_call(table, met):
     names, holds = FACTS[table]
     checked = set()
     for call in met:
-        of_totals = any(place is TOTAL for _, place in call.samples)
+        of_totals = any(place is BATCH_SUM for _, place in call.samples)
         if call.name in names and exact(call) and (of_totals or holds is not linear_in_totals):
             drawn = draws(call.name, call.args, call.kwargs)
             assert drawn or holds(call), f"`{call.name}` of {[tuple(x.shape) for x in numbers(call)]} is not {table}"
@@ -329,5 +329,5 @@ TABLES = {
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_name_has_a_program(table, met):
-    apart = {call.name for call in met if all(place is not TOTAL for _, place in call.samples)}
+    apart = {call.name for call in met if all(place is not BATCH_SUM for _, place in call.samples)}
     assert sorted(TABLES[table] - apart - set(stated.NOT_MET)) == []

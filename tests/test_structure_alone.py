@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from invfunc import batch_diag_ggn, diag_ggn, ggn_trace
-from invfunc.jacobian.labels import labels
-from invfunc.jacobian.labels.rule import RULES
-from invfunc.jacobian.structure import paths, plan
-from invfunc.jacobian.structure.boxes import Classes
+from invfunc.operations.receptive_fields import propagation
+from invfunc.operations.receptive_fields.rule import RULES
+from invfunc.sparsity import paths, planner
+from invfunc.sparsity.colouring import Classes
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.laws import composed
 from tests.strategies import Numbers
@@ -136,12 +136,12 @@ def test_a_wrong_rule_is_caught(name):
     params, x = [rand(2, 1, 3), rand(1, 2, 1)], rand(2, 1, 12).abs()
     args = (params, x, Numbers(1)(*f(params, x).shape))
     assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
-    labels._operation.cache_clear()
+    propagation._operation.cache_clear()
     try:
         with mock.patch.dict(RULES, {rule: plant(RULES[rule])}), pytest.raises(AssertionError, match="is off by"):
             assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
     finally:
-        labels._operation.cache_clear()
+        propagation._operation.cache_clear()
 
 
 def test_wrong_cells_are_caught():
@@ -163,7 +163,7 @@ def test_a_wrong_cut_is_caught():
     args = ([rand(12, 30), rand(30, 2), rand(2, 60), rand(30, 60)], rand(3, 12), rand(3, 60))
     assert_as_dense(partial(diag_ggn, around, F.mse_loss), args)
     wrong = [paths.Cut(2, 2, 0, 2, frozenset({0, 1}))]
-    with mock.patch.object(plan, "paths", lambda run: replace(found(run), cuts=wrong)):
+    with mock.patch.object(planner, "paths", lambda run: replace(found(run), cuts=wrong)):
         with pytest.raises(AssertionError, match="is off by"):
             assert_as_dense(partial(diag_ggn, around, F.mse_loss), args)
 

@@ -32,9 +32,9 @@ from invfunc import (
     thresholds,
     variance,
 )
-from invfunc.jacobian.contract import contract, joined, outer
-from invfunc.jacobian.rules.autocorrelation import patches_gram
-from invfunc.jacobian.rules.patches import patches
+from invfunc.contract import contract, joined, outer
+from invfunc.operations.factors.autocorrelation import patches_gram
+from invfunc.operations.factors.patches import patches
 from invfunc.testing import (
     assert_trees_close,
     dense_diag_ggn,

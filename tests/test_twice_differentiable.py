@@ -12,8 +12,8 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from invfunc import batch_diag_hessian, diag_hessian, functional, ggnvp, hvp, tree
-from invfunc.jacobian import twice
-from invfunc.jacobian.twice import TwiceDifferentiable
+from invfunc.operations import second_derivatives
+from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.matrices import assert_near, flat
@@ -120,11 +120,11 @@ def differences(of, params, directions):
     """The derivatives of a function of the parameters in some directions, a row for each."""
     at, step, rows = flat(params), 1e-4, []
     for d in step * directions.to(at):
-        once, twice = (
+        once, second_derivatives = (
             flat(of(matrices.shaped(at + k * d, params))) - flat(of(matrices.shaped(at - k * d, params)))
             for k in (1, 2)
         )
-        rows.append((8 * once - twice) / (12 * step))
+        rows.append((8 * once - second_derivatives) / (12 * step))
     return torch.stack(rows)
 
 
@@ -166,12 +166,12 @@ def test_every_form_in_which_it_is_right_has_a_model():
         return lambda *args, **kwargs: met.add(name) or instead(*args, **kwargs)
 
     with ExitStack() as stack:
-        for table in (twice._INSTEAD, twice._NORMS):
+        for table in (second_derivatives._INSTEAD, second_derivatives._NORMS):
             stack.enter_context(mock.patch.dict(table, {name: told(name, f) for name, f in table.items()}))
         for called in MODELS:
             f, params, x, y = arranged(called)
             hvp(f, F.mse_loss)(params, params, x, y)
-    assert {*twice._INSTEAD, *twice._NORMS} - FORWARD_MODE - SPELLED - met == set()
+    assert {*second_derivatives._INSTEAD, *second_derivatives._NORMS} - FORWARD_MODE - SPELLED - met == set()
 
 
 @models

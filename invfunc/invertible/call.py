@@ -21,7 +21,7 @@ from invfunc.invertible.replay import Replay
 from invfunc.invertible.report import Report, Sums, compare_sums, sums
 from invfunc.invertible.shared import Evaluate, Evaluations, Moment, evaluated
 from invfunc.invertible.watch import Closure, Watch
-from invfunc.jacobian.trace.trace import Trace
+from invfunc.recording.trace import Trace
 from invfunc.transform import told
 
 Tensors = Sequence[torch.Tensor]

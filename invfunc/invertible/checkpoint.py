@@ -28,8 +28,8 @@ from invfunc.invertible.pair import Invertible
 from invfunc.invertible.probe import default_tolerance, relative_error
 from invfunc.invertible.report import Known, Report, way
 from invfunc.invertible.value import Value
-from invfunc.jacobian.trace.trace import Trace
-from invfunc.jacobian.twice import TwiceDifferentiable
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.recording.trace import Trace
 from invfunc.transform import check_callable, describe, told
 
 

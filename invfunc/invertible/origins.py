@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from invfunc import tree
 from invfunc._scripted import Scripted
 from invfunc.invertible.outside import may_write
-from invfunc.jacobian.trace.calls import QUERIES, function_name
-from invfunc.jacobian.trace.random import may_draw
+from invfunc.operations.calls import QUERIES, function_name
+from invfunc.recording.random import may_draw
 
 Origin = tuple[int, int]
 """That of a tensor or call: the operations with all their arguments but fractions (floats), and the same with these."""

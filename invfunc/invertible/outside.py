@@ -12,7 +12,7 @@ import torch
 from invfunc import tree
 from invfunc._functorch import freed, level_of, plainly
 from invfunc._scripted import Scripted
-from invfunc.jacobian.trace.calls import inplace_flag
+from invfunc.operations.calls import inplace_flag
 
 _F = torch.nn.functional
 _RUNNING = {

@@ -17,7 +17,7 @@ from invfunc.errors import ReplayError
 from invfunc.invertible.origins import Origins
 from invfunc.invertible.outside import Outside, State
 from invfunc.invertible.slots import Held, Hooks
-from invfunc.jacobian.trace.compositions import composition
+from invfunc.operations.compositions import composition
 
 INVERSE = -2
 OUTSIDE = -1

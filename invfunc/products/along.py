@@ -9,9 +9,9 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.jacobian.problem import check_params
 from invfunc.products.maps import Kind
 from invfunc.products.product import Product, Space
+from invfunc.recording.problem import check_params
 from invfunc.transform import ArgumentNames, Statistic, check_callable
 
 

@@ -10,13 +10,13 @@ import torch
 
 from invfunc import thresholds
 from invfunc.errors import ArgumentError, SampleAxisError, SplitError
-from invfunc.jacobian.loss.columns import Columns
-from invfunc.jacobian.loss.drawn import Drawn, drawn
-from invfunc.jacobian.loss.hessian import gradient, hessian, structured
-from invfunc.jacobian.quantity import Drawing
-from invfunc.jacobian.scope import Scope
+from invfunc.loss.drawn import Drawn, drawn
+from invfunc.loss.hessian import gradient, hessian, structured
+from invfunc.loss.square_root import Columns
 from invfunc.products.given import Given, Split
 from invfunc.products.maps import Kind, Linear, Pull, Steps, Vectors, Way
+from invfunc.recording.scope import Scope
+from invfunc.reductions.quantity import Drawing
 
 
 def of_hessian(given: Given, blocks: bool = False) -> Linear:
@@ -86,7 +86,7 @@ class _Jacobian:
 
     values: list[torch.Tensor]
     params: list[torch.Tensor]
-    cuts: list[tuple[torch.Tensor, torch.Tensor]]
+    bottlenecks: list[tuple[torch.Tensor, torch.Tensor]]
     dummies: list[torch.Tensor]
     rows: Vectors
     """`J^T u` of the dummies u: what is linear in u has `v -> J v` for the transpose of its derivative."""
@@ -95,7 +95,7 @@ class _Jacobian:
     def recorded(given: Given, split: Split) -> _Jacobian:
         scope = given.scope
         dummies = [scope.enter(scope.leave(torch.ones_like(z))) for z in split.values]
-        found = _Jacobian(split.values, given.params, split.cuts, dummies, [])
+        found = _Jacobian(split.values, given.params, split.bottlenecks, dummies, [])
         with given.mode.back(split.result.device):
             return replace(found, rows=found.back([*dummies], Pull(scope, graph=True)))
 
@@ -103,13 +103,13 @@ class _Jacobian:
         return pull(self.rows, self.dummies, v)
 
     def back(self, cotangents: Vectors, pull: Pull) -> Vectors:
-        """Through the cuts, from the last one to the first."""
-        pull, count = replace(pull, keep=pull.keep or bool(self.cuts)), len(self.params)
-        found = pull(self.values, [*self.params, *(after for after, _ in self.cuts)], cotangents)
+        """Through the bottlenecks, from the last one to the first."""
+        pull, count = replace(pull, keep=pull.keep or bool(self.bottlenecks)), len(self.params)
+        found = pull(self.values, [*self.params, *(after for after, _ in self.bottlenecks)], cotangents)
         while len(found) > count:
             *found, cotangent = found
-            after = [after for after, _ in self.cuts[: len(found) - count]]
-            more = pull([self.cuts[len(after)][1]], [*self.params, *after], [cotangent])
+            after = [after for after, _ in self.bottlenecks[: len(found) - count]]
+            more = pull([self.bottlenecks[len(after)][1]], [*self.params, *after], [cotangent])
             found = [a if b is None else b if a is None else a + b for a, b in zip(found, more, strict=True)]
         return found
 
@@ -137,17 +137,17 @@ def check_convex(scope: Scope, split: Split) -> None:
     """That a GGN exists, unless the Hessian of the loss is too large to be looked at."""
     n, roots = split.n, split.roots
     outputs = sum(r.value.numel() for r in roots) // n
-    pieces = [p for p in split.pieces if p.root in {r.ordinal for r in roots}]
-    known = n * outputs**2 <= thresholds.CHECKED or structured(scope, split.result, roots, pieces) is not None
+    terms = [p for p in split.terms if p.root in {r.ordinal for r in roots}]
+    known = n * outputs**2 <= thresholds.CHECKED or structured(scope, split.result, roots, terms) is not None
     if known and outputs:
-        hessian(scope, split.result, roots, pieces, n)
+        hessian(scope, split.result, roots, terms, n)
 
 
 def _columns(scope: Scope, split: Split, drawing: Drawing | None) -> list[Columns]:
     if drawing is None:
         return [gradient(scope, split.result, split.roots, split.n)]
     if drawing.sample is None:
-        made = hessian(scope, split.result, split.roots, split.pieces, split.n)
+        made = hessian(scope, split.result, split.roots, split.terms, split.n)
         return drawn(made, drawing.count, drawing.generator)
     if split.again is None:
         raise ArgumentError(

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
-from invfunc.jacobian.loss.columns import safe_root
-from invfunc.jacobian.loss.drawn import by
+from invfunc.loss.drawn import by
+from invfunc.loss.square_root import safe_root
 from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.extras import extra
 from invfunc.products.maps import Kind

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from invfunc.columns import drawing
-from invfunc.jacobian.problem import InDims
+from invfunc.column_options import drawing
 from invfunc.products.curvature import of_fisher
 from invfunc.products.product import Product
+from invfunc.recording.problem import InDims
 
 
 def fvp(

@@ -10,19 +10,19 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.jacobian.axis import Axis
-from invfunc.jacobian.checks import check_loss, no_outputs, output_axis
-from invfunc.jacobian.evidence import Evidence
-from invfunc.jacobian.loss.split import Piece, Root, Splitter, active, check_seen, check_split
-from invfunc.jacobian.places import Places
-from invfunc.jacobian.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
-from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.trace import Trace
-from invfunc.jacobian.trace.random import Draws
-from invfunc.jacobian.trace.seen import Seen
-from invfunc.jacobian.trace.steps import Step, bends
-from invfunc.jacobian.trace.tags import Sampled
-from invfunc.jacobian.twice import TwiceDifferentiable
+from invfunc.loss.outputs import LossTerm, ModelOutput, OutputFinder, active, check_seen, check_split
+from invfunc.operations.axis import Axis
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.passes.by_rows import Places
+from invfunc.passes.evidence import Evidence
+from invfunc.recording import Trace
+from invfunc.recording.checks import check_loss, no_outputs, output_axis
+from invfunc.recording.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
+from invfunc.recording.random import Draws
+from invfunc.recording.scope import Scope
+from invfunc.recording.seen import Seen
+from invfunc.recording.steps import Step, nonlinear
+from invfunc.recording.tags import Sampled
 
 
 @dataclass
@@ -31,17 +31,17 @@ class Split:
 
     values: list[torch.Tensor]
     """The outputs, as the model gives them."""
-    roots: list[Root]
+    roots: list[ModelOutput]
     """The same, as the loss sees them; none where the values are the losses of the samples themselves."""
     result: torch.Tensor
     n: int
-    pieces: list[Piece] = field(default_factory=list)
-    cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    terms: list[LossTerm] = field(default_factory=list)
+    bottlenecks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Where the graph of the model is cut, from first to last: what goes on, and what came before."""
     again: Callable[[Callable], torch.Tensor] | None = None
     """The loss at another target, which a function of the outputs gives."""
     steps: list[Step] = field(default_factory=list)
-    """The calls of the model that bend, where they were to be remembered."""
+    """The nonlinear calls of the model, where they were to be remembered."""
 
 
 class Given:
@@ -120,48 +120,48 @@ class Given:
         draws = Draws(stop=False)
         try:
             n = batch_size(self.args, dims, self.names)
-            trace = Trace(self.scope, n, tapped=False, draws=draws)
+            trace = Trace(self.scope, n, with_uses=False, draws=draws)
             axes = [output_axis(trace, z, self.out_dims) for z in values]
             return self._followed(trace, values, structure, axes, dims[len(self.args) - 1])
         except (ArgumentError, SampleAxisError):
             if each:
                 raise
         draws.rewind()
-        whole = Trace(self.scope, 1, tapped=False, draws=draws)
+        whole = Trace(self.scope, 1, with_uses=False, draws=draws)
         try:
             return self._followed(whole, values, structure, [Axis(None)] * len(values), 0)
         except (ArgumentError, SampleAxisError):
             draws.rewind()
-        cut = [self.scope.enter(self.scope.leave(z)) for z in values]
-        roots = [Root(i, z, z.clone(), Axis(None), True, "f") for i, z in enumerate(cut)]
+        bottleneck = [self.scope.enter(self.scope.leave(z)) for z in values]
+        roots = [ModelOutput(i, z, z.clone(), Axis(None), True, "f") for i, z in enumerate(bottleneck)]
         result = self._called(tree.unflatten([r.shown for r in roots], structure))
-        _tell_constants(self.scope, result, cut)
+        _tell_constants(self.scope, result, bottleneck)
         return Split(values, roots, _checked_value(result, "the loss"), 1)
 
     def followed_split(self) -> Split:
-        """Of a model function and its loss, or of a loss function, with the calls of the model that bend."""
+        """Of a model function and its loss, or of a loss function, with the nonlinear calls of the model."""
         if self.loss is None:
             return self.found_split(bent=True)
         names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
         given = problem(self.f, self.loss, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
-        trace = Trace(self.scope, given.n, tapped=False)
+        trace = Trace(self.scope, given.n, with_uses=False)
         trace.remember, self.params = _bends_before_the_loss, trace.parameters(self.leaves)
         with self.mode:
             result, self.aux = given.call(trace, self.params, slice(None))
         named, structure = tree.outputs(result)
         values, dims = [z for _, z in named], batch_dims(in_dims, [*range(1, len(self.args))])
         axes = [output_axis(trace, z, out_dims, path) for path, z in named]
-        whole = Trace(self.scope, given.n, tapped=False)
+        whole = Trace(self.scope, given.n, with_uses=False)
         split = self._followed(whole, values, structure, axes, dims[len(self.args) - 1])
         return replace(split, steps=trace.steps)
 
     def _followed(self, trace: Trace, values: list[torch.Tensor], structure: Any, axes: list[Axis], dim: Any) -> Split:
         """The loss under a trace that knows the samples, or takes all of them for one."""
-        splitter, shown = Splitter(trace), []
+        finder, shown = OutputFinder(trace), []
         for z, axis in zip(values, axes, strict=True):
             z = self.scope.alias(z)  # the model may give the same tensor back twice
             trace.set(z, Sampled(axis))
-            shown.append(splitter.add(z, "f", marked=True))
+            shown.append(finder.add(z, "f", marked=True))
 
         def lost(shown: list[torch.Tensor], target: Any, dim: int | None) -> torch.Tensor:
             if dim is not None:
@@ -174,15 +174,15 @@ class Given:
         def again(sample: Callable) -> torch.Tensor:
             with torch.no_grad():
                 target = sample(tree.unflatten([r.value.detach() for r in roots], structure))
-            return lost([splitter.shown(r) for r in roots], target, 0)
+            return lost([finder.shown(r) for r in roots], target, 0)
 
         try:
-            with active(splitter):
+            with active(finder):
                 result = lost(shown, self.args[-1], dim)
         finally:
             trace.watcher = trace.after = None  # no cycle that keeps the outputs alive
-        roots = list(splitter.roots.values())
-        return Split(values, roots, result, trace.n, splitter.pieces, again=again)
+        roots = list(finder.roots.values())
+        return Split(values, roots, result, trace.n, finder.terms, again=again)
 
     def found_split(self, losses: bool = False, bent: bool = False) -> Split:
         """Of a loss function, at its outputs; with `losses`, `[N]` losses are taken as they are."""
@@ -191,12 +191,12 @@ class Given:
         draws, places = Draws(stop=False), Places(given, Evidence(given, self.scope))
 
         def run(part: Any) -> _Followed:
-            trace = Trace(self.scope, given.n, tapped=False, draws=draws)
+            trace = Trace(self.scope, given.n, with_uses=False, draws=draws)
             trace.remember = _bends_before_the_loss if bent else None
             places.tell(trace)
             found = _Followed(trace, _Kept(trace), trace.parameters(self.leaves))
             try:
-                with active(found.splitter), self.mode:
+                with active(found.finder), self.mode:
                     found.result, found.aux = given.call(trace, found.params, part)
             finally:
                 trace.watcher = trace.after = trace.adopting = None  # no cycle that keeps the outputs alive
@@ -218,18 +218,18 @@ class Given:
                 raise
             return alone
         self.params, self.aux = found.params, found.aux
-        trace, splitter, result = found.trace, found.splitter, found.result
+        trace, finder, result = found.trace, found.finder, found.result
         tag = check_loss(trace, result)
-        cuts = {i: (r.value, splitter.before[i]) for i, r in splitter.roots.items() if r.value.is_leaf}
+        bottlenecks = {i: (r.value, finder.before[i]) for i, r in finder.roots.items() if r.value.is_leaf}
         if losses and result.ndim:
-            return Split([result], [], result, given.n, cuts=list(cuts.values()))
-        wanted = splitter.selected(tag)
-        roots = [splitter.roots[i] for i in wanted]
-        check_split(tag, splitter, wanted)
-        check_seen(result, self.params, roots, splitter)
-        above = [cut for i, cut in cuts.items() if i < wanted[-1]]
-        values = [splitter.before[i] for i in wanted]
-        return Split(values, roots, result, given.n, splitter.pieces, above, steps=trace.steps)
+            return Split([result], [], result, given.n, bottlenecks=list(bottlenecks.values()))
+        wanted = finder.selected(tag)
+        roots = [finder.roots[i] for i in wanted]
+        check_split(tag, finder, wanted)
+        check_seen(result, self.params, roots, finder)
+        above = [bottleneck for i, bottleneck in bottlenecks.items() if i < wanted[-1]]
+        values = [finder.before[i] for i in wanted]
+        return Split(values, roots, result, given.n, finder.terms, above, steps=trace.steps)
 
     def _losses(self, draws: Draws, n: int) -> Split | None:
         """The `[N]` losses of a function that cannot be followed; None of a scalar."""
@@ -241,7 +241,7 @@ class Given:
 
 
 def _bends_before_the_loss(seen: Seen) -> bool:
-    return bends(seen) and not any(tag.crossed for tag in seen.sampled)
+    return nonlinear(seen) and not any(tag.crossed for tag in seen.sampled)
 
 
 @dataclass
@@ -249,13 +249,13 @@ class _Followed:
     """A run of a loss function."""
 
     trace: Trace
-    splitter: _Kept
+    finder: _Kept
     params: list[torch.Tensor]
     result: Any = None
     aux: Any = None
 
 
-class _Kept(Splitter):
+class _Kept(OutputFinder):
     """Keeps what comes before the outputs, too."""
 
     def __init__(self, trace: Trace) -> None:

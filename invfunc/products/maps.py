@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from invfunc.jacobian.graph import pulled_back
-from invfunc.jacobian.scope import Scope
-from invfunc.jacobian.twice import TwiceDifferentiable
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.recording.graph import pulled_back
+from invfunc.recording.scope import Scope
 
 Vectors = list[torch.Tensor | None]
 """A tensor for each leaf, or for each output; None stands for zeros."""

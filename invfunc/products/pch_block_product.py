@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.problem import InDims
 from invfunc.products.positive import of_positive_hessian
 from invfunc.products.product import Product
+from invfunc.recording.problem import InDims
 from invfunc.transform import describe
 
 
@@ -23,14 +23,14 @@ def pch_block_product(
 ) -> Product:
     """Products of the diagonal blocks of the positive-curvature Hessian (PCH), one for each parameter.
 
-        J^T H J + sum(J_s^T positive(h_s) J_s for s in the operations of the model that bend)
+        J^T H J + sum(J_s^T positive(h_s) J_s for s in the nonlinear operations of the model)
 
     h_s is the second derivative of an element-wise operation times the gradient at its output, J_s the Jacobian of its
     input in the parameter. With h_s as it is, this is the block of the Hessian; with `modify`, it is positive
     semi-definite, and no smaller than that of the GGN.
 
     Args:
-        f, loss, in_dims, out_dims, has_aux: as in `ggnvp`. The operations of f that bend are element-wise.
+        f, loss, in_dims, out_dims, has_aux: as in `ggnvp`. The nonlinear operations of f are element-wise.
         modify: what makes h positive: its absolute value ("abs"), or 0 where it is negative ("clip").
 
     Returns:
@@ -39,7 +39,7 @@ def pch_block_product(
         once.
 
     Raises:
-        ArgumentError: an operation that bends is not element-wise (it is named), or modify is unknown.
+        ArgumentError: a nonlinear operation is not element-wise (it is named), or modify is unknown.
         SplitError, ConvexityError, SampleAxisError, ArgumentTypeError: as in `ggnvp`.
 
     Example:
@@ -52,7 +52,7 @@ def pch_block_product(
 
     Composes with: `torch.func.grad`, `vmap`, `jvp` around it and around its linearisation.
 
-    Cost: that of `ggn_block_product`, and a second derivative of each operation that bends.
+    Cost: that of `ggn_block_product`, and a second derivative of each nonlinear operation.
 
     Source: Chen, "Positive-curvature Hessian", arXiv 1802.06502; BackPACK's PCHMP.
     """

@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.loss.columns import Elementwise
-from invfunc.jacobian.loss.hessian import gradient
-from invfunc.jacobian.residual import kind_of, residual
-from invfunc.jacobian.runs import WHOLE, Run
-from invfunc.jacobian.trace import Trace
+from invfunc.loss.hessian import gradient
+from invfunc.loss.square_root import Elementwise
+from invfunc.passes.runs import WHOLE, Run
+from invfunc.passes.second_order import kind_of, second_order_columns
 from invfunc.products.curvature import check_convex, sandwich
 from invfunc.products.given import Given
 from invfunc.products.maps import Linear, Pull, Vectors
+from invfunc.recording import Trace
 
 
 def of_positive_hessian(given: Given, modify: str) -> Linear:
-    """`J^T H J v` of the outputs and of the inputs of all calls that bend, in each parameter alone."""
+    """`J^T H J v` of the outputs and of the inputs of all nonlinear calls, in each parameter alone."""
     split, scope = given.followed_split(), given.scope
     roots, n = [r.value for r in split.roots], split.n
     for step in split.steps:
         if kind_of(step) != "elementwise":
             raise ArgumentError(
-                f"`{step.call.name}` bends, and does not work element by element, so that its second derivative has no "
+                f"`{step.call.name}` is nonlinear and not element-wise, so its second derivative has no "
                 "sign to be changed. `ggn_block_product` does without it."
             )
     outputs = {r.ordinal: (z, r.axis) for r, z in zip(split.roots, split.values, strict=True)}
@@ -31,7 +31,7 @@ def of_positive_hessian(given: Given, modify: str) -> Linear:
     run = Run(trace, given.params, WHOLE, dict(outputs))
     with given.mode.back(split.result.device):
         check_convex(scope, split)
-        made = residual(scope, run, gradient(scope, split.result, split.roots, n))
+        made = second_order_columns(scope, run, gradient(scope, split.result, split.roots, n))
         slopes = Pull(scope, graph=True)([split.result], roots, [torch.ones_like(split.result)])
     weights = []
     for local in made:

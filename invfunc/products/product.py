@@ -10,9 +10,9 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
-from invfunc.jacobian.problem import InDims
 from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear
+from invfunc.recording.problem import InDims
 from invfunc.transform import ArgumentNames, check_functions, describe, misfit, own_memory, told
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from invfunc.columns import by_method, drawing
-from invfunc.jacobian.measures.columns import SquaresOfEach
-from invfunc.jacobian.problem import Indices, InDims
+from invfunc.column_options import by_method, drawing
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.squares import SquaresOfEach
 from invfunc.transform import Statistic
 
 

@@ -9,8 +9,8 @@ import torch
 
 from invfunc._functorch import innermost
 from invfunc.errors import ArgumentError
-from invfunc.jacobian.measures.gradients import ClippedSum
-from invfunc.jacobian.problem import Indices, InDims
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.gradients import ClippedSum
 from invfunc.transform import Statistic, describe
 
 

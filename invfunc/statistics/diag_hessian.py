@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.jacobian.measures.columns import SumOfSquares
-from invfunc.jacobian.problem import Indices, InDims
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.squares import SumOfSquares
 from invfunc.transform import Statistic
 
 
@@ -23,8 +23,9 @@ def diag_hessian(
 
         torch.func.hessian(f)(params, *batch).diagonal()      # of the sum, where f returns [N] losses
 
-    It is the diagonal of the GGN and a residual: each operation of the model that bends adds its own second derivative.
-    Piecewise linear ones (ReLU, pooling, linear layers) add none, so a network of these costs what its GGN costs.
+    It is the diagonal of the GGN and of second-order terms: each nonlinear operation of the model adds its own second
+    derivative. Piecewise linear ones (ReLU, pooling, linear layers) add none, so a network of these costs what its GGN
+    costs.
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. With `loss`, a model function
@@ -39,7 +40,7 @@ def diag_hessian(
 
     Raises:
         SampleAxisError: samples are mixed.
-        RandomnessError: an operation that bends draws random numbers.
+        RandomnessError: a nonlinear operation draws random numbers.
         ArgumentError: as in `diag_ggn`.
 
     Example:
@@ -51,8 +52,8 @@ def diag_hessian(
     Composes with: `chunked` over outputs, samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: that of `diag_ggn`, and a pullback of one column for each entry of a sample at every element-wise operation
-    that bends, of two at the others. A parameter that is read again by what depends on it (tied in series, recurrent)
-    or not linearly (`exp(w)`, `weight_norm`) takes a second derivative for each of its entries.
+    that is nonlinear, of two at the others. A parameter that is read again by what depends on it (tied in series,
+    recurrent) or not linearly (`exp(w)`, `weight_norm`) takes a second derivative for each of its entries.
 
     Source: BackPACK's DiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
     """

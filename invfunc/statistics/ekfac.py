@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from invfunc.columns import check_factors, fisher_columns
-from invfunc.jacobian.measures.kronecker import CorrectedFactors
-from invfunc.jacobian.problem import Indices, InDims
+from invfunc.column_options import check_factors, fisher_columns
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.kronecker_factors import CorrectedFactors
 from invfunc.transform import Statistic
 
 

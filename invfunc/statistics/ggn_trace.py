@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from invfunc.columns import by_method, drawing
-from invfunc.jacobian.measures.columns import Trace
-from invfunc.jacobian.problem import Indices, InDims
+from invfunc.column_options import by_method, drawing
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.squares import MatrixTrace
 from invfunc.transform import Statistic
 
 
@@ -59,4 +59,6 @@ def ggn_trace(
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     how = by_method("ggn_trace", f, method)
     drawn = drawing("ggn_trace", mc_samples, generator, sample)
-    return Statistic("ggn_trace", f, Trace(per_parameter), of="ggn", loss=loss, drawing=drawn, options=how, **options)
+    return Statistic(
+        "ggn_trace", f, MatrixTrace(per_parameter), of="ggn", loss=loss, drawing=drawn, options=how, **options
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.jacobian.measures.columns import InnerProducts
-from invfunc.jacobian.problem import Indices, InDims
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.squares import InnerProducts
 from invfunc.transform import Statistic
 
 

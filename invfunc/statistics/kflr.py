@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.columns import by_method, check_factors
-from invfunc.jacobian.measures.kronecker import KroneckerFactors
-from invfunc.jacobian.problem import Indices, InDims
+from invfunc.column_options import by_method, check_factors
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.kronecker_factors import KroneckerFactors
 from invfunc.transform import Statistic
 
 

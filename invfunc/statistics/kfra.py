@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.columns import check_factors
-from invfunc.jacobian.measures.kronecker import ChainFactors
-from invfunc.jacobian.problem import Indices, InDims
+from invfunc.column_options import check_factors
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.kronecker_factors import ChainFactors
 from invfunc.transform import Statistic
 
 

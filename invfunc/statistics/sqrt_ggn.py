@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from invfunc.columns import drawing
-from invfunc.jacobian.measures.columns import SquareRoot
-from invfunc.jacobian.problem import Indices, InDims
+from invfunc.column_options import drawing
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.squares import SquareRoot
 from invfunc.transform import Statistic
 
 

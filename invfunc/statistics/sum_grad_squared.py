@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.jacobian.measures.columns import SumOfSquares
-from invfunc.jacobian.problem import Indices, InDims
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.squares import SumOfSquares
 from invfunc.transform import Statistic
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from invfunc.jacobian.measures.gradients import CentredSquares
-from invfunc.jacobian.problem import Indices, InDims
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.gradients import CentredSquares
 from invfunc.transform import Statistic
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentTypeError
-from invfunc.jacobian.plan import Options
 from invfunc.operation import Operation
+from invfunc.plan import Options
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.testing.oracles import assert_trees_close
 
@@ -19,7 +19,7 @@ def check_operation(op: Operation, *args: Any, samples: tuple[int, ...] = (0,), 
 
         for n in range(N):
             op(x[n : n + 1], w) == op(x, w)[n : n + 1]
-            rule's share of w for sample n == grad(lambda w: (op(x, w)[n] * delta[n]).sum())(w)
+            rule's share of w for sample n == grad(lambda w: (op(x, w)[n] * cotangent[n]).sum())(w)
 
     Args:
         op: what `operation` made.
@@ -35,7 +35,7 @@ def check_operation(op: Operation, *args: Any, samples: tuple[int, ...] = (0,), 
         >>> import torch, invfunc
         >>> from invfunc.testing import check_operation
         >>> scaled = invfunc.operation(lambda x, weight: x * weight)
-        >>> rule = scaled.share_of("weight")(lambda delta, x, weight: ("vni,ni->i", delta, x))
+        >>> rule = scaled.share_of("weight")(lambda cotangent, x, weight: ("vni,ni->i", cotangent, x))
         >>> check_operation(scaled, torch.randn(3, 2), torch.randn(2))
     """
     if not isinstance(op, Operation):
@@ -46,7 +46,7 @@ def check_operation(op: Operation, *args: Any, samples: tuple[int, ...] = (0,), 
     tolerance = torch.finfo(out.dtype).eps ** 0.5 if rtol is None else rtol
     alone = [op(*(x[i : i + 1] if at in samples else x for at, x in enumerate(args))) for i in range(n)]
     _close(torch.cat(alone), out, tolerance, f"{op!r} does not keep the samples apart")
-    delta = torch.randn(out.shape, dtype=out.dtype, device=out.device, generator=torch.Generator(out.device))
+    cotangent = torch.randn(out.shape, dtype=out.dtype, device=out.device, generator=torch.Generator(out.device))
     for argument in op.rules:
         at = op.position(argument)
 
@@ -58,12 +58,12 @@ def check_operation(op: Operation, *args: Any, samples: tuple[int, ...] = (0,), 
         dims = tuple(0 if i in samples else None for i in range(len(args)) if i != at)
         fast = batch_grad(losses, in_dims=(*dims, 0))
         p = args[at].detach().clone().requires_grad_()
-        entries = losses(p, *rest, delta)
+        entries = losses(p, *rest, cotangent)
         expected = torch.stack([torch.autograd.grad(entries[i], p, retain_graph=True)[0] for i in range(n)])
         wrong = f"the rule of {op!r} for {argument!r} gives other shares than"
-        _close(fast(args[at], *rest, delta), expected, tolerance, f"{wrong} autograd")
+        _close(fast(args[at], *rest, cotangent), expected, tolerance, f"{wrong} autograd")
         try:
-            generic = replace(fast, options=Options(fast=False))(args[at], *rest, delta)
+            generic = replace(fast, options=Options(fast=False))(args[at], *rest, cotangent)
         except ValueError:  # what torch.vmap cannot batch has no generic path
             continue
         _close(

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import diag_ggn, explain, thresholds
-from invfunc.jacobian.contract import Term, contract, outer, squares_directly, twice
-from invfunc.jacobian.rules import autocorrelation
-from invfunc.jacobian.rules.patches import patches
+from invfunc.contract import Term, contract, outer, squares_directly, twice
+from invfunc.operations.factors import autocorrelation
+from invfunc.operations.factors.patches import patches
 
 from .measure import medians
 from .peers import Call

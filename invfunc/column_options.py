@@ -1,0 +1,72 @@
+"""The options that say which columns a statistic takes: all of them, drawn ones, or the gradient itself, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.plan import Options
+from invfunc.reductions.quantity import Drawing, Of
+from invfunc.transform import describe
+
+
+def drawing(name: str, mc_samples: Any, generator: Any, sample: Any = None) -> Drawing | None:
+    """Check how columns are to be drawn; None takes all of them."""
+    if mc_samples is None:
+        for option, value in (("generator", generator), ("sample", sample)):
+            if value is not None:
+                raise ArgumentError(f"{name}({option}=...): nothing is drawn without mc_samples; pass mc_samples=1.")
+        return None
+    if not isinstance(mc_samples, int) or isinstance(mc_samples, bool):
+        kind = type(mc_samples).__name__
+        raise ArgumentTypeError(
+            f"{name}(mc_samples={mc_samples!r}): mc_samples is of type {kind}, but has to be an int."
+        )
+    if mc_samples < 1:
+        raise ArgumentError(f"{name}(mc_samples={mc_samples}): mc_samples has to be at least 1.")
+    if not isinstance(generator, torch.Generator):
+        given = "missing" if generator is None else f"of type {type(generator).__name__}"
+        raise ArgumentTypeError(
+            f"{name}(mc_samples={mc_samples}): generator is {given}, but the columns are drawn from an explicit "
+            "torch.Generator: pass generator=torch.Generator().manual_seed(0)."
+        )
+    if sample is not None and not callable(sample):
+        kind = type(sample).__name__
+        raise ArgumentTypeError(
+            f"{name}(sample=...): sample is of type {kind}, but has to be a function (outputs, generator) -> target."
+        )
+    return Drawing(mc_samples, generator, sample)
+
+
+def fisher_columns(name: str, fisher: str, mc_samples: int, generator: Any, sample: Any) -> dict[str, Any]:
+    """What kind of columns a Fisher matrix is made of."""
+    kinds: dict[str, Of] = {"mc": "ggn", "exact": "ggn", "empirical": "gradient"}
+    if fisher not in kinds:
+        raise ArgumentError(f"{name}(fisher={fisher!r}): fisher is one of 'mc', 'exact', 'empirical'.")
+    if fisher == "mc":
+        if mc_samples is None:
+            raise ArgumentError(f"{name}(mc_samples=None): fisher='mc' draws at least one column; 'exact' takes all.")
+        return {"of": "ggn", "drawing": drawing(name, mc_samples, generator, sample)}
+    if generator is not None or sample is not None:
+        raise ArgumentError(f"{name}(fisher={fisher!r}): nothing is drawn, so leave generator and sample out.")
+    return {"of": kinds[fisher]}
+
+
+def by_method(name: str, f: Any, method: str) -> Options:
+    """Check how exact columns are to be pulled back."""
+    if method not in ("auto", "dense"):
+        raise ArgumentError(f"{name}({describe(f)}, method={method!r}): a method is one of 'auto', 'dense'.")
+    return Options(dense=method == "dense")
+
+
+def check_factors(name: str, weight_sharing: str, unsupported: str) -> None:
+    """Check how positions share a weight, and what to do with parameters that have no factors."""
+    options = {
+        "weight_sharing": (weight_sharing, ("expand", "reduce", "backpack")),
+        "unsupported": (unsupported, ("error", "diagonal", "skip")),
+    }
+    for option, (given, known) in options.items():
+        if given not in known:
+            raise ArgumentError(f"{name}({option}={given!r}): {option} is one of {', '.join(map(repr, known))}.")

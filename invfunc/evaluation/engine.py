@@ -1,0 +1,291 @@
+"""From a function to its statistics: run the model part in blocks, the loss part once, pull back, and fold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from invfunc import thresholds, tree
+from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
+from invfunc.evaluation.explained import Report
+from invfunc.evaluation.fold import SLOPE, Fold
+from invfunc.loss.drawn import Drawn
+from invfunc.loss.hessian import gradient
+from invfunc.loss.outputs import OutputFinder, active, check_seen, check_split
+from invfunc.loss.square_root import Columns, Gradient, Units
+from invfunc.operations.axis import Axis
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.passes.loss import Loss, Made
+from invfunc.passes.runs import WHOLE, Run, Runner
+from invfunc.plan import Options
+from invfunc.recording import Trace
+from invfunc.recording.checks import check_loss
+from invfunc.recording.problem import Problem
+from invfunc.recording.random import Draws, restore
+from invfunc.recording.scope import Scope
+from invfunc.recording.steps import any_step, nonlinear
+from invfunc.recording.tags import Sampled
+from invfunc.reductions.quantity import Drawing, Quantity
+from invfunc.sparsity.pattern import Pattern, alike, same_outputs
+from invfunc.sparsity.report import Explanation
+
+
+def budget(device: torch.device) -> int:
+    """How many numbers an intermediate tensor may have: what a CPU keeps in its cache, what keeps a GPU busy."""
+    return thresholds.CACHE.get(device.type, thresholds.ELSEWHERE)
+
+
+class Engine:
+    """One evaluation of one statistic, or of several of the same function together."""
+
+    def __init__(self, problem: Problem, options: Options, quantities: Sequence[Quantity]) -> None:
+        self.problem, self.plan, self.quantities = problem, options.plan, quantities
+        self.kinds = {q.of for q in quantities}
+        constants = [x for q in quantities for x in q.reduction.constants]
+        self.scope = Scope([*problem.tensors(), *constants], twice="hessian" in self.kinds)
+        limit = budget(problem.leaves[0].device)
+        self.fold = Fold(problem, self.scope, options, quantities, limit)
+        remember = any_step if "chain" in self.kinds else nonlinear if "hessian" in self.kinds else None
+        whole = options.reduce is not None or "chain" in self.kinds or all(q.reduction.thin for q in quantities)
+        self.runner = Runner(problem, self.scope, options, limit, remember, whole)
+        alone = problem.samples is not None or any(q.of != "hessian" or q.reduction.each for q in quantities)
+        self.runner.apart = alone and problem.n > 1
+
+    def result(self) -> tuple[list[Any], Any]:
+        """What is asked for, and aux."""
+        with self.scope:
+            aux = self._run()
+            return self.fold.finished(), self.scope.result(aux)
+
+    def explained(self) -> list[Explanation]:
+        """How the columns of each quantity would be pulled back, and those of all together."""
+        report = self.fold.report = Report(self.problem, self.fold.budget, any(self.plan.splits.values()))
+        drawn = {q.drawing.generator: q.drawing.generator.get_state() for q in self.quantities if q.drawing}
+        devices = {leaf.device.index for leaf in self.problem.leaves if leaf.device.type == "cuda"}
+        with torch.random.fork_rng([i for i in devices if i is not None]), self.scope:
+            self._run()
+        restore(drawn)
+        return report.explanations(self.quantities)
+
+    # Of what: each folds over the runs of the function and returns aux
+
+    def _run(self) -> Any:
+        if self.kinds == {"gradient"} and self.problem.loss is None:
+            return self._gradient()
+        if "jacobian" in self.kinds:
+            return self._jacobian()
+        if "gradient_or_jacobian" in self.kinds:
+            return self._gradient_or_jacobian()
+        return self._found_split() if self.problem.loss is None else self._given_split()
+
+    def _gradient(self) -> Any:
+        """The shares of a loss function."""
+        if self.plan.asked("samples"):
+            return self._found_split()
+        run = self.runner.loss()
+        self.fold.over(lambda: [run], self._ones)
+        return run.aux
+
+    def _jacobian(self) -> Any:
+        """The rows of the Jacobian of a model function."""
+        aux = None
+        parts = self.plan.ranges("samples", self.problem.n)
+
+        def runs() -> Iterable[Run]:
+            nonlocal aux
+            for a, b in parts:
+                run = self.runner.model(slice(a, b) if len(parts) > 1 else WHOLE, b - a)
+                if b == self.problem.n:
+                    self.runner.check_part(run)
+                    aux = run.aux
+                run.part = WHOLE  # the columns are those of its outputs alone
+                yield run
+
+        self.fold.over(runs, self._units)
+        if self.problem.has_aux and len(parts) > 1:
+            aux = self.runner.model(WHOLE, self.problem.n, with_uses=False).aux
+        return aux
+
+    def _gradient_or_jacobian(self) -> Any:
+        """Whichever the function has."""
+        run = self.runner.loss(or_model=True)
+        self.fold.over(lambda: [run], self._ones if isinstance(run.result, torch.Tensor) else self._units)
+        return run.aux
+
+    def _ones(self, run: Run) -> Made:
+        """The columns of a run whose output is the loss itself, of which no part is an affine function."""
+        one: list[Columns] = [Gradient({0: torch.ones_like(self.scope.leave(run.result))[None]})]
+        return {SLOPE: one, **{q.columns: one if q.of != "hessian" else [] for q in self.quantities}}
+
+    def _units(self, run: Run) -> Made:
+        """And what the result has to know of the outputs."""
+        values = {i: axis.expose(self.scope.leave(z), run.trace.n) for i, (z, axis) in run.outputs.items()}
+        units = Units(values)
+        self.fold.found.columns, self.fold.found.structure, self.fold.found.outputs = units.count, run.result, []
+        for z, _ in run.outputs.values():
+            shape = list(z.shape)
+            del shape[self.problem.out_dims]
+            self.fold.found.outputs.append(torch.Size(shape))
+        return {q.columns: [units] for q in self.quantities}
+
+    # Splits
+
+    def _given_split(self) -> Any:
+        """diag_ggn(f, loss): blocks of the model function, then the loss of all outputs."""
+        problem, draws, parts = self.problem, Draws(stop=False), self.plan.ranges("samples", self.problem.n)
+        if self.plan.asked("samples"):
+            runs = [self.runner.model(slice(a, b), b - a, with_uses=False) for a, b in parts]
+            self.runner.check_part(runs[-1])
+        else:
+            runs = self.runner.blocks(self._few, draws)
+        trace = Trace(self.scope, problem.n, with_uses=False)
+        finder = OutputFinder(trace)
+        joined, structure = self._joined(runs, finder), runs[0].result
+        with active(finder):
+            result = self._lost(trace, tree.unflatten(joined, structure), problem.target(trace))
+        trace.watcher = trace.after = None  # no cycle that keeps the outputs alive
+        loss = Loss(self.scope, problem.n, result, list(finder.roots.values()), finder)
+        made = loss.made(self.quantities, partial(self._sampled, loss, structure))
+        if "hessian" in self.kinds:
+            made[SLOPE] = [loss.gradient()]
+
+        def again(part: slice | torch.Tensor, n: int) -> Run:
+            return self.runner.model(part, n, with_uses=isinstance(part, slice), draws=Draws(stop=True))
+
+        self.fold.look = partial(self._look, again)
+        aux = runs[0].aux
+        if problem.has_aux and len(runs) > 1:
+            aux = self.runner.model(WHOLE, problem.n, with_uses=False).aux
+        # where the gradient of the loss keeps its graph, that must not be the one of the run that is differentiated
+        if self.plan.asked("samples") or ("hessian" in self.kinds and self.scope.wanted):
+            self.fold.over(lambda: (self.runner.model(run.part, run.trace.n, draws=draws) for run in runs), made)
+        else:
+            self.fold.over(lambda: runs, made)
+        return aux
+
+    def _lost(self, trace: Trace, outputs: Any, target: Any) -> torch.Tensor:
+        assert self.problem.loss is not None
+        with TwiceDifferentiable(), trace:
+            result = self.problem.loss(outputs, target)
+        check_loss(trace, result, "the loss")
+        return result
+
+    def _joined(self, runs: list[Run], finder: OutputFinder) -> list[torch.Tensor]:
+        """The outputs of all blocks, as the loss is to see them."""
+        joined = []
+        for i in runs[0].outputs:
+            blocks = [axis.expose(self.scope.leave(z), run.trace.n) for run in runs for z, axis in (run.outputs[i],)]
+            exposed = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+            axis = Axis(None) if self.problem.n == 1 else Axis(self.problem.out_dims % (exposed.ndim - 1))
+            z = axis.restore(exposed, self.problem.n)
+            finder.trace.set(z, Sampled(axis))
+            joined.append(finder.add(z, "f", marked=True))
+        return joined
+
+    def _sampled(self, loss: Loss, structure: Any, drawing: Drawing) -> list[Columns]:
+        """The gradients of the `[N]` losses at targets that the user's sampler draws."""
+        trace, found = loss.finder.trace, []
+        assert drawing.sample is not None
+        for _ in range(drawing.count):
+            with torch.no_grad():
+                drawn = drawing.sample(
+                    tree.unflatten([r.value.detach() for r in loss.roots], structure), drawing.generator
+                )
+            outputs = [loss.finder.shown(r) for r in loss.roots]
+            result = self._lost(trace, tree.unflatten(outputs, structure), self.problem.drawn(trace, drawn))
+            if not result.ndim:
+                raise ArgumentError(
+                    "with `sample=`, the loss has to return the [N] losses of the samples: a scalar does not say "
+                    "whether it is their mean or their sum. Return the negative log-likelihoods, without a factor."
+                )
+            found.append(gradient(self.scope, result, loss.roots, self.problem.n).cotangents)
+        roots = {i for one in found for i in one}
+        scale = drawing.count**-0.5
+        return [Drawn({i: scale * torch.stack([one[i] for one in found]) for i in roots})]
+
+    def _found_split(self) -> Any:
+        """A loss function: run once for its outputs and their cotangents, then its model part again, part by part."""
+        n, draws = self.problem.n, Draws(stop=False)
+        finders: list[OutputFinder] = []
+
+        def look(trace: Trace) -> OutputFinder:
+            finders.append(OutputFinder(trace))
+            return finders[-1]
+
+        def followed() -> Run:
+            run = self.runner.run(WHOLE, n, with_uses=False, draws=draws, finder=look)
+            check_loss(run.trace, run.result)
+            self.runner.check_places(run, draws)
+            return run
+
+        try:
+            light = self.runner.places.settled(followed, draws, loss=True)
+        except SampleAxisError as error:
+            if self.kinds != {"gradient"}:
+                raise to_be_split(error) if error.unknown and error.reason else error from None
+            return self._each_alone(error, draws)
+        tag, finder = check_loss(light.trace, light.result), next(s for s in finders if s.trace is light.trace)
+        wanted = finder.selected(tag)
+        roots = [finder.roots[i] for i in wanted]
+        try:
+            check_split(tag, finder, wanted, in_chunks=self.kinds == {"gradient"})
+            check_seen(light.result, light.params, roots, finder)
+        except SplitError:
+            if self.kinds & {"ggn", "chain"} or (self.plan.asked("samples") and not light.result.ndim):
+                raise
+            if self.plan.asked("samples"):  # a loss for each sample needs no split
+                self.fold.over(lambda: self.runner.loss_parts(light.result, draws), self._ones)
+            else:
+                self.fold.over(lambda: [self.runner.loss(draws=draws)], self._ones)
+            return light.aux
+        loss = Loss(self.scope, n, light.result, roots, finder)
+        made = loss.made(self.quantities, _unsampled)
+        if "hessian" in self.kinds:
+            made[SLOPE] = [loss.gradient()]
+        if not draws.drew:
+            self.fold.look = partial(self._look, lambda part, n: self.runner.up_to(roots, part, n, draws))
+        columns = max(sum(c.count for c in columns) for columns in made.values())
+        self.fold.over(lambda: self.runner.parts(roots, columns, draws), made)
+        return light.aux
+
+    def _each_alone(self, error: SampleAxisError, draws: Draws) -> Any:
+        """The losses of the samples, from a function that cannot be followed."""
+        whole = self.runner.loss_alone(error)
+        self.fold.over(lambda: self.runner.loss_parts(whole.result, draws), self._ones)
+        return whole.aux
+
+    def _look(self, rerun: Callable[[Any, int], Run], pattern: Pattern, run: Run) -> Run | None:
+        """The model part on one sample under a pattern, unless it is something else in the batch."""
+        n, first = run.trace.n, run.start
+        self.runner.pattern = pattern
+        try:
+            alone = rerun(slice(first, first + 1), 1)
+            self.runner.pattern = None
+            if not alike(run, alone):
+                return None
+            if n > 1:  # each sample at the place of the next: nothing may belong to a place
+                places = first + torch.arange(n, device=self.problem.leaves[0].device).roll(1)
+                return alone if same_outputs(run, rerun(places, n), shift=1) else None
+            return alone
+        except Exception:  # f may not run on one sample (a constant of size N, random numbers): it has no pattern
+            return None
+        finally:
+            self.runner.pattern = None
+
+    @property
+    def _few(self) -> bool:
+        """Whether there are so few columns that blocks of samples would not pay."""
+        return all(
+            q.of == "gradient" or (q.drawing is not None and q.drawing.count < thresholds.BLOCK_COLUMNS)
+            for q in self.quantities
+        )
+
+
+def _unsampled(drawing: Drawing) -> list[Columns]:
+    raise ArgumentError(
+        "with `sample=`, the loss has to be given apart from the model, as in `diag_ggn(f, loss, ...)`: a function of "
+        "all arguments does not say which is the target."
+    )

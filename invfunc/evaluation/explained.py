@@ -1,0 +1,212 @@
+"""What a fold is going to do, gathered in place of doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from invfunc import thresholds
+from invfunc.loss.square_root import Gradient
+from invfunc.passes.pullback import Pass, Pullback
+from invfunc.passes.runs import Run
+from invfunc.passes.second_order import second_order_columns
+from invfunc.recording.problem import Problem
+from invfunc.recording.tags import ParameterUse
+from invfunc.reductions import Reduction
+from invfunc.reductions.eigenbasis import InEigenbasis
+from invfunc.reductions.quantity import Accumulator, Quantity
+from invfunc.sparsity.groups import Grouped
+from invfunc.sparsity.report import Explanation, Parameter, Part, chosen_parts
+from invfunc.sparsity.stages import Stages
+from invfunc.sparsity.ways import Chosen, Facts
+
+WHY = {
+    "gradient": "the gradient is one column",
+    "ggn": "",
+    "hessian": "the columns of the loss, and those of the nonlinear operations",
+    "chain": "one matrix, averaged over the samples at each layer",
+    "jacobian": "the rows of the Jacobian",
+    "gradient_or_jacobian": "the gradient, or the rows of the Jacobian",
+}
+
+
+@dataclass
+class Entry:
+    """Of the columns of one kind."""
+
+    columns: int
+    why: str
+    passes: int = 0
+    pullbacks: int = 0
+    numbers: int = 0
+    cost: float = 1.0
+    parts: list[Part] = field(default_factory=list)
+
+
+@dataclass
+class Decision:
+    """Whether columns take a shorter way, and why."""
+
+    why: str
+    way: Chosen | None = None
+    sources: list[Grouped] = field(default_factory=list)
+    facts: Facts | None = None
+
+
+class Report:
+    """What the runs of a function would be followed by."""
+
+    def __init__(self, problem: Problem, budget: int, asked: bool) -> None:
+        """`asked` says that the caller said how many passes there are to be."""
+        self.problem, self.budget, self.asked = problem, budget, asked
+        self.entries: dict[Hashable, Entry] = {}
+        self.stage = 0
+        self._operations: dict[int, dict[str, bool]] = {i: {} for i in range(len(problem.leaves))}
+        """By the place of a parameter, with whether it is generic there."""
+
+    def ran(self, run: Run) -> None:
+        """Which operations read the parameters."""
+        for use in run.trace.uses:
+            name = use.call.name if use.call is not None else "f"
+            for i in use.derived.leaves:
+                known = self._operations[i]
+                known[name] = known.get(name, False) or use.recipe.generic
+
+    def on(self, way: Pullback | Stages, group: Sequence[Accumulator], chosen: Decision | None) -> None:
+        """How the columns of some quantities go."""
+        pullback = way.pullback if isinstance(way, Stages) else way
+        entry = self._entry(group, pullback.total, chosen.why if chosen else "")
+        reductions = [
+            t.reduction if self.stage == 0 else InEigenbasis({}, False) for t in group
+        ]  # there is no other then
+        if isinstance(way, Stages) and chosen is not None and chosen.facts is not None:
+            self._structured(entry, way, chosen.facts, reductions)
+        else:
+            self._pulled(entry, pullback, reductions)
+
+    def second_order(
+        self, pullback: Pullback, group: Sequence[Accumulator], once: frozenset[int], slope: Gradient
+    ) -> None:
+        """Those of a Hessian: the columns of the loss, and the rest at each nonlinear call, or entry by entry."""
+        entry, reductions = self._entry(group, pullback.total, ""), [t.reduction for t in group]
+        others = {i for t in pullback.run.trace.uses for i in t.derived.leaves} - once
+        second_order = (
+            second_order_columns(pullback.scope, pullback.run, slope) if pullback.run.trace.steps and once else []
+        )
+        made = [*pullback.made, *second_order]
+        entry.columns = sum(c.count for c in made)
+        self._pulled(entry, replace(pullback, made=made, leaves=once), reductions)
+        if others:
+            self._pulled(entry, replace(pullback, leaves=frozenset(others)), reductions)
+            names, size = tuple(self.problem.name(i) for i in sorted(others)), 0
+            size = sum(self.problem.leaves[i].numel() for i in others)
+            entry.passes += size
+            entry.parts = entry.parts or [Part("entry by entry", names, size, size)]
+
+    def chain(self, pullback: Pullback, group: Sequence[Accumulator]) -> None:
+        """A matrix that is averaged at each layer."""
+        entry = self._entry(group, pullback.total, "")
+        entry.passes, entry.pullbacks = 0, 0
+        entry.numbers = 2 * pullback.run.trace.n * max(s**2 for s in [*pullback.run.trace.sizes, 1])
+
+    def _entry(self, group: Sequence[Accumulator], columns: int, why: str) -> Entry:
+        q = group[0].quantity
+        entry = self.entries.setdefault(q.columns, Entry(columns, why or WHY[q.of]))
+        entry.columns = columns
+        return entry
+
+    def _pulled(self, entry: Entry, pullback: Pullback, reductions: Sequence[Reduction]) -> None:
+        """Every column is pulled back."""
+        passes = pullback.passes(reductions)
+        if not passes:
+            return
+        sides = pullback.sides
+        times = sides * (2 if len(passes) > 1 and any(m.before is not None for m in reductions) else 1)
+        entry.pullbacks += times * len(passes)
+        entry.passes += times * len(passes) if self.asked else sides * pullback.total
+        entry.numbers = max(
+            entry.numbers, *(sides * _numbers(pullback, each, reductions, self._parts(pullback)) for each in passes)
+        )
+
+    def _parts(self, pullback: Pullback) -> int:
+        return -(-self.problem.n // pullback.run.trace.n)
+
+    def _structured(self, entry: Entry, way: Stages, facts: Facts, reductions: Sequence[Reduction]) -> None:
+        """The columns take a shorter way."""
+        parts, most = chosen_parts(facts, way.chosen, self.budget, self.problem.name)
+        passes, pullbacks = way.sent(reductions)
+        entry.passes, entry.pullbacks = entry.passes + passes, entry.pullbacks + pullbacks
+        entry.numbers, entry.cost = max(entry.numbers, most), way.chosen.cost / facts.dense_cost
+        entry.parts = entry.parts or list(parts)
+
+    def explanations(self, quantities: Sequence[Quantity]) -> list[Explanation]:
+        """Of each quantity."""
+        params = tuple(
+            Parameter(self.problem.name(i), tuple(known), tuple(name for name, generic in known.items() if generic))
+            for i, known in self._operations.items()
+        )
+        size = max(x.element_size() for x in self.problem.leaves)
+        found = []
+        for q in quantities:
+            e = self.entries.get(q.columns) or Entry(0, "nothing is wanted of any sample")
+            found.append(
+                Explanation(
+                    "", e.columns, e.passes, e.pullbacks, size * e.numbers, e.cost, e.why, tuple(e.parts), params
+                )
+            )
+        return found
+
+
+def joined(name: str, quantities: Sequence[Quantity], found: Sequence[Explanation]) -> Explanation:
+    """Of several quantities that share what they can."""
+    each = list({q.columns: e for q, e in zip(quantities, found, strict=True)}.values())
+    return replace(
+        found[0],
+        name=name,
+        columns=sum(e.columns for e in each),
+        passes=sum(e.passes for e in each),
+        pullbacks=sum(e.pullbacks for e in each),
+        bytes=max(e.bytes for e in each),
+        cost=sum(e.cost * e.columns for e in each) / max(1, sum(e.columns for e in each)),
+        why="from one forward pass",
+        parts=(),
+        members=tuple(found),
+    )
+
+
+def _numbers(pullback: Pullback, each: Pass, reductions: Sequence[Reduction], parts: int) -> int:
+    """In the cotangents of a pass, in what is made of them at one site, and in shares that are not the result yet."""
+    trace, width = pullback.run.trace, each.stop - each.start
+    sizes = [trace.sizes[s] for s in each.sites]
+    kept = max(sizes) if pullback.streams([each]) else sum(sizes)
+    work = max(use.recipe.work for uses in each.uses.values() for use in uses)
+    block = pullback.budget if reductions[0].thin else pullback.budget // thresholds.SHARES
+    numbers = width * trace.n * (kept + max(sizes)) + 2 * min(trace.n * work, max(work, block))
+    leaves = [pullback.run.params[i].numel() for i in each.uses]
+    forms = {m.forms for m in reductions}
+    if "all" in forms and (parts > 1 or pullback.one_by_one):
+        numbers += width * trace.n * (sum(leaves) * parts if parts > 1 else max(leaves))
+    elif "blocks" in forms:
+        shares = [_share(pullback.run.params[i], uses) for i, uses in each.uses.items()]
+        numbers += 2 * min(trace.n * width * max(shares), max(width * max(shares), block))
+    if any(m.squares for m in reductions):
+        numbers += 2 * max(_squares(pullback.run.params[i], uses) for i, uses in each.uses.items())
+    return numbers
+
+
+def _share(leaf: torch.Tensor, uses: Sequence[ParameterUse]) -> int:
+    """In what is formed of a parameter for one sample and column: of a table, the rows that are picked."""
+    return min(leaf.numel(), max(use.recipe.work for use in uses)) if _picked(uses) else leaf.numel()
+
+
+def _picked(uses: Sequence[ParameterUse]) -> bool:
+    return all(use.recipe.rows is not None for use in uses)
+
+
+def _squares(leaf: torch.Tensor, uses: Sequence[ParameterUse]) -> int:
+    """In the matrices of the sides of a parameter; of rows that are picked, the diagonal of one."""
+    rows = leaf.shape[0] if leaf.ndim else 1
+    others = leaf.numel() // max(rows, 1)
+    return (rows if _picked(uses) else rows**2) + (others**2 if leaf.ndim > 1 else 0)

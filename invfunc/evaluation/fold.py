@@ -1,0 +1,256 @@
+"""From runs to results: pull the columns back, reduce the shares, and fold what the reductions keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial, reduce
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._values import fake
+from invfunc.evaluation.explained import Decision, Report
+from invfunc.loss.square_root import Columns, Gradient
+from invfunc.passes.kfra import averaged, not_a_chain
+from invfunc.passes.loss import Made
+from invfunc.passes.pullback import Pullback, check_versions
+from invfunc.passes.runs import Run
+from invfunc.passes.second_order import entries, read_once, second_order_columns
+from invfunc.per_sample import Shares
+from invfunc.per_sample.cotangents import Samples
+from invfunc.per_sample.operands import roles
+from invfunc.plan import Options
+from invfunc.recording.problem import Problem
+from invfunc.recording.scope import Scope
+from invfunc.reductions import Found, State
+from invfunc.reductions.quantity import Accumulator, Quantity
+from invfunc.sparsity.groups import grouped
+from invfunc.sparsity.pattern import Pattern
+from invfunc.sparsity.planner import Planner
+from invfunc.sparsity.stages import Stages
+
+SLOPE = "slope"
+"""The key of the gradient of the loss among the columns, which a Hessian needs beside its own."""
+
+
+class Fold:
+    """What several quantities keep of the runs of one function."""
+
+    def __init__(
+        self, problem: Problem, scope: Scope, options: Options, quantities: Sequence[Quantity], budget: int
+    ) -> None:
+        self.problem, self.scope, self.options, self.budget = problem, scope, options, budget
+        self.accumulators = [Accumulator(q, q.reduction) for q in quantities]
+        n = problem.n if problem.samples is None else len(problem.samples)
+        self.look: Callable[[Pattern, Run], Run | None] | None = None
+        """Runs the model part on one sample under a pattern, where that can be done."""
+        self.report: Report | None = None
+        """Gathers what would be done, where only that is wanted."""
+        self._chosen: dict[Hashable, Decision] = {}
+        self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], reduced=options.reduce is not None)
+
+    def over(self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made]) -> None:
+        """Pull the columns back through every run, once for each stage of the reductions."""
+        stages = max(t.reduction.stages for t in self.accumulators)
+        for stage in range(stages):
+            if self.report is not None:
+                self.report.stage = stage
+            accumulators = [t for t in self.accumulators if stage < t.quantity.reduction.stages]
+            for run in runs():
+                self._consume(run, made(run) if callable(made) else made, accumulators, last=stage + 1 == stages)
+            for accumulator in accumulators if self.report is None else []:
+                if stage + 1 < accumulator.quantity.reduction.stages:
+                    accumulator.reduction = accumulator.reduction.then(dict(enumerate(self._results(accumulator))))
+                    accumulator.states = {}
+
+    def _consume(self, run: Run, made: Made, accumulators: list[Accumulator], last: bool) -> None:
+        check_versions(run.trace.uses)
+        run.trace.check([z for z, _ in run.outputs.values()], run.params)
+        samples = self._samples(run)
+        if self.report is not None:
+            self.report.ran(run)
+        alike: dict[Hashable, list[Accumulator]] = {}
+        for t in sorted(
+            accumulators, key=lambda t: {"chain": 0, "gradient": 2}.get(t.quantity.of, 1)
+        ):  # may be streamed
+            t.columns = sum(c.count for c in made[t.quantity.columns])
+            alike.setdefault(t.quantity.columns, []).append(t)
+        if not samples.count:
+            return
+        device = self.problem.leaves[0].device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            for k, (key, group) in enumerate(alike.items()):
+                if group[0].quantity.of == "hessian":
+                    self._hessian(run, made[key], made[SLOPE][0], group, samples)
+                    continue
+                if group[0].quantity.of == "chain":
+                    self._chain(run, made[key], group, samples)
+                    continue
+                pullback = self._pullback(run, made[key], samples, last=last and k + 1 == len(alike))
+                way = self._way(pullback, group) if group[0].quantity.of == "ggn" else pullback
+                if self.report is not None:
+                    self.report.on(way, group, self._chosen.get(key))
+                    continue
+                joints = way.folded([t.reduction for t in group], partial(self._add, run, group))
+                for t, joint in zip(group, joints, strict=True):
+                    if joint is not None:
+                        t.joint.append(joint)
+
+    def _pullback(
+        self, run: Run, made: list[Columns], samples: Samples, leaves: frozenset[int] | None = None, last: bool = False
+    ) -> Pullback:
+        alone = self.options.reduce is not None
+        plan, name = self.options.plan, self.problem.name
+        return Pullback(self.scope, run, made, plan, samples, self.budget, leaves, alone, last, name)
+
+    def _way(self, pullback: Pullback, group: list[Accumulator]) -> Pullback | Stages:
+        """A cheaper way than to pull every column back, where there is one."""
+        key = group[0].quantity.columns
+        if key not in self._chosen:
+            self._chosen[key] = self._found_way(pullback, group)
+        chosen = self._chosen[key]
+        if chosen.way is None or not chosen.way.pattern.fits(pullback.run):
+            return pullback
+        return Stages(pullback, chosen.way, chosen.sources)
+
+    def _found_way(self, pullback: Pullback, group: list[Accumulator]) -> Decision:
+        why = self._why_dense(pullback, group)
+        if why or self.look is None:
+            return Decision(why)
+        sources = [g for c in pullback.made if (g := grouped(c)) is not None]
+        if len(sources) < len(pullback.made):
+            return Decision("the loss mixes the outputs before its criterion")
+        planner = Planner(pullback.run, sources, self.look, all(t.reduction.shortcuts == "all" for t in group))
+        way = planner.chosen()
+        if way is None:
+            return Decision(planner.why)
+        facts = None if self.report is None else planner.facts  # which hold the run
+        return Decision("by the structure of the function", way, sources, facts)
+
+    def _why_dense(self, pullback: Pullback, group: list[Accumulator]) -> str:
+        """Why every column has to be pulled back, if it has."""
+        if self.options.dense:
+            return "as method='dense' says"
+        if any(self.options.plan.asked(over) for over in ("outputs", "params")):
+            return "as the passes were asked for"
+        if self.look is None or group[0].quantity.drawing or any(t.reduction.shortcuts == "no" for t in group):
+            return "there is no other way for this statistic or function"
+        if fake(self.problem.leaves[0]):
+            return "tensors have no numbers here (FakeTensorMode)"
+        if self.scope.create_graph:
+            return "the result is to be differentiated, or a transform of torch.func is around it"
+        return "" if self.options.fast and pullback.total else "there are no columns"
+
+    def _add(self, run: Run, group: list[Accumulator], k: int, leaf: int, state: State) -> None:
+        """What a reduction keeps of one parameter in one run; where that is all, the parameter is done."""
+        group[k].add(leaf, state)
+        if self.options.reduce is not None and run.trace.n == self.problem.n and group[k].reduction.stages == 1:
+            self._close(group[k], leaf)
+
+    def _hessian(
+        self, run: Run, made: list[Columns], slope: Columns, group: list[Accumulator], samples: Samples
+    ) -> None:
+        """The columns of the loss and those of all nonlinear calls; what they miss, entry by entry."""
+        assert isinstance(slope, Gradient)
+        if self.report is not None:
+            self.report.second_order(self._pullback(run, made, samples), group, read_once(run), slope)
+            return
+        reductions, once = [t.reduction for t in group], read_once(run)
+        second_order = second_order_columns(self.scope, run, slope) if run.trace.steps and once else []
+        self._pullback(run, [*made, *second_order], samples, once).folded(reductions, partial(self._add, run, group))
+        others = [i for i in range(len(run.params)) if i not in once]
+        kept: dict[tuple[int, int], State] = {}
+
+        def keep(k: int, leaf: int, state: State) -> None:
+            kept[k, leaf] = state
+
+        for some in [[i] for i in others] if self.options.reduce is not None else [others]:
+            self._pullback(run, made, samples, frozenset(some)).folded(reductions, keep)
+            for i in some:
+                for k, m in enumerate(reductions):
+                    rows = entries(self.scope, run, slope, i, samples, bool(m.each), self.budget)
+                    before, more = kept.pop((k, i), None), m.directly(rows)
+                    self._add(run, group, k, i, more if before is None else m.over_columns(before, more))
+
+    def _chain(self, run: Run, made: list[Columns], group: list[Accumulator], samples: Samples) -> None:
+        """A matrix averaged over the samples at each layer, in place of columns."""
+        if self.report is not None:
+            self.report.chain(self._pullback(run, made, samples), group)
+            return
+        columns = averaged(self.scope, run, made, samples)
+        for i, leaf in enumerate(run.params):
+            uses = [t for t in run.trace.uses if i in t.derived.leaves]
+            if len(uses) > 1:
+                raise not_a_chain(f"{self.problem.name(i)} is read more than once")
+            for k, t in enumerate(group if uses else []):
+                role = roles(run.params, run.trace.uses).get(i)
+                shares = Shares(
+                    self.scope, leaf, uses, columns, samples, self.budget, False, i, self.problem.name, role
+                )
+                self._add(run, group, k, i, t.reduction.partial(shares, None))
+
+    def _samples(self, run: Run) -> Samples:
+        """Those that the caller chose among those of the run, in their order there."""
+        n, chosen = run.trace.n, self.problem.chosen
+        if chosen is None:
+            return Samples(n)
+        chosen = sorted(i - run.start for i in chosen if run.start <= i < run.start + n)
+        return Samples(n, torch.tensor(chosen, device=self.problem.leaves[0].device, dtype=torch.long))
+
+    # Results
+
+    def finished(self) -> list[Any]:
+        """What the caller gets of each quantity."""
+        return [self._finished(t) for t in self.accumulators]
+
+    def _finished(self, accumulator: Accumulator) -> Any:
+        problem = self.problem
+        results = self._results(accumulator)
+        found = self._found(accumulator)
+        if accumulator.joint:
+            dtypes = [leaf.dtype for leaf in problem.leaves]
+            found.joint = self._delivered(reduce(torch.promote_types, dtypes), (0,), torch.cat(accumulator.joint))
+
+        def unflatten(leaves: list[Any]) -> Any:
+            trees = tree.unflatten(leaves, problem.structure)
+            return tuple(trees) if problem.several else trees[0]
+
+        trees = [unflatten(list(part)) for part in zip(*results, strict=True)]
+        return self.scope.result(accumulator.reduction.assemble(trees, found))
+
+    def _results(self, accumulator: Accumulator) -> list[list[Any]]:
+        """Of all parameters, in their order."""
+        for leaf in range(len(self.problem.leaves)):
+            if leaf not in accumulator.results:
+                self._close(accumulator, leaf)
+        return [accumulator.results.pop(leaf) for leaf in range(len(self.problem.leaves))]
+
+    def _close(self, accumulator: Accumulator, place: int) -> None:
+        """Make the result of one parameter of what is kept of it."""
+        leaf, state, reduction = self.problem.leaves[place], accumulator.states.pop(place, None), accumulator.reduction
+        found = self._found(accumulator)
+        result = reduction.zero(leaf, found) if state is None else reduction.finish(state, found)
+        deliver = partial(self._delivered, leaf.dtype, reduction.sample_axes(found))
+        result = [tree.map_tensors(deliver, part) for part in result]
+        if self.options.reduce is not None and reduction.stages == 1:
+            result = [
+                part if part is None else self.options.reduce(self.problem.paths[place], self.scope.result(part))
+                for part in result
+            ]
+        accumulator.results[place] = result
+
+    def _found(self, accumulator: Accumulator) -> Found:
+        self.found.columns = accumulator.columns
+        return self.found
+
+    def _delivered(self, dtype: torch.dtype, each: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
+        """In the precision of the parameters, and with the samples in the order in which they were chosen."""
+        chosen = self.problem.chosen
+        if chosen is not None and chosen != sorted(chosen):
+            order = sorted(range(len(chosen)), key=chosen.__getitem__)
+            back = torch.tensor(sorted(order, key=order.__getitem__), device=x.device)
+            for axis in each:
+                x = x.index_select(axis, back)
+        return x.to(dtype)

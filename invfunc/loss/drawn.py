@@ -1,0 +1,97 @@
+"""Columns drawn at random: M of them, whose products `S S^T` average to the Hessian of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from invfunc._functorch import plainly
+from invfunc.errors import ArgumentError
+from invfunc.loss.square_root import Affine, Block, Columns, Elementwise, Softmax, safe_root
+
+
+@dataclass
+class Drawn:
+    """Columns `[M, n, *one]` at each root."""
+
+    values: dict[int, torch.Tensor]
+
+    @property
+    def count(self) -> int:
+        return len(next(iter(self.values.values())))
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        return Block({i: columns[start:stop, part] for i, columns in self.values.items()})
+
+
+def drawn(made: list[Columns], count: int, generator: torch.Generator) -> list[Columns]:
+    """`count` columns for each kind: the gradient of its loss at targets from the predictive of the model."""
+    return [_drawn(columns, count, generator) for columns in made]
+
+
+def _drawn(columns: Columns, count: int, generator: torch.Generator) -> Drawn:
+    if isinstance(columns, Affine):
+        return Drawn(columns.pull(_drawn(columns.inner, count, generator).values[columns.root], slice(None)))
+    if isinstance(columns, Softmax):
+        return Drawn({columns.root: columns.layout(_categorical(columns, count, generator))})
+    if isinstance(columns, Elementwise):
+        noise = _NOISE[columns.predictive](columns, count, generator)
+        return Drawn({columns.root: noise * (safe_root(columns.diagonal) * count**-0.5)})
+    raise ArgumentError(
+        "mc_samples needs a loss with a known sampler: one of torch's convex losses, alone. Pass `sample=`, a function "
+        "(outputs, generator) -> target that draws from the model's predictive, or leave mc_samples out."
+    )
+
+
+def _categorical(columns: Softmax, count: int, generator: torch.Generator) -> torch.Tensor:
+    """`sqrt(k / M) (p - onehot(y))` with y from p: `[M, n, C, positions]`."""
+    p = columns.logits.softmax(1)
+    below = _wide(p.detach()).cumsum(1)
+    n, classes, positions = p.shape
+    number = _uniform((count, n, 1, positions), below, generator) * below[:, -1:]
+    target = (below <= number).sum(2).clamp(max=classes - 1)
+    onehot = target.unsqueeze(2) == torch.arange(classes, device=p.device)[:, None]
+    return (p - onehot.to(p.dtype)) * (safe_root(columns.weight) * count**-0.5).unsqueeze(1)
+
+
+def _normal(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:
+    h = columns.diagonal
+    return by(generator, torch.randn, (count, *h.shape), h.dtype, h.device)
+
+
+def _bernoulli(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:
+    """`(p - y) / sqrt(p (1 - p))`, which has variance 1; 0 where p is 0 or 1 up to rounding."""
+    assert columns.logits is not None
+    p = _wide(columns.logits).sigmoid()
+    number = _uniform((count, *p.shape), p, generator)
+    variance = p * (1 - p)
+    none = variance <= 0
+    noise = torch.where(none, 0, (p - (number < p).to(p.dtype)) * torch.where(none, 1, variance).rsqrt())
+    return noise.to(columns.diagonal.dtype)
+
+
+def _signs(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:
+    h = columns.diagonal
+    return torch.where(_uniform((count, *h.shape), h, generator) < 0.5, -1.0, 1.0).to(h.dtype)
+
+
+_NOISE = {"normal": _normal, "bernoulli": _bernoulli, "signs": _signs}
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Half precision has few random numbers near 0, and none near most probabilities."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _uniform(shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return by(generator, torch.rand, shape, like.dtype, like.device)
+
+
+def by(
+    generator: torch.Generator, draw: Callable, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Random numbers: drawn where the generator is, and brought to where they are wanted."""
+    with plainly():
+        return draw(shape, dtype=dtype, device=generator.device, generator=generator).to(device)

@@ -1,0 +1,239 @@
+"""From a loss to the columns of its gradient and Hessian in the outputs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from invfunc import thresholds, tree
+from invfunc._functorch import innermost, version
+from invfunc._values import anywhere
+from invfunc.errors import ConvexityError, SplitError
+from invfunc.loss.outputs import LossTerm, ModelOutput
+from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
+from invfunc.operations.batch_axis.losses import reduction
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.recording.graph import node_of, reaches
+from invfunc.recording.scope import Scope
+
+
+def gradient(scope: Scope, result: torch.Tensor, roots: list[ModelOutput], n: int) -> Gradient:
+    """The gradient of the result in the outputs."""
+    found = scope.grad([result], [r.value for r in roots], [torch.ones_like(result)], batched=False)
+    values = zip(roots, found, strict=True)
+    return Gradient({r.ordinal: r.axis.expose(scope.leave(g), n) for r, g in values if g is not None})
+
+
+def hessian(
+    scope: Scope, result: torch.Tensor, roots: list[ModelOutput], terms: list[LossTerm], n: int, convex: bool = True
+) -> list[Columns]:
+    """The columns of the Hessian of the result in the outputs; `convex` says that it has to be positive."""
+    by_ordinal = {r.ordinal: r for r in roots}
+    terms = [p for p in terms if p.roots <= by_ordinal.keys()]
+    found = structured(scope, result, roots, terms)
+    if found is None:
+        return [_general(scope, result, roots, n, convex)]
+    try:
+        return [columns(scope, p, c, [by_ordinal[i] for i in sorted(p.roots)], n, convex) for p, c in found]
+    except ConvexityError:
+        if len(found) < 2:
+            raise
+        return [_general(scope, result, roots, n, convex)]  # a difference of losses may be convex
+
+
+def structured(
+    scope: Scope, result: torch.Tensor, roots: list[ModelOutput], terms: list[LossTerm]
+) -> list[tuple[LossTerm, torch.Tensor]] | None:
+    """Each term with the gradient of the result in its output; None unless the result is affine in just these."""
+    if any(version(p.output) != p.version for p in terms):
+        return None
+    outputs = {id(p.output): p.output for p in terms if p.output.requires_grad}
+    nodes = {node_of(r.value) for r in roots}
+    stops = {node_of(x) for x in outputs.values()}
+    if not outputs or len({id(p.output) for p in terms}) < len(terms) or reaches(result, nodes, stops):
+        return None
+    found = scope.grad([result], list(outputs.values()), [torch.ones_like(result)], batched=False, create_graph=True)
+    slopes = dict(zip(outputs, found, strict=True))
+    if any(c is not None and _varies(scope, c, roots, nodes) for c in slopes.values()):
+        return None
+    used = [(p, slopes.get(id(p.output))) for p in terms]
+    return [(p, scope.leave(c)) for p, c in used if c is not None]
+
+
+def _varies(scope: Scope, slope: torch.Tensor, roots: list[ModelOutput], nodes: set[Any]) -> bool:
+    """Whether a slope depends on the outputs: autograd says so of some losses that are linear, too (nll_loss)."""
+    if not reaches(slope, nodes, set()):
+        return False
+    weights = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().reshape(slope.shape)
+    found = scope.grad([slope], [r.value for r in roots], [weights], batched=False)
+    return any(g is not None and anywhere(g != 0) for g in found)
+
+
+def columns(
+    scope: Scope, term: LossTerm, slope: torch.Tensor, roots: list[ModelOutput], n: int, convex: bool = True
+) -> Columns:
+    """The columns of one term, whose output comes with a slope; without roots, those at its own input."""
+    if term.kind == "elementwise":
+        made: Columns = _elementwise(scope, term, slope, n, convex)
+    else:
+        weight = _class_weight(term, slope) if term.kind == "softmax" else -_over_classes(term, slope)
+        made = _softmax(scope, term, weight, n, convex)
+    if term.at_root or not roots:
+        return made
+
+    def pull(columns: torch.Tensor, part: slice) -> OutputCotangents:
+        found = scope.grad([term.input], [r.value for r in roots], [term.axis.restore(columns, n, 1)])
+        pairs = zip(roots, found, strict=True)
+        return {r.ordinal: r.axis.expose(scope.leave(g), n, 1)[:, part] for r, g in pairs if g is not None}
+
+    return Affine(made, term.root, [r.ordinal for r in roots], pull)
+
+
+_CORNERED = {"huber_loss", "smooth_l1_loss"}
+"""Their second derivative is the outcome of a comparison, and torch's is 0 at NaN."""
+_PREDICTIVE = {
+    "mse_loss": "normal",
+    **dict.fromkeys(("binary_cross_entropy_with_logits", "log_sigmoid"), "bernoulli"),
+}
+
+
+def _elementwise(scope: Scope, term: LossTerm, slope: torch.Tensor, n: int, convex: bool) -> Elementwise:
+    x, output = _wide(term)
+    (first,) = scope.grad([output], [x], [slope.to(output.dtype)], batched=False, create_graph=True)
+    assert first is not None
+    (second,) = scope.grad([first], [x], [torch.ones_like(first)], batched=False)
+    second = torch.zeros_like(x) if second is None else second
+    second = second.masked_fill(first.isnan(), torch.nan) if term.call.name in _CORNERED else second
+    diagonal = scope.leave(second)
+    if convex:
+        _check_sign(diagonal, term.call.name)
+    logits = term.axis.expose(scope.leave(term.input), n)
+    return Elementwise(term.root, term.axis.expose(diagonal, n), _PREDICTIVE.get(term.call.name, "signs"), logits)
+
+
+def _wide(term: LossTerm) -> tuple[torch.Tensor, torch.Tensor]:
+    """The input and the output, in float32 at least: p (1 - p) is 0 in bfloat16 for all p above 0.998."""
+    if term.input.dtype not in (torch.float16, torch.bfloat16):
+        return term.input, term.output
+    low, x = term.input, term.input.float()
+
+    def wide(a: torch.Tensor) -> torch.Tensor:
+        return x if a is low else a.float() if a.is_floating_point() else a
+
+    args, kwargs = tree.map_tensors(wide, (term.call.args, term.call.kwargs))
+    with TwiceDifferentiable():
+        return x, term.call.func(*args, **kwargs)
+
+
+def _class_dim(term: LossTerm) -> int:
+    x = term.input
+    if term.kind == "softmax":
+        return 0 if x.ndim == 1 else 1
+    dim = term.call.arg(1, "dim")
+    if dim is None:
+        raise SplitError("`log_softmax` needs its dim said.")
+    return dim % x.ndim
+
+
+def _over_classes(term: LossTerm, slope: torch.Tensor) -> torch.Tensor:
+    return slope.sum(_class_dim(term))
+
+
+def _class_weight(term: LossTerm, slope: torch.Tensor) -> torch.Tensor:
+    """k of a cross entropy: the weight of the targets at each position, in the scale of the reduction."""
+    call = term.call
+    x, target = term.input, call.arg(1, "target")
+    dim = _class_dim(term)
+    classes = x.shape[dim]
+    weights, ignore = call.arg(2, "weight"), call.arg(4, "ignore_index", -100)
+    smoothing = call.arg(7, "label_smoothing", 0.0)
+    reduced = reduction(call)
+    w = x.new_ones(classes) if weights is None else weights.to(x.dtype)
+    if target.is_floating_point():
+        mass = target * (1 - smoothing) + smoothing / classes
+        met = torch.tensordot(mass.movedim(dim, -1), w, 1)
+        size = torch.ones_like(met).sum()
+    else:
+        valid = target != ignore
+        drawn = torch.where(valid, w[torch.where(valid, target, 0)], 0)
+        size = drawn.sum()
+        met = drawn * (1 - smoothing) + torch.where(valid, w.sum() * smoothing / classes, 0)
+    scale = slope / size if reduced == "mean" else slope
+    return scale * met if reduced != "mean" else torch.where(met == 0, 0, scale * met)
+
+
+def _softmax(scope: Scope, term: LossTerm, weight: torch.Tensor, n: int, convex: bool) -> Softmax:
+    """Bring logits to `[n, C, positions]` and the weights to `[n, positions]`."""
+    dim, axis = _class_dim(term), term.axis
+    if convex:
+        _check_sign(weight, term.call.name)
+    logits = axis.expose(scope.leave(term.input), n)
+    if axis.dim is None:
+        positions = axis
+    else:
+        positions = axis.at(axis.dim - (dim < axis.dim))
+    one = logits.shape[1:]
+    flat = logits.movedim(1 + dim, 1).flatten(2) if logits.ndim > 2 else logits.unsqueeze(2)
+
+    def layout(columns: torch.Tensor) -> torch.Tensor:
+        rest = [s for d, s in enumerate(one) if d != dim]
+        return columns.reshape(*columns.shape[:3], *rest).movedim(2, 2 + dim)
+
+    w = positions.expose(scope.leave(weight), n)
+    return Softmax(term.root, flat, w.reshape(n, -1), layout)
+
+
+def _general(scope: Scope, result: torch.Tensor, roots: list[ModelOutput], n: int, convex: bool) -> General:
+    values = [r.value for r in roots]
+    shapes = {r.ordinal: r.axis.expose(r.value, n).shape[1:] for r in roots}
+    sizes = [math.prod(s) for s in shapes.values()]
+    total = sum(sizes)
+    if n * total * total > thresholds.HESSIAN:
+        raise SplitError(
+            f"the loss has no known structure, and its Hessian over {total} outputs of {n} samples would take "
+            f"{n * total * total:.1e} numbers. Use one of torch's convex losses, or fewer outputs."
+        )
+    first = scope.grad([result], values, [torch.ones_like(result)], batched=False, create_graph=True)
+    eye = torch.eye(total, dtype=values[0].dtype, device=values[0].device)
+    units = [
+        r.axis.restore(u.reshape(total, 1, *s).expand(total, n, *s), n, 1)
+        for r, s, u in zip(roots, shapes.values(), eye.split(sizes, dim=1), strict=True)
+    ]
+    pairs = [(g, u) for g, u in zip(first, units, strict=True) if g is not None and g.requires_grad]
+    found = scope.grad([g for g, _ in pairs], values, [u for _, u in pairs])
+    rows = [
+        torch.zeros(total, n, m, dtype=eye.dtype, device=eye.device)
+        if h is None
+        else r.axis.expose(scope.leave(h), n, 1).reshape(total, n, m)
+        for h, r, m in zip(found, roots, sizes, strict=True)
+    ]
+    joint = torch.cat(rows, 2).movedim(0, 2)
+    if convex:
+        _check_convex(joint)
+    return General(shapes, joint)
+
+
+def _check_sign(values: torch.Tensor, name: str) -> None:
+    raw = innermost(values.detach())
+    largest = raw.abs().nan_to_num(0, 0, 0).amax() if raw.numel() else 0  # a sample with NaN hides no other
+    if anywhere(raw < -16 * torch.finfo(raw.dtype).eps * largest):
+        raise ConvexityError(f"the result is not convex in the outputs: `{name}` comes with a negative factor.")
+
+
+def _check_convex(h: torch.Tensor) -> None:
+    """A Cholesky factor exists if the Hessian is positive semi-definite up to rounding."""
+    if not h.numel():
+        return
+    detached = h.detach().to(torch.promote_types(h.dtype, torch.float32))
+    scale = detached.diagonal(dim1=1, dim2=2).abs().amax(1) + detached.abs().amax((1, 2))
+    eps = torch.finfo(h.dtype).eps * 32 * h.shape[-1] ** 0.5
+    eye = torch.eye(h.shape[-1], dtype=detached.dtype, device=h.device)
+    shift = (scale * eps + torch.finfo(h.dtype).tiny)[:, None, None]
+    info = torch.linalg.cholesky_ex((detached + detached.mT) / 2 + shift * eye).info
+    if anywhere((info != 0) & detached.isfinite().all(2).all(1)):
+        raise ConvexityError(
+            "the loss is not convex in the outputs, so it has no generalised Gauss-Newton matrix. Move the outputs "
+            "behind what makes it so with `outputs(z)`, or use a loss that is convex in them."
+        )

@@ -1,0 +1,235 @@
+"""Where a function is split into model and loss: marked outputs, and torch's convex losses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from invfunc._functorch import version
+from invfunc.errors import SplitError
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis import Call
+from invfunc.recording import Trace
+from invfunc.recording.graph import node_of, reaches
+from invfunc.recording.tags import Sampled
+
+LOSSES = {
+    "cross_entropy": "softmax",
+    "mse_loss": "elementwise",
+    "binary_cross_entropy_with_logits": "elementwise",
+    "huber_loss": "elementwise",
+    "smooth_l1_loss": "elementwise",
+    "poisson_nll_loss": "elementwise",
+}
+"""Losses that are convex in their input, and the structure of their Hessian."""
+LOGARITHMS = {"log_softmax": "log_softmax", "log_sigmoid": "elementwise"}
+"""What nll_loss and kl_div, linear in their own input, follow."""
+
+
+@dataclass(eq=False)
+class ModelOutput:
+    """Outputs of the model, as the loss part sees them."""
+
+    ordinal: int
+    value: torch.Tensor
+    shown: torch.Tensor
+    """The same, no leaf: what the loss gets, and may even write to."""
+    axis: Axis
+    marked: bool
+    called: str
+
+
+@dataclass
+class LossTerm:
+    """A loss whose Hessian in `input`, an affine function of roots, has a known structure."""
+
+    kind: str
+    roots: frozenset[int]
+    input: torch.Tensor
+    axis: Axis
+    output: torch.Tensor
+    call: Call
+    at_root: bool
+    """Whether the input is the root, not computed from it."""
+    version: int = 0
+    """Of the output; one that is modified afterwards is not what the loss returned."""
+
+    @property
+    def root(self) -> int:
+        """The first of them."""
+        return min(self.roots)
+
+
+class Reached(BaseException):
+    """Ends a run on a part of the batch once all outputs are there."""
+
+
+class OutputFinder:
+    """Watches a run for outputs, in the order in which they come.
+
+    Looking for them (`wanted=None`), each candidate becomes a root: the rest of the function is differentiated there.
+    With `wanted`, the run ends when the candidates of these ordinals are there.
+    """
+
+    def __init__(self, trace: Trace, wanted: list[int] | None = None) -> None:
+        self.trace, self.wanted = trace, wanted
+        self.count = 0
+        self.roots: dict[int, ModelOutput] = {}
+        self.behind: dict[int, frozenset[int]] = {}
+        """Of each candidate, those that it depends on."""
+        self.confirmed: set[int] = set()
+        self.marks: set[int] = set()
+        self.terms: list[LossTerm] = []
+        trace.watcher, trace.after = self._before, self._after
+
+    def add(self, value: torch.Tensor, called: str, marked: bool = False) -> torch.Tensor:
+        """A candidate for outputs; returns what the rest of the run is to compute with."""
+        tag = self.trace.tag(value)
+        assert isinstance(tag, Sampled)
+        ordinal, self.count = self.count, self.count + 1
+        if tag.lost or not isinstance(tag.place, Axis):
+            return value
+        if marked:
+            self.marks.add(ordinal)
+        self.behind[ordinal] = tag.crossed
+        if self.wanted is not None:
+            self.trace.set(value, replace(tag, crossed=frozenset({ordinal})))
+            if ordinal in self.wanted:
+                self.roots[ordinal] = ModelOutput(ordinal, value, value, tag.place, marked, called)
+                if len(self.roots) == len(self.wanted):
+                    raise Reached
+            return value
+        root = self.trace.scope.enter(self.trace.scope.leave(value))
+        shown = root.clone()
+        self.trace.entered.append(root)
+        self.trace.set(shown, Sampled(tag.place, crossed=frozenset({ordinal}), affine=True))
+        self.roots[ordinal] = ModelOutput(ordinal, root, shown, tag.place, marked, called)
+        return shown
+
+    def shown(self, root: ModelOutput) -> torch.Tensor:
+        """A root for another run of the loss."""
+        value = root.value.clone()
+        self.trace.set(value, Sampled(root.axis, crossed=frozenset({root.ordinal}), affine=True))
+        return value
+
+    def marked_before(self, tag: Sampled) -> bool:
+        return not self.marks.isdisjoint(tag.crossed)
+
+    def _before(self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if name not in LOSSES and name not in LOGARITHMS:
+            return None
+        value = args[0] if args else kwargs.get("input")
+        if not isinstance(value, torch.Tensor):
+            return None
+        tag = trace.tag(value)
+        if not isinstance(tag, Sampled) or not tag.active or self.marked_before(tag):
+            return None
+        root = self.add(value, name)
+        return ((root, *args[1:]), kwargs) if args else (args, {**kwargs, "input": root})
+
+    def _after(self, trace: Trace, call: Call) -> None:
+        if self.wanted is not None:
+            return
+        value = call.first
+        tag = trace.tag(value) if isinstance(value, torch.Tensor) else None
+        if not isinstance(tag, Sampled) or not isinstance(tag.place, Axis):
+            return
+        if call.name in ("nll_loss", "kl_div") and tag.logarithm:
+            self.confirmed |= tag.crossed
+        kind = LOSSES.get(call.name) or LOGARITHMS.get(call.name)
+        if kind is None or not tag.crossed or not tag.crossed <= self.roots.keys():
+            return
+        at_root = any(self.roots[i].shown is value for i in tag.crossed) and version(value) == 0
+        if at_root and call.name in LOSSES:
+            self.confirmed |= tag.crossed
+        if call.name in LOGARITHMS:
+            seen = trace.tag(call.out)
+            assert isinstance(seen, Sampled)
+            trace.set(call.out, replace(seen, logarithm=True))
+        if tag.affine and _others_constant(trace, call):
+            written = version(call.out)
+            self.terms.append(LossTerm(kind, tag.crossed, value, tag.place, call.out, call, at_root, written))
+
+    def selected(self, tag: Sampled) -> list[int]:
+        """The ordinals of the outputs that a result depends on: those marked by hand, or those of known losses."""
+        marked = [i for i, root in self.roots.items() if root.marked]
+        found = [i for i in marked or sorted(self.confirmed) if i in tag.crossed]
+        if self.trace.scope.wanted and any(not self.behind[i].isdisjoint(found) for i in found):
+            raise SplitError(
+                "outputs depend on other outputs (one known loss of another?), and the derivative of the result cannot "
+                "keep them apart. Mark the outputs with `outputs(z)`."
+            )
+        return found
+
+
+def _others_constant(trace: Trace, call: Call) -> bool:
+    """Whether only the first argument depends on the parameters."""
+    others = [x for x in (*call.args[1:], *call.kwargs.values()) if isinstance(x, torch.Tensor)]
+    tags = [trace.tag(x) for x in others if x is not call.first]
+    return all(tag is None or (isinstance(tag, Sampled) and not tag.active) for tag in tags)
+
+
+def check_split(tag: Sampled, finder: OutputFinder, wanted: list[int], in_chunks: bool = False) -> None:
+    """Every path from the parameters to the result has to cross the outputs; `in_chunks` says what for."""
+    first, last = "Mark the outputs with `outputs(z)`", "give the model and the loss apart"
+    if in_chunks:
+        first, last = "Return the [N] losses of the samples", "mark the outputs with `outputs(z)`"
+    ways_out = f"{first}, use one of torch's convex losses, or {last}."
+    if not wanted:
+        why = ", which chunks over samples of a scalar loss need" if in_chunks else ""
+        raise SplitError(
+            f"no outputs are found in f{why}: no known convex loss of the model's outputs is called. {ways_out}"
+        )
+    if tag.around is not None:
+        raise SplitError(
+            f"a path from the parameters to the result goes around the outputs (it comes in at `{tag.around}`), as an "
+            f"L2 term or a loss that is not known does. Take it out of f, or: {ways_out[0].lower()}{ways_out[1:]}"
+        )
+    astray = [finder.roots[i].called for i in tag.crossed if i not in wanted]
+    if astray:
+        raise SplitError(
+            f"a path from the parameters to the result goes around the outputs, through `{astray[0]}`. {ways_out}"
+        )
+
+
+def check_seen(
+    result: torch.Tensor, params: list[torch.Tensor], roots: list[ModelOutput], finder: OutputFinder
+) -> None:
+    """Autograd knows of paths around the outputs that no call told of."""
+    astray = [root.value for root in finder.roots.values() if root not in roots]
+    targets = {node_of(x) for x in (*params, *astray)} - {None}
+    if reaches(result, targets, {node_of(r.value) for r in roots}):
+        raise SplitError(
+            "a path from the parameters to the result goes around the outputs, through an operation that cannot be "
+            "seen (a custom autograd.Function, or torch.func inside f)."
+        )
+
+
+_active = threading.local()
+
+
+def mark(z: torch.Tensor) -> torch.Tensor:
+    """What `outputs` does to one tensor inside a run."""
+    finder: OutputFinder | None = getattr(_active, "finder", None)
+    tag = finder.trace.tag(z) if finder is not None else None
+    if finder is None or not isinstance(tag, Sampled) or finder.marked_before(tag):
+        return z
+    return finder.add(z, "outputs", marked=True)
+
+
+class active:
+    """Makes an output finder the one that `outputs` reports to."""
+
+    def __init__(self, finder: Any) -> None:
+        self.finder = finder
+
+    def __enter__(self) -> None:
+        self.before = getattr(_active, "finder", None)
+        _active.finder = self.finder
+
+    def __exit__(self, *error: Any) -> None:
+        _active.finder = self.before

@@ -1,0 +1,263 @@
+"""Square roots of the Hessian of a loss in the outputs, as columns that are made when they are asked for.
+
+Each kind says how many columns it has and makes those of a range for some samples: `left[v, n, *one]` for each root,
+with `sum_v weight[v, n] left[v, n] right[v, n]^T` (right = left unless given) the Hessian of sample n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+OutputCotangents = dict[int, torch.Tensor]
+"""For each root that takes part, `[V, n, *one]`."""
+
+
+@dataclass
+class Block:
+    """Some columns for some samples."""
+
+    left: OutputCotangents
+    right: OutputCotangents | None = None
+    weight: torch.Tensor | None = None
+
+
+class Columns(Protocol):
+    """The columns of one part of the outputs."""
+
+    @property
+    def count(self) -> int: ...
+
+    def block(self, start: int, stop: int, part: slice) -> Block: ...
+
+
+@dataclass
+class Gradient:
+    """The one column of first-order statistics."""
+
+    cotangents: OutputCotangents
+
+    @property
+    def count(self) -> int:
+        return 1
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        return Block({i: c[None, part] for i, c in self.cotangents.items()})
+
+
+@dataclass
+class Units:
+    """A unit column for each entry of the joined outputs: their pullbacks are the rows of the Jacobian."""
+
+    values: dict[int, torch.Tensor]
+    """The outputs, `[n, *one]`."""
+
+    @property
+    def count(self) -> int:
+        return sum(z[0].numel() for z in self.values.values())
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        left, offset = {}, 0
+        for i, z in self.values.items():
+            at = offset + torch.arange(z[0].numel(), device=z.device)
+            unit = (torch.arange(start, stop, device=z.device)[:, None] == at).to(z.dtype)[:, None]
+            n = len(z[part])
+            left[i] = unit.expand(-1, n, -1).reshape(stop - start, n, *z.shape[1:])
+            offset += z[0].numel()
+        return Block(left)
+
+
+@dataclass
+class Elementwise:
+    """A diagonal Hessian `h[n, *one]`: unit columns, with their squares weighted by h."""
+
+    root: int
+    diagonal: torch.Tensor
+    predictive: str = "signs"
+    """What a target is drawn from: "normal", "bernoulli" of the logits; else the columns get random signs."""
+    logits: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.diagonal[0].numel()
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        h = self.diagonal[part]
+        at = torch.arange(self.count, device=h.device)
+        unit = (at[start:stop, None] == at).to(h.dtype)[:, None].expand(-1, h.shape[0], -1)
+        weight = h.reshape(h.shape[0], -1)[:, start:stop].T
+        return Block({self.root: unit.reshape(stop - start, *h.shape)}, weight=weight)
+
+
+@dataclass
+class Softmax:
+    """`k (diag p - p p^T)` at each position: with q = sqrt(p), C - 1 columns of `diag(q) (I - q q^T)^(1/2)`.
+
+    The columns of a Householder reflection that sends the last unit vector to q, all but the last, are a basis of
+    what is orthogonal to q: `u_v = e_v - q_v (q + e_C) / (1 + q_C)`.
+    """
+
+    root: int
+    logits: torch.Tensor
+    """`[n, C, positions]`"""
+    weight: torch.Tensor
+    """k as `[n, positions]`"""
+    layout: Callable[[torch.Tensor], torch.Tensor]
+    """From `[V, n, C, positions]` to the root's `[V, n, *one]`."""
+
+    @property
+    def count(self) -> int:
+        return (self.logits.shape[1] - 1) * self.logits.shape[2]
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        logits = self.logits[part]
+        n, classes, positions = logits.shape
+        rank = classes - 1
+        v = torch.arange(start, stop, device=logits.device)
+        at, column = v // rank, v % rank
+        q = (logits[:, :, at].log_softmax(1) / 2).exp()  # [n, C, V]
+        own = torch.gather(q, 1, column.expand(n, 1, -1))
+        last = torch.zeros(classes, 1, dtype=q.dtype, device=q.device)
+        last[-1] = 1
+        unit = torch.nn.functional.one_hot(column, classes).T.to(q.dtype)
+        root = q * (unit - own * (q + last) / (1 + q[:, -1:]))
+        if positions == 1:
+            dense = root.movedim(2, 0).unsqueeze(3)
+        else:
+            place = torch.nn.functional.one_hot(at, positions).to(q.dtype)
+            dense = torch.einsum("ncv,vp->vncp", root, place)
+        return Block({self.root: self.layout(dense)}, weight=self.weight[part][:, at].T)
+
+
+@dataclass
+class Affine:
+    """Columns at an affine function of the roots, brought to each of them."""
+
+    inner: Columns
+    root: int
+    """The number of the root in whose place the function is in the inner columns."""
+    roots: Sequence[int]
+    pull: Callable[[torch.Tensor, slice], OutputCotangents]
+
+    @property
+    def count(self) -> int:
+        return self.inner.count
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        whole = self.inner.block(start, stop, slice(None))
+        weight = None if whole.weight is None else whole.weight[:, part]
+        return Block(self.pull(whole.left[self.root], part), weight=weight)
+
+
+@dataclass
+class General:
+    """Any Hessian `[n, M, M]` over the joined outputs: unit columns e_k on the left, H e_k on the right."""
+
+    shapes: dict[int, torch.Size]
+    hessian: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        return self.hessian.shape[-1]
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        h = self.hessian[part]
+        right = h[:, :, start:stop].movedim(2, 0)
+        left = torch.eye(self.count, dtype=h.dtype, device=h.device)[start:stop, None].expand_as(right)
+        return Block(self._split(left), self._split(right))
+
+    def _split(self, flat: torch.Tensor) -> OutputCotangents:
+        pieces = flat.split([math.prod(s) for s in self.shapes.values()], dim=2)
+        return {i: c.reshape(*c.shape[:2], *s) for (i, s), c in zip(self.shapes.items(), pieces, strict=True)}
+
+
+def safe_root(x: torch.Tensor) -> torch.Tensor:
+    """The square root, which has no derivative at 0: there it is 0. That of NaN is NaN."""
+    none = x <= 0
+    return torch.where(none, 0, torch.where(none, 1, x).sqrt())
+
+
+@dataclass
+class Weighted:
+    """Columns whose weights are taken into them."""
+
+    inner: Columns
+
+    @property
+    def count(self) -> int:
+        return self.inner.count
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        block = self.inner.block(start, stop, part)
+        if block.weight is None:
+            return block
+        root = safe_root(block.weight)
+        return Block({i: c * root.reshape(*root.shape, *[1] * (c.ndim - 2)) for i, c in block.left.items()})
+
+
+@dataclass
+class OfEigenvectors(General):
+    """The columns of a square root in place of those of the Hessian."""
+
+    def block(self, start: int, stop: int, part: slice) -> Block:
+        return Block(self._split(self.hessian[part][:, :, start:stop].movedim(2, 0)))
+
+
+def rooted(columns: Columns, which: str) -> Columns:
+    """Columns S with `S S^T` the Hessian: those of a known loss with their weights, else ("all") its eigenvectors."""
+    if which == "no" or (which == "known" and isinstance(columns, General)):
+        return columns
+    if not isinstance(columns, General):
+        return Weighted(columns)
+    h = columns.hessian
+    values, vectors = _eigh(h.to(torch.promote_types(h.dtype, torch.float32)))
+    return OfEigenvectors(columns.shapes, (vectors * values.clamp(min=0).sqrt().unsqueeze(1)).to(h.dtype))
+
+
+def _eigh(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `[n, M, M]`; those of a matrix with NaN or inf in it, at which LAPACK gives up, are NaN."""
+    wrong = ~h.detach().isfinite().all(2).all(1)[:, None]
+    values, vectors = torch.linalg.eigh(h.masked_fill(wrong[:, None], 0))
+    return values.masked_fill(wrong, torch.nan), vectors
+
+
+def joined_block(made: list[Columns], start: int, stop: int, part: slice, n: int) -> Block:
+    """The columns of a range over all kinds together; a kind that has no part in a column has zeros there."""
+    found: list[Block] = []
+    offset = 0
+    for kind in made:
+        a, b = max(start - offset, 0), min(stop - offset, kind.count)
+        if a < b:
+            found.append(kind.block(a, b, part))
+        offset += kind.count
+    if len(found) == 1:
+        return found[0]
+    left = _joined([b.left for b in found])
+    right = _joined([b.right or b.left for b in found]) if any(b.right for b in found) else None
+    weights = None
+    if any(b.weight is not None for b in found):
+        weights = torch.cat([_weight(b, n) for b in found])
+    return Block(left, right, weights)
+
+
+def _weight(block: Block, n: int) -> torch.Tensor:
+    if block.weight is not None:
+        return block.weight
+    column = next(iter(block.left.values()))
+    return column.new_ones(column.shape[0], n)
+
+
+def _joined(cotangents: list[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    counts = [next(iter(c.values())).shape[0] for c in cotangents]
+    joined = {}
+    for i in dict.fromkeys(i for c in cotangents for i in c):
+        like = next(c[i] for c in cotangents if i in c)
+        parts = [
+            c[i] if i in c else like.new_zeros(v, *like.shape[1:]) for c, v in zip(cotangents, counts, strict=True)
+        ]
+        joined[i] = torch.cat(parts)
+    return joined

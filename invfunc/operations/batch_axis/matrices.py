@@ -1,0 +1,165 @@
+"""What computes on the last dimensions of its arguments, or along some: linear algebra, spectra, integrals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from invfunc._functorch import memory_of
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown, rule
+from invfunc.operations.batch_axis.samples import NONE, located, samples_of
+
+# On the last dimensions of each argument, with those before them broadcast
+
+_LAST = dict.fromkeys(
+    "det logdet slogdet inverse pinverse cholesky cholesky_solve cholesky_inverse triangular_solve svd qr lu_unpack "
+    "matrix_exp matrix_power linalg_det linalg_slogdet linalg_inv linalg_inv_ex linalg_pinv linalg_cholesky "
+    "linalg_cholesky_ex linalg_eigh linalg_eigvalsh linalg_eig linalg_eigvals linalg_svd linalg_svdvals linalg_qr "
+    "linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_matrix_exp "
+    "linalg_matrix_power linalg_matrix_rank linalg_cond linalg_solve_triangular linalg_solve linalg_solve_ex "
+    "linalg_lstsq linalg_householder_product linalg_lu_solve linalg_ldl_solve lu_solve istft".split(),
+    2,
+) | {"linalg_vander": 1, "stft": 1, "view_as_complex": 1, "view_as_real": 0}
+"""On how many."""
+_VECTORS = {"linalg_householder_product": {1}, "lu_unpack": {1}, "linalg_lu_solve": {1}, "linalg_ldl_solve": {1}}
+_VECTORS |= {"lu_solve": {2}}
+"""The arguments that have a vector where others have a matrix."""
+
+
+@rule(*_LAST)
+def batched(call: Call) -> Place:
+    columns = _columns(call)
+    if columns is not None:
+        return columns
+    arguments = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.Tensor)]
+    last = [_LAST[call.name] - (i in _VECTORS.get(call.name, ())) for i in range(len(arguments))]
+    if call.name in ("linalg_solve", "linalg_solve_ex", "linalg_lstsq"):
+        a, b = call.arg(0, "A", call.kwargs.get("input")), call.arg(1, "B", call.kwargs.get("b"))
+        vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+        last = [2 - (x is b and vector) for x in arguments]
+    return _batch(call, arguments, last)
+
+
+def _columns(call: Call) -> Place:
+    """Of samples that are the right sides of one system of equations, which are solved apart."""
+    names = {"linalg_solve": (0, 1), "linalg_solve_triangular": (0, 1), "cholesky_solve": (1, 0)}
+    if call.name not in names or len(call.args) < 2:
+        return None
+    a, b = (call.args[i] for i in names[call.name])
+    axis, side = call.place(b), 1 if call.kwargs.get("left", True) else 2
+    vector = call.name == "linalg_solve" and (b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1]))
+    if vector or call.place(a) is not None or not isinstance(axis, Axis) or axis.dim != b.ndim - side:
+        return None
+    return axis.at(call.out.ndim - side)
+
+
+def _batch(call: Call, arguments: list[torch.Tensor], last: list[int]) -> Place:
+    """The place of the samples among the dimensions before the last ones, of which arguments may have more or fewer."""
+    most = max(x.ndim - k for x, k in zip(arguments, last, strict=True))
+    found: set[Axis] = set()
+    for x, k in zip(arguments, last, strict=True):
+        axis = call.place(x)
+        if isinstance(axis, Axis) and axis.dim is not None:
+            if axis.dim >= x.ndim - k:
+                raise Mixed("it computes across the sample axis")
+            found.add(axis.at(axis.dim - (x.ndim - k) + most))
+    if len(found) != 1:
+        raise Mixed("its arguments have their samples along different axes")
+    return found.pop()
+
+
+@rule("searchsorted", "bucketize")
+def searched(call: Call) -> Place:
+    first, second = ("sorted_sequence", "input") if call.name == "searchsorted" else ("input", "boundaries")
+    given = call.arg(0, first), call.arg(1, second)
+    row, x = given if call.name == "searchsorted" else given[::-1]
+    if row.ndim == 1 and call.place(row) is None:
+        return call.place(x)
+    if not isinstance(x, torch.Tensor) or call.arg(2, "sorter", None) is not None:
+        raise Unknown("it searches in sequences that depend on the samples")
+    return _batch(call, [row, x], [1, 1])
+
+
+# Along dimensions that are given
+
+_ALONG: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys((f"fft_{kind}" for kind in "fft ifft rfft irfft hfft ihfft".split()), (2, -1)),
+    **dict.fromkeys((f"fft_{kind}2" for kind in "fft ifft rfft irfft hfft ihfft".split()), (2, (-2, -1))),
+    **dict.fromkeys((f"fft_{kind}n" for kind in "fft ifft rfft irfft hfft ihfft".split()), (2, None)),
+    "fft_fftshift": (1, None),
+    "fft_ifftshift": (1, None),
+    "msort": (9, 0),
+    "linalg_cross": (2, -1),
+    "cross": (2, None),
+    "cumulative_trapezoid": (9, -1),
+    "gradient": (9, None),
+}
+"""The position of the dimensions among the arguments, and which they are if they are not given; None: all."""
+_ALONG |= {"trapezoid": (9, -1), "trapz": (9, -1), "linalg_vecdot": (9, -1), "linalg_matrix_norm": (2, (-2, -1))}
+_ALONG |= {"quantile": (2, None), "nanquantile": (2, None), "aminmax": (9, None)}
+_REDUCE = {"trapezoid", "trapz", "linalg_vecdot", "linalg_matrix_norm", "quantile", "nanquantile", "aminmax"}
+_KEEP = {"linalg_matrix_norm": 3, "quantile": 3, "nanquantile": 3, "aminmax": 9}
+"""The position of keepdim."""
+
+
+@rule(*_ALONG)
+def along_given(call: Call) -> Place:
+    position, default = _ALONG[call.name]
+    arguments = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.Tensor)]
+    ndim = max(x.ndim for x in arguments)
+    dims = _dims(call, call.arg(position, "dim", default), ndim)
+    found = {a.at(a.dim - x.ndim + ndim) for x, a in call.samples if isinstance(a, Axis) and a.dim is not None}
+    if len(found) != 1:
+        raise Mixed("its arguments have their samples along different axes")
+    axis = found.pop()
+    assert axis.dim is not None
+    if axis.dim in dims:
+        if not call.active:
+            return BATCH_SUM if call.name in _REDUCE else axis
+        raise Mixed("it computes along the sample axis")
+    if call.name not in _REDUCE or call.arg(_KEEP.get(call.name, 9), "keepdim", False):
+        dims = set()
+    several = call.name.endswith("quantile") and isinstance(q := call.arg(1, "q"), torch.Tensor) and q.ndim > 0
+    return axis.at(axis.dim - sum(d < axis.dim for d in dims) + several)
+
+
+def _dims(call: Call, given: Any, ndim: int) -> set[int]:
+    if call.name == "cross" and given is None:
+        given = next((d for d, size in enumerate(call.out.shape) if size == 3), 0)
+    sizes = call.arg(1, "s") if call.name.startswith("fft_") and call.name.endswith("n") else None
+    if given is None and sizes is not None:
+        given = range(-len(sizes), 0)
+    if given is None:
+        return set(range(ndim))
+    return {d % max(ndim, 1) for d in ([given] if isinstance(given, int) else given)}
+
+
+@rule("renorm")
+def renorm(call: Call) -> Place:
+    axis, dim = call.place(call.first), call.arg(2, "dim")
+    if not isinstance(axis, Axis) or axis.dim != dim % call.first.ndim:
+        raise Mixed("it computes norms across the sample axis")
+    return axis
+
+
+# Others
+
+
+@rule("kron")
+def kron(call: Call) -> Place:
+    x, y = (call.arg(0, "input"), call.arg(1, "other"))
+    if call.place(x) is not None and call.place(y) is not None:
+        raise Mixed("it multiplies samples with each other")
+    factors = [samples_of(call, a) - NONE if call.place(a) is not None else torch.ones_like(a.long()) for a in (x, y)]
+    return located(torch.kron(*factors) + NONE, call.n)
+
+
+@rule("as_strided")
+def as_strided(call: Call) -> Place:
+    x = call.first
+    if not x.is_contiguous() or x.storage_offset() or memory_of(x).nbytes() != x.numel() * x.element_size():
+        raise Unknown("it reads memory beside its input")
+    others = {key: value for key, value in call.kwargs.items() if key not in ("input", "self")}
+    return located(samples_of(call, x).contiguous().as_strided(*call.args[1:], **others), call.n)

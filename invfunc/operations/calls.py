@@ -1,0 +1,141 @@
+"""Calls of torch functions as a function mode sees them: their names, and the tensors they read and produce."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.operations import batch_axis
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis.indices import advanced
+from invfunc.operations.equations import equation
+
+SELECTIONS = set(
+    "transpose permute t get:T get:mT get:H get:mH movedim moveaxis swapaxes swapdims select narrow chunk split "
+    "split_with_sizes tensor_split unbind unsqueeze squeeze view reshape flatten unflatten ravel view_as reshape_as "
+    "contiguous clone to float double half bfloat16 type_as hsplit vsplit dsplit".split()
+)
+PICKS = SELECTIONS | set(
+    "getitem expand expand_as broadcast_to repeat tile repeat_interleave embedding index_select gather take "
+    "take_along_dim roll flip fliplr flipud".split()
+)
+"""Whose results have entries of their first floating-point argument, any number of times."""
+JOINS = set("add sub rsub subtract cat concat concatenate stack hstack vstack dstack column_stack".split())
+"""Affine in all that they read together."""
+AFFINE = SELECTIONS | JOINS | set("mul div neg getitem multiply divide true_divide sum mean masked_select".split())
+"""Affine in one of what they read."""
+SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
+QUERIES = set(
+    "get:shape get:ndim get:dtype get:device get:is_cuda get:is_cpu get:is_nested get:is_sparse get:is_mkldnn "
+    "get:is_quantized get:layout get:requires_grad get:is_leaf size dim ndimension numel nelement len stride "
+    "is_contiguous is_floating_point is_complex get_device element_size hash is_same_size is_inference is_signed "
+    "is_conj is_neg storage_offset result_type get:names get:itemsize get:nbytes get:is_meta get:grad_fn".split()
+)
+"""What is asked about a tensor, and not about its values."""
+HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+"""Are for the backward pass, and read nothing."""
+EXITS = {"set", "dlpack", "to_dlpack"}
+"""Hand the memory of a tensor to one that is not followed."""
+CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "new_tensor", "deepcopy"}
+
+
+@lru_cache(maxsize=4096)
+def function_name(func: Callable) -> str:
+    """`relu` for F.relu, torch.relu_, aten.relu.default; `get:T` for the attribute T; `getitem` for the operator."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return "get:" + getattr(getattr(func, "__self__", None), "__name__", "")
+    base, _, overload = name.partition(".")
+    if overload and torch.Tag.pointwise not in func.tags and base != "copy_":  # of aten, whose arguments are others
+        return name
+    return base.strip("_")
+
+
+def spelled(name: str | None) -> str:
+    """What a call is called in an error."""
+    if not name or name.startswith(("get:_", "reduce")):
+        return "a copy (by copy, pickle or torch.save)"  # which read such attributes
+    return f"`.{name[4:]}`" if name.startswith("get:") else f"`{name}`"
+
+
+@lru_cache(maxsize=4096)
+def in_place(func: Callable) -> bool:
+    name = getattr(func, "__name__", "").partition(".")[0]
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+
+
+@lru_cache(maxsize=4096)
+def inplace_flag(func: Callable) -> int | None:
+    """The position of the argument that makes a function of torch.nn.functional write into its input."""
+    if getattr(func, "__module__", None) != "torch.nn.functional" or not isinstance(func, FunctionType):
+        return None
+    names = list(inspect.signature(func).parameters)
+    return names.index("inplace") if "inplace" in names else None
+
+
+def writes(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes into its first argument."""
+    if in_place(func):
+        return True
+    at = inplace_flag(func)
+    return at is not None and bool(args[at] if len(args) > at else kwargs.get("inplace", False))
+
+
+def picking(name: str, args: tuple) -> tuple[bool, bool]:
+    """Whether each entry of a result is one of the first argument, and whether none occurs twice."""
+    once = name in SELECTIONS or (name == "getitem" and not advanced(args[1]))
+    return once or name in PICKS, once
+
+
+_FRESH = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
+
+
+def read_by(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors whose values a call reads."""
+    if name in _FRESH or (name.startswith("new_") and name != "new_tensor"):
+        return []
+    if name in SHAPE_ONLY:
+        args, kwargs = args[:1], {}
+    return tree.tensors((args, kwargs))
+
+
+def produced_by(out: Any) -> list[torch.Tensor]:
+    return [out] if isinstance(out, torch.Tensor) else tree.tensors(out) if isinstance(out, (tuple, list)) else []
+
+
+def paired(name: str, args: tuple, kwargs: dict, x: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
+    """The dimension of a parameter that shares its label with a dimension of x in a product."""
+    parsed = equation(name, args, kwargs)
+    if parsed is None:
+        return None
+    label = next((s[dim] for s, y in zip(parsed.inputs, parsed.operands, strict=True) if y is x), None)
+    own = next((s for s, y in zip(parsed.inputs, parsed.operands, strict=True) if y is param), None)
+    if own is None and any(y is param for y, _ in parsed.added):
+        own = parsed.output[len(parsed.output) - param.ndim :]
+    return own.index(label) if label is not None and own is not None and label in own else None
+
+
+_ENTRY_BY_ENTRY = {"stack", "scaled_dot_product_attention", "grid_sample"}
+"""Pair the samples of their arguments, as element-wise operations do."""
+
+
+def alignment(
+    name: str, args: tuple, kwargs: dict[str, Any], param: torch.Tensor, placed: list[tuple[torch.Tensor, Axis]]
+) -> Axis | None:
+    """Where a parameter that an operation pairs entry by entry with samples has its sample axis."""
+    for x, place in placed:
+        if place.dim is None:
+            continue
+        if batch_axis.find(name) in (batch_axis.pointwise, batch_axis.views.cat) or name in _ENTRY_BY_ENTRY:
+            dim = place.dim - x.ndim + param.ndim
+        else:
+            dim = paired(name, args, kwargs, x, place.dim, param)
+        if dim is not None and 0 <= dim < param.ndim and param.shape[dim] == x.shape[place.dim]:
+            return place.at(dim)
+    return None

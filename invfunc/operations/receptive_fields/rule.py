@@ -1,0 +1,118 @@
+"""How labels go through one operation: the call as a rule sees it, and the table of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from invfunc.operations.receptive_fields.regions import blank
+
+Rows = torch.Tensor | None
+"""Labels `[rows, *shape]`; None: of nothing."""
+
+
+@lru_cache(maxsize=4096)
+def _places(func: Any) -> dict[str, tuple[int, Any]]:
+    """The position and the default of each argument of an operation."""
+    return {a.name: (i, a.default_value) for i, a in enumerate(func._schema.arguments)}
+
+
+class Step:
+    """One call of an operation with labelled arguments."""
+
+    def __init__(self, func: Any, args: tuple, kwargs: dict) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.labelled: list[torch.Tensor] = []
+        """The arguments with labels, as often as they are there."""
+        self.height = 0
+        """How many rows labels have."""
+        self.read: Callable[[torch.Tensor], Rows] = lambda x: None
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument by its name in the operation's schema."""
+        at, default = _places(self.func)[name]
+        if at < len(self.args):
+            return self.args[at]
+        return self.kwargs.get(name, default)
+
+    def __contains__(self, name: str) -> bool:
+        return name in _places(self.func)
+
+    def rows(self, x: Any) -> Rows:
+        """The labels of an argument; None if it has none (or is no tensor)."""
+        return self.read(x) if isinstance(x, torch.Tensor) and x.numel() else None
+
+    def filled(self, x: torch.Tensor) -> torch.Tensor:
+        """The labels of an argument, also if it has none."""
+        rows = self.rows(x)
+        return blank(x, (self.height, *x.shape)) if rows is None else rows
+
+    def only(self, x: torch.Tensor) -> bool:
+        """Whether no other argument has labels."""
+        return len(self.labelled) == 1 and self.labelled[0] is x
+
+    def hull(self, *tensors: torch.Tensor) -> Rows:
+        """One label for all that these tensors (or all arguments) depend on, `[rows]`."""
+        found = [self.rows(x) for x in tensors or self.labelled]
+        return joined(*(most(r, range(1, r.ndim)).flatten() for r in found if r is not None))
+
+
+Rule = Callable[[Step, torch.Tensor], Rows | Sequence[Rows]]
+"""From a call and its (first) result to the labels of the result, or of each of the results; None: all of them all."""
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """A rule for these operations of aten, and for what they are called when they work in place."""
+
+    def register(f: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, f))
+        return f
+
+    return register
+
+
+def joined(*parts: Rows) -> Rows:
+    """The maximum of what there is."""
+    result = None
+    for part in parts:
+        if part is None or (result is not None and part.is_set_to(result)):
+            continue
+        result = part if result is None else torch.maximum(result, part)
+    return result
+
+
+def most(rows: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """The maximum over some dimensions, which stay as ones."""
+    dims = [d for d in dims if rows.shape[d] != 1]
+    if not dims:
+        return rows
+    if not rows.numel():
+        return blank(rows, [1 if d in dims else s for d, s in enumerate(rows.shape)])
+    return rows.amax(dims, keepdim=True)
+
+
+def raised(rows: torch.Tensor, ndim: int) -> torch.Tensor:
+    """Labels `[rows, *shape]` with ones before the shape, as broadcasting puts them."""
+    missing = ndim + 1 - rows.ndim
+    return rows if missing <= 0 else rows[(slice(None), *[None] * missing)]
+
+
+def behind(dims: int | Sequence[int] | None, ndim: int) -> list[int]:
+    """Where dimensions of a tensor are in its labels; all of them for None."""
+    if dims is None or ndim == 0:
+        return list(range(1, ndim + 1))
+    return [d % ndim + 1 for d in ([dims] if isinstance(dims, int) else dims)] or list(range(1, ndim + 1))
+
+
+def flattened(rows: torch.Tensor, d: int) -> torch.Tensor:
+    """All but the last d dimensions as one."""
+    return rows.reshape(-1, *rows.shape[rows.ndim - d :])
+
+
+def elementwise(step: Step, out: torch.Tensor) -> Rows:
+    """Each entry reads those at its own place."""
+    return joined(*(raised(step.filled(x), out.ndim) for x in step.labelled))

@@ -1,0 +1,88 @@
+"""Data that change places: mostly their order tells the shares, else each of their rows is followed to its sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from invfunc.errors import ArgumentError, SampleAxisError
+from invfunc.passes.evidence import Evidence, checks
+from invfunc.recording import Trace
+from invfunc.recording.checks import one_order, order_of
+from invfunc.recording.problem import Problem
+from invfunc.recording.random import Draws, restore
+
+
+class Run(Protocol):
+    """What a function returned, and what was seen of it."""
+
+    trace: Trace
+    result: Any
+
+
+T = TypeVar("T", bound=Run)
+
+
+class Places:
+    """How the runs of a function follow data that change places."""
+
+    def __init__(self, problem: Problem, evidence: Evidence) -> None:
+        self.problem, self.evidence = problem, evidence
+        self.by_rows = False
+        self.moved = False
+        """Whether data were put in another order in a run."""
+
+    def tell(self, trace: Trace) -> None:
+        """A run that begins."""
+        self.evidence.tell(trace)
+        trace.by_rows = self.by_rows
+
+    def hear(self, trace: Trace) -> None:
+        """A run that has ended."""
+        self.evidence.hear(trace)
+        self.moved = self.moved or trace.moved
+
+    def check(self, found: Run, draws: Draws, again: Callable[[torch.Tensor], Run]) -> None:
+        """Check that the samples have places in a scalar loss, and remember these; `again` runs it on other samples."""
+        trace, result = found.trace, found.result
+        self.problem.places = order_of(trace, result)
+        for check, places in [] if result.ndim else checks(trace):
+            order, after = torch.tensor(places, device=result.device), draws.rewind()
+            other = again(order).trace
+            restore(after)
+            check(trace, other, order)
+
+    def settled(self, run: Callable[[], T], draws: Draws, loss: bool = False) -> T:
+        """A run; where the order of the data is not enough, once more by rows, unless these cannot be followed."""
+
+        def attempt() -> T:
+            return self.evidence.settled(run, draws) if loss else run()
+
+        try:
+            found = attempt()
+        except (SampleAxisError, ArgumentError):
+            again = self._by_rows(attempt, draws) if self.moved and not self.by_rows else None
+            if again is None:
+                raise
+            return again
+        again = None if self.by_rows or _ordered(found) else self._by_rows(attempt, draws)
+        return found if again is None else again
+
+    def _by_rows(self, attempt: Callable[[], T], draws: Draws) -> T | None:
+        places, after = self.problem.places, draws.rewind()
+        self.by_rows = True
+        try:
+            return attempt()
+        except (SampleAxisError, ArgumentError):
+            self.by_rows, self.problem.places = False, places
+            restore(after)
+            return None
+
+
+def _ordered(run: Run) -> bool:
+    """Whether the order of the data is all that the result depends on."""
+    trace, result = run.trace, run.result
+    scalar = isinstance(result, torch.Tensor) and not result.ndim
+    return not (scalar and trace.apart and trace.moved) or one_order(trace.orders)

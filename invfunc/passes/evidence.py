@@ -1,0 +1,245 @@
+"""What tensors are that come from nowhere: f runs on other batches, and constants stay as they are, samples do not.
+
+On a batch of repeated samples, a tensor that has a row for each sample has the rows of those samples. Several batches
+together leave no other order of the rows, and no sum over them, unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import reduce
+from math import isclose
+from operator import or_
+from typing import Any, TypeVar
+
+import torch
+
+from invfunc import thresholds, tree
+from invfunc._functorch import innermost, version
+from invfunc.errors import SampleAxisError, samples_unseen
+from invfunc.operations.axis import Axis
+from invfunc.operations.calls import read_by, spelled
+from invfunc.recording import Trace
+from invfunc.recording.checks import same_values
+from invfunc.recording.held import held_by
+from invfunc.recording.problem import Problem
+from invfunc.recording.provenance import LOST, PROVEN, Adopting, ConstantsMet, Lost, UntracedTensors
+from invfunc.recording.random import Draws
+from invfunc.recording.scope import Scope
+
+_PARAMETERS, _SAMPLES, _STRANGE = 1, 2, 4
+T = TypeVar("T")
+
+
+@dataclass
+class Untraced:
+    """A tensor as it was when it was read first."""
+
+    tensor: torch.Tensor
+    version: int
+    value: torch.Tensor | None
+
+
+@dataclass
+class Learned:
+    """What is known of the untraced tensors of a function, in their order, and of the numbers that meet its
+    parameters."""
+
+    places: list[Axis | Lost | None] = field(default_factory=list)
+    """Where the samples are in each; None of a constant."""
+    constant: bool = False
+    """Whether the numbers are the same for other samples."""
+
+    def tell(self, trace: Trace) -> None:
+        """A run that is to know it."""
+        alone = [Axis(None) if isinstance(place, Axis) and trace.n == 1 else place for place in self.places]
+        trace.adopting, trace.trusting = Adopting(alone, trace.adopt), self.constant
+
+
+class Recorder(UntracedTensors):
+    """A run of which only the untraced tensors are remembered, and the constants that meet parameters alone."""
+
+    adopting = None
+
+    def __init__(self, scope: Scope, draws: Draws) -> None:
+        super().__init__()
+        self.scope, self.draws = scope, draws
+        self.found: list[Untraced] = []
+        self.constants: list[tuple[str, list[Any]]] = []
+        self._of: dict[int, int] = {}
+
+    def parameter(self, x: torch.Tensor) -> torch.Tensor:
+        return self._given(self.scope.enter(x), _PARAMETERS)
+
+    def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return self._given(self.scope.alias(x), _SAMPLES)
+
+    def _given(self, x: torch.Tensor, of: int) -> torch.Tensor:
+        self.know(x)
+        self._of[id(x)] = of
+        return x
+
+    def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
+        self._of[id(x)] = _STRANGE
+        self.found.append(Untraced(x, version(x), x.detach().clone() if x.numel() <= thresholds.COMPARED else None))
+
+    def run(self, name: str, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.draws.before(name, args, kwargs)
+        of = reduce(or_, (self._kind(x) for x in read_by(name, args, kwargs)), 0)
+        if of & _PARAMETERS and not of & _SAMPLES:
+            leaves = tree.leaves((args, kwargs))
+            self.constants.append((name, [_value(x) for x in leaves if self._constant(x)]))
+        out = func(*args, **kwargs)
+        for x in tree.tensors(out):
+            self._of[id(x)] = of & ~_STRANGE
+        return out
+
+    def _kind(self, x: torch.Tensor) -> int:
+        return self._of[id(x)] if self.knows(x) else 0
+
+    def _constant(self, x: Any) -> bool:
+        return not isinstance(x, torch.Tensor) or (self.knows(x) and not self._of[id(x)])
+
+
+class Evidence:
+    """What a function reads that comes from nowhere: found out once, and only where it matters."""
+
+    def __init__(self, problem: Problem, scope: Scope) -> None:
+        self.problem, self.scope = problem, scope
+        self.learned: Learned | None = None
+        self.doubtful = False
+        self.held: list[torch.Tensor] | None = None  # before the first run
+
+    def settled(self, run: Callable[[], T], draws: Draws) -> T:
+        """A run; where nothing is known of tensors that it reads, once more with what can be found out about them."""
+        try:
+            return run()
+        except SampleAxisError:
+            if not self.doubtful or self.learned is not None:
+                raise
+            draws.rewind()
+            self.learned = learn(self.problem, self.scope)
+            return run()
+
+    def tell(self, trace: Trace) -> None:
+        """A run that begins."""
+        trace.constants.update(self.problem.fixed())
+        self.held = held_by(self.problem.f) if self.held is None else self.held
+        trace.constants.update(self.held)
+        if self.learned is not None:
+            self.learned.tell(trace)
+
+    def hear(self, trace: Trace) -> None:
+        """A run that has ended."""
+        self.doubtful = self.doubtful or (trace.untraced_at or trace.escaped) is not None
+
+
+def checks(trace: Trace) -> list[tuple[Callable[[Trace, Trace, torch.Tensor], None], list[int]]]:
+    """What is to be compared in runs on other batches, and the samples of these; no order of rows passes both."""
+    each, last = list(range(trace.n)), trace.n - 1
+    found = [(same_elsewhere, [*each[1:], 0])] if trace.constants_met else []
+    return [*found, (same_rows, [*each[1:], last]), (same_rows, each[::-1])] if trace.aligned else found
+
+
+def same_elsewhere(trace: Trace, other: Trace, order: torch.Tensor) -> None:
+    """Check that what samples met is the same when they are in another order, or in that order as well."""
+
+    def moved(a: torch.Tensor, b: torch.Tensor) -> bool:
+        rows = (d for d, size in enumerate(a.shape) if size == len(order))
+        return _equal(a, b) or any(_equal(a.index_select(d, order), b) for d in rows)
+
+    def same(a: ConstantsMet, b: ConstantsMet) -> bool:
+        sizes = len(a.numbers) == len(b.numbers) and len(a.tensors) == len(b.tensors)
+        near = all(isclose(x, y, rel_tol=1e-5) or x != x != y for x, y in zip(a.numbers, b.numbers, strict=False))
+        return a.name == b.name and sizes and near and all(map(moved, a.tensors, b.tensors))
+
+    for total in (False, True):  # terms of a sum may be in any order
+        given, found = ([b for b in t.constants_met if b.total is total] for t in (trace, other))
+        if total:
+            given, found = (sorted(each, key=lambda b: (b.name, b.numbers)) for each in (given, found))
+        if len(given) != len(found):
+            raise samples_unseen(f"{spelled(trace.escaped)}, after which f does something else in another order")
+        wrong = next((a.name for a, b in zip(given, found, strict=True) if not same(a, b)), None)
+        if wrong is not None:
+            raise samples_unseen(
+                f"`{wrong}`, which reads what was taken out of some of them by {spelled(trace.escaped)}"
+            )
+
+
+def same_rows(trace: Trace, other: Trace, places: torch.Tensor) -> None:
+    """Check that what meets samples row by row has the rows of these, as far as it is of samples."""
+    for (name, a, dim), (_, b, _) in zip(trace.aligned, other.aligned, strict=False):
+        if a.shape != b.shape or not (_equal(a, b) or _equal(a.index_select(dim, places), b)):
+            raise samples_unseen(f"{name}, which reads a tensor that has not the rows of its samples")
+
+
+def learn(problem: Problem, scope: Scope) -> Learned:
+    """Run f on some batches of its samples."""
+    n, device = problem.n, problem.leaves[0].device
+    draws, runs = Draws(stop=False), list[Recorder]()
+    each = torch.arange(n, device=device)
+    batches = [each, (each + 1).clamp(max=n - 1), torch.zeros_like(each), torch.full_like(each, n // 2)]
+    for places in batches:
+        recorder = Recorder(scope, draws)
+        try:
+            problem.call(recorder, [recorder.parameter(leaf) for leaf in problem.leaves], places)
+        except Exception:  # f may not run on repeated samples: then nothing is learned of what it reads
+            return Learned()
+        finally:
+            draws.rewind()
+        runs.append(recorder)
+    seen = list(zip(*(r.found for r in runs), strict=False))
+    if any(len(r.found) != len(seen) for r in runs):
+        return Learned()
+    constant = all(_same_constants(runs[0], r) for r in runs[1:])
+    return Learned([_place(untraced_tensors, batches) for untraced_tensors in seen], constant)
+
+
+def _same_constants(a: Recorder, b: Recorder) -> bool:
+    """Whether the same calls met parameters, with the same constants."""
+    if [name for name, _ in a.constants] != [name for name, _ in b.constants]:
+        return False
+    pairs = zip(a.constants, b.constants, strict=True)
+    return all(len(x) == len(y) and all(map(_equal, x, y)) for (_, x), (_, y) in pairs)
+
+
+def _place(seen: tuple[Untraced, ...], batches: list[torch.Tensor]) -> Axis | Lost | None:
+    """Where the samples are in an untraced tensor, given what it was for each batch."""
+    if any(s.tensor.is_nested or s.tensor.layout != torch.strided for s in seen):
+        return LOST
+    first, *others = seen
+    x = first.tensor
+    if all(s.tensor is x and s.version == first.version for s in others) and all(
+        first.value is None or s.value is None or _equal(first.value, s.value) for s in others
+    ):
+        PROVEN.add(x)
+        return None
+    if any(s.value is None or s.value.shape != x.shape for s in seen):
+        return LOST
+    values = [s.value for s in seen if s.value is not None]
+    if all(_equal(values[0], v) for v in values[1:]):
+        return None
+    found = [
+        d
+        for d, size in enumerate(x.shape)
+        if size == len(batches[0])
+        and all(_equal(values[0].index_select(d, b), v) for b, v in zip(batches[1:], values[1:], strict=True))
+    ]
+    return Axis(found[0]) if len(found) == 1 else LOST
+
+
+def _value(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two constants are the same; what cannot be compared is not."""
+    try:
+        if not isinstance(a, torch.Tensor):
+            return type(a) is type(b) and (a is b or bool(a == b) or bool(a != a and b != b))
+        if not isinstance(b, torch.Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
+            return False
+        return same_values(a, b) if a.is_floating_point() else bool(innermost(a == b).all())
+    except (TypeError, ValueError, RuntimeError):
+        return False

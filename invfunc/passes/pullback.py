@@ -1,0 +1,278 @@
+"""From a run to what a statistic keeps of it: pull columns back to the parameter uses, and reduce the shares there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from invfunc import thresholds
+from invfunc._functorch import version
+from invfunc.errors import ArgumentError
+from invfunc.loss.square_root import Block, Columns, joined_block
+from invfunc.passes.runs import Run
+from invfunc.per_sample import Shares
+from invfunc.per_sample.cotangents import Columns as PulledBack
+from invfunc.per_sample.cotangents import Cotangents, Samples
+from invfunc.per_sample.operands import roles
+from invfunc.plan import Plan, even
+from invfunc.recording.scope import Scope
+from invfunc.recording.tags import ParameterUse
+from invfunc.reductions import Reduction, State
+
+States = dict[int, State]
+"""For each parameter that is reached, what a reduction keeps of it."""
+Done = Callable[[int, int, State], None]
+"""Is told of a reduction (by its place), a parameter, and all that was kept of it, as soon as nothing more comes."""
+
+
+@dataclass
+class Pass:
+    """One pullback: the columns of a range, to the parameter uses of some parameters."""
+
+    uses: dict[int, list[ParameterUse]]
+    start: int
+    stop: int
+
+    @property
+    def sites(self) -> list[int]:
+        return sorted({use.site for uses in self.uses.values() for use in uses})
+
+
+@dataclass
+class Pullback:
+    """Everything that is pulled back through one run."""
+
+    scope: Scope
+    run: Run
+    made: list[Columns]
+    plan: Plan
+    samples: Samples
+    budget: int
+    leaves: frozenset[int] | None = None
+    """The parameters that are wanted, if not all."""
+    one_by_one: bool = False
+    """Whether all columns of a parameter come before the next parameter."""
+    last: bool = False
+    """Whether nobody needs the graph of the run any more."""
+    name: Callable[[int], str] = str
+    """What the parameter at a place is called."""
+    roles: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(c.count for c in self.made)
+
+    @property
+    def sides(self) -> int:
+        """How many cotangents a column has: two, where it is a product of two."""
+        return 1 if self.total == 0 or self.block(Pass({}, 0, 1)).right is None else 2
+
+    def folded(self, reductions: Sequence[Reduction], done: Done) -> list[torch.Tensor | None]:
+        """Tells what each reduction keeps of each parameter; returns what each found of all of them jointly."""
+        if any(m.paired for m in reductions):
+            self.roles = roles(self.run.params, self.run.trace.uses)
+        passes = self.passes(reductions)
+        firsts = [m.before for m in reductions if m.before is not None]
+        if not firsts:
+            if self.streams(passes):
+                states: list[States] = [{} for _ in reductions]
+                for k in range(len(passes)):
+                    self._stream(reductions, states, passes[k], done, last=self.last and k + 1 == len(passes))
+                return [None] * len(reductions)
+            self._sweep(reductions, [None] * len(reductions), ((p, self._pull(p)) for p in passes), done)
+            return [None] * len(reductions)
+        kept = [(p, self._pull(p)) for p in passes] if len(passes) == 1 else None
+        firsts_of: list[list[State]] = [[] for _ in firsts]
+        pulled = kept or ((p, self._pull(p)) for p in passes)
+        self._sweep(firsts, [None] * len(firsts), pulled, lambda k, leaf, state: firsts_of[k].append(state))
+        zeros = self.run.params[0].detach().new_zeros(self.samples.count)
+        joint = iter([m.joint(s, zeros) for m, s in zip((m for m in reductions if m.before), firsts_of, strict=True)])
+        joints = [next(joint) if m.before is not None else None for m in reductions]
+        self._sweep(reductions, joints, kept or ((p, self._pull(p)) for p in passes), done)
+        return joints
+
+    def passes(self, reductions: Sequence[Reduction], total: int | None = None) -> list[Pass]:
+        """The pullbacks that some reductions ask for, of all columns, or of another number of them."""
+        divisible = all("outputs" in m.axes for m in reductions)  # the columns may come in several passes
+        thin = all(m.thin for m in reductions)  # these may be of one each
+        run, total = self.run, self.total if total is None else total
+        if total == 0:  # a cross entropy over one class
+            return []
+        passes = []
+        for first, last in self.plan.ranges("params", len(run.params)):
+            wanted = [i for i in range(first, last) if self.leaves is None or i in self.leaves]
+            uses = {i: [t for t in run.trace.uses if i in t.derived.leaves] for i in wanted}
+            uses = {i: found for i, found in uses.items() if found}
+            sites = {t.site for found in uses.values() for t in found}
+            if not sites:
+                continue
+            largest = max(run.trace.sizes[s] for s in sites) * run.trace.n
+            ranges = even(total, 1 if thin and largest >= thresholds.APART else max(1, self.budget // largest))
+            if self.plan.asked("outputs"):
+                ranges = self.plan.ranges("outputs", total)
+            elif not divisible:
+                ranges = [(0, total)]
+            alone = self.one_by_one and len(ranges) > 1
+            passes += [Pass(some, a, b) for some in (_by_sites(uses) if alone else [uses]) for a, b in ranges]
+        return passes
+
+    def _sweep(
+        self,
+        reductions: Sequence[Reduction],
+        joints: Sequence[torch.Tensor | None],
+        pulled: Iterable[tuple[Pass, PulledBack]],
+        done: Done,
+    ) -> None:
+        """Pass by pass; a parameter is done with its last column."""
+        states: list[States] = [{} for _ in reductions]
+        for each, columns in pulled:
+            for i, uses in _backwards(each.uses):
+                self._keep(states, reductions, i, uses, columns, joints)
+                if each.stop == self.total:
+                    self._tell(states, i, done)
+            del columns  # before the next pass makes its own
+
+    @staticmethod
+    def _tell(states: list[States], leaf: int, done: Done) -> None:
+        for k, kept in enumerate(states):
+            if leaf in kept:
+                done(k, leaf, kept.pop(leaf))
+
+    def _keep(
+        self,
+        states: list[States],
+        reductions: Sequence[Reduction],
+        leaf: int,
+        uses: list[ParameterUse],
+        pulled: PulledBack,
+        joints: Sequence[torch.Tensor | None],
+    ) -> None:
+        reached = [t for t in uses if pulled.left[t.site] is not None]
+        if not reached:
+            return
+        several = [a for t in reached for a in t.recipe.recomputed] if len(reached) > 1 else []
+        for operand in several[::-1]:  # from the last one on, as each is computed from the next
+            operand.hold()
+        for kept, reduction, joint in zip(states, reductions, joints, strict=True):
+            recomputed = leaf in kept
+            shares = Shares(
+                self.scope,
+                self.run.params[leaf],
+                reached,
+                pulled,
+                self.samples,
+                self.budget,
+                recomputed,
+                leaf,
+                self.name,
+                self.roles.get(leaf),
+            )
+            state = reduction.partial(shares, joint)
+            kept[leaf] = reduction.over_columns(kept[leaf], state) if recomputed else state
+        for operand in several:
+            operand.drop()
+
+    # All cotangents at once
+
+    def _pull(self, each: Pass) -> PulledBack:
+        block = self.block(each)
+        left = self.cotangents(block.left, each.sites)
+        right = None if block.right is None else self.cotangents(block.right, each.sites)
+        return PulledBack(left, right, block.weight)
+
+    def block(self, each: Pass) -> Block:
+        return joined_block(self.made, each.start, each.stop, self.run.part, self.run.trace.n)
+
+    def _at_outputs(self, columns: dict[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        outputs, given = [], []
+        for i, c in columns.items():
+            z, axis = self.run.outputs[i]
+            outputs.append(z)
+            given.append(axis.restore(c, self.run.trace.n if not axis.whole else 1, 1).to(z.dtype))
+        return outputs, given
+
+    def cotangents(self, columns: dict[int, torch.Tensor], sites: list[int]) -> Cotangents:
+        """Cotangents at the outputs, pulled back to some sites."""
+        trace = self.run.trace
+        outputs, given = self._at_outputs(columns)
+        batched = given[0].shape[0] > 1
+        given = given if batched else [c[0] for c in given]
+        large = max(trace.sizes[s] for s in sites) * trace.n >= thresholds.APART
+        large = large and given[0].device.type in thresholds.APART_ON
+        edges = [trace.edges[s] for s in sites]
+        found = self.scope.grad(outputs, edges, given, batched=batched, one_by_one=large)
+        cotangents: Cotangents = [None] * len(trace.edges)
+        for s, d in zip(sites, found, strict=True):
+            if d is not None:
+                cotangents[s] = self._exposed(s, d if batched else d[None])
+        return cotangents
+
+    def _exposed(self, site: int, cotangent: torch.Tensor) -> torch.Tensor:
+        return self.run.trace.axes[site].expose(self.scope.leave(cotangent), self.run.trace.n, 1)
+
+    # One cotangent after the other, where nobody needs them again
+
+    def streams(self, passes: list[Pass]) -> bool:
+        """Whether the columns come one by one, and it is of use to reduce them so."""
+        if not passes or self.scope.create_graph or any(p.stop - p.start != 1 for p in passes):
+            return False
+        lean = any(use.recipe.recomputed for use in self.run.trace.uses)
+        return (lean or (len(passes) == 1 and self.last)) and self.block(passes[0]).right is None
+
+    def _stream(
+        self, reductions: Sequence[Reduction], states: list[States], only: Pass, done: Done, last: bool
+    ) -> None:
+        """A parameter is reduced when its cotangent comes by, so that neither it nor what it met is kept."""
+        run, waiting, stop = self.run, dict(only.uses), only.stop
+        block = self.block(only)
+        pulled = PulledBack([None] * len(run.trace.edges), weight=block.weight)
+        sites = only.sites
+        if last:
+            only.uses = {}
+            run.trace.uses.clear()
+
+        def folded(leaf: int, uses: list[ParameterUse]) -> None:
+            self._keep(states, reductions, leaf, uses, pulled, [None] * len(reductions))
+            if stop == self.total:
+                self._tell(states, leaf, done)
+
+        def arrived(site: int, cotangent: torch.Tensor) -> None:
+            pulled.left[site] = self._exposed(site, cotangent[None])
+            for i, uses in list(waiting.items()):
+                if len(uses) == 1 and uses[0].site == site and uses[0].param is run.params[i]:
+                    folded(i, waiting.pop(i))
+            if not any(use.site == site for uses in waiting.values() for use in uses):
+                pulled.left[site] = None
+
+        outputs, given = self._at_outputs(block.left)
+        self.scope.stream(outputs, [c[0] for c in given], {s: run.trace.edges[s] for s in sites}, arrived, not last)
+        for i, uses in _backwards(waiting):
+            folded(i, uses)
+
+
+def _backwards(uses: dict[int, list[ParameterUse]]) -> list[tuple[int, list[ParameterUse]]]:
+    """The parameters in the order of a backward pass, where operands are computed again, each from the next."""
+    if not any(use.recipe.recomputed for found in uses.values() for use in found):
+        return list(uses.items())
+    return sorted(uses.items(), key=lambda item: -max(use.site for use in item[1]))
+
+
+def _by_sites(uses: dict[int, list[ParameterUse]]) -> list[dict[int, list[ParameterUse]]]:
+    """The parameters one by one, but for those whose cotangents are the same, as weight and bias of a layer."""
+    groups: dict[frozenset[int], dict[int, list[ParameterUse]]] = {}
+    for i, found in uses.items():
+        groups.setdefault(frozenset(t.site for t in found), {})[i] = found
+    return list(groups.values())
+
+
+def check_versions(uses: list[ParameterUse]) -> None:
+    """What an operation with parameters read has to be there still."""
+    for use in uses:
+        for x, before in use.versions:
+            if version(x) != before:
+                raise ArgumentError(
+                    "a tensor that an operation with parameters read was modified in place afterwards, so its share "
+                    "cannot be computed; modify a copy."
+                )

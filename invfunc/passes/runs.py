@@ -1,0 +1,306 @@
+"""Runs of a problem's function: whole, in parts of the batch, up to its outputs, or sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc import thresholds, tree
+from invfunc._functorch import version
+from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleAxisError, not_alone
+from invfunc.loss.outputs import ModelOutput, OutputFinder, Reached, active
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis import BATCH_SUM
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.passes.alone import FOREIGN, Alone, NotAlone
+from invfunc.passes.by_rows import Places
+from invfunc.passes.evidence import Evidence
+from invfunc.plan import Options, even
+from invfunc.recording import Trace
+from invfunc.recording.checks import cannot_draw, check_loss, no_outputs, output_axis, same_in_part, same_values
+from invfunc.recording.follower import Follower
+from invfunc.recording.problem import Problem
+from invfunc.recording.random import Draws, Drew, restore
+from invfunc.recording.scope import Scope
+from invfunc.recording.steps import Remember
+from invfunc.recording.tags import Derived, Sampled
+
+WHOLE = slice(None)
+_NOT_IN_PARTS = "f does not run on a part of the batch, so it cannot be chunked over samples."
+
+
+@dataclass
+class Run:
+    """A run of the model part on the samples `part`: parameter uses, and the outputs to pull back from."""
+
+    trace: Trace
+    params: list[torch.Tensor]
+    part: Any
+    """A slice, or the indices of samples."""
+    outputs: dict[int, tuple[torch.Tensor, Axis]]
+    start: int = 0
+    """The place of its first sample in the batch."""
+    result: Any = None
+    aux: Any = None
+
+
+class Runner:
+    """Runs the function of a problem; `budget` bounds the numbers in an intermediate tensor of a block."""
+
+    def __init__(
+        self, problem: Problem, scope: Scope, options: Options, budget: int, remember: Remember | None, whole: bool
+    ) -> None:
+        """`remember` says which calls are to be run again; `whole` that blocks of samples do not pay."""
+        self.problem, self.scope, self.budget = problem, scope, budget
+        self.plan, self.fast = options.plan, options.fast
+        self.remember, self.whole = remember, whole or budget > thresholds.BUSY
+        self.pattern: Follower | None = None
+        self.alone: Alone | None = None  # the last resort, once the function could not be followed
+        self.apart = problem.n > 1  # whether the samples are told apart in the result
+        self.places = Places(problem, Evidence(problem, scope))
+
+    def run(
+        self,
+        part: slice | torch.Tensor,
+        n: int,
+        *,
+        with_uses: bool = True,
+        partial: bool = False,
+        draws: Draws | None = None,
+        finder: Callable[[Trace], OutputFinder] | None = None,
+    ) -> Run:
+        trace = Trace(self.scope, n, fast=self.fast, with_uses=with_uses, partial=partial, draws=draws)
+        trace.remember = self.remember if with_uses else None
+        trace.pattern, trace.apart = self.pattern, self.apart and n > 1
+        self.places.tell(trace)
+        watching = finder(trace) if finder is not None else None
+        params = trace.parameters(self.problem.leaves, enter=with_uses or watching is not None)
+        run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
+        before = [version(x) for x in self.problem.tensors()]
+        try:
+            twice = TwiceDifferentiable() if self.scope.create_graph or self.scope.twice else nullcontext()
+            with active(watching), nullcontext() if self.pattern is None else self.pattern.labels, twice:
+                run.result, run.aux = self.problem.call(trace, params, part)
+        except Reached:
+            assert watching is not None
+            run.outputs = {i: (r.value, r.axis) for i, r in watching.roots.items()}
+        finally:
+            trace.watcher = trace.after = trace.adopting = None  # no cycle that keeps activations alive
+            self.places.hear(trace)
+        if before != [version(x) for x in self.problem.tensors()]:
+            raise ArgumentError(
+                "f writes into one of its arguments in place; it may run several times, so copy it first."
+            )
+        return run
+
+    def loss(self, or_model: bool = False, draws: Draws | None = None) -> Run:
+        """The loss function in one run; `or_model` also takes a model function; `draws` are those to be repeated."""
+        after = draws.rewind() if draws is not None else {}
+        drawn = Draws(stop=False) if draws is None else draws
+        run = self.places.settled(lambda: self._loss(or_model, drawn), drawn, loss=True)
+        restore(after)
+        return run
+
+    def _loss(self, or_model: bool, draws: Draws) -> Run:
+        problem = self.problem
+        try:
+            run = self.run(WHOLE, problem.n, draws=draws)
+            if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
+                return self._checked_model(run)
+            check_loss(run.trace, run.result)
+            if isinstance(run.trace.tag(run.result), Derived) and not run.result.ndim:
+                zero = torch.zeros_like(run.result.detach())  # a sum over the samples of nothing
+                run.trace.set(zero, Sampled(BATCH_SUM, around="f"))
+                with run.trace:
+                    run.result = run.result + zero
+            run.trace.check([run.result], run.params)
+            self.check_places(run, draws)
+        except SampleAxisError as error:
+            run = self._run_alone(self._alone(error), WHOLE, problem.n)
+            if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
+                self._take_outputs(run)
+                return run
+            check_loss(run.trace, run.result)
+        run.outputs = {0: (run.result, Axis(None))}
+        return run
+
+    def check_places(self, run: Run, draws: Draws) -> None:
+        """Check that the samples have places in a scalar loss, and remember these."""
+        self.places.check(run, draws, lambda order: self.run(order, run.trace.n, with_uses=False, draws=draws))
+
+    def _checked_model(self, run: Run) -> Run:
+        self._take_outputs(run)
+        if run.trace.with_uses:
+            run.trace.check([z for z, _ in run.outputs.values()], run.params)
+        return run
+
+    def _alone(self, error: SampleAxisError) -> Alone:
+        """The last resort, where an error says that the function cannot be followed, or not on a part of the batch."""
+        if not (error.unknown or self.plan.asked("samples")):
+            raise error
+        try:
+            self.alone = Alone(self.problem, self.scope)
+        except NotAlone as why:
+            raise not_alone(error, str(why)) if error.unknown else error from None
+        return self.alone
+
+    def loss_alone(self, error: SampleAxisError) -> Run:
+        """A loss for each sample, as they are in the whole batch."""
+        run = self._run_alone(self._alone(error), WHOLE, self.problem.n, with_uses=False)
+        check_loss(run.trace, run.result)
+        return run
+
+    def _run_alone(self, alone: Alone, part: slice | torch.Tensor, n: int, with_uses: bool = True) -> Run:
+        ran = alone.with_uses(part, n) if with_uses and isinstance(part, slice) else alone.untapped(part, n)
+        start = (part.start or 0) if isinstance(part, slice) else 0
+        return Run(ran.trace, ran.params, part, {}, start, tree.unflatten(ran.outputs, alone.structure), alone.aux)
+
+    def model(self, part: slice | torch.Tensor, n: int, with_uses: bool = True, draws: Draws | None = None) -> Run:
+        """The model function on a part; `run.result` becomes the structure of its outputs; `draws` are repeated."""
+        partial = n < self.problem.n
+        if self.alone is not None:
+            return self._model_alone(self.alone, part, n, with_uses)
+        after = draws.rewind() if draws is not None else {}
+        drawn = Draws(stop=partial) if partial or draws is None else draws
+        try:
+            run = self.places.settled(lambda: self._model(part, n, with_uses, drawn), drawn)
+            restore(after)
+        except Drew:
+            raise cannot_draw() from None
+        except SampleAxisError as error:
+            return self._model_alone(self._alone(error), part, n, with_uses)
+        except FOREIGN as error:
+            if isinstance(error, InvFuncError) or not partial:
+                raise
+            raise SampleAxisError(_NOT_IN_PARTS) from error
+        return run
+
+    def _model(self, part: slice | torch.Tensor, n: int, with_uses: bool, draws: Draws) -> Run:
+        return self._checked_model(self.run(part, n, with_uses=with_uses, partial=n < self.problem.n, draws=draws))
+
+    def _model_alone(self, alone: Alone, part: slice | torch.Tensor, n: int, with_uses: bool) -> Run:
+        run = self._run_alone(alone, part, n, with_uses)
+        self._take_outputs(run)
+        return run
+
+    def _take_outputs(self, run: Run) -> None:
+        named, structure = tree.outputs(run.result)
+        if not named:
+            raise no_outputs(run.result)
+        run.outputs, run.result = {}, structure
+        for i, (path, z) in enumerate(named):
+            z = self._of_each_sample(run, z)
+            run.outputs[i] = z, output_axis(run.trace, z, self.problem.out_dims, path)
+
+    def _of_each_sample(self, run: Run, z: Any) -> Any:
+        """Outputs that depend on the parameters alone are those of every sample."""
+        if not isinstance(z, torch.Tensor) or not isinstance(run.trace.tag(z), Derived) or not z.is_floating_point():
+            return z
+        zero = torch.zeros_like(z.detach())
+        run.trace.set(zero, Sampled(Axis(self.problem.out_dims % max(z.ndim, 1))))
+        with run.trace:
+            return z + zero
+
+    def check_part(self, run: Run) -> None:
+        """The outputs of a sample must not depend on how many samples, or which, are beside it."""
+        if run.trace.n == self.problem.n:
+            return
+        start, stop, n = run.part.start, run.part.stop, run.trace.n
+        picked = {1: [(start + 1) % self.problem.n, start], 2: [stop - 1], 3: [stop - 1, start]}
+        places = picked.get(n, [stop - 1, start + n // 2, start])
+        few = self.model(torch.tensor(places, device=self.problem.leaves[0].device), len(places), with_uses=False)
+        for (z, axis), (y, other) in zip(run.outputs.values(), few.outputs.values(), strict=True):
+            whole, alone = axis.expose(z, n), other.expose(y, len(places))
+            if not all(same_values(whole[p - start], alone[i]) for i, p in enumerate(places) if start <= p < stop):
+                raise SampleAxisError(
+                    "the outputs of a sample depend on how many are beside it, or on its place (does f use the length "
+                    "of the batch?), so f cannot be chunked over samples."
+                )
+
+    def blocks(self, few: bool, draws: Draws) -> list[Run]:
+        """The model function in one pass, or, if columns are not few, in blocks of samples that fit the cache."""
+        n = self.problem.n
+        divided = any(self.plan.asked(over) for over in ("outputs", "params"))
+        if few or self.whole or divided or self.problem.has_aux or n < thresholds.BLOCK_BATCH:
+            return [self.model(WHOLE, n, draws=draws)]
+        try:
+            first = min(n, thresholds.BLOCK_SAMPLES)
+            run = self.model(slice(0, first), first)
+            if first == n:
+                return [run]
+            size = self._block_size(run.trace, sum(z.numel() for z, _ in run.outputs.values()) // first)
+            if n <= size:
+                return [self.model(WHOLE, n, draws=draws)]
+            rest = even(n - first, size)
+            runs = [run, *(self.model(slice(first + a, first + b), b - a) for a, b in rest if a < b)]
+            self.check_part(runs[-1])
+            return runs
+        except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
+            return [self.model(WHOLE, n, draws=draws)]
+
+    def parts(self, roots: list[ModelOutput], columns: int, draws: Draws) -> Iterable[Run]:
+        """The model part up to the roots: chunks one by one, or blocks where nobody asked for passes of their own."""
+        n, parts = self.problem.n, self.plan.ranges("samples", self.problem.n)
+        if draws.drew and len(parts) > 1:
+            raise cannot_draw()
+        few = columns < thresholds.BLOCK_COLUMNS or n < thresholds.BLOCK_BATCH
+        if any(self.plan.splits.values()) or draws.drew or few or self.whole:
+            return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in parts)
+        try:
+            start = min(n, thresholds.BLOCK_SAMPLES)
+            first = self.up_to(roots, slice(0, start), start, draws)
+            rest = even(n - first.trace.n, self._block_size(first.trace, columns))
+            rest = [(first.trace.n + a, first.trace.n + b) for a, b in rest if a < b]
+            return [first, *(self.up_to(roots, slice(a, b), b - a, draws) for a, b in rest)]
+        except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
+            return [self.up_to(roots, WHOLE, n, draws)]
+
+    def _block_size(self, trace: Trace, columns: int) -> int:
+        """How many samples to run at once, so that some columns at the largest site fit the budget."""
+        width = min(columns, thresholds.BLOCK_WIDTH)
+        return max(thresholds.BLOCK_SAMPLES, self.budget // (width * max(trace.sizes, default=1)))
+
+    def up_to(self, roots: list[ModelOutput], part: slice | torch.Tensor, n: int, draws: Draws) -> Run:
+        """The function on a part of the batch until its outputs are there; they have to be those of the whole batch."""
+        part = WHOLE if isinstance(part, slice) and n == self.problem.n else part
+        after = draws.rewind()
+        try:
+            run = self.run(part, n, finder=lambda trace: OutputFinder(trace, [r.ordinal for r in roots]))
+        except FOREIGN as error:
+            if part is WHOLE or isinstance(error, InvFuncError):
+                raise
+            raise SampleAxisError(_NOT_IN_PARTS) from error
+        finally:
+            restore(after)
+        for root in roots:
+            z, axis = run.outputs.get(root.ordinal, (None, root.axis))
+            if z is None or not same_in_part(z, axis, run.trace.n, root.value, root.axis, self.problem.n, part):
+                if part is WHOLE:
+                    raise RandomnessError(
+                        "f gives other outputs when it runs again: it draws numbers outside of torch."
+                    )
+                raise SampleAxisError(
+                    "the outputs of f on a part of the batch are not those of the whole batch (has it a constant for "
+                    "each sample, or does it use the length of the batch?), so it cannot be chunked over samples."
+                )
+        return run
+
+    def loss_parts(self, whole: torch.Tensor, draws: Draws) -> Iterable[Run]:
+        """A loss for each sample: the function itself on parts of the batch."""
+        if draws.drew:
+            raise cannot_draw()
+        for start, stop in self.plan.ranges("samples", self.problem.n):
+            part, n = slice(start, stop), stop - start
+            run = self.run(part, n) if self.alone is None else self._run_alone(self.alone, part, n)
+            check_loss(run.trace, run.result)
+            if not same_values(run.result, whole[start:stop]):
+                raise SampleAxisError(
+                    "the losses of f on a part of the batch are not those of the whole batch (does it divide by its "
+                    "length?), so it cannot be chunked over samples; mark its outputs with `outputs(z)`."
+                )
+            run.outputs, run.part = {0: (run.result, Axis(None))}, WHOLE
+            yield run

@@ -1,0 +1,50 @@
+"""What a pullback brings to the parameter uses of a run, and which of its samples are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from invfunc.operations.factors import Part
+from invfunc.plan import even
+
+Cotangents = list[torch.Tensor | None]
+"""For each site of a run the cotangents `[V, n, *one]` at its output, None where nothing arrives."""
+
+
+@dataclass
+class Columns:
+    """What was pulled back: `left`, `right` for a product of two, and `weight[v, n]`, which multiplies squares."""
+
+    left: Cotangents
+    right: Cotangents | None = None
+    weight: torch.Tensor | None = None
+    known: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    """What one parameter has found out of them that another needs too."""
+
+
+@dataclass
+class Samples:
+    """All n samples of a run, or those of them that were chosen."""
+
+    n: int
+    chosen: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.n if self.chosen is None else len(self.chosen)
+
+    @property
+    def all(self) -> Part:
+        return slice(0, self.n) if self.chosen is None else self.chosen
+
+    def parts(self, size: int, budget: int) -> list[Part]:
+        """Blocks of samples of which each makes about `budget` numbers, `size` a sample."""
+        ranges = even(self.count, max(1, budget // max(1, size)))
+        return [slice(a, b) if self.chosen is None else self.chosen[a:b] for a, b in ranges]
+
+
+def length(part: Part) -> int:
+    return part.stop - part.start if isinstance(part, slice) else len(part)

@@ -1,0 +1,170 @@
+"""The shares of samples in one parameter: the sum of its factors, kept factored until a statistic asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from invfunc import thresholds
+from invfunc._functorch import innermost
+from invfunc._values import anywhere
+from invfunc.contract import joined, summed
+from invfunc.operations.factors import Part
+from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
+from invfunc.per_sample.factor import Factor, shifted_moments, squared
+from invfunc.recording.scope import Scope
+from invfunc.recording.tags import ParameterUse
+
+
+@dataclass
+class Shares:
+    """`G[v, n, *p]` of one parameter for the columns of a pass and the samples of a run."""
+
+    scope: Scope
+    leaf: torch.Tensor
+    """The parameter as the run saw it: the root of what derives from it."""
+    uses: list[ParameterUse]
+    columns: Columns
+    samples: Samples
+    budget: int
+    """How many numbers an intermediate tensor may have."""
+    seen_before: bool = False
+    """Whether other columns of these samples have been reduced before."""
+    place: int = 0
+    """Of the parameter among all."""
+    name: Callable[[int], str] = str
+    """What the parameter at a place is called."""
+    role: str | None = None
+    """Whether it is the "weight" or the "bias" of operations that read it with another parameter, and only those."""
+    factors: list[Factor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        alike: dict[object, list[ParameterUse]] = {}
+        for use in self.uses:
+            alike.setdefault(use.kind if len(self.uses) > 1 else None, []).append(use)
+        self.factors = [Factor(uses, self.columns, self.samples, self.budget) for uses in alike.values()]
+
+    def dense(self) -> torch.Tensor:
+        """`[V, count, *p]`, instantiated."""
+        blocks = self._blocks(thresholds.OPERANDS * self.budget, sum(f.work for f in self.factors))
+        shares = [self._dense(part) for part in blocks]
+        return joined(shares, 1)
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        """`sum_n weights[n] G[n]` of the only column."""
+        return summed(self._pull(f, f.weighted(weights), 0) for f in self.factors)
+
+    def square_sum(self, each: bool = False) -> torch.Tensor:
+        """`sum_v weight[v, n] G[v, n]^2`, or the product of left and right in place of the square; summed over samples,
+        or `[count, *p]` of each."""
+        if self._apart:
+            return summed(self._pull(f, f.square_sum(each), int(each)) for f in self.factors)
+        columns, found = self.columns, []
+        for part in self._blocks():
+            right = None if columns.right is None else self._dense(part, columns.right)
+            square = squared(self._dense(part), right).movedim(1, 0)
+            if columns.weight is not None:
+                square = square * columns.weight[:, part].T.reshape(*square.shape[:2], *[1] * self.leaf.ndim)
+            found.append(square.sum(1) if each else square.sum((0, 1)))
+        return joined(found) if each else summed(found)
+
+    def outer(self) -> torch.Tensor:
+        """`sum_vn weight[v, n] G[v, n] G[v, n]^T` as `[P, P]`; symmetric also with products of left and right."""
+        columns, found = self.columns, []
+        for part in self._blocks():
+            share = other = self._dense(part).unsqueeze(-1).flatten(2)
+            if columns.right is not None:
+                other = self._dense(part, columns.right).unsqueeze(-1).flatten(2)
+            if columns.weight is not None:
+                share = share * columns.weight[:, part].to(share.dtype)[:, :, None]
+            found.append(share.flatten(0, 1).mT @ other.flatten(0, 1))
+        total = summed(found)
+        return total if columns.right is None else (total + total.mT) / 2
+
+    def norms(self) -> torch.Tensor:
+        """`sum_p G[n, p]^2` of the only column: `[count]`."""
+        if self._apart:
+            return summed(f.norms() for f in self.factors)
+        return torch.cat([self._dense(part)[0].reshape(length(part), -1).square().sum(1) for part in self._blocks()])
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
+        if self._apart:
+            pairs = [(f, f.moments()) for f in self.factors]
+            total, centred = ([self._pull(f, both[i], 0) for f, both in pairs] for i in (0, 1))
+            return summed(total), summed(centred)
+        return shifted_moments(self._dense(part)[0] for part in self._blocks())
+
+    def products(self) -> torch.Tensor:
+        """`sum_p G[v, n, p] G[w, m, p]` as `[V, count, V, count]`."""
+        if self._apart:
+            return summed(f.products() for f in self.factors)
+        share = self.dense()
+        flat = share.reshape(share.shape[0] * share.shape[1], -1)
+        return (flat @ flat.T).reshape(*share.shape[:2], *share.shape[:2])
+
+    def _blocks(self, budget: int | None = None, size: int | None = None) -> Iterator[Part]:
+        """Blocks of samples whose shares fit the budget."""
+        if size is None:
+            cotangent = self.columns.left[self.uses[0].site]
+            assert cotangent is not None
+            size = sum(f.work for f in self.factors) + cotangent.shape[0] * self.leaf.numel()
+        yield from self.samples.parts(size, budget or self.budget // thresholds.SHARES)
+
+    def _dense(self, part: Part, cotangents: Cotangents | None = None) -> torch.Tensor:
+        cotangents = self.columns.left if cotangents is None else cotangents
+        reached = (f for f in self.factors if any(cotangents[use.site] is not None for use in f.uses))
+        return summed(self._pull(f, f.dense(cotangents, part), 2) for f in reached)
+
+    def _pull(self, factor: Factor, share: torch.Tensor, lead: int) -> torch.Tensor:
+        """From a derived parameter to the parameter itself."""
+        param = factor.use.param
+        if param is self.leaf:
+            return share
+        scale = None if share.dtype == param.dtype else _scale(share, lead)
+        low = (share if scale is None else share / scale).to(param.dtype)
+        if lead == 0:
+            (found,) = self.scope.grad([param], [self.leaf], [low], batched=False)
+        else:
+            (found,) = self.scope.grad([param], [self.leaf], [low.flatten(0, lead - 1)])
+        if found is None:
+            return share.new_zeros(*share.shape[:lead], *self.leaf.shape)
+        found = self.scope.leave(found).reshape((*share.shape[:lead], *self.leaf.shape))
+        if scale is None:
+            return found
+        return found.to(torch.promote_types(found.dtype, share.dtype)) * scale.reshape(
+            *share.shape[:lead], *[1] * self.leaf.ndim
+        )
+
+    def origins(self, param: torch.Tensor) -> torch.Tensor:
+        """Which entry of the parameter each entry of a tensor is that picks among them; -1 where it is none."""
+        entries = torch.arange(self.leaf.numel(), device=self.leaf.device).reshape(self.leaf.shape)
+        if param is self.leaf:
+            return entries
+        found, scale, rest = torch.zeros(param.shape, dtype=torch.long, device=param.device), 1, entries + 1
+        while bool((rest > 0).any()):  # digit by digit: each is exact in half precision
+            digits = self.scope.push(param, self.leaf, (rest % 128).to(param.dtype))
+            found = found + scale * innermost(digits).long()
+            rest, scale = rest // 128, scale * 128
+        return found - 1
+
+    @property
+    def _apart(self) -> bool:
+        """Whether squares of shares are squares of factors: each entry of the parameter is read at one place only."""
+        if not all(f.use.derived.selected for f in self.factors):
+            return False
+        if len(self.factors) == 1:
+            return True
+        if sum(f.use.param.numel() for f in self.factors) > self.leaf.numel():
+            return False
+        read = summed(self._pull(f, torch.ones_like(f.use.param), 0) for f in self.factors)
+        return not anywhere(read > 1.5)
+
+
+def _scale(share: torch.Tensor, lead: int) -> torch.Tensor:
+    """What to divide by so that float16 holds the entries and their sums: a square of a share would be 0 there."""
+    size = share.detach().abs().reshape(*share.shape[:lead], -1).sum(-1) / 1024
+    size = torch.where((size > 0) & size.isfinite(), size, 1)
+    return size.reshape(*size.shape, *[1] * (share.ndim - lead))

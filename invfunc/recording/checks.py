@@ -1,0 +1,145 @@
+"""What a function may return, and whether parts of a batch give what the whole does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from invfunc._functorch import innermost
+from invfunc._values import anywhere
+from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, samples_lost
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis import BATCH_SUM
+from invfunc.operations.batch_axis.orders import Order
+from invfunc.recording import Trace
+from invfunc.recording.seen import not_shared
+from invfunc.recording.tags import Derived, Sampled
+
+
+def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:
+    """Check that a result is a loss, a scalar or one for each sample; returns how it depends on the parameters."""
+    n = trace.n
+    if not isinstance(result, torch.Tensor):
+        kind = type(result).__name__
+        raise ArgumentError(f"{name} returned an object of type {kind}, but a loss is a tensor: a scalar or [N].")
+    tag = trace.tag(result)
+    if isinstance(tag, Sampled) and tag.lost:
+        raise samples_lost(tag.lost, trace.unknown)
+    place = tag.place if isinstance(tag, Sampled) else None
+    if result.ndim and tuple(result.shape) != (n,):
+        kind = "a model function" if isinstance(place, Axis) else "no loss function"
+        raise ArgumentError(
+            f"{name} returned shape {tuple(result.shape)} for N = {n}, so it looks like {kind}; wanted is a loss "
+            f"function, which returns a scalar or shape ({n},). Compute the loss in it, or sum over its other axes."
+        )
+    if result.ndim and isinstance(tag, Derived) and tag.untraced_at:
+        raise samples_lost(f"the result of {name}, which no sample reaches that can be seen", unknown=True)
+    if result.ndim and n > 1 and (place is BATCH_SUM or isinstance(tag, Derived)):
+        raise ArgumentError(
+            f"{name} returned shape ({n},), but its entries are not those of the {n} samples, which it sums over; "
+            "wanted is a scalar or the [N] losses of the samples."
+        )
+    if result.ndim and isinstance(place, Axis) and place.rows is not None:
+        raise ArgumentError(
+            f"{name} returned shape ({n},), but its entries are not those of the {n} samples, one for each and "
+            "in their order: some were selected, or moved. Put them back, or return their sum."
+        )
+    if not result.is_floating_point():
+        raise ArgumentError(f"{name} returned dtype {result.dtype}, but a loss is a floating-point tensor.")
+    if isinstance(tag, Derived):
+        check_shared(trace, tag, name)
+        return Sampled(None, around="the parameters alone")
+    return tag if tag is not None else Sampled(None)
+
+
+def one_order(orders: Iterable[Order]) -> bool:
+    """Whether the samples meet the parameters in one order, in which each of them is once."""
+    first, *others = orders
+    return not others and bool(first) and sorted(first) == list(range(len(first)))
+
+
+def order_of(trace: Trace, result: torch.Tensor) -> list[int] | None:
+    """The place of each sample of a scalar loss, in which they have to meet the parameters in one order."""
+    orders = trace.orders
+    if set(orders) <= {None} or not trace.apart or result.ndim:
+        return None
+    order, name = next((o, name) for o, name in orders.items() if o is not None)
+    if not one_order(orders):
+        raise SampleAxisError(
+            f"at `{name}` the samples are in another order than in the batch, but not everywhere: the share of each is "
+            "not defined. Put all batch arguments in that order before they are passed."
+        )
+    return sorted(range(trace.n), key=order.__getitem__)
+
+
+def check_shared(trace: Trace, tag: Derived, name: str) -> None:
+    """Check that a loss is that of some samples, if it matters how they share it."""
+    if not trace.apart:
+        return
+    why = not_shared(tag, trace.left)
+    if why:
+        raise samples_lost(why, unknown=False)
+    raise SampleAxisError(
+        f"no sample reaches the result of {name}: it is computed from the parameters alone, as an L2 term is, and no "
+        "sample has a share of it. Return its sum with the loss of the data; then each has 1/N of it."
+    )
+
+
+def no_outputs(result: Any) -> ArgumentError:
+    """What a function returned has no outputs in it."""
+    kind = type(result).__name__
+    return ArgumentError(f"f returned no tensors but an object of {kind}; outputs are floating-point tensors.")
+
+
+def output_axis(trace: Trace, z: torch.Tensor, dim: int, path: str = "") -> Axis:
+    """Check one output of a model function, at a place in what it returned; returns where its samples are."""
+    among = f" at {path}" if path else ""
+    pick = " Pick the outputs that the loss reads, as in `lambda params, x: f(params, x).logits`." if path else ""
+    if not z.is_floating_point():
+        raise ArgumentError(f"f returned a tensor of {z.dtype}{among}, but outputs are floating-point tensors.{pick}")
+    if z.ndim == 0 or not -z.ndim <= dim < z.ndim or z.shape[dim] != trace.n:
+        alone = "looks like a loss function; call the transform on it alone"
+        kind = alone if z.ndim == 0 and not path else "has other outputs"
+        raise ArgumentError(
+            f"f returned shape {tuple(z.shape)}{among} for N = {trace.n}, so it {kind}; wanted is a model function, "
+            f"which returns outputs with the samples along axis {dim}.{pick}"
+        )
+    tag = trace.tag(z)
+    if isinstance(tag, Sampled) and tag.lost:
+        raise samples_lost(tag.lost, trace.unknown)
+    if isinstance(tag, Sampled) and trace.n > 1 and tag.place != Axis(dim % z.ndim):
+        raise ArgumentError(
+            f"f returned outputs with their samples along {tag.place}, not axis {dim % z.ndim}; pass out_dims."
+        )
+    return Axis(None) if trace.n == 1 else Axis(dim % z.ndim)
+
+
+def cannot_draw() -> RandomnessError:
+    return RandomnessError(
+        "f draws random numbers (dropout?), and chunks over samples cannot draw those of the whole batch. Chunk over "
+        "outputs or params, or use eval mode."
+    )
+
+
+def same_in_part(
+    z: torch.Tensor, axis: Axis, n: int, whole: torch.Tensor, place: Axis, total: int, part: slice | torch.Tensor
+) -> bool:
+    """Whether a tensor of some samples has the entries of these in that of all of them."""
+    wanted = place.expose(whole, total)[part]
+    if place.rows is None:
+        return z.numel() == wanted.numel() and same_values(axis.expose(z, n), wanted)
+    count = int(innermost(place.expose(torch.ones_like(whole), total)[part].sum()))
+    room = axis.rows is not None or axis.expose(z, n).shape == wanted.shape
+    return room and z.numel() == count and same_values(z, axis.restore(wanted, n))
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether values agree up to what another batch size does to their rounding."""
+    if a.shape != b.shape:
+        return False
+    tolerance = torch.finfo(a.dtype).eps ** 0.75  # 2e-12 in float64, 6e-6 in float32
+    largest = b.detach().abs().nan_to_num(0, 0, 0).amax() if b.numel() else 0
+    near = (a - b).abs() <= 8 * tolerance * largest
+    return not anywhere(~(near | (a == b) | (a.isnan() & b.isnan())))

@@ -1,0 +1,293 @@
+"""A function with its arguments: which are parameters, which are samples, and how to call it on a part of them."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from invfunc import tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.operations.axis import Axis
+from invfunc.recording import Trace
+
+InDims = int | None | Sequence[int | None]
+Indices = Sequence[int] | torch.Tensor
+
+
+class Watching(AbstractContextManager, Protocol):
+    """A mode under which f runs."""
+
+    @property
+    def adopting(self) -> AbstractContextManager | None:
+        """One inside of it."""
+        ...
+
+    def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """What f gets in place of a batch tensor."""
+        ...
+
+
+@dataclass
+class Problem:
+    """`f(*args, **kwargs)` with the parameters at `argnums`; the last argument is `target` where a loss is given."""
+
+    f: Callable
+    loss: Callable | None
+    args: tuple
+    kwargs: dict[str, Any]
+    argnums: tuple[int, ...]
+    several: bool
+    """Whether argnums was a tuple, and so is the result."""
+    has_aux: bool
+    out_dims: int
+    leaves: list[torch.Tensor]
+    structure: Any
+    dims: dict[int, int | None]
+    """The sample dimension of each argument that is not parameters."""
+    n: int
+    samples: list[int] | None = None
+    """Those that the caller chose, as places in the batch."""
+    places: list[int] | None = None
+    """Where f puts each sample, if not where it is in the batch."""
+
+    @property
+    def inputs(self) -> range:
+        """The positions of what f gets."""
+        return range(len(self.args) - (self.loss is not None))
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """The key paths of the parameters in the result."""
+        trees = [self.args[i] for i in self.argnums]
+        return [path for path, _ in tree.named_leaves(trees if self.several else trees[0], none_is_leaf=False)]
+
+    def name(self, place: int) -> str:
+        """What a parameter is called in an error."""
+        return "params" + self.paths[place]
+
+    def call(self, trace: Watching, params: list[torch.Tensor], part: slice | torch.Tensor) -> tuple[Any, Any]:
+        """f under a mode that watches it, on some of the samples: its result and aux."""
+        trees = tree.unflatten(params, self.structure)
+        given = [
+            trees[self.argnums.index(i)] if i in self.argnums else self._samples(trace, i, part) for i in self.inputs
+        ]
+        with trace, trace.adopting or nullcontext():
+            result = self.f(*given, **self.kwargs)
+        if not self.has_aux:
+            return result, None
+        return with_aux(result)
+
+    def target(self, trace: Trace) -> Any:
+        return self._samples(trace, len(self.args) - 1, slice(None))
+
+    def drawn(self, trace: Trace, target: Any) -> Any:
+        """A target that was drawn in place of the given one."""
+        place = len(self.args) - 1
+        return replace(self, args=(*self.args[:-1], target), dims={**self.dims, place: 0}).target(trace)
+
+    def _samples(self, trace: Watching, position: int, part: slice | torch.Tensor) -> Any:
+        dim = self.dims[position]
+        if dim is None:
+            return self.args[position]
+
+        def seen(x: torch.Tensor) -> torch.Tensor:
+            d = dim % x.ndim
+            if not (isinstance(part, slice) and part == slice(None)):
+                x = x[(slice(None),) * d + (part,)]
+            return trace.samples(x, Axis(d))
+
+        return tree.map_tensors(seen, self.args[position])
+
+    @property
+    def chosen(self) -> list[int] | None:
+        """Where the chosen samples are in a run of f; None for all in their order."""
+        if self.places is None:
+            return self.samples
+        return [self.places[i] for i in (range(self.n) if self.samples is None else self.samples)]
+
+    def fixed(self) -> list[torch.Tensor]:
+        """The tensors that all samples share."""
+        return tree.tensors(([self.args[i] for i, d in self.dims.items() if d is None], self.kwargs))
+
+    def tensors(self) -> list[torch.Tensor]:
+        return tree.tensors((self.args, self.kwargs))
+
+
+def with_aux(result: Any) -> tuple[Any, Any]:
+    """The pair that a function with has_aux returns."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ArgumentError("with has_aux=True the function has to return a pair (result, aux).")
+    return result
+
+
+def problem(
+    f: Callable,
+    loss: Callable | None,
+    args: tuple,
+    kwargs: dict[str, Any],
+    argnums: int | tuple[int, ...],
+    in_dims: InDims,
+    out_dims: int,
+    has_aux: bool,
+    names: Sequence[str],
+    samples: Any = None,
+) -> Problem:
+    """Check the arguments of a call and sort them."""
+    wanted = (argnums,) if isinstance(argnums, int) else argnums
+    if not isinstance(wanted, tuple) or not all(isinstance(a, int) for a in wanted):
+        raise ArgumentTypeError(f"argnums={argnums!r} has to be an int or a tuple of ints.")
+    count = len(args) - (loss is not None)
+    for a in wanted:
+        if not -count <= a < count:
+            raise ArgumentError(f"argnums={argnums} asks for argument {a}, but the function gets {count}.")
+    positions = tuple(a % count for a in wanted)
+    if not positions or len(set(positions)) < len(positions):
+        raise ArgumentError(f"argnums={argnums} has to name at least one argument, and each only once.")
+    trees = [args[i] for i in positions]
+    leaves, structure = tree.flatten(trees, none_is_leaf=False)
+    for i, params in zip(positions, trees, strict=True):
+        check_params(params, names, i)
+    if not leaves:
+        raise ArgumentError(f"{names[positions[0]]} has no tensors in it.")
+    rest = [i for i in range(len(args)) if i not in positions]
+    dims = batch_dims(in_dims, rest)
+    n = batch_size(args, dims, names)
+    chosen = None if samples is None else _places(samples, n)
+    several = wanted is argnums
+    return Problem(f, loss, args, kwargs, positions, several, has_aux, out_dims, leaves, structure, dims, n, chosen)
+
+
+def _places(samples: Any, n: int) -> list[int]:
+    """The samples that were chosen, counted from 0."""
+    wanted = "wanted is a sequence of ints, a slice, or a tensor [S] of ints"
+    if isinstance(samples, (list, tuple)) and any(isinstance(i, bool) for i in samples):
+        samples = torch.tensor(samples, dtype=torch.bool)
+    if isinstance(samples, slice):
+        samples = range(n)[samples]
+    if isinstance(samples, torch.Tensor):
+        if samples.dtype == torch.bool:
+            raise ArgumentTypeError("samples is a mask, but has to have indices: pass its nonzero().squeeze(1).")
+        if samples.ndim != 1 or samples.is_floating_point() or samples.is_complex():
+            raise ArgumentTypeError(
+                f"samples is a tensor of {samples.dtype} and shape {tuple(samples.shape)}; {wanted}."
+            )
+        samples = samples.tolist()
+    try:
+        places = [operator.index(samples[i]) for i in range(len(samples))]
+    except TypeError:
+        raise ArgumentTypeError(f"samples={samples!r}; {wanted}.") from None
+    if not places:
+        raise ArgumentError("samples is empty, but has to name at least one sample.")
+    for i in places:
+        if not -n <= i < n:
+            raise ArgumentError(f"samples asks for sample {i}, but there are {n}.")
+    return [i % n for i in places]
+
+
+def check_params(params: Any, names: Sequence[str], place: int) -> None:
+    """That all leaves of the argument at a place are real floating-point tensors."""
+    leaves, _ = tree.flatten(params, none_is_leaf=False)
+    if all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
+        return
+    for path, leaf in tree.named_leaves(params, none_is_leaf=False):
+        if not isinstance(leaf, torch.Tensor):
+            hint = ""
+            if isinstance(leaf, torch.nn.Module):
+                hint = " Of a module: f, params = functional(model)."
+            elif isinstance(leaf, Iterator):
+                hint = " Give the tree that f takes, such as dict(model.named_parameters())."
+            kind = type(leaf).__name__
+            raise ArgumentTypeError(f"{names[place]}{path} is of type {kind}, but parameters are tensors.{hint}")
+        if not leaf.is_floating_point():
+            raise ArgumentTypeError(
+                f"{names[place]}{path} has dtype {leaf.dtype}, but parameters are real floating-point tensors. Close "
+                "over what is not to be differentiated, or pass it as a batch argument with in_dims None."
+            )
+
+
+def batch_dims(in_dims: InDims, rest: list[int]) -> dict[int, int | None]:
+    """The sample dimension of each batch argument, None for what all samples share."""
+    if in_dims is None or isinstance(in_dims, int):
+        return dict.fromkeys(rest, in_dims)
+    if not isinstance(in_dims, (tuple, list)) or not all(d is None or isinstance(d, int) for d in in_dims):
+        raise ArgumentTypeError(f"in_dims={in_dims!r} has to be an int, None, or a tuple of them.")
+    if len(in_dims) != len(rest):
+        raise ArgumentError(f"in_dims={tuple(in_dims)} has {len(in_dims)} entries for {len(rest)} batch arguments.")
+    return dict(zip(rest, in_dims, strict=True))
+
+
+def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> int:
+    """N, on which all batch arguments have to agree."""
+    batch = [(x, dim) for i, dim in dims.items() if dim is not None for x in tree.tensors(args[i])]
+    found = {x.shape[dim] if -x.ndim <= dim < x.ndim else 0 for x, dim in batch}
+    if len(found) == 1 and 0 not in found:
+        return found.pop()
+    sizes = _sizes(args, dims, names)  # names are looked up for errors only
+    if not sizes:
+        arrays = numpy_arrays(args, names)
+        if arrays:
+            raise ArgumentTypeError(arrays)
+        raise ArgumentError(
+            "there is no batch argument: pass the samples as positional arguments, tensors or trees of them, not by "
+            "keyword (those are constants) or in a closure."
+        )
+    (_, first, n), *others = sizes
+    for _, name, size in others:
+        if size != n:
+            raise ArgumentError(
+                f"{first} has {n} samples but {name} has {size}. Batch arguments must share their sample axis"
+                f"{_suggestion(dims, names, sizes)}."
+            )
+    if n == 0:
+        raise ArgumentError(f"{first} has no samples (N = 0).")
+    return n
+
+
+def _sizes(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> list[tuple[int, str, int]]:
+    """Of each tensor: which argument it is in, its name and its number of samples."""
+    sizes = []
+    for i, dim in dims.items():
+        if dim is None:
+            continue
+        for path, leaf in tree.named_leaves(args[i]):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if not -leaf.ndim <= dim < leaf.ndim:
+                raise ArgumentError(
+                    f"{names[i]}{path} has shape {tuple(leaf.shape)} and no axis {dim} for its samples. Say "
+                    "in_dims=None for what all samples share."
+                )
+            sizes.append((i, names[i] + path, leaf.shape[dim]))
+    return sizes
+
+
+def _suggestion(dims: dict[int, int | None], names: Sequence[str], sizes: list[tuple[int, str, int]]) -> str:
+    """How to hold fixed what has another number of samples than most, or than the other one."""
+    count = Counter(size for _, _, size in sizes)
+    most = [size for size, times in count.items() if times == max(count.values())]
+
+    def fixed(size: int) -> str:
+        held = [i for i in dims if any(k == i and other != size for k, _, other in sizes)]
+        if len(held) == len(dims):
+            return ""
+        entries = ", ".join(str(None if i in held else dim) for i, dim in dims.items())
+        return f"in_dims=({entries}{',' * (len(dims) == 1)}) to hold {' and '.join(names[i] for i in held)} fixed"
+
+    ways = ", or ".join(dict.fromkeys(text for text in map(fixed, most) if text))
+    return f"; pass {ways}" if ways else ""
+
+
+def numpy_arrays(args: tuple, names: Sequence[str]) -> str:
+    """What is wrong with arguments that are arrays of numpy, if some are."""
+    for name, arg in zip(names, args, strict=False):
+        for path, leaf in tree.named_leaves(arg):
+            if type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 0):
+                return f"{name}{path} is a numpy array, but samples are tensors: pass torch.from_numpy({name}{path})."
+    return ""

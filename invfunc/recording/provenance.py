@@ -1,0 +1,198 @@
+"""Tensors that are neither parameters nor samples: constants, or untraced: given by no call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from invfunc import tree
+from invfunc._functorch import level_of, levels, version
+from invfunc.errors import Unseen
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis import BATCH_SUM, Call, find, pointwise
+from invfunc.operations.calls import QUERIES, function_name, produced_by, spelled
+from invfunc.recording.seen import Seen
+from invfunc.recording.tags import Derived, Sampled, Tags
+
+OF_THEM = "from them where that cannot be seen (in torch.jit, torch.func or numpy, by .item(), in a copy?)"
+
+
+class Constants:
+    """Tensors that depend on no sample, as long as nobody writes to them."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref, int]] = {}
+
+    def add(self, x: torch.Tensor) -> None:
+        self._of[id(x)] = weakref.ref(x), version(x)
+
+    def update(self, tensors: Iterable[torch.Tensor]) -> None:
+        for x in tensors:
+            self.add(x)
+
+    def __contains__(self, x: torch.Tensor) -> bool:
+        found = self._of.get(id(x))
+        return found is not None and found[0]() is x and found[1] == version(x)
+
+
+class Proven(Constants):
+    """Those of earlier calls, until they are gone."""
+
+    def add(self, x: torch.Tensor) -> None:
+        key = id(x)
+        self._of[key] = weakref.ref(x, lambda _: self._of.pop(key, None)), version(x)
+
+
+PROVEN = Proven()
+
+
+class UntracedTensors(TorchFunctionMode):
+    """Counts the tensors that come from no call which it saw, in the order in which they are read first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self._known: dict[int, weakref.ref] = {}
+        self._level = max((level for _, level in levels()), default=0)
+
+    def know(self, x: torch.Tensor) -> None:
+        self._known[id(x)] = weakref.ref(x)
+
+    def knows(self, x: torch.Tensor) -> bool:
+        found = self._known.get(id(x))
+        return found is not None and found() is x
+
+    def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
+        """An untraced tensor is read for the first time, by the call of this name."""
+        raise NotImplementedError  # of those who count them
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, function_name(func)
+        if name in QUERIES:
+            return func(*args, **kwargs)
+        for x in tree.tensors((args, kwargs)):
+            if not self.knows(x) and (level_of(x) or 0) <= self._level:  # a transform in f wraps what it reads
+                self.know(x)
+                self.count += 1
+                self.met(x, self.count - 1, name)
+        out = self.run(name, func, args, kwargs)
+        for x in produced_by(out):
+            self.know(x)
+        return out
+
+    def run(self, name: str, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+class Lost:
+    """In place of where the samples are in a tensor: that it is of them, but has no entry for each."""
+
+
+LOST = Lost()
+
+
+class Adopting(UntracedTensors):
+    """Tells a run what its untraced tensors are, where that was learned."""
+
+    def __init__(self, places: list[Axis | Lost | None], adopt: Callable[[torch.Tensor, Any, str], None]) -> None:
+        super().__init__()
+        self.places, self.adopt = places, adopt
+
+    def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
+        self.adopt(x, self.places[ordinal] if ordinal < len(self.places) else LOST, name)
+
+
+@dataclass
+class ConstantsMet:
+    """The constants in a call that computes on all samples, or on a sum over some."""
+
+    name: str
+    total: bool
+    numbers: list[float]
+    tensors: list[torch.Tensor]
+
+
+class Provenance:
+    """What a run knows of each tensor, and what it may not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = Tags()
+        self.tag, self.set = self.known.get, self.known.set
+        self.constants = Constants()
+        self.apart = True  # whether it matters how samples share a term
+        self.read = False  # whether values of single samples are numbers of Python
+        self.escaped: str | None = None  # how samples went where they are not seen
+        self.untraced_at: str | None = None  # where a parameter met a tensor of which nothing is known
+        self.adopting: UntracedTensors | None = None  # who knows more
+        self.constants_met: list[ConstantsMet] = []  # constants that met all samples, once values of some were read
+        self.aligned: list[
+            tuple[str, torch.Tensor, int]
+        ] = []  # what met samples row by row, with an untraced tensor in it
+        self.trusting = False  # numbers are known to be the same for other samples
+
+    @property
+    def left(self) -> str | None:
+        """How samples may have gone into what seems to be constant."""
+        return None if self.trusting else self.escaped
+
+    def values_left(self, seen: Seen) -> None:
+        """What a call gave is no tensor."""
+        if any(tag.lost or isinstance(tag.place, Axis) for tag in seen.sampled):
+            self.escaped, self.read = self.escaped or seen.name, True
+
+    def note(self, call: Call, place: Any) -> None:
+        """The constants in a call that computes on all samples, of which some were read."""
+        if isinstance(place, Axis) and place.rows is not None:  # on some of them
+            return
+        kinds = {int, float} if find(call.name) is pointwise else {float}
+        leaves = tree.leaves((call.args, call.kwargs))
+        numbers = [x for x in leaves if type(x) in kinds]
+        tensors = [x.detach() for x in leaves if isinstance(x, torch.Tensor) and self._constant(x)]
+        if place is BATCH_SUM:
+            numbers += [float(x.real) for x in tensors if x.numel() == 1]
+            tensors = [x for x in tensors if x.numel() > 1]
+        if numbers or tensors:
+            self.constants_met.append(
+                ConstantsMet(call.name, place is BATCH_SUM, numbers, [x.clone() for x in tensors])
+            )
+
+    def align(self, seen: Seen, x: torch.Tensor, axis: Axis) -> None:
+        """A tensor into which samples may have gone meets samples, row by row."""
+        tag = self.tag(x)
+        if self.apart and axis.dim is not None and isinstance(tag, Derived) and (tag.untraced_at or self.read):
+            self.aligned.append((spelled(seen.name), x.detach().clone(), axis.dim))
+
+    def _constant(self, x: torch.Tensor) -> bool:
+        tag = self.tag(x)
+        return tag is None or (isinstance(tag, Sampled) and tag.place is BATCH_SUM and not tag.active)
+
+    def untraced(self, x: torch.Tensor) -> bool:
+        """Whether nothing says that a tensor without a tag is a constant."""
+        return x not in self.constants and x not in PROVEN
+
+    def untraced_call(self, seen: Seen) -> str | None:
+        """The call, if parameters meet a tensor there of which nothing is known."""
+        if not any(id(x) not in seen.tags and self.untraced(x) for x in seen.read):
+            return None
+        self.untraced_at = self.untraced_at or seen.name
+        return seen.name
+
+    def adopt(self, x: torch.Tensor, place: Axis | Lost | None, name: str) -> None:
+        """What was learned of an untraced tensor that a call reads."""
+        if isinstance(place, Lost):
+            self.set(x, Sampled(None, Unseen(f"{spelled(name)}, which reads a tensor that was computed {OF_THEM}")))
+        elif place is None:
+            self.constants.add(x)
+        else:
+            self.set(x, Sampled(place))
+
+    def introduce(self, x: torch.Tensor) -> None:
+        """A tensor that is not untraced."""
+        if self.adopting is not None:
+            self.adopting.know(x)

@@ -1,0 +1,181 @@
+"""Where derivatives are taken: in plain autograd, or inside torch.func transforms in a level of our own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from invfunc import tree
+from invfunc._functorch import dual, grad_level, level_of, transforming
+from invfunc.errors import ArgumentError
+from invfunc.recording.graph import lowest, pulled_back
+
+
+class Scope:
+    """A context in which `enter` makes a tensor differentiable and `leave` gives its value to what lies outside.
+
+    Values keep their derivatives with respect to what the caller differentiates, and lose those taken in here.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], twice: bool = False) -> None:
+        """`twice` says that second derivatives are taken in here."""
+        tensors = list(tensors)
+        empty = next((x for x in tensors if x.is_meta), None)
+        if empty is not None:
+            raise ArgumentError(
+                f"a tensor of shape {tuple(empty.shape)} is on the meta device, where tensors hold no numbers, and "
+                "some are looked at. Make it anew where it holds some, as x.new_zeros(x.shape, device='cpu') does."
+            )
+        self.twice = twice
+        self.plain = not transforming()
+        if self.plain and any(dual(x) for x in tensors):
+            raise ArgumentError(
+                "an argument carries a tangent of torch.autograd.forward_ad, which is not followed; use jvp."
+            )
+        self.outside = torch.is_grad_enabled()
+        self.wanted = self.outside and any(x.requires_grad for x in tensors)
+        """Whether the caller can differentiate the result by plain autograd."""
+        self._stack = ExitStack()
+        self._enter: Callable[[torch.Tensor], torch.Tensor]
+        self._leave: Callable[[torch.Tensor], torch.Tensor]
+
+    def __enter__(self) -> Scope:
+        self._stack.enter_context(torch.inference_mode(False))
+        self._stack.enter_context(torch.enable_grad())
+        self._stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation of the user's
+        if self.twice or self.create_graph:  # the fused kernels of attention have no second derivative
+            self._stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if not self.plain:
+            self._enter, self._leave = self._stack.enter_context(grad_level())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    @property
+    def create_graph(self) -> bool:
+        return self.wanted or not self.plain
+
+    def closes_over(self, x: torch.Tensor) -> None:
+        """Called for each constant of the function: one that requires grad makes the result require it too."""
+        if self.plain and self.outside and x.requires_grad and level_of(x) is None:
+            self.wanted = True
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.plain:
+            return self._enter(x)
+        x = x.clone() if x.is_inference() else x
+        return x.view_as(x) if self.wanted and x.requires_grad else x.detach().requires_grad_()
+
+    def alias(self, x: torch.Tensor) -> torch.Tensor:
+        """The same value as another object."""
+        if x.is_inference():
+            return x.clone()
+        return x.detach() if self.plain and not self.wanted else x.view_as(x)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.plain:
+            return self._leave(x)
+        return x if self.wanted else x.detach()
+
+    def result(self, value: Any) -> Any:
+        """What the caller gets."""
+        return tree.map_tensors(lambda x: self.leave(x) if self.outside else self.leave(x).detach(), value)
+
+    def grad(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[Any],
+        cotangents: list[torch.Tensor],
+        *,
+        batched: bool = True,
+        one_by_one: bool = False,
+        create_graph: bool | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Vector-Jacobian products; with `batched`, cotangents `[V, *output]` give `[V, *input]`.
+
+        An input is a tensor or a gradient edge. What does not depend on it gives None. The graph is kept. `one_by_one`
+        says that columns are so large that there is nothing to gain from doing them at once.
+        """
+        reached = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+        if not reached or not inputs or (batched and not len(reached[0][1])):
+            return [None] * len(inputs)
+        ys, graph = [y for y, _ in reached], self.create_graph if create_graph is None else create_graph
+        used: list[int] = []
+
+        def pull(*columns: torch.Tensor) -> list[torch.Tensor]:
+            grads = pulled_back(ys, inputs, columns, retain_graph=True, create_graph=graph)
+            used[:] = [i for i, g in enumerate(grads) if g is not None]
+            return [g for g in grads if g is not None]
+
+        columns = [c for _, c in reached]
+        if batched and one_by_one and self.plain and not graph:  # oneDNN's kernels want one batch dimension
+            parts = zip(*(pull(*c) for c in zip(*columns, strict=True)), strict=True)
+            stacks = iter([torch.stack(g) for g in parts])
+            return [next(stacks) if i in used else None for i in range(len(inputs))]
+        try:
+            if (
+                batched and self.plain and not graph
+            ):  # torch.func does not know this older vmap, which needs less memory
+                return list(pulled_back(ys, inputs, columns, is_grads_batched=True, retain_graph=True))
+            found = torch.vmap(pull)(*columns) if batched else pull(*columns)
+        except RuntimeError:  # no batching rule for a derivative
+            if not batched:
+                raise
+            found = [torch.stack(g) for g in zip(*(pull(*c) for c in zip(*columns, strict=True)), strict=True)]
+        result: list[torch.Tensor | None] = [None] * len(inputs)
+        for i, g in zip(used, found, strict=True):
+            result[i] = g
+        return result
+
+    def push(self, y: torch.Tensor, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+        """The Jacobian-vector product of a y that is linear in x: how a pullback depends on its cotangent."""
+        cotangent = self.enter(torch.zeros(y.shape, dtype=y.dtype, device=y.device))
+        (pulled,) = self.grad([y], [x], [cotangent], batched=False, create_graph=True)
+        assert pulled is not None
+        (pushed,) = self.grad([pulled], [cotangent], [tangent.to(pulled.dtype)], batched=False)
+        return torch.zeros_like(y) if pushed is None else self.leave(pushed)
+
+    def stream(
+        self,
+        outputs: list[torch.Tensor],
+        cotangents: list[torch.Tensor],
+        edges: dict[int, Any],
+        arrived: Callable[[int, torch.Tensor], None],
+        retain: bool,
+    ) -> None:
+        """Vector-Jacobian products at edges, each handed over as it comes.
+
+        Without `retain` the graph is freed on the way.
+        """
+        reached = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+        if not reached:
+            return
+        last = lowest([y for y, _ in reached], {edge.node for edge in edges.values()})
+        ends = {i: edge for i, edge in edges.items() if edge.node in last}
+        if not ends:
+            return
+
+        def tell(grads: Any, i: int, edge: Any) -> None:
+            if grads[edge.output_nr] is not None:
+                arrived(i, grads[edge.output_nr])
+
+        handles = [
+            edge.node.register_prehook(partial(tell, i=i, edge=edge)) for i, edge in edges.items() if i not in ends
+        ]
+        try:
+            ys, columns = [y for y, _ in reached], [c for _, c in reached]
+            found = torch.autograd.grad(ys, list(ends.values()), columns, allow_unused=True, retain_graph=retain)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for i, delta in zip(ends, found, strict=True):
+            if delta is not None:
+                arrived(i, delta)

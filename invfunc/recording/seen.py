@@ -1,0 +1,127 @@
+"""One call of a torch function, with what is known of the tensors that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import version
+from invfunc.errors import ArgumentError, Unseen
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis import BATCH_SUM, BatchSum, Call
+from invfunc.operations.calls import AFFINE, JOINS, produced_by, spelled, writes
+from invfunc.recording.tags import Derived, Sampled
+
+
+@dataclass
+class Seen:
+    """One call of a torch function as the trace sees it, with what is known of what it reads."""
+
+    name: str
+    func: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    read: list[torch.Tensor]
+    tags: dict[int, Derived | Sampled]
+
+    @cached_property
+    def writes(self) -> bool:
+        return writes(self.func, self.args, self.kwargs)
+
+    @property
+    def params(self) -> dict[int, torch.Tensor]:
+        """Parameters among what it reads that a derivative reaches."""
+        if not torch.is_grad_enabled():
+            return {}
+        return {id(x): x for x in self.read if isinstance(self.tags.get(id(x)), Derived)}
+
+    @cached_property
+    def sampled(self) -> list[Sampled]:
+        return [tag for tag in self.tags.values() if isinstance(tag, Sampled)]
+
+    def forget(self, key: int) -> Derived | Sampled | None:
+        """What was known of a tensor that it reads."""
+        self.__dict__.pop("sampled", None)
+        return self.tags.pop(key, None)
+
+    def run(self) -> Any:
+        if not hasattr(self.func, "recipe"):
+            return self.func(*self.args, **self.kwargs)
+        before = [version(x) for x in self.read]  # what one's own operation does is not looked into
+        out = self.func(*self.args, **self.kwargs)
+        if before != [version(x) for x in self.read]:
+            raise ArgumentError(f"`{self.name}` writes into one of its arguments in place; let it work on a copy.")
+        return out
+
+    def affine(self) -> tuple[bool, bool]:
+        """Whether the result is an affine function of marked outputs, and of the log_softmax of one."""
+        moved = [(x, t) for x in self.read if isinstance(t := self.tags.get(id(x)), Sampled) and t.crossed]
+        keeps = self.name in AFFINE and len(moved) == 1
+        if self.name in ("div", "divide", "true_divide"):
+            keeps = keeps and moved[0][0] is (self.args[0] if self.args else self.kwargs.get("input"))
+        return (keeps or self.name in JOINS) and all(t.affine for _, t in moved), keeps and moved[0][1].logarithm
+
+    def read_instead(self, kept: torch.Tensor) -> None:
+        """A copy of the first argument, from before it was written to."""
+        tag = self.forget(id(self.args[0]))
+        if tag is not None:
+            self.tags[id(kept)] = tag
+        self.args = (kept, *self.args[1:])
+        self.read = tree.tensors((self.args, self.kwargs))
+
+    def call(self, out: Any, n: int, partial: bool, by_rows: bool) -> Call:
+        """The same for those who follow the samples: what came out, and where they are in what it read."""
+        places = self._places()
+        active = partial or (any(tag.active for tag in self.sampled) and torch.is_grad_enabled())
+        result = self.args[0] if self.name == "setitem" else out
+        return Call(self.name, self.func, self.args, self.kwargs, result, places, n, active, self.read, by_rows)
+
+    def _places(self) -> dict[int, Axis | BatchSum]:
+        places = {i: t.place for i, t in self.tags.items() if isinstance(t, Sampled) and t.place is not None}
+        if not any(tag.order for tag in self.sampled):
+            return places
+        moved = {p.rows for p in places.values() if isinstance(p, Axis)}
+        for i, tag in self.tags.items():  # data in the order in which outputs are
+            if (
+                isinstance(tag, Sampled)
+                and tag.order
+                and tag.order in moved
+                and isinstance(tag.place, Axis)
+                and tag.place.regular
+            ):
+                places[i] = replace(tag.place, rows=tag.order)
+        return places
+
+    def produced(self, out: Any) -> list[torch.Tensor]:
+        return [self.args[0]] if self.name == "setitem" else produced_by(out)
+
+
+def cannot_meet(
+    call: Call, produced: list[torch.Tensor], found: Any, params: list[Any], apart: bool, escaped: str | None
+) -> str | None:
+    """Why parameters with these tags have no shares at an operation."""
+    if len(produced) > 1:
+        return f"`{call.name}`: a parameter meets samples in an operation with several outputs"
+    if found is not BATCH_SUM:
+        return None
+    sums = call.name in ("add", "sub", "rsub", "subtract")
+    why = next((why for tag in params if (why := not_shared(tag, escaped))), None) if apart or not sums else None
+    if sums or isinstance(why, Unseen):
+        return why
+    return f"`{call.name}`: it sums over the samples, and a parameter that has met none is in every term"
+
+
+def not_shared(tag: Any, escaped: str | None) -> str | None:
+    """Why the samples may have no equal shares in what was computed from parameters, it seems, and from constants."""
+    if not isinstance(tag, Derived):
+        return None
+    if escaped:
+        return Unseen(f"{spelled(escaped)}, which takes them to where they cannot be followed")
+    if tag.untraced_at:
+        return Unseen(f"{spelled(tag.untraced_at)}, which reads a tensor of which nothing is known")
+    return "a sum over the data, in which the share of each is gone" if tag.of_data else None

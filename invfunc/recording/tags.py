@@ -1,0 +1,140 @@
+"""What is known of a tensor while a function runs: computed from parameters, or of samples and how."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import base_of, storage_of
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis import BatchSum, Call
+from invfunc.operations.batch_axis.orders import MIXED, Order, joined
+from invfunc.operations.factors import Recipe
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A tensor computed from parameters alone; `selected` if each of its entries is one entry of one parameter."""
+
+    leaves: frozenset[int]
+    selected: bool
+    of_data: bool = False
+    """Whether data summed over the samples went into it."""
+    untraced_at: str | None = None
+    """The call at which a tensor of which nothing is known went into it."""
+    picked: bool = False
+    """Whether each of its entries is one entry of one parameter, which may occur several times."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A tensor that depends on the samples: where they lie, or why that is lost, and how it depends on parameters."""
+
+    place: Axis | BatchSum | None
+    lost: str | None = None
+    around: str | None = None
+    """Where a path from the parameters that crosses no outputs came last, or met one that does; None without one."""
+    crossed: frozenset[int] = frozenset()
+    """The marked outputs that it depends on."""
+    affine: bool = False
+    """Whether it is an affine function of the marked outputs that it depends on."""
+    logarithm: bool = False
+    """Whether it is an affine function of the log_softmax of the one that it depends on."""
+    order: Order = None
+    """In which order the samples are along their axis."""
+
+    @property
+    def active(self) -> bool:
+        return self.around is not None or bool(self.crossed)
+
+
+def in_order(tags: list[Sampled], written: bool = False) -> Order:
+    """In which order the samples are in what is computed from tensors with these tags."""
+    if all(t.order is None for t in tags):
+        return None
+    placed = [t for t in tags if isinstance(t.place, Axis)]
+    return joined((t.order for t in placed if t.active), (t.order for t in placed if not t.active), written)
+
+
+@dataclass(eq=False)
+class ParameterUse:
+    """A parameter, perhaps derived, at one of the operations where it meets samples."""
+
+    param: torch.Tensor
+    derived: Derived
+    recipe: Recipe
+    site: int
+    call: Call | None
+    axis: Axis
+    versions: tuple[tuple[torch.Tensor, int], ...]
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What a reduction of some columns has to know of others."""
+
+    @property
+    def kind(self) -> Hashable:
+        """The same for parameter uses of one parameter at the same operation on other tensors, as in a module called
+        twice."""
+        call = self.call
+        if call is None or not self.recipe.joins:
+            return id(self)
+
+        def described(x: Any) -> Hashable:
+            if not isinstance(x, torch.Tensor):
+                return repr(x)
+            place = call.place(x)
+            return tuple(x.shape), x is self.param, place.kind if isinstance(place, Axis) else place
+
+        leaves, structure = tree.flatten((call.args, call.kwargs))
+        arguments = repr(structure), tuple(described(x) for x in leaves)
+        return id(self.param), call.func, self.axis.kind, tuple(call.out.shape), arguments, self.recipe.output
+
+
+class Tags:
+    """What is known of each tensor that is alive."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref, Derived | Sampled]] = {}
+        self._memory: set[int] = set()
+        """What samples were written to, under whatever name it is read."""
+
+    def get(self, x: torch.Tensor) -> Derived | Sampled | None:
+        found = self._of.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
+
+    def set(self, x: torch.Tensor, tag: Derived | Sampled | None) -> None:
+        if tag is None:
+            self._of.pop(id(x), None)
+        else:
+            self._of[id(x)] = (weakref.ref(x), tag)
+
+    def holds_samples(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether samples were written into the memory of one of these tensors, of which nothing is known."""
+        return bool(self._memory) and any(storage_of(x) in self._memory for x in tensors)
+
+    def written(self, x: torch.Tensor, new: Derived | Sampled) -> None:
+        """What is written into a tensor is written into all that share its memory."""
+        base = base_of(x)
+        if base is not None and self.get(base) is None:
+            self.set(base, Derived(frozenset(), False) if isinstance(new, Derived) else Sampled(None))
+        memory = storage_of(x)
+        if isinstance(new, Sampled):
+            self._memory.add(memory)
+        for reference, old in list(self._of.values()):
+            y = reference()
+            if y is None or y is x or storage_of(y) != memory:
+                continue
+            if isinstance(old, Derived) and isinstance(new, Derived):
+                both = old.leaves | new.leaves
+                self.set(y, Derived(both, False, old.of_data or new.of_data, old.untraced_at or new.untraced_at))
+            elif isinstance(old, Sampled) and isinstance(new, Sampled) and old.active == new.active and old.place:
+                crossed = old.crossed | new.crossed
+                order = old.order if old.order == new.order else MIXED
+                self.set(y, Sampled(old.place, old.lost or new.lost, old.around or new.around, crossed, order=order))
+            else:
+                around, crossed = getattr(new, "around", "a parameter"), getattr(new, "crossed", frozenset())
+                self.set(y, Sampled(None, "an in-place write through a view", around, crossed))

@@ -1,0 +1,41 @@
+"""What reductions share that keep a matrix for each parameter, its own block of the curvature."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from invfunc.errors import ArgumentError
+from invfunc.kronecker import Kronecker
+from invfunc.reductions.reduction import Found, Reduction
+
+
+class Block(Reduction):
+    """A `Kronecker` for each parameter."""
+
+    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
+        dims = tuple(range(leaf.ndim))
+        groups = (dims[:1], dims[1:]) if leaf.ndim > 1 else (dims,)
+        zeros = tuple(leaf.new_zeros(math.prod(leaf.shape[d] for d in group)) for group in groups)
+        return [Kronecker(zeros, groups, leaf.shape)]
+
+    def assemble(self, trees: list[Any], found: Found) -> Any:
+        if found.refused:
+            which = "; ".join(f"{name}: {why}" for name, why in found.refused.items())
+            raise ArgumentError(
+                f"there are no Kronecker factors of {which}. They are of parameters that a linear layer, convolution, "
+                "embedding, scale or shift reads. Pass unsupported='diagonal' for the diagonals of their blocks or "
+                "unsupported='skip' for None in their places, close over them, or keep them in another argument."
+            )
+        return trees[0]
+
+
+def added(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of symmetric matrices, of which vectors are diagonals."""
+    dense = max(x.ndim for x in parts)
+    found = parts[0] if parts[0].ndim == dense else torch.diag_embed(parts[0])
+    for x in parts[1:]:
+        found = found + (x if x.ndim == dense else torch.diag_embed(x))
+    return found

@@ -1,0 +1,104 @@
+"""The curvature of a parameter in the eigenbasis of its Kronecker factors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._values import anywhere
+from invfunc.contract import Term
+from invfunc.kronecker import Kronecker
+from invfunc.operations.factors import Part, Recipe, grouped
+from invfunc.per_sample import Shares
+from invfunc.per_sample.operands import Layer
+from invfunc.per_sample.places import Unfactored
+from invfunc.recording.tags import Derived
+from invfunc.reductions.block import Block
+from invfunc.reductions.reduction import Found, State
+
+
+def basis_of(matrix: Kronecker) -> Kronecker:
+    """The form with values; of factors with NaN or inf in them, all of it is NaN."""
+    fine = torch.stack([f.isfinite().all() for f in matrix.factors]).all()
+    if not anywhere(~fine):
+        return matrix.eigen()
+    found = tree.map_leaves(lambda f: f.masked_fill(~fine, 0), matrix).eigen()
+    return tree.map_leaves(lambda x: x.masked_fill(~fine, torch.nan), found)
+
+
+class InEigenbasis(Block):
+    """`sum_vn (Q^T G[v, n])^2` for the eigenvectors Q of the factors."""
+
+    paired = squares = True
+    forms = "blocks"
+
+    def __init__(self, bases: dict[int, Kronecker | None], joined: bool) -> None:
+        self.bases, self.joined = bases, joined
+
+    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+        basis = self.bases[shares.place]
+        if basis is None:
+            return (None,)
+        assert basis.values is not None
+        if len(basis.factors) == 1 and basis.factors[0].ndim == 1:  # a diagonal is in its eigenbasis
+            return basis, shares.square_sum().flatten()
+        rotated = torch.empty(basis.values.shape, dtype=shares.leaf.dtype, device="meta")
+        uses = []
+        try:
+            for use in shares.uses:
+                layer = Layer(shares, use, self.joined and shares.role == "weight")
+                layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
+                recipe, derived = self._recipe(layer, basis), Derived(frozenset(), True, picked=True)
+                uses.append(replace(use, param=rotated, derived=derived, recipe=recipe, versions=()))
+        except Unfactored:  # its factor is the block itself
+            block, (q,) = shares.outer(), basis.factors
+            return basis, (q.mT.to(block.dtype) @ block @ q.to(block.dtype)).diagonal()
+        square = Shares(shares.scope, rotated, uses, shares.columns, shares.samples, shares.budget).square_sum()
+        return basis, square
+
+    def _recipe(self, layer: Layer, basis: Kronecker) -> Recipe:
+        """The share of one operation in the eigenbasis: its operands are rotated, not their product."""
+        factors, picked, g = list(basis.factors), layer.picked, "" if basis.blocks is None else "g"
+        if layer.flipped:
+            factors.reverse()  # what is sent back comes first
+        in_rows = picked is not None and factors[1].ndim == 1 and layer.flipped  # a diagonal leaves them as they are
+        count = 0 if picked is None else len(factors[1])
+
+        def build(delta: torch.Tensor, part: Part) -> list[Term]:
+            operands = layer.of(delta, part)
+            s, vectors = operands.s, [q.to(operands.s.dtype) for q in factors]
+            if in_rows:
+                assert operands.picked is not None
+                entry, _ = grouped(operands.picked, count)
+                s = torch.zeros_like(s).scatter_add(3, entry[None, :, None].expand(s.shape), s)
+                return [("VNku", s), ("kz", vectors[0])]
+            sent: list[Term] = [(f"VN{g}kr", s), (g + "kz", vectors[0])]
+            if len(vectors) == 1:
+                return sent
+            if operands.picked is not None:
+                across = vectors[1] if vectors[1].ndim == 2 else vectors[1].diag()
+                rows = torch.cat([across, across.new_zeros(1, count)])
+                return [*sent, ("Nry", rows[operands.picked])]
+            assert operands.a is not None
+            return [*sent, (f"N{g}ir", operands.a), (g + "iy", vectors[1])]
+
+        def landed(part: Part) -> torch.Tensor:
+            assert picked is not None
+            return grouped(picked(part), count)[1]
+
+        output = "z" if len(factors) == 1 else "yz" if layer.flipped else "zy"
+        work = layer.recipe.work
+        if in_rows:
+            return Recipe("uz", build, work=work, joins=False, rows=landed)
+        return Recipe(g + output, build, work=work, joins=False)
+
+    def over_samples(self, a: State, b: State) -> State:
+        return a if a[0] is None else (a[0], a[1] + b[1])
+
+    over_columns = over_samples
+
+    def finish(self, state: State, found: Found) -> list[Any]:
+        return [None if state[0] is None else replace(state[0], values=state[1])]

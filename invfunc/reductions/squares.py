@@ -1,0 +1,135 @@
+"""Of several columns: those of a square root of a Hessian, or of the outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.contract import summed
+from invfunc.per_sample import Shares
+from invfunc.reductions.gradients import EachSample
+from invfunc.reductions.reduction import Found, Reduction, State
+
+
+class SquaresOfEach(EachSample):
+    """`sum_v G[v, n]^2` of each sample."""
+
+    forms, shortcuts = "no", "all"
+
+    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+        return (shares.square_sum(each=True),)
+
+    def directly(self, rows: torch.Tensor) -> State:
+        return (rows,)
+
+
+class SumOfSquares(Reduction):
+    """`sum_vn G[v, n]^2`."""
+
+    shortcuts = "all"
+
+    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+        return (shares.square_sum(),)
+
+    def directly(self, rows: torch.Tensor) -> State:
+        return (rows.sum(0),)
+
+
+class MatrixTrace(SumOfSquares):
+    """`sum_pvn G[v, n, p]^2`, of all parameters together or of each."""
+
+    def __init__(self, per_parameter: bool) -> None:
+        self.per_parameter = per_parameter
+
+    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+        return (shares.square_sum().sum(),)
+
+    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
+        return [leaf.new_zeros(())]
+
+    def assemble(self, trees: list[Any], found: Found) -> Any:
+        return trees[0] if self.per_parameter or found.reduced else _added(trees[0])
+
+
+class InnerProducts(Reduction):
+    """`sum_p G[v, n, p] G[w, m, p]`, of all parameters together or of each."""
+
+    axes = ("params",)
+
+    def __init__(self, per_parameter: bool) -> None:
+        self.per_parameter = per_parameter
+
+    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+        return (shares.products(),)
+
+    def finish(self, state: State, found: Found) -> list[Any]:
+        return [self._shaped(state[0].permute(1, 0, 3, 2), found)]
+
+    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
+        return [self._shaped(leaf.new_zeros(found.n, found.columns, found.n, found.columns), found)]
+
+    def _shaped(self, products: torch.Tensor, found: Found) -> torch.Tensor:
+        (one,) = found.outputs
+        return _with_outputs(_with_outputs(products, 3, one), 1, one)
+
+    def sample_axes(self, found: Found) -> tuple[int, ...]:
+        return (0, 1 + len(found.outputs[0]))
+
+    def assemble(self, trees: list[Any], found: Found) -> Any:
+        return trees[0] if self.per_parameter or found.reduced else _added(trees[0])
+
+
+class JacobianRows(Reduction):
+    """The columns themselves, one after the other."""
+
+    each = (0,)
+    forms = "all"
+
+    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+        return (shares.dense(),)
+
+    def over_samples(self, a: State, b: State) -> State:
+        return (torch.cat([a[0], b[0]], 1),)
+
+    def over_columns(self, a: State, b: State) -> State:
+        return (torch.cat([a[0], b[0]]),)
+
+    def finish(self, state: State, found: Found) -> list[Any]:
+        sizes = [math.prod(one) for one in found.outputs]
+        parts = state[0].movedim(0, 1).split(sizes, 1)
+        return [_with_outputs(j, 1, one) for j, one in zip(parts, found.outputs, strict=True)]
+
+    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
+        return [leaf.new_zeros(found.n, *one, *leaf.shape) for one in found.outputs]
+
+    def assemble(self, trees: list[Any], found: Found) -> Any:
+        return tree.unflatten(trees, found.structure)
+
+
+class SquareRoot(JacobianRows):
+    """The columns as they are: `[V, n, *p]`."""
+
+    each = (1,)
+    rooted = "all"
+
+    def finish(self, state: State, found: Found) -> list[Any]:
+        return [state[0]]
+
+    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
+        return [leaf.new_zeros(found.columns, found.n, *leaf.shape)]
+
+    def assemble(self, trees: list[Any], found: Found) -> Any:
+        return trees[0]
+
+
+def _with_outputs(x: torch.Tensor, dim: int, one: Sequence[int]) -> torch.Tensor:
+    """The dimension that counts the columns as those of an output."""
+    return x.reshape(*x.shape[:dim], *one, *x.shape[dim + 1 :])
+
+
+def _added(results: Any) -> torch.Tensor:
+    return summed(tree.tensors(results))

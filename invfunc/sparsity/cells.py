@@ -1,0 +1,156 @@
+"""Squares cell by cell: where one cotangent holds columns of several groups, each position belongs to one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from invfunc import thresholds
+from invfunc.contract import Term
+from invfunc.operations.factors import Part, Recipe
+
+
+@dataclass
+class Layout:
+    """How the entries of a cotangent lie in the first term of a recipe: `[outs, positions]`."""
+
+    recipe: Recipe
+    labels: str
+    """Of the first term, without V and N."""
+    numbers: torch.Tensor
+    """The entry of the cotangent at each place of the first term."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(self.labels, self.numbers.shape, strict=True))
+
+    @property
+    def inner(self) -> str:
+        """The labels that enumerate positions."""
+        return "".join(c for c in self.labels if c not in self.recipe.output and self.sizes[c] > 1)
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """The entries of the cotangent as `[outs, positions]`."""
+        order = [self.labels.index(c) for c in self.labels if c not in self.inner]
+        order += [self.labels.index(c) for c in self.inner]
+        count = math.prod(self.sizes[c] for c in self.inner)
+        return self.numbers.permute(order).reshape(-1, count)
+
+
+def layout(recipe: Recipe, one: torch.Size, like: torch.Tensor) -> Layout | None:
+    """Found by sending the numbers of the entries; None where they are not just moved."""
+    for way in (recipe, recipe.factored):
+        if way is None or way.rows is not None or way.selects is not None or not way.linear:
+            continue
+        count = math.prod(one)
+        numbers = torch.arange(count, dtype=torch.float64, device=like.device).reshape(1, 1, *one)
+        labels, found = way.sent(numbers) if way.sent is not None else way.build(numbers, slice(0, 1))[0]
+        if labels[:2] != "VN" or found.numel() != count or len(set(labels)) < len(labels):
+            continue
+        found = found[0, 0].long()
+        if torch.equal(found.flatten().sort().values, torch.arange(count, device=found.device)):
+            return Layout(way, labels[2:], found)
+    return None
+
+
+@dataclass
+class Memory:
+    """What the operation of a parameter use reads, as its recipe lays it out, and taken cell by cell: kept while it is
+    small."""
+
+    seen_before: bool = False
+    """Whether other columns are going to read the same cells."""
+    kept: dict[tuple[int, int], list[Term]] = field(default_factory=dict)
+    cells: dict[tuple[int, int], list[Term]] = field(default_factory=dict)
+    index: torch.Tensor | None = None
+    """For which cells."""
+
+    def terms(self, recipe: Recipe, cotangent: torch.Tensor, part: Part) -> tuple[Term, Callable[[], list[Term]]]:
+        """The first term of a recipe, and how to get the others."""
+        if recipe.sent is not None:
+            return recipe.sent(cotangent), lambda: _known(
+                self.kept, part, lambda: recipe.build(cotangent[:1], part)[1:]
+            )
+        first, *rest = recipe.build(cotangent, part)
+        return first, lambda: rest
+
+    def taken(self, index: torch.Tensor, part: Part, take: Callable[[], list[Term]]) -> list[Term]:
+        """What `take` gives for these cells."""
+        if self.index is not index:
+            self.index, self.cells = index, {}
+        return _known(self.cells, part, take) if self.seen_before else take()
+
+
+def _known(kept: dict[tuple[int, int], list[Term]], part: Part, make: Callable[[], list[Term]]) -> list[Term]:
+    """What is kept of some samples, or made, and then kept unless that is too much."""
+    if not isinstance(part, slice):
+        return make()
+    key = part.start, part.stop
+    if key in kept:
+        return kept[key]
+    made = make()
+    if sum(x.numel() for terms in [*kept.values(), made] for _, x in terms) <= thresholds.KEPT_READ:
+        kept[key] = made
+    return made
+
+
+def celled(known: Layout, index: torch.Tensor, memory: Memory | None = None) -> Recipe:
+    """The shares of each cell for itself: `G[V, N, S, *output]`, with S for the cells of all classes.
+
+    Cotangents come as `[classes * V, ...]`. `index [classes, C, r]` has the positions in each cell; the number of
+    positions, which is none of them, fills a cell up. The memory is for what other classes and columns read again.
+    """
+    memory = Memory() if memory is None else memory
+    recipe, inner, sizes = known.recipe, known.inner, known.sizes
+    classes, cells, width = index.shape
+    positions = math.prod(sizes[c] for c in inner)
+    filled = bool((index == positions).any())
+    flat, places, rest = index.clamp(max=positions - 1).flatten(), {}, positions
+    for c in inner:
+        rest //= sizes[c]
+        places[c] = flat // rest % sizes[c]
+
+    def gathered(labels: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """Positions taken out of their dimensions: `[*outs, classes * C * r]`."""
+        own = [c for c in inner if c in labels]
+        order = [i for i, c in enumerate(labels) if c not in own] + [labels.index(c) for c in own]
+        x = x.permute(order).flatten(len(labels) - len(own)) if own else x.unsqueeze(-1)
+        at = torch.zeros_like(flat)
+        for c in own:
+            at = at * sizes[c] + places[c]
+        return "".join(c for c in labels if c not in own), x.index_select(-1, at)
+
+    def taken(others: list[Term]) -> list[Term]:
+        """What is read, position by position in each cell."""
+        terms = []
+        for labels, x in others:
+            if any(c in inner for c in labels):
+                kept, x = gathered(labels, x)
+                terms.append((kept + "S" + inner[0], x.unflatten(-1, (classes * cells, width))))
+            else:
+                terms.append((labels, x))
+        return terms
+
+    def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
+        (labels, first), others = memory.terms(recipe, cotangent, part)
+        v = len(cotangent) // classes
+        order = [i for i, c in enumerate(labels) if c not in inner] + [labels.index(c) for c in inner]
+        first = first.permute(order)
+        outs = "".join(c for c in labels if c not in inner and c not in "VN")
+        first = first.reshape(classes, v, *first.shape[1 : 2 + len(outs)], positions)
+        at = index.clamp(max=positions - 1).reshape(classes, 1, *[1] * (1 + len(outs)), cells * width)
+        first = first.gather(-1, at.expand(*first.shape[:-1], -1))
+        if filled:
+            first = first * (index < positions).reshape(classes, 1, *[1] * (1 + len(outs)), -1).to(first.dtype)
+        first = first.reshape(*first.shape[:-1], cells, width)
+        first = first.movedim(0, 2).movedim(-2, 3).flatten(2, 3)  # [v, N, classes * C, *outs, r]
+        terms = [("VNS" + outs + inner[0], first)]
+        return terms + memory.taken(index, part, lambda: taken(others()))
+
+    return replace(
+        recipe, build=build, cells="S", many=cells, work=recipe.work * classes, sent=None, gram=None, factored=None
+    )

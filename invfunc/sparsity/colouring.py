@@ -1,0 +1,154 @@
+"""Boxes of coordinates: which groups of columns can share a pass, and to which of them a position belongs.
+
+A box is two rows for each axis, `-lo` and `hi` (`[2, k, ...]`, so that a hull is a maximum), `-inf` where it is empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+def hulls(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """The hull `[2, k, Q]` of the boxes of the entries of each group, of `[2, k, *one]` and `[*one]`."""
+    count, flat = int(groups.max()) + 1, groups.flatten()
+    found = rows.new_full((*rows.shape[:2], max(1, count)), -torch.inf)
+    some = flat >= 0
+    index = flat[some].expand(*rows.shape[:2], -1)
+    return found.scatter_reduce(2, index, rows.flatten(2)[:, :, some], "amax")
+
+
+def empty(rows: torch.Tensor) -> torch.Tensor:
+    """Whether a box depends on nothing, `[...]`."""
+    return (rows == -torch.inf).any(0).any(0)
+
+
+_FAR = 2.0**24
+"""Above every coordinate, so that two of them are one number."""
+
+
+def _numbered(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The different entries in their order, and which of them each is."""
+    ordered, order = x.sort()
+    unique, of = ordered.unique_consecutive(return_inverse=True)
+    return unique, torch.empty_like(order).scatter(0, order, of.to(order.dtype))
+
+
+@dataclass
+class Colouring:
+    """The intervals of one axis, of which those of one colour are disjoint."""
+
+    lo: torch.Tensor
+    hi: torch.Tensor
+    of: torch.Tensor
+    """The interval of each box."""
+    colour: torch.Tensor
+    """Of each interval."""
+
+    @property
+    def count(self) -> int:
+        return int(self.colour.max()) + 1 if len(self.colour) else 0
+
+    @classmethod
+    def along(cls, lo: torch.Tensor, hi: torch.Tensor) -> Colouring:
+        """Greedy from left to right: no fewer colours would do."""
+        code, of = _numbered(lo.double() * _FAR + hi.double())
+        first = torch.empty_like(code, dtype=torch.long).scatter(0, of, torch.arange(len(lo), device=lo.device))
+        lo, hi = lo[first], hi[first]
+        last: list[float] = []
+        colour = []
+        for start, stop in zip(lo.tolist(), hi.tolist(), strict=True):
+            free = next((c for c, end in enumerate(last) if end < start), len(last))
+            last[free : free + 1] = [stop]
+            colour.append(free)
+        return cls(lo, hi, of, torch.tensor(colour, device=lo.device, dtype=torch.long))
+
+    def holding(self, colour: int, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+        """The interval of a colour in which others lie; -1 for none."""
+        own = (self.colour == colour).nonzero().flatten()
+        at = torch.searchsorted(self.lo[own], lo, right=True) - 1
+        place = own[at.clamp(min=0)]
+        return torch.where((at >= 0) & (self.hi[place] >= hi), place, -1)
+
+
+class Colours:
+    """Groups in classes: in a class, boxes are disjoint or equal; equal ones are told apart by their `copy`."""
+
+    def __init__(self, boxes: torch.Tensor) -> None:
+        """Of `[2, k, Q]`."""
+        some = ~empty(boxes)
+        lo, hi = -boxes[0][:, some], boxes[1][:, some]
+        self.axes = [Colouring.along(a, b) for a, b in zip(lo, hi, strict=True)]
+        code = colour = torch.zeros_like(lo[0], dtype=torch.long)
+        for axis in self.axes:
+            code = code * len(axis.lo) + axis.of
+            colour = colour * axis.count + axis.colour[axis.of]
+        self.codes, box = _numbered(code)
+        """Of the different boxes."""
+        self.colours, klass = _numbered(colour)
+        """Of the classes."""
+        sizes = torch.bincount(box, minlength=len(self.codes))
+        order = box.argsort(stable=True)
+        copy = torch.empty_like(box)
+        copy[order] = torch.arange(len(box), device=box.device) - (sizes.cumsum(0) - sizes)[box[order]]
+        self.klass, self.copy, self.box = (box.new_full((boxes.shape[2],), -1) for _ in range(3))
+        """Of each group; -1 for one without influence."""
+        self.klass[some], self.copy[some], self.box[some] = klass, copy, box
+
+    @property
+    def count(self) -> int:
+        return len(self.colours)
+
+    @property
+    def copies(self) -> int:
+        """How many groups have the same box, at most."""
+        return int(self.copy.max()) + 1 if len(self.copy) else 0
+
+    @property
+    def passes(self) -> int:
+        """How many columns hold one column of every group."""
+        most = torch.zeros(self.count, dtype=torch.long, device=self.klass.device)
+        some = self.klass >= 0
+        return int(most.scatter_reduce(0, self.klass[some], self.copy[some] + 1, "amax").sum())
+
+    def cells(self, rows: torch.Tensor, wanted: range) -> torch.Tensor:
+        """In which box of a class boxes `[2, k, P]` lie, for some classes: `[classes, P]`; -1 for none."""
+        inside = rows[1, 0] > -torch.inf
+        holding: list[list[torch.Tensor]] = []
+        for axis, a, b in zip(self.axes, -rows[0], rows[1], strict=True):
+            code, of = _numbered(torch.where(inside, a.double() * _FAR + b.double(), 0))
+            first = torch.empty_like(code, dtype=torch.long).scatter(0, of, torch.arange(len(of), device=of.device))
+            a, b = a[first], b[first]
+            holding.append([axis.holding(c, a, b)[of] for c in range(axis.count)])
+        found = []
+        for k in wanted:
+            colour, code, within = int(self.colours[k]), torch.zeros_like(inside, dtype=torch.long), inside
+            own = []
+            for axis in reversed(self.axes):
+                own.insert(0, colour % axis.count)
+                colour //= axis.count
+            for axis, c, intervals in zip(self.axes, own, holding, strict=True):
+                code = code * len(axis.lo) + intervals[c].clamp(min=0)
+                within = within & (intervals[c] >= 0)
+            at = torch.searchsorted(self.codes, code).clamp(max=len(self.codes) - 1)
+            found.append(torch.where(within & (self.codes[at] == code), at, -1))
+        return torch.stack(found)
+
+
+def positions_of(cells: torch.Tensor) -> torch.Tensor:
+    """The positions in each cell, `[classes, C, r]` of `[classes, P]`; P fills a cell up."""
+    count, p = cells.shape
+    width = int(cells.max()) + 1
+    flat = torch.where(cells >= 0, torch.arange(count, device=cells.device)[:, None] * width + cells, count * width)
+    code, order = flat.flatten().sort(stable=True)
+    used = code < count * width
+    code, order = code[used], order[used]
+    unique, of, sizes = code.unique_consecutive(return_inverse=True, return_counts=True)
+    within = torch.arange(len(code), device=code.device) - (sizes.cumsum(0) - sizes)[of]
+    klass = unique // width
+    per_class = torch.bincount(klass, minlength=count)
+    number = torch.arange(len(unique), device=code.device) - (per_class.cumsum(0) - per_class)[klass]
+    index = cells.new_full((count, max(1, int(per_class.max())), max(1, int(sizes.max()) if len(sizes) else 1)), p)
+    index[klass[of], number[of], within] = order % p
+    return index

@@ -1,0 +1,287 @@
+"""Columns in groups: entries of the outputs that the loss couples, such as the classes of a pixel, belong to one group.
+
+Columns of different groups are zero where the other is not, so one cotangent can hold one column of every group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from invfunc import thresholds
+from invfunc.loss.square_root import (
+    Affine,
+    Columns,
+    Elementwise,
+    General,
+    OutputCotangents,
+    Softmax,
+    Weighted,
+    rooted,
+    safe_root,
+)
+
+Groups = dict[int, torch.Tensor]
+"""For each root the group of each entry of a sample, `[*one]`; -1 for an entry that no column reaches."""
+
+
+class Grouped(Protocol):
+    """A square root S of the Hessian of each sample, group by group."""
+
+    @property
+    def rank(self) -> int:
+        """How many columns a group has."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """How many `products` gives for a group."""
+        ...
+
+    @property
+    def groups(self) -> Groups: ...
+
+    def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
+        """Columns `start` to `stop` of every group at once, for some samples: `[V, n, *one]`."""
+        ...
+
+    def diagonal(self, part: slice) -> OutputCotangents | None:
+        """The root of the diagonal of the Hessian, `[n, *one]`, where it is known without the columns."""
+        ...
+
+    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
+        """`S^T u` of directions `[d, n, *one]`, for some samples: `[n, groups, rows, d]`.
+
+        The rows of a group are those of any square root of its part of the Hessian.
+        """
+        ...
+
+    @property
+    def alike(self) -> bool:
+        """Whether the columns of all samples are equal."""
+        ...
+
+
+@dataclass
+class OfEntries:
+    """A diagonal Hessian: each entry is a group with one column."""
+
+    inner: Elementwise
+
+    rank = rows = 1
+
+    @property
+    def groups(self) -> Groups:
+        h = self.inner.diagonal
+        return {self.inner.root: torch.arange(h[0].numel(), device=h.device).reshape(h.shape[1:])}
+
+    def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
+        return {self.inner.root: safe_root(self.inner.diagonal[part])[None]}
+
+    def diagonal(self, part: slice) -> OutputCotangents:
+        return {self.inner.root: safe_root(self.inner.diagonal[part])}
+
+    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
+        root, u = safe_root(self.inner.diagonal[part]), moved[self.inner.root]
+        return (u * root).flatten(2).permute(1, 2, 0).unsqueeze(2)
+
+    @property
+    def alike(self) -> bool:
+        h = self.inner.diagonal
+        return bool((h == h[:1]).all())
+
+
+@dataclass
+class OfPositions:
+    """A softmax at each position: the classes there are a group."""
+
+    inner: Softmax
+    alike = False
+
+    @property
+    def rank(self) -> int:
+        return self.inner.logits.shape[1] - 1
+
+    @property
+    def rows(self) -> int:
+        return self.inner.logits.shape[1]
+
+    @property
+    def groups(self) -> Groups:
+        logits = self.inner.logits
+        at = torch.arange(logits.shape[2], device=logits.device).expand(logits.shape[1:])
+        return {self.inner.root: self.inner.layout(at[None, None])[0, 0]}
+
+    @cached_property
+    def roots(self) -> torch.Tensor:
+        """`sqrt(p)` as `[N, C, positions]`."""
+        return (self.inner.logits.log_softmax(1) / 2).exp()
+
+    @cached_property
+    def scale(self) -> torch.Tensor:
+        return safe_root(self.inner.weight)[:, None]
+
+    def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
+        q, scale = self.roots[part], self.scale[part]
+        last = torch.zeros_like(q[:1])
+        last[:, -1] = 1
+        towards = (q + last) / (1 + q[:, -1:])
+        found = []
+        for v in range(start, stop):
+            column = -q[:, v : v + 1] * towards
+            column[:, v] += 1
+            found.append(q * column * scale)
+        return {self.inner.root: self.inner.layout(torch.stack(found))}
+
+    def diagonal(self, part: slice) -> OutputCotangents:
+        q = self.roots[part]
+        p = q.square()
+        largest = torch.zeros_like(p).scatter(1, p.argmax(1, keepdim=True), 1)
+        others = torch.where(largest > 0, (p * (1 - largest)).sum(1, keepdim=True), 1 - p)  # 1 - p near 1 cancels
+        found = q * safe_root(others) * self.scale[part]
+        return {self.inner.root: self.inner.layout(found[None])[0]}
+
+    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
+        u = moved[self.inner.root]
+        flat = u.flatten(2)[:, :, self._order].unflatten(2, self.roots.shape[1:])  # [d, n, C, positions]
+        q = self.roots[part].mT.unsqueeze(3)
+        centred = flat.permute(1, 3, 2, 0)
+        centred = centred - (q.square() * centred).sum(2, keepdim=True)
+        return centred * q * self.scale[part].mT.unsqueeze(3)
+
+    @cached_property
+    def _order(self) -> torch.Tensor:
+        """Where the entries `[C, positions]` are in the root."""
+        one = self.roots.shape[1:]
+        at = torch.arange(one.numel(), device=self.roots.device).reshape(1, 1, *one)
+        return self.inner.layout(at).flatten().argsort()
+
+
+@dataclass
+class Together:
+    """A Hessian without known structure: all entries are one group."""
+
+    inner: General
+    """Its square root."""
+    alike = False
+
+    @property
+    def rank(self) -> int:
+        return self.inner.count
+
+    rows = rank
+
+    @property
+    def groups(self) -> Groups:
+        device = self.inner.hessian.device
+        return {i: torch.zeros(one, dtype=torch.long, device=device) for i, one in self.inner.shapes.items()}
+
+    def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
+        return self.inner.block(start, stop, part).left
+
+    def diagonal(self, part: slice) -> None:
+        return None
+
+    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
+        flat = torch.cat([moved[i].flatten(2) for i in self.inner.shapes], 2)
+        return torch.einsum(
+            "nmr,dnm->nrd", self.inner.hessian[part], flat.expand(-1, len(self.inner.hessian[part]), -1)
+        ).unsqueeze(1)
+
+
+@dataclass
+class Moved:
+    """Groups of entries that are picked from the root, moved and scaled."""
+
+    inner: Grouped
+    root: int
+    pull: Callable[[torch.Tensor, slice], OutputCotangents]
+    to: torch.Tensor
+    """Which inner entry each entry of the root becomes, `[*one]`; -1 for none."""
+    scale: torch.Tensor
+    """`[N, *one]`"""
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def rows(self) -> int:
+        return self.inner.rows
+
+    @property
+    def alike(self) -> bool:
+        return self.inner.alike and bool((self.scale == self.scale[:1]).all())
+
+    @property
+    def groups(self) -> Groups:
+        (own,) = self.inner.groups.values()
+        return {self.root: torch.where(self.to < 0, -1, own.flatten()[self.to])}
+
+    def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
+        return self.pull(self.inner.layer(start, stop, slice(None))[self.root], part)
+
+    def diagonal(self, part: slice) -> OutputCotangents | None:
+        inner, taken = self.inner.diagonal(slice(None)), self.to[self.to >= 0]
+        if inner is None or len(taken.unique()) < len(taken):
+            return None
+        return {self.root: self.pull(inner[self.root][None], part)[self.root][0]}
+
+    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
+        (own,) = self.inner.groups.values()
+        u = (moved[self.root] * self.scale[part]).flatten(2)
+        some = self.to.flatten() >= 0
+        carried = u.new_zeros(*u.shape[:2], own.numel()).index_add(2, self.to.flatten()[some], u[:, :, some])
+        return self.inner.products({self.root: carried.unflatten(2, own.shape)}, part)
+
+
+def grouped(columns: Columns) -> Grouped | None:
+    """The same columns in groups; None where a function of the outputs mixes what the loss keeps apart."""
+    if isinstance(columns, Elementwise):
+        return OfEntries(columns)
+    if isinstance(columns, Softmax):
+        return OfPositions(columns)
+    if isinstance(columns, Affine):
+        inner = grouped(columns.inner) if len(columns.roots) == 1 else None
+        return None if inner is None else _moved(columns, inner)
+    if isinstance(columns, Weighted):
+        return grouped(columns.inner)
+    root = rooted(columns, "all")
+    assert isinstance(root, General)
+    return Together(root)
+
+
+def _moved(columns: Affine, inner: Grouped) -> Moved | None:
+    """Columns at an affine function of the root, unless that mixes entries.
+
+    What an entry of the root becomes is found out by pulling back three numberings of the inner entries: a mixture of
+    several has no number that is the same place in all three.
+    """
+    (own,) = inner.groups.values()
+    block = columns.inner.block(0, 1, slice(None)).left[columns.root]
+    n, count = block.shape[1], own.numel()
+    generator = torch.Generator()  # of its own, with torch's own seed
+    shuffled = [torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(2))]
+    numbers = torch.stack([torch.ones(count), *(p + 1.0 for p in shuffled)]).to(block)
+    numbers = numbers.reshape(4, 1, *own.shape).expand(4, n, *own.shape)
+    scale, *found = columns.pull(numbers, slice(None))[columns.root]
+    none = (scale == 0) & (torch.stack(found) == 0).all(0)
+    places = []
+    for pulled, order in zip(found, shuffled, strict=True):
+        number = torch.where(none, 1, pulled / torch.where(none, 1, scale))
+        near = number.round()
+        known = (number - near).abs() < 0.1
+        near = torch.where(known & (near >= 1) & (near <= count), near, 1).long() - 1
+        places.append(torch.where(none, -1, torch.where(known, order.to(near.device).argsort()[near], -2)))
+    to = places[0]
+    if (
+        count >= thresholds.NUMBERED
+        or any(not torch.equal(to, other) for other in places[1:])
+        or bool((to != to[:1]).any() | (to < -1).any())
+    ):
+        return None
+    return Moved(inner, columns.root, columns.pull, to[0], scale)

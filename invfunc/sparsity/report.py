@@ -1,0 +1,120 @@
+"""What is going to be done for an exact GGN, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from invfunc.passes.runs import Run
+from invfunc.sparsity.stages import columns_at_once
+from invfunc.sparsity.ways import Chosen, Facts, Stage
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some parameters that are handled together."""
+
+    way: str
+    """"closed form", "local", "narrow" or "dense"."""
+    params: tuple[str, ...]
+    columns: int
+    """Of each sample, that come in."""
+    passes: int
+    """Pullbacks of one column each."""
+
+    def __str__(self) -> str:
+        of = f"{self.passes} passes for {self.columns} columns" if self.way != "closed form" else "no pullback"
+        return f"{self.way}: {of} ({', '.join(self.params)})"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Where a parameter meets the samples, and how its share is computed there."""
+
+    name: str
+    operations: tuple[str, ...]
+    """Of torch, or one's own; "f" where the function is evaluated on each sample alone."""
+    generic: tuple[str, ...]
+    """Those of them without a fast rule: they run again with a copy of the parameter for each sample."""
+
+    @property
+    def way(self) -> str:
+        """ "fast", "generic" or "unread"."""
+        return "unread" if not self.operations else "generic" if self.generic else "fast"
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """How a statistic is computed: print it."""
+
+    name: str
+    columns: int
+    """Of each sample."""
+    passes: int
+    """Pullbacks of one column each; of several where `chunked` said how many they are to be."""
+    pullbacks: int
+    """How often something is pulled back: of several columns at once, where memory allows."""
+    bytes: int
+    """About how much memory the columns take, beyond the forward pass and the result."""
+    cost: float
+    """The estimated time over that of all columns."""
+    why: str
+    parts: tuple[Part, ...] = ()
+    """Of what is not simply pulled back column by column."""
+    params: tuple[Parameter, ...] = ()
+    members: tuple[Explanation, ...] = ()
+    """Of the statistics that are computed together; the numbers above are those of all, shared pullbacks once."""
+
+    def __str__(self) -> str:
+        below = [self._passes(), *self._of_parts(), *self._table(), self._cost()]
+        return "\n".join([f"{self.name}: {self.why}", *(f"  {line}" for line in below)])
+
+    __repr__ = __str__
+
+    def _passes(self) -> str:
+        times = _counted(self.pullbacks, "pullback") if self.pullbacks else "no pullback"
+        return f"{_counted(self.passes, 'pass')} for {_counted(self.columns, 'column')} of a sample, in {times}"
+
+    def _of_parts(self) -> list[str]:
+        return [f"{m.name}: {m._passes()}; {m.why}" for m in self.members] or [str(part) for part in self.parts]
+
+    def _table(self) -> list[str]:
+        rows = [(p.name, p.way, ", ".join(p.generic or p.operations)) for p in self.params]
+        widths = [max(len(row[k]) for row in rows) for k in (0, 1)] if rows else [0, 0]
+        return [f"{name:<{widths[0]}}  {way:<{widths[1]}}  {at}".rstrip() for name, way, at in rows]
+
+    def _cost(self) -> str:
+        return f"about {self.bytes / 2**20:.1f} MiB for the columns, {self.cost:.1%} of the work of all columns"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("s") else "s")
+
+
+def chosen_parts(
+    facts: Facts, chosen: Chosen, budget: int, called: Callable[[int], str]
+) -> tuple[tuple[Part, ...], int]:
+    """Of a way that was chosen by the structure, and about how many numbers its columns have."""
+    run, columns, parts, most = facts.run, facts.total, list[Part](), 0
+    for stage, leaves in zip(chosen.stages, chosen.leaves, strict=True):
+        if leaves:
+            way = "local" if stage.classes is not None else "dense" if columns == facts.total else "narrow"
+            parts.append(Part(way, tuple(called(i) for i in sorted(leaves)), columns, stage.passes))
+        most = max(most, _numbers(run, stage, budget))
+        if stage.bottleneck is not None and stage.blocks is not None:
+            columns = min(stage.rows, stage.blocks.width) * len(stage.blocks.places)
+    if chosen.closed is not None:
+        own = sorted(i for i, sites in facts.sites.items() if sites == {chosen.closed})
+        parts.insert(0, Part("closed form", tuple(called(i) for i in own), facts.total, 0))
+    if chosen.dense:
+        parts.append(Part("dense", tuple(called(i) for i in sorted(chosen.dense)), facts.total, facts.total))
+    return tuple(parts), most
+
+
+def _numbers(run: Run, stage: Stage, budget: int) -> int:
+    """In the columns that are pulled back at once, and in the factors at a narrow layer."""
+    n, sizes = run.trace.n, [run.trace.sizes[s] for s in stage.sites]
+    found = min(stage.passes, columns_at_once(max(sizes), n, budget)) * max(sizes) * n if sizes else 0
+    if stage.bottleneck is not None and stage.blocks is not None:
+        found = max(found, (1 if stage.shared else n) * len(stage.blocks.places) * stage.rows * stage.blocks.width)
+    return found
