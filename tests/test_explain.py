@@ -161,11 +161,11 @@ NETWORKS = {
 
 def counted(statistic, args):
     """How often something is pulled back, and how many columns together."""
-    found, deltas, stream = [], Pullback.deltas, Pullback._stream
+    found, cotangents, stream = [], Pullback.cotangents, Pullback._stream
 
     def pulled(self, columns, sites):
         found.append(len(next(iter(columns.values()))))
-        return deltas(self, columns, sites)
+        return cotangents(self, columns, sites)
 
     def streamed(self, *rest, **options):
         found.append(1)
@@ -178,7 +178,7 @@ def counted(statistic, args):
         closed(self, measures)
         del found[before:]
 
-    with mock.patch.object(Pullback, "deltas", pulled), mock.patch.object(Pullback, "_stream", streamed):
+    with mock.patch.object(Pullback, "cotangents", pulled), mock.patch.object(Pullback, "_stream", streamed):
         with mock.patch.object(Stages, "_closed", aside):
             statistic(*args)
     return len(found), sum(found)

@@ -117,6 +117,12 @@ class TestWrong:
         with pytest.raises(ReplayError, match="something that changes: random numbers of Python or numpy, a counter"):
             run(invertible_checkpoint(drawn(change())), CUBED)
 
+    def test_inverses_that_change_are_errors_however_little_x_is_off(self, run):
+        count = Counter()
+        block = invertible_checkpoint(lambda x: x.exp(), lambda y: y.log() * (1 + 1e-4 * count()))
+        with pytest.raises(ReplayError, match="with an error of [1-9].*e-04.*something else each time"):
+            run(block, CUBED)
+
     def test_small_errors_are_told_of_once_a_block(self, run):
         block = invertible_checkpoint(lambda x: x.exp(), lambda y: y.log() * (1 + 1e-4))
         other = invertible_checkpoint(lambda x: x.exp(), lambda y: y.log() * (1 + 1e-4))

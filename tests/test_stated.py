@@ -173,13 +173,13 @@ def test_shares_of_a_sum(called):
 def recorded() -> Iterator[list[Call]]:
     """The calls that are followed while it lasts."""
     found: list[Call] = []
-    right = batch_axis.follow
+    right = batch_axis.propagate
 
     def seen(call: Call) -> Any:
         found.append(call)
         return right(call)
 
-    with mock.patch.object(batch_axis, "follow", seen):
+    with mock.patch.object(batch_axis, "propagate", seen):
         yield found
 
 
@@ -296,8 +296,8 @@ def is_its_equation(call: Call) -> bool:
 
 
 FACTS: dict[str, tuple[Set[str], Callable[[Call], bool]]] = {
-    "piecewise linear": (steps._STRAIGHT, straight),
-    "piecewise linear in the first": (steps._ONE_ARGUMENT, straight_in_one),
+    "piecewise linear": (steps._PIECEWISE_LINEAR, straight),
+    "piecewise linear in the first": (steps._LINEAR_IN_FIRST, straight_in_one),
     "affine in one": (calls.AFFINE, affine_in_one),
     "affine in all": (calls.JOINS, affine_in_all),
     "a selection": (calls.SELECTIONS, picks_once),

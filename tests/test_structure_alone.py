@@ -15,7 +15,7 @@ from invfunc import batch_diag_ggn, diag_ggn, ggn_trace
 from invfunc.operations.receptive_fields import propagation
 from invfunc.operations.receptive_fields.rule import RULES
 from invfunc.sparsity import paths, planner
-from invfunc.sparsity.colouring import Classes
+from invfunc.sparsity.colouring import Colours
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.laws import composed
 from tests.strategies import Numbers
@@ -146,8 +146,8 @@ def test_a_wrong_rule_is_caught(name):
 
 def test_wrong_cells_are_caught():
     rand = Numbers(7)
-    real, args = Classes.cells, (CONVOLUTIONS, rand(2, 1, 6, 6), rand(2, 3, 6, 6))
-    with mock.patch.object(Classes, "cells", lambda *given: real(*given).index_fill(1, torch.tensor([8]), -1)):
+    real, args = Colours.cells, (CONVOLUTIONS, rand(2, 1, 6, 6), rand(2, 3, 6, 6))
+    with mock.patch.object(Colours, "cells", lambda *given: real(*given).index_fill(1, torch.tensor([8]), -1)):
         with pytest.raises(AssertionError, match="is off by"):
             assert_as_dense(partial(diag_ggn, convolutions, F.mse_loss), args)
 
@@ -158,12 +158,12 @@ def around(p, x):
     return (h @ p[1]) @ p[2] + h @ p[3]
 
 
-def test_a_wrong_cut_is_caught():
+def test_a_wrong_bottleneck_is_caught():
     rand, found = Numbers(7), paths.paths
     args = ([rand(12, 30), rand(30, 2), rand(2, 60), rand(30, 60)], rand(3, 12), rand(3, 60))
     assert_as_dense(partial(diag_ggn, around, F.mse_loss), args)
-    wrong = [paths.Cut(2, 2, 0, 2, frozenset({0, 1}))]
-    with mock.patch.object(planner, "paths", lambda run: replace(found(run), cuts=wrong)):
+    wrong = [paths.Bottleneck(2, 2, 0, 2, frozenset({0, 1}))]
+    with mock.patch.object(planner, "paths", lambda run: replace(found(run), bottlenecks=wrong)):
         with pytest.raises(AssertionError, match="is off by"):
             assert_as_dense(partial(diag_ggn, around, F.mse_loss), args)
 

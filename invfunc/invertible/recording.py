@@ -14,7 +14,7 @@ from invfunc._functorch import pointer, version
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.invertible.origins import Following, Origins, Place
 from invfunc.invertible.probe import Error, Probe
-from invfunc.invertible.recall import OUTSIDE, Parts
+from invfunc.invertible.recall import OUTSIDE, SHARDED, Parts
 from invfunc.invertible.report import CHANGES
 
 
@@ -145,7 +145,7 @@ class Recording:
             )
         if not call.same(like.call):
             instead = call.instead_of(like.call)
-            raise ReplayError(f"evaluated again, the function computes other numbers: {instead}. {CHANGES}")
+            raise ReplayError(f"evaluated again, the function computes other numbers: {instead}. {CHANGES} {SHARDED}")
         self._apart.pop(key, None)
         if key in self._probes and (error := self._probes[key].errors((tensor,))[0]):
             self._apart[key] = error, Probe((tensor,), thresholds.PROBED_SAVED)

@@ -49,8 +49,8 @@ class Evidence:
 
     finite: bool = True
     """Whether there was a number everywhere in y."""
-    repeats: bool = True
-    """Whether the inverse gives the same another time."""
+    apart: float = 0.0
+    """How far what the inverse gives another time is from what it gave."""
     forth: float = 0.0
     """The error of `f(f_inv(y))` against y."""
 
@@ -122,7 +122,7 @@ class Report:
             return _nothing
         text = f"the inverse gives {which()} back with an error of {error:.1e}, where up to {most:.1e} is rounding. "
         kind: type[InvFuncError] = InverseError
-        if found is not None and not found.repeats:
+        if found is not None and found.apart:
             kind = ReplayError
             text += f"It gives something else each time. {CHANGES}"
         elif found is not None and not found.forth <= max(most, error / _GROWTH):
@@ -141,7 +141,8 @@ class Report:
                 f"(`check_inverse` tells the condition), or something that f reads has been changed since, "
                 f"such as the mode of a module. {HELPS}"
             )
-        return lambda: self.tell(kind, text, self._is_small(error, most))
+        changes = found is not None and not found.apart <= most  # then the gradient may be anything
+        return lambda: self.tell(kind, text, self._is_small(error, most) and not changes)
 
     def saved(
         self,

@@ -229,7 +229,7 @@ class Block(ABC):
                 return Evidence(finite=False)
             again, ys = self.once_more(sources, xs)
         apart, error = (largest(Probe(a).errors(b)) for a, b in ((xs, again), (sources[: len(ys)], ys)))
-        return Evidence(repeats=float(apart) == 0.0, forth=float(error))
+        return Evidence(apart=float(apart), forth=float(error))
 
     @abstractmethod
     def names(self) -> list[str]:
