@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import opt_einsum
 import torch
@@ -14,7 +13,7 @@ from torch.nn.grad import conv1d_weight
 
 from invfunc import thresholds
 from invfunc._functorch import transforming
-from invfunc._pages import room
+from invfunc._pairwise import product, room_for
 
 T = TypeVar("T")
 Term = tuple[str, torch.Tensor]
@@ -89,118 +88,8 @@ def contract(terms: list[Term], output: str) -> torch.Tensor:
     for positions, pair in _plan(*_equation(terms, output))[2]:
         taken = [tensors.pop(i) for i in sorted(positions, reverse=True)]
         # the labels of a step stand in the order in which opt_einsum pops the operands
-        tensors.append(_pair(pair, taken))
+        tensors.append(product(pair, taken))
     return tensors[0]
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How a tensor is laid out for a product: its dimensions in an order, then as a shape."""
-
-    order: tuple[int, ...] | None
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, order: Sequence[int], shape: Sequence[int]) -> _Layout:
-        return cls(tuple(order) if list(order) != sorted(order) else None, tuple(shape))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = x if self.order is None else x.permute(self.order)
-        return x if x.shape == self.shape else x.reshape(self.shape)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A product of two tensors, element by element or of matrices, with what has to be done before and after."""
-
-    kind: Literal["mul", "mm", "bmm"]
-    swapped: bool
-    first: _Layout
-    second: _Layout
-    room: tuple[int, ...]
-    shape: tuple[int, ...]
-    order: tuple[int, ...] | None
-    summed: tuple[int, ...] = ()
-
-
-@lru_cache(maxsize=4096)
-def _step(equation: str, shape: torch.Size, other: torch.Size) -> _Step | None:
-    """How to compute a step; None leaves it to torch.einsum.
-
-    torch.einsum would make batched products of length-one vectors of an element-wise product, and knows one order of a
-    batched matrix product.
-    """
-    inputs, output = equation.split("->")
-    left, right = inputs.split(",")
-    if any(c not in output for c in set(left) ^ set(right)):
-        return None
-    sizes = dict(zip(left + right, (*shape, *other), strict=True))
-    shared = [c for c in left if c in right]
-    batch, summed = [c for c in shared if c in output], [c for c in shared if c not in output]
-    rows, columns = [c for c in left if c not in right], [c for c in right if c not in left]
-
-    def laid(labels: str, order: Sequence[str], shape: Sequence[int]) -> _Layout:
-        return _Layout.of([labels.index(c) for c in order if c in labels], shape)
-
-    if not summed or not (rows or columns):
-        order = [*output, *summed]
-        first, second = (laid(x, order, [sizes[c] if c in x else 1 for c in order]) for x in (left, right))
-        full = tuple(sizes[c] for c in order)
-        return _Step("mul", False, first, second, full, full, None, tuple(range(len(output), len(order))))
-    ordered = not columns or (rows and output.index(rows[0]) < output.index(columns[0]))
-    swapped = ordered is (math.prod(sizes[c] for c in (columns if ordered else rows)) < thresholds.NARROW)
-    if swapped:
-        left, right, rows, columns = right, left, columns, rows
-    b, k, r, c = (math.prod(sizes[i] for i in group) for group in (batch, summed, rows, columns))
-    lead = [b] if b > 1 else []
-    order = [*batch, *rows, *columns]
-    back = [order.index(i) for i in output]
-    return _Step(
-        "bmm" if b > 1 else "mm",
-        swapped,
-        laid(left, [*batch, *rows, *summed], [*lead, r, k]),
-        laid(right, [*batch, *columns, *summed], [*lead, c, k]),
-        (*lead, r, c),
-        tuple(sizes[i] for i in order),
-        tuple(back) if back != sorted(back) else None,
-    )
-
-
-def _pair(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
-    """One step of a contraction."""
-    step = _step(equation, operands[0].shape, operands[1].shape) if len(operands) == 2 else None
-    if len(operands) == 1:
-        return _reduced(equation, operands[0])
-    if step is None:
-        return torch.einsum(equation, *operands)
-    x, y = reversed(operands) if step.swapped else operands
-    x, y = step.first(x), step.second(y)
-    out = _room(step.room, x, y)
-    if step.kind == "mul":
-        product = torch.mul(x, y, out=out)
-        return product.sum(step.summed) if step.summed else product
-    product = (torch.bmm if step.kind == "bmm" else torch.mm)(x, y.mT, out=out)
-    product = product if product.shape == step.shape else product.reshape(step.shape)
-    return product if step.order is None else product.permute(step.order)
-
-
-def _reduced(equation: str, x: torch.Tensor) -> torch.Tensor:
-    """A sum over some labels: first over those in the outer loops of memory, where whole rows are added."""
-    labels, output = equation.split("->")
-    largest = max((s for c, s in zip(labels, x.stride(), strict=True) if c in output), default=0)
-    outer = [d for d, c in enumerate(labels) if c not in output and x.stride(d) > largest]
-    if outer and len(outer) < len(labels) - len(output):
-        x, labels = x.sum(outer), "".join(c for d, c in enumerate(labels) if d not in outer)
-    return torch.einsum(f"{labels}->{output}", x)
-
-
-def _room(shape: Sequence[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-    """Where a large result that nobody differentiates can be written."""
-    if math.prod(shape) < thresholds.HUGE_PAGES // 8:  # of any dtype
-        return None
-    if x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming():
-        return None
-    return room(list(shape), x)
 
 
 def summed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -218,7 +107,7 @@ def joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     size = sum(x.shape[dim] for x in parts)
     shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
     apart = any(x.requires_grad or x.dtype != first.dtype for x in parts)
-    return torch.cat(parts, dim, out=None if apart else _room(shape, first, first))
+    return torch.cat(parts, dim, out=None if apart else room_for(shape, first, first))
 
 
 def outer(x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
