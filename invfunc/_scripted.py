@@ -153,7 +153,7 @@ class Scripted:
         return result
 
     def _others(self, owner: Any, given: _Values) -> dict[str, Any]:
-        """What it may not change: attributes that are no tensors, which tensors there are, and constants."""
+        """What it may not change: attributes that are not tensors, which tensors there are, and constants."""
         found: dict[str, Any] = {}
         for place, (module, name, _) in enumerate(_attributes(owner)):
             leaves, structure = tree.flatten(module.getattr(name))

@@ -163,7 +163,7 @@ class ChunkedFunction:
         structure = tree.flatten(parts[0])[1]
         folds = tree.broadcast(self.fold, parts[0])
         if folds is None:
-            raise ArgumentError(f"fold={self.fold!r} is no prefix of the output's structure.")
+            raise ArgumentError(f"fold={self.fold!r} is not a prefix of the output's structure.")
         joined = [self._one(how, list(xs), sizes) for how, xs in zip(folds, zip(*leaves, strict=True), strict=True)]
         return tree.unflatten(joined, structure)
 

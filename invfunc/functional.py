@@ -38,7 +38,7 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
         pickles as the module does.
 
     Raises:
-        ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are no dict.
+        ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are not a dict.
         ArgumentError: of `f`, `params` names what the module does not have, or gives a tied parameter two values; the
             module keeps a parameter where it cannot be replaced; or it is checkpointed and cannot be copied.
 
@@ -223,7 +223,7 @@ class Functional(Remade):
         return module
 
     def _unknown(self, place: str) -> ArgumentError:
-        return ArgumentError(f"{self!r}: params has {place!r}, which is no parameter or buffer of the module.")
+        return ArgumentError(f"{self!r}: params has {place!r}, which is not a parameter or buffer of the module.")
 
     def _swapped(self, given: Mapping[str, Any]) -> Callable[[tuple, dict[str, Any]], Any]:
         """The call for whose time the module itself has the parameters."""

@@ -60,7 +60,7 @@ class Kronecker:
     Raises:
         ArgumentError: shapes that do not fit, damping that is negative or not finite, a factor that is not symmetric,
             positive semi-definite and finite, a matrix to be inverted that is singular, a split that does not exist.
-        ArgumentTypeError: factors that are no floating-point tensors, damping that is no number.
+        ArgumentTypeError: factors that are not floating-point tensors, or damping that is not a number.
 
     Example:
         >>> import torch, invfunc

@@ -31,7 +31,7 @@ def reduced(t: Statistic, fn: Callable) -> Statistic:
         summed over parameters (`gram`, `ggn_trace`) comes for each of them.
 
     Raises:
-        ArgumentTypeError: t is no statistic, or fn no function.
+        ArgumentTypeError: t is not a statistic, or fn is not a function.
 
     Example:
         >>> import torch, invfunc

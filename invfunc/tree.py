@@ -198,7 +198,7 @@ def outputs(result: Tree) -> tuple[list[tuple[str, torch.Tensor]], Any]:
 
 
 def broadcast(prefix: Tree, tree: Tree) -> list[Any] | None:
-    """The leaves of a prefix of a tree, one for each leaf of the tree; None if it is no prefix."""
+    """The leaves of a prefix of a tree, one for each leaf of the tree; None if it is not a prefix."""
     found: list[Any] = []
 
     def add(leaf: Any, part: Tree) -> None:
@@ -214,7 +214,7 @@ def broadcast(prefix: Tree, tree: Tree) -> list[Any] | None:
 def register(*names: str) -> Callable[[Class], Class]:
     """Makes a frozen dataclass a node: the fields of these names are its children, the others belong to its structure.
 
-    None is no child, as it would be a leaf. Leaves are put in unchecked: torch.func has its own things travel there.
+    None is not a child, as it would be a leaf. Leaves are put in unchecked: torch.func has its own things travel there.
     """
 
     def registered(kind: Class) -> Class:

@@ -103,7 +103,7 @@ def rows() -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _spread(case: Case) -> bool:
-    """Whether each parameter that has several dimensions has several entries along two of them: it is no vector."""
+    """Whether each parameter that has several dimensions has several entries along two of them: it is not a vector."""
     return all(p.ndim < 2 or sum(n > 1 for n in p.shape) > 1 for p in tree.leaves(case.params))
 
 

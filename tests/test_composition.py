@@ -144,7 +144,7 @@ class TestWhatIsDifferentiated:
 
     @statistics
     def test_closed_over_module_parameters(self, statistic):
-        """A frozen encoder below: its parameters require grad and are no parameters of f."""
+        """A frozen encoder below: its parameters require grad and are not parameters of f."""
         encoder, net, loss = torch.nn.Linear(2, 2).double(), network("perceptron", 3), LOSSES[0]
         y = Numbers(1).below(3, 3)
 

@@ -212,7 +212,7 @@ class TestErrors:
 
     def test_an_unknown_name(self):
         f, params = functional(nn.Linear(3, 2))
-        with pytest.raises(ArgumentError, match=r"functional\(Linear\): params has 'heavy', which is no parameter"):
+        with pytest.raises(ArgumentError, match=r"functional\(Linear\): params has 'heavy', which is not a parameter"):
             f({**params, "heavy": params["bias"]}, torch.ones(2, 3))
 
     def test_a_class_of_modules(self):

@@ -47,7 +47,7 @@ class TestSquaresOfSmallShares:
         assert_trees_close(found, torch.tensor(3 * 256 * 64 * TINY**2), 0.02)
 
     def test_merge_over_many_samples(self, read, dtype):
-        """The product of the numbers of samples in two chunks is no float16."""
+        """The product of the numbers of samples in two chunks is not a float16."""
 
         def f(w, x):
             return x @ READ[read](w)[0]

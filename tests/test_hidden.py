@@ -46,7 +46,7 @@ LSTM = torch.nn.LSTM(4, 4, batch_first=True).double().requires_grad_(False)
 
 
 class Rounded(torch.autograd.Function):
-    """Straight through, in the old style, with an argument that is no tensor."""
+    """Straight through, in the old style, with an argument that is not a tensor."""
 
     @staticmethod
     def forward(ctx, z, scale):

@@ -174,7 +174,7 @@ class TestLookups:
 
     @sharings
     def test_at_several_places_count_as_positions_of_one(self, sharing):
-        """Also where one of them is a product with unit vectors, whose factor is no diagonal."""
+        """Also where one of them is a product with unit vectors, whose factor is not a diagonal."""
         p, x, y = Numbers(1)(5, 2), Numbers(2)(3, 3, 2), Numbers(3)(3, 3, 2)
         first, second = (torch.eye(5).double()[i].expand(3, -1, -1) for i in ([0, 1, 2], [4, 4, 1]))
 

@@ -61,7 +61,7 @@ def assert_average_to_the_hessian(s, hessian):
 @given(criterion=st.one_of(cross_entropies(), elementwise(), after_logarithms()), first_form=st.booleans())
 def test_columns_average_to_the_hessian(criterion, first_form):
     options = {"mc_samples": DRAWS, "generator": seeded(), "first_form": first_form}
-    if "exp" in criterion.called:  # a function of the losses is no loss that is known
+    if "exp" in criterion.called:  # a function of the losses is not a known loss
         with pytest.raises(ArgumentError, match="sample="):
             columns_of(criterion.loss, criterion.one, criterion.target, **options)
         return

@@ -76,7 +76,7 @@ LOSSES = {
 
 
 def poisoned(model, place, value):
-    """Parameters, inputs and target with one entry that is no number."""
+    """Parameters, inputs and target with one entry that is not a number."""
     f, params = MODELS[model]
     x, params = Numbers(7)(N, 4), {name: p.clone() for name, p in params.items()}
     y = f(params, x).sigmoid()
@@ -186,7 +186,7 @@ def squared_columns(S):
 
 
 def spoiled(result):
-    """Which leaves hold something that is no number, of results for each sample in which of their rows."""
+    """Which leaves hold something that is not a number, of results for each sample in which of their rows."""
     return [
         (~x.isfinite()).reshape(len(x) if rows else 1, -1).any(1)
         for x in tree.leaves(result)

@@ -386,7 +386,7 @@ class TestModulesAsParts:
             assert not torch.equal(pair(x, None, 1.0)[0], pair(x, None, 0.0)[0])
         with pytest.raises(ArgumentTypeError, match="of the module Scaled are of type Tensor.*behind them"):
             momentum(m)(x, torch.ones(1, 2))
-        with pytest.raises(ArgumentError, match="Scaled.*params has 'w', which is no parameter or buffer"):
+        with pytest.raises(ArgumentError, match="Scaled.*params has 'w', which is not a parameter or buffer"):
             momentum(m)(x, {"w": torch.ones(2, 2)})
 
     def test_chains_need_no_parameters(self):

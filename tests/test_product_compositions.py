@@ -152,7 +152,7 @@ class TestDerivatives:
     @products
     @pytest.mark.parametrize("seen", [True, False], ids=["operation", "autograd.Function"])
     def test_of_closed_over_tensors(self, product, seen):
-        """A frozen encoder below: its parameters require grad and are no parameters of f."""
+        """A frozen encoder below: its parameters require grad and are not parameters of f."""
         encoder, net, y = nn.Linear(2, 2).double(), network("perceptron", 3), Numbers(1).below(3, 3)
         encode = encoder if seen else (lambda x: Product.apply(x, encoder.weight.T) + encoder.bias)
         v = tree.map_leaves(lambda p: Numbers(3)(*p.shape), net.params)

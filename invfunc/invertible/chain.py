@@ -40,7 +40,7 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
         arguments, and saves memory in the same way.
 
     Raises:
-        ArgumentTypeError: a block is no function.
+        ArgumentTypeError: a block is not a function.
         ArgumentError: `params` has not one entry for each block; `anchor_every` is less than 1.
         InverseError: it is inverted, but has a block without an inverse.
 
@@ -80,7 +80,7 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
         or any other pytree whose tensors are stacked along their leading axis.
 
     Raises:
-        ArgumentTypeError: the block is no function.
+        ArgumentTypeError: the block is not a function.
         ArgumentError: the tensors of stacked parameters differ in their leading size; `anchor_every` is less than 1.
         InverseError: it is inverted, but the block has no inverse.
 

@@ -78,7 +78,7 @@ def invertible_checkpoint(
         `g(x, *args, **kwargs) -> y`. Without f, a decorator.
 
     Raises:
-        ArgumentTypeError: f or f_inv is no function, f_inv is missing, or an option is of a wrong kind.
+        ArgumentTypeError: f or f_inv is not a function, f_inv is missing, or an option is of a wrong kind.
         ArgumentError: keep names a tensor that x does not have, or has_aux is asked of what hides nothing.
         InverseError: x comes back with an error (`check`), or in another form or shape, or in a dtype that has not all
             of its digits.
@@ -86,8 +86,8 @@ def invertible_checkpoint(
             repeated; or it does something else when it is evaluated again. f uses torch.autograd, or a gradient is
             differentiated within its own transform of torch.func.
         ModifiedError: y was written in place before the gradient was computed.
-        ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient, is no argument, and is another
-            one each time.
+        ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient, is not an argument, and is
+            another one each time.
 
     Example:
         >>> import torch, invfunc

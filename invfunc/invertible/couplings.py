@@ -38,10 +38,10 @@ def additive_coupling(
         `pair((a, b))` for F and G without parameters. Its log-determinant is 0.
 
     Raises:
-        ArgumentTypeError: F or G is no function, or an option is of a wrong kind.
-        ArgumentError: the state or the parameters are no pair; F or G returns another shape than that of the part that
-            it changes; the axis to split has no two halves, or, where the log-determinant is asked for, is the leading
-            one.
+        ArgumentTypeError: F or G is not a function, or an option is of a wrong kind.
+        ArgumentError: the state or the parameters are not a pair; F or G returns another shape than that of the part
+            that it changes; the axis to split has no two halves, or is the leading one where the log-determinant is
+            asked for.
         RangeError: with `exact`, the state is not on the grid, or leaves its range.
 
     Example:
@@ -56,7 +56,7 @@ def additive_coupling(
     Composes with: `invertible_checkpoint`, `chain`, `repeated`. In a module that holds F and G as its own (a pair
     registers none), `self.block = invertible_checkpoint(additive_coupling(self.F, self.G))` is moved, deep-copied,
     averaged, pickled and saved with it. Lambdas over `self` are copied rightly too, but do not pickle; a function that
-    finds its module in a global name, or in an attribute of what is no module, goes on with the original's weights.
+    finds its module in a global name, or in an attribute of what is not a module, goes on with the original's weights.
 
     Cost: F and G once in either direction, and once in a backward pass.
 
@@ -92,7 +92,7 @@ def affine_coupling(
         at least in float32.
 
     Raises:
-        ArgumentTypeError: F, G or log_scale is no function.
+        ArgumentTypeError: F, G or log_scale is not a function.
         ArgumentError: as `additive_coupling`; F or G returns no pair.
 
     Example:

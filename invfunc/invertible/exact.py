@@ -28,7 +28,7 @@ class Grid:
         largest: how large the numbers become.
 
     Raises:
-        ArgumentTypeError: fraction_bits is no whole number; `enter` is given what is no real tensor.
+        ArgumentTypeError: fraction_bits is not a whole number, or what `enter` is given is not a real tensor.
         ArgumentError: dtype holds no such grid.
         RangeError: `enter` is given numbers beyond the range.
 

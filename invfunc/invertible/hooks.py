@@ -50,7 +50,7 @@ class HookedBlock(Block):
         self._memory: dict[Key, tuple[Memory, Geometry]] | None = {} if call.followed else None
 
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
-        """Instead of a tensor autograd saves where to get it."""
+        """What autograd saves in place of a tensor: this block, and the key under which it gives the tensor back."""
         key = self._tape.next()
         place = self._places.get(pointer(tensor))
         self._like[key] = Saved(tensor.shape, tensor.dtype, place, self.origins.place())
@@ -66,7 +66,7 @@ class HookedBlock(Block):
         return own and tensor.is_floating_point() and known_at_once(tensor.device)
 
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """For a statistic that watches f: how to have a tensor again, if it is one that was saved."""
+        """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
         for key, (memory, geometry) in reversed((self._memory or {}).items()):
             if memory.holds(tensor) and (geometry == _geometry(tensor) or _all_of(tensor, geometry)):
                 shape = tensor.shape
@@ -80,7 +80,7 @@ class HookedBlock(Block):
         return self._saved[key]
 
     def evaluate(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A shared function, for the first time."""
+        """Evaluate a function that f shares with its inverse, for the first time."""
         with unwatched():
             given = tree.tensors((args, kwargs))
             self._shared_needs[index] = [t.requires_grad for t in given]
@@ -116,7 +116,7 @@ class HookedBlock(Block):
     def saved(self, key: Key) -> torch.Tensor:
         """A saved tensor; it is handed out once, and computed again for whoever asks again."""
         if self._saved and self._pass != backward_pass():
-            self._detached()  # what an earlier pass left is as good as the arguments it may be a part of
+            self._detached()  # raises if an argument was written to since: what is left may be a view of one
         tensor = self._saved.pop(key, None)
         if tensor is None:
             found = self._rebuild()

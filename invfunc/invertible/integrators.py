@@ -31,8 +31,8 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
         logarithm of gamma for each entry of v, [N].
 
     Raises:
-        ArgumentTypeError: f is no function.
-        ArgumentError: gamma is not between 0 and 1, f changes the shape, or the state is no pair of one shape.
+        ArgumentTypeError: f is not a function.
+        ArgumentError: gamma is not between 0 and 1, f changes the shape, or the state is not a pair of one shape.
 
     Example:
         >>> import torch, invfunc
@@ -123,8 +123,8 @@ def leapfrog(force: Callable, step: float) -> Invertible:
         An `Invertible`, called as `pair((x, v), p, *args, **kwargs)`. Its log-determinant is 0.
 
     Raises:
-        ArgumentTypeError: force is no function, or step no number.
-        ArgumentError: the state is no pair of one shape, or force changes it.
+        ArgumentTypeError: force is not a function, or step is not a number.
+        ArgumentError: the state is not a pair of one shape, or force changes it.
 
     Example:
         >>> import torch, invfunc

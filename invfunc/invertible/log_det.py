@@ -23,7 +23,7 @@ def with_log_det(pair: Invertible) -> Invertible:
         starts.
 
     Raises:
-        ArgumentTypeError: `pair` is no `Invertible`.
+        ArgumentTypeError: `pair` is not an `Invertible`.
         ArgumentError: it has no log_det, or hides something.
 
     Example:
@@ -42,7 +42,7 @@ def with_log_det(pair: Invertible) -> Invertible:
     if pair.composition is not None:
         return pair.composition.changed(lambda block: replace(block, pair=with_log_det(block.pair), has_aux=False))
     if pair.log_det is None or pair.hidden:
-        why = "hides something, so that its inverse is no function of y" if pair.hidden else "has no log_det"
+        why = "hides something, so that its inverse is not a function of y" if pair.hidden else "has no log_det"
         raise ArgumentError(f"with_log_det({pair!r}): the pair {why}.")
     carried = _Carried(pair)
     return Invertible(carried.forward, carried.inverse, pair.shared, name=f"with_log_det({pair!r})")

@@ -209,7 +209,7 @@ def _known(func: Callable) -> tuple[int, str]:
 
 @lru_cache(4096)
 def _of_torch(func: Callable) -> tuple[int, str]:
-    """Whether a call asks for something that is no number, computes, or does what has to be done in order; its name."""
+    """The kind of a call, and its name: it asks for a property, computes, or has to keep its order (draws, writes)."""
     name = function_name(func)
     if name in _QUERIES:
         return _ASKS, name

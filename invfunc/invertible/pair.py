@@ -120,7 +120,7 @@ def invert(pair: Invertible) -> Invertible:
         An `Invertible` from y to x, with the negated log-determinant.
 
     Raises:
-        ArgumentTypeError: `pair` is no `Invertible`.
+        ArgumentTypeError: `pair` is not an `Invertible`.
         ArgumentError: the inverse needs what forward hides, which y alone does not tell (batch statistics, a shape).
         InverseError: a block of a chain has no inverse.
 
@@ -139,7 +139,7 @@ def invert(pair: Invertible) -> Invertible:
     pair = as_pair("invert(pair)", pair, ". Of two functions: Invertible(f_inv, f)")
     if pair.hidden:
         raise ArgumentError(
-            f"invert({pair!r}): its inverse needs what forward hides beside y, so that it is no function of y alone."
+            f"invert({pair!r}): its inverse needs what forward hides beside y, so that it is not a function of y alone."
         )
     if pair.composition is not None:
         return pair.composition.inverted(f"invert({pair!r})")

@@ -181,7 +181,7 @@ def _errors(then: Sequence[_Entries | None], now: Sequence[_Entries | None]) -> 
 
 
 def _apart(then: list, now: list) -> tuple[float, float]:
-    """The distance of some numbers, and the size of what they were; where that was no number, nothing is expected."""
+    """The distance of some numbers from what they were, and the size of that, over those that were finite."""
     size, distance = math.hypot(*then), math.dist(then, now)
     if math.isfinite(size) and not math.isnan(distance):
         return distance, size

@@ -127,8 +127,8 @@ class Report:
             text += f"It gives something else each time. {CHANGES}"
         elif found is not None and not found.forth <= max(most, error / _GROWTH):
             text += (
-                f"f(f_inv(y)) differs from y by {found.forth:.1e}: it is no inverse of f, or f reads something that "
-                "has been changed since (`check_inverse` compares them)."
+                f"f(f_inv(y)) differs from y by {found.forth:.1e}: it is not an inverse of f, or f reads something "
+                "that has been changed since (`check_inverse` compares them)."
             )
         elif before * _GROWTH >= error:
             text += (

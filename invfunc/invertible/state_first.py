@@ -26,7 +26,7 @@ def state_first(f: Callable) -> Callable:
         The function with its first two arguments swapped.
 
     Raises:
-        ArgumentTypeError: f is no function.
+        ArgumentTypeError: f is not a function.
 
     Example:
         >>> import invfunc

@@ -199,7 +199,7 @@ class Watch(Sight):
             if t.requires_grad or level_of(t) is not None:
                 why = "needs a gradient" if t.requires_grad else "belongs to a transform of torch.func"
                 raise ClosedOverError(
-                    f"`{name}` reads a tensor of shape {list(t.shape)} that {why} and is no argument. Inside of "
+                    f"`{name}` reads a tensor of shape {list(t.shape)} that {why} and is not an argument. Inside of "
                     "torch.func only arguments get gradients: pass it as one (of a module: functional(model)), or "
                     "detach it."
                 )

@@ -43,7 +43,7 @@ def batch_norm(eps: float = 1e-5, *, statistics: Statistics | None = None) -> In
 
     Raises:
         ArgumentError: `eps` is not above 0; shapes do not fit; statistics of a batch with one number a channel.
-        ArgumentTypeError: x, the parameters or the statistics are no tensors.
+        ArgumentTypeError: x, the parameters or the statistics are not tensors.
 
     Example:
         >>> import torch
@@ -115,8 +115,8 @@ def _statistics(call: str, x: Any) -> Statistics:
     need_axes(call, "x", x, "[N, C, ...]", 2)
     if x.numel() <= x.shape[1]:
         raise ArgumentError(
-            f"{call}: x has shape {shape(x)}, at most one number a channel, which is no batch to take statistics of. "
-            "Give more samples, or batch_norm(statistics=(mean, var))."
+            f"{call}: x has shape {shape(x)}, at most one number a channel, which is not a batch to take statistics "
+            "of. Give more samples, or batch_norm(statistics=(mean, var))."
         )
     var, mean = torch.var_mean(wide(x), [0, *range(2, x.ndim)], correction=0)
     return mean, var

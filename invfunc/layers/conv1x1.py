@@ -31,7 +31,7 @@ def conv1x1(*, orthogonal: bool = False) -> Invertible:
 
     Raises:
         ArgumentError: the matrix is not square, or shapes do not fit.
-        ArgumentTypeError: x or the parameters are no tensors.
+        ArgumentTypeError: x or the parameters are not tensors.
         torch.linalg.LinAlgError: the inverse of a W that is singular; its log-determinant is -inf.
 
     Example:

@@ -24,7 +24,7 @@ def flatten(start_dim: int = 1, end_dim: int = -1) -> Invertible:
     Raises:
         ArgumentError: x does not have these axes; y does not fit the shape; log_det where the leading axis is
             flattened.
-        ArgumentTypeError: x is no tensor.
+        ArgumentTypeError: x is not a tensor.
 
     Example:
         >>> import torch

@@ -26,7 +26,7 @@ def haar() -> Invertible:
 
     Raises:
         ArgumentError: x has too few axes, or an odd size; y has channels that 4 does not divide.
-        ArgumentTypeError: x is no tensor.
+        ArgumentTypeError: x is not a tensor.
 
     Example:
         >>> import torch

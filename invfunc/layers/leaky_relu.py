@@ -25,7 +25,7 @@ def leaky_relu(negative_slope: float = 0.01) -> Invertible:
 
     Raises:
         ArgumentError: `negative_slope` is not above 0; log_det of an x without axes.
-        ArgumentTypeError: x is no tensor.
+        ArgumentTypeError: x is not a tensor.
 
     Example:
         >>> import torch

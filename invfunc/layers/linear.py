@@ -30,7 +30,7 @@ def linear() -> Invertible:
 
     Raises:
         ArgumentError: out < in, which has no inverse; shapes that do not fit; log_det of out > in.
-        ArgumentTypeError: x or the parameters are no tensors.
+        ArgumentTypeError: x or the parameters are not tensors.
         torch.linalg.LinAlgError: the inverse of a square W that is singular; its log-determinant is -inf. A tall W with
             dependent columns goes unnoticed, and what the inverse gives is arbitrary.
 

@@ -31,7 +31,7 @@ def orthogonal_linear() -> Invertible:
 
     Raises:
         ArgumentError: A is not square, or shapes do not fit.
-        ArgumentTypeError: x or the parameters are no tensors.
+        ArgumentTypeError: x or the parameters are not tensors.
 
     Example:
         >>> import torch

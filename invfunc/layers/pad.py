@@ -27,7 +27,7 @@ def pad(padding: Sequence[int], value: float = 0.0) -> Invertible:
     Raises:
         ArgumentError: `padding` has an odd number of entries or one that is not an integer of at least 0; x has fewer
             axes than are padded; y is smaller than its margins.
-        ArgumentTypeError: x is no tensor, or `padding` no tuple.
+        ArgumentTypeError: x is not a tensor, or `padding` is not a tuple.
 
     Example:
         >>> import torch

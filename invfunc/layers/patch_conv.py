@@ -32,7 +32,7 @@ def patch_conv() -> Invertible:
     Raises:
         ArgumentError: out < in * prod(k), which has no inverse; a size of x that the kernel does not divide; shapes
             that do not fit; log_det of out > in * prod(k).
-        ArgumentTypeError: x or the parameters are no tensors.
+        ArgumentTypeError: x or the parameters are not tensors.
         torch.linalg.LinAlgError: as in `linear`.
 
     Example:

@@ -26,7 +26,7 @@ def pixel_shuffle(r: int) -> Invertible:
     Raises:
         ArgumentError: `r` is not an integer above 0; x has too few axes, or channels that r * r does not divide; y has
             a size that r does not divide.
-        ArgumentTypeError: x is no tensor.
+        ArgumentTypeError: x is not a tensor.
 
     Example:
         >>> import torch
@@ -58,7 +58,7 @@ def pixel_unshuffle(r: int) -> Invertible:
     Raises:
         ArgumentError: `r` is not an integer above 0; x has too few axes, or a size that r does not divide; y has
             channels that r * r does not divide.
-        ArgumentTypeError: x is no tensor.
+        ArgumentTypeError: x is not a tensor.
 
     Example:
         >>> import torch

@@ -26,7 +26,7 @@ def unflatten(dim: int, sizes: Sequence[int]) -> Invertible:
     Raises:
         ArgumentError: `sizes` is empty, has two -1 or other numbers below 0; x or y does not have these axes; log_det
             where the leading axis is split.
-        ArgumentTypeError: x is no tensor, or `sizes` no tuple.
+        ArgumentTypeError: x is not a tensor, or `sizes` is not a tuple.
 
     Example:
         >>> import torch

@@ -1,6 +1,6 @@
 """Operations of torch whose second derivative is missing or wrong (torch 2.13), in a form in which it is right.
 
-So is that of some losses in forward mode only, where jvp, jacfwd or hessian is around us.
+For some losses it is missing or wrong in forward mode only: they are replaced where jvp, jacfwd or hessian is active.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from invfunc.operations.compositions import embedding_bag, multi_margin_loss
 
 
 def _attention(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Fused kernels have no second derivative."""
+    """Attention with torch's unfused kernel, as the fused ones have no second derivative."""
     with sdpa_kernel(SDPBackend.MATH):
         return func(*args, **kwargs)
 
 
 def _recurrent(func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Nor has cuDNN."""
+    """A recurrent layer without cuDNN, whose kernels have no second derivative."""
     with torch.backends.cudnn.flags(enabled=False):
         return func(*args, **kwargs)
 
 
 def _bag(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Nor has `embedding_bag`; bags of different lengths stay with torch."""
+    """`embedding_bag` composed of other operations, as torch's has no second derivative; bags of different lengths are
+    left to torch."""
     try:
         return embedding_bag(*args, **kwargs) if func is F.embedding_bag else func(*args, **kwargs)
     except SampleAxisError:
@@ -42,17 +43,17 @@ def _bag(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _multi_margin(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Nor has this."""
+    """`multi_margin_loss` composed of other operations, as torch's has no second derivative."""
     return (multi_margin_loss if func is F.multi_margin_loss else func)(*args, **kwargs)
 
 
 def _weight_norm(func: Callable, v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Has a wrong one."""
+    """Weight normalisation written out, as the second derivative of torch's is wrong."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def _abs(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """That of a complex number has NaN in its derivatives at 0 where they are 0."""
+    """The absolute value of a complex number, with derivatives of 0 at 0, where torch's become NaN."""
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, torch.Tensor) or not x.is_complex() or "out" in kwargs:
         return func(*args, **kwargs)
@@ -61,7 +62,8 @@ def _abs(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _solve(func: Callable, A: torch.Tensor, B: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Is wrong under vmap where B has more dimensions in front than A: they are taken for those of the vmap."""
+    """`linalg.solve` with A expanded to the leading dimensions of B: under vmap torch takes those that A lacks for the
+    dimension of the vmap, and its result is wrong."""
     lead, own = B.shape[:-2], A.shape[:-2]
     vector = B.ndim == 1 or B.shape == A.shape[:-1]
     wide = A if vector or len(own) >= len(lead) else A.expand(*torch.broadcast_shapes(lead, own), *A.shape[-2:])
@@ -71,11 +73,11 @@ def _solve(func: Callable, A: torch.Tensor, B: torch.Tensor, **options: Any) -> 
 def _cdist(
     func: Callable, x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str | None = None
 ) -> torch.Tensor:
-    """Has a wrong derivative under vmap, and no second one."""
+    """`cdist` written out, as torch's has a wrong derivative under vmap, and no second derivative."""
     return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
 
 
-# Norms: their passes back, which are fused, have a wrong derivative under vmap
+# Norms: torch's fused backward passes have a wrong derivative under vmap.
 
 
 def _layer_norm(
@@ -89,7 +91,8 @@ def _layer_norm(
 
 
 def _batch_norm(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """And the one of instances, which takes the same; in eval mode both are right."""
+    """`batch_norm` or `instance_norm` written out where it normalises by the statistics of its input; with running
+    statistics torch's is right."""
     instances = func is F.instance_norm
     given = _SIGNATURES[func].bind(input, *args, **kwargs)
     given.apply_defaults()
@@ -111,7 +114,7 @@ _SIGNATURES = {
 
 
 def _standard(x: torch.Tensor, along: list[int], eps: float, weight: Any, bias: Any) -> torch.Tensor:
-    """With mean 0 and variance 1, then scaled and shifted; in float32 at least."""
+    """x brought to mean 0 and variance 1, then scaled and shifted; computed in float32 at least."""
     x = x.float() if _low(x) else x
     x = x - x.mean(along, keepdim=True)
     x = x * (x.square().mean(along, keepdim=True) + eps).rsqrt()
@@ -119,11 +122,12 @@ def _standard(x: torch.Tensor, along: list[int], eps: float, weight: Any, bias: 
     return x if bias is None else x + bias
 
 
-# Losses, in forward mode
+# Losses in forward mode
 
 
 def _mse(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The derivative of a mean writes into what cannot be written."""
+    """`mse_loss` with its mean taken separately: in forward mode, the second derivative of torch's writes into a tensor
+    of zeros that cannot be written."""
     given = _bound(func, *args, **kwargs)
     if given is None or given["reduction"] != "mean":
         return func(*args, **kwargs)
@@ -131,7 +135,7 @@ def _mse(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _huber(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Has none; the same with another scale has."""
+    """`huber_loss` as a scaled `smooth_l1_loss`, as the backward pass of torch's has no derivative in forward mode."""
     given = _bound(func, *args, **kwargs)
     if given is None:
         return func(*args, **kwargs)
@@ -140,7 +144,7 @@ def _huber(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _soft_margin(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Has none."""
+    """`soft_margin_loss` written out, as the backward pass of torch's has no derivative in forward mode."""
     given = _bound(func, *args, **kwargs)
     if given is None:
         return func(*args, **kwargs)
@@ -149,7 +153,7 @@ def _soft_margin(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _bound(func: Callable, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
-    """The arguments of a loss by their names; None with those that are no longer used."""
+    """The arguments of a loss by their names; None outside of forward mode, or if a weight or an old flag is given."""
     if func not in _SIGNATURES or not forward_mode():
         return None
     given = _SIGNATURES[func].bind(*args, **kwargs)
@@ -177,15 +181,15 @@ _INSTEAD = {
     "soft_margin_loss": _soft_margin,
 }
 _NORMS = {"layer_norm": _layer_norm, "batch_norm": _batch_norm, "instance_norm": _batch_norm}
-"""Those of torch.nn.functional; torch's own take their arguments in another order."""
+"""The norms of torch.nn.functional only: torch's own of the same name take their arguments in another order."""
 _KNOWN = {"multi_head_attention_forward", "grad", *_INSTEAD, *_NORMS}
 
 
 class TwiceDifferentiable(TorchFunctionMode):
-    """What runs in it can be differentiated twice, under vmap too."""
+    """A mode under which operations run in a form that can be differentiated twice, also under vmap."""
 
     used = False
-    """Whether something had to be done about that."""
+    """Whether an operation was replaced."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -202,7 +206,8 @@ class TwiceDifferentiable(TorchFunctionMode):
 
     @contextmanager
     def back(self, device: torch.device) -> Iterator[None]:
-        """What a pass back runs in: autocast has chosen the precisions already, and a checkpoint runs f again."""
+        """The context of a backward pass: autocast off, as the forward pass has chosen the precisions, and this mode on
+        if it was used, as a checkpoint may run f again."""
         kind = device.type
         casts = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
         with casts, self if self.used else nullcontext(), warnings.catch_warnings():

@@ -103,7 +103,7 @@ class Alone:
         return with_aux(result) if problem.has_aux else (result, None)
 
     def _samples(self, part: slice) -> list[Any]:
-        """The arguments that are no parameters, of some samples."""
+        """The arguments that are not parameters, of some samples."""
         return [
             x if a is None else self.scope.alias(x[(slice(None),) * (a.dim or 0) + (part,)]) for x, a in self._batch
         ]

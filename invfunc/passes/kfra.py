@@ -98,4 +98,4 @@ def _origin(edge: Any) -> tuple[Any, int]:
 
 def not_a_chain(why: str) -> ArgumentError:
     """The recursion does not know branches."""
-    return ArgumentError(f"f is no chain of layers: {why}. `kflr` is defined for any model.")
+    return ArgumentError(f"f is not a chain of layers: {why}. `kflr` is defined for any model.")

@@ -24,7 +24,8 @@ from invfunc.reductions import Reduction, State
 States = dict[int, State]
 """For each parameter that is reached, what a reduction keeps of it."""
 Done = Callable[[int, int, State], None]
-"""Is told of a reduction (by its place), a parameter, and all that was kept of it, as soon as nothing more comes."""
+"""Called once for each reduction (by its number) and parameter, with all that was kept of it, as soon as that is
+complete."""
 
 
 @dataclass
@@ -70,7 +71,8 @@ class Pullback:
         return 1 if self.total == 0 or self.block(Pass({}, 0, 1)).right is None else 2
 
     def folded(self, reductions: Sequence[Reduction], done: Done) -> list[torch.Tensor | None]:
-        """Tells what each reduction keeps of each parameter; returns what each found of all of them jointly."""
+        """Reduce the shares: `done` gets what each reduction keeps of each parameter. Returns the joint tensor of each
+        reduction that has one, else None."""
         if any(m.paired for m in reductions):
             self.roles = roles(self.run.params, self.run.trace.uses)
         passes = self.passes(reductions)
@@ -125,7 +127,7 @@ class Pullback:
         pulled: Iterable[tuple[Pass, PulledBack]],
         done: Done,
     ) -> None:
-        """Pass by pass; a parameter is done with its last column."""
+        """Reduce what was pulled back, pass by pass; a parameter is done with its last column."""
         states: list[States] = [{} for _ in reductions]
         for each, columns in pulled:
             for i, uses in _backwards(each.uses):

@@ -16,7 +16,7 @@ class Unfactored(Exception):
     """Why a parameter has no Kronecker factors."""
 
 
-PART = "it is read in a part that is no product of its dimensions"
+PART = "it is read in a part that is not a product of its dimensions"
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Grid:
 def grid(entries: torch.Tensor, shape: torch.Size, factors: Sequence[Axes], shared: Axes) -> Grid:
     """Each factor is over the dims that its axes count; the `shared` axes count blocks that all of them have.
 
-    Raises Unfactored where the entries are no such product.
+    Raises Unfactored where the entries are not such a product.
     """
     if not entries.numel() or bool((entries < 0).any()):
         raise Unfactored(PART)

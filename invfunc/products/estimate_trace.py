@@ -38,8 +38,8 @@ def estimate_trace(
         dimensions. The standard error of one probe is NaN.
 
     Raises:
-        ArgumentError, ArgumentTypeError: probes < 1, no generator, one on another device, or a product that is no tree
-            like the parameters.
+        ArgumentError, ArgumentTypeError: probes < 1, no generator, one on another device, or a product that is not a
+            tree like the parameters.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
 
     Example:

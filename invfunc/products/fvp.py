@@ -57,8 +57,8 @@ def fvp(
     Raises:
         SplitError: f returns a scalar, and no outputs are found, or a path goes around them.
         SampleAxisError: the samples are mixed.
-        ArgumentError, ArgumentTypeError: v is no tree like the parameters, there is no generator, or no sampler for the
-            loss.
+        ArgumentError, ArgumentTypeError: v is not a tree like the parameters, there is no generator, or no sampler
+            for the loss.
 
     Example:
         >>> import torch, invfunc

@@ -39,7 +39,8 @@ def ggnvp(
         SplitError: no outputs are found, or a path from the parameters to the result goes around them.
         ConvexityError: the loss is not convex in the outputs.
         SampleAxisError: a loss function mixes samples: give the model and its loss apart.
-        ArgumentError, ArgumentTypeError: v is no tree like the parameters, or f returns something else than it should.
+        ArgumentError, ArgumentTypeError: v is not a tree like the parameters, or f returns something else than it
+            should.
 
     Example:
         >>> import torch, invfunc

@@ -24,7 +24,7 @@ def hessian_block_product(f: Callable, loss: Callable | None = None, *, has_aux:
         of the result are `[K, *p]`. Its `.linearize(params, *batch)` gives a function `V -> tree` that has run f once.
 
     Raises:
-        ArgumentError, ArgumentTypeError: V is no tree like the parameters, or f returns something else than a loss.
+        ArgumentError, ArgumentTypeError: V is not a tree like the parameters, or f returns something else than a loss.
 
     Example:
         >>> import torch, invfunc

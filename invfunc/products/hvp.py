@@ -28,7 +28,7 @@ def hvp(f: Callable, loss: Callable | None = None, *, has_aux: bool = False) -> 
         run f once.
 
     Raises:
-        ArgumentError, ArgumentTypeError: v is no tree like the parameters, or f returns something else than a loss.
+        ArgumentError, ArgumentTypeError: v is not a tree like the parameters, or f returns something else than a loss.
 
     Example:
         >>> import torch, invfunc

@@ -32,7 +32,7 @@ def linear_operator(product: Callable) -> Operator:
 
     Raises:
         ArgumentError, ArgumentTypeError: the parameters have different dtypes, or one that numpy has not, or the result
-            of the product is no tree like them.
+            of the product is not a tree like them.
         MissingExtraError: scipy is missing: `pip install 'invfunc[scipy]'`.
 
     Example:

@@ -28,7 +28,7 @@ def linearize(f: Callable, *, has_aux: bool = False) -> Linearization:
         the outputs, and `vjp(c)`, of a tree like the outputs, one like the parameters.
 
     Raises:
-        ArgumentError, ArgumentTypeError: f returns something else than floating-point tensors, or v or c is no tree
+        ArgumentError, ArgumentTypeError: f returns something else than floating-point tensors, or v or c is not a tree
             like the parameters or the outputs.
 
     Example:

@@ -142,7 +142,7 @@ class Provenance:
         return None if self.trusting else self.escaped
 
     def values_left(self, seen: Seen) -> None:
-        """What a call gave is no tensor."""
+        """What a call gave is not a tensor."""
         if any(tag.lost or isinstance(tag.place, Axis) for tag in seen.sampled):
             self.escaped, self.read = self.escaped or seen.name, True
 

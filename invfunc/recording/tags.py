@@ -38,7 +38,8 @@ class Sampled:
     place: Axis | BatchSum | None
     lost: str | None = None
     around: str | None = None
-    """Where a path from the parameters that crosses no outputs came last, or met one that does; None without one."""
+    """The call that a path from the parameters without marked outputs on it came to last, or at which it joined a path
+    with some; None where there is no such path."""
     crossed: frozenset[int] = frozenset()
     """The marked outputs that it depends on."""
     affine: bool = False
@@ -54,7 +55,7 @@ class Sampled:
 
 
 def in_order(tags: list[Sampled], written: bool = False) -> Order:
-    """In which order the samples are in what is computed from tensors with these tags."""
+    """The order of the samples in what is computed from tensors with these tags."""
     if all(t.order is None for t in tags):
         return None
     placed = [t for t in tags if isinstance(t.place, Axis)]
@@ -77,8 +78,8 @@ class ParameterUse:
 
     @property
     def kind(self) -> Hashable:
-        """The same for parameter uses of one parameter at the same operation on other tensors, as in a module called
-        twice."""
+        """A key that uses share if they read one parameter by the same operation on different tensors, as those of a
+        module that is called twice do."""
         call = self.call
         if call is None or not self.recipe.joins:
             return id(self)
@@ -117,7 +118,7 @@ class Tags:
         return bool(self._memory) and any(storage_of(x) in self._memory for x in tensors)
 
     def written(self, x: torch.Tensor, new: Derived | Sampled) -> None:
-        """What is written into a tensor is written into all that share its memory."""
+        """Tag all tensors that share the memory of one that was written to: it is written into them, too."""
         base = base_of(x)
         if base is not None and self.get(base) is None:
             self.set(base, Derived(frozenset(), False) if isinstance(new, Derived) else Sampled(None))

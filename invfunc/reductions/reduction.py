@@ -11,7 +11,7 @@ import torch
 from invfunc.per_sample import Shares
 
 State = tuple[Any, ...]
-"""Of one parameter and one block: tensors, or what a reduction keeps in their place."""
+"""What a reduction keeps of one parameter and one block: tensors, or objects of its own."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Found:
     outputs: list[torch.Size]
     """The shapes of the model's outputs for one sample."""
     structure: Any
-    """Of the outputs."""
+    """The tree structure of the outputs."""
     joint: torch.Tensor | None = None
     reduced: bool = False
     """Whether the results of the parameters have been put through a function of the caller's."""
@@ -38,13 +38,14 @@ class Reduction:
     axes: ClassVar[tuple[str, ...]] = ("outputs", "samples", "params")
     """What it folds over."""
     each: ClassVar[tuple[int, ...]] = ()
-    """What `sample_axes` says of all results."""
+    """The axes of each result that count the samples; `sample_axes` returns them unless it is overridden."""
     several: ClassVar[bool] = False
     """Whether the caller gets a tuple of results."""
     rooted: ClassVar[Literal["no", "known", "all"]] = "no"
-    """Of which losses the columns have to be those of a square root, without weights: those of known structure, all."""
+    """For which losses the columns have to be those of a square root of the Hessian, without weights beside them: for
+    none, for those of known structure, or for all."""
     stages: ClassVar[int] = 1
-    """How many reductions there are, with those that `then` gives."""
+    """How many reductions run one after the other: this one, and those that `then` gives."""
     thin: ClassVar[bool] = False
     """Whether large columns come best one by one, of all samples at once."""
     forms: ClassVar[Literal["no", "blocks", "all"]] = "no"
@@ -61,7 +62,8 @@ class Reduction:
     """What has to be known of all parameters before the first partial result; `joint` makes one tensor of it."""
 
     def joint(self, states: list[State], zeros: torch.Tensor) -> torch.Tensor:
-        """Of what `before` kept of the parameters that are reached; `zeros` has an entry for each sample."""
+        """The tensor that every `partial` gets, made of what `before` kept of all parameters that influence the result;
+        `zeros` has an entry for each sample."""
         raise NotImplementedError  # only where there is something before
 
     def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
@@ -69,7 +71,8 @@ class Reduction:
         raise NotImplementedError  # each statistic says it
 
     def directly(self, rows: torch.Tensor) -> State:
-        """Of the entries `[samples, *p]` themselves, or of their sum `[1, *p]` if the result has no sample axis."""
+        """The state for a result that is known entry by entry: `[samples, *p]`, or the sum over the samples `[1, *p]`
+        if the result has no sample axis."""
         raise NotImplementedError  # only where columns are squared
 
     def over_samples(self, a: State, b: State) -> State:

@@ -18,9 +18,9 @@ class Part:
     """"closed form", "local", "narrow" or "dense"."""
     params: tuple[str, ...]
     columns: int
-    """Of each sample, that come in."""
+    """How many columns of each sample are pulled back to these parameters."""
     passes: int
-    """Pullbacks of one column each."""
+    """How many pullbacks of one column that takes."""
 
     def __str__(self) -> str:
         of = f"{self.passes} passes for {self.columns} columns" if self.way != "closed form" else "no pullback"
@@ -33,9 +33,9 @@ class Parameter:
 
     name: str
     operations: tuple[str, ...]
-    """Of torch, or one's own; "f" where the function is evaluated on each sample alone."""
+    """The operations that read it; "f" where the function is evaluated on each sample alone."""
     generic: tuple[str, ...]
-    """Those of them without a fast rule: they run again with a copy of the parameter for each sample."""
+    """The operations among them without a fast rule: they run again with a copy of the parameter for each sample."""
 
     @property
     def way(self) -> str:
@@ -49,21 +49,21 @@ class Explanation:
 
     name: str
     columns: int
-    """Of each sample."""
+    """How many columns each sample has."""
     passes: int
-    """Pullbacks of one column each; of several where `chunked` said how many they are to be."""
+    """How many pullbacks of one column each; of several columns where `chunked` set the number of passes."""
     pullbacks: int
     """How often something is pulled back: of several columns at once, where memory allows."""
     bytes: int
     """About how much memory the columns take, beyond the forward pass and the result."""
     cost: float
-    """The estimated time over that of all columns."""
+    """The estimated time, as a fraction of that for pulling back every column."""
     why: str
     parts: tuple[Part, ...] = ()
-    """Of what is not simply pulled back column by column."""
+    """What is done for which parameters, where not every column is simply pulled back."""
     params: tuple[Parameter, ...] = ()
     members: tuple[Explanation, ...] = ()
-    """Of the statistics that are computed together; the numbers above are those of all, shared pullbacks once."""
+    """An explanation for each statistic computed together; the numbers above are of all, with shared pullbacks once."""
 
     def __str__(self) -> str:
         below = [self._passes(), *self._of_parts(), *self._table(), self._cost()]
@@ -94,7 +94,7 @@ def _counted(count: int, what: str) -> str:
 def chosen_parts(
     facts: Facts, chosen: Chosen, budget: int, called: Callable[[int], str]
 ) -> tuple[tuple[Part, ...], int]:
-    """Of a way that was chosen by the structure, and about how many numbers its columns have."""
+    """The parts of a way that was chosen by the structure, and about how many numbers its columns have."""
     run, columns, parts, most = facts.run, facts.total, list[Part](), 0
     for stage, leaves in zip(chosen.stages, chosen.leaves, strict=True):
         if leaves:
@@ -112,7 +112,7 @@ def chosen_parts(
 
 
 def _numbers(run: Run, stage: Stage, budget: int) -> int:
-    """In the columns that are pulled back at once, and in the factors at a narrow layer."""
+    """How many numbers a stage keeps at once: in its columns, or in the factors at its bottleneck if those are more."""
     n, sizes = run.trace.n, [run.trace.sizes[s] for s in stage.sites]
     found = min(stage.passes, columns_at_once(max(sizes), n, budget)) * max(sizes) * n if sizes else 0
     if stage.bottleneck is not None and stage.blocks is not None:

@@ -21,13 +21,13 @@ class Stage:
 
     sites: frozenset[int]
     classes: list[Colours] | None
-    """Of each kind of columns that comes in; None if each column has a pass of its own."""
+    """The colouring of each kind of columns that comes in; None if each column has a pass of its own."""
     passes: int
     frame: int
     bottleneck: Bottleneck | None = None
     blocks: Blocks | None = None
     rows: int = 0
-    """Of each block."""
+    """How many rows the factor of a block has at most."""
     shared: bool = False
     """Whether the columns at the bottleneck may be the same for all samples, as the layers above are affine."""
 
@@ -43,7 +43,7 @@ class Chosen:
     dense: frozenset[int]
     cost: float
     leaves: list[frozenset[int]] = field(default_factory=list)
-    """Of each stage."""
+    """The parameters of each stage."""
 
 
 def _sites(run: Run) -> dict[int, frozenset[int]]:
@@ -82,11 +82,11 @@ class Facts:
         self.n, self.work, self.sites = run.trace.n, _work(run), _sites(run)
         self.everything = frozenset(range(len(self.work)))
         self.total = sum(s.rank * max(1, group_count(s)) for s in sources)
-        """Columns of a sample."""
+        """How many columns a sample has."""
 
     @property
     def dense_cost(self) -> float:
-        """Of the way of all columns."""
+        """The estimated cost of pulling back every column."""
         return self.total * (self.n * sum(self.work) + thresholds.COLUMN)
 
 

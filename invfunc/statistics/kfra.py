@@ -37,7 +37,7 @@ def kfra(
         As `kfac`.
 
     Raises:
-        ArgumentError: f is no chain; otherwise as in `kfac`.
+        ArgumentError: f is not a chain; otherwise as in `kfac`.
         SplitError, ConvexityError, SampleAxisError: as in `kfac`.
 
     Example:

@@ -8,7 +8,7 @@ import torch
 
 
 def advanced(index: Any) -> bool:
-    """Whether an index is more than ints, slices, None and an ellipsis, so that the result is no view."""
+    """Whether an index is more than ints, slices, None and an ellipsis, so that the result is not a view."""
     parts = index if isinstance(index, tuple) else (index,)
     return not all(p is None or p is Ellipsis or isinstance(p, slice) or _is_int(p) for p in parts)
 

@@ -39,18 +39,19 @@ class Recipe:
     gram: Callable[[Part], torch.Tensor | None] | None = None
     """The sum over samples and positions of the products of what is read, where that is cheaper than to read it."""
     factored: Recipe | None = None
-    """The same as a product of what a linear layer sends back and reads at each of its positions, if this is not."""
+    """The recipe of the same share as cotangents times what the operation reads, summed over positions as in a linear
+    layer; None if this one has that form already."""
     selects: Callable[[Part], torch.Tensor] | None = None
-    """In place of what is read, the row of the parameter that each position picks: `[b, t]`, as in `rows`."""
+    """The row of the parameter that each position picks, `[b, t]` as in `rows`, where the operation looks rows up."""
     linear: bool = True
     """Whether the operation is known to be linear in the parameter."""
     generic: bool = False
     """Whether it is had without a rule: the operation again with a copy of the parameter for each sample."""
     cells: str = ""
-    """The label of what is squared apart, as columns are: `many` parts of what each sample sends back."""
+    """A label whose entries are squared one by one, as columns are: it enumerates `many` parts of a cotangent."""
     many: int = 1
     recomputed: Sequence[Recomputed] = ()
-    """Those of what it reads that are not kept, but computed again where they are read."""
+    """The operands that are not kept, but computed again when they are read."""
     own: Axis | None = None
     """Where the parameter has an entry for each sample, if the output is over that of the sample itself."""
     rows: Callable[[Part], torch.Tensor] | None = None

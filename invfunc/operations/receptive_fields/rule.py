@@ -42,7 +42,7 @@ class Step:
         return name in _places(self.func)
 
     def rows(self, x: Any) -> Rows:
-        """The labels of an argument; None if it has none (or is no tensor)."""
+        """The labels of an argument; None if it has none (or is not a tensor)."""
         return self.read(x) if isinstance(x, torch.Tensor) and x.numel() else None
 
     def filled(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,8 @@ class Step:
 
 
 Rule = Callable[[Step, torch.Tensor], Rows | Sequence[Rows]]
-"""From a call and its (first) result to the labels of the result, or of each of the results; None: all of them all."""
+"""Takes a call and its (first) result, and returns the labels of the result or a list with those of each result. With
+None in their place a result has no rule: each of its entries may depend on all that the call reads."""
 RULES: dict[str, Rule] = {}
 
 
@@ -76,7 +77,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def joined(*parts: Rows) -> Rows:
-    """The maximum of what there is."""
+    """The entrywise maximum of those labels that are not None: the hull of their boxes."""
     result = None
     for part in parts:
         if part is None or (result is not None and part.is_set_to(result)):
