@@ -37,7 +37,7 @@ class Axis:
 
     @property
     def kind(self) -> Axis:
-        """The same for each sample that is alone in a tensor."""
+        """The axis itself; where a tensor is of a single sample, one key for whichever sample it is."""
         return self if self.whole or self.dim is not None else Axis(None, rows=())
 
     @property
@@ -50,13 +50,13 @@ class Axis:
         return self.outer * self.inner if self.rows is None else _places(self.rows, n)[0].shape[1]
 
     def owned(self, n: int) -> list[float]:
-        """Which part of the entries that a sample is exposed with is its own, and stands for no missing one."""
+        """The fraction of the entries in each exposed sample that are its own, rather than put in for missing ones."""
         if self.rows is None:
             return [1.0] * n
         return [self.rows.count(i) / max(1, self.width(n)) for i in range(n)]
 
     def at(self, dim: int | None) -> Axis:
-        """The same inside dimension, at another place."""
+        """An axis that is laid out in the same way, in dimension `dim`."""
         return self if dim == self.dim else replace(self, dim=dim)
 
     def fits(self, x: torch.Tensor, n: int) -> bool:
@@ -108,7 +108,7 @@ class Axis:
         return x.flatten(d - 1, d + 1)
 
     def _among(self, x: torch.Tensor, n: int, lead: int, fill: float | None) -> torch.Tensor:
-        """What one sample has, `[*lead, 1, *one]`, among n."""
+        """The entries of the single sample, `[*lead, 1, *one]`, put in its place among n."""
         if self.rows is None:
             return x
         if fill is None:

@@ -37,11 +37,11 @@ QUERIES = set(
     "is_contiguous is_floating_point is_complex get_device element_size hash is_same_size is_inference is_signed "
     "is_conj is_neg storage_offset result_type get:names get:itemsize get:nbytes get:is_meta get:grad_fn".split()
 )
-"""What is asked about a tensor, and not about its values."""
+"""Calls that ask something about a tensor, but not for its values."""
 HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
-"""Are for the backward pass, and read nothing."""
+"""Methods of a tensor that register something for the backward pass and read no values."""
 EXITS = {"set", "dlpack", "to_dlpack"}
-"""Hand the memory of a tensor to one that is not followed."""
+"""Calls that hand the memory of a tensor to another one, which is not followed."""
 CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "new_tensor", "deepcopy"}
 
 
@@ -58,7 +58,7 @@ def function_name(func: Callable) -> str:
 
 
 def spelled(name: str | None) -> str:
-    """What a call is called in an error."""
+    """The name of a call in an error."""
     if not name or name.startswith(("get:_", "reduce")):
         return "a copy (by copy, pickle or torch.save)"  # which read such attributes
     return f"`.{name[4:]}`" if name.startswith("get:") else f"`{name}`"

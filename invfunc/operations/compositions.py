@@ -21,7 +21,7 @@ from invfunc.errors import SampleAxisError, samples_lost
 
 @dataclass
 class Weights:
-    """Of a layer in one direction; `w_hr` projects the hidden state of an LSTM."""
+    """The weights of a recurrent layer in one direction; `w_hr` projects the hidden state of an LSTM."""
 
     w_ih: torch.Tensor
     w_hh: torch.Tensor
@@ -31,7 +31,7 @@ class Weights:
 
 
 Tensors = tuple[torch.Tensor, ...]
-"""As a state: the hidden state, which is the output too, then what else the cell remembers."""
+"""A state: the hidden state, which is also the output, then what else the cell remembers."""
 Step = Callable[[Tensors, Tensors, Weights], Tensors]
 
 
@@ -59,7 +59,7 @@ def _rnn(nonlinearity: Callable[[torch.Tensor], torch.Tensor]) -> Step:
 
 
 def _gates(step: Step, x: torch.Tensor, w: Weights) -> Tensors:
-    """What the input adds to the gates, at all time steps at once."""
+    """The part of the gates that comes from the input, at all time steps at once."""
     gates = F.linear(x, w.w_ih, w.b_ih)
     return gates.chunk(3, -1) if step is _gru else (gates,)
 
@@ -216,12 +216,12 @@ def broadcast_tensors(*given: Any) -> Tensors:
 
 
 def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Its own second derivative is wrong (torch 2.13)."""
+    """Weight normalisation written out, as the second derivative of torch's is wrong (torch 2.13)."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Its derivative is wrong where torch.vmap batches both."""
+    """`prelu` written out, as the derivative of torch's is wrong where torch.vmap batches both arguments."""
     if weight.numel() > 1 and input.ndim > 1:
         weight = weight.reshape(-1, *[1] * (input.ndim - 2))
     return torch.where(input > 0, input, weight * input)
@@ -237,7 +237,7 @@ def multi_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """It has no second derivative, and none in forward mode."""
+    """`multi_margin_loss` written out, as torch's has no second derivative, and none in forward mode."""
     if p not in (1, 2) or size_average is not None or reduce is not None:
         raise ValueError(
             f"multi_margin_loss: p is 1 or 2, not {p}; in place of size_average and reduce give reduction."
@@ -260,7 +260,7 @@ COMPOSITIONS: dict[str, Callable[..., Any]] = {
     **{name: _layers(name, step) for name, step in _STEPS.items()},
     **{f"{name}_cell": _cell(f"{name}_cell", step) for name, step in _STEPS.items()},
 }
-"""By the name of torch's function."""
+"""The compositions by the names of torch's functions."""
 
 
 def composition(func: Callable) -> Callable[..., Any] | None:
@@ -280,7 +280,7 @@ def composition(func: Callable) -> Callable[..., Any] | None:
 
 
 def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:
-    """The initial states that a recurrent function is called with, which have an entry for each sample, and where."""
+    """The initial states that a recurrent function is called with, each with the dimension of its sample axis."""
     name = getattr(func, "__name__", "")
     if name.removesuffix("_cell") not in _STEPS:
         return []

@@ -23,18 +23,19 @@ class Index:
     dims: list[int | None]
     """The dimension of each part."""
     samples: dict[int, torch.Tensor]
-    """By the places of parts, the samples of their entries."""
+    """The samples of the entries of those parts that are tensors of samples, by the number of the part."""
 
     @property
     def key(self) -> tuple:
         return tuple(self.parts)
 
     def at(self, dim: int) -> Any:
-        """What is picked of a dimension."""
+        """The part of the index that picks from a dimension."""
         return self.parts[self.dims.index(dim)]
 
     def read(self, table: torch.Tensor | None, shape: torch.Size) -> list[torch.Tensor]:
-        """The samples of what is read of a table by their places, given the samples of its entries, and of indices."""
+        """The samples of the entries that the index reads: those of the entries of the table, if it has any (`table`),
+        and those of each index."""
         found = [] if table is None else [table[self.key]]
         for at, samples in self.samples.items():
             dim, parts = self.dims[at], list(self.parts)

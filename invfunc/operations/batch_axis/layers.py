@@ -137,7 +137,8 @@ _RANKS = {"sort", "argsort", "topk"}
 
 
 def picked(call: Call) -> Place | list[Place]:
-    """Of entries picked along the samples: the indices say which, and are numbers computed from all of the data."""
+    """Where the samples are when entries were picked along their axis: the indices in the result tell which. These
+    indices themselves count as a sum over the samples, as they are computed from all of the data."""
     if isinstance(call.out, torch.Tensor):
         return BATCH_SUM
     values, indices = call.out
@@ -197,7 +198,7 @@ def spatial(call: Call) -> Place:
 
 @rule("max_unpool2d", "max_unpool3d")
 def unpooled(call: Call) -> Place:
-    """Entries are put where the indices beside them say, each inside of its image."""
+    """Unpooling keeps the sample axis: it puts each entry where an index says, within its own image."""
     axes = {axis for _, axis in call.samples}
     if len(axes) > 1:
         raise Mixed("its arguments have their samples along different axes")

@@ -23,7 +23,7 @@ _ELEMENTWISE_LOSSES = (
 
 
 def reduction(call: Call) -> str:
-    """The reduction of a loss, also where its deprecated flags say it."""
+    """The reduction of a loss, also if it is given by the deprecated flags."""
     average, reduced = call.kwargs.get("size_average"), call.kwargs.get("reduce")
     if average is not None or reduced is not None:
         return "none" if reduced is False else "sum" if average is False else "mean"

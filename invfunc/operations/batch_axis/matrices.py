@@ -43,7 +43,7 @@ def batched(call: Call) -> Place:
 
 
 def _columns(call: Call) -> Place:
-    """Of samples that are the right sides of one system of equations, which are solved apart."""
+    """Where the samples are if they are right-hand sides of one linear system, which are solved independently."""
     names = {"linalg_solve": (0, 1), "linalg_solve_triangular": (0, 1), "cholesky_solve": (1, 0)}
     if call.name not in names or len(call.args) < 2:
         return None
@@ -56,7 +56,7 @@ def _columns(call: Call) -> Place:
 
 
 def _batch(call: Call, arguments: list[torch.Tensor], last: list[int]) -> Place:
-    """The place of the samples among the dimensions before the last ones, of which arguments may have more or fewer."""
+    """Where the samples are among the leading (batch) dimensions, of which some arguments may have fewer."""
     most = max(x.ndim - k for x, k in zip(arguments, last, strict=True))
     found: set[Axis] = set()
     for x, k in zip(arguments, last, strict=True):

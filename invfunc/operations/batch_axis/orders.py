@@ -1,4 +1,4 @@
-"""In which order the samples are: data may be put in another one before they meet the parameters."""
+"""The order of the samples along their axis: data may be put into another one before they meet the parameters."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from invfunc.operations.batch_axis.propagation import Call, Mixed
 Order = tuple[int, ...] | None
 """The sample at each place; None where each is at its own."""
 MIXED: Order = ()
-"""Of no single order."""
+"""The order of a tensor whose parts are in different orders."""
 _MOVES = set("getitem index_select gather take_along_dim flip fliplr flipud rot90 roll sort topk".split())
 
 
 def moved(call: Call, place: Any) -> Order:
-    """Which place of the data each sample is taken from: the same call on the numbers of the places tells."""
+    """The place in the data that each sample is taken from, found by the same call on the numbers of the places."""
     if call.name not in _MOVES or call.active or call.by_rows:
         return None
     x, axis = call.first, call.place(call.first)
@@ -42,7 +42,7 @@ def moved(call: Call, place: Any) -> Order:
 
 
 def _moved(call: Call, places: torch.Tensor) -> torch.Tensor:
-    """What a call does to the numbers of the places in its input."""
+    """The result of a call if its input held the numbers of the places."""
     if call.name in ("sort", "topk"):  # by its values
         return places.gather(call.arg(1 if call.name == "sort" else 2, "dim", -1), call.out[1])
     given = {name: a for name, a in call.kwargs.items() if name != "out"}
@@ -51,16 +51,16 @@ def _moved(call: Call, places: torch.Tensor) -> torch.Tensor:
 
 
 def composed(before: Order, then: Order) -> Order:
-    """The order of what was in one and is put in another."""
+    """The order of a tensor that was in the order `before` and is then reordered by `then`."""
     if not before or then is None:
         return before if then is None else then if before is None else MIXED
     return tuple(before[i] for i in then)
 
 
 def joined(active: Iterable[Order], data: Iterable[Order], written: bool) -> Order:
-    """The order of what tensors that depend on parameters, and data, are combined to.
+    """The order of a result that combines tensors which depend on parameters (`active`) with `data`.
 
-    Data that came to another place are part of the sample whose own are there, unless these were written over.
+    Data that came to another place belong to the sample in that place, unless its own entries were written over.
     """
     wanted, given = set(active), set(data)
     if written and len(wanted | given) > 1:

@@ -1,7 +1,8 @@
 """How each torch function moves the sample axis: from the axes of what it read to that of what it returned.
 
-A rule takes a `Call` and returns an `Axis`, `TOTAL` (summed over the samples) or None (no sample in it), one for all
-tensors that came out or a list with one for each. It raises `Mixed` where samples meet or the axis cannot be followed.
+A rule takes a `Call` and returns an `Axis`, `BATCH_SUM` (summed over the samples) or None (no sample in it): one for
+all tensors that came out, or a list with one for each. It raises `Mixed` where samples meet or the axis cannot be
+followed.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class Unknown(Mixed):
 
 
 class BatchSum:
-    """In place of an axis: the tensor is a sum over the samples, as a scalar loss is."""
+    """What stands in place of an axis for a tensor that is a sum over the samples, as a scalar loss is."""
 
     def __repr__(self) -> str:
-        return "TOTAL"
+        return "BATCH_SUM"
 
 
 BATCH_SUM = BatchSum()
@@ -116,7 +117,7 @@ def propagate(call: Call) -> Place | list[Place]:
 
 
 def _checked(call: Call, found: Place | list[Place]) -> Place | list[Place]:
-    """Where samples are said to be there has to be room for them, but for results that a call leaves empty."""
+    """What a rule has found, once checked: each result has room for n samples along its axis, or is left empty."""
     produced = tree.tensors(call.out)
     places = list(found) if isinstance(found, list) else [found] * len(produced)
     for i, (x, place) in enumerate(zip(produced, places, strict=True)):
@@ -181,7 +182,7 @@ def pointwise(call: Call) -> Place:
 
 
 def side_by_side(call: Call) -> tuple[Axis, int]:
-    """Where all that is combined entry by entry has its samples, counted from the end too."""
+    """The sample axis that all operands of an entrywise operation share, and its dimension counted from the end."""
     first, place = call.samples[0]
     assert isinstance(place, Axis) and place.dim is not None
     back = place.dim - first.ndim

@@ -13,7 +13,7 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, Mixed, Place
 
 NONE = -1
-"""In place of the sample of an entry that depends on none."""
+"""The sample of an entry that depends on no sample."""
 
 
 def samples_of(call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -65,12 +65,12 @@ def located(samples: torch.Tensor, n: int, *more: torch.Tensor, some: bool = Fal
 
 
 def ordered(call: Call, axis: Axis) -> bool:
-    """Whether samples that trade places are told by their order: data alone, of which none were selected."""
+    """Whether an order is enough to follow samples that trade places: only for data, none of which were selected."""
     return not (call.active or call.by_rows) and axis.rows is None
 
 
 def agree(own: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
-    """Whether the samples of entries are their own, where they are of any."""
+    """Whether each given entry is of the sample `own`, or of none."""
     return _true(*((s < 0) | (s == own) for s in given))
 
 
@@ -79,7 +79,7 @@ def _true(*conditions: torch.Tensor) -> bool:
 
 
 def _only(given: tuple[torch.Tensor, ...], each: bool) -> Axis | None:
-    """The one sample of all entries, or of those that are of any."""
+    """The only sample that entries are of; with `each`, every entry has to be of it. None if there are several."""
     if not given[0].numel():
         return None
     found = reduce(torch.maximum, (innermost(s).flatten() for s in given))
@@ -89,7 +89,7 @@ def _only(given: tuple[torch.Tensor, ...], each: bool) -> Axis | None:
 
 
 def _rows(given: tuple[torch.Tensor, ...], dim: int) -> tuple[int, ...] | None:
-    """The one sample of each entry of a dimension, None where an entry has not one."""
+    """The sample of each entry of a dimension; None if an entry is of no sample."""
     plain = [innermost(s) for s in given]
     if any(s.ndim != p.ndim for s, p in zip(given, plain, strict=True)):  # of an index that a vmap around f has batched
         return None
@@ -100,7 +100,8 @@ def _rows(given: tuple[torch.Tensor, ...], dim: int) -> tuple[int, ...] | None:
 
 
 def moved(call: Call) -> Place | list[Place]:
-    """Of a function that only moves entries, and fills with zeros: it is run on the sample of each entry."""
+    """Follow the samples through a function that only moves entries and fills with zeros, by running it on the sample
+    of each entry."""
     args, kwargs = tree.map_tensors(lambda x: samples_of(call, x) - NONE, (call.args, call.kwargs))
     out = call.func(*args, **kwargs)
     if isinstance(out, torch.Tensor):

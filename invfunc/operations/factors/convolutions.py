@@ -16,7 +16,7 @@ from invfunc.operations.factors.recipe import Part, Recipe, Site, rule
 
 
 def _channels(site: Site, x: torch.Tensor, axis: Axis, part: Part, d: int) -> torch.Tensor:
-    """`[b, batch, channels, *spatial]`, also where the input has no batch dimension."""
+    """The exposed samples as `[b, batch, channels, *spatial]`; the batch is 1 if the input has no batch dimension."""
     x = site.exposed(x, axis, part)
     return x if x.ndim == d + 3 else x.unsqueeze(1)
 
@@ -86,7 +86,7 @@ def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
     kernel, width = tuple(weight.shape[2:]), weight.shape[1]
     stride, dilation, padding, extra = (spread(s, d) for s in (stride, dilation, padding, extra))
 
-    def of_delta(cotangent: torch.Tensor, part: Part) -> list[Term]:
+    def of_cotangent(cotangent: torch.Tensor, part: Part) -> list[Term]:
         cotangent = cotangent if cotangent.ndim == d + 4 else cotangent.unsqueeze(2)
         inputs = _channels(site, x, axis, part, d)
         pads = [(p, p - e) for p, e in zip(padding, extra, strict=True)]
@@ -118,11 +118,11 @@ def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
     of_patches = Recipe("gio", of_input, mirror, reads=(x,), work=work, sent=sent)
     if all(s == 1 for s in stride):
         return of_patches
-    return Recipe("gci", of_delta, reads=(x,), factored=of_patches)
+    return Recipe("gci", of_cotangent, reads=(x,), factored=of_patches)
 
 
 def _stuffed(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """With the zeros between entries that make a transposed convolution one of stride 1."""
+    """x with zeros put between its entries, so that a transposed convolution reads it with stride 1."""
     for dim, s in enumerate(stride, x.ndim - len(stride)):
         if s > 1:
             apart = torch.nn.functional.pad(x.unsqueeze(dim + 1).movedim(dim + 1, -1), (0, s - 1)).movedim(-1, dim + 1)

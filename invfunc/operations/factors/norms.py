@@ -81,7 +81,8 @@ def prelu(site: Site, param: torch.Tensor) -> Recipe | None:
 
 @rule("embedding")
 def embedding(site: Site, param: torch.Tensor) -> Recipe | None:
-    """The cotangents at equal tokens of a sample are added up first, so that each row occurs once in it."""
+    """A table of which rows are looked up: the cotangents at equal tokens of a sample are added up first, so that each
+    row occurs only once in it."""
     weight, indices = site.call.arg(0, "weight"), site.call.arg(1, "indices")
     padding = site.call.arg(2, "padding_idx", -1)
     axis, count = site.call.place(indices), len(weight)
@@ -89,7 +90,7 @@ def embedding(site: Site, param: torch.Tensor) -> Recipe | None:
         return None
 
     def entries(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """To which of its entries each position of a sample adds, and the row of each entry: `[b, u]`."""
+        """The entry of its sample that each position adds to, and the row of each entry: `[b, u]`."""
         entry, found = grouped(site.exposed(indices, axis, part, fill=count).flatten(1).long(), count)
         return entry, found.masked_fill(found == padding, count)
 
@@ -116,7 +117,7 @@ def embedding(site: Site, param: torch.Tensor) -> Recipe | None:
 
 @rule("cat", "concat", "concatenate", "stack")
 def placed(site: Site, param: torch.Tensor) -> Recipe | None:
-    """A parameter as a part of the output, which is where its share is."""
+    """A parameter that is a part of the output, as in `cat` and `stack`: its share is that part of the cotangent."""
     call, labels = site.call, LETTERS[: site.call.out.ndim]
     tensors, dim = call.arg(0, "tensors"), call.kwargs.get("axis", call.arg(1, "dim", 0)) % call.out.ndim
     at = [i for i, x in enumerate(tensors) if x is param]

@@ -72,7 +72,7 @@ class Site:
 
 
 def grouped(tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """To which of the entries of a sample each of its `[b, t]` tokens adds, and the token of each entry `[b, u]`.
+    """The entry of its sample that each of the tokens `[b, t]` adds to, and the token of each entry `[b, u]`.
 
     There are as many entries as tokens; those left over have the token `count`.
     """
@@ -136,7 +136,7 @@ def product(site: Site, param: torch.Tensor) -> Recipe | None:
 
 
 def axis_of(site: Site, x: torch.Tensor, labels: str, sample: str | None) -> Axis | None:
-    """Where an operand has its samples; a constant may have an entry for each of them too."""
+    """Where an operand has its samples; a constant may also have an entry for each of them."""
     axis = site.call.place(x)
     if axis is None and sample is not None and sample in labels and x.shape[labels.index(sample)] != 1:
         return site.axis.at(labels.index(sample))

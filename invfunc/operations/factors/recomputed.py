@@ -14,7 +14,7 @@ from invfunc.operations.batch_axis import Call
 
 @dataclass(eq=False)
 class Recomputed:
-    """An operand that can be had again, and what stands in its place in the call: its shape alone."""
+    """An operand that can be computed again; a tensor without values (`shape`) stands in its place in the call."""
 
     shape: torch.Tensor
     fetch: Callable[[], torch.Tensor]
@@ -25,16 +25,16 @@ class Recomputed:
         return self.fetch() if self.held is None else self.held
 
     def hold(self) -> None:
-        """Keep it for now, as it is read among others."""
+        """Compute the operand and keep it, as it is going to be read several times."""
         self.held = self.fetch()
 
     def drop(self) -> None:
-        """It is not read any more."""
+        """Let go of the operand, as it is not read any more."""
         self.held = None
 
 
 def released(call: Call, params: Collection[int]) -> tuple[Call, list[Recomputed]]:
-    """The call without those of its operands that can be had again. `params` are the ids of the parameters."""
+    """The call without those operands that can be computed again, and these. `params` are the ids of the parameters."""
     found: dict[int, Recomputed] = {}
     for x in call.read:
         if id(x) not in params and id(x) not in found and call.place(x) is not None:
@@ -56,12 +56,12 @@ def released(call: Call, params: Collection[int]) -> tuple[Call, list[Recomputed
 def reader(
     recomputed: list[Recomputed], leave: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """How to read the values of operands, some of which are had again."""
+    """A function that reads the values of operands, and computes those again that were not kept."""
     if not recomputed:
         return leave
     return lambda x: leave(next((a.value() for a in recomputed if a.shape is x), x))
 
 
 def read_of(recomputed: list[Recomputed], reads: Iterable[torch.Tensor]) -> list[Recomputed]:
-    """Those that are among what a recipe reads."""
+    """The recomputed operands that a recipe reads."""
     return [a for a in recomputed if any(a.shape is x for x in reads)]

@@ -62,6 +62,6 @@ def affine(step: Step, name: str, written: Iterable[torch.Tensor]) -> bool:
 
 
 def _labelled(step: Step, names: Iterable[str]) -> int:
-    """How many of these arguments have labels, of frames that are closed too."""
+    """How many of these arguments have labels, also if only in frames that are closed."""
     arguments = [step[name] for name in names if name in step]
     return sum(any(x is other for other in step.labelled) for x in arguments)

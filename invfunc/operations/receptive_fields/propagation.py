@@ -19,9 +19,9 @@ _SHAPES = set(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided new_zeros "
     "new_ones new_full".split()
 )
-"""Read the shape of a tensor only."""
+"""Operations that read only the shape of a tensor."""
 _LEAVING = {"is_nonzero", "masked_select", "nonzero_static", "to_sparse", "_to_sparse", "equal"}
-"""Give numbers of Python, or a shape that depends on values, as those do that torch tags so."""
+"""Operations that give numbers of Python or a shape that depends on values, beyond those that torch tags as such."""
 _MASKS = (torch.bool, torch.uint8)
 _UNKNOWN = (RuntimeError, IndexError, KeyError, TypeError, ValueError, AttributeError)
 """What a rule raises at an overload that it does not know."""
@@ -33,7 +33,7 @@ class _Operation:
     """What is known of an operation of torch."""
 
     name: str
-    """Without the underscore of those that work in place."""
+    """The name of the operation, without the underscore of its in-place form."""
     rule: Rule | None = None
     skipped: bool = False
     leaves: bool = False
@@ -129,7 +129,7 @@ class Labels(TorchDispatchMode):
             return region.of(x, (frame,)).unflatten(0, (2, self._axes[frame])).clone()
 
     def close(self, frame: int) -> None:
-        """Label nothing more in a frame; what has labels keeps them."""
+        """Label no further tensors in a frame; those that have labels keep them."""
         self._closed.add(frame)
 
     def affine(self, x: torch.Tensor, frame: int) -> bool:
@@ -195,7 +195,7 @@ class Labels(TorchDispatchMode):
             self._label(x, rows, frames, kept, op.name, found)
 
     def _frames(self, regions: list[Region]) -> Frames:
-        """Those that are not closed in which something of these has labels."""
+        """The open frames in which something in these regions has labels."""
         first = regions[0].frames
         if not self._closed and all(region.frames == first for region in regions):
             return first
@@ -228,7 +228,8 @@ class Labels(TorchDispatchMode):
 
 
 def _labels(step: Step, op: _Operation, targets: list[torch.Tensor]) -> list[Rows]:
-    """By the operation's rule; the hull of all that is read where there is none, or for what it does not speak of."""
+    """The labels of each target by the operation's rule; where it has no rule, or this gives none of the right shape,
+    the hull of all labels that the operation reads."""
     if not step.height or not step.labelled:
         return [None] * len(targets)
     given: Any = None

@@ -30,7 +30,7 @@ class Region:
 
     @classmethod
     def blank(cls, x: torch.Tensor, frames: Frames, heights: dict[int, int]) -> Region:
-        """Without any label yet."""
+        """A region for the memory of x in which nothing has a label yet."""
         count = memory_of(x).nbytes() // x.element_size()
         region = cls(x, frames, blank(x, (sum(heights[f] for f in frames), count)), heights)
         region.owned = True
@@ -38,7 +38,7 @@ class Region:
 
     @classmethod
     def holding(cls, x: torch.Tensor, rows: torch.Tensor, frames: Frames, heights: dict[int, int]) -> Region:
-        """Of a new tensor with the labels `[rows, *x.shape]`, or what broadcasts to it."""
+        """A region for a new tensor x, with labels that broadcast to `[rows, *x.shape]`."""
         wanted = (rows.shape[0], *x.shape)
         if x.is_contiguous() and x.numel() * x.element_size() == memory_of(x).nbytes():
             return cls(x, frames, rows.expand(wanted).reshape(rows.shape[0], -1).contiguous(), heights)
@@ -90,7 +90,7 @@ class Region:
         return self._height(self.frames[: self.frames.index(frame)])
 
     def _aligned(self, frames: Frames) -> torch.Tensor:
-        """The rows of these frames, in their order."""
+        """The rows of labels of these frames, in the given order."""
         blocks = []
         for frame in frames:
             if frame in self.frames:
@@ -108,7 +108,7 @@ class Region:
             self.affine |= set(more)
 
     def _fit(self, x: torch.Tensor) -> None:
-        """A storage may have grown, or be read as elements of another size."""
+        """Adapt to a storage that has grown, or is read as elements of another size."""
         if x.element_size() != self.itemsize:
             self._blur()
         count = self.memory.nbytes() // self.itemsize
@@ -123,18 +123,18 @@ class Region:
 
 
 def blank(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Labels of nothing, on the device of a tensor."""
+    """The labels of entries that depend on nothing, on the device of a tensor."""
     return torch.full(tuple(shape), NONE, dtype=torch.float32, device=like.device)
 
 
 def _view(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The rows of a tensor's elements: the same strides as its own."""
+    """The labels of a tensor's elements, as a view of those of its memory with the tensor's own strides."""
     shape, strides = (rows.shape[0], *x.shape), (rows.stride(0), *x.stride())
     return rows.as_strided(shape, strides, rows.storage_offset() + x.storage_offset())
 
 
 def _unexpanded(x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each element of an expanded tensor once, with the hull of its labels."""
+    """An expanded tensor with each element only once, and the hull of the labels of each element."""
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if size > 1 and stride == 0:
             x, rows = x.narrow(dim, 0, 1), rows.amax(dim + 1, keepdim=True)

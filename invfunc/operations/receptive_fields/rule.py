@@ -110,10 +110,10 @@ def behind(dims: int | Sequence[int] | None, ndim: int) -> list[int]:
 
 
 def flattened(rows: torch.Tensor, d: int) -> torch.Tensor:
-    """All but the last d dimensions as one."""
+    """The labels with all but the last d dimensions flattened into one."""
     return rows.reshape(-1, *rows.shape[rows.ndim - d :])
 
 
 def elementwise(step: Step, out: torch.Tensor) -> Rows:
-    """Each entry reads those at its own place."""
+    """The rule of entrywise operations: each entry reads those at its own place."""
     return joined(*(raised(step.filled(x), out.ndim) for x in step.labelled))

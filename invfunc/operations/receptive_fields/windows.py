@@ -71,7 +71,7 @@ def _convolved(step: Step, rows: torch.Tensor, kernel: Sequence[int], out: torch
 
 
 def _stuffed(rows: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """With gaps that depend on nothing between the positions."""
+    """Labels with `stride - 1` entries that depend on nothing put between the positions of each dimension."""
     if all(s == 1 for s in stride):
         return rows
     sizes = rows.shape[rows.ndim - len(stride) :]
@@ -174,7 +174,7 @@ def _reads(
 ) -> torch.Tensor | None:
     """The input positions `[output positions, window]` that are read along an axis; None where it stays as it is.
 
-    The other axes are short, but of length one only where they are so.
+    `sizes` are those of input and output; all other axes are given as short ones, of length one only if they are so.
     """
     size, wanted = sizes[axis]
     shape = [1, size, *(n for n, _ in sizes)]
@@ -197,7 +197,7 @@ def _reads(
 
 
 def _scaled(step: Step, rows: Rows, shape: Sequence[int], ndim: int) -> Rows:
-    """The labels of a scale and a shift come in too."""
+    """The labels of a normalised tensor joined with those of its scale and shift."""
     parts = [step.rows(step[name]) for name in ("weight", "bias") if name in step]
     return joined(rows, *(raised(r.reshape(-1, *shape), ndim) for r in parts if r is not None))
 
