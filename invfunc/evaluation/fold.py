@@ -19,8 +19,8 @@ from invfunc.passes.pullback import Pullback, check_versions
 from invfunc.passes.runs import Run
 from invfunc.passes.second_order import entries, read_once, second_order_columns
 from invfunc.per_sample import Shares
+from invfunc.per_sample.biases import roles
 from invfunc.per_sample.cotangents import Samples
-from invfunc.per_sample.operands import roles
 from invfunc.plan import Options
 from invfunc.recording.problem import Problem
 from invfunc.recording.scope import Scope

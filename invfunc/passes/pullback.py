@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +13,9 @@ from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Block, Columns, joined_block
 from invfunc.passes.runs import Run
 from invfunc.per_sample import Shares
+from invfunc.per_sample.biases import roles
 from invfunc.per_sample.cotangents import Columns as PulledBack
 from invfunc.per_sample.cotangents import Cotangents, Samples
-from invfunc.per_sample.operands import roles
 from invfunc.plan import Plan, even
 from invfunc.recording.scope import Scope
 from invfunc.recording.tags import ParameterUse
@@ -76,49 +76,64 @@ class Pullback:
         if any(m.paired for m in reductions):
             self.roles = roles(self.run.params, self.run.trace.uses)
         passes = self.passes(reductions)
-        firsts = [m.before for m in reductions if m.before is not None]
-        if not firsts:
-            if self.streams(passes):
-                states: list[States] = [{} for _ in reductions]
-                for k in range(len(passes)):
-                    self._stream(reductions, states, passes[k], done, last=self.last and k + 1 == len(passes))
-                return [None] * len(reductions)
-            self._sweep(reductions, [None] * len(reductions), ((p, self._pull(p)) for p in passes), done)
-            return [None] * len(reductions)
-        kept = [(p, self._pull(p)) for p in passes] if len(passes) == 1 else None
-        firsts_of: list[list[State]] = [[] for _ in firsts]
-        pulled = kept or ((p, self._pull(p)) for p in passes)
-        self._sweep(firsts, [None] * len(firsts), pulled, lambda k, leaf, state: firsts_of[k].append(state))
+        nothing: list[torch.Tensor | None] = [None] * len(reductions)
+        if any(m.before is not None for m in reductions):
+            return self._in_two_sweeps(reductions, passes, done)
+        if self.streams(passes):
+            states: list[States] = [{} for _ in reductions]
+            for k in range(len(passes)):
+                self._stream(reductions, states, passes[k], done, last=self.last and k + 1 == len(passes))
+        else:
+            self._sweep(reductions, nothing, self._pulled(passes), done)
+        return nothing
+
+    def _in_two_sweeps(
+        self, reductions: Sequence[Reduction], passes: list[Pass], done: Done
+    ) -> list[torch.Tensor | None]:
+        """First what some reductions have to know of all parameters, then every reduction."""
+        kept = list(self._pulled(passes)) if len(passes) == 1 else None  # several are pulled back again
+        before = {k: m.before for k, m in enumerate(reductions) if m.before is not None}
+        states: list[list[State]] = [[] for _ in before]
+        firsts = list(before.values())
+        known = kept or self._pulled(passes)
+        self._sweep(firsts, [None] * len(firsts), known, lambda k, leaf, state: states[k].append(state))
         zeros = self.run.params[0].detach().new_zeros(self.samples.count)
-        joint = iter([m.joint(s, zeros) for m, s in zip((m for m in reductions if m.before), firsts_of, strict=True)])
-        joints = [next(joint) if m.before is not None else None for m in reductions]
-        self._sweep(reductions, joints, kept or ((p, self._pull(p)) for p in passes), done)
+        joint = {k: reductions[k].joint(found, zeros) for k, found in zip(before, states, strict=True)}
+        joints = [joint.get(k) for k in range(len(reductions))]
+        self._sweep(reductions, joints, kept or self._pulled(passes), done)
         return joints
 
     def passes(self, reductions: Sequence[Reduction], total: int | None = None) -> list[Pass]:
         """The pullbacks that some reductions ask for, of all columns, or of another number of them."""
-        divisible = all("outputs" in m.axes for m in reductions)  # the columns may come in several passes
-        thin = all(m.thin for m in reductions)  # these may be of one each
-        run, total = self.run, self.total if total is None else total
+        total = self.total if total is None else total
         if total == 0:  # a cross entropy over one class
             return []
         passes = []
-        for first, last in self.plan.ranges("params", len(run.params)):
-            wanted = [i for i in range(first, last) if self.leaves is None or i in self.leaves]
-            uses = {i: [t for t in run.trace.uses if i in t.derived.leaves] for i in wanted}
-            uses = {i: found for i, found in uses.items() if found}
-            sites = {t.site for found in uses.values() for t in found}
-            if not sites:
-                continue
-            largest = max(run.trace.sizes[s] for s in sites) * run.trace.n
-            ranges = even(total, 1 if thin and largest >= thresholds.APART else max(1, self.budget // largest))
-            if self.plan.asked("outputs"):
-                ranges = self.plan.ranges("outputs", total)
-            elif not divisible:
-                ranges = [(0, total)]
-            alone = self.one_by_one and len(ranges) > 1
-            passes += [Pass(some, a, b) for some in (_by_sites(uses) if alone else [uses]) for a, b in ranges]
+        for first, last in self.plan.ranges("params", len(self.run.params)):
+            if uses := self._uses(first, last):
+                ranges = self._ranges(reductions, uses, total)
+                alone = self.one_by_one and len(ranges) > 1
+                passes += [Pass(some, a, b) for some in (_by_sites(uses) if alone else [uses]) for a, b in ranges]
         return passes
+
+    def _uses(self, first: int, last: int) -> dict[int, list[ParameterUse]]:
+        """What reads the parameters of a range, of those that are wanted and read at all."""
+        wanted = [i for i in range(first, last) if self.leaves is None or i in self.leaves]
+        uses = {i: [t for t in self.run.trace.uses if i in t.derived.leaves] for i in wanted}
+        return {i: found for i, found in uses.items() if found}
+
+    def _ranges(
+        self, reductions: Sequence[Reduction], uses: dict[int, list[ParameterUse]], total: int
+    ) -> list[tuple[int, int]]:
+        """Which columns are pulled back together: those that the caller asked for, or as many as there is memory."""
+        if self.plan.asked("outputs"):
+            return self.plan.ranges("outputs", total)
+        if any("outputs" not in m.axes for m in reductions):
+            return [(0, total)]
+        trace = self.run.trace
+        largest = max(trace.sizes[t.site] for found in uses.values() for t in found) * trace.n
+        one_by_one = largest >= thresholds.APART and all(m.thin for m in reductions)
+        return even(total, 1 if one_by_one else max(1, self.budget // largest))
 
     def _sweep(
         self,
@@ -177,6 +192,9 @@ class Pullback:
             operand.drop()
 
     # All cotangents at once
+
+    def _pulled(self, passes: list[Pass]) -> Iterator[tuple[Pass, PulledBack]]:
+        return ((p, self._pull(p)) for p in passes)
 
     def _pull(self, each: Pass) -> PulledBack:
         block = self.block(each)

@@ -10,11 +10,11 @@ from typing import cast
 import torch
 
 from invfunc.contract import Term, contract, present, squeezed, widened
-from invfunc.operations.batch_axis import Call
 from invfunc.operations.factors import Part, Recipe
 from invfunc.per_sample.cotangents import Cotangents, length
 from invfunc.per_sample.gradients import Shares
 from invfunc.per_sample.places import PART, Grid, Place, Rows, Unfactored, grid, rows
+from invfunc.per_sample.terms import Labels, Terms, sizes_of
 from invfunc.recording.tags import ParameterUse
 
 
@@ -111,33 +111,28 @@ class Layer:
 
     def of(self, cotangent: torch.Tensor, part: Part) -> Operands:
         """The operands for the cotangents `[V, b, *one]` of some samples."""
+        v, b = cotangent.shape[:2]
         if not self.read and self.recipe.sent is not None and "layer" in self.use.memory:
-            self.places, self.blocks, *kinds = self.use.memory["layer"]
-            return Operands(self._sent(widened([self.recipe.sent(cotangent)]), *kinds, *cotangent.shape[:2]))
-        terms = widened(self.recipe.build(cotangent, part))
-        sizes = {c: n for labels, x in terms for c, n in zip(labels, x.shape, strict=True) if n != 1}
-        sizes = {c: sizes[c] for c in self.recipe.output if c in sizes}
-        first, *others = squeezed(terms)
-        v, b, kept = *cotangent.shape[:2], list(sizes)
-        outs = [c for c in kept if c in first[0]]
-        ins = [c for c in kept if c not in outs]
-        both = [c for c in outs if any(c in labels for labels, _ in others)]
+            self.places, self.blocks, labels = self.use.memory["layer"]
+            return Operands(self._sent(widened([self.recipe.sent(cotangent)]), labels, (v, b)))
+        terms = Terms.of(widened(self.recipe.build(cotangent, part)), self.recipe.output, (v, b))
         if self.recipe.selects is not None:
-            inner = [c for c in first[0] if c not in "VN" and c not in outs]
-            self._place_rows(self.recipe.selects)
-            assert self.picked is not None
-            return Operands(self._sent([first], [], outs, inner, v, b), picked=self.picked(part))
-        if not ins and (both or not others or (not outs and self.shares.leaf.ndim < 2)):
-            return self._entry_by_entry([first, *others], outs, sizes, v, b, part)
+            self.picked = self._place_rows(self.recipe.selects)
+            s = self._sent([terms.sent], Labels([], terms.outs, terms.positions), terms.lead)
+            return Operands(s, picked=self.picked(part))
+        if terms.entry_by_entry(self.shares.leaf.ndim):
+            return self._entry_by_entry(terms, part)
+        return self._two_factors(terms, part)
+
+    def _two_factors(self, terms: Terms, part: Part) -> Operands:
         if not self.use.derived.selected:
             raise Unfactored(f"`{self.called}` reads entries of it several times")
-        shared = both if ins else []
-        outs = [c for c in outs if c not in shared]
-        inner = [c for c in first[0] if c not in ["V", "N", *outs, *shared] and any(c in x for x, _ in others)]
-        self._place([outs, ins], shared, sizes)
-        self.use.memory["layer"] = self.places, self.blocks, shared, outs, inner
-        s = self._sent([first], shared, outs, inner, v, b)
-        a = self._formed([("V" + labels, x.unsqueeze(0)) for labels, x in others], [shared, ins, inner], 1, b)[0]
+        outs, ins = terms.factors()
+        self._place([outs.entries, ins.entries], outs.shared, terms.sizes)
+        self.use.memory["layer"] = self.places, self.blocks, outs
+        s = self._sent([terms.sent], outs, terms.lead)
+        read = [("V" + labels, x.unsqueeze(0)) for labels, x in terms.read]
+        a = self._formed(read, ins, (1, terms.lead[1]))[0]
         a = self.places[1].spread(a, a.ndim - 2)
         if self.joint:
             ones = torch.ones_like(a[..., :1, :])
@@ -152,50 +147,45 @@ class Layer:
         real = use.axis.expose(ones, self.shares.samples.n)[part]
         return replace(self, joint=False).of(real.unsqueeze(0), part).s[:, :, :1]
 
-    def _entry_by_entry(
-        self, terms: list[Term], outs: list[str], sizes: dict[str, int], v: int, b: int, part: Part
-    ) -> Operands:
+    def _entry_by_entry(self, terms: Terms, part: Part) -> Operands:
         """What is scaled or added entry by entry is looked up: each row of the parameter at positions of its own."""
-        leaf = self.shares.leaf
-        inner = sorted({c for labels, _ in terms for c in labels} - set("VN") - set(outs))
+        leaf, outs, sizes = self.shares.leaf, terms.outs, terms.sizes
+        inner = sorted({c for labels, _ in terms.all for c in labels} - set("VN") - set(outs))
         if sum(n != 1 for n in leaf.shape) < 2 and self.use.derived.selected and not self.recipe.own:
             self._place([outs], [], sizes)
-            return Operands(self._sent(terms, [], outs, inner, v, b))
+            return Operands(self._sent(terms.all, Labels([], outs, inner), terms.lead))
         found, dims = self._rows(sizes), list(range(leaf.ndim))
         along, lines = ([c for i, c in enumerate(outs) if (i in found.along) is kind] for kind in (True, False))
         last = max((d for d in dims if leaf.shape[d] != 1), default=0)
         n, of_all, count = self.shares.samples.n, found.picked, math.prod(leaf.shape[:last])
-        each = math.prod(sizes_of(terms)[c] for c in inner)
+        each = math.prod(sizes_of(terms.all)[c] for c in inner)
         of_all = of_all if of_all.ndim > len(lines) else of_all.unsqueeze(0).expand(n, *of_all.shape)
 
         def picked(part: Part) -> torch.Tensor:
             return of_all[part].reshape(-1, math.prod(of_all.shape[1:])).repeat_interleave(each, 1)
 
         self.places = [replace(found.place, dims=tuple(dims[last:] if count > 1 else dims))]
-        s = self._sent(terms, [], along, lines + inner, v, b)
+        s = self._sent(terms.all, Labels([], along, lines + inner), terms.lead)
         s = s * (picked(part) < count)[:, None]
         if count == 1:
             return Operands(s)
         self.places, self.picked = [*self.places, Place(tuple(dims[:last]), count)], picked
         return Operands(s, picked=picked(part))
 
-    def _sent(
-        self, terms: list[Term], shared: list[str], outs: list[str], inner: list[str], v: int, b: int
-    ) -> torch.Tensor:
+    def _sent(self, terms: list[Term], labels: Labels, lead: tuple[int, int]) -> torch.Tensor:
         """What is sent back, over all entries of the dims."""
-        s = self._formed(terms, [shared, outs, inner], v, b)
+        s = self._formed(terms, labels, lead)
         return self.places[0].spread(s, s.ndim - 2)
 
-    def _formed(self, terms: list[Term], kinds: list[list[str]], v: int, b: int) -> torch.Tensor:
-        """`[V, b, shared, kept, inner]`, the first of them only where there is any."""
+    def _formed(self, terms: list[Term], kinds: Labels, lead: tuple[int, int]) -> torch.Tensor:
+        """`[V, b, shared, entries, positions]`, the first of them only where there is any."""
         sizes = sizes_of(terms)
         terms = squeezed(terms)
         output = present("".join(["V", "N", *(c for labels in kinds for c in labels)]), terms)
         x = contract(terms, output)
-        kinds = kinds if kinds[0] else kinds[1:]
-        shape = [math.prod(sizes[c] for c in labels) for labels in kinds]
-        lead = [n if c in output else 1 for c, n in (("V", v), ("N", b))]
-        return x.reshape(*lead, *shape).expand(v, b, *shape)
+        shape = [math.prod(sizes[c] for c in labels) for labels in (kinds if kinds.shared else kinds[1:])]
+        found = [n if c in output else 1 for c, n in zip("VN", lead, strict=True)]
+        return x.reshape(*found, *shape).expand(*lead, *shape)
 
     # Where the labels lie in the parameter
 
@@ -212,20 +202,19 @@ class Layer:
             known["grid"] = grid(self._entries(sizes), leaf.shape, axes, common[0])
         self.places, self.blocks = known["grid"].places, known["grid"].blocks
 
-    def _place_rows(self, selects: Callable[[Part], torch.Tensor]) -> None:
+    def _place_rows(self, selects: Callable[[Part], torch.Tensor]) -> Callable[[Part], torch.Tensor]:
+        """Which rows of the parameter are picked, given those of what the operation reads."""
         leaf, known = self.shares.leaf, self.use.memory
-        self.picked = selects
         if self.use.param is leaf:
             self.places = [Place(tuple(range(1, leaf.ndim)), leaf[0].numel()), Place((0,), len(leaf))]
-            return
+            return selects
         if not self.use.derived.selected:
             raise Unfactored(f"`{self.called}` reads entries of it several times")
         if "grid" not in known:
             known["grid"] = grid(self.shares.origins(self.use.param), leaf.shape, [[1], [0]], [])
         self.places = known["grid"].places
         at, size = self.places[1].at, self.places[1].size
-        if at is not None:
-            self.picked = lambda part: torch.cat([at, at.new_tensor([size])])[selects(part)]
+        return selects if at is None else lambda part: torch.cat([at, at.new_tensor([size])])[selects(part)]
 
     def _rows(self, sizes: dict[str, int]) -> Rows:
         """Of the labels, also where the same entries are read several times."""
@@ -269,41 +258,3 @@ class Layer:
                 k = next((k for k, p in enumerate(found) if not p.dims), len(found) - 1)
                 found[k] = replace(found[k], dims=tuple(sorted((*found[k].dims, d))))
         return found
-
-
-def sizes_of(terms: list[Term]) -> dict[str, int]:
-    """How many values each label has."""
-    return {c: n for labels, x in terms for c, n in zip(labels, x.shape, strict=True)}
-
-
-_WITH_BIAS = {"linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3))}
-
-
-def _channels(call: Call) -> int:
-    """How many entries a bias has that is not broadcast."""
-    weight = call.arg(1, "weight")
-    if "transpose" in call.name:
-        return weight.shape[1] * call.arg(6, "groups", 1)
-    return weight.shape[0] if weight.ndim > 1 else 1
-
-
-def roles(params: list[torch.Tensor], uses: list[ParameterUse]) -> dict[int, str]:
-    """Weights and biases that the same operations read, and nothing else does."""
-    number = {id(x): i for i, x in enumerate(params)}
-    of: dict[int, list[ParameterUse]] = {}
-    for use in uses:
-        for i in use.derived.leaves:
-            of.setdefault(i, []).append(use)
-    found = {}
-    for i, some in of.items():
-        calls = [use.call for use in some if use.param is params[i]]
-        calls = [c for c in calls if c is not None and c.name in _WITH_BIAS and c.arg(1, "weight") is params[i]]
-        biases = {number.get(id(c.arg(2, "bias"))) for c in calls}
-        if len(calls) < len(some) or len(biases) > 1:
-            continue
-        (bias,) = biases
-        if bias is None or bias == i or any(c.arg(2, "bias").numel() != _channels(c) for c in calls):
-            continue
-        if {id(t.call) for t in of.get(bias, [])} == {id(c) for c in calls}:
-            found |= {i: "weight", bias: "bias"}
-    return found

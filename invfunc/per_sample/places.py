@@ -52,28 +52,47 @@ def grid(entries: torch.Tensor, shape: torch.Size, factors: Sequence[Axes], shar
     """
     if not entries.numel() or bool((entries < 0).any()):
         raise Unfactored(PART)
-    coordinates = torch.unravel_index(entries, shape) if shape else ()
-    counts = [len(_along(c, shared).unique()) for c in coordinates]
-    part = [max(1, size // n) for size, n in zip(shape, counts, strict=True)]
-    inside = [c % n for c, n in zip(coordinates, part, strict=True)]
-    dims = [[d for d, c in enumerate(inside) if len(_along(c, axes).unique()) > 1] for axes in factors]
-    for d in range(len(shape)):
-        if not any(d in some for some in dims):
-            dims[_owner(entries, factors, dims, part[d])].append(d)
-    found = _flat([_along(c, shared) // n * n for c, n in zip(coordinates, part, strict=True)], shape, entries)
+    divided = _Divided.of(entries, shape, shared)
+    found = _flat([b * n for b, n in zip(divided.blocks, divided.part, strict=True)], shape, entries)
     places = []
-    for axes, some in zip(factors, map(sorted, dims), strict=True):
-        local = {d: _along(inside[d], axes) for d in some}
-        found = found + _flat([local.get(d, torch.zeros_like(found)) for d in range(len(shape))], shape, entries)
-        size = math.prod(part[d] for d in some)
-        at = _flat([local[d] for d in some], [part[d] for d in some], _along(entries, axes)).flatten()
-        whole = torch.equal(at, torch.arange(size, device=at.device))
-        places.append(Place(tuple(some), size, None if whole else at))
-    blocks = [_along(c, shared) // n for c, n in zip(coordinates, part, strict=True)]
-    number = _flat(blocks, counts, _along(entries, shared)).flatten()
-    if not torch.equal(found, entries) or not torch.equal(number, torch.arange(math.prod(counts)).to(number.device)):
+    for axes, dims in zip(factors, divided.among(factors, entries), strict=True):
+        local = [_along(c, axes) if d in dims else torch.zeros_like(found) for d, c in enumerate(divided.inside)]
+        found = found + _flat(local, shape, entries)
+        sizes = [divided.part[d] for d in dims]
+        at = _flat([local[d] for d in dims], sizes, _along(entries, axes)).flatten()
+        places.append(Place(tuple(dims), math.prod(sizes), None if _in_order(at, math.prod(sizes)) else at))
+    number = _flat(divided.blocks, divided.counts, _along(entries, shared)).flatten()
+    if not torch.equal(found, entries) or not _in_order(number, math.prod(divided.counts)):
         raise Unfactored(PART)
-    return Grid(places, tuple(counts) if math.prod(counts) > 1 else None)
+    return Grid(places, tuple(divided.counts) if math.prod(divided.counts) > 1 else None)
+
+
+@dataclass
+class _Divided:
+    """Entries of a parameter whose dims are divided into blocks: in which they are along each dim, and where in it."""
+
+    blocks: list[torch.Tensor]
+    inside: list[torch.Tensor]
+    counts: list[int]
+    """How many blocks each dim has."""
+    part: list[int]
+    """How long they are."""
+
+    @classmethod
+    def of(cls, entries: torch.Tensor, shape: torch.Size, shared: Axes) -> _Divided:
+        coordinates = torch.unravel_index(entries, shape) if shape else ()
+        counts = [len(_along(c, shared).unique()) for c in coordinates]
+        part = [max(1, size // n) for size, n in zip(shape, counts, strict=True)]
+        blocks = [_along(c, shared) // n for c, n in zip(coordinates, part, strict=True)]
+        return cls(blocks, [c % n for c, n in zip(coordinates, part, strict=True)], counts, part)
+
+    def among(self, factors: Sequence[Axes], entries: torch.Tensor) -> list[list[int]]:
+        """The dims of each factor: those along which its axes lead."""
+        dims = [[d for d, c in enumerate(self.inside) if len(_along(c, axes).unique()) > 1] for axes in factors]
+        for d, size in enumerate(self.part):
+            if not any(d in some for some in dims):
+                dims[_owner(entries, factors, dims, size)].append(d)
+        return [sorted(some) for some in dims]
 
 
 def _owner(entries: torch.Tensor, factors: Sequence[Axes], dims: list[list[int]], size: int) -> int:
@@ -82,6 +101,11 @@ def _owner(entries: torch.Tensor, factors: Sequence[Axes], dims: list[list[int]]
     if size > 1 and not empty:
         raise Unfactored(PART)
     return empty[0] if empty else len(factors) - 1
+
+
+def _in_order(numbers: torch.Tensor, count: int) -> bool:
+    """Whether they are all numbers below the count, from the first to the last."""
+    return torch.equal(numbers, torch.arange(count, device=numbers.device))
 
 
 def _along(x: torch.Tensor, axes: Axes) -> torch.Tensor:
@@ -121,5 +145,5 @@ def rows(entries: torch.Tensor, count: int, width: int) -> Rows:
     at = at.flatten()
     if not torch.equal(whole, entries) or len(at.unique()) < len(at):
         raise Unfactored(PART)
-    at = None if torch.equal(at, torch.arange(width, device=at.device)) else at
+    at = None if _in_order(at, width) else at
     return Rows(along, Place((), width, at), torch.where(picked < 0, count, picked))

@@ -1,0 +1,46 @@
+"""Which bias belongs to which weight."""
+
+from __future__ import annotations
+
+import torch
+
+from invfunc.operations.batch_axis import Call
+from invfunc.recording.tags import ParameterUse
+
+_WITH_BIAS = {"linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3))}
+
+
+def _channels(call: Call) -> int:
+    """How many entries a bias has that is not broadcast."""
+    weight = call.arg(1, "weight")
+    if "transpose" in call.name:
+        return weight.shape[1] * call.arg(6, "groups", 1)
+    return weight.shape[0] if weight.ndim > 1 else 1
+
+
+def _layers(weight: torch.Tensor, uses: list[ParameterUse]) -> list[Call]:
+    """The calls that read a parameter, if it is the weight of all of them."""
+    calls = [use.call for use in uses if use.call is not None and use.param is weight]
+    calls = [c for c in calls if c.name in _WITH_BIAS and c.arg(1, "weight") is weight]
+    return calls if len(calls) == len(uses) else []
+
+
+def roles(params: list[torch.Tensor], uses: list[ParameterUse]) -> dict[int, str]:
+    """Weights and biases that the same operations read, and nothing else does."""
+    number = {id(x): i for i, x in enumerate(params)}
+    of: dict[int, list[ParameterUse]] = {}
+    for use in uses:
+        for i in use.derived.leaves:
+            of.setdefault(i, []).append(use)
+    found = {}
+    for i, some in of.items():
+        calls = _layers(params[i], some)
+        biases = {number.get(id(c.arg(2, "bias"))) for c in calls}
+        if len(biases) != 1:
+            continue
+        (bias,) = biases
+        if bias is None or bias == i or any(params[bias].numel() != _channels(c) for c in calls):
+            continue
+        if {id(t.call) for t in of.get(bias, [])} == {id(c) for c in calls}:
+            found |= {i: "weight", bias: "bias"}
+    return found
