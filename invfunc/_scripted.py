@@ -28,48 +28,39 @@ class Watcher:
 class Interpreted:
     """A context in which what torch.jit made is seen by the watchers of a thread, and runs as it was written.
 
-    Optimised, which it is after some calls, it saves other tensors for its gradient.
+    Optimised, which it is after some calls, it saves other tensors for its gradient. How it is called stays with torch
+    from the first time on, as each change of a type costs more than such a context; where no watcher is, calls go on.
     """
 
-    _lock = threading.Lock()
-    _number = 0
-    _before: tuple[Callable, ...] = ()
-
     def __enter__(self) -> None:
+        for kind in _KINDS:
+            if getattr(kind.__dict__["__call__"], "__module__", None) != __name__:
+                _install(kind)
         jit: Any = torch.jit
         self._plain = jit.optimized_execution(False)
         self._plain.__enter__()
-        with self._lock:
-            if Interpreted._number == 0:
-                Interpreted._before = tuple([vars(kind)["__call__"] for kind in _KINDS])
-                for kind, seen in zip(_KINDS, _SEEN, strict=True):
-                    kind.__call__ = seen
-            Interpreted._number += 1
 
     def __exit__(self, *error: Any) -> None:
-        with self._lock:
-            Interpreted._number -= 1
-            if Interpreted._number == 0:
-                for kind, call in zip(_KINDS, Interpreted._before, strict=True):
-                    kind.__call__ = call
         self._plain.__exit__(None, None, None)
 
 
-def _seen(place: int) -> Callable:
-    """How what torch.jit made is called, for the time of the context."""
-
-    def seen(made: Any, *args: Any, **kwargs: Any) -> Any:
-        call = Interpreted._before[place]
-        if not _watched():
-            return call(made, *args, **kwargs)
-        scripted = Scripted(made, call)
-        return scripted(scripted.state, scripted.parameters, args, kwargs)
-
-    return seen
+_lock = threading.Lock()
 
 
-_SEEN = tuple(map(_seen, range(len(_KINDS))))
-"""Made once: calls of new functions are slow at first."""
+def _install(kind: Any) -> None:
+    """Let watchers see the calls of what torch.jit made."""
+    with _lock:
+        call = kind.__dict__["__call__"]
+        if getattr(call, "__module__", None) == __name__:
+            return  # by another thread
+
+        def seen(made: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _watched():
+                return call(made, *args, **kwargs)
+            scripted = Scripted(made, call)
+            return scripted(scripted.state, scripted.parameters, args, kwargs)
+
+        kind.__call__ = seen
 
 
 def _watched() -> bool:
