@@ -110,7 +110,7 @@ class Engine:
         return aux
 
     def _gradient_or_jacobian(self) -> Any:
-        """Whichever the function has."""
+        """The shares of a loss function, or the rows of the Jacobian of a model function."""
         run = self.runner.loss(or_model=True)
         self.fold.over(lambda: [run], self._ones if isinstance(run.result, torch.Tensor) else self._units)
         return run.aux
@@ -121,7 +121,7 @@ class Engine:
         return {SLOPE: one, **{q.columns: one if q.of != "hessian" else [] for q in self.quantities}}
 
     def _units(self, run: Run) -> Made:
-        """And what the result has to know of the outputs."""
+        """A unit column for each output. Also notes what the result has to know of the outputs."""
         values = {i: axis.expose(self.scope.leave(z), run.trace.n) for i, (z, axis) in run.outputs.items()}
         units = Units(values)
         self.fold.found.columns, self.fold.found.structure, self.fold.found.outputs = units.count, run.result, []

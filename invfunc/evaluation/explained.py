@@ -34,7 +34,7 @@ WHY = {
 
 @dataclass
 class Entry:
-    """Of the columns of one kind."""
+    """What is done with the columns of one kind."""
 
     columns: int
     why: str
@@ -56,7 +56,7 @@ class Decision:
 
 
 class Report:
-    """What the runs of a function would be followed by."""
+    """Gathers what a fold would do after the runs of a function."""
 
     def __init__(self, problem: Problem, budget: int, asked: bool) -> None:
         """`asked` says that the caller said how many passes there are to be."""
@@ -64,10 +64,10 @@ class Report:
         self.entries: dict[Hashable, Entry] = {}
         self.stage = 0
         self._operations: dict[int, dict[str, bool]] = {i: {} for i in range(len(problem.leaves))}
-        """By the place of a parameter, with whether it is generic there."""
+        """The operations that read each parameter, and whether its share is generic there."""
 
     def ran(self, run: Run) -> None:
-        """Which operations read the parameters."""
+        """Note which operations read the parameters."""
         for use in run.trace.uses:
             name = use.call.name if use.call is not None else "f"
             for i in use.derived.leaves:
@@ -75,7 +75,7 @@ class Report:
                 known[name] = known.get(name, False) or use.recipe.generic
 
     def on(self, way: Pullback | Stages, group: Sequence[Accumulator], chosen: Decision | None) -> None:
-        """How the columns of some quantities go."""
+        """Note how the columns of some quantities are pulled back."""
         pullback = way.pullback if isinstance(way, Stages) else way
         entry = self._entry(group, pullback.total, chosen.why if chosen else "")
         reductions = [
@@ -89,7 +89,7 @@ class Report:
     def second_order(
         self, pullback: Pullback, group: Sequence[Accumulator], once: frozenset[int], slope: Gradient
     ) -> None:
-        """Those of a Hessian: the columns of the loss, and the rest at each nonlinear call, or entry by entry."""
+        """Note how a Hessian is computed: columns of the loss and of each nonlinear call, or entries one by one."""
         entry, reductions = self._entry(group, pullback.total, ""), [t.reduction for t in group]
         others = {i for t in pullback.run.trace.uses for i in t.derived.leaves} - once
         second_order = (
@@ -106,7 +106,7 @@ class Report:
             entry.parts = entry.parts or [Part("entry by entry", names, size, size)]
 
     def chain(self, pullback: Pullback, group: Sequence[Accumulator]) -> None:
-        """A matrix that is averaged at each layer."""
+        """Note that one matrix is averaged at each layer."""
         entry = self._entry(group, pullback.total, "")
         entry.passes, entry.pullbacks = 0, 0
         entry.numbers = 2 * pullback.run.trace.n * max(s**2 for s in [*pullback.run.trace.sizes, 1])
@@ -118,7 +118,7 @@ class Report:
         return entry
 
     def _pulled(self, entry: Entry, pullback: Pullback, reductions: Sequence[Reduction]) -> None:
-        """Every column is pulled back."""
+        """Note that every column is pulled back."""
         passes = pullback.passes(reductions)
         if not passes:
             return
@@ -134,7 +134,7 @@ class Report:
         return -(-self.problem.n // pullback.run.trace.n)
 
     def _structured(self, entry: Entry, way: Stages, facts: Facts, reductions: Sequence[Reduction]) -> None:
-        """The columns take a shorter way."""
+        """Note that the columns take a shorter way."""
         parts, most = chosen_parts(facts, way.chosen, self.budget, self.problem.name)
         passes, pullbacks = way.sent(reductions)
         entry.passes, entry.pullbacks = entry.passes + passes, entry.pullbacks + pullbacks
@@ -142,7 +142,7 @@ class Report:
         entry.parts = entry.parts or list(parts)
 
     def explanations(self, quantities: Sequence[Quantity]) -> list[Explanation]:
-        """Of each quantity."""
+        """The explanation of each quantity."""
         params = tuple(
             Parameter(self.problem.name(i), tuple(known), tuple(name for name, generic in known.items() if generic))
             for i, known in self._operations.items()
@@ -160,7 +160,7 @@ class Report:
 
 
 def joined(name: str, quantities: Sequence[Quantity], found: Sequence[Explanation]) -> Explanation:
-    """Of several quantities that share what they can."""
+    """One explanation of several quantities that share what they can."""
     each = list({q.columns: e for q, e in zip(quantities, found, strict=True)}.values())
     return replace(
         found[0],
@@ -177,7 +177,8 @@ def joined(name: str, quantities: Sequence[Quantity], found: Sequence[Explanatio
 
 
 def _numbers(pullback: Pullback, each: Pass, reductions: Sequence[Reduction], parts: int) -> int:
-    """In the cotangents of a pass, in what is made of them at one site, and in shares that are not the result yet."""
+    """How many numbers a pass keeps: cotangents, what is made of them at one site, and shares that are not the result
+    yet."""
     trace, width = pullback.run.trace, each.stop - each.start
     sizes = [trace.sizes[s] for s in each.sites]
     kept = max(sizes) if pullback.streams([each]) else sum(sizes)
@@ -197,7 +198,7 @@ def _numbers(pullback: Pullback, each: Pass, reductions: Sequence[Reduction], pa
 
 
 def _share(leaf: torch.Tensor, uses: Sequence[ParameterUse]) -> int:
-    """In what is formed of a parameter for one sample and column: of a table, the rows that are picked."""
+    """How many numbers the share of one sample and column has; for a table, only those of the rows that are picked."""
     return min(leaf.numel(), max(use.recipe.work for use in uses)) if _picked(uses) else leaf.numel()
 
 
@@ -206,7 +207,7 @@ def _picked(uses: Sequence[ParameterUse]) -> bool:
 
 
 def _squares(leaf: torch.Tensor, uses: Sequence[ParameterUse]) -> int:
-    """In the matrices of the sides of a parameter; of rows that are picked, the diagonal of one."""
+    """How many numbers the matrices of the sides of a parameter have; that of rows that are picked is diagonal."""
     rows = leaf.shape[0] if leaf.ndim else 1
     others = leaf.numel() // max(rows, 1)
     return (rows if _picked(uses) else rows**2) + (others**2 if leaf.ndim > 1 else 0)

@@ -221,7 +221,7 @@ class Fold:
         return self.scope.result(accumulator.reduction.assemble(trees, found))
 
     def _results(self, accumulator: Accumulator) -> list[list[Any]]:
-        """Of all parameters, in their order."""
+        """The results of all parameters, in their order."""
         for leaf in range(len(self.problem.leaves)):
             if leaf not in accumulator.results:
                 self._close(accumulator, leaf)
@@ -246,7 +246,7 @@ class Fold:
         return self.found
 
     def _delivered(self, dtype: torch.dtype, each: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
-        """In the precision of the parameters, and with the samples in the order in which they were chosen."""
+        """A result in the precision of the parameters, with the samples in the order in which they were chosen."""
         chosen = self.problem.chosen
         if chosen is not None and chosen != sorted(chosen):
             order = sorted(range(len(chosen)), key=chosen.__getitem__)

@@ -37,7 +37,7 @@ class ModelOutput:
     ordinal: int
     value: torch.Tensor
     shown: torch.Tensor
-    """The same, no leaf: what the loss gets, and may even write to."""
+    """The value that the loss gets and may even write to: the same numbers, but not a leaf."""
     axis: Axis
     marked: bool
     called: str
@@ -56,11 +56,11 @@ class LossTerm:
     at_root: bool
     """Whether the input is the root, not computed from it."""
     version: int = 0
-    """Of the output; one that is modified afterwards is not what the loss returned."""
+    """The version of the output; one that is modified afterwards is not what the loss returned."""
 
     @property
     def root(self) -> int:
-        """The first of them."""
+        """The first of its roots."""
         return min(self.roots)
 
 
@@ -80,7 +80,7 @@ class OutputFinder:
         self.count = 0
         self.roots: dict[int, ModelOutput] = {}
         self.behind: dict[int, frozenset[int]] = {}
-        """Of each candidate, those that it depends on."""
+        """The candidates that each candidate depends on."""
         self.confirmed: set[int] = set()
         self.marks: set[int] = set()
         self.terms: list[LossTerm] = []
@@ -174,7 +174,7 @@ def _others_constant(trace: Trace, call: Call) -> bool:
 
 
 def check_split(tag: Sampled, finder: OutputFinder, wanted: list[int], in_chunks: bool = False) -> None:
-    """Every path from the parameters to the result has to cross the outputs; `in_chunks` says what for."""
+    """Check that every path from the parameters to the result crosses the outputs; `in_chunks` says what for."""
     first, last = "Mark the outputs with `outputs(z)`", "give the model and the loss apart"
     if in_chunks:
         first, last = "Return the [N] losses of the samples", "mark the outputs with `outputs(z)`"
@@ -199,7 +199,7 @@ def check_split(tag: Sampled, finder: OutputFinder, wanted: list[int], in_chunks
 def check_seen(
     result: torch.Tensor, params: list[torch.Tensor], roots: list[ModelOutput], finder: OutputFinder
 ) -> None:
-    """Autograd knows of paths around the outputs that no call told of."""
+    """Check in the graph of autograd that no path, also of calls that were not seen, goes around the outputs."""
     astray = [root.value for root in finder.roots.values() if root not in roots]
     targets = {node_of(x) for x in (*params, *astray)} - {None}
     if reaches(result, targets, {node_of(r.value) for r in roots}):

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 OutputCotangents = dict[int, torch.Tensor]
-"""For each root that takes part, `[V, n, *one]`."""
+"""Cotangents `[V, n, *one]` at the outputs, by the numbers of the roots that take part."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ def safe_root(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Weighted:
-    """Columns whose weights are taken into them."""
+    """Columns multiplied by the square roots of their weights."""
 
     inner: Columns
 
@@ -219,7 +219,7 @@ def rooted(columns: Columns, which: str) -> Columns:
 
 
 def _eigh(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `[n, M, M]`; those of a matrix with NaN or inf in it, at which LAPACK gives up, are NaN."""
+    """Eigenvalues and eigenvectors of `[n, M, M]`: NaN for a matrix with NaN or inf in it, at which LAPACK gives up."""
     wrong = ~h.detach().isfinite().all(2).all(1)[:, None]
     values, vectors = torch.linalg.eigh(h.masked_fill(wrong[:, None], 0))
     return values.masked_fill(wrong, torch.nan), vectors

@@ -36,7 +36,7 @@ FOREIGN = (RuntimeError, ValueError, TypeError, IndexError)
 
 
 class NotAlone(Exception):
-    """Why a function cannot be evaluated on each sample alone; nothing is said where it does not return samples."""
+    """Raised where a function cannot be evaluated on each sample alone; says why, unless it does not return samples."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Alone:
         self._way, self._ran = self._verified(values, params)
 
     def untapped(self, part: slice | torch.Tensor, n: int) -> Ran:
-        """The outputs of some samples as they are in the batch."""
+        """The outputs of some samples as they are in the batch, without parameter uses."""
         trace = Trace(self.scope, n)
         outputs = [a.restore(z, n) for a, z in zip(self.axes, self._exposed(self._values, part), strict=True)]
         return Ran(trace, trace.parameters(self.problem.leaves), self._tagged(trace, outputs))
@@ -137,7 +137,7 @@ class Alone:
     # Sample by sample
 
     def _verified(self, values: list[torch.Tensor], params: list[torch.Tensor]) -> tuple[Way, Ran | None]:
-        """The way in which samples alone give what they give in the batch, with what it gives of all."""
+        """The way of evaluating samples alone that gives the same as in the batch, with its run on all of them."""
         one = [_some(z) for z in values]
         wanted, why = self.scope.grad(values, params, one, batched=False), ""
         if self.scope.twice:
@@ -160,7 +160,8 @@ class Alone:
         raise NotAlone(why)
 
     def _check_twice(self, values: list[torch.Tensor], params: list[torch.Tensor], one: list[torch.Tensor]) -> None:
-        """What a custom Function sends back is linear in what comes in, and so says its derivative, if it has one."""
+        """Check the derivative of the backward pass of custom Functions: as this is linear in the cotangent, the
+        derivative has to give it back."""
         functions = dict.fromkeys(kind.__name__ for z in values for kind in functions_below(z))
         if not functions:
             return
@@ -220,17 +221,17 @@ Way = Callable[[list[torch.Tensor], slice, int], list[torch.Tensor]]
 
 
 def of_copies(leaf: torch.Tensor) -> Recipe:
-    """The share of a sample is what comes back at its copy."""
+    """The recipe for parameters of which each sample has a copy: its share is the cotangent of that copy."""
     labels = LETTERS[: leaf.ndim]
 
-    def build(delta: torch.Tensor, part: Part) -> list[Term]:
-        return [("VN" + labels, delta.squeeze(2))]
+    def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
+        return [("VN" + labels, cotangent.squeeze(2))]
 
     return Recipe(labels, build, joins=False, linear=False, generic=True)
 
 
 def _some(z: torch.Tensor) -> torch.Tensor:
-    """A cotangent that is the same everywhere."""
+    """A fixed cotangent, whose numbers depend only on its shape."""
     numbers = torch.arange(1.0, z.numel() + 1, device=z.device, dtype=torch.float64)
     return numbers.cos().reshape(z.shape).to(z.dtype)
 

@@ -35,12 +35,12 @@ class Places:
         """Whether data were put in another order in a run."""
 
     def tell(self, trace: Trace) -> None:
-        """A run that begins."""
+        """Tell a run that is about to begin how to follow data."""
         self.evidence.tell(trace)
         trace.by_rows = self.by_rows
 
     def hear(self, trace: Trace) -> None:
-        """A run that has ended."""
+        """Take from a run that has ended whether data were put in another order."""
         self.evidence.hear(trace)
         self.moved = self.moved or trace.moved
 
@@ -55,7 +55,8 @@ class Places:
             check(trace, other, order)
 
     def settled(self, run: Callable[[], T], draws: Draws, loss: bool = False) -> T:
-        """A run; where the order of the data is not enough, once more by rows, unless these cannot be followed."""
+        """The result of a run; if the order of the data is not enough, it runs again with each row followed, unless
+        rows cannot be followed."""
 
         def attempt() -> T:
             return self.evidence.settled(run, draws) if loss else run()

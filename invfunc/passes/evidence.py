@@ -1,4 +1,4 @@
-"""What tensors are that come from nowhere: f runs on other batches, and constants stay as they are, samples do not.
+"""Finds out what untraced tensors are: f runs on other batches, in which constants stay the same and samples do not.
 
 On a batch of repeated samples, a tensor that has a row for each sample has the rows of those samples. Several batches
 together leave no other order of the rows, and no sum over them, unnoticed.
@@ -47,12 +47,12 @@ class Learned:
     parameters."""
 
     places: list[Axis | Lost | None] = field(default_factory=list)
-    """Where the samples are in each; None of a constant."""
+    """Where the samples are in each tensor; None for a constant."""
     constant: bool = False
     """Whether the numbers are the same for other samples."""
 
     def tell(self, trace: Trace) -> None:
-        """A run that is to know it."""
+        """Give a run that is about to begin what was learned."""
         alone = [Axis(None) if isinstance(place, Axis) and trace.n == 1 else place for place in self.places]
         trace.adopting, trace.trusting = Adopting(alone, trace.adopt), self.constant
 
@@ -103,7 +103,7 @@ class Recorder(UntracedTensors):
 
 
 class Evidence:
-    """What a function reads that comes from nowhere: found out once, and only where it matters."""
+    """What is known of the untraced tensors of a function: found out once, and only where it matters."""
 
     def __init__(self, problem: Problem, scope: Scope) -> None:
         self.problem, self.scope = problem, scope
@@ -112,7 +112,8 @@ class Evidence:
         self.held: list[torch.Tensor] | None = None  # before the first run
 
     def settled(self, run: Callable[[], T], draws: Draws) -> T:
-        """A run; where nothing is known of tensors that it reads, once more with what can be found out about them."""
+        """The result of a run; if it fails as it reads tensors of which nothing is known, they are looked into, and it
+        runs again."""
         try:
             return run()
         except SampleAxisError:
@@ -123,7 +124,7 @@ class Evidence:
             return run()
 
     def tell(self, trace: Trace) -> None:
-        """A run that begins."""
+        """Give a run that is about to begin what is known."""
         trace.constants.update(self.problem.fixed())
         self.held = held_by(self.problem.f) if self.held is None else self.held
         trace.constants.update(self.held)
@@ -131,12 +132,13 @@ class Evidence:
             self.learned.tell(trace)
 
     def hear(self, trace: Trace) -> None:
-        """A run that has ended."""
+        """Take from a run that has ended whether it read tensors of which nothing is known."""
         self.doubtful = self.doubtful or (trace.untraced_at or trace.escaped) is not None
 
 
 def checks(trace: Trace) -> list[tuple[Callable[[Trace, Trace, torch.Tensor], None], list[int]]]:
-    """What is to be compared in runs on other batches, and the samples of these; no order of rows passes both."""
+    """The comparisons to make in runs on other batches, each with the samples of its batch; no wrong order of rows
+    passes all of them."""
     each, last = list(range(trace.n)), trace.n - 1
     found = [(same_elsewhere, [*each[1:], 0])] if trace.constants_met else []
     return [*found, (same_rows, [*each[1:], last]), (same_rows, each[::-1])] if trace.aligned else found

@@ -97,5 +97,5 @@ def _origin(edge: Any) -> tuple[Any, int]:
 
 
 def not_a_chain(why: str) -> ArgumentError:
-    """The recursion does not know branches."""
+    """The error for a function with branches, through which the recursion is not defined."""
     return ArgumentError(f"f is not a chain of layers: {why}. `kflr` is defined for any model.")

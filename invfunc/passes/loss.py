@@ -14,7 +14,7 @@ from invfunc.recording.scope import Scope
 from invfunc.reductions.quantity import Drawing, Quantity
 
 Made = dict[Hashable, list[Columns]]
-"""By `Quantity.columns`."""
+"""The columns of each kind, by `Quantity.columns`."""
 
 
 class Loss:

@@ -22,7 +22,7 @@ from invfunc.recording.tags import ParameterUse
 from invfunc.reductions import Reduction, State
 
 States = dict[int, State]
-"""For each parameter that is reached, what a reduction keeps of it."""
+"""What a reduction keeps of each parameter that influences the result."""
 Done = Callable[[int, int, State], None]
 """Called once for each reduction (by its number) and parameter, with all that was kept of it, as soon as that is
 complete."""
@@ -58,7 +58,7 @@ class Pullback:
     last: bool = False
     """Whether nobody needs the graph of the run any more."""
     name: Callable[[int], str] = str
-    """What the parameter at a place is called."""
+    """The name of the parameter with a number."""
     roles: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -235,7 +235,7 @@ class Pullback:
     # One cotangent after the other, where nobody needs them again
 
     def streams(self, passes: list[Pass]) -> bool:
-        """Whether the columns come one by one, and it is of use to reduce them so."""
+        """Whether columns come one by one, and it saves memory to reduce each parameter as its cotangent arrives."""
         if not passes or self.scope.create_graph or any(p.stop - p.start != 1 for p in passes):
             return False
         lean = any(use.recipe.recomputed for use in self.run.trace.uses)
@@ -244,7 +244,7 @@ class Pullback:
     def _stream(
         self, reductions: Sequence[Reduction], states: list[States], only: Pass, done: Done, last: bool
     ) -> None:
-        """A parameter is reduced when its cotangent comes by, so that neither it nor what it met is kept."""
+        """Reduce each parameter as soon as its cotangent arrives, so that neither this nor what it met is kept."""
         run, waiting, stop = self.run, dict(only.uses), only.stop
         block = self.block(only)
         pulled = PulledBack([None] * len(run.trace.edges), weight=block.weight)
@@ -273,14 +273,14 @@ class Pullback:
 
 
 def _backwards(uses: dict[int, list[ParameterUse]]) -> list[tuple[int, list[ParameterUse]]]:
-    """The parameters in the order of a backward pass, where operands are computed again, each from the next."""
+    """The parameters, in the order of a backward pass if operands are computed again, each from the next."""
     if not any(use.recipe.recomputed for found in uses.values() for use in found):
         return list(uses.items())
     return sorted(uses.items(), key=lambda item: -max(use.site for use in item[1]))
 
 
 def _by_sites(uses: dict[int, list[ParameterUse]]) -> list[dict[int, list[ParameterUse]]]:
-    """The parameters one by one, but for those whose cotangents are the same, as weight and bias of a layer."""
+    """The parameters in groups that need the same cotangents, as the weight and bias of a layer do."""
     groups: dict[frozenset[int], dict[int, list[ParameterUse]]] = {}
     for i, found in uses.items():
         groups.setdefault(frozenset(t.site for t in found), {})[i] = found
@@ -288,7 +288,7 @@ def _by_sites(uses: dict[int, list[ParameterUse]]) -> list[dict[int, list[Parame
 
 
 def check_versions(uses: list[ParameterUse]) -> None:
-    """What an operation with parameters read has to be there still."""
+    """Check that nobody has written to what an operation with parameters read."""
     for use in uses:
         for x, before in use.versions:
             if version(x) != before:

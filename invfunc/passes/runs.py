@@ -139,7 +139,7 @@ class Runner:
         return run
 
     def _alone(self, error: SampleAxisError) -> Alone:
-        """The last resort, where an error says that the function cannot be followed, or not on a part of the batch."""
+        """The function on each sample alone: the last resort where it cannot be followed (`error` says why)."""
         if not (error.unknown or self.plan.asked("samples")):
             raise error
         try:
@@ -197,7 +197,7 @@ class Runner:
             run.outputs[i] = z, output_axis(run.trace, z, self.problem.out_dims, path)
 
     def _of_each_sample(self, run: Run, z: Any) -> Any:
-        """Outputs that depend on the parameters alone are those of every sample."""
+        """The outputs; one that depends on the parameters alone is taken for that of every sample."""
         if not isinstance(z, torch.Tensor) or not isinstance(run.trace.tag(z), Derived) or not z.is_floating_point():
             return z
         zero = torch.zeros_like(z.detach())

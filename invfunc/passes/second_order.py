@@ -34,7 +34,7 @@ from invfunc.recording.tags import ParameterUse
 
 
 @dataclass
-class Bent:
+class CallHessian:
     """The Hessian of one call in its inputs: unit columns e_k on the left, H e_k on the right."""
 
     scope: Scope
@@ -63,7 +63,7 @@ class Bent:
 class Local:
     """Columns of the samples of one run, whichever part of the batch it is."""
 
-    inner: Elementwise | Softmax | Bent | Columns
+    inner: Elementwise | Softmax | CallHessian | Columns
 
     @property
     def count(self) -> int:
@@ -97,7 +97,8 @@ def cotangents(run: Run, gradient: Gradient) -> tuple[list[torch.Tensor], list[t
 
 
 def _columns(scope: Scope, run: Run, step: Step, slopes: list[torch.Tensor | None]) -> list[Local]:
-    """The call again, on copies of its inputs, so that nothing else lies between them and its results."""
+    """The columns of one call: it runs again on copies of its inputs, so that nothing lies between these and its
+    results."""
     call, n = step.call, run.trace.n
     copies, args, kwargs, out = recomputed(scope, step)
     results = [x for x in tree.tensors(out) if x.is_floating_point() and x.requires_grad]
@@ -123,17 +124,17 @@ def _columns(scope: Scope, run: Run, step: Step, slopes: list[torch.Tensor | Non
         [y for y, _ in pairs], list(values.values()), [g for _, g in pairs], batched=False, create_graph=True
     )
     nodes = {node_of(x) for x in values.values()}
-    bent = {i: s for i, s in zip(values, found, strict=True) if s is not None and reaches(s, nodes, set())}
-    if not bent:  # it is linear after all
+    nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is not None and reaches(s, nodes, set())}
+    if not nonlinear:  # it is linear after all
         return []
     places = {i: (x, _axis(step, k)) for k, (i, x) in enumerate(values.items())}
     run.outputs |= {i: (x, axis) for x, (i, (_, axis)) in zip(step.inputs, places.items(), strict=True)}
     units = Units({i: axis.expose(scope.leave(x), n) for i, (x, axis) in places.items()})
-    return [Local(Bent(scope, n, units, places, bent))]
+    return [Local(CallHessian(scope, n, units, places, nonlinear))]
 
 
 def recomputed(scope: Scope, step: Step) -> tuple[dict[int, torch.Tensor], tuple, dict, Any]:
-    """Run a call on copies of what it read: these by the identity of what they copy, the arguments, what came out."""
+    """Run a call on copies of its inputs; returns them (by the ids of the originals), its arguments and its result."""
     call = step.call
     if any(version(x) != before for x, before in zip(step.inputs, step.versions, strict=True)):
         raise ArgumentError(

@@ -11,7 +11,7 @@ from invfunc.operations.factors import Part
 from invfunc.plan import even
 
 Cotangents = list[torch.Tensor | None]
-"""For each site of a run the cotangents `[V, n, *one]` at its output, None where nothing arrives."""
+"""The cotangents `[V, n, *one]` at the output of each site of a run, None where nothing arrives."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Columns:
     right: Cotangents | None = None
     weight: torch.Tensor | None = None
     known: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """What one parameter has found out of them that another needs too."""
+    """What was computed from them for one parameter and is needed for another, too."""
 
 
 @dataclass

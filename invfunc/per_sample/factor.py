@@ -131,7 +131,7 @@ class Factor:
         return torch.cat([torch.cat(row, 3) for row in rows], 1) if len(parts) > 1 else rows[0][0]
 
     def _products(self, part: Part, terms: list[Term], other: Part, others: list[Term]) -> torch.Tensor:
-        """The same for two blocks of samples, `[V, b, V, c]`."""
+        """The products of the shares of two blocks of samples, `[V, b, V, c]`."""
         output = "VN" + self.output
         v, b, *_ = _sizes(terms, output, part)
         c = length(other)
@@ -172,7 +172,7 @@ class Factor:
         return parts, terms, bool(self.recipe.rows) or squares_directly(terms, self.apart, instance, kept)
 
     def _exact(self, pair: list[Term]) -> list[Term]:
-        """What may cancel in the rounding of float64."""
+        """The pair in float64 where sums of its products may cancel."""
         wide = cancel(pair) and crosses(pair, self.apart)
         return [(labels, x.double()) for labels, x in pair] if wide else pair
 
@@ -214,7 +214,7 @@ class Factor:
         return first.to(kind).reshape(shape), centred.to(kind).clamp(min=0).reshape(shape)
 
     def _moments_in_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A row that a sample does not touch is a zero in its share: it counts, but is not visited."""
+        """The moments where shares have few rows: a row that a sample does not touch counts as a zero in its share."""
         n, parts = self.samples.count, self.samples.parts(self.work, thresholds.OPERANDS * self.budget)
         shares = [self._share(None, part) for part in parts]
         total = summed(self._land(share, part) for share, part in zip(shares, parts, strict=True))
@@ -238,12 +238,12 @@ class Factor:
         return target.index_add(0, rows, share.flatten(0, 1))[:-1]
 
     def _landed(self, share: torch.Tensor, terms: list[Term], part: Part) -> torch.Tensor:
-        """From the labels kept to `[*output]`."""
+        """A contraction over the samples, brought from the labels `kept` to the shape `[*output]`."""
         share = share.reshape(_sizes(terms, self.kept, part))
         return self._land(share, part) if self.recipe.rows else share
 
     def _landed_each(self, share: torch.Tensor, part: Part) -> torch.Tensor:
-        """The same for each column and sample, `[V, b, *output]`."""
+        """The shares of each column and sample, `[V, b, *output]`, with what lands in the same row added up."""
         if not self.recipe.rows:
             return share
         v, b, u, *rest = share.shape

@@ -33,7 +33,7 @@ class Shares:
     seen_before: bool = False
     """Whether other columns of these samples have been reduced before."""
     place: int = 0
-    """Of the parameter among all."""
+    """The number of the parameter among all."""
     name: Callable[[int], str] = str
     """What the parameter at a place is called."""
     role: str | None = None
@@ -119,7 +119,7 @@ class Shares:
         return summed(self._pull(f, f.dense(cotangents, part), 2) for f in reached)
 
     def _pull(self, factor: Factor, share: torch.Tensor, lead: int) -> torch.Tensor:
-        """From a derived parameter to the parameter itself."""
+        """Pull shares back from a derived parameter to the parameter itself."""
         param = factor.use.param
         if param is self.leaf:
             return share
@@ -164,7 +164,7 @@ class Shares:
 
 
 def _scale(share: torch.Tensor, lead: int) -> torch.Tensor:
-    """What to divide by so that float16 holds the entries and their sums: a square of a share would be 0 there."""
+    """The factor to divide shares by so that float16 holds their entries and the sums of these."""
     size = share.detach().abs().reshape(*share.shape[:lead], -1).sum(-1) / 1024
     size = torch.where((size > 0) & size.isfinite(), size, 1)
     return size.reshape(*size.shape, *[1] * (share.ndim - lead))

@@ -20,9 +20,10 @@ from invfunc.recording.tags import ParameterUse
 
 @dataclass
 class Operands:
-    """Of some samples: cotangents `s [V, b, K, R]`, and `a [b, I, R]` (or the rows `picked [b, R]`) that they met.
+    """The operands of some samples: cotangents `s [V, b, K, R]` and what was read, `a [b, I, R]` or the rows
+    `picked [b, R]`.
 
-    In groups they are `[V, b, G, K, R]` and `[b, G, I, R]`.
+    Grouped operations have them as `[V, b, G, K, R]` and `[b, G, I, R]`.
     """
 
     s: torch.Tensor
@@ -63,7 +64,7 @@ class Layer:
         return self.use.call.name if self.use.call is not None else "f"
 
     def positions(self, x: Operands, part: Part) -> Sequence[float]:
-        """How many of them each sample has."""
+        """How many positions each sample has."""
         most, axis = x.s.shape[-1], self.use.axis
         if axis.rows is None:
             return [most] * length(part)
@@ -72,13 +73,13 @@ class Layer:
 
     @property
     def covered(self) -> tuple[float, float]:
-        """Which part of the parameter it reads: of what is sent back, and of what is read."""
+        """The fractions of the parameter that the operation uses: along what is sent back, and along what is read."""
         parts = [(p.size if p.at is None else len(p.at)) / max(1, p.size) for p in self.places]
         return parts[0], parts[1] if len(parts) > 1 else 1.0
 
     @property
     def role(self) -> Hashable:
-        """The same for operations that read the parameter with its dims in the same roles."""
+        """A key that operations share if they read the parameter with its dims in the same roles."""
         return (*(p.dims for p in self.places), self.blocks or ())
 
     @property
@@ -140,7 +141,7 @@ class Layer:
         return Operands(s, a)
 
     def _real(self, part: Part) -> torch.Tensor:
-        """1 at the positions of samples, 0 at those that stand for missing ones."""
+        """A mask: 1 at the positions of samples, 0 at those that stand for missing ones."""
         use = self.use
         assert use.call is not None
         ones = torch.ones(use.call.out.shape, dtype=use.param.dtype, device=use.param.device)
@@ -148,7 +149,7 @@ class Layer:
         return replace(self, joint=False).of(real.unsqueeze(0), part).s[:, :, :1]
 
     def _entry_by_entry(self, terms: Terms, part: Part) -> Operands:
-        """What is scaled or added entry by entry is looked up: each row of the parameter at positions of its own."""
+        """The operands of a scale or shift, taken as a table of which each row is picked at positions of its own."""
         leaf, outs, sizes = self.shares.leaf, terms.outs, terms.sizes
         inner = sorted({c for labels, _ in terms.all for c in labels} - set("VN") - set(outs))
         if sum(n != 1 for n in leaf.shape) < 2 and self.use.derived.selected and not self.recipe.own:
@@ -217,7 +218,7 @@ class Layer:
         return selects if at is None else lambda part: torch.cat([at, at.new_tensor([size])])[selects(part)]
 
     def _rows(self, sizes: dict[str, int]) -> Rows:
-        """Of the labels, also where the same entries are read several times."""
+        """How the entries that the labels read lie in the rows of the parameter; some may be read several times."""
         if "rows" not in self.use.memory:
             shape = [n for n in self.shares.leaf.shape if n != 1] or [1]
             found = rows(self._entries(sizes), math.prod(shape[:-1]), shape[-1])
@@ -229,7 +230,8 @@ class Layer:
         return cast(Rows, self.use.memory["rows"])
 
     def _entries(self, sizes: dict[str, int]) -> torch.Tensor:
-        """Which entry of the parameter each combination of labels reads; with a sample of its own each, in front."""
+        """The entry of the parameter that each combination of labels reads; for a parameter with an entry for each
+        sample, that of each sample, in front."""
         found, recipe = self.shares.origins(self.use.param), self.recipe
         if recipe.own is not None:
             return recipe.own.expose(found, self.shares.samples.n, fill=-1).reshape([-1, *sizes.values()])
@@ -240,7 +242,7 @@ class Layer:
         return torch.empty_like(order).scatter(0, order, found.flatten()).reshape(numbers.shape)
 
     def _directly(self, factors: list[list[str]], sizes: dict[str, int]) -> list[Place]:
-        """The labels of the output enumerate the entries of the parameter in their order."""
+        """The places of factors whose labels enumerate the entries of the parameter in their order."""
         leaf, found = self.shares.leaf, []
         for labels in factors:
             dims, waiting, covered = [], list(sizes), 1

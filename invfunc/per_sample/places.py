@@ -13,7 +13,7 @@ Axes = Sequence[int]
 
 
 class Unfactored(Exception):
-    """Why a parameter has no Kronecker factors."""
+    """Raised for a parameter that has no Kronecker factors; says why."""
 
 
 PART = "it is read in a part that is not a product of its dimensions"
@@ -109,7 +109,7 @@ def _in_order(numbers: torch.Tensor, count: int) -> bool:
 
 
 def _along(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """The first entry in all other axes."""
+    """A tensor restricted to the first entry of all other axes."""
     return x[tuple(slice(None) if d in axes else slice(0, 1) for d in range(x.ndim))]
 
 
@@ -132,7 +132,7 @@ class Rows:
 
 
 def rows(entries: torch.Tensor, count: int, width: int) -> Rows:
-    """Of entries that lie in the rows of a parameter `[count, width]`, -1 for those that are in none."""
+    """How entries, given by their numbers in a parameter `[count, width]`, lie in its rows; -1 stands for no entry."""
     read = entries >= 0
     column, row = torch.where(read, entries % width, -1), torch.where(read, entries // width, -1)
     along = [d for d in range(entries.ndim) if bool((column.amax(d) > torch.where(read, column, width).amin(d)).any())]

@@ -88,7 +88,7 @@ def check_shared(trace: Trace, tag: Derived, name: str) -> None:
 
 
 def no_outputs(result: Any) -> ArgumentError:
-    """What a function returned has no outputs in it."""
+    """The error for a function that returned no outputs."""
     kind = type(result).__name__
     return ArgumentError(f"f returned no tensors but an object of {kind}; outputs are floating-point tensors.")
 

@@ -20,13 +20,13 @@ class Follower(Protocol):
         ...
 
     def samples(self, x: torch.Tensor) -> torch.Tensor:
-        """What the run gets in place of an argument."""
+        """The tensor that the run gets in place of an argument."""
         ...
 
     def before(self, site: int, seen: Seen) -> None:
-        """An operation that reads samples is about to run; with parameters, it is at this site."""
+        """Called before an operation that reads samples; `site` is its place if it reads parameters, too."""
         ...
 
     def used(self, site: int, out: torch.Tensor, recipe: Recipe) -> None:
-        """A parameter has met samples."""
+        """Called when a parameter has met samples."""
         ...

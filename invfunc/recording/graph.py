@@ -56,7 +56,7 @@ def functions_below(x: torch.Tensor) -> list[type]:
 
 
 def lowest(starts: list[torch.Tensor], nodes: set[Any]) -> set[Any]:
-    """Those of the nodes on the way down from the starts below which no other of them lies."""
+    """Those of the nodes that are reached from the starts and have no other of them below."""
     below: dict[Any, bool] = {}
     waiting = [(node_of(x), False) for x in starts]
     while waiting:

@@ -15,7 +15,7 @@ _PLAIN = {int, float, str, bool, complex, type(None), type, type(torch), type(le
 
 
 def held_by(f: Callable) -> list[torch.Tensor]:
-    """Those that are plainly reached."""
+    """The tensors that can be reached from f through closures, defaults, globals, containers and modules."""
     found, seen, todo = list[torch.Tensor](), set[int](), list[Any]([f])
     home = getattr(f, "__module__", None)
     while todo and len(seen) < thresholds.HELD:

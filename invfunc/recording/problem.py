@@ -26,11 +26,11 @@ class Watching(AbstractContextManager, Protocol):
 
     @property
     def adopting(self) -> AbstractContextManager | None:
-        """One inside of it."""
+        """A second mode, which is entered inside of this one."""
         ...
 
     def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """What f gets in place of a batch tensor."""
+        """The tensor that f gets in place of a batch tensor."""
         ...
 
 
@@ -53,7 +53,7 @@ class Problem:
     """The sample dimension of each argument that is not parameters."""
     n: int
     samples: list[int] | None = None
-    """Those that the caller chose, as places in the batch."""
+    """The samples that the caller chose, as places in the batch."""
     places: list[int] | None = None
     """Where f puts each sample, if not where it is in the batch."""
 
@@ -192,7 +192,7 @@ def _places(samples: Any, n: int) -> list[int]:
 
 
 def check_params(params: Any, names: Sequence[str], place: int) -> None:
-    """That all leaves of the argument at a place are real floating-point tensors."""
+    """Check that all leaves of the argument at a place are real floating-point tensors."""
     leaves, _ = tree.flatten(params, none_is_leaf=False)
     if all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
         return
@@ -251,7 +251,7 @@ def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -
 
 
 def _sizes(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -> list[tuple[int, str, int]]:
-    """Of each tensor: which argument it is in, its name and its number of samples."""
+    """The argument that each batch tensor is in, its name, and its number of samples."""
     sizes = []
     for i, dim in dims.items():
         if dim is None:

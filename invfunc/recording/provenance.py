@@ -41,7 +41,7 @@ class Constants:
 
 
 class Proven(Constants):
-    """Those of earlier calls, until they are gone."""
+    """Constants that earlier calls have proven to be such, for as long as they live."""
 
     def add(self, x: torch.Tensor) -> None:
         key = id(x)
@@ -68,7 +68,7 @@ class UntracedTensors(TorchFunctionMode):
         return found is not None and found() is x
 
     def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
-        """An untraced tensor is read for the first time, by the call of this name."""
+        """Called when an untraced tensor is read for the first time, by the call of this name."""
         raise NotImplementedError  # of those who count them
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -90,7 +90,7 @@ class UntracedTensors(TorchFunctionMode):
 
 
 class Lost:
-    """In place of where the samples are in a tensor: that it is of them, but has no entry for each."""
+    """What stands in place of an axis for a tensor that depends on samples, but has no entry for each of them."""
 
 
 LOST = Lost()
@@ -138,11 +138,11 @@ class Provenance:
 
     @property
     def left(self) -> str | None:
-        """How samples may have gone into what seems to be constant."""
+        """The call through which samples may have gone into what seems to be constant; None if there is none."""
         return None if self.trusting else self.escaped
 
     def values_left(self, seen: Seen) -> None:
-        """What a call gave is not a tensor."""
+        """Note that samples may have left the tensors: a call that reads them gave something that is not a tensor."""
         if any(tag.lost or isinstance(tag.place, Axis) for tag in seen.sampled):
             self.escaped, self.read = self.escaped or seen.name, True
 
@@ -177,7 +177,7 @@ class Provenance:
         return x not in self.constants and x not in PROVEN
 
     def untraced_call(self, seen: Seen) -> str | None:
-        """The call, if parameters meet a tensor there of which nothing is known."""
+        """The name of a call in which parameters meet a tensor of which nothing is known; None for other calls."""
         if not any(id(x) not in seen.tags and self.untraced(x) for x in seen.read):
             return None
         self.untraced_at = self.untraced_at or seen.name
@@ -193,6 +193,6 @@ class Provenance:
             self.set(x, Sampled(place))
 
     def introduce(self, x: torch.Tensor) -> None:
-        """A tensor that is not untraced."""
+        """Tell those who count untraced tensors that x is none of them."""
         if self.adopting is not None:
             self.adopting.know(x)

@@ -75,7 +75,7 @@ class Scope:
         return x.view_as(x) if self.wanted and x.requires_grad else x.detach().requires_grad_()
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:
-        """The same value as another object."""
+        """A tensor with the value of x that is another object."""
         if x.is_inference():
             return x.clone()
         return x.detach() if self.plain and not self.wanted else x.view_as(x)
@@ -176,6 +176,6 @@ class Scope:
         finally:
             for handle in handles:
                 handle.remove()
-        for i, delta in zip(ends, found, strict=True):
-            if delta is not None:
-                arrived(i, delta)
+        for i, cotangent in zip(ends, found, strict=True):
+            if cotangent is not None:
+                arrived(i, cotangent)

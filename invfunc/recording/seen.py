@@ -45,7 +45,7 @@ class Seen:
         return [tag for tag in self.tags.values() if isinstance(tag, Sampled)]
 
     def forget(self, key: int) -> Derived | Sampled | None:
-        """What was known of a tensor that it reads."""
+        """Drop what is known of a tensor that the call reads; returns it."""
         self.__dict__.pop("sampled", None)
         return self.tags.pop(key, None)
 
@@ -75,7 +75,7 @@ class Seen:
         self.read = tree.tensors((self.args, self.kwargs))
 
     def call(self, out: Any, n: int, partial: bool, by_rows: bool) -> Call:
-        """The same for those who follow the samples: what came out, and where they are in what it read."""
+        """The call as the batch axis rules take it: with its result, and where the samples are in what it read."""
         places = self._places()
         active = partial or (any(tag.active for tag in self.sampled) and torch.is_grad_enabled())
         result = self.args[0] if self.name == "setitem" else out

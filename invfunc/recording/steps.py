@@ -52,7 +52,7 @@ class Step:
     inputs: list[torch.Tensor]
     versions: list[int]
     outputs: list[torch.Tensor]
-    """As shapes only."""
+    """Tensors without values that stand for the results."""
     edges: list[Any]
     origins: list[tuple[Any, int]]
     """Where the inputs came from: the node, and which of its outputs."""
@@ -90,13 +90,13 @@ def _active(seen: Seen) -> list[torch.Tensor]:
 
 
 def is_view(out: Any, seen: Seen) -> bool:
-    """A view of what was read is a selection of its entries, whatever the call is named."""
+    """Whether the result is a view of what was read: then it selects entries, whatever the call is named."""
     memory = {storage_of(x) for x in seen.read}
     return not seen.writes and isinstance(out, torch.Tensor) and storage_of(out) in memory
 
 
 def step(seen: Seen, call: Call, produced: list[torch.Tensor], place: Place) -> Step:
-    """What is to be remembered of a call."""
+    """Remember a call, so that it can be run again."""
     if draws(seen.name, seen.args, seen.kwargs):
         raise RandomnessError(f"`{seen.name}` draws random numbers, so it cannot be run again for its derivatives.")
     if seen.writes and base_of(produced[0]) is not None:
@@ -119,11 +119,11 @@ def step(seen: Seen, call: Call, produced: list[torch.Tensor], place: Place) -> 
 
 
 def _origin(x: torch.Tensor, kept: bool) -> tuple[Any, int]:
-    """Of a tensor, or of what it is a copy of."""
+    """The node that made a tensor (or made what it is a copy of, if `kept`), and which of its outputs it is."""
     edge = torch.autograd.graph.get_gradient_edge(x)
     return edge.node.next_functions[0] if kept else (edge.node, edge.output_nr)
 
 
 def _shape_of(x: torch.Tensor) -> torch.Tensor:
-    """In place of a tensor whose values need not be kept."""
+    """A tensor without values that stands for one whose values need not be kept."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta")

@@ -127,7 +127,7 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
         return Seen(name, func, args, kwargs, read, {id(x): tag for x in read if (tag := self.tag(x)) is not None})
 
     def _tag_states(self, seen: Seen) -> None:
-        """The zeros that a recurrent module starts from have an entry for each sample."""
+        """Tag the initial states of a recurrent module, zeros that have an entry for each sample."""
         for x, dim in states(seen.func, seen.args):
             if isinstance(x, torch.Tensor) and self.tag(x) is None:
                 self.scope.closes_over(x)
@@ -148,7 +148,7 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
         return out
 
     def _of_constants(self, seen: Seen) -> Any:
-        """What has no derivative: still samples, if it is a tensor."""
+        """Run a call whose result has no derivative; a tensor among what it returns is still of samples."""
         out, tag = seen.run(), next(iter(seen.tags.values()))
         if isinstance(tag, Sampled) and tag.place is not None:
             if isinstance(out, torch.Tensor):
@@ -248,7 +248,7 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
     def _tell(
         self, seen: Seen, produced: list[torch.Tensor], found: Any, lost: str | None, met: bool, order: Order
     ) -> None:
-        """What is known of the result from here on."""
+        """Tag the results of a call."""
         sampled, name = seen.sampled, seen.name
         around = name if met or any(tag.around for tag in sampled) else None
         crossed = frozenset[int]().union(*(tag.crossed for tag in sampled if tag.crossed))
@@ -268,7 +268,7 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
                 self.known.written(x, tag)
 
     def check(self, outputs: list[torch.Tensor], params: list[torch.Tensor]) -> None:
-        """Every path from the outputs to the parameters has to cross a parameter use: autograd knows of more."""
+        """Check in the graph of autograd that every path from the outputs to the parameters crosses a parameter use."""
         stops, targets = {edge.node for edge in self.edges}, {node_of(p) for p in params}
         for z in outputs:
             if reaches(z, targets, stops) or unseen(z, self.tag(z), self.entered):
@@ -277,7 +277,7 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
     # Parameters meet samples
 
     def _promote(self, seen: Seen) -> Seen:
-        """A parameter that has an entry for each sample becomes a tensor of samples, a use where it does."""
+        """Replace parameters that have an entry for each sample by tensors of samples; each such place is a use."""
         new: dict[int, torch.Tensor] = {}
         tagged = [(x, seen.tags.get(id(x))) for x in seen.read]
         placed = [(x, t.place) for x, t in tagged if isinstance(t, Sampled) and isinstance(t.place, Axis)]

@@ -1,4 +1,4 @@
-"""What reductions share that keep a matrix for each parameter, its own block of the curvature."""
+"""The base of reductions that keep a matrix for each parameter, its own block of the curvature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from invfunc.reductions.reduction import Found, Reduction
 
 
 class Block(Reduction):
-    """A `Kronecker` for each parameter."""
+    """A reduction whose result is a `Kronecker` for each parameter."""
 
     def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
         dims = tuple(range(leaf.ndim))
@@ -33,7 +33,7 @@ class Block(Reduction):
 
 
 def added(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of symmetric matrices, of which vectors are diagonals."""
+    """The sum of symmetric matrices; a vector stands for a diagonal matrix."""
     dense = max(x.ndim for x in parts)
     found = parts[0] if parts[0].ndim == dense else torch.diag_embed(parts[0])
     for x in parts[1:]:

@@ -21,7 +21,7 @@ from invfunc.reductions.reduction import Found, State
 
 
 def basis_of(matrix: Kronecker) -> Kronecker:
-    """The form with values; of factors with NaN or inf in them, all of it is NaN."""
+    """The eigendecomposition of a `Kronecker`; all of it is NaN if a factor has NaN or inf in it."""
     fine = torch.stack([f.isfinite().all() for f in matrix.factors]).all()
     if not anywhere(~fine):
         return matrix.eigen()

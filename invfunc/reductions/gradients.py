@@ -1,4 +1,4 @@
-"""Of one column: the shares of the gradient."""
+"""Reductions of a single column: of the shares of the gradient."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CentredSquares(Reduction):
 
 
 class SumAndCentredSquares(CentredSquares):
-    """The gradient as well."""
+    """The gradient, and the centred squares of its shares."""
 
     several = True
 

@@ -68,7 +68,7 @@ class Kept:
 
 @dataclass
 class Diagonal(Kept):
-    """In place of factors, the diagonal of the block."""
+    """The diagonal of the block, kept in place of factors."""
 
     values: torch.Tensor
 
@@ -230,13 +230,13 @@ class KroneckerFactors(Block):
 
 
 class ChainFactors(KroneckerFactors):
-    """Those of a recursion that needs all samples and outputs at once."""
+    """The factors of KFRA, whose recursion needs all samples and outputs at once."""
 
     axes = ()
 
 
 class CorrectedFactors(KroneckerFactors):
-    """The factors first; then the curvature in their eigenbasis."""
+    """The factors, and in a second stage the curvature in their eigenbasis."""
 
     stages = 2
     axes = ("outputs", "params")

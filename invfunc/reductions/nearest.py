@@ -9,7 +9,7 @@ from invfunc.reductions.block import added
 
 
 def nearest(terms: list[Kronecker]) -> Kronecker:
-    """To the sum of products over the same dims, in the Frobenius norm; of one term, itself.
+    """The nearest Kronecker product to a sum of several over the same dims, in the Frobenius norm.
 
     With the terms `B_k kron A_k`, and `<,>` for the sum of the products of entries: the sum is a matrix
     `sum_k vec(B_k) vec(A_k)^T` with its entries in another place, whose best approximation of rank one is

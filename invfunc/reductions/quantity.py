@@ -16,7 +16,7 @@ Of = Literal["gradient", "ggn", "hessian", "chain", "jacobian", "gradient_or_jac
 
 @dataclass(frozen=True)
 class Drawing:
-    """Columns drawn at random in place of all; `sample(outputs, generator)` draws targets for a loss of the user's."""
+    """Columns that are drawn at random; `sample(outputs, generator)` draws targets for a loss of the user's."""
 
     count: int
     generator: torch.Generator
@@ -33,7 +33,7 @@ class Quantity:
 
     @property
     def columns(self) -> Hashable:
-        """The same for quantities that share their columns."""
+        """A key that quantities share if they reduce the same columns."""
         return self.of, self.drawing, self.reduction.rooted if self.drawing is None else None
 
 
@@ -45,11 +45,11 @@ class Accumulator:
     reduction: Reduction
     states: dict[int, State] = field(default_factory=dict)
     results: dict[int, list[Any]] = field(default_factory=dict)
-    """Of the parameters that are done."""
+    """The results of the parameters that are done."""
     joint: list[torch.Tensor] = field(default_factory=list)
     columns: int = 1
 
     def add(self, leaf: int, state: State) -> None:
-        """The state of another block of samples."""
+        """Add the state of another block of samples."""
         before = self.states.get(leaf)
         self.states[leaf] = state if before is None else self.reduction.over_samples(before, state)

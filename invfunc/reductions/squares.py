@@ -1,4 +1,4 @@
-"""Of several columns: those of a square root of a Hessian, or of the outputs."""
+"""Reductions of several columns: of those of a square root of a Hessian, or of one for each output."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class SquareRoot(JacobianRows):
 
 
 def _with_outputs(x: torch.Tensor, dim: int, one: Sequence[int]) -> torch.Tensor:
-    """The dimension that counts the columns as those of an output."""
+    """A tensor whose dimension of columns is reshaped to the dimensions of an output."""
     return x.reshape(*x.shape[:dim], *one, *x.shape[dim + 1 :])
 
 
