@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from invfunc.contract import outer, summed
 from invfunc.kronecker import Kronecker, Of
 from invfunc.operations.factors import Part
 from invfunc.per_sample import Shares
+from invfunc.per_sample.cotangents import Columns
 from invfunc.per_sample.operands import Layer, Operands
 from invfunc.per_sample.places import Place, Unfactored
 from invfunc.reductions.block import Block, added
@@ -86,6 +88,21 @@ class Refused(Kept):
         return self
 
 
+@dataclass
+class Used:
+    """What an operation sends back and reads for some samples."""
+
+    left: Operands
+    right: Operands
+    """With what the right sides of the columns send back; the same unless a column is a product of two."""
+    out: float
+    """Which part of the factor it sends back: where each reads a part, that part is not to count twice."""
+    read: float
+    """Which part of the other factor it reads."""
+    positions: Sequence[float]
+    """How many each sample has."""
+
+
 class KroneckerFactors(Block):
     """B, the sum over columns and samples of `s s^T`, and A, the mean over samples of `a a^T`."""
 
@@ -118,78 +135,58 @@ class KroneckerFactors(Block):
         with_bias = self.joined and shares.role == "weight"
         layers = [Layer(shares, use, with_bias, read=not shares.seen_before) for use in shares.uses]
         known, key = shares.columns.known, (self.sharing, id(shares.uses[0].call))
-        same = shares.role == "bias" and len(layers) == 1 and key in known  # as the weight's
-        if same or len(layers) > 1:
+        alone = len(layers) == 1
+        same = alone and shares.role == "bias" and key in known  # as the weight's
+        if same or not alone:
             for layer in layers:
                 layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
         if same:
             b = known[key]
             return {layers[0].role: Factors(b, None, 1.0, 1, layers[0].places, False, shares.leaf.shape)}
-        roles: dict[Hashable, list[Layer]] = {}
-        for layer in layers:
-            roles.setdefault(layer.role, []).append(layer)
-        if len(layers) > 1 and len({(frozenset(p.dims for p in layer.places), layer.blocks) for layer in layers}) > 1:
-            raise Unfactored("operations that read it divide its dimensions differently")
-        kept: dict[Hashable, Factors] = {}
-        for part in shares.samples.parts(sum(f.work for f in shares.factors), thresholds.OPERANDS * shares.budget):
-            for role, some in roles.items():
-                more = self._of(shares, some, part, with_bias)
-                kept[role] = kept[role].joined(more, samples=True) if role in kept else more
-        found = {some[0].role: kept[role] for role, some in roles.items()}
-        if shares.role == "weight" and len(layers) == 1 and layers[0].blocks is None:
-            (known[key],) = (factors.b for factors in found.values())
+        parts = shares.samples.parts(sum(f.work for f in shares.factors), thresholds.OPERANDS * shares.budget)
+        found: dict[Hashable, Factors] = {}
+        for some in _by_role(layers):
+            each = (self._of(shares, some, part, with_bias) for part in parts)
+            total = reduce(lambda kept, more: kept.joined(more, samples=True), each)
+            found[some[0].role] = total  # known by now
+        if alone and shares.role == "weight" and layers[0].blocks is None:
+            known[key] = found[layers[0].role].b
         return found
 
     def _of(self, shares: Shares, layers: list[Layer], part: Part, joint: bool) -> Factors:
-        columns = shares.columns
-        whole = self.sharing != "reduce"
-        left = [(layer.products if whole else layer.operands)(columns.left, part) for layer in layers]
-        right = left
-        if columns.right is not None:
-            right = [layer.operands(columns.right, part) for layer in layers]
-        covered = [layer.covered for layer in layers]  # where each reads a part, that part is not to count twice
-        counted = zip(layers, left, covered, strict=True)
-        found = [[k * out * read for k in layer.positions(x, part)] for layer, x, (out, read) in counted]
-        counts = [sum(each) for each in zip(*found, strict=True)]
-        weight = None if columns.weight is None else columns.weight[:, part]
-        if self.sharing == "expand":
-            products = [_columns(x.s, y.s, weight) for x, y in zip(left, right, strict=True)]
-            b = summed(p if read == 1 else read * p for p, (_, read) in zip(products, covered, strict=True))
-        else:
-            first = _added(left, covered)
-            b = _columns(first, first if right is left else _added(right, covered), weight)
-        a = None
-        if not shares.seen_before and len(layers[0].places) > 1:
-            a = self._inputs(left, [out for out, _ in covered], layers[0].places[1].size, counts)
+        used = [self._used(layer, shares.columns, part) for layer in layers]
+        counts = [sum(each) for each in zip(*(u.positions for u in used), strict=True)]
+        b = self._sent(used, None if shares.columns.weight is None else shares.columns.weight[:, part])
+        a, places = None, layers[0].places
+        if not shares.seen_before and len(places) > 1:
+            a = self._inputs(used, places[1].size, counts)
         if self.sharing == "backpack":  # it does not divide by the positions
-            out, read = (min(1.0, sum(parts)) for parts in zip(*covered, strict=True))
+            out, read = min(1.0, sum(u.out for u in used)), min(1.0, sum(u.read for u in used))
             a, b = a if a is None or out == 1 else a / out, b if read == 1 else b / read**2
-        b = b if columns.right is None else (b + b.mT) / 2
         positions = sum(k > 0 for k in counts) if self.sharing == "reduce" else sum(counts)
-        return Factors(b, a, positions, len(counts), layers[0].places, joint, shares.leaf.shape, layers[0].blocks)
+        return Factors(b, a, positions, len(counts), places, joint, shares.leaf.shape, layers[0].blocks)
 
-    def _inputs(
-        self, operands: list[Operands], covered: list[float], rows: int, counts: Sequence[float]
-    ) -> torch.Tensor:
+    def _used(self, layer: Layer, columns: Columns, part: Part) -> Used:
+        left = (layer.operands if self.sharing == "reduce" else layer.products)(columns.left, part)
+        right = left if columns.right is None else layer.operands(columns.right, part)
+        out, read = layer.covered
+        return Used(left, right, out, read, [k * out * read for k in layer.positions(left, part)])
+
+    def _sent(self, used: list[Used], weight: torch.Tensor | None) -> torch.Tensor:
+        """`sum_vnr s s^T`, symmetric also where a column is a product of two."""
+        same = all(u.right is u.left for u in used)
+        if self.sharing == "expand":
+            b = summed(_scaled(_columns(u.left.s, u.right.s, weight), u.read) for u in used)
+        else:
+            first = _added((u.left, u.read) for u in used)
+            b = _columns(first, first if same else _added((u.right, u.read) for u in used), weight)
+        return b if same else (b + b.mT) / 2
+
+    def _inputs(self, used: list[Used], rows: int, counts: Sequence[float]) -> torch.Tensor:
         """`sum_n a a^T`; a diagonal where rows are picked, unless they are averaged first."""
-        found = []
-        for o, out in zip(operands, covered, strict=True):
-            picked, like = o.picked, o.s
-            if self.sharing == "reduce" and picked is not None:
-                none = like.new_zeros(len(picked), rows + 1)
-                part = none.scatter_add(1, picked, torch.ones_like(picked, dtype=like.dtype))[:, :-1]
-            elif self.sharing == "reduce":
-                assert o.a is not None
-                part = o.a.sum(-1)
-            elif picked is not None:
-                part = torch.bincount(picked.flatten(), minlength=rows + 1)[:-1].to(like.dtype)
-            else:
-                assert o.a is not None or o.gram is not None
-                part = outer(o.a) if o.gram is None else o.gram  # pyright: ignore[reportArgumentType]
-            found.append(part if out == 1 else out * part)
-        total = added(found)
         if self.sharing != "reduce":
-            return total
+            return added([_scaled(_products(u.left, rows), u.out) for u in used])
+        total = added([_scaled(_read(u.left, rows), u.out) for u in used])
         if len(set(counts)) == 1:
             return outer(total.unsqueeze(-1)) / (counts[0] or 1) ** 2
         each = total.new_tensor([k or 1 for k in counts]).reshape(-1, *[1] * (total.ndim - 1))
@@ -246,10 +243,42 @@ class CorrectedFactors(KroneckerFactors):
         return InEigenbasis(bases, self.joined)
 
 
-def _added(operands: list[Operands], covered: list[tuple[float, float]]) -> torch.Tensor:
+def _by_role(layers: list[Layer]) -> list[list[Layer]]:
+    """Those that read the parameter in the same role together; where there are several, they have been looked at."""
+    roles: dict[Hashable, list[Layer]] = {}
+    for layer in layers:
+        roles.setdefault(layer.role, []).append(layer)
+    if len(layers) > 1 and len({(frozenset(p.dims for p in layer.places), layer.blocks) for layer in layers}) > 1:
+        raise Unfactored("operations that read it divide its dimensions differently")
+    return list(roles.values())
+
+
+def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x if by == 1 else by * x
+
+
+def _added(operands: Iterable[tuple[Operands, float]]) -> torch.Tensor:
     """`sum_r s` over all positions of all uses, as if there were one."""
-    sums = [x.s.sum(-1, keepdim=True) for x in operands]
-    return summed(s if read == 1 else read * s for s, (_, read) in zip(sums, covered, strict=True))
+    return summed(_scaled(x.s.sum(-1, keepdim=True), read) for x, read in operands)
+
+
+def _read(x: Operands, rows: int) -> torch.Tensor:
+    """`sum_r a`, of each sample."""
+    if x.picked is None:
+        assert x.a is not None
+        return x.a.sum(-1)
+    none = x.s.new_zeros(len(x.picked), rows + 1)
+    return none.scatter_add(1, x.picked, torch.ones_like(x.picked, dtype=x.s.dtype))[:, :-1]
+
+
+def _products(x: Operands, rows: int) -> torch.Tensor:
+    """`sum_nr a a^T`, or its diagonal."""
+    if x.picked is not None:
+        return torch.bincount(x.picked.flatten(), minlength=rows + 1)[:-1].to(x.s.dtype)
+    if x.gram is not None:
+        return x.gram
+    assert x.a is not None
+    return outer(x.a)
 
 
 def _columns(s: torch.Tensor, other: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
