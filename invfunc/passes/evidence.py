@@ -210,25 +210,33 @@ def _place(seen: tuple[Untraced, ...], batches: list[torch.Tensor]) -> Axis | Lo
     """Where the samples are in an untraced tensor, given what it was for each batch."""
     if any(s.tensor.is_nested or s.tensor.layout != torch.strided for s in seen):
         return LOST
-    first, *others = seen
-    x = first.tensor
-    if all(s.tensor is x and s.version == first.version for s in others) and all(
-        first.value is None or s.value is None or _equal(first.value, s.value) for s in others
-    ):
+    x = seen[0].tensor
+    if _untouched(seen):
         PROVEN.add(x)
         return None
-    if any(s.value is None or s.value.shape != x.shape for s in seen):
-        return LOST
     values = [s.value for s in seen if s.value is not None]
+    if len(values) < len(seen) or any(v.shape != x.shape for v in values):
+        return LOST
     if all(_equal(values[0], v) for v in values[1:]):
         return None
-    found = [
-        d
-        for d, size in enumerate(x.shape)
-        if size == len(batches[0])
-        and all(_equal(values[0].index_select(d, b), v) for b, v in zip(batches[1:], values[1:], strict=True))
-    ]
+    found = [d for d, size in enumerate(x.shape) if size == len(batches[0]) and _has_rows(values, d, batches)]
     return Axis(found[0]) if len(found) == 1 else LOST
+
+
+def _untouched(seen: tuple[Untraced, ...]) -> bool:
+    """Whether it is one tensor, into which nobody wrote."""
+
+    def same(a: Untraced, b: Untraced) -> bool:
+        known = a.value is not None and b.value is not None
+        return a.tensor is b.tensor and a.version == b.version and (not known or _equal(a.value, b.value))
+
+    return all(same(seen[0], s) for s in seen[1:])
+
+
+def _has_rows(values: list[torch.Tensor], dim: int, batches: list[torch.Tensor]) -> bool:
+    """Whether along a dim are rows of the samples of each batch; the first batch has each of them once."""
+    later = zip(values[1:], batches[1:], strict=True)
+    return all(_equal(values[0].index_select(dim, batch), v) for v, batch in later)
 
 
 def _value(x: Any) -> Any:

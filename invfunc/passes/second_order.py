@@ -99,38 +99,41 @@ def cotangents(run: Run, gradient: Gradient) -> tuple[list[torch.Tensor], list[t
 def _columns(scope: Scope, run: Run, step: Step, slopes: list[torch.Tensor | None]) -> list[Local]:
     """The columns of one call: it runs again on copies of its inputs, so that nothing lies between these and its
     results."""
-    call, n = step.call, run.trace.n
     copies, args, kwargs, out = recomputed(scope, step)
     results = [x for x in tree.tensors(out) if x.is_floating_point() and x.requires_grad]
     pairs = [(y, g.to(y.dtype)) for y, g in zip(results, slopes, strict=True) if g is not None]
     first, kind = max(run.outputs) + 1, kind_of(step)
     values = {first + k: copies[id(x)] for k, x in enumerate(step.inputs)}
-    if kind is not None:
-        y, g = pairs[0]
-        term = LossTerm(
-            kind,
-            frozenset({first}),
-            values[first],
-            _axis(step, 0),
-            y,
-            replace(call, args=args, kwargs=kwargs),
-            at_root=True,
-        )
-        made = columns(scope, term, g, [], n, convex=False)
-        run.outputs[first] = step.inputs[0], term.axis
-        weight = made.diagonal if isinstance(made, Elementwise) else made.weight if isinstance(made, Softmax) else None
-        return [] if weight is not None and not (fake(weight) or anywhere(weight != 0)) else [Local(made)]
-    found = scope.grad(
-        [y for y, _ in pairs], list(values.values()), [g for _, g in pairs], batched=False, create_graph=True
-    )
+    if kind is None:
+        return _dense(scope, run, step, values, pairs)
+    y, g = pairs[0]
+    call, axis = replace(step.call, args=args, kwargs=kwargs), _axis(step, 0)
+    term = LossTerm(kind, frozenset({first}), values[first], axis, y, call, at_root=True)
+    made = columns(scope, term, g, [], run.trace.n, convex=False)
+    run.outputs[first] = step.inputs[0], term.axis
+    return [] if _vanish(made) else [Local(made)]
+
+
+def _vanish(made: Any) -> bool:
+    """Whether columns whose structure is known are all zero."""
+    weight = made.diagonal if isinstance(made, Elementwise) else made.weight if isinstance(made, Softmax) else None
+    return weight is not None and not (fake(weight) or anywhere(weight != 0))
+
+
+def _dense(
+    scope: Scope, run: Run, step: Step, values: dict[int, torch.Tensor], pairs: list[tuple[torch.Tensor, torch.Tensor]]
+) -> list[Local]:
+    """The Hessian of a call of which no structure is known, given what it read, and its results with their slopes."""
+    results, slopes = [y for y, _ in pairs], [g for _, g in pairs]
+    found = scope.grad(results, list(values.values()), slopes, batched=False, create_graph=True)
     nodes = {node_of(x) for x in values.values()}
     nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is not None and reaches(s, nodes, set())}
     if not nonlinear:  # it is linear after all
         return []
     places = {i: (x, _axis(step, k)) for k, (i, x) in enumerate(values.items())}
     run.outputs |= {i: (x, axis) for x, (i, (_, axis)) in zip(step.inputs, places.items(), strict=True)}
-    units = Units({i: axis.expose(scope.leave(x), n) for i, (x, axis) in places.items()})
-    return [Local(CallHessian(scope, n, units, places, nonlinear))]
+    units = Units({i: axis.expose(scope.leave(x), run.trace.n) for i, (x, axis) in places.items()})
+    return [Local(CallHessian(scope, run.trace.n, units, places, nonlinear))]
 
 
 def recomputed(scope: Scope, step: Step) -> tuple[dict[int, torch.Tensor], tuple, dict, Any]:

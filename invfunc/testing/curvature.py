@@ -221,19 +221,24 @@ def _used(call: _Call, local: str, own: dict[str, torch.Tensor], cotangents: Vec
     channel, p = _channel(call.layer, local), own[local]
     y = _positions(call.layer, functional_call(call.layer, own, call.args))
     along = [_positions(call.layer, s) for s in cotangents]
-    at = range(y.shape[1])
     if channel is None:
-        shares = [[[_slope(y[n, r], p, s[n, r]) for r in at] for n in range(len(y))] for s in along]
-        if p.ndim < 2:
-            return _Use(None, [], shares)
-        rows = [[[row for g in sample for row in g.flatten(0, -2)] for sample in column] for column in shares]
-        units = torch.eye(p[..., 0].numel(), dtype=p.dtype, device=p.device)
-        return _Use(1, [[e for _ in at for e in units] for _ in range(len(y))], rows)
-    reads = [[_slope(y[n, r, 0], p).select(channel, 0).flatten() for r in at] for n in range(len(y))]
+        return _scale(p, y, along)
+    reads = [[_slope(at[0], p).select(channel, 0).flatten() for at in sample] for sample in y]
     if joint and "bias" in own:
         reads = [[torch.cat([a, a.new_ones(1)]) for a in sample] for sample in reads]
         channel = 0  # of [out, in + 1]
-    return _Use(channel, reads, [[[s[n, r] for r in at] for n in range(len(y))] for s in along])
+    return _Use(channel, reads, [[list(sample) for sample in s] for s in along])
+
+
+def _scale(p: torch.Tensor, y: torch.Tensor, along: Vectors) -> _Use:
+    """A bias or a scale: the shares at the positions; with several dimensions, each of its rows at each of them."""
+    positions = range(y.shape[1])
+    shares = [[[_slope(y[n, r], p, s[n, r]) for r in positions] for n in range(len(y))] for s in along]
+    if p.ndim < 2:
+        return _Use(None, [], shares)
+    rows = [[[row for g in sample for row in g.flatten(0, -2)] for sample in column] for column in shares]
+    units = torch.eye(p[..., 0].numel(), dtype=p.dtype, device=p.device)
+    return _Use(1, [[e for _ in positions for e in units] for _ in range(len(y))], rows)
 
 
 def _slope(y: torch.Tensor, p: torch.Tensor, cotangent: torch.Tensor | None = None) -> torch.Tensor:
