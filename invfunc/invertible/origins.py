@@ -6,10 +6,10 @@ same operations on the same inputs (they are hashes of 64 bits), whatever is don
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -88,19 +88,20 @@ class Origins:
         if scope is None:
             return
         known = self._names.setdefault(key, [])
-        for i, t in enumerate(tensors):
-            if i == len(known):
-                known.append(scope.known(t) or _origin(key, i))
-            scope.of[id(t)] = weakref.ref(t), known[i]
+        for t, origin in zip(tensors, known, strict=False):
+            scope.of[id(t)] = ref(t), origin
+        for t in tensors[len(known) :]:  # that are met for the first time
+            known.append(scope.known(t) or _origin(key, len(known)))
+            scope.of[id(t)] = ref(t), known[-1]
 
-    def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A call that begins."""
+    def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """A call that begins; whether it is followed, and `made` is to be told what it gave."""
         scope = self._scope
         if scope is None:
-            return
-        kind, name = _known(func)
+            return False
+        kind, name = (_IN_ORDER, func.__name__) if isinstance(func, Scripted) else _of_torch(func)
         if kind is _ASKS:
-            return
+            return False
         steps: list[Hashable] = [func, scope.order, torch.is_grad_enabled()]
         fractions: list[Hashable] = []
         scope.spell(args, steps, fractions)
@@ -110,19 +111,20 @@ class Origins:
         scope.name, scope.now = name, (number, hash((number, *fractions)) if fractions else number)
         if kind is _IN_ORDER or (kwargs and ("out" in kwargs or "generator" in kwargs)):
             scope.order = number
+        return True
 
-    def made(self, func: Callable, result: Any) -> None:
-        """What it gave."""
+    def made(self, result: Any) -> None:
+        """What the last call gave."""
         scope = self._scope
-        if scope is None or _known(func)[0] is _ASKS:
+        if scope is None:
             return
         if isinstance(result, torch.Tensor):
-            scope.of[id(result)] = weakref.ref(result), scope.now
+            scope.of[id(result)] = ref(result), scope.now
             return
         tensors = tree.tensors(result)
         for i, t in enumerate(tensors):
             origin = hash((scope.now[0], i)), hash((scope.now[1], i))
-            scope.of[id(t)] = weakref.ref(t), origin
+            scope.of[id(t)] = ref(t), origin
         self._read |= not tensors and not isinstance(result, _NO_FRACTIONS)
 
 
@@ -135,9 +137,10 @@ class Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._origins.call(func, args, kwargs)
+        if not self._origins.call(func, args, kwargs):
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self._origins.made(func, result)
+        self._origins.made(result)
         return result
 
 
@@ -145,7 +148,7 @@ class Scope:
     """What is known in one part."""
 
     def __init__(self) -> None:
-        self.of: dict[int, tuple[weakref.ref[torch.Tensor], Origin]] = {}
+        self.of: dict[int, tuple[ref[torch.Tensor], Origin]] = {}
         self._outside = 0
         self.name, self.now = "", (0, 0)
         """The last call."""
@@ -162,11 +165,12 @@ class Scope:
         if isinstance(args, dict):
             steps.extend(args)
             args = args.values()
+        of = self.of
         for arg in args:
-            kind = type(arg)
-            if isinstance(arg, torch.Tensor):
-                found = self.of.get(id(arg))
-                step, fraction = found[1] if found is not None and found[0]() is arg else self._from_outside(arg)
+            found, kind = of.get(id(arg)), type(arg)
+            known = found[1] if found is not None and found[0]() is arg else None
+            if known or isinstance(arg, torch.Tensor):
+                step, fraction = known or self._from_outside(arg)
                 steps.append(step)
                 if fraction != step:
                     fractions.append(fraction)
@@ -188,7 +192,7 @@ class Scope:
         """They are told apart by the order in which they are read first, as in `Recall`."""
         origin = _origin("outside", self._outside, tensor.requires_grad)
         self._outside += 1
-        self.of[id(tensor)] = weakref.ref(tensor), origin
+        self.of[id(tensor)] = ref(tensor), origin
         return origin
 
 
@@ -201,10 +205,6 @@ _PLAIN = {int, bool, str, type(None), type(...), torch.dtype, torch.device, torc
 _NO_FRACTIONS = (int, str, tuple, type(None), torch.dtype, torch.device, torch.layout)
 _QUERIES = QUERIES | {"get:_version", "get:_cdata", "get:_base", "data_ptr", "untyped_storage"}
 _ASKS, _COMPUTES, _IN_ORDER = range(3)
-
-
-def _known(func: Callable) -> tuple[int, str]:
-    return (_IN_ORDER, func.__name__) if isinstance(func, Scripted) else _of_torch(func)
 
 
 @lru_cache(4096)

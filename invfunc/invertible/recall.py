@@ -214,8 +214,7 @@ class Recall(Sight):
 
     def _run(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         origins, self.origins = self.origins, None  # what an operation is written out in is not followed
-        if origins is not None:
-            origins.call(func, args, kwargs)
+        followed = origins if origins is not None and origins.call(func, args, kwargs) else None
         try:
             body = composition(func) if self._followed else None
             if body is None:
@@ -225,8 +224,8 @@ class Recall(Sight):
                     result = body(*args, **kwargs)
         finally:
             self.origins = origins
-        if origins is not None:
-            origins.made(func, result)
+        if followed is not None:
+            followed.made(result)
         return result
 
     def __enter__(self) -> Recall:

@@ -135,11 +135,10 @@ class Watch(Sight):
 
     def _run(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         origins = self.origins
-        if origins is None:
+        if origins is None or not origins.call(func, args, kwargs):
             return self._called(func, args, kwargs)
-        origins.call(func, args, kwargs)
         result = self._called(func, args, kwargs)
-        origins.made(func, result)
+        origins.made(result)
         return result
 
     def __enter__(self) -> Watch:
