@@ -20,7 +20,7 @@ def gathered(v: torch.Tensor, shape: Sequence[int], blocks: Sequence[int]) -> to
 
 
 def scattered(x: torch.Tensor, shape: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
-    """And back."""
+    """The inverse of `gathered`."""
     d = len(shape)
     lead = x.ndim - 1 - d
     x = x.reshape([*blocks, *x.shape[1:]])

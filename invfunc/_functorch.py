@@ -82,7 +82,7 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def batch_first(x: torch.Tensor) -> torch.Tensor:
-    """The same with the batch dimensions in front, that of the innermost vmap last."""
+    """x without its vmaps: their batch dimensions come in front, that of the innermost vmap last."""
     x = x.detach()
     if not _C.is_functorch_wrapped_tensor(x):
         return x
@@ -176,7 +176,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 undispatched = _disable_current_modes
-"""The same without dispatch modes."""
+"""A context without dispatch modes."""
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:
@@ -280,7 +280,7 @@ def base_of(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def unviewed(x: torch.Tensor) -> torch.Tensor:
-    """The same memory, but no view in the eyes of autograd: writing in place leaves the graph above as it is.
+    """A tensor in the same memory that autograd does not take for a view: writing in place leaves the graph above it.
 
     Writing into a view rebuilds the graph of its base (F.linear of more than two dimensions returns a view), and a
     gradient edge taken before would no longer lie on the way.
@@ -307,7 +307,7 @@ def opened(func: Callable) -> Callable | None:
 
 
 def parametrized_anew() -> AbstractContextManager:
-    """In which torch does not remember weights that parametrizations gave outside of it."""
+    """A context in which torch does not reuse weights that parametrizations gave outside of it."""
     return _remembering_nothing() if parametrize._cache_enabled else nullcontext()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 
 class Remade(ABC):
-    """Of which a copy of a tree of modules has one of its own."""
+    """An object that is made anew, and not shared, when a tree of modules that holds it is copied."""
 
     @abstractmethod
     def remade(self, of: Callable[[Any], Any]) -> Any:
-        """The same, made of `of(part)` in place of each part."""
+        """The copy: like this object, with `of(part)` in place of each part."""

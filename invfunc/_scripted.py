@@ -16,7 +16,7 @@ from invfunc.errors import ReplayError
 
 _KINDS: tuple[Any, ...] = (torch.ScriptMethod, torch.jit.ScriptFunction)  # pyright: ignore[reportAttributeAccessIssue]
 _CONSTANTS: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-"""Those that are written into what torch.jit made."""
+"""The constants that are written into what torch.jit made."""
 _Values = dict[int, torch.Tensor]
 """Tensors by their place in a module."""
 
@@ -144,7 +144,7 @@ class Scripted:
         return result
 
     def _others(self, owner: Any, given: _Values) -> dict[str, Any]:
-        """What it may not change: attributes that are not tensors, which tensors there are, and constants."""
+        """What a call may not change: attributes that are not tensors, which tensors there are, and constants."""
         found: dict[str, Any] = {}
         for place, (module, name, _) in enumerate(_attributes(owner)):
             leaves, structure = tree.flatten(module.getattr(name))

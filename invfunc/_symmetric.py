@@ -18,7 +18,7 @@ def eigen(factor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _spectrum(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float32 LAPACK may fail where rows are zero, as those of dead units are; in float64 it does not."""
+    """The eigenvalues and eigenvectors, in float64 if float32 fails, as LAPACK may where rows are zero (dead units)."""
     try:
         values, vectors = torch.linalg.eigh(f)
         if not anywhere(~(values.sum(-1) + vectors.sum((-1, -2))).isfinite()):  # a sum is, if all of it is

@@ -28,7 +28,7 @@ class SampleAxisError(InvFuncError, ValueError):
 
 
 class Unseen(str):
-    """A reason for which samples are lost: they went where nothing is seen."""
+    """A reason for which samples are lost: they went where calls are not seen."""
 
 
 def samples_lost(reason: str, unknown: bool) -> SampleAxisError:
@@ -55,7 +55,7 @@ def samples_unseen(reason: str) -> SampleAxisError:
 
 
 def to_be_split(error: SampleAxisError) -> SampleAxisError:
-    """The same where the function has to be split into model and loss."""
+    """The error for samples that are lost where the function has to be split into model and loss."""
     return SampleAxisError(
         f"the samples are not kept apart at {error.reason}. Keep them apart up to the loss, or give the model and the "
         "loss apart, as in `diag_ggn(f, loss)`, with a model that also works on a batch of one."
@@ -63,7 +63,7 @@ def to_be_split(error: SampleAxisError) -> SampleAxisError:
 
 
 def not_alone(error: SampleAxisError, why: str) -> SampleAxisError:
-    """The same where the samples were evaluated one by one, in vain."""
+    """The error for samples that are lost where evaluating them one by one has failed, too (`why`)."""
     if not why:
         return error
     at = f"the samples are not kept apart at {error.reason}" if error.reason else str(error).removesuffix(".")

@@ -95,9 +95,9 @@ class Functional(Remade):
         self._reach = Reach()
         self._warned: set[str] = set()
         self._proven: set[Any] = set()
-        """In which modes of the modules, and at which parameters, f has run on a copy and read nothing else."""
+        """The modes of the modules and the parameters with which f has run on a copy and read nothing else."""
         self._entangled: dict[Any, str] = {}
-        """And in which it cannot, and why."""
+        """The modes and parameters with which f cannot run on a copy, and why."""
 
     def remade(self, of: Callable[[Any], Any]) -> Functional:
         made = object.__new__(Functional)

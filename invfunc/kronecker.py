@@ -149,7 +149,7 @@ class Kronecker:
         return reduce(torch.mul, [x.sum(dtype=_symmetric.wide(x.dtype)) for x in parts])
 
     def eigen(self) -> Kronecker:
-        """The same matrix in the form with values."""
+        """The matrix in the form with eigenvalues."""
         values, vectors = self._spectrum()
         return replace(self, factors=vectors, values=values)
 

@@ -63,7 +63,7 @@ class Reach:
         return known[2]
 
     def of(self, targets: Mapping[int, Any]) -> Reach:
-        """The same for these; what is known of others is forgotten."""
+        """This object, for these targets; what is known of other ones is forgotten."""
         if targets.keys() != self._targets:
             self._known, self._targets = {}, frozenset(targets)
         return self

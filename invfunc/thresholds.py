@@ -119,8 +119,8 @@ LOOK, LOOK_ENTRY, LOOKS = 2.0**24.5, 2.0**9, 16
 to find nothing costs little."""
 
 CLASS, COLUMN, SHARED = 2.0**22, 2.0**18, 1.3
-"""What the work around the products costs, in multiplications: to cut out a class at a site, to pull a column back; and
-how many times as much as by itself a column costs that shares its pass."""
+"""What the work around the products costs, in multiplications: to take out a class at a site, to pull a column back;
+and how many times as much as by itself a column costs that shares its pass."""
 
 FACTORED_COST = 8.0
 """Multiplications for each number of a triangle and column of it."""
@@ -151,7 +151,7 @@ HESSIAN = 2**28
 CHECKED = 2**24
 """Numbers of a Hessian up to which a product looks whether it is convex, which takes all of it."""
 
-# What is looked through (passes/evidence.py, recording/held.py, skeleton.py)
+# What is looked through (passes/evidence.py, recording/held.py, module_copy.py)
 
 COMPARED = 2**22
 """Entries up to which a tensor from elsewhere is kept to compare its numbers; of a larger one, that it is the same

@@ -123,7 +123,7 @@ class Statistic:
     drawing: Drawing | None = None
     options: Options = field(default_factory=Options)
     members: tuple[Statistic, ...] = ()
-    """Those whose results come together."""
+    """The statistics whose results come together."""
     shown: str | None = None
     """What `repr` says, where a relative of `chunked` made it of another statistic."""
 

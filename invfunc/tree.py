@@ -65,7 +65,7 @@ def tensors(tree: Tree) -> list[torch.Tensor]:
 
 
 def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
-    """For the arguments of a call, a tenth of the time of torch's own walk."""
+    """Collect the tensors in the arguments of a call, in a tenth of the time of torch's own walk."""
     for branch in branches:
         kind = type(branch)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -150,7 +150,7 @@ def _opened(
 
 
 class NoOutput:
-    """In the place of what a function returned beside its outputs; it refuses to be used."""
+    """Stands in the place of what a function returned beside its outputs, and refuses to be used."""
 
     def __init__(self, path: str, value: Any) -> None:
         self.__dict__["said"] = f"{path} of type {type(value).__name__}"
@@ -164,7 +164,7 @@ class NoOutput:
         self.refuse()
 
     def refuse(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Whatever is wanted of it."""
+        """The error for any use of it."""
         raise ArgumentTypeError(
             f"{self.__dict__['said']}, which f returned, is used; but outputs are floating-point tensors. Let f return "
             "what the loss needs as tensors."

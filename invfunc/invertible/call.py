@@ -198,12 +198,12 @@ class Call:
         What was there is found out by evaluating forward, if at a wrong x.
         """
         xs, recall = self._inverse(sources, rest, evaluate, {})
-        if not recall.strangers:
+        if not recall.unfamiliar:
             return xs
         _, at_it = self._again(xs, rest, None, known=False)
-        if any(i in at_it.exchanged for i in recall.strangers):
+        if any(i in at_it.exchanged for i in recall.unfamiliar):
             xs, recall = self._inverse(sources, rest, evaluate, at_it.exchanged)
-        if at_it.exchanged and any(t.requires_grad for t, _ in recall.strangers.values()):
+        if at_it.exchanged and any(t.requires_grad for t, _ in recall.unfamiliar.values()):
             raise ReplayError(
                 "the inverse closes over tensors that forward does not read, and what forward reads has been exchanged "
                 "since (functional_call puts parameters into a module only while it is called). Pass them as arguments."

@@ -24,9 +24,9 @@ class InverseReport:
     """The errors of both round trips, relative to the largest entry of each tensor, by its key path."""
 
     x: dict[str, float]
-    """Of `f_inv(f(x))` against x."""
+    """The errors of `f_inv(f(x))` against x."""
     y: dict[str, float]
-    """Of `f(f_inv(y))` against y."""
+    """The errors of `f(f_inv(y))` against y."""
     condition: float
     """How many times larger a relative error of y is in x: what rounding y costs."""
 

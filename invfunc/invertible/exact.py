@@ -68,7 +68,7 @@ class Grid:
         return tree.map_leaves(lambda leaf: self.checked(self.round(leaf), entered=True)[0], x)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
-        """The same, without a look at the range."""
+        """The nearest numbers on the grid, without a check of the range."""
         kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         if isinstance(kind, str) or kind.is_complex:
             raise ArgumentTypeError(f"{self!r}: a tensor of real numbers is put on a grid, not {kind}.")

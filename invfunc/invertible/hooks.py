@@ -247,8 +247,8 @@ Tell = Callable[[], None] | None
 _ROUNDINGS = 16
 """How many ways to round x are tried at most."""
 _FIRST = 4
-"""In how many calls values of what is saved are looked at, where x comes from the inverse: x itself is in all. It is
-for what no call tells, as a tensor that was changed where that is not seen: how a tensor came about always is compared.
+"""How many calls compare values of what is saved, if x comes from the inverse; x itself is compared in all of them.
+The values show what no call tells, such as an unseen change of a tensor; how a tensor came about is always compared.
 """
 Geometry = tuple[torch.Size, tuple[int, ...], int, bool]
 

@@ -50,7 +50,7 @@ def with_log_det(pair: Invertible) -> Invertible:
 
 @dataclass(frozen=True, eq=False)
 class _Carried(Value):
-    """Both directions with the sum beside the state."""
+    """Both directions of a pair, with the sum of log-determinants beside the state."""
 
     pair: Invertible
 

@@ -21,11 +21,11 @@ from invfunc.operations.calls import QUERIES, function_name
 from invfunc.recording.random import may_draw
 
 Origin = tuple[int, int]
-"""That of a tensor or call: the operations with all their arguments but fractions (floats), and the same with these."""
+"""Where a tensor or call comes from: two hashes of its operations and their arguments, without and with fractions."""
 
 
 class Place(NamedTuple):
-    """In which call a tensor is saved."""
+    """The call in which a tensor is saved."""
 
     call: str
     origin: Origin
@@ -37,7 +37,7 @@ class Place(NamedTuple):
         return self.origin == other.origin or (self.origin[0] == other.origin[0] and (self.read or other.read))
 
     def instead_of(self, other: Place) -> str:
-        """That there was another call, in words."""
+        """The sentence of an error that says that there was another call."""
         call, then = (f"`{place.call}`" if place.call else "a call that is not seen" for place in (self, other))
         if call != then:
             return f"autograd saves a tensor of {call} where it saved one of {then} the first time"
@@ -61,7 +61,7 @@ class Origins:
         self._read = False
 
     def again(self) -> Origins:
-        """For an evaluation that is to be compared with this one."""
+        """New origins for an evaluation that is to be compared with this one."""
         return Origins(self._names)
 
     def place(self) -> Place:

@@ -24,7 +24,7 @@ class Composition(Value, ABC):
 
     @abstractmethod
     def changed(self, change: Callable[[Any], Any]) -> Invertible:
-        """The same composition of changed blocks."""
+        """The composition of changed blocks."""
 
     @abstractmethod
     def inverted(self, name: str) -> Invertible:
@@ -32,7 +32,7 @@ class Composition(Value, ABC):
 
     @abstractmethod
     def keeping(self, keep: bool | tuple[int, ...]) -> Invertible:
-        """The same composition, in which these tensors of x stay in memory."""
+        """This composition, with blocks that keep these tensors of x in memory."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,7 +178,7 @@ class Law(Value, ABC):
         """[N]"""
 
     def pair(self, name: str, shared: tuple[Callable, ...] = (), hidden: bool = False) -> Invertible:
-        """Both as one value."""
+        """The `Invertible` of both directions."""
         return Invertible(self.forward, self.inverse, shared, hidden, self.log_det, name)
 
 

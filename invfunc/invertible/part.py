@@ -31,7 +31,7 @@ class Part(Value, ABC):
 
     @abstractmethod
     def dtype(self, params: Any) -> torch.dtype | None:
-        """Of the parameters, if they have one."""
+        """The dtype of the parameters; None if there are none, or of several."""
 
 
 class OfModule(Part):

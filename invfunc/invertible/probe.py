@@ -97,7 +97,7 @@ def _places(shape: torch.Size, most: int) -> tuple[int, int, int]:
 
 
 def _spread(shape: torch.Size, places: Sequence[int]) -> float:
-    """In which part of all rows, columns, channels ... there are places: the product over the axes."""
+    """The fraction of all rows, columns, channels ... that places lie in: the product over the axes."""
     spread, inner = 1.0, 1
     for size in reversed(shape):
         parts = min(size, len(places))
@@ -150,7 +150,7 @@ def near(error: float, moved: float) -> bool:
 _NEAR = 8.0
 """How many times farther one rounding may move it than another."""
 ROUNDED = 4.0
-"""By how many roundings."""
+"""How many roundings a value is moved by."""
 
 
 def known_at_once(device: torch.device) -> bool:
@@ -197,7 +197,7 @@ def _apart_on_device(then: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tenso
 
 
 def precision(dtypes: Iterable[torch.dtype]) -> float:
-    """That of the coarsest dtype; 0 where all are whole numbers."""
+    """The precision of the coarsest dtype; 0 where all are whole numbers."""
     return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0)
 
 

@@ -101,7 +101,7 @@ class Other:
         tensor = used.tensor
         self._tensor = weakref.ref(tensor)
         self.number = id(used)
-        """The same for all states of a tensor."""
+        """A number that all states of a tensor share."""
         self.lift, self.written = used.lift, used.written
         self.state = used.written and used.read
         """Whether what it holds matters, and changes."""
@@ -191,7 +191,7 @@ class Recall(Sight):
         self._exchanged = exchanged
         self.exchanged: dict[int, tuple[torch.Tensor, Other]] = {}
         """Where other tensors were there than the first time."""
-        self.strangers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.unfamiliar: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """What the inverse read that is none of what the function used, but may have taken its place; with copies."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -270,7 +270,7 @@ class Recall(Sight):
         _, other = self._exchanged.get(id(tensor), (None, None))
         other = other or next((other for other in self._all if other.is_(tensor)), None)
         if other is None:
-            return self._of_a_stranger(tensor) if any(other.like(tensor) for other in self._all) else tensor
+            return self._of_unfamiliar(tensor) if any(other.like(tensor) for other in self._all) else tensor
         if not other.state:
             return self._again(other, tensor)
         number = other.number
@@ -287,13 +287,13 @@ class Recall(Sight):
             self._states[id(tensor)] = self._again(other, tensor)
         return self._states[id(tensor)]
 
-    def _of_a_stranger(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _of_unfamiliar(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy, as the tensor may not be written in the place of another."""
-        if id(tensor) not in self.strangers:
+        if id(tensor) not in self.unfamiliar:
             copy = self.know(tensor.detach().clone())
-            self.strangers[id(tensor)] = tensor, copy
+            self.unfamiliar[id(tensor)] = tensor, copy
             self._names[id(copy)] = copy, tensor
-        return self.strangers[id(tensor)][1]
+        return self.unfamiliar[id(tensor)][1]
 
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
         found = self._found.get(self.part)

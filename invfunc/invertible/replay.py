@@ -30,7 +30,7 @@ class Replay:
         self._states = [generator.get_state() for generator in self._generators]
 
     def shared_with(self, other: Replay) -> Replay:
-        """The same, which keeps the states of another moment where they are equal."""
+        """This moment, with the states of another one in place of equal ones of its own."""
         for i, (generator, state) in enumerate(zip(self._generators, self._states, strict=True)):
             for known, then in zip(other._generators, other._states, strict=True):
                 if known is generator and _same(then, state):

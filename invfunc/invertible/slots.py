@@ -38,7 +38,7 @@ class Slot:
         self.block: Block | None = None
         """The block that took the tensor over."""
         self.error: Error = 0.0
-        """That of the tensor that the block gave back."""
+        """The error of the tensor that the block gave back."""
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Keep the tensor in memory, unless a block can give it back."""
@@ -203,7 +203,7 @@ class Block(ABC):
         return tell
 
     def give_back_and_tell(self, xs: Sequence[torch.Tensor]) -> None:
-        """The same, told at once."""
+        """Fill the slots of x as `give_back` does, and tell at once if they are not what they were."""
         tell = self.give_back(xs)
         if tell is not None:
             tell()

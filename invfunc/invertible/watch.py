@@ -70,7 +70,7 @@ class Watch(Sight):
         self.drawn: list[tuple[torch.Generator, torch.Tensor]] = []
         """Generators that were not known, with their states before the first draw."""
         self.uses: list[Use] = []
-        """In which order states are read and written beside shared functions."""
+        """The reads and writes of states beside shared functions, in their order."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

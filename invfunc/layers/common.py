@@ -29,7 +29,7 @@ def _autocasts(kind: str) -> bool:
 
 
 def shape(x: torch.Tensor) -> tuple[int, ...]:
-    """As plain ints, the way it reads best in a message."""
+    """The shape as a plain tuple, which reads best in a message."""
     return tuple(x.shape)
 
 
@@ -78,7 +78,7 @@ def need_count(call: str, name: str, value: Any) -> None:
 
 
 def for_each(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The same value for each entry of the leading axis of x, `[N]`."""
+    """One value repeated for each entry of the leading axis of x, `[N]`."""
     return value.repeat(x.shape[0])
 
 

@@ -57,7 +57,7 @@ def conv1x1(*, orthogonal: bool = False) -> Invertible:
 class _Conv(Law):
     called: str
     name: str
-    """Of the parameter."""
+    """The name of the parameter."""
     orthogonal: bool
 
     def forward(self, x: torch.Tensor, params: Any = None) -> torch.Tensor:

@@ -37,7 +37,7 @@ def weight_and_bias(call: str, params: Any, name: str = "W") -> tuple[torch.Tens
 
 
 def matrix_and_bias(call: str, params: Any, square: str = "") -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same with a matrix; `square`: what it is called if it has to be square."""
+    """The weight, a matrix, and the bias; `square`: what the matrix is called if it has to be square."""
     name = square or "W"
     weight, bias = weight_and_bias(call, params, name)
     need_axes(call, name, weight, "[C, C]" if square else "[out, in]", 2, 2)
@@ -49,7 +49,7 @@ def matrix_and_bias(call: str, params: Any, square: str = "") -> tuple[torch.Ten
 
 
 def no_way_back(call: str, weight: torch.Tensor, numbers: int) -> ArgumentError:
-    """Of a matrix that gives less than it gets."""
+    """The error for a matrix that gives fewer numbers than it gets."""
     return ArgumentError(
         f"{call}: W has shape {shape(weight)}: it makes {weight.shape[0]} numbers of {numbers}, from which there is no "
         f"way back. It has to give at least as many as it gets: out >= {numbers}."
@@ -57,7 +57,7 @@ def no_way_back(call: str, weight: torch.Tensor, numbers: int) -> ArgumentError:
 
 
 def no_determinant(call: str, weight: torch.Tensor, numbers: int) -> ArgumentError:
-    """Of a matrix that gives more than it gets."""
+    """The error for a matrix that gives more numbers than it gets, where a determinant is asked for."""
     return ArgumentError(
         f"{call}: W has shape {shape(weight)}: it makes {weight.shape[0]} numbers of {numbers}, so that dy/dx is not "
         f"square and has no determinant. A log-determinant needs out == {numbers}."

@@ -92,7 +92,7 @@ def columns(
 
 
 _CORNERED = {"huber_loss", "smooth_l1_loss"}
-"""Their second derivative is the outcome of a comparison, and torch's is 0 at NaN."""
+"""Losses whose second derivative is the outcome of a comparison; torch's is 0 at NaN."""
 _PREDICTIVE = {
     "mse_loss": "normal",
     **dict.fromkeys(("binary_cross_entropy_with_logits", "log_sigmoid"), "bernoulli"),

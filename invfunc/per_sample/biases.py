@@ -26,7 +26,7 @@ def _layers(weight: torch.Tensor, uses: list[ParameterUse]) -> list[Call]:
 
 
 def roles(params: list[torch.Tensor], uses: list[ParameterUse]) -> dict[int, str]:
-    """Weights and biases that the same operations read, and nothing else does."""
+    """The roles "weight" and "bias" of parameters that the same operations read together, and no others."""
     number = {id(x): i for i, x in enumerate(params)}
     of: dict[int, list[ParameterUse]] = {}
     for use in uses:

@@ -16,7 +16,7 @@ from invfunc.transform import ArgumentNames, Statistic, check_callable
 
 
 def check_product(name: str, product: Any) -> None:
-    """That a transform of products gets one."""
+    """Check that a transform of products is given a product."""
     check_callable(name, product)
     if isinstance(product, Statistic):
         raise ArgumentTypeError(
@@ -33,7 +33,7 @@ def names_of(product: Callable, count: int) -> Sequence[str]:
 
 
 def space_of(args: tuple, names: Sequence[str]) -> Space:
-    """That of the parameters."""
+    """The space of the parameters."""
     if not args:
         raise ArgumentError("the parameters are missing.")
     check_params(args[0], names, 0)

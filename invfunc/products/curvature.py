@@ -114,7 +114,7 @@ class _Jacobian:
         return found
 
     def of(self, i: int) -> _Jacobian:
-        """In one of the parameters."""
+        """The Jacobian in one of the parameters."""
         return replace(self, params=self.params[i : i + 1], rows=self.rows[i : i + 1])
 
 

@@ -32,12 +32,12 @@ class Split:
     values: list[torch.Tensor]
     """The outputs, as the model gives them."""
     roots: list[ModelOutput]
-    """The same, as the loss sees them; none where the values are the losses of the samples themselves."""
+    """The values as the loss sees them; none where the values are the losses of the samples themselves."""
     result: torch.Tensor
     n: int
     terms: list[LossTerm] = field(default_factory=list)
     bottlenecks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Where the graph of the model is cut, from first to last: what goes on, and what came before."""
+    """The places where the graph of the model is split, from first to last: what goes on, and what came before."""
     again: Callable[[Callable], torch.Tensor] | None = None
     """The loss at another target, which a function of the outputs gives."""
     steps: list[Step] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Given:
     # Splits
 
     def given_split(self, each: bool) -> Split:
-        """Of a model function and its loss. Only with `each` the samples have to be apart in the loss."""
+        """Split a model function from its loss. Only with `each` the loss has to keep the samples apart."""
         dims = batch_dims(self.in_dims, list(range(1, len(self.args))))
         values, structure = self.outputs()
         draws = Draws(stop=False)
@@ -139,13 +139,13 @@ class Given:
         return Split(values, roots, _checked_value(result, "the loss"), 1)
 
     def followed_split(self) -> Split:
-        """Of a model function and its loss, or of a loss function, with the nonlinear calls of the model."""
+        """Split a model function from its loss, or a loss function, and remember the nonlinear calls of the model."""
         if self.loss is None:
-            return self.found_split(bent=True)
+            return self.found_split(calls=True)
         names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
         given = problem(self.f, self.loss, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
         trace = Trace(self.scope, given.n, with_uses=False)
-        trace.remember, self.params = _bends_before_the_loss, trace.parameters(self.leaves)
+        trace.remember, self.params = _nonlinear_before_the_loss, trace.parameters(self.leaves)
         with self.mode:
             result, self.aux = given.call(trace, self.params, slice(None))
         named, structure = tree.outputs(result)
@@ -184,15 +184,15 @@ class Given:
         roots = list(finder.roots.values())
         return Split(values, roots, result, trace.n, finder.terms, again=again)
 
-    def found_split(self, losses: bool = False, bent: bool = False) -> Split:
-        """Of a loss function, at its outputs; with `losses`, `[N]` losses are taken as they are."""
+    def found_split(self, losses: bool = False, calls: bool = False) -> Split:
+        """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are."""
         names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
         given = problem(self.f, None, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
         draws, places = Draws(stop=False), Places(given, Evidence(given, self.scope))
 
         def run(part: Any) -> _Followed:
             trace = Trace(self.scope, given.n, with_uses=False, draws=draws)
-            trace.remember = _bends_before_the_loss if bent else None
+            trace.remember = _nonlinear_before_the_loss if calls else None
             places.tell(trace)
             found = _Followed(trace, _Kept(trace), trace.parameters(self.leaves))
             try:
@@ -240,7 +240,7 @@ class Given:
         return Split([result], [], result, n)
 
 
-def _bends_before_the_loss(seen: Seen) -> bool:
+def _nonlinear_before_the_loss(seen: Seen) -> bool:
     return nonlinear(seen) and not any(tag.crossed for tag in seen.sampled)
 
 
@@ -256,7 +256,7 @@ class _Followed:
 
 
 class _Kept(OutputFinder):
-    """Keeps what comes before the outputs, too."""
+    """An output finder that also keeps each output as the model has computed it."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)

@@ -72,7 +72,7 @@ class Linear:
     mode: TwiceDifferentiable
     there: Way
     back: Way
-    """That of a symmetric map is the same."""
+    """The map in the other direction, which is the same one if the map is symmetric."""
 
     @property
     def transposed(self) -> Linear:

@@ -43,7 +43,7 @@ def of_positive_hessian(given: Given, modify: str) -> Linear:
 
     def middle(t: Vectors, pull: Pull) -> Vectors:
         along = t[len(roots) :]
-        bent = [None if x is None else x * h for x, (_, h) in zip(along, weights, strict=True)]
-        return [*pull(slopes, roots, t[: len(roots)]), *bent]
+        inner = [None if x is None else x * h for x, (_, h) in zip(along, weights, strict=True)]
+        return [*pull(slopes, roots, t[: len(roots)]), *inner]
 
     return sandwich(given, split, middle, blocks=True)

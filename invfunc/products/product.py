@@ -21,12 +21,12 @@ class Space:
     """Trees of tensors of a kind: the vectors that a map takes, or those that it gives."""
 
     names: Sequence[str]
-    """Of which the first is what an error calls them."""
+    """The names of the arguments; an error calls the vectors by the first."""
     structure: Any
     kinds: list[Kind]
 
     def leaves(self, v: Any, name: str, lead: int = 0) -> list[torch.Tensor]:
-        """Those of a vector, checked against what it is to be; `lead` axes in front count several vectors."""
+        """The leaves of a vector, checked against what they have to be; `lead` axes in front count several vectors."""
         leaves, structure = tree.flatten(v, none_is_leaf=False)
         if structure != self.structure:
             leaves = self._in_order(v, name)

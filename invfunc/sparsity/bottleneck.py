@@ -82,7 +82,7 @@ class Narrowed:
         return torch.einsum("nqrm,dnqm->nqrd", own.expand(u.shape[1], -1, -1, -1), u)
 
     def block(self, start: int, stop: int, part: slice) -> Block:
-        """The columns block by block, each zero outside of its own."""
+        """The columns block by block: those of a block are zero outside of it."""
         found = []
         for q in range(start // self.rank, -(-stop // self.rank)):
             a, b = max(start - q * self.rank, 0), min(stop - q * self.rank, self.rank)
@@ -90,7 +90,7 @@ class Narrowed:
         return Block({self.root: torch.cat(found)})
 
     def _spread(self, columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """`[V, n, entries]` at the places, zeros elsewhere: `[V, n, *one]`."""
+        """Columns `[V, n, entries]` put at the places of these entries, with zeros elsewhere: `[V, n, *one]`."""
         target = columns.new_zeros(*columns.shape[:2], self.one.numel() + 1)
         target[:, :, places] = columns
         return target[:, :, :-1].expand(-1, self.n, -1).reshape(len(columns), self.n, *self.one)
@@ -98,7 +98,7 @@ class Narrowed:
 
 @dataclass
 class Stretch:
-    """What of a run lies between a narrow layer and where the columns come in."""
+    """The stretch of a run between a narrow layer and the place where the columns come in."""
 
     outputs: dict[int, tuple[torch.Tensor, Axis]]
     at: torch.Tensor
@@ -134,7 +134,7 @@ class Stretch:
         return {i: self.outputs[i][1].expose(torch.cat(u), self.n, 1) for i, u in zip(weights, found, strict=True)}
 
     def transposed(self, moved: OutputCotangents, places: torch.Tensor) -> bool:
-        """Whether what was moved forwards is right for every sample, as one pullback of random numbers tells.
+        """Whether what was moved forwards is right for every sample, checked against one pullback of random numbers.
 
         torch differentiates some backward passes wrongly, and f may treat the places of a batch differently.
         """
@@ -161,7 +161,8 @@ def narrowed(
 ) -> Narrowed | None:
     """The triangles of the columns that arrive at a narrow layer, for the samples of a part.
 
-    What is moved forwards `alone` stands for all samples if that is a stretch of one. None if it cannot be moved.
+    The seeds are moved forwards through the stretch `alone`; if that is of one sample, it stands for all. None if they
+    cannot be moved.
     """
     one, n = stretch.one, stretch.n
     seeds = torch.zeros(blocks.width, one.numel() + 1, dtype=stretch.at.dtype, device=stretch.at.device)

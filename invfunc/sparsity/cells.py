@@ -19,7 +19,7 @@ class Layout:
 
     recipe: Recipe
     labels: str
-    """Of the first term, without V and N."""
+    """The labels of the first term, without V and N."""
     numbers: torch.Tensor
     """The entry of the cotangent at each place of the first term."""
 
@@ -42,7 +42,7 @@ class Layout:
 
 
 def layout(recipe: Recipe, one: torch.Size, like: torch.Tensor) -> Layout | None:
-    """Found by sending the numbers of the entries; None where they are not just moved."""
+    """The layout of a recipe, found by sending the numbers of the entries; None if it does not just move them."""
     for way in (recipe, recipe.factored):
         if way is None or way.rows is not None or way.selects is not None or not way.linear:
             continue
@@ -59,15 +59,15 @@ def layout(recipe: Recipe, one: torch.Size, like: torch.Tensor) -> Layout | None
 
 @dataclass
 class Memory:
-    """What the operation of a parameter use reads, as its recipe lays it out, and taken cell by cell: kept while it is
+    """Keeps what the operation of a parameter use reads, as its recipe lays it out and taken cell by cell, while it is
     small."""
 
-    seen_before: bool = False
+    recurs: bool = False
     """Whether other columns are going to read the same cells."""
     kept: dict[tuple[int, int], list[Term]] = field(default_factory=dict)
     cells: dict[tuple[int, int], list[Term]] = field(default_factory=dict)
     index: torch.Tensor | None = None
-    """For which cells."""
+    """The cells that `cells` was taken for."""
 
     def terms(self, recipe: Recipe, cotangent: torch.Tensor, part: Part) -> tuple[Term, Callable[[], list[Term]]]:
         """The first term of a recipe, and how to get the others."""
@@ -79,14 +79,14 @@ class Memory:
         return first, lambda: rest
 
     def taken(self, index: torch.Tensor, part: Part, take: Callable[[], list[Term]]) -> list[Term]:
-        """What `take` gives for these cells."""
+        """The terms that `take` gives for these cells, kept if other columns are going to read them."""
         if self.index is not index:
             self.index, self.cells = index, {}
-        return _known(self.cells, part, take) if self.seen_before else take()
+        return _known(self.cells, part, take) if self.recurs else take()
 
 
 def _known(kept: dict[tuple[int, int], list[Term]], part: Part, make: Callable[[], list[Term]]) -> list[Term]:
-    """What is kept of some samples, or made, and then kept unless that is too much."""
+    """The terms of some samples: those that are kept, or else made, and kept if there is room."""
     if not isinstance(part, slice):
         return make()
     key = part.start, part.stop
@@ -125,7 +125,7 @@ def celled(known: Layout, index: torch.Tensor, memory: Memory | None = None) -> 
         return "".join(c for c in labels if c not in own), x.index_select(-1, at)
 
     def taken(others: list[Term]) -> list[Term]:
-        """What is read, position by position in each cell."""
+        """The terms of what is read, position by position in each cell."""
         terms = []
         for labels, x in others:
             if any(c in inner for c in labels):

@@ -44,7 +44,7 @@ class Colouring:
     of: torch.Tensor
     """The interval of each box."""
     colour: torch.Tensor
-    """Of each interval."""
+    """The colour of each interval."""
 
     @property
     def count(self) -> int:
@@ -52,7 +52,7 @@ class Colouring:
 
     @classmethod
     def along(cls, lo: torch.Tensor, hi: torch.Tensor) -> Colouring:
-        """Greedy from left to right: no fewer colours would do."""
+        """Colour intervals greedily from left to right, which takes as few colours as possible."""
         code, of = _numbered(lo.double() * _FAR + hi.double())
         first = torch.empty_like(code, dtype=torch.long).scatter(0, of, torch.arange(len(lo), device=lo.device))
         lo, hi = lo[first], hi[first]
@@ -76,7 +76,7 @@ class Colours:
     """Groups in classes: in a class, boxes are disjoint or equal; equal ones are told apart by their `copy`."""
 
     def __init__(self, boxes: torch.Tensor) -> None:
-        """Of `[2, k, Q]`."""
+        """Colour the boxes `[2, k, Q]` of groups."""
         some = ~empty(boxes)
         lo, hi = -boxes[0][:, some], boxes[1][:, some]
         self.axes = [Colouring.along(a, b) for a, b in zip(lo, hi, strict=True)]
@@ -85,15 +85,15 @@ class Colours:
             code = code * len(axis.lo) + axis.of
             colour = colour * axis.count + axis.colour[axis.of]
         self.codes, box = _numbered(code)
-        """Of the different boxes."""
+        """The codes of the different boxes."""
         self.colours, klass = _numbered(colour)
-        """Of the classes."""
+        """The colours of the classes."""
         sizes = torch.bincount(box, minlength=len(self.codes))
         order = box.argsort(stable=True)
         copy = torch.empty_like(box)
         copy[order] = torch.arange(len(box), device=box.device) - (sizes.cumsum(0) - sizes)[box[order]]
         self.klass, self.copy, self.box = (box.new_full((boxes.shape[2],), -1) for _ in range(3))
-        """Of each group; -1 for one without influence."""
+        """The class, the copy and the box of each group; -1 for a group without influence."""
         self.klass[some], self.copy[some], self.box[some] = klass, copy, box
 
     @property
@@ -113,7 +113,7 @@ class Colours:
         return int(most.scatter_reduce(0, self.klass[some], self.copy[some] + 1, "amax").sum())
 
     def cells(self, rows: torch.Tensor, wanted: range) -> torch.Tensor:
-        """In which box of a class boxes `[2, k, P]` lie, for some classes: `[classes, P]`; -1 for none."""
+        """The box that each of the boxes `[2, k, P]` lies in, for some classes: `[classes, P]`; -1 for none."""
         inside = rows[1, 0] > -torch.inf
         holding: list[list[torch.Tensor]] = []
         for axis, a, b in zip(self.axes, -rows[0], rows[1], strict=True):
@@ -137,7 +137,7 @@ class Colours:
 
 
 def positions_of(cells: torch.Tensor) -> torch.Tensor:
-    """The positions in each cell, `[classes, C, r]` of `[classes, P]`; P fills a cell up."""
+    """The positions in each cell, `[classes, C, r]`, from the cells of all positions `[classes, P]`; P fills up."""
     count, p = cells.shape
     width = int(cells.max()) + 1
     flat = torch.where(cells >= 0, torch.arange(count, device=cells.device)[:, None] * width + cells, count * width)

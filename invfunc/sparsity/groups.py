@@ -26,7 +26,7 @@ from invfunc.loss.square_root import (
 )
 
 Groups = dict[int, torch.Tensor]
-"""For each root the group of each entry of a sample, `[*one]`; -1 for an entry that no column reaches."""
+"""The group of each entry of a sample, `[*one]` for each root; -1 for an entry that no column reaches."""
 
 
 class Grouped(Protocol):
@@ -166,7 +166,7 @@ class Together:
     """A Hessian without known structure: all entries are one group."""
 
     inner: General
-    """Its square root."""
+    """The square root of the Hessian."""
     alike = False
 
     @property
@@ -240,7 +240,7 @@ class Moved:
 
 
 def grouped(columns: Columns) -> Grouped | None:
-    """The same columns in groups; None where a function of the outputs mixes what the loss keeps apart."""
+    """Columns in groups; None where a function of the outputs mixes what the loss keeps apart."""
     if isinstance(columns, Elementwise):
         return OfEntries(columns)
     if isinstance(columns, Softmax):

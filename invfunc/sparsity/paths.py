@@ -15,15 +15,15 @@ from invfunc.recording.tags import ParameterUse
 
 @dataclass
 class Bottleneck:
-    """What a operation that uses a parameter reads, where that is crossed by all paths to the sites `below`."""
+    """A tensor that an operation with parameters reads and that all paths to the sites `below` cross."""
 
     use: int
     """The place among the parameter uses of one that reads it."""
     site: int
     read: int
-    """Its place among what the operation of the parameter use reads."""
+    """The place of the tensor among those that the operation reads."""
     width: int
-    """Its entries in one sample."""
+    """How many entries the tensor has for one sample."""
     below: frozenset[int]
 
     def of(self, run: Run) -> tuple[torch.Tensor, Axis]:
@@ -40,7 +40,7 @@ class Paths:
     """The graph between the outputs of a run and its sites."""
 
     above: list[list[int]]
-    """For each site those through which a path from the outputs to it may lead."""
+    """The sites through which a path from the outputs to each site may lead."""
     bottlenecks: list[Bottleneck]
     """From the outputs downwards."""
 
@@ -55,7 +55,7 @@ def _reads(use: ParameterUse) -> list[tuple[int, torch.Tensor]]:
 
 
 def paths(run: Run) -> Paths:
-    """Found in the graph that autograd recorded, so that nothing is assumed about the function."""
+    """The paths in the graph that autograd recorded, so that nothing is assumed about the function."""
     sites: dict[Any, list[int]] = {}
     for s, edge in enumerate(run.trace.edges):
         sites.setdefault(edge.node, []).append(s)
@@ -87,7 +87,7 @@ def _sorted(outputs: list[torch.Tensor]) -> tuple[dict[Any, list[tuple[Any, int]
 
 
 def _bottlenecks(run: Run, parents: dict, order: list, lower: dict[Any, frozenset[int]]) -> list[Bottleneck]:
-    """Walk down with all the nodes that are reached but not passed: where there is only one, it is a bottleneck."""
+    """The bottlenecks of the graph. Walk down with all edges that are reached but not passed: a single one is one."""
     candidates: dict[Any, tuple[int, int, torch.Tensor]] = {}
     for i, use in enumerate(run.trace.uses):
         for k, x in _reads(use):

@@ -52,9 +52,9 @@ class Pattern:
         self.frames, self.bottlenecks = frames, bottlenecks
         self.labels = Labels()
         self.layouts: dict[int, list[Layout | None]] = {}
-        """Of the parameter uses of each site."""
+        """The layouts of the parameter uses of each site."""
         self.boxes: dict[tuple[int, int], torch.Tensor] = {}
-        """By frame and site, `[2, k, *one]`."""
+        """The boxes `[2, k, *one]` by frame and site."""
         self.run: Run | None = None
         apart = any(frame.base == INPUTS and len(frame.first) > 1 for frame in frames)
         self._axes: dict[int, int] = {INPUTS: 3 if apart else 1}
@@ -62,14 +62,14 @@ class Pattern:
     # What a trace tells
 
     def samples(self, x: torch.Tensor) -> torch.Tensor:
-        """The inputs get the coordinates of their dimensions."""
+        """A copy of an input, whose entries get their coordinates as labels."""
         x = x.clone()
         with undispatched():
             self._root(x, INPUTS)
         return x
 
     def before(self, site: int, seen: Seen) -> None:
-        """An operation that reads samples is about to run; with parameters, it is at this site."""
+        """Called before an operation that reads samples: a frame starts at what it reads if that is a bottleneck."""
         if hasattr(seen.func, "recipe"):  # the derivative of one's own operation may reach further than its values
             self.labels.lost = seen.name
         if site in self.bottlenecks and seen.params:
@@ -78,11 +78,11 @@ class Pattern:
                 self._root(seen.read[bottleneck.read], frame)
 
     def used(self, site: int, out: torch.Tensor, recipe: Recipe) -> None:
-        """Parameters have met samples."""
+        """Called when parameters have met samples: keep the boxes of what came out."""
         with undispatched(), torch.no_grad():
-            self._tapped(site, out, recipe)
+            self._keep_boxes(site, out, recipe)
 
-    def _tapped(self, site: int, out: torch.Tensor, recipe: Recipe) -> None:
+    def _keep_boxes(self, site: int, out: torch.Tensor, recipe: Recipe) -> None:
         known = layout(recipe, out.shape, out)
         again = site in self.layouts
         self.layouts.setdefault(site, []).append(known)
@@ -155,13 +155,13 @@ class Pattern:
         assert self.run is not None
         return {i: self.labels.of(z, frame) for i, (z, _) in self.run.outputs.items()}
 
-    def at_cut(self, bottleneck: Bottleneck, frame: int) -> torch.Tensor | None:
+    def at_bottleneck(self, bottleneck: Bottleneck, frame: int) -> torch.Tensor | None:
         assert self.run is not None
         return self.labels.of(bottleneck.of(self.run)[0], frame)
 
 
 def _over_outs(rows: torch.Tensor, known: Layout) -> torch.Tensor:
-    """The hull of what lies at each position."""
+    """The labels with those of all entries at a position replaced by their hull."""
     flat, entries = rows.flatten(2).clone(), known.entries
     flat[:, :, entries.flatten()] = flat[:, :, entries].amax(2, keepdim=True).expand(-1, -1, *entries.shape).flatten(2)
     return flat.reshape(rows.shape)

@@ -59,7 +59,7 @@ class Planner:
         return best if pays(self.facts.total, best.cost, self.facts.dense_cost) else None
 
     def _candidates(self, ways: Paths) -> list[Bottleneck]:
-        """Cuts that are narrower than what comes before, the narrowest of them."""
+        """The narrowest of those bottlenecks that are narrower than what comes before them."""
         found, width = [], self.facts.total
         for bottleneck in ways.bottlenecks:
             if bottleneck.width < thresholds.NARROWER * width and bottleneck.below:
@@ -68,8 +68,8 @@ class Planner:
         return sorted(sorted(found, key=lambda c: c.width)[: thresholds.NARROWEST], key=lambda c: -c.width)
 
     def _pattern(self, ways: Paths, bottlenecks: list[Bottleneck]) -> Pattern:
-        """A frame for the parameter uses above each bottleneck, one for all, and one for the last operation by
-        itself."""
+        """A pattern with a frame for the parameter uses above each bottleneck, one for all parameter uses, and one for
+        the last operation by itself."""
         everything, frames, at = self.facts.everything, list[Frame](), {}
         if self.facts.local:
             frames.append(self._frame(ALL, everything, ways, INPUTS))

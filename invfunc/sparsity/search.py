@@ -26,7 +26,7 @@ class Step:
     above: frozenset[int]
     """The sites of this stage and those before."""
     sources: list[Source]
-    """What goes on from here."""
+    """The columns that go on below this stage."""
 
 
 class Search:
@@ -81,7 +81,7 @@ class Search:
         cost += thresholds.FACTORED_COST * size * width + runs * width * sum(facts.work[s] for s in sites)
         ids = stage.blocks.ids(bottleneck.width)
         rank = min(stage.rows, width)
-        below = Source(rank, rank, lambda frame: [(pattern.at_cut(bottleneck, frame), ids)])
+        below = Source(rank, rank, lambda frame: [(pattern.at_bottleneck(bottleneck, frame), ids)])
         return Step(stage, cost, above | sites, [below])
 
     def _at_outputs(self, grouped: Grouped) -> Source:
@@ -114,7 +114,7 @@ class Search:
     def _blocks(self, sources: list[Source], bottleneck: Bottleneck) -> tuple[Blocks, int]:
         """How the entries at a bottleneck fall apart, and how many rows each block gets."""
         number = self.pattern.frame_at(bottleneck)
-        rows = self.pattern.at_cut(bottleneck, number)
+        rows = self.pattern.at_bottleneck(bottleneck, number)
         assert rows is not None
         if len(sources) == 1:
             (source,) = sources
@@ -129,7 +129,7 @@ class Search:
 
     @cached_property
     def closed(self) -> int | None:
-        """The last site, where the columns that reach one of its rows reach it at one position each."""
+        """The last site, if each column that reaches a row of its parameter does so at a single position, else None."""
         facts, pattern = self.facts, self.pattern
         top = len(facts.work) - 1
         own = [i for i, sites in facts.sites.items() if top in sites]

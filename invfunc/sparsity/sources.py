@@ -18,9 +18,9 @@ class Source:
 
     rank: int
     rows: int
-    """In the products with directions, for each group."""
+    """How many rows the products with directions have for each group."""
     parts: Callable[[int], list[tuple[torch.Tensor | None, torch.Tensor]]]
-    """In a frame the boxes and the groups of the entries of each root."""
+    """The boxes (in a frame) and the groups of the entries of each root."""
 
     @cached_property
     def count(self) -> int:

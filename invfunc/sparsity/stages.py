@@ -45,7 +45,7 @@ class Stages:
         return self.pullback.run
 
     def folded(self, reductions: Sequence[Reduction], done: Done) -> list[torch.Tensor | None]:
-        """As `Pullback.folded`."""
+        """Reduce the shares of all columns, stage by stage; takes and returns the same as `Pullback.folded`."""
         run, found = self.run, list[tuple[Run, Sequence[Grouped]]]()
         sources, at = self.sources, run
         for stage in self.chosen.stages:
@@ -127,7 +127,7 @@ class Stages:
                 continue
             sweep = _Sweep(self, at, source, classes, stage.frame)
             passes = self._passes(source.rank, classes, sites)
-            sweep.seen_before = len(passes) > 1 and passes[0][:2] == passes[1][:2]
+            sweep.recurs = len(passes) > 1 and passes[0][:2] == passes[1][:2]
             for first, last, start, stop in passes:
                 cotangents = sweep.pulled(first, last, start, stop, sites)
                 for i, found in uses.items():
@@ -198,7 +198,7 @@ class _Sweep:
     def __init__(self, stages: Stages, at: Run, source: Grouped, classes: Colours, frame: int) -> None:
         self.stages, self.at, self.source, self.classes, self.frame = stages, at, source, classes, frame
         self.pattern = stages.chosen.pattern
-        self.seen_before = False
+        self.recurs = False
         """Whether the columns of a class come in several passes."""
         self._memory: dict[int, Memory] = {}
         self._index: dict[tuple[int, range], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -245,11 +245,11 @@ class _Sweep:
         else:
             (use,) = uses
             index = self._positions(use.site, way, some)
-            recipe = celled(way, index, self._memory.setdefault(leaf, Memory(self.seen_before)))
+            recipe = celled(way, index, self._memory.setdefault(leaf, Memory(self.recurs)))
             keep(leaf, shares(leaf, [replace(use, recipe=recipe)], cotangents), reductions)
 
     def _positions(self, site: int, way: Layout, some: range) -> torch.Tensor:
-        """The positions in each cell; what is sent back at one position has one box, as the pattern has made it."""
+        """The positions in each cell; all that is sent back at one position has the same box in the pattern."""
         known = self._index.setdefault((site, some), [])
         for positions, index in known:
             if torch.equal(positions, way.entries[0]):
@@ -261,7 +261,7 @@ class _Sweep:
     def _apart(
         self, leaf: int, uses: list[ParameterUse], some: range, cotangents: Cotangents, reductions: Sequence[Reduction]
     ) -> None:
-        """Each group gets its own columns again: what lies in its box, and zeros elsewhere."""
+        """Reduce with the columns of each group separate again: what lies in its box, and zeros elsewhere."""
         cells = {t.site: self.cells(t.site, some) for t in uses}
         largest = 0
         for site in cells:

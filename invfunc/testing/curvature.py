@@ -246,7 +246,7 @@ def _slope(y: torch.Tensor, p: torch.Tensor, cotangent: torch.Tensor | None = No
 
 
 def _factors(uses: list[_Use], sharing: str) -> tuple[torch.Tensor, ...]:
-    """With the positions of all uses together."""
+    """The factors, with the positions of all uses taken together."""
     shares = []
     for v in range(len(uses[0].cotangents)):
         for n in range(len(uses[0].cotangents[v])):

@@ -180,7 +180,7 @@ class _Run:
         return torch.autograd.grad(y, self.leaves, retain_graph=True, create_graph=self.deep, materialize_grads=True)
 
     def jacobian(self, outputs: Any) -> list[torch.Tensor]:
-        """For each parameter `[numbers in the outputs, numbers in the parameter]`."""
+        """The Jacobian in each parameter, `[numbers in the outputs, numbers in the parameter]`."""
         rows = [self.grad(y) for z in outputs for y in z.flatten()]
         empty = [x.new_zeros(0, x.numel()) for x in self.leaves]
         return [torch.stack([g.flatten() for g in found]) for found in zip(*rows, strict=True)] if rows else empty
