@@ -30,7 +30,7 @@ def computed_apart(x: Any) -> dict[str, Any]:
 
 @contextmanager
 def computed_anew(objects: Iterable[Any]) -> Iterator[None]:
-    """Without what they have kept, and with it again afterwards."""
+    """A context in which these objects are without what they have kept; they have it again afterwards."""
     kept = [(x, {name: vars(x).pop(name) for name in cached(type(x)) if name in vars(x)}) for x in objects]
     try:
         yield

@@ -80,7 +80,7 @@ class Call:
         return self.moments[-1].after if self.moments else self._start
 
     def first(self, xs: Tensors, rest: Tensors, closed: bool, evaluate: Evaluate | None = None) -> Any:
-        """The result of forward, for the first time: what it reads and writes besides its arguments is noted."""
+        """Evaluate forward for the first time, and note what it reads and writes besides its arguments."""
         self._like = [Like(x.shape, x.dtype, x.device, x.stride()) for x in xs]
         given = (*xs, *rest)
         self._start = self._moment(given)
@@ -125,7 +125,7 @@ class Call:
         return watch.closure()
 
     def take_back(self, why: str, way_out: str = "") -> None:
-        """After an attempt that failed, for some reason: take back the random numbers that were drawn."""
+        """Take back the random numbers that were drawn in an attempt that failed."""
         assert self.watch is not None
         if self.watch.wrote():
             raise ReplayError(
@@ -189,7 +189,7 @@ class Call:
         return ys
 
     def joined(self, ys: Tensors) -> Any:
-        """The result with these tensors."""
+        """The result with these tensors in its structure."""
         return self._y.join(ys)
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None = None) -> list[torch.Tensor]:
@@ -257,7 +257,7 @@ class Call:
         return self._like_x(x, kept), recall
 
     def _like_x(self, x: Any, kept: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """What the inverse gave, if it has the form of x."""
+        """The tensors that the inverse gave, checked to have the form of x."""
         leaves = self._x.leaves(x)
         if leaves is None:
             came = ", ".join("x" + path for path, _ in tree.named_leaves(x)) or "nothing"
@@ -287,14 +287,14 @@ class Call:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Errors say of which call they are."""
+        """A context in which errors name the call."""
         try:
             yield
         except InvFuncError as error:
             raise told(error, f"invertible_checkpoint({self.pair!r}), in the backward pass") from error.__cause__
 
     def dtypes(self) -> list[torch.dtype]:
-        """Those of x, and those that autocast computes in."""
+        """The dtypes of x, and those that autocast computes in."""
         return [*(like.dtype for like in self._like), *self._start.dtypes()]
 
     @property

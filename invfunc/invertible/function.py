@@ -40,7 +40,7 @@ class Op(ABC):
 
     @abstractmethod
     def batched(self, has: Sequence[bool], randomness: str) -> Op:
-        """The same for every entry of a batch, which some inputs have in front."""
+        """The operation for every entry of a batch, which some inputs have in front."""
 
     @abstractmethod
     def aligned(self, tensors: list[torch.Tensor], has: list[bool]) -> None:

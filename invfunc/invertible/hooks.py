@@ -2,8 +2,8 @@
 
 The graph of `y = f(x)` saves nothing. The first of its nodes that asks for a saved tensor has the block rebuilt: x from
 the slot of y by the inverse, and what f saves by evaluating f at it again; what shared functions save is taken from
-their evaluation by the inverse. Tensors that f closes over get their
-gradients as ever, as it is f's own graph that is run backwards.
+their evaluation by the inverse. Tensors that f closes over get their gradients as ever, as it is f's own graph that is
+run backwards.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class HookedBlock(Block):
         return most
 
     def _again(self, xs: Tensors) -> dict[Key, torch.Tensor]:
-        """What is saved at an x."""
+        """The tensors that f saves at some x."""
         recorded = self._recording(self._detached(), {}, to_the_end=False)
         self._run_recording(recorded, xs, None, compare=False)
         return recorded.found
@@ -265,7 +265,7 @@ def _all_of(tensor: torch.Tensor, geometry: Geometry) -> bool:
 
 
 def _places(rest: Tensors, indices: Sequence[int]) -> dict[int, int]:
-    """Which of some further arguments are where in memory."""
+    """The numbers of further arguments by their places in memory."""
     return {pointer(rest[i]): i for i in reversed(indices)}
 
 

@@ -59,12 +59,12 @@ class Outside:
         self._seen: dict[int, State] = {}
 
     def use(self, part: int) -> State:
-        """A part uses it as it is now."""
+        """Note that a part uses the tensor as it is now."""
         self.crossed |= self._seen.setdefault(part, self.now) is not self.now
         return self.now
 
     def write(self, part: int) -> None:
-        """A part has written it."""
+        """Note that a part has written to the tensor."""
         self.written = True
         self._seen[part] = self.now = State()
 
@@ -76,7 +76,7 @@ class Outside:
 
 
 def targets(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """What a call is known to write, or may write."""
+    """The tensors that a call is known to write, or may write."""
     if isinstance(func, Scripted):
         state, _, *given = args
         return [*state.values(), *(t for t in tree.tensors(given) if not t.requires_grad)]
@@ -93,7 +93,7 @@ def targets(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[torch.T
 
 
 def wrote(func: Callable, args: tuple, written: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What it has written, of what it may write."""
+    """Those tensors that a call has written, among those that it may write."""
     return [args[0][place] for place in func.wrote] if isinstance(func, Scripted) else written
 
 

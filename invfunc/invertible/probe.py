@@ -115,12 +115,12 @@ def largest(errors: Sequence[Error]) -> Error:
 
 
 def finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether there is a number everywhere."""
+    """Whether all entries of some tensors are finite."""
     return all(bool(innermost(t).isfinite().all()) for t in tensors)
 
 
 def summed_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The same for a device, which is not waited for; sums that overflow count as none."""
+    """Whether the sums of some tensors are finite, on a device that is not waited for; sums that overflow are not."""
     sums = [innermost(t).sum(dtype=torch.float32).isfinite().to(device) for t in tensors if t.is_floating_point()]
     return torch.stack([torch.ones((), dtype=torch.bool, device=device), *sums]).all()
 

@@ -37,7 +37,7 @@ class Parts:
 
     @contextmanager
     def within(self, part: int) -> Iterator[None]:
-        """Meanwhile a part is evaluated."""
+        """A context in which a part is evaluated."""
         outer, self.part = self.part, part
         try:
             yield
@@ -59,7 +59,7 @@ class Sight(Parts, Watcher, TorchFunctionMode):
             self.know(t)
 
     def know(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor is of the function, and so is what it wraps."""
+        """Note that a tensor is of the function, and with it what it wraps."""
         inner: torch.Tensor | None = tensor
         while inner is not None:
             self._inside[id(inner)] = weakref.ref(inner)
@@ -78,7 +78,7 @@ class Sight(Parts, Watcher, TorchFunctionMode):
 
     @contextmanager
     def lifting(self, lifts: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Meanwhile these arguments stand for what is closed over."""
+        """A context in which these arguments stand for what is closed over."""
         outer, self.lifts = self.lifts, lifts
         for t in lifts:
             self.know(t)
@@ -88,7 +88,7 @@ class Sight(Parts, Watcher, TorchFunctionMode):
             self.lifts = outer
 
     def lifted(self, fn: Callable, lifts: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """A function of what it closes over, too."""
+        """The function as one of what it closes over, too."""
         with self.lifting(lifts):
             return fn(*args, **kwargs)
 
@@ -236,7 +236,7 @@ class Recall(Sight):
             super().__exit__(*error)
 
     def know_all(self, result: Any) -> None:
-        """What a call gave is of the function."""
+        """Note that what a call gave is of the function."""
         if self._active:
             for t in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
                 self.know(t)

@@ -46,7 +46,7 @@ class Tape(Parts):
 
 
 class Enough(Exception):
-    """All that was saved is there."""
+    """Raised when all that was saved is there, so that the evaluation need not go on."""
 
 
 class Recording:
@@ -85,7 +85,7 @@ class Recording:
         """The error that ends an evaluation; it is not kept itself, as it knows what it came from."""
 
     def check(self) -> None:
-        """What was saved was not written afterwards."""
+        """Check that what was saved was not written to afterwards."""
         for tensor, then in self._versions:
             if version(tensor) != then:
                 raise ModifiedError(
@@ -109,7 +109,7 @@ class Recording:
 
     @contextmanager
     def part(self, index: int, given: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Meanwhile a part is evaluated at these tensors, and what it saves is kept."""
+        """A context in which a part is evaluated at these tensors, and what it saves is kept."""
         self._tape.counts.pop(index, None)  # an inverse may be evaluated once more
         outer, seen = self.origins.enter(index, given), self._seen
         look = nullcontext() if seen else Following(self.origins)

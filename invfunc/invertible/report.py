@@ -186,7 +186,7 @@ class Report:
 
 
 def _nothing() -> None:
-    """There is nothing to tell."""
+    """The callback where there is nothing to tell."""
 
 
 CHANGES = (
@@ -233,7 +233,7 @@ Sums = list[tuple[float, float]]
 
 
 def sums(y: Any) -> Sums:
-    """Those of a result, over all entries of any vmap."""
+    """The sums of the tensors of a result, over all entries of any vmap."""
     plain = [innermost(t.detach()) for t in tree.tensors(y)]
     wide = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).to(torch.float64) for t in plain]
     return [(t.sum().item(), t.abs().sum().item()) for t in wide]

@@ -237,7 +237,7 @@ class Block(ABC):
 
     @abstractmethod
     def dtypes(self) -> list[torch.dtype]:
-        """Those that the function computes in, as far as they are known."""
+        """The dtypes that the function computes in, as far as they are known."""
 
     @abstractmethod
     def once_more(

@@ -44,7 +44,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _function(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    """The function, or one of the same code where something that it closes over, or has for a default, has a copy."""
+    """The function, or one with the same code if something that it closes over or has as a default was copied."""
     if not _to_copy(fn, memo, set()):
         return fn
     closure = tuple(CellType() for _ in fn.__closure__ or ())
@@ -64,7 +64,7 @@ def _function(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
 
 
 def _to_copy(held: Any, memo: dict[int, Any], seen: set[int]) -> bool:
-    """Whether it is of what is copied: modules, tensors, other values, what has a copy already, and functions and
+    """Whether an object is copied: modules, tensors, other values, what has a copy already, and functions and
     collections that hold such. Anything else is shared with the original, as ever."""
     if id(held) in memo or isinstance(held, (nn.Module, torch.Tensor, Value)):
         return True
@@ -75,7 +75,7 @@ def _to_copy(held: Any, memo: dict[int, Any], seen: set[int]) -> bool:
 
 
 def _held(value: Any) -> list[Any]:
-    """What a function or a collection holds."""
+    """The objects that a function or a collection holds."""
     if isinstance(value, FunctionType):
         cells = [held for cell in value.__closure__ or () for held in _contents(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
@@ -89,7 +89,7 @@ def _held(value: Any) -> list[Any]:
 
 
 def _contents(cell: CellType) -> list[Any]:
-    """What is in a cell, if anything is yet."""
+    """The content of a closure's cell, if it has any yet."""
     try:
         return [cell.cell_contents]
     except ValueError:

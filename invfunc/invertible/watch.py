@@ -126,7 +126,7 @@ class Watch(Sight):
         return self._named(result)
 
     def _called(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a call gives; it draws as it will when it is differentiated."""
+        """The result of a call, which draws as it will when it is differentiated."""
         if not self._closed or func not in _DROPOUTS:
             return func(*args, **kwargs)
         with leaf_level() as (enter, _, leave):
@@ -146,7 +146,7 @@ class Watch(Sight):
         return super().__enter__()
 
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What stands for a tensor that the function is known to close over."""
+        """The tensor that stands for one which the function is known to close over; None for any other."""
         lift = self._closure.place(tensor)
         if lift is None:
             return None
@@ -171,7 +171,7 @@ class Watch(Sight):
         return self._outside.setdefault(id(tensor), Outside(tensor))
 
     def _note(self, tensor: torch.Tensor, func: Callable) -> None:
-        """A call uses a tensor from outside."""
+        """Note that a call uses a tensor from outside."""
         known = self._met(tensor)
         root, state = known.root, known.root.use(self.part)
         if tensor is root.tensor or tensor is root.holder:
@@ -239,7 +239,7 @@ class Closure:
     """Which of them it writes, with what they held before, where that matters; an argument is copied first."""
 
     def arguments(self) -> list[torch.Tensor]:
-        """What stands for them; a view, as whoever looks on sees how it is made."""
+        """The arguments that stand for the tensors: views, as a statistic that records f sees how they are made."""
         before = {
             i: t.detach().clone() if (v := self.written[i]) is None else v
             for i, t in enumerate(self.tensors)
@@ -248,7 +248,7 @@ class Closure:
         return [before[i] if i in before else t.view_as(t) for i, t in enumerate(self.tensors)]
 
     def place(self, tensor: torch.Tensor) -> int | None:
-        """Which of them a tensor is."""
+        """The number of a tensor among those closed over."""
         return next((i for i, known in enumerate(self.tensors) if known is tensor), None)
 
 

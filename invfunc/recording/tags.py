@@ -47,7 +47,7 @@ class Sampled:
     logarithm: bool = False
     """Whether it is an affine function of the log_softmax of the one that it depends on."""
     order: Order = None
-    """In which order the samples are along their axis."""
+    """The order of the samples along their axis."""
 
     @property
     def active(self) -> bool:

@@ -137,7 +137,7 @@ class Colours:
 
 
 def positions_of(cells: torch.Tensor) -> torch.Tensor:
-    """The positions in each cell, `[classes, C, r]`, from the cells of all positions `[classes, P]`; P fills up."""
+    """The positions in each cell, `[classes, C, r]`, from the cell of each position `[classes, P]`; P is padding."""
     count, p = cells.shape
     width = int(cells.max()) + 1
     flat = torch.where(cells >= 0, torch.arange(count, device=cells.device)[:, None] * width + cells, count * width)
