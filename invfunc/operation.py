@@ -151,18 +151,9 @@ class Operation:
 
     def _labels(self, param: torch.Tensor, equation: Any, *operands: torch.Tensor) -> tuple[list[str], str]:
         """Those of the core: V and N for v and n, other lower-case letters for the rest."""
-        left, _, output = str(equation).replace(" ", "").partition("->")
-        inputs = left.split(",")
-        others = sorted({c for c in left if c.isalpha()} - {"v", "n"})
-        names = {"v": "V", "n": "N", **dict(zip(others, LETTERS, strict=False))}
-        pairs = [(labels, tuple(getattr(x, "shape", ()))) for labels, x in zip(inputs, operands, strict=False)]
-        fits = len(inputs) == len(operands) and len(others) <= len(LETTERS) and not set(output) & {"v", "n"}
-        fits = fits and all(set(labels) <= names.keys() and len(set(labels)) == len(labels) for labels in inputs)
-        fits = fits and all(len(labels) == len(shape) for labels, shape in pairs)
-        sizes = [(c, size) for labels, shape in pairs for c, size in zip(labels, shape, strict=False)]
-        alone = all(size == 1 for c, size in sizes if c in "vn")  # asked about one column of one sample
-        if not fits or not alone or [dict(sizes).get(c) for c in output] != list(param.shape):
-            shapes = ", ".join(str(shape) for _, shape in pairs)
+        answer = Answer(equation, operands)
+        if not answer.gives(param.shape):
+            shapes = ", ".join(str(shape) for _, shape in answer.pairs)
             raise ArgumentError(
                 f"the rule of {self!r} returned the equation {equation!r} with operands of shapes {shapes} (for one "
                 "column of one sample). It has to be that of an einsum whose operands have v and n where they depend "
@@ -170,7 +161,7 @@ class Operation:
                 f"{tuple(param.shape)}. What else has an entry for each sample has to be an argument of the operation, "
                 "and samples one of f."
             )
-        return ["".join(names[c] for c in labels) for labels in inputs], "".join(names[c] for c in output)
+        return [answer.renamed(labels) for labels in answer.inputs], answer.renamed(answer.output)
 
     def position(self, argument: str | int) -> int:
         """Where an argument stands among the positional ones."""
@@ -185,3 +176,33 @@ class Operation:
     @property
     def _named(self) -> list[str]:
         return [] if self._signature is None else list(self._signature.parameters)
+
+
+class Answer:
+    """What a rule returned when it was asked about one column of one sample: an equation, and its operands."""
+
+    def __init__(self, equation: Any, operands: tuple[Any, ...]) -> None:
+        left, _, self.output = str(equation).replace(" ", "").partition("->")
+        self.inputs = left.split(",")
+        self.complete = len(self.inputs) == len(operands)
+        shapes = [tuple(getattr(x, "shape", ())) for x in operands]
+        self.pairs = list(zip(self.inputs, shapes, strict=False))
+        """The labels of each operand, and its shape."""
+        others = sorted({c for c in left if c.isalpha()} - {"v", "n"})
+        self._names = {"v": "V", "n": "N", **dict(zip(others, LETTERS, strict=False))}
+
+    def gives(self, shape: torch.Size) -> bool:
+        """Whether it is an einsum that sums over columns and samples, and whose result has this shape."""
+        if not self.complete or not all(self._labelled(labels, sizes) for labels, sizes in self.pairs):
+            return False
+        sizes = [pair for labels, sizes in self.pairs for pair in zip(labels, sizes, strict=True)]
+        if any(size != 1 for label, size in sizes if label in "vn") or {"v", "n"} & set(self.output):
+            return False
+        return [dict(sizes).get(label) for label in self.output] == list(shape)
+
+    def _labelled(self, labels: str, shape: tuple[int, ...]) -> bool:
+        """Whether each dimension has a label of its own."""
+        return len(shape) == len(labels) == len(set(labels)) and set(labels) <= self._names.keys()
+
+    def renamed(self, labels: str) -> str:
+        return "".join(self._names[label] for label in labels)

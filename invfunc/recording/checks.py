@@ -20,38 +20,44 @@ from invfunc.recording.tags import Derived, Sampled
 
 def check_loss(trace: Trace, result: Any, name: str = "f") -> Sampled:
     """Check that a result is a loss, a scalar or one for each sample; returns how it depends on the parameters."""
-    n = trace.n
     if not isinstance(result, torch.Tensor):
         kind = type(result).__name__
         raise ArgumentError(f"{name} returned an object of type {kind}, but a loss is a tensor: a scalar or [N].")
     tag = trace.tag(result)
     if isinstance(tag, Sampled) and tag.lost:
         raise samples_lost(tag.lost, trace.unknown)
-    place = tag.place if isinstance(tag, Sampled) else None
-    if result.ndim and tuple(result.shape) != (n,):
-        kind = "a model function" if isinstance(place, Axis) else "no loss function"
-        raise ArgumentError(
-            f"{name} returned shape {tuple(result.shape)} for N = {n}, so it looks like {kind}; wanted is a loss "
-            f"function, which returns a scalar or shape ({n},). Compute the loss in it, or sum over its other axes."
-        )
-    if result.ndim and isinstance(tag, Derived) and tag.untraced_at:
-        raise samples_lost(f"the result of {name}, which no sample reaches that can be seen", unknown=True)
-    if result.ndim and n > 1 and (place is BATCH_SUM or isinstance(tag, Derived)):
-        raise ArgumentError(
-            f"{name} returned shape ({n},), but its entries are not those of the {n} samples, which it sums over; "
-            "wanted is a scalar or the [N] losses of the samples."
-        )
-    if result.ndim and isinstance(place, Axis) and place.rows is not None:
-        raise ArgumentError(
-            f"{name} returned shape ({n},), but its entries are not those of the {n} samples, one for each and "
-            "in their order: some were selected, or moved. Put them back, or return their sum."
-        )
+    if result.ndim:
+        _check_each(trace, result, name)
     if not result.is_floating_point():
         raise ArgumentError(f"{name} returned dtype {result.dtype}, but a loss is a floating-point tensor.")
     if isinstance(tag, Derived):
         check_shared(trace, tag, name)
         return Sampled(None, around="the parameters alone")
     return tag if tag is not None else Sampled(None)
+
+
+def _check_each(trace: Trace, result: torch.Tensor, name: str) -> None:
+    """Check that a result with dimensions has the loss of each sample, in their order."""
+    n, tag = trace.n, trace.tag(result)
+    place = tag.place if isinstance(tag, Sampled) else None
+    if tuple(result.shape) != (n,):
+        kind = "a model function" if isinstance(place, Axis) else "no loss function"
+        raise ArgumentError(
+            f"{name} returned shape {tuple(result.shape)} for N = {n}, so it looks like {kind}; wanted is a loss "
+            f"function, which returns a scalar or shape ({n},). Compute the loss in it, or sum over its other axes."
+        )
+    if isinstance(tag, Derived) and tag.untraced_at:
+        raise samples_lost(f"the result of {name}, which no sample reaches that can be seen", unknown=True)
+    if n > 1 and (place is BATCH_SUM or isinstance(tag, Derived)):
+        raise ArgumentError(
+            f"{name} returned shape ({n},), but its entries are not those of the {n} samples, which it sums over; "
+            "wanted is a scalar or the [N] losses of the samples."
+        )
+    if isinstance(place, Axis) and place.rows is not None:
+        raise ArgumentError(
+            f"{name} returned shape ({n},), but its entries are not those of the {n} samples, one for each and "
+            "in their order: some were selected, or moved. Put them back, or return their sum."
+        )
 
 
 def one_order(orders: Iterable[Order]) -> bool:

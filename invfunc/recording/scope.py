@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -107,33 +107,20 @@ class Scope:
         reached = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
         if not reached or not inputs or (batched and not len(reached[0][1])):
             return [None] * len(inputs)
-        ys, graph = [y for y, _ in reached], self.create_graph if create_graph is None else create_graph
-        used: list[int] = []
-
-        def pull(*columns: torch.Tensor) -> list[torch.Tensor]:
-            grads = pulled_back(ys, inputs, columns, retain_graph=True, create_graph=graph)
-            used[:] = [i for i, g in enumerate(grads) if g is not None]
-            return [g for g in grads if g is not None]
-
+        graph = self.create_graph if create_graph is None else create_graph
         columns = [c for _, c in reached]
-        if batched and one_by_one and self.plain and not graph:  # oneDNN's kernels want one batch dimension
-            parts = zip(*(pull(*c) for c in zip(*columns, strict=True)), strict=True)
-            stacks = iter([torch.stack(g) for g in parts])
-            return [next(stacks) if i in used else None for i in range(len(inputs))]
-        try:
-            if (
-                batched and self.plain and not graph
-            ):  # torch.func does not know this older vmap, which needs less memory
-                return list(pulled_back(ys, inputs, columns, is_grads_batched=True, retain_graph=True))
-            found = torch.vmap(pull)(*columns) if batched else pull(*columns)
-        except RuntimeError:  # no batching rule for a derivative
-            if not batched:
-                raise
-            found = [torch.stack(g) for g in zip(*(pull(*c) for c in zip(*columns, strict=True)), strict=True)]
-        result: list[torch.Tensor | None] = [None] * len(inputs)
-        for i, g in zip(used, found, strict=True):
-            result[i] = g
-        return result
+        pull = partial(pulled_back, [y for y, _ in reached], inputs, retain_graph=True, create_graph=graph)
+        if not batched:
+            return list(pull(columns))
+        simple = self.plain and not graph
+        if not (simple and one_by_one):  # oneDNN's kernels want one batch dimension
+            try:
+                if simple:  # torch.func does not know this older vmap, which needs less memory
+                    return list(pull(columns, is_grads_batched=True))
+                return _at_once(pull, columns)
+            except RuntimeError:  # no batching rule for a derivative
+                pass
+        return _one_by_one(pull, columns)
 
     def push(self, y: torch.Tensor, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
         """The Jacobian-vector product of a y that is linear in x: how a pullback depends on its cotangent."""
@@ -179,3 +166,26 @@ class Scope:
         for i, cotangent in zip(ends, found, strict=True):
             if cotangent is not None:
                 arrived(i, cotangent)
+
+
+_Pull = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
+"""From the cotangents of the outputs to those of the inputs."""
+
+
+def _at_once(pull: _Pull, columns: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """All columns in one call of vmap, which can return nothing but tensors."""
+    missing: list[bool] = []
+
+    def pulled(*column: torch.Tensor) -> list[torch.Tensor]:
+        grads = pull(column)
+        missing[:] = [g is None for g in grads]
+        return [g for g in grads if g is not None]
+
+    found = iter(torch.vmap(pulled)(*columns))
+    return [None if none else next(found) for none in missing]
+
+
+def _one_by_one(pull: _Pull, columns: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """A call for each column."""
+    parts = zip(*(pull(column) for column in zip(*columns, strict=True)), strict=True)
+    return [None if grads[0] is None else torch.stack(grads) for grads in parts]

@@ -29,6 +29,13 @@ class Index:
     def key(self) -> tuple:
         return tuple(self.parts)
 
+    def append(self, part: Any, samples: torch.Tensor | None = None) -> None:
+        """The part for the next dimension, or for a new one, with the samples of its entries if they are of some."""
+        if samples is not None:
+            self.samples[len(self.parts)] = samples
+        self.dims.append(None if part is None else len(self.dims) - self.dims.count(None))
+        self.parts.append(part)
+
     def at(self, dim: int) -> Any:
         """The part of the index that picks from a dimension."""
         return self.parts[self.dims.index(dim)]
@@ -50,38 +57,44 @@ class Index:
 def spelled(call: Call, x: torch.Tensor, index: Any) -> Index:
     """Masks become the indices of their entries, lists become tensors, and an ellipsis is filled in."""
     found = Index([], [], {})
-    given = index if isinstance(index, tuple) else (index,)
-    given = [_tensor(p, x.device) if _is_list(p) else p for p in given]
-    masks = [p for p in given if isinstance(p, torch.Tensor) and p.dtype in (torch.bool, torch.uint8)]
-    others = [p for p in given if not any(p is m for m in masks)]
-    taken = sum(m.ndim for m in masks) + sum(p is not None and p is not Ellipsis for p in others)
-    full = [slice(None)] * (x.ndim - taken)
-    if any(p is Ellipsis for p in others):
-        at = next(i for i, p in enumerate(given) if p is Ellipsis)
-        given = [*given[:at], *full, *given[at + 1 :]]
-    else:
-        given = [*given, *full]
-    dim = 0
-    for p in given:
-        if isinstance(p, torch.Tensor):
-            if not p.ndim and p.dtype == torch.bool:
-                raise Unknown("it indexes by a mask without dimensions")
-            mask = any(p is m for m in masks)
-            samples = samples_of(call, p) if isinstance(call.place(p), Axis) else None
-            samples = samples[p.bool()] if mask and samples is not None else samples
-            for part in p.nonzero(as_tuple=True) if mask else (p,):
-                if samples is not None:
-                    found.samples[len(found.parts)] = samples
-                found.parts.append(part)
-                found.dims.append(dim)
-                dim += 1
-            continue
-        if advanced(p):
+    for part in _filled(index, x):
+        if isinstance(part, torch.Tensor):
+            indices, samples = _indices(call, part)
+            for one in indices:
+                found.append(one, samples)
+        elif advanced(part):
             raise Unknown("it indexes by something else than ints, slices, lists and tensors")
-        found.parts.append(p)
-        found.dims.append(None if p is None else dim)
-        dim += p is not None
+        else:
+            found.append(part)
     return found
+
+
+def _filled(index: Any, x: torch.Tensor) -> list[Any]:
+    """The parts of an index of x, with slices of all for an ellipsis and for the dimensions that are not named."""
+    given = index if isinstance(index, tuple) else (index,)
+    parts = [_tensor(p, x.device) if _is_list(p) else p for p in given]
+    full = [slice(None)] * (x.ndim - sum(_width(p) for p in parts))
+    at = next((i for i, p in enumerate(parts) if p is Ellipsis), len(parts))
+    return [*parts[:at], *full, *parts[at + 1 :]]
+
+
+def _indices(call: Call, part: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """What a part looks up along each of its dimensions, and the samples of these indices if they are of some."""
+    if not part.ndim and part.dtype == torch.bool:
+        raise Unknown("it indexes by a mask without dimensions")
+    samples = samples_of(call, part) if isinstance(call.place(part), Axis) else None
+    if not _is_mask(part):
+        return (part,), samples
+    return part.nonzero(as_tuple=True), None if samples is None else samples[part.bool()]
+
+
+def _width(part: Any) -> int:
+    """How many dimensions a part of an index stands for."""
+    return part.ndim if _is_mask(part) else int(part is not None and part is not Ellipsis)
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
 
 
 def _is_list(p: Any) -> bool:
