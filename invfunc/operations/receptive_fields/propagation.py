@@ -44,6 +44,17 @@ class _Operation:
     """Whether it works in place on its first argument, and on nothing else."""
     fills: bool = False
 
+    def loses(self, labelled: list[torch.Tensor]) -> bool:
+        """Whether labelled values become numbers or shapes."""
+        return self.leaves and (self.name != "index" or any(x.dtype in _MASKS for x in labelled))
+
+    def written(self, step: Step) -> list[torch.Tensor]:
+        """The tensors that it writes to."""
+        names = self.writes
+        if self.name in windows.BATCH_NORMS and "running_mean" in step and step["training"]:
+            names = (*names, "running_mean", "running_var")  # its schema does not say so
+        return list(_tensors([step[name] for name in names])) if names else []
+
 
 @lru_cache(maxsize=4096)
 def _operation(func: Any) -> _Operation:
@@ -169,30 +180,25 @@ class Labels(TorchDispatchMode):
 
     def _follow(self, step: Step, op: _Operation, out: Any, found: _Found) -> None:
         """Label what a call gave and what it wrote."""
-        if op.fills:
-            old, found = found, self._found(step.args[1:], step.kwargs)
-        else:
-            old = found
-        step.labelled = [x for x, _ in found if x.numel()]
-        if op.leaves and (op.name != "index" or any(x.dtype in _MASKS for x in step.labelled)):
+        read = self._found(step.args[1:], step.kwargs) if op.fills else found
+        frames = self._frames([region for _, region in found])
+        step.reads(read, frames, sum([self._heights[f] for f in frames]))
+        if op.loses(step.labelled):
             self.lost = self.lost or op.name
-        frames = self._frames([region for _, region in old])
-        step.height = sum([self._heights[f] for f in frames])
-        regions = {id(x): region for x, region in found} if frames else {}
-        step.read = lambda x: regions[id(x)].of(x, frames) if id(x) in regions else None
-        written = list(_tensors([step[name] for name in op.writes])) if op.writes else []
-        if op.name in windows.BATCH_NORMS and "running_mean" in step and step["training"]:
-            written += list(_tensors([step["running_mean"], step["running_var"]]))  # its schema does not say so
-        known = {_key(x) for x in written}
-        fresh = [x for x in _tensors(out) if x.numel() and (key := _key(x)) not in self._regions and key not in known]
-        targets = [*written[:1], *fresh] if op.inside else [*fresh, *written]
+        targets = self._targets(step, op, out)
         if not targets:
             return
         labels = _labels(step, op, targets)
-        linear = not step.labelled or affine(step, op.name, targets)
-        kept = frozenset(f for f in frames if linear and all(f in r.affine for _, r in found if f in r.frames))
+        kept = _still_affine(step, op, targets, frames, [region for _, region in read])
         for x, rows in zip(targets, labels, strict=True):
-            self._label(x, rows, frames, kept, op.name, found)
+            self._label(x, rows, frames, kept, op.name, read)
+
+    def _targets(self, step: Step, op: _Operation, out: Any) -> list[torch.Tensor]:
+        """The tensors that a call gave, unless they are in the memory of others, and those that it wrote."""
+        written = op.written(step)
+        known = {_key(x) for x in written}
+        fresh = [x for x in _tensors(out) if x.numel() and (key := _key(x)) not in self._regions and key not in known]
+        return [*written[:1], *fresh] if op.inside else [*fresh, *written]
 
     def _frames(self, regions: list[Region]) -> Frames:
         """The open frames in which something in these regions has labels."""
@@ -225,6 +231,15 @@ class Labels(TorchDispatchMode):
             region.write(x, rows, frames)
             region.affine &= kept
         self._regions[key] = region
+
+
+def _still_affine(
+    step: Step, op: _Operation, targets: list[torch.Tensor], frames: Frames, regions: list[Region]
+) -> frozenset[int]:
+    """The frames in which what a call gives is affine, as all that it reads is."""
+    if step.labelled and not affine(step, op.name, targets):
+        return frozenset()
+    return frozenset(f for f in frames if all(f in r.affine for r in regions if f in r.frames))
 
 
 def _labels(step: Step, op: _Operation, targets: list[torch.Tensor]) -> list[Rows]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc.operations.receptive_fields.regions import blank
+from invfunc.operations.receptive_fields.regions import Frames, Region, blank
 
 Rows = torch.Tensor | None
 """Labels `[rows, *shape]`; None: of nothing."""
@@ -29,7 +29,14 @@ class Step:
         """The arguments with labels, as often as they are there."""
         self.height = 0
         """How many rows labels have."""
-        self.read: Callable[[torch.Tensor], Rows] = lambda x: None
+        self._frames: Frames = ()
+        self._regions: dict[int, Region] = {}
+
+    def reads(self, found: Sequence[tuple[torch.Tensor, Region]], frames: Frames, height: int) -> None:
+        """The arguments with labels, and the frames in which they are followed."""
+        self.labelled = [x for x, _ in found if x.numel()]
+        self.height, self._frames = height, frames
+        self._regions = {id(x): region for x, region in found} if frames else {}
 
     def __getitem__(self, name: str) -> Any:
         """An argument by its name in the operation's schema."""
@@ -43,7 +50,8 @@ class Step:
 
     def rows(self, x: Any) -> Rows:
         """The labels of an argument; None if it has none (or is not a tensor)."""
-        return self.read(x) if isinstance(x, torch.Tensor) and x.numel() else None
+        region = self._regions.get(id(x)) if isinstance(x, torch.Tensor) and x.numel() else None
+        return None if region is None else region.of(x, self._frames)
 
     def filled(self, x: torch.Tensor) -> torch.Tensor:
         """The labels of an argument, also if it has none."""
