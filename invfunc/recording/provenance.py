@@ -15,7 +15,8 @@ from invfunc._functorch import level_of, levels, version
 from invfunc.errors import Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call, find, pointwise
-from invfunc.operations.calls import QUERIES, function_name, produced_by, spelled
+from invfunc.operations.calls import EXITS, QUERIES, function_name, produced_by, read_by, spelled
+from invfunc.recording.hidden import hidden, unseen
 from invfunc.recording.seen import Seen
 from invfunc.recording.tags import Derived, Sampled, Tags
 
@@ -124,6 +125,8 @@ class Provenance:
         super().__init__()
         self.known = Tags()
         self.tag, self.set = self.known.get, self.known.set
+        self.calls: list[str] = []
+        self.entered: list[torch.Tensor] = []  # what is differentiated: parameters, outputs of the model
         self.constants = Constants()
         self.apart = True  # whether it matters how samples share a term
         self.read = False  # whether values of single samples are numbers of Python
@@ -140,6 +143,20 @@ class Provenance:
     def left(self) -> str | None:
         """The call through which samples may have gone into what seems to be constant; None if there is none."""
         return None if self.trusting else self.escaped
+
+    def seen(self, name: str, func: Callable, args: tuple, kwargs: dict) -> Seen:
+        """Return a call with what is known of what it reads."""
+        read = read_by(name, args, kwargs)
+        return Seen(name, func, args, kwargs, read, {id(x): tag for x in read if (tag := self.tag(x)) is not None})
+
+    def look_at(self, seen: Seen) -> None:
+        """Check that nothing which a call reads was hidden, and note whether samples leave by it or have come back."""
+        for x in seen.read:
+            if x.requires_grad and unseen(x, seen.tags.get(id(x)), self.entered):
+                raise hidden(x, self.calls)
+        came_back = self.known.holds_samples(x for x in seen.read if id(x) not in seen.tags)
+        if came_back or (seen.name in EXITS and seen.tags):
+            self.escaped = self.escaped or seen.name
 
     def values_left(self, seen: Seen) -> None:
         """Note that samples may have left the tensors: a call that reads them gave something that is not a tensor."""

@@ -44,6 +44,21 @@ class Seen:
     def sampled(self) -> list[Sampled]:
         return [tag for tag in self.tags.values() if isinstance(tag, Sampled)]
 
+    @property
+    def lost(self) -> str | None:
+        """Why samples that it reads are lost already."""
+        for tag in self.sampled:
+            if tag.lost:
+                return tag.lost
+        return None
+
+    def forget_sums(self) -> bool:
+        """Take data summed over the samples for constants; returns whether the call reads any."""
+        sums = [i for i, t in self.tags.items() if isinstance(t, Sampled) and t.place is BATCH_SUM and not t.active]
+        for i in sums:
+            self.forget(i)
+        return bool(sums)
+
     def forget(self, key: int) -> Derived | Sampled | None:
         """Drop what is known of a tensor that the call reads; returns it."""
         self.__dict__.pop("sampled", None)

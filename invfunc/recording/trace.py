@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from invfunc import tree
 from invfunc._functorch import opened, unviewed
-from invfunc.errors import part_mixed, samples_lost
-from invfunc.operations import batch_axis, factors
-from invfunc.operations.axis import Axis, Everyone
+from invfunc.errors import part_mixed
+from invfunc.operations import batch_axis
+from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call, Mixed, Unknown
-from invfunc.operations.batch_axis.orders import MIXED, Order, composed, moved
-from invfunc.operations.calls import CONSTANT, EXITS, HOOKS, QUERIES, alignment, function_name, picking, read_by
+from invfunc.operations.batch_axis.orders import MIXED, composed, moved
+from invfunc.operations.calls import CONSTANT, HOOKS, QUERIES, function_name, picking
 from invfunc.operations.compositions import composition, states
-from invfunc.operations.factors import Site
-from invfunc.operations.factors.generic import generic
-from invfunc.operations.factors.recomputed import read_of, reader, released
 from invfunc.recording.graph import node_of, reaches
 from invfunc.recording.hidden import hidden, unseen
-from invfunc.recording.provenance import Provenance
 from invfunc.recording.random import Draws
+from invfunc.recording.result import NO_PATH, Result, path
 from invfunc.recording.scope import Scope
-from invfunc.recording.seen import Seen, cannot_meet
-from invfunc.recording.steps import Remember, Step, is_view, nonlinear, step
+from invfunc.recording.seen import Seen
+from invfunc.recording.steps import Step, is_view, nonlinear, step
 from invfunc.recording.tags import Derived, Sampled, in_order
 from invfunc.recording.uses import ParameterUses
 
 
-class Trace(ParameterUses, Provenance, TorchFunctionMode):
+class Trace(ParameterUses, TorchFunctionMode):
     """Watches a function run. `fast=False` uses the generic path at every operation; `with_uses=False` only follows."""
 
     def __init__(
@@ -45,17 +40,11 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
         partial: bool = False,
         draws: Draws | None = None,
     ) -> None:
-        super().__init__(n)
-        self.scope, self.fast, self.with_uses, self.draws = scope, fast, with_uses, draws
+        super().__init__(scope, n, fast, with_uses)
+        self.draws = draws
         self.partial = partial  # n is less than the batch: a sum over the samples is not what it would be
-        self.entered: list[torch.Tensor] = []  # what is differentiated: parameters, outputs of the model
-        self.unknown = False
-        """Whether an operation without a rule, rather than one that mixes, has lost the samples."""
         self.watcher: Callable[[Trace, str, Callable, tuple, dict], tuple[tuple, dict] | None] | None = None
-        self.after: Callable[[Trace, Call], None] | None = None
-        self.remember: Remember | None = None  # which calls become `steps`
         self.steps: list[Step] = []
-        self.calls: list[str] = []
 
     def parameters(self, leaves: Sequence[torch.Tensor], enter: bool = True) -> list[torch.Tensor]:
         """The leaves as this run is to see them, differentiable or not."""
@@ -88,43 +77,21 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
             return func(*args, **kwargs)
         if self.draws is not None:
             self.draws.before(name, args, kwargs)
-        seen = self._seen(name, func, args, kwargs)
-        for x in seen.read:
-            if x.requires_grad and unseen(x, seen.tags.get(id(x)), self.entered):
-                raise hidden(x, self.calls)
-        if name in EXITS and seen.tags or self.known.holds_samples(x for x in seen.read if id(x) not in seen.tags):
-            self.escaped = self.escaped or name
+        seen = self.seen(name, func, args, kwargs)
+        self.look_at(seen)
         if not seen.tags:
             return self._of_others(seen)
         if name in CONSTANT and not seen.writes:
             return self._of_constants(seen)
         if self.watcher is not None:
             changed = self.watcher(self, name, func, args, kwargs)
-            seen = seen if changed is None else self._seen(name, func, *changed)
+            seen = seen if changed is None else self.seen(name, func, *changed)
         body = composition(func) or (opened(func) if batch_axis.find(name) is None else None)
         if body is not None:
             self._tag_states(seen)
             with self:
                 return body(*seen.args, **seen.kwargs)
-        for x in seen.read:
-            if id(x) not in seen.tags:
-                self.scope.closes_over(x)
-        tags = seen.tags.items()
-        data = [i for i, t in tags if isinstance(t, Sampled) and t.place is BATCH_SUM and not t.active]
-        for i in data:  # data summed over the samples is a constant
-            seen.forget(i)
-        if not seen.tags:
-            out = seen.run()
-            for x in seen.produced(out):
-                self.set(x, Sampled(BATCH_SUM))
-            return out
-        if all(isinstance(tag, Derived) for tag in seen.tags.values()):
-            return self._of_parameters(seen, bool(data))
-        return self._of_samples(seen)
-
-    def _seen(self, name: str, func: Callable, args: tuple, kwargs: dict) -> Seen:
-        read = read_by(name, args, kwargs)
-        return Seen(name, func, args, kwargs, read, {id(x): tag for x in read if (tag := self.tag(x)) is not None})
+        return self._of_followed(seen)
 
     def _tag_states(self, seen: Seen) -> None:
         """Tag the initial states of a recurrent module, zeros that have an entry for each sample."""
@@ -132,6 +99,21 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
             if isinstance(x, torch.Tensor) and self.tag(x) is None:
                 self.scope.closes_over(x)
                 self.set(x, Sampled(Axis(None) if self.n == 1 else Axis(dim)))
+
+    def _of_followed(self, seen: Seen) -> Any:
+        """Run a call that reads parameters or samples."""
+        for x in seen.read:
+            if id(x) not in seen.tags:
+                self.scope.closes_over(x)
+        of_data = seen.forget_sums()
+        if seen.sampled:
+            return self._of_samples(seen)
+        if seen.tags:
+            return self._of_parameters(seen, of_data)
+        out = seen.run()
+        for x in seen.produced(out):
+            self.set(x, Sampled(BATCH_SUM))
+        return out
 
     def _of_others(self, seen: Seen) -> Any:
         untraced = False
@@ -175,20 +157,14 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
         return out
 
     def _of_samples(self, seen: Seen) -> Any:
-        params = seen.params
-        if params and not any(tag.lost for tag in seen.sampled):
-            seen = self._promote(seen)
-            params = seen.params
+        lost, params = seen.lost, seen.params
+        if params and not lost:
+            promoted = self.promote(seen, params)
+            if promoted is not seen:
+                seen, params = promoted, promoted.params
         if self.pattern is not None:
             self.pattern.before(len(self.edges), seen)
-        remembered = self.remember is not None and self.remember(seen)
-        kept = self._kept(seen) if seen.writes and (params or remembered) else None
-        out = seen.run()
-        view = remembered and is_view(out, seen)
-        remembered = remembered and not (view and self.remember is nonlinear)
-        used = (remembered and not view) or (params and self.with_uses)
-        if used and isinstance(out, torch.Tensor) and not seen.writes:
-            out = unviewed(out)
+        out, kept, remembered = self._run(seen, bool(params))
         produced = seen.produced(out)
         if not produced:
             self.values_left(seen)
@@ -199,25 +175,32 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
         call = seen.call(out, self.n, self.partial, self.by_rows)
         if not (produced[0].is_floating_point() or produced[0].is_complex()):
             params = {}
-        found, lost, order = self._followed(call, seen, params)
-        if self.read and self.apart and lost is None:
-            self.note(call, found)
+        result = self._followed(call, seen, params, lost)
+        if self.read and self.apart and result.lost is None:
+            self.note(call, result.found)
         if params:
-            tags = [seen.tags.get(i) for i in params]
-            lost = lost or cannot_meet(call, produced, found, tags, self.apart, self.left)
-            if lost is None:
-                if found is not BATCH_SUM:
-                    self.orders.setdefault(order, call.name)
-                self._meet(call, produced[0], Everyone(None) if found is BATCH_SUM else found, params)
-            elif self.with_uses or found is None:
-                self.untraced_call(seen)
-                raise samples_lost(lost, self.unknown)
+            self.meet(call, seen, produced, result, params)
         if remembered:
-            self.steps.append(step(seen, call, produced, found[0] if isinstance(found, list) else found))
-        self._tell(seen, produced, found, lost, bool(params), order)
+            self.steps.append(step(seen, call, produced, result.first))
+        self._tell(seen, produced, result, bool(params))
         if self.after is not None:
             self.after(self, call)
         return out
+
+    def _run(self, seen: Seen, met: bool) -> tuple[Any, torch.Tensor | None, bool]:
+        """Run a call; returns also a copy of what it reads and overwrites, and whether it becomes a step.
+
+        Where a derivative is taken at it, the result is no view: a write to it would change its place in the graph.
+        """
+        remembered = self.remember is not None and self.remember(seen)
+        kept = self._kept(seen) if seen.writes and (met or remembered) else None
+        out = seen.run()
+        view = remembered and is_view(out, seen)
+        remembered = remembered and not (view and self.remember is nonlinear)
+        used = (remembered and not view) or (met and self.with_uses)
+        if used and isinstance(out, torch.Tensor) and not seen.writes:
+            out = unviewed(out)
+        return out, kept, remembered
 
     def _kept(self, seen: Seen) -> torch.Tensor:
         """A copy of what an operation reads and then overwrites."""
@@ -225,9 +208,9 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
         self.set(kept, seen.tags.get(id(seen.args[0])))
         return kept
 
-    def _followed(self, call: Call, seen: Seen, params: dict[int, torch.Tensor]) -> tuple[Any, str | None, Order]:
-        """Where the samples are in the result, or why that is lost, and in which order they are."""
-        found, order, lost = None, None, next((tag.lost for tag in seen.sampled if tag.lost), None)
+    def _followed(self, call: Call, seen: Seen, params: dict[int, torch.Tensor], lost: str | None) -> Result:
+        """Find where the samples are in the result, unless that was lost before."""
+        found, order = None, None
         if lost is None:
             try:
                 found = batch_axis.propagate(call)
@@ -243,27 +226,18 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
                 self.unknown |= isinstance(reason, Unknown)
         if self.partial and (found is BATCH_SUM or (lost is not None and not self.unknown)):
             raise part_mixed(seen.name)
-        return found, lost, order
+        return Result(found, lost, order)
 
-    def _tell(
-        self, seen: Seen, produced: list[torch.Tensor], found: Any, lost: str | None, met: bool, order: Order
-    ) -> None:
+    def _tell(self, seen: Seen, produced: list[torch.Tensor], result: Result, met: bool) -> None:
         """Tag the results of a call."""
-        sampled, name = seen.sampled, seen.name
-        around = name if met or any(tag.around for tag in sampled) else None
-        crossed = frozenset[int]().union(*(tag.crossed for tag in sampled if tag.crossed))
-        if crossed:
-            around = next((tag.around for tag in sampled if tag.around and tag.crossed), around)
-        affine, logarithm = (False, False) if around or not crossed else seen.affine()
-        differentiable = torch.is_grad_enabled()
+        found = result.found
+        depends = path(seen, met) if torch.is_grad_enabled() else NO_PATH
         for i, x in enumerate(produced):
             place = found[i] if isinstance(found, list) else found
-            if differentiable and (x.is_floating_point() or x.is_complex()):
-                tag = Sampled(place, lost, around, crossed, affine, logarithm, order)
-                self.complex |= tag.active and x.is_complex()
-            else:
-                tag = Sampled(place, lost, order=order)
-            self.set(x, tag if place is not None or lost or tag.active else None)
+            differentiable = x.is_floating_point() or x.is_complex()
+            tag = Sampled(place, result.lost, *(depends if differentiable else NO_PATH), result.order)
+            self.complex |= tag.active and x.is_complex()
+            self.set(x, tag if place is not None or tag.lost or tag.active else None)
             if seen.writes:
                 self.known.written(x, tag)
 
@@ -273,47 +247,3 @@ class Trace(ParameterUses, Provenance, TorchFunctionMode):
         for z in outputs:
             if reaches(z, targets, stops) or unseen(z, self.tag(z), self.entered):
                 raise hidden(z, self.calls)
-
-    # Parameters meet samples
-
-    def _promote(self, seen: Seen) -> Seen:
-        """Replace parameters that have an entry for each sample by tensors of samples; each such place is a use."""
-        new: dict[int, torch.Tensor] = {}
-        tagged = [(x, seen.tags.get(id(x))) for x in seen.read]
-        placed = [(x, t.place) for x, t in tagged if isinstance(t, Sampled) and isinstance(t.place, Axis)]
-        for i, x in seen.params.items():
-            axis = alignment(seen.name, seen.args, seen.kwargs, x, placed)
-            if axis is None:
-                continue
-            self.align(seen, x, axis)
-            alias = x.view_as(x)
-            new[i] = alias
-            order = in_order(seen.sampled)
-            self.orders.setdefault(order, seen.name)
-            self.set(alias, Sampled(axis, around=seen.name, order=order))
-            if self.with_uses:
-                tag = self.tag(x)
-                assert isinstance(tag, Derived)
-                recipe = factors.aligned(axis, x, self.n)
-                self.use(x, tag, recipe, alias, axis)
-        if not new:
-            return seen
-        return self._seen(
-            seen.name, seen.func, *tree.map_tensors(lambda t: new.get(id(t), t), (seen.args, seen.kwargs))
-        )
-
-    def _meet(self, call: Call, out: torch.Tensor, axis: Axis, params: dict[int, torch.Tensor]) -> None:
-        if not self.with_uses:
-            return
-        call = replace(call, out=torch.empty(call.out.shape, device="meta"))  # its values need not be kept
-        rule = factors.find(call) if self.fast and not out.is_complex() else None
-        once = rule and self.remember is None and self.after is None and not self.scope.create_graph
-        lean, recomputed = released(call, params) if once else (call, [])
-        for x in params.values():
-            tag = self.tag(x)
-            assert isinstance(tag, Derived)
-            recipe = rule(Site(lean, axis, reader(recomputed, self.scope.leave)), x) if rule else None
-            if recipe is None:
-                self.use(x, tag, generic(Site(call, axis, self.scope.leave), x), out, axis, call)
-            else:
-                self.use(x, tag, replace(recipe, recomputed=read_of(recomputed, recipe.reads)), out, axis, lean)

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from invfunc import tree
 from invfunc._functorch import version
-from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis import Call
+from invfunc.errors import samples_lost
+from invfunc.operations import factors
+from invfunc.operations.axis import Axis, Everyone
+from invfunc.operations.batch_axis import BATCH_SUM, Call
 from invfunc.operations.batch_axis.orders import Order
-from invfunc.operations.factors import Recipe
+from invfunc.operations.calls import alignment
+from invfunc.operations.factors import Recipe, Site
+from invfunc.operations.factors.generic import generic
+from invfunc.operations.factors.recomputed import read_of, reader, released
 from invfunc.recording.follower import Follower
 from invfunc.recording.hidden import hidden
-from invfunc.recording.tags import Derived, ParameterUse
+from invfunc.recording.provenance import Provenance
+from invfunc.recording.result import Result
+from invfunc.recording.scope import Scope
+from invfunc.recording.seen import Seen, cannot_meet
+from invfunc.recording.steps import Remember
+from invfunc.recording.tags import Derived, ParameterUse, Sampled, in_order
 
 
-class ParameterUses:
+class ParameterUses(Provenance):
     """The parameter uses of a run, and its sites: the outputs of the operations that have parameter uses."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, scope: Scope, n: int, fast: bool, with_uses: bool) -> None:
         super().__init__()
-        self.n = n
+        self.scope, self.n, self.fast, self.with_uses = scope, n, fast, with_uses
+        self.unknown = False
+        """Whether an operation without a rule, rather than one that mixes, has lost the samples."""
+        self.remember: Remember | None = None  # which calls become `steps`
+        self.after: Callable[[Any, Call], None] | None = None
         self.uses: list[ParameterUse] = []
         self.edges: list[Any] = []
         self.axes: list[Axis] = []
@@ -48,3 +65,63 @@ class ParameterUses:
         self.uses.append(ParameterUse(param, tag, recipe, at, call, axis, versions))
         if self.pattern is not None:
             self.pattern.used(at, out, recipe)
+
+    def promote(self, seen: Seen, params: dict[int, torch.Tensor]) -> Seen:
+        """Replace parameters that have an entry for each sample by tensors of samples; each such place is a use."""
+        new: dict[int, torch.Tensor] = {}
+        tagged = [(x, seen.tags.get(id(x))) for x in seen.read]
+        placed = [(x, t.place) for x, t in tagged if isinstance(t, Sampled) and isinstance(t.place, Axis)]
+        for i, x in params.items():
+            axis = alignment(seen.name, seen.args, seen.kwargs, x, placed)
+            if axis is None:
+                continue
+            self.align(seen, x, axis)
+            alias = x.view_as(x)
+            new[i] = alias
+            order = in_order(seen.sampled)
+            self.orders.setdefault(order, seen.name)
+            self.set(alias, Sampled(axis, around=seen.name, order=order))
+            if self.with_uses:
+                tag = self.tag(x)
+                assert isinstance(tag, Derived)
+                recipe = factors.aligned(axis, x, self.n)
+                self.use(x, tag, recipe, alias, axis)
+        if not new:
+            return seen
+        return self.seen(seen.name, seen.func, *tree.map_tensors(lambda t: new.get(id(t), t), (seen.args, seen.kwargs)))
+
+    def meet(
+        self,
+        call: Call,
+        seen: Seen,
+        produced: list[torch.Tensor],
+        result: Result,
+        params: dict[int, torch.Tensor],
+    ) -> None:
+        """Note the parameter uses of a call, or raise why the parameters have no shares there."""
+        tags = [seen.tags.get(i) for i in params]
+        result.lost = result.lost or cannot_meet(call, produced, result.found, tags, self.apart, self.left)
+        if result.lost is not None:
+            if self.with_uses or result.found is None:
+                self.untraced_call(seen)
+                raise samples_lost(result.lost, self.unknown)
+            return
+        everyone = result.found is BATCH_SUM
+        if not everyone:
+            self.orders.setdefault(result.order, call.name)
+        if self.with_uses:
+            self._use(call, produced[0], Everyone(None) if everyone else result.found, params)
+
+    def _use(self, call: Call, out: torch.Tensor, axis: Axis, params: dict[int, torch.Tensor]) -> None:
+        call = replace(call, out=torch.empty(call.out.shape, device="meta"))  # its values need not be kept
+        rule = factors.find(call) if self.fast and not out.is_complex() else None
+        once = rule and self.remember is None and self.after is None and not self.scope.create_graph
+        lean, recomputed = released(call, params) if once else (call, [])
+        for x in params.values():
+            tag = self.tag(x)
+            assert isinstance(tag, Derived)
+            recipe = rule(Site(lean, axis, reader(recomputed, self.scope.leave)), x) if rule else None
+            if recipe is None:
+                self.use(x, tag, generic(Site(call, axis, self.scope.leave), x), out, axis, call)
+            else:
+                self.use(x, tag, replace(recipe, recomputed=read_of(recomputed, recipe.reads)), out, axis, lean)
