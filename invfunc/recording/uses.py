@@ -38,7 +38,7 @@ class ParameterUses(Provenance):
         self.unknown = False
         """Whether an operation without a rule, rather than one that mixes, has lost the samples."""
         self.remember: Remember | None = None  # which calls become `steps`
-        self.after: Callable[[Any, Call], None] | None = None
+        self.after: Callable[[Any, Call], None] | None = None  # sees each call on samples
         self.uses: list[ParameterUse] = []
         self.edges: list[Any] = []
         self.axes: list[Axis] = []
