@@ -16,7 +16,7 @@ from invfunc import ArgumentError, SampleAxisError, diag_ggn, diag_hessian, kflr
 from invfunc.evaluation import fold
 from invfunc.passes import alone
 from invfunc.passes.second_order import entries
-from invfunc.recording import trace
+from invfunc.recording import uses
 from tests.forms import GENERIC
 from tests.laws import OF_LOSSES, OF_MODELS, composed, squares
 from tests.layers import LAYERS, refused
@@ -71,7 +71,7 @@ def kind_of(call: Callable) -> str:
         return entries(*args)
 
     with ExitStack() as stack:
-        for module, name in ((trace, "generic"), (alone, "of_copies")):
+        for module, name in ((uses, "generic"), (alone, "of_copies")):
             stack.enter_context(mock.patch.object(module, name, watched(getattr(module, name))))
         stack.enter_context(mock.patch.object(fold, "entries", differentiated))
         try:
