@@ -14,6 +14,13 @@ def pytest_addoption(parser):
     parser.addoption("--dtype", default="float64", choices=["float64", "float32"], help="of the laws' numbers")
 
 
+def pytest_collection_modifyitems(items):
+    """The examples of the docstrings are quick: one for each public function."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker("quick")
+
+
 @pytest.fixture(scope="session")
 def device(request) -> torch.device:
     return torch.device(request.config.getoption("--device"))

@@ -19,8 +19,8 @@ from invfunc.passes.second_order import entries
 from invfunc.recording import uses
 from tests.forms import GENERIC
 from tests.laws import OF_LOSSES, OF_MODELS, composed, squares
-from tests.layers import LAYERS, refused
 from tests.strategies import Case, Numbers, formed
+from tests.torch_layers import LAYERS, refused
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- layers: begin -->\n", "<!-- layers: end -->\n"

@@ -79,6 +79,7 @@ def inner_imports(file):
                     break
 
 
+@pytest.mark.quick
 class TestImports:
     @each_file
     def test_go_down(self, file):
@@ -142,6 +143,7 @@ assert state() == before, [(a, b) for a, b in zip(before, state()) if a != b]
         assert run.returncode == 0 and run.stdout == "", run.stdout + run.stderr
 
 
+@pytest.mark.quick
 class TestFiles:
     @each_file
     def test_are_short_enough_to_hold_in_the_head(self, file):
@@ -165,6 +167,17 @@ class TestFiles:
                 assert public == [file.stem]
 
 
+FOLDERS = sorted({f.parent.name for f in PACKAGE.glob("*/__init__.py")} - {"testing"})  # its oracles are in every law
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_folder_has_laws_and_quick_ones(folder):
+    laws = [file.read_text() for file in (ROOT / "tests" / folder).glob("test_*.py")]
+    assert any("@pytest.mark.quick\n" in text for text in laws)
+
+
+@pytest.mark.quick
 class TestPublicNames:
     FUNCTIONS = [n for n in invfunc.__all__ if not isinstance(getattr(invfunc, n), (type, ModuleType))]
     CLASSES = {"Estimate", "Grid", "InverseReport", "Invertible", "Kronecker"}
@@ -193,6 +206,7 @@ class TestPublicNames:
         assert ">>> " in doc and re.match(r"[A-Z][^\n]*[.:`]", doc)
 
 
+@pytest.mark.quick
 class TestPrivateTorch:
     """What `_functorch` relies on: these fail loudly on a torch that changed it."""
 

@@ -157,6 +157,7 @@ class TestBlocks:
         assert_trees_close(t(*args), dense_diag_ggn(f, F.mse_loss)(*args), EXACT)
 
 
+@pytest.mark.quick
 class TestPasses:
     """A hook between the parameters and the outputs counts backward passes; it sees the whole of a pass at once."""
 

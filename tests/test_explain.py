@@ -184,6 +184,7 @@ def counted(statistic, args):
     return len(found), sum(found)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("called", STATISTICS)
 @pytest.mark.parametrize("net", NETWORKS)
 @pytest.mark.parametrize("shorter", [False, True], ids=["", "with structure"])

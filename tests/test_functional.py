@@ -31,6 +31,7 @@ from tests.strategies import Numbers
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
+@pytest.mark.quick
 @all_kinds
 class TestIsTheModuleAtOtherParameters:
     def test_value(self, kind):

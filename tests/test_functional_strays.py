@@ -136,6 +136,7 @@ class Many(Through):
 KINDS = [InSlots, InSlottedData, InAProxy, InAGlobalList, OfTheClass, Weakly, OwnSlots, KeyedByLayer, Caught, Many]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 class TestIsTheModuleAtOtherParameters:
     def test_value_and_gradient(self, kind):
@@ -162,6 +163,7 @@ class TestIsTheModuleAtOtherParameters:
             assert_trees_close({name: g[n] for name, g in found.items()}, alone, EXACT)
 
 
+@pytest.mark.quick
 def test_random_numbers_are_drawn_once():
     class Dropped(InAGlobalList):
         def forward(self, x):
@@ -176,6 +178,7 @@ def test_random_numbers_are_drawn_once():
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
+@pytest.mark.quick
 def test_an_error_of_the_caller_is_raised_as_it_is_and_proves_nothing():
     f, params = functional(made(Through))
     point, x = numbers(params), Numbers()(4, 3)
@@ -195,6 +198,7 @@ def test_an_error_of_the_caller_is_raised_as_it_is_and_proves_nothing():
     assert len(said) == 1
 
 
+@pytest.mark.quick
 class TestWhatCannotBeReplaced:
     def test_is_named(self):
         class Keeps(Through):
@@ -227,6 +231,7 @@ class TestWhatCannotBeReplaced:
         assert_trees_close(torch.autograd.grad(whole, leaves), torch.autograd.grad(plain, leaves), EXACT)
 
 
+@pytest.mark.quick
 class TestTiedParameters:
     class Tied(Through):
         def start(self):
@@ -255,6 +260,7 @@ class TestTiedParameters:
         assert_trees_close(f({name: w}, x), wanted, EXACT)
 
 
+@pytest.mark.quick
 class TestFromCallToCall:
     def test_what_a_call_leaves_is_let_go_by_the_next(self):
         class Last(Through):

@@ -108,6 +108,7 @@ def eye(K):
     return torch.eye(K.shape.numel()).to(K.factors[0])
 
 
+@pytest.mark.quick
 class TestMatrix:
     @given(K=kroneckers())
     def test_is_the_product_of_its_factors(self, K, device, dtype):

@@ -18,11 +18,11 @@ from invfunc import (
     tree,
 )
 from invfunc.testing import assert_trees_close, check_operation, dense_diag_ggn, loop_batch_grad
+from tests.evaluation.test_differentiable import DERIVED, derivatives
 from tests.laws import FLOOR, STATISTICS, arranged
 from tests.networks import LOSSES, total
-from tests.operations import affine, of_no_rule, of_rules, of_tied_rules, spectrum, with_rules
+from tests.own_operations import affine, of_no_rule, of_rules, of_tied_rules, spectrum, with_rules
 from tests.strategies import Numbers
-from tests.test_differentiable import DERIVED, derivatives
 
 EXACT = 1e-10
 statistics = pytest.mark.parametrize("statistic", STATISTICS)
@@ -51,6 +51,7 @@ class TestStatistics:
         kind, functions, args = arranged(statistic, MODELS[called](), loss)
         return kind, kind.make(*functions), kind.loop(*arranged(statistic, PLAIN[called](), loss)[1]), args
 
+    @pytest.mark.quick
     def test_equal_the_loop(self, statistic, called):
         kind, t, loop, args = self.both(statistic, called)
         wanted = loop(*args)

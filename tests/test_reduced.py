@@ -14,9 +14,9 @@ import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, tree
 from invfunc.testing import assert_trees_close
 from tests.laws import composed, in_blocks
+from tests.loss.test_monte_carlo import seeded
 from tests.networks import LOSSES, network, networks, samples_loss, total
 from tests.strategies import Numbers
-from tests.test_monte_carlo import seeded
 
 EXACT, FLOOR = 1e-9, 1e-6
 OF_LOSSES = {name: getattr(invfunc, name) for name in ("batch_grad", "batch_l2_grad", "sum_grad_squared", "variance")}
@@ -59,6 +59,7 @@ def test_it_is_what_one_would_compute_afterwards(of, net, loss, form, data):
     assert_trees_close(of(reduced(t(), weighed))(*args), expected(t(), weighed, args), EXACT, FLOOR)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("called", ALL)
 class TestCalls:
     @staticmethod

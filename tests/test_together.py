@@ -14,9 +14,9 @@ import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, together, tree
 from invfunc.testing import assert_trees_close
 from tests.laws import composed, in_blocks
+from tests.loss.test_monte_carlo import seeded
 from tests.networks import LOSSES, network, networks, samples_loss, total
 from tests.strategies import Numbers
-from tests.test_monte_carlo import seeded
 
 EXACT, FLOOR = 1e-9, 1e-6
 CURVATURE = {
@@ -114,6 +114,7 @@ class TestEqualsEachAlone:
     def test_of_a_model(self, net, names, of):
         assert_as_alone([OF_MODELS[name] for name in names], (net.f,), (net.params, net.x), of)
 
+    @pytest.mark.quick
     @pytest.mark.parametrize("names", [[*OF_LOSSES, *CURVATURE, *DRAWN, *FACTORS]], ids=["all"])
     def test_all_at_once(self, names):
         net = network("perceptron", 3)

@@ -19,6 +19,7 @@ def test_tour_prints_a_table_and_saves_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "options, reason",
     [
@@ -42,6 +43,7 @@ def test_bad_option_is_one_line_and_code_2(options, reason, capsys):
     assert err.count("\n") == 1 and reason in err
 
 
+@pytest.mark.quick
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit) as left:
         main(["--help"])

@@ -1,0 +1,385 @@
+"""Trees of every kind in every place: None among the parameters, mappings and dataclasses as batches and outputs."""
+
+from collections import ChainMap, OrderedDict, UserDict
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import invfunc
+from invfunc import ArgumentError, ArgumentTypeError, tree
+from invfunc.testing import assert_trees_close
+from tests.strategies import Numbers
+
+EXACT = 1e-12
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def model(params, x):
+    return (x @ params["w"] + params["b"]).tanh()
+
+
+def losses(f):
+    return lambda params, x, y: F.mse_loss(f(params, x), y, reduction="none").sum(1)
+
+
+STATISTICS = {
+    "batch_grad": lambda f: invfunc.batch_grad(losses(f)),
+    "sum_grad_squared": lambda f: invfunc.sum_grad_squared(losses(f)),
+    "variance": lambda f: invfunc.variance(losses(f)),
+    "grad_and_variance": lambda f: invfunc.grad_and_variance(losses(f)),
+    "batch_l2_grad": lambda f: invfunc.batch_l2_grad(losses(f)),
+    "clipped_grad": lambda f: invfunc.clipped_grad(losses(f), max_norm=1.0),
+    "gram": lambda f: invfunc.gram(losses(f)),
+    "batch_jacobian": lambda f: lambda params, x, y: invfunc.batch_jacobian(f)(params, x),
+    "diag_ggn": lambda f: invfunc.diag_ggn(f, F.mse_loss),
+    "diag_ggn of a loss": lambda f: invfunc.diag_ggn(losses(f)),
+    "batch_diag_ggn": lambda f: invfunc.batch_diag_ggn(f, F.mse_loss),
+    "sqrt_ggn": lambda f: invfunc.sqrt_ggn(f, F.mse_loss),
+    "ggn_trace": lambda f: invfunc.ggn_trace(f, F.mse_loss),
+    "diag_hessian": lambda f: invfunc.diag_hessian(losses(f)),
+    "batch_diag_hessian": lambda f: invfunc.batch_diag_hessian(losses(f)),
+    "kfac": lambda f: invfunc.kfac(f, F.mse_loss, generator=generator()),
+    "kflr": lambda f: invfunc.kflr(f, F.mse_loss),
+    "kfra": lambda f: invfunc.kfra(f, F.mse_loss),
+    "ekfac": lambda f: invfunc.ekfac(f, F.mse_loss, fisher="exact"),
+    "over params": lambda f: invfunc.chunked(invfunc.diag_ggn(f, F.mse_loss), 2, over="params"),
+    "over samples": lambda f: invfunc.chunked(invfunc.variance(losses(f)), 2),
+    "together": lambda f: (lambda g: invfunc.together(invfunc.batch_grad(g), invfunc.variance(g)))(losses(f)),
+    "reduced": lambda f: invfunc.reduced(invfunc.batch_grad(losses(f)), torch.sum),
+    "reduced gram": lambda f: invfunc.reduced(invfunc.gram(losses(f)), torch.sum),
+}
+LIKE_PARAMS = STATISTICS.keys() - {"gram", "ggn_trace"}
+PRODUCTS = {
+    "hvp": lambda f: invfunc.hvp(losses(f)),
+    "ggnvp": lambda f: invfunc.ggnvp(f, F.mse_loss),
+    "fvp": lambda f: invfunc.fvp(losses(f)),
+    "linearize": lambda f: lambda p, v, x, y: invfunc.linearize(losses(f))(p, x, y)[2](torch.ones_like(y[:, 0])),
+    "jvp": lambda f: lambda p, v, x, y: invfunc.linearize(losses(f))(p, x, y)[1](v),
+    "estimate_diagonal": lambda f: (
+        lambda p, v, x, y: invfunc.estimate_diagonal(invfunc.hvp(losses(f)), probes=2, generator=generator())(p, x, y)
+    ),
+}
+
+
+def arguments():
+    params = {"w": Numbers()(3, 2), "b": Numbers(1)(2)}
+    return params, Numbers(2)(4, 3), Numbers(3)(4, 2)
+
+
+def with_nothing(params):
+    """The same among None and empty subtrees."""
+    return {"first": None, "own": params, "more": [None, {}, (None, ())]}
+
+
+def without(f):
+    def inner(params, x):
+        assert params["first"] is None and params["more"] == [None, {}, (None, ())]
+        return f(params["own"], x)
+
+    return inner
+
+
+@pytest.mark.quick
+class TestNoneIsNoParameter:
+    @pytest.mark.parametrize("statistic", STATISTICS)
+    def test_statistics(self, statistic):
+        make, (params, x, y) = STATISTICS[statistic], arguments()
+        expected, found = make(model)(params, x, y), make(without(model))(with_nothing(params), x, y)
+        assert tree.tensors(found)
+        for a, b in zip(tree.tensors(found), tree.tensors(expected), strict=True):
+            assert torch.equal(a, b)
+        several = found if isinstance(found, tuple) else (found,)
+        for part in several if statistic in LIKE_PARAMS else ():
+            if isinstance(part, dict):  # norms are none
+                assert part["first"] is None and part["more"] == [None, {}, (None, ())]
+
+    @pytest.mark.parametrize("product", PRODUCTS)
+    def test_products(self, product):
+        make, (params, x, y) = PRODUCTS[product], arguments()
+        v = {"w": Numbers(4)(3, 2), "b": Numbers(5)(2)}
+        expected = make(model)(params, v, x, y)
+        found = make(without(model))(with_nothing(params), with_nothing(v), x, y)
+        for a, b in zip(tree.tensors(found), tree.tensors(expected), strict=True):
+            assert torch.equal(a, b)
+
+    def test_an_operation_without_a_rule(self):
+        """Which is evaluated one sample at a time."""
+        params, x, _ = arguments()
+
+        def f(params, x):
+            return torch.linalg.matrix_exp(x[:, :, None] * params["w"].sum(1)).sum((1, 2)) + params["b"].sum()
+
+        expected, found = invfunc.batch_grad(f)(params, x), invfunc.batch_grad(without(f))(with_nothing(params), x)
+        assert_trees_close(found["own"], expected, EXACT)
+
+    def test_a_vector_has_none_where_the_parameters_have(self):
+        params, x, y = arguments()
+        with pytest.raises(ArgumentError, match=r"v has a leaf v\['first'\]"):
+            invfunc.hvp(losses(without(model)))(with_nothing(params), {**with_nothing(params), "first": y}, x, y)
+
+    def test_a_chunked_function_may_return_it(self):
+        found = invfunc.chunked(lambda params, x: {"twice": 2 * x, "no": None}, 2)(None, torch.arange(4.0))
+        assert found["no"] is None and torch.equal(found["twice"], 2 * torch.arange(4.0))
+
+    def test_nothing_else_is_an_error(self):
+        _, x, y = arguments()
+        with pytest.raises(ArgumentError, match="params has no tensors in it"):
+            invfunc.batch_grad(lambda params, x, y: (x.sum(1) - y.sum(1)).square())({"w": None, "b": {}}, x, y)
+
+
+class Wrapped(MutableMapping):
+    """Keeps its values in a dict of its own."""
+
+    def __init__(self, **values):
+        self._values = values
+
+    def __getitem__(self, key):
+        return self._values[key]
+
+    def __setitem__(self, key, value):
+        self._values[key] = value
+
+    def __delitem__(self, key):
+        del self._values[key]
+
+    def __iter__(self):
+        return iter(self._values)
+
+    def __len__(self):
+        return len(self._values)
+
+
+class Encoding(UserDict):
+    """With attributes for its keys, and more that it knows."""
+
+    def __init__(self, data, lengths=None):
+        super().__init__(data)
+        self.lengths = lengths
+
+    def __getattr__(self, name):
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Frozen(Mapping):
+    def __init__(self, values):
+        self._values = dict(values)
+
+    def __getitem__(self, key):
+        return self._values[key]
+
+    def __iter__(self):
+        return iter(self._values)
+
+    def __len__(self):
+        return len(self._values)
+
+
+class Ordered(OrderedDict):
+    pass
+
+
+@dataclass(frozen=True)
+class Given:
+    x: Any
+    y: Any
+    note: str = "a constant"
+    more: list = field(default_factory=list)
+
+    def __getitem__(self, key):
+        return getattr(self, key)
+
+
+@dataclass
+class Pair:
+    x: Any
+    y: Any
+
+    def __getitem__(self, key):
+        return getattr(self, key)
+
+
+KINDS = {
+    "UserDict": UserDict,
+    "Encoding": lambda d: Encoding(d, lengths=[1, 2]),
+    "Ordered": Ordered,
+    "ChainMap": lambda d: ChainMap({"x": d["x"]}, {"y": d["y"]}),
+    "proxy": MappingProxyType,
+    "Frozen": Frozen,
+    "Wrapped": lambda d: Wrapped(**d),
+    "dataclass": lambda d: Given(**d),
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@pytest.mark.quick
+@kinds
+class TestMappingsAndDataclasses:
+    def test_as_batches(self, kind):
+        params, x, y = arguments()
+        batch = kind({"x": x, "y": y})
+        kept = batch["x"], batch["y"]
+
+        def loss(params, batch):
+            assert type(batch) is type(kept_batch)
+            return F.mse_loss(model(params, batch["x"]), batch["y"])
+
+        kept_batch = batch
+
+        def apart(params, x, y):
+            return F.mse_loss(model(params, x), y)
+
+        transforms = {
+            "batch_grad": invfunc.batch_grad,
+            "chunked": lambda f: invfunc.chunked(invfunc.variance(f), 2),
+            "diag_ggn": invfunc.diag_ggn,
+            "diag_hessian": invfunc.diag_hessian,
+        }
+        for transform in transforms.values():
+            assert_trees_close(transform(loss)(params, batch), transform(apart)(params, x, y), EXACT)
+        v = {"w": Numbers(4)(3, 2), "b": Numbers(5)(2)}
+        assert_trees_close(invfunc.hvp(loss)(params, v, batch), invfunc.hvp(apart)(params, v, x, y), EXACT)
+        assert batch["x"] is kept[0] and batch["y"] is kept[1]
+
+    def test_as_targets(self, kind):
+        params, x, y = arguments()
+        expected = invfunc.diag_ggn(model, F.mse_loss)(params, x, y)
+        found = invfunc.diag_ggn(model, lambda z, both: F.mse_loss(z, both["y"]))(params, x, kind({"x": x, "y": y}))
+        assert_trees_close(found, expected, EXACT)
+
+    def test_as_parameters(self, kind):
+        params, x, y = arguments()
+        given = kind({"x": params["w"], "y": params["b"]})
+        if isinstance(given, Given):  # which has constants too, and parameters are tensors
+            with pytest.raises(ArgumentTypeError, match=r"given\.note is of type str, but parameters are tensors"):
+                invfunc.batch_grad(lambda given, x: x @ given.x)(given, x)
+            given = Pair(params["w"], params["b"])
+
+        def f(given, x):
+            return model({"w": given["x"], "b": given["y"]}, x)
+
+        found = invfunc.diag_ggn(f, F.mse_loss)(given, x, y)
+        assert type(found) is type(given)
+        expected = invfunc.diag_ggn(model, F.mse_loss)(params, x, y)
+        assert_trees_close({"w": found["x"], "b": found["y"]}, expected, EXACT)
+
+    def test_name_their_leaves_in_errors(self, kind):
+        params, x, y = arguments()
+        names = r"batch\.[xy]" if kind is KINDS["dataclass"] else r"batch\['[xy]'\]"
+        with pytest.raises(ArgumentError, match=rf"{names} has [34] samples but {names} has [34]"):
+            invfunc.batch_grad(lambda params, batch: batch["x"] @ params["w"])(params, kind({"x": x, "y": y[:3]}))
+
+    def test_as_outputs(self, kind):
+        params, x, y = arguments()
+
+        def f(params, x):
+            return kind({"x": model(params, x), "y": None})
+
+        expected = invfunc.diag_ggn(model, F.mse_loss)(params, x, y)
+        assert_trees_close(invfunc.diag_ggn(f, lambda out, y: F.mse_loss(out["x"], y))(params, x, y), expected, EXACT)
+        v = {"w": Numbers(4)(3, 2), "b": Numbers(5)(2)}
+        found = invfunc.ggnvp(f, lambda out, y: F.mse_loss(out["x"], y))(params, v, x, y)
+        assert_trees_close(found, invfunc.ggnvp(model, F.mse_loss)(params, v, x, y), EXACT)
+
+
+class Cache:
+    """What a language model returns beside its logits; nobody can see into it."""
+
+    def __init__(self):
+        self.keys = [torch.ones(2, 2)]
+
+
+@dataclass
+class Output:
+    logits: Any
+    cache: Any = None
+    count: Any = None
+
+
+@pytest.mark.quick
+class TestWhatIsNoOutput:
+    def f(self, params, x):
+        return Output(model(params, x), Cache(), len(x))
+
+    @pytest.mark.parametrize("over", [None, "samples", "outputs"])
+    def test_may_be_returned(self, over):
+        params, x, y = arguments()
+        t = invfunc.diag_ggn(self.f, lambda out, y: F.mse_loss(out.logits, y))
+        t = t if over is None else invfunc.chunked(t, 2, over=over)
+        assert_trees_close(t(params, x, y), invfunc.diag_ggn(model, F.mse_loss)(params, x, y), EXACT)
+
+    def test_of_a_function_that_is_evaluated_sample_by_sample(self):
+        params, x, y = arguments()
+
+        def model(params, x):
+            return torch.linalg.matrix_exp(x[:, :, None] * params["w"].sum(1)).sum(2)[:, :2] + params["b"]
+
+        found = invfunc.diag_ggn(
+            lambda params, x: Output(model(params, x), Cache(), len(x)), lambda out, y: F.mse_loss(out.logits, y)
+        )(params, x, y)
+        assert_trees_close(found, invfunc.diag_ggn(model, F.mse_loss)(params, x, y), EXACT)
+
+    USES = {
+        "attribute": lambda out: out.cache.keys[0].sum(),
+        "item": lambda out: out.cache[0],
+        "length": lambda out: len(out.cache),
+        "condition": lambda out: 1.0 if out.cache else 2.0,
+        "product": lambda out: out.count * 2.0,
+        "torch function": lambda out: torch.add(torch.ones(()), out.count),
+        "number": lambda out: float(out.count),
+        "comparison": lambda out: out.count == 4,
+    }
+
+    @pytest.mark.parametrize("use", USES.values(), ids=USES)
+    def test_cannot_be_used(self, use):
+        params, x, y = arguments()
+
+        def loss(out, y):
+            return F.mse_loss(out.logits, y) * use(out)
+
+        for t in invfunc.diag_ggn(self.f, loss), invfunc.chunked(invfunc.diag_ggn(self.f, loss), 2, over="samples"):
+            with pytest.raises(ArgumentTypeError, match=r"the part \.(cache|count) of type .*, which f returned, is"):
+                t(params, x, y)
+        with pytest.raises(ArgumentTypeError, match=r"the part \.(cache|count)"):
+            invfunc.ggnvp(self.f, loss)(params, params, x, y)
+
+    def test_tensors_that_are_none_are_named(self):
+        params, x, y = arguments()
+        for value, said in ((y.argmax(1), r"a tensor of torch.int64 at \.count"), (y.sum(), r"shape \(\) at \.count")):
+            with pytest.raises(ArgumentError, match=rf"{said}.*lambda params, x: f\(params, x\)\.logits"):
+                invfunc.diag_ggn(lambda params, x, value=value: Output(model(params, x), count=value), F.mse_loss)(
+                    params, x, y
+                )
+
+    def test_it_has_to_return_some_output(self):
+        params, x, y = arguments()
+        with pytest.raises(ArgumentError, match="f returned no tensors"):
+            invfunc.diag_ggn(lambda params, x: Output(None, Cache()), F.mse_loss)(params, x, y)
+
+
+@pytest.mark.quick
+def test_a_mapping_that_cannot_be_copied_is_an_error():
+    class Odd(Frozen):
+        def __init__(self, one, two):
+            super().__init__({"x": one, "y": two})
+
+    params, x, y = arguments()
+    with pytest.raises(ArgumentTypeError, match=r"a mapping of type Odd cannot be copied .* pass dict"):
+        invfunc.batch_grad(lambda params, batch: F.mse_loss(model(params, batch["x"]), batch["y"]))(params, Odd(x, y))
+
+
+@pytest.mark.quick
+def test_torch_itself_is_left_as_it_was():
+    """No type of the caller's is registered."""
+    batch = UserDict(x=torch.ones(3))
+    assert tree.leaves(batch) and torch.utils._pytree.tree_leaves(batch) == [batch]

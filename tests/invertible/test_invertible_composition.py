@@ -1,0 +1,314 @@
+"""A checkpointed function is the function: its value and derivatives of every order, by every way to take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
+
+from invfunc import tree
+from invfunc.testing import assert_trees_close
+from tests.invertible_cases import FLOOR, FORMS, PLAIN_ONLY, RTOL, Sizes, sizes, twins
+from tests.networks import total
+
+BOTH = (0, 1)
+
+
+def live(*trees: Any, needs: Callable[[int], bool] = lambda i: True) -> tuple:
+    """Copies that a gradient is asked of, of all leaves or of some by their place."""
+    leaves, structure = tree.flatten(trees)
+    made = [leaf.clone().requires_grad_(needs(i)) for i, leaf in enumerate(leaves)]
+    return tree.unflatten(made, structure)
+
+
+def squares(result: Any) -> torch.Tensor:
+    """A nonlinear function of a result, for derivatives of it."""
+    parts = [t.square().sum() for t in tree.leaves(result)]
+    return sum(parts[1:], parts[0])
+
+
+def steps(like: Any, n: int = 2) -> Any:
+    """n points around a tree, stacked in front."""
+    around = torch.linspace(0.8, 1.2, n).double()
+    return tree.map_leaves(lambda t: torch.stack([t * c for c in around.to(t).unbind()]), like)
+
+
+def turned(like: Any) -> Any:
+    """Other numbers of the same shapes, as tangents and cotangents."""
+    return tree.map_leaves(lambda t: (t + 1).cos(), like)
+
+
+def some(like: Any, n: int = 2) -> Any:
+    return tree.map_leaves(lambda t: t.flatten()[:n], like)
+
+
+# Plain autograd
+
+
+def grads(trees: Any) -> list[torch.Tensor | None]:
+    return [None if t.grad is None else t.grad.clone() for t in tree.leaves(trees)]
+
+
+def backward(h, x, p, times=1, **needs):
+    x, p = live(x, p, **needs)
+    y = h(x, p)
+    loss, found = total(y), []
+    for i in range(times):
+        loss.backward(retain_graph=i + 1 < times)
+        found.append([g for g in grads((x, p)) if g is not None])
+    return tree.map_leaves(torch.Tensor.detach, y), found
+
+
+def backward_inputs(h, x, p):
+    x, p = live(x, p)
+    wanted = [*tree.leaves(p)[:1], *tree.leaves(x)[-1:]]
+    total(h(x, p)).backward(inputs=wanted)
+    assert sum(g is not None for g in grads((x, p))) == len(wanted)
+    return [t.grad for t in wanted]
+
+
+def of_parts(h, x, p):
+    """One output after the other, each for other inputs, through the same graph."""
+    x, p = live(x, p)
+    ys, leaves = tree.leaves(h(x, p)), tree.leaves((x, p))
+    return [
+        torch.autograd.grad(total(y, i), leaves[i::2], retain_graph=True, materialize_grads=True)
+        for i, y in enumerate([*reversed(ys), ys[0]])
+    ]
+
+
+def orders(h, x, p, order, **needs):
+    """The derivatives up to an order."""
+    x, p = live(x, p, **needs)
+    leaves = [t for t in tree.leaves((x, p)) if t.requires_grad]
+    value, found = total(h(x, p)), []
+    for _ in range(order):
+        found.append(torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True))
+        value = squares(found[-1])
+    return found
+
+
+def batched_grads(h, x, p):
+    """Many cotangents at once, through a retained graph."""
+    x, p = live(x, p)
+    y = total(h(x, p)), squares(some(h(x, p)))
+    cotangents = [torch.linspace(1, 2, 3).to(t) for t in y]
+    return torch.autograd.grad(y, tree.leaves((x, p)), cotangents, is_grads_batched=True)
+
+
+def of_vmap(h, x, p):
+    x, p = live(steps(x), p)
+    y = vmap(h, (0, None))(x, p)
+    total(y).backward(retain_graph=True)
+    first = grads((x, p))
+    total(y).backward()
+    return y, first, grads((x, p))
+
+
+def of_vmap_twice(h, x, p):
+    return orders(vmap(h), steps(x), steps(p), 2)
+
+
+def of_func_grad(h, x, p):
+    """A gradient of torch.func of what needs a gradient in plain autograd."""
+    x, p = live(x, p)
+    inner = grad(lambda p: squares(h(x, p)))(p)
+    return inner, torch.autograd.grad(squares(inner), tree.leaves((x, p)), materialize_grads=True)
+
+
+def checkpointed(h, x, p):
+    x, p = live(x, p)
+    value = checkpoint(lambda x, p: total(h(x, p)), x, p, use_reentrant=False)
+    found = torch.autograd.grad(value, tree.leaves((x, p)), create_graph=True)
+    return found, torch.autograd.grad(squares(found), tree.leaves((x, p)), materialize_grads=True)
+
+
+def functional_hessian(h, x, p):
+    leaves, structure = tree.flatten(x)
+    flat = torch.cat([t.flatten() for t in leaves])
+
+    def of_flat(v):
+        parts = v.split([t.numel() for t in leaves])
+        shaped = [v.reshape(t.shape) for v, t in zip(parts, leaves, strict=True)]
+        return squares(h(tree.unflatten(shaped, structure), p))
+
+    return torch.autograd.functional.hessian(of_flat, flat, vectorize=True)
+
+
+class Module(nn.Module):
+    """A module that calls h with its parameters."""
+
+    def __init__(self, h: Callable, params: Any) -> None:
+        super().__init__()
+        leaves, self._structure = tree.flatten(params)
+        self.own = nn.ParameterList(leaf.clone() for leaf in leaves)
+        self.call = h
+
+    def forward(self, x: Any) -> Any:
+        return self.call(x, tree.unflatten(list(self.own), self._structure))
+
+
+def of_module(h, x, p):
+    module = Module(h, p)
+    total(module(x)).backward()
+    return grads(list(module.parameters()))
+
+
+def called_functionally(h, x, p):
+    module = Module(h, p)
+    others = {name: t.detach() * 1.1 for name, t in module.named_parameters()}
+    first = grad(lambda q: total(functional_call(module, q, (x,))))(others)
+    q = dict(zip(others, live(*others.values()), strict=True))
+    total(functional_call(module, q, (x,))).backward()
+    assert all(t.grad is None for t in module.parameters())
+    return first, grads(list(q.values()))
+
+
+PLAIN = {
+    "backward": backward,
+    "backward three times": lambda h, x, p: backward(h, x, p, times=3),
+    "backward, data needs no gradient": lambda h, x, p: backward(h, x, p, needs=lambda i: i >= len(tree.leaves(x))),
+    "backward, of the data": lambda h, x, p: backward(h, x, p, needs=lambda i: i < len(tree.leaves(x))),
+    "backward, half is frozen": lambda h, x, p: backward(h, x, p, needs=lambda i: i % 2 == 1),
+    "backward(inputs=)": backward_inputs,
+    "of each output": of_parts,
+    "three orders": lambda h, x, p: orders(h, x, p, 3),
+    "two orders, half is frozen": lambda h, x, p: orders(h, x, p, 2, needs=lambda i: i % 2 == 0),
+    "is_grads_batched": batched_grads,
+    "backward of vmap, twice": of_vmap,
+    "two orders of vmap": of_vmap_twice,
+    "autograd of grad": of_func_grad,
+    "torch's checkpoint around": checkpointed,
+    "autograd.functional.hessian": functional_hessian,
+    "module": of_module,
+}
+
+
+# torch.func
+
+
+def slope(h):
+    """Of x and params."""
+    return grad(lambda x, p: total(h(x, p)), BOTH)
+
+
+def curved(h):
+    """A scalar that depends on first derivatives."""
+    return lambda x, p: squares(slope(h)(x, p))
+
+
+def pulled(h, x, p):
+    y, pull = vjp(h, x, p)
+    return pull(turned(y)), pull(y)
+
+
+def pulled_in_grad(h, x, p):
+    def outer(x):
+        y, pull = vjp(lambda p: h(x, p), p)
+        return squares(pull(y))
+
+    return grad(outer)(x)
+
+
+def of_the_cotangent(h, x, p):
+    """Differentiated after the level of the vjp has ended."""
+    y, pull = vjp(lambda p: h(x, p), p)
+    return grad(lambda c: squares(pull(c)))(turned(y)), vmap(pull)(steps(y)), pull(y)
+
+
+def linear(h, x, p):
+    return jvp(h, (x, p), (turned(x), turned(p)))
+
+
+def summed(h, axes=(0, 0)):
+    return lambda x, p: total(vmap(h, axes)(x, p))
+
+
+FUNC = {
+    "value": lambda h, x, p: h(x, p),
+    "no_grad": lambda h, x, p: torch.no_grad()(h)(x, p),
+    "grad": lambda h, x, p: slope(h)(x, p),
+    "grad of x": lambda h, x, p: grad(lambda x: total(h(x, p)))(x),
+    "grad of params": lambda h, x, p: grad(lambda p: total(h(x, p)))(p),
+    "grad with aux": lambda h, x, p: grad(lambda p: (total(h(x, p)), h(x, p)), has_aux=True)(p),
+    "vjp": pulled,
+    "vjp in grad": pulled_in_grad,
+    "vjp, its cotangent": of_the_cotangent,
+    "jvp": linear,
+    "jacrev": lambda h, x, p: jacrev(lambda x, p: some(h(x, p)), BOTH)(x, p),
+    "jacrev, in chunks": lambda h, x, p: jacrev(lambda p: some(h(x, p), 3), chunk_size=2)(p),
+    "jacfwd": lambda h, x, p: jacfwd(lambda x: h(x, p))(x),
+    "hessian": lambda h, x, p: hessian(lambda x: total(h(x, p)))(x),
+    "jacrev of jacrev": lambda h, x, p: jacrev(jacrev(lambda x: total(h(x, p))))(x),
+    "jvp of grad": lambda h, x, p: jvp(slope(h), (x, p), (turned(x), turned(p))),
+    "grad of jvp": lambda h, x, p: grad(lambda p: squares(linear(h, x, p)))(p),
+    "grad of grad": lambda h, x, p: grad(curved(h), BOTH)(x, p),
+    "three grads": lambda h, x, p: grad(lambda x, p: squares(grad(curved(h), BOTH)(x, p)), BOTH)(x, p),
+    "functional_call": called_functionally,
+    "vmap": lambda h, x, p: vmap(h, (0, None))(steps(x), p),
+    "vmap of grad": lambda h, x, p: vmap(slope(h), (0, None))(steps(x), p),
+    "vmap of grad over params": lambda h, x, p: vmap(slope(h), (None, 0))(x, steps(p)),
+    "vmap of grad over both": lambda h, x, p: vmap(slope(h))(steps(x), steps(p)),
+    "vmap of grad over the last axis": lambda h, x, p: vmap(slope(h), (-1, None), -1)(
+        tree.map_leaves(lambda t: t.movedim(0, -1), steps(x)), p
+    ),
+    "vmap of vmap of grad": lambda h, x, p: vmap(vmap(slope(h), (0, None)), (None, 0))(steps(x), steps(p, 3)),
+    "grad of vmap": lambda h, x, p: grad(summed(h, (0, None)), BOTH)(steps(x), p),
+    "grad of vmap over params": lambda h, x, p: grad(summed(h, (None, 0)), BOTH)(x, steps(p)),
+    "grad of vmap of vmap": lambda h, x, p: slope(vmap(vmap(h, (0, None)), (None, 0)))(steps(x), steps(p)),
+    "vmap of vjp": lambda h, x, p: vmap(lambda x: pulled(h, x, p))(steps(x)),
+    "vmap of jacrev": lambda h, x, p: vmap(jacrev(lambda x: some(h(x, p))))(steps(x)),
+    "vmap of hessian": lambda h, x, p: vmap(hessian(lambda x: total(h(x, p))))(steps(x)),
+    "vmap of jvp": lambda h, x, p: vmap(lambda x: linear(h, x, p))(steps(x)),
+    "vmap of grad of grad": lambda h, x, p: vmap(grad(curved(h), BOTH), (0, None))(steps(x), p),
+    "grad of vmap of grad": lambda h, x, p: grad(lambda x, p: squares(vmap(slope(h), (0, None))(x, p)), BOTH)(
+        steps(x), p
+    ),
+    "grad of grad of vmap": lambda h, x, p: grad(lambda x, p: squares(grad(summed(h, (0, None)), BOTH)(x, p)), BOTH)(
+        steps(x), p
+    ),
+}
+REFUSED = [of_vmap, of_vmap_twice, of_func_grad]
+"""Where torch's checkpoint does not run."""
+
+EVERYWHERE = ["additive", "functions of a dict"]
+TABLE = [
+    (form, composed)
+    for i, form in enumerate(FORMS)
+    for k, composed in enumerate(PLAIN | FUNC)
+    if form in EVERYWHERE or (i + k) % 5 == 0
+]
+"""Some forms meet everything; what the others meet takes turns, so that everything meets some of them."""
+
+
+def assert_same(composed: Callable, form: str, s: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    pair = twins(form, s).to(dtype, device)
+    found, wanted = (composed(h, pair.x, pair.params) for h in (pair.g, pair.f))
+    assert_trees_close(found, wanted, RTOL[dtype], FLOOR)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("form", "composed"), TABLE)
+def test_equals_the_function(form, composed, dtype, device):
+    assert_same((PLAIN | FUNC)[composed], form, Sizes(), dtype, device)
+
+
+@pytest.mark.parametrize("composed", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("form", PLAIN_ONLY)
+def test_plain_autograd_equals_the_function(form, composed, dtype, device):
+    if composed not in REFUSED:
+        assert_same(composed, form, Sizes(), dtype, device)
+
+
+@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_equals_the_function_at_any_size(data, dtype, device):
+    form, composed = data.draw(st.sampled_from(list(FORMS))), data.draw(st.sampled_from(list(PLAIN | FUNC)))
+    assert_same((PLAIN | FUNC)[composed], form, data.draw(sizes()), dtype, device)

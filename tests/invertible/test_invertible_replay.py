@@ -1,0 +1,213 @@
+"""What is evaluated again draws the same random numbers."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.func import grad, jacrev, vjp, vmap
+
+from invfunc import ReplayError, additive_coupling, invertible_checkpoint
+from tests.invertible_same import assert_same, f, f_inv, gradients, leaves, squares
+
+
+@pytest.fixture
+def same(dtype, device):
+    return partial(assert_same, dtype, device)
+
+
+def masked(b):
+    return F.dropout(b.sin(), 0.5) + b.cos() * torch.rand_like(b)
+
+
+def drawn(x, w):
+    return x * w.exp() + torch.rand_like(x) * w.tanh() * w
+
+
+def undrawn(y, w):
+    return (y - torch.rand_like(y) * w.tanh() * w) * (-w).exp()
+
+
+def counted(x, w, generator):
+    return x * w.exp() + torch.rand(3, generator=generator, dtype=x.dtype) * w.tanh() * w
+
+
+def uncounted(y, w, generator):
+    return (y - torch.rand(3, generator=generator, dtype=y.dtype) * w.tanh() * w) * (-w).exp()
+
+
+def forked(x, w):
+    with torch.random.fork_rng(devices=[]):
+        return drawn(x, w)
+
+
+def unforked(y, w):
+    with torch.random.fork_rng(devices=[]):
+        return undrawn(y, w)
+
+
+COUPLING = additive_coupling(masked, masked)
+PAIRS = {
+    "coupling": (COUPLING, invertible_checkpoint(COUPLING), lambda h, x, w: h(h((x * w, x)))),
+    "generic": (drawn, invertible_checkpoint(drawn, undrawn), lambda h, x, w: h(h(x, w), w)),
+    "forked": (forked, invertible_checkpoint(forked, unforked), lambda h, x, w: (h(h(x, w), w), torch.rand(3))[0]),
+    "kept": (drawn, invertible_checkpoint(drawn, undrawn, keep=True), lambda h, x, w: h(h(x, w), w)),
+    "no inverse": (drawn, invertible_checkpoint(drawn, None), lambda h, x, w: h(h(x, w), w)),
+}
+
+
+def double(loss, w):
+    return grad(lambda w: grad(loss)(w).square().sum())(w)
+
+
+def each(randomness):
+    return lambda loss, w: vmap(grad(loss), randomness=randomness)(torch.stack([w, w.sin()]))
+
+
+def whole(randomness):
+    return lambda loss, w: grad(lambda w: vmap(loss, randomness=randomness)(torch.stack([w, w.cos()])).sum())(w)
+
+
+TRANSFORMS = {
+    "grad": lambda loss, w: grad(loss)(w),
+    "grad of grad": double,
+    "jacrev": lambda loss, w: jacrev(lambda w: torch.stack([loss(w), loss(w.sin())]))(w),
+    "vmap(grad), different": each("different"),
+    "vmap(grad), same": each("same"),
+    "grad(vmap), different": whole("different"),
+    "grad(vmap), same": whole("same"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("plain", "h", "call"), PAIRS.values(), ids=PAIRS)
+class TestRandomNumbers:
+    def test_are_drawn_once(self, same, plain, h, call):
+        """The gradients are those of the same masks, and the generator goes on from where f left it."""
+
+        def run(h, x, w):
+            y = call(h, x, w)
+            after = torch.get_rng_state()
+            torch.rand(3)
+            during = torch.get_rng_state()
+            found = gradients(y, x, w, create_graph=True)
+            found += gradients(found, x, w, retain_graph=True) + gradients(y, x, w)
+            assert torch.equal(torch.get_rng_state(), during)
+            return found, after
+
+        same(run, plain, h)
+
+    @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+    def test_inside_of_torch_func(self, same, plain, h, call, transform):
+        def run(h, x, w):
+            return transform(lambda w: squares(call(h, x.detach(), w)), w.detach()), torch.get_rng_state()
+
+        same(run, plain, h)
+
+    def test_are_the_users_again_after_an_error_in_backward(self, plain, h, call):
+        x, w = leaves()
+        y, before = call(h, x * 1, w), torch.get_rng_state()
+        x.register_hook(lambda gradient: [][0])
+        with pytest.raises(IndexError):
+            gradients(y, x)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.quick
+class TestGenerators:
+    @pytest.mark.parametrize("by_name", [True, False])
+    def test_that_are_arguments(self, same, by_name):
+        h = invertible_checkpoint(counted, uncounted)
+
+        def call(h, x, w, generator):
+            return h(x, w, generator=generator) if by_name else h(x, w, generator)
+
+        def run(h, x, w):
+            generator = torch.Generator().manual_seed(3)
+            y = call(h, call(h, x, w, generator), w, generator)
+            found = gradients(y, x, w, retain_graph=True), gradients(y, x, w)
+            inside = grad(lambda w: squares(call(h, call(h, x.detach(), w, generator), w, generator)))(w.detach())
+            return found, inside, generator.get_state(), torch.get_rng_state()
+
+        same(run, counted, h, invertible_checkpoint(counted, None))
+
+    def test_that_are_closed_over_are_replayed(self, same):
+        for call in (lambda h, x, w: h((x * w, x)), lambda h, x, w: h(h((x * w, x)))):
+
+            def run(wrap, x, w, call=call):
+                generator = torch.Generator().manual_seed(0)
+                draw = partial(torch.rand, 2, 3, generator=generator, dtype=x.dtype)
+                pair = additive_coupling(lambda b: b.tanh() * draw() * b, lambda b: b.sin() * draw() * b)
+                return gradients(call(wrap(pair), x, w), x, w)
+
+            same(run, lambda pair: pair, invertible_checkpoint)
+
+
+@pytest.mark.quick
+class TestTransformsOfTheGradient:
+    """What is vmapped after forward has drawn gets the numbers that it drew."""
+
+    @pytest.mark.parametrize("randomness", ["error", "same", "different"])
+    @pytest.mark.parametrize(("plain", "h", "call"), PAIRS.values(), ids=PAIRS)
+    def test_of_a_pulled_back_batch(self, same, plain, h, call, randomness):
+        def run(h, x, w):
+            _, pull = vjp(lambda w: call(h, x.detach(), w), w.detach())
+            batch = torch.stack([x, x.sin()]).detach()
+            return vmap(pull, randomness=randomness)((batch, batch.cos()) if h in PAIRS["coupling"] else batch)
+
+        same(run, plain, h)
+
+    @pytest.mark.parametrize(("plain", "h", "call"), PAIRS.values(), ids=PAIRS)
+    def test_of_batched_gradients(self, same, plain, h, call):
+        def run(h, x, w):
+            y = call(h, x, w)
+            batch = torch.stack([x, x.sin()]).detach()
+            return torch.autograd.grad(y[0] if h in PAIRS["coupling"] else y, (x, w), batch, is_grads_batched=True)
+
+        same(run, plain, h)
+
+
+@pytest.mark.quick
+def test_without_preserving_the_state_an_f_that_draws_nothing_is_the_same(same):
+    h = invertible_checkpoint(f, f_inv, preserve_rng_state=False)
+
+    def run(h, x, w):
+        y = h(h(x, w), w)
+        before = torch.get_rng_state()
+        found = gradients(y, x, w)
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    same(run, f, h)
+
+
+@pytest.mark.quick
+def test_without_preserving_the_state_an_f_that_draws_draws_again():
+    def moves(preserve):
+        h = invertible_checkpoint(drawn, None, preserve_rng_state=preserve, check="off")
+        x, w = leaves()
+        y, before = h(x, w), torch.get_rng_state()
+        gradients(y, x, w)
+        return not torch.equal(torch.get_rng_state(), before)
+
+    assert (moves(False), moves(True)) == (True, False)
+
+
+@pytest.mark.quick
+def test_without_preserving_the_state_an_f_that_draws_is_told_of():
+    x, w = leaves()
+    with pytest.raises(ReplayError, match=r"other numbers.*preserve_rng_state=True"):
+        gradients(invertible_checkpoint(drawn, None, preserve_rng_state=False)(x, w), x, w)
+
+
+@pytest.mark.quick
+def test_fake_tensors_go_through():
+    """Memory estimators run whole steps on them; nothing is drawn."""
+    before = torch.get_rng_state()
+    with FakeTensorMode():
+        layer, x = nn.Linear(3, 3), torch.empty(2, 3, requires_grad=True)
+        block = invertible_checkpoint(additive_coupling(lambda b: F.dropout(layer(b)).tanh(), lambda a: layer(a).sin()))
+        gradients(block(block((x * 1, x * 2))), x, layer.weight)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,319 @@
+"""State that f writes is written once; what is written between forward and backward is never read as it was not."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad
+
+from invfunc import Invertible, ModifiedError, ReplayError, additive_coupling, chain, invertible_checkpoint
+from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, squares
+
+
+@pytest.fixture
+def same(dtype, device):
+    return partial(assert_same, dtype, device)
+
+
+class Counting(nn.Module):
+    """A state that is replaced by what writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.ones(3))
+
+    def forward(self, x):
+        self.count += 1
+        return x * self.count.sqrt().rsqrt()
+
+
+class Whitening(nn.Module):
+    """A running mean of what came, which is subtracted before and after it is written, through a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2, 3))
+
+    def forward(self, x):
+        z = x - self.mean[0].clone()
+        with torch.no_grad():
+            self.mean[0].lerp_(x.mean(0), 0.25)
+            self.mean.data[1] = self.mean[0]
+        return z - self.mean[1].clone() / 2
+
+
+STATES = {
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+    "of old": lambda: nn.utils.spectral_norm(nn.Linear(3, 3), n_power_iterations=2),
+    "cumulative average": lambda: nn.BatchNorm1d(3, momentum=None),
+    "a count": Counting,
+    "a running mean": Whitening,
+}
+
+
+def residual(part):
+    """An invertible residual network, whose inverse evaluates the same module many times."""
+
+    def inverse(y):
+        x = y
+        for _ in range(40):
+            x = y - part(x)
+        return x
+
+    return Invertible(lambda x: x + part(x), inverse)
+
+
+@pytest.mark.quick
+class TestState:
+    NORMS = {
+        "batch norm": lambda: nn.BatchNorm1d(3),
+        "without tracking": lambda: nn.BatchNorm1d(3, track_running_stats=False),
+        "in eval mode": lambda: nn.BatchNorm1d(3).eval(),
+        "instance norm": lambda: nn.Sequential(nn.Unflatten(0, (2, 3)), nn.InstanceNorm1d(3, track_running_stats=True)),
+        "frozen": lambda: nn.BatchNorm1d(3).requires_grad_(False),
+    }
+
+    @pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+    @pytest.mark.parametrize("options", [{}, {"keep": True}, {"check": True}], ids=str)
+    def test_running_statistics_are_updated_once(self, same, make, options):
+        def run(wrap, x, w):
+            norm = make().to(x)
+            pair = additive_coupling(lambda b: norm(b).view(6, 3).tanh(), lambda a: norm(a).view(6, 3).sin())
+            y = wrap(pair)(wrap(pair)((torch.cat([x, x.sin(), x * w]), torch.cat([x * x, x.cos(), x + w]))))
+            state = [b.clone() for b in norm.buffers()]
+            first = gradients(y, x, w, *(p for p in norm.parameters() if p.requires_grad), create_graph=True)
+            return first, gradients(first, x, w), state, list(norm.buffers())
+
+        same(run, lambda pair: pair, partial(invertible_checkpoint, **options))
+
+    def test_running_statistics_beside_torch_func_are_refused(self, same):
+        """Of an f that differentiates by torch.func itself."""
+
+        def run(wrap, x, w):
+            norm = nn.BatchNorm1d(3).to(x).requires_grad_(False)
+            pair = additive_coupling(lambda b: norm(b) * grad(lambda b: b.sin().sum())(b), torch.sin)
+            return gradients(wrap(pair)((x, torch.cat([x, x.sin()])[::2] * w)), x, w), dict(norm.named_buffers())
+
+        with pytest.raises(ReplayError, match="torch.func"):
+            same(run, lambda pair: pair, invertible_checkpoint)
+
+    def test_running_statistics_that_are_arguments_are_refused(self):
+        def part(b, p):
+            return F.batch_norm(b, *p, training=True)
+
+        state = (torch.zeros(3).double(), torch.ones(3).double())
+        x = leaves()[0]
+        with pytest.raises(ReplayError, match="writes into a further argument"):
+            invertible_checkpoint(additive_coupling(part, part))((x, x), (state, state))
+
+    @pytest.mark.parametrize("options", [{}, {"keep": True}, {"check": 1e-6}], ids=str)
+    @pytest.mark.parametrize("how", ["parts", "one part", "i-ResNet", "nested", "in the middle of a chain"])
+    @pytest.mark.parametrize("kind", STATES)
+    def test_state_that_is_read_and_written_is_replayed(self, same, how, options, kind):
+        """Several blocks that share a module, and another forward before the backward pass."""
+
+        def run(wrap, x, w):
+            torch.manual_seed(0)
+            x0, x = x, torch.cat([x, 1.5 * x.sin(), x.cos()])
+            first, second = (STATES[kind]().to(x) for _ in range(2))
+            parts = (lambda b: first(b).sin() * w / 3, lambda a: second(a).tanh() / 3)
+            block, given = wrap(additive_coupling(*parts)), (x, (3 * x).sin())
+            if how == "one part":
+                block = wrap(additive_coupling(parts[0], parts[0]))
+            elif how == "nested":
+                inner = additive_coupling(*parts) if "check" in options else block
+                block = wrap(additive_coupling(lambda b: inner((b, b.cos()))[0], parts[0]))
+            elif how == "in the middle of a chain":
+                block = wrap(chain(additive_coupling(torch.sin, torch.cos), block, additive_coupling(*parts)))
+            elif how == "i-ResNet":
+                block, given = wrap(residual(parts[0])), given[1]
+            y = block(block(given))
+            z = block(y)
+            inputs = (x0, w, *first.parameters(), *second.parameters())
+            kwargs = {"allow_unused": True, "materialize_grads": True}
+            found = gradients(y, *inputs, retain_graph=True, **kwargs)
+            state = [b.clone() for m in (first, second) for b in m.buffers()]
+            return found, gradients(z, *inputs, **kwargs), state, [b for m in (first, second) for b in m.buffers()]
+
+        same(run, lambda pair: pair.forward if how == "i-ResNet" else pair, partial(invertible_checkpoint, **options))
+
+    def test_state_that_cannot_be_replayed_is_refused(self):
+        count, x = torch.zeros(3, dtype=torch.float64), leaves()[0]
+
+        def part(b):
+            return b * F.relu(count, inplace=True)
+
+        crossing = Invertible(
+            lambda F, x: x * count + F(x) + count,
+            lambda F, y: y,
+            shared=(lambda x: x * count.add_(1),),
+        )
+        for pair in (additive_coupling(part, part), crossing):
+            with pytest.raises(ReplayError, match="reads and writes a tensor of shape"):
+                invertible_checkpoint(pair)((x, x) if pair is not crossing else x)
+
+    def test_an_inverse_that_uses_the_state_otherwise_is_refused(self):
+        count, x = torch.zeros(3, dtype=torch.float64), leaves()[0]
+        g = invertible_checkpoint(lambda x: x * count.add_(1).clone(), lambda y: y / count)
+        with pytest.raises(ReplayError, match="in another order than f"):
+            gradients(g(x * 1), x)
+
+    def test_written_arguments_are_refused(self):
+        x, w = leaves()
+        for change, which in [
+            (lambda x, w: x.mul_(2), "x"),
+            (lambda x, w: x.view(-1)[1:].zero_(), "x"),
+            (lambda x, w: w.add_(1), "a further argument"),
+            (lambda x, w: w.__setitem__(0, 1.0), "a further argument"),
+        ]:
+
+            def writes(x, w, change=change):
+                change(x, w)
+                return f(x, w)
+
+            for h in (invertible_checkpoint(writes, f_inv), invertible_checkpoint(writes, None)):
+                with pytest.raises(ReplayError, match=f"writes into {which} "):
+                    h(x * 1, w * 1)
+
+    def test_an_inverse_that_writes_is_refused(self, same):
+        for write in (
+            lambda y, w: y.sub_(w.tanh()).mul_((-w).exp()),
+            lambda y, w: (y - w.tanh()) * w.neg_().exp(),
+            lambda y, w: (y.view(-1).mul_(2), f_inv(y / 2, w))[1],
+        ):
+
+            def run(h, x, w, write=write):
+                y, value, v = h(x * 1, w), h(x * 1, w).detach(), w.detach().clone()
+                found = gradients(y.sin(), x, w, retain_graph=True), gradients(y.sin(), x, w)
+                assert torch.equal(y, value) and torch.equal(w, v)
+                return found
+
+            with pytest.raises(ReplayError, match="the inverse writes"):
+                same(run, f, invertible_checkpoint(f, write))
+
+
+def closed(f, w):
+    return lambda x, unused: f(x, w)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["dropout", "batch norm", "several"])
+def test_a_module_whose_mode_changes_before_the_backward_is_refused(kind):
+    made = {
+        "dropout": lambda: nn.Dropout(0.5),
+        "batch norm": lambda: nn.BatchNorm1d(3).double(),
+        "several": lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3).double(), nn.Tanh()),
+    }
+    module, (x, w) = made[kind](), leaves()
+    coupling = additive_coupling(lambda b: module(b.sin()) * b, lambda a: module(a.sin()) * a)
+    y = invertible_checkpoint(coupling)((x * w, x))
+    module.eval()
+    told = "other numbers.*mode of a module|`batch_norm` reads .* did not read at this place.*after the backward pass"
+    with pytest.raises(ReplayError, match=told):
+        gradients(y, x, w)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("when", ["after", "before, and back"])
+def test_a_module_whose_mode_changes_after_the_backward_is_right(same, when):
+    """The way out of the error above, and a validation in between."""
+
+    def run(wrap, x, w):
+        norm = nn.BatchNorm1d(3).to(x)
+        g, x0 = (
+            wrap(additive_coupling(lambda b: norm(b.sin()) * b, lambda a: norm(a.sin()) * a)),
+            torch.cat([x, x.cos()]),
+        )
+        y = g((x0 * w, x0))
+        if when != "after":
+            norm.eval()
+            with torch.no_grad():
+                g((x0, x0))
+            norm.train()
+        found = gradients(y, x, w)
+        norm.eval()
+        return found, g((x0, x0)), list(norm.buffers())
+
+    same(run, lambda pair: pair, invertible_checkpoint)
+
+
+@pytest.mark.quick
+def test_a_table_that_is_renormalised_is_written_once(same):
+    def run(wrap, x, w):
+        table = torch.arange(12.0).view(4, 3).to(x)
+        pair = additive_coupling(lambda b: b * F.embedding(torch.tensor([0, 3]), table, max_norm=1.0).sin(), torch.sin)
+        return gradients(wrap(pair)((x * w, x)), x, w), table
+
+    same(run, lambda pair: pair, invertible_checkpoint)
+
+
+@pytest.mark.quick
+class TestWrittenSince:
+    """Parameters that are written between forward and backward: an error, never a number of the new ones."""
+
+    @pytest.mark.parametrize("where", ["argument", "closed over", "shared", "of a dropped block", "kept"])
+    @pytest.mark.parametrize("partial", [False, True], ids=["at once", "after a partial gradient"])
+    def test_is_an_error(self, where, partial):
+        x, w = leaves()
+        h, args = g, (w,)
+        if where == "closed over":
+            h, args = invertible_checkpoint(closed(f, w), closed(f_inv, w)), (None,)
+        elif where == "kept":
+            h = invertible_checkpoint(f, None)
+        elif where == "shared":
+            coupling = additive_coupling(lambda b, p: (b * p).tanh(), lambda a, q: (a * q).sin())
+            h, args = invertible_checkpoint(coupling), ((w, w),)
+        y = h((x * 1, x * 2) if where == "shared" else x * 1, *args)
+        if where == "of a dropped block":
+            h(y, *args)
+        s = squares(y)
+        del y
+        if partial:
+            torch.autograd.grad(s, w, retain_graph=True)
+        with torch.no_grad():
+            w.mul_(3)
+        with pytest.raises((ModifiedError, RuntimeError), match="modified by an inplace operation"):
+            torch.autograd.grad(s, (x, w))
+
+    def test_is_an_error_where_it_is_among_what_is_left_of_a_partial_gradient(self):
+        x, w = leaves()
+        s = invertible_checkpoint(lambda x, w: x * w, lambda y, w: y / w)(x * 1, w).sum()
+        torch.autograd.grad(s, w, retain_graph=True)
+        with torch.no_grad():
+            w.mul_(3)
+        with pytest.raises(ModifiedError, match="modified by an inplace operation"):
+            torch.autograd.grad(s, x)
+
+    @pytest.mark.parametrize("is_argument", [True, False])
+    def test_data_that_takes_the_place_of_a_parameters(self, same, is_argument):
+        """As `vector_to_parameters` does: the version stays as it is."""
+
+        def run(wrap, x, w):
+            h, args = (wrap(f, f_inv), (w,)) if is_argument else (wrap(closed(f, w), closed(f_inv, w)), (None,))
+            s = squares(h(x * 1, *args))
+            w.data = w.data * 3
+            return torch.autograd.grad(s, (x, w))
+
+        same(run, lambda f, f_inv: f, invertible_checkpoint)
+
+    @pytest.mark.parametrize("write", [lambda y: y.add_(1), lambda y: y[0].zero_(), lambda y: y.detach().mul_(2)])
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_outputs_that_are_written_before_the_next_block(self, same, write, inside):
+        """Without a gradient, so that the graph stays as it is; also inside of torch.func."""
+
+        def run(h, x, w):
+            if inside:
+                return grad(lambda w: squares(self.twice(h, x.detach(), w, write)))(w.detach())
+            return gradients(self.twice(h, x * 1, w, write), w)
+
+        with pytest.raises(ModifiedError, match="modified by an inplace operation"):
+            same(run)
+
+    @staticmethod
+    def twice(h, x, w, write):
+        y = h(x, w)
+        with torch.no_grad():
+            write(y)
+        return h(y, w)

@@ -1,0 +1,160 @@
+"""Statistics of a checkpointed network are those of the network, as is chunking them or taking many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.func import grad, vmap
+
+import invfunc as i
+from invfunc import tree
+from invfunc.testing import assert_trees_close
+from tests.invertible.test_invertible_composition import Module, steps, turned
+from tests.invertible_cases import FLOOR, RTOL, Sizes, Twins, sizes, twins
+from tests.strategies import Numbers
+
+CLASSES = 3
+
+
+def loss(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(z, y)
+
+
+def model(h: Callable) -> Callable:
+    """`f(params, x) -> [N, CLASSES]`, whose last parameter is a linear layer behind the network."""
+
+    def f(params: Any, x: Any) -> torch.Tensor:
+        y = [t if t.ndim > 1 else t[:, None] for t in tree.leaves(h(x, params[0]))]
+        return torch.cat(y, 1) @ params[1]
+
+    f.__name__ = "model"
+    return f
+
+
+def of_loss(f: Callable) -> Callable:
+    return lambda params, x, y: loss(f(params, x), y)
+
+
+def of_losses(f: Callable) -> Callable:
+    return lambda params, x, y: F.cross_entropy(f(params, x), y, reduction="none")
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def along(product: Callable) -> Callable:
+    """A product with a matrix, as a function of the parameters and the batch."""
+    return lambda params, *batch: product(params, turned(params), *batch)
+
+
+def both(f: Callable) -> Callable:
+    return i.together(i.variance(f), i.diag_ggn(f))
+
+
+FIRST = {
+    "grad": lambda f: grad(of_loss(f)),
+    "batch_grad": lambda f: i.batch_grad(of_losses(f)),
+    "batch_l2_grad": lambda f: i.batch_l2_grad(of_losses(f)),
+    "sum_grad_squared": lambda f: i.sum_grad_squared(of_losses(f)),
+    "variance": lambda f: i.variance(of_loss(f)),
+    "gram": lambda f: i.gram(of_loss(f)),
+    "clipped_grad": lambda f: i.clipped_grad(of_losses(f), 0.5),
+    "batch_jacobian": lambda f: lambda params, x, y: i.batch_jacobian(f)(params, x),
+}
+CURVATURE = {
+    "diag_ggn of f and loss": lambda f: i.diag_ggn(f, loss),
+    "diag_ggn of f": lambda f: i.diag_ggn(of_loss(f)),
+    "diag_ggn, sampled": lambda f: lambda *args: i.diag_ggn(f, loss, mc_samples=2, generator=seeded())(*args),
+    "batch_diag_ggn": lambda f: i.batch_diag_ggn(f, loss),
+    "diag_hessian": lambda f: i.diag_hessian(f, loss),
+    "ggn_trace": lambda f: i.ggn_trace(f, loss),
+    "hvp": lambda f: along(i.hvp(of_loss(f))),
+    "ggnvp": lambda f: along(i.ggnvp(f, loss)),
+}
+CHUNKED = {
+    "variance over samples": lambda f: i.chunked(i.variance(of_loss(f)), 2),
+    "variance over params": lambda f: i.chunked(i.variance(of_loss(f)), 2, over="params"),
+    "diag_ggn over outputs": lambda f: i.chunked(i.diag_ggn(f, loss), 2),
+    "diag_ggn over samples": lambda f: i.chunked(i.diag_ggn(f, loss), 2, over="samples"),
+    "diag_ggn over params": lambda f: i.chunked(i.diag_ggn(of_loss(f)), 3, over="params"),
+    "gradients over samples": lambda f: (
+        lambda params, x, y: i.chunked(
+            lambda params, x, y: grad(lambda p: F.cross_entropy(f(p, x), y, reduction="sum"))(params), 2, fold="sum"
+        )(params, x, y)
+    ),
+    "together": lambda f: both(of_loss(f)),
+    "together over params": lambda f: i.chunked(both(of_loss(f)), 2, over="params"),
+}
+COMPOSED = {
+    "vmap of variance": lambda f: lambda p, x, y: vmap(i.variance(of_loss(f)), (0, None, None))(steps(p), x, y),
+    "vmap of diag_ggn over data": lambda f: lambda p, x, y: vmap(i.diag_ggn(f, loss), (None, 0, None))(p, steps(x), y),
+    "grad of variance": lambda f: grad(lambda p, x, y: total_of(i.variance(of_loss(f))(p, x, y))),
+    "grad of diag_ggn": lambda f: grad(lambda p, x, y: total_of(i.diag_ggn(f, loss)(p, x, y))),
+}
+KRONECKER = {
+    "kfac": lambda f: lambda *args: i.kfac(f, loss, generator=seeded())(*args),
+    "kfac, exact": lambda f: i.kfac(f, loss, fisher="exact"),
+    "kflr": lambda f: i.kflr(f, loss),
+}
+TABLE = FIRST | CURVATURE | CHUNKED | COMPOSED
+ALL = ["additive", "affine", "functions of a dict", "no inverse", "repeated, stacked, anchored", "nested"]
+"""Whose samples do not meet."""
+
+
+def total_of(found: Any) -> torch.Tensor:
+    return sum((t.sin().sum() for t in tree.leaves(found)), torch.zeros(()))
+
+
+def arguments(pair: Twins) -> tuple[Any, Any, torch.Tensor]:
+    rand = Numbers(11)
+    leaves = tree.leaves(pair.f(pair.x, pair.params))
+    width = sum(t.shape[1] if t.ndim > 1 else 1 for t in leaves)
+    n = len(leaves[0])
+    return (pair.params, rand(width, CLASSES) / width**0.5), pair.x, rand.below(CLASSES, n)
+
+
+def assert_same(of: Callable, form: str, s: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    pair = twins(form, s)
+    (params, last), x, y = arguments(pair)
+    pair = Twins(form, pair.f, pair.g, x, (params, last)).to(dtype, device)
+    found, wanted = (of(model(h))(pair.params, pair.x, y.to(device)) for h in (pair.g, pair.f))
+    assert_trees_close(found, wanted, RTOL[dtype], FLOOR)
+
+
+@pytest.mark.parametrize("of", TABLE.values(), ids=TABLE)
+@pytest.mark.parametrize("form", ALL)
+def test_equals_that_of_the_function(form, of, dtype, device):
+    assert_same(of, form, Sizes(n=4), dtype, device)
+
+
+@pytest.mark.parametrize("of", KRONECKER.values(), ids=KRONECKER)
+@pytest.mark.parametrize("form", ["additive", "affine", "no inverse", "repeated"])
+def test_kronecker_factors_equal_those_of_the_function(form, of, dtype, device):
+    assert_same(of, form, Sizes(n=4), dtype, device)
+
+
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_equals_that_of_the_function_at_any_size(data, dtype, device):
+    form, of = data.draw(st.sampled_from(ALL)), data.draw(st.sampled_from(list(TABLE)))
+    assert_same(TABLE[of], form, data.draw(sizes()), dtype, device)
+
+
+@pytest.mark.parametrize("of", (FIRST | CURVATURE).values(), ids=FIRST | CURVATURE)
+def test_of_a_module_that_uses_blocks(of, dtype, device):
+    """Its own parameters, as `functional` finds them."""
+    pair = twins("additive", Sizes(n=4)).to(dtype, device)
+    y = Numbers(11).below(CLASSES, 4).to(device)
+
+    def found(h: Callable) -> Any:
+        f, params = i.functional(Module(h, pair.params))
+        return of(lambda params, x: torch.cat(tree.leaves(f(params, x)), 1)[:, :CLASSES])(params, pair.x, y)
+
+    assert_trees_close(found(pair.g), found(pair.f), RTOL[dtype], FLOOR)

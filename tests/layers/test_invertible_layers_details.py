@@ -1,0 +1,254 @@
+"""Layers as pairs: under the transforms, beside torch's own layers, and in half precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import grad, jvp, vmap
+
+from invfunc import layers, tree
+from invfunc.layers.weights import rotation
+from invfunc.testing import assert_trees_close
+from tests.layers.test_invertible_layers import FLOOR, LAYERS, RTOL, SQUARE, TALL, and_back, of_each, placed, there
+from tests.strategies import Numbers
+
+few = settings(max_examples=6)
+NO_BATCH = {name: cases for name, cases in LAYERS.items() if name != "batch_norm"}
+WHOLE: dict[str, Any] = {"fullgraph": True, "backend": "eager"}
+
+
+def opened(fn: Any, *given: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The function as one of the tensors among its arguments alone, and these."""
+    leaves, layout = tree.flatten(given)
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def of_tensors(*tensors: torch.Tensor) -> Any:
+        filled = list(leaves)
+        for i, t in zip(at, tensors, strict=True):
+            filled[i] = t
+        return fn(*tree.unflatten(filled, layout))
+
+    return of_tensors, [leaves[i] for i in at]
+
+
+class TestTransforms:
+    @of_each
+    @few
+    @given(data=st.data())
+    def test_derivatives_of_first_and_second_order(self, cases, data):
+        """Backward, forward and batched, of both directions, in x and in the parameters."""
+        case = data.draw(cases)
+        y, hidden = there(case.pair, case.x, case.args)
+        for fn, given_to in ((case.pair, (case.x, *case.args)), (case.pair.inverse, (y, *hidden, *case.args))):
+            f, tensors = opened(fn, *given_to)
+            tensors = [t.detach().clone().requires_grad_() for t in tensors]
+            assert gradcheck(f, tensors, check_forward_ad=True, check_batched_grad=True)
+            assert gradgradcheck(f, tensors)
+
+    @pytest.mark.parametrize("cases", SQUARE.values(), ids=SQUARE)
+    @few
+    @given(data=st.data())
+    def test_derivatives_of_the_log_determinant(self, cases, data):
+        case = data.draw(cases)
+        f, tensors = opened(case.pair.log_det, case.x, *case.args)
+        tensors = [t.detach().clone().requires_grad_() for t in tensors]
+
+        def slanted(*t):
+            return f(*t) + sum(p.sum() for p in t)  # f may be constant
+
+        assert gradcheck(slanted, tensors, check_forward_ad=True)
+        assert gradgradcheck(slanted, tensors)
+
+    @of_each
+    @few
+    @given(data=st.data())
+    def test_torch_func_gives_what_autograd_gives(self, device, dtype, cases, data):
+        case = placed(cases, data, dtype, device)
+        f, tensors = opened(lambda x, *args: case.pair(x, *args).sin().sum(), case.x, *case.args)
+        every = tuple(range(len(tensors)))
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        wanted = torch.autograd.grad(f(*leaves), leaves)
+        assert_trees_close(grad(f, every)(*tensors), wanted, RTOL[dtype], FLOOR)
+        slope = jvp(f, tuple(tensors), tuple(torch.ones_like(t) for t in tensors))[1]
+        assert_trees_close(slope, sum(w.sum() for w in wanted), 10 * RTOL[dtype], 1.0)
+
+    @of_each
+    @given(data=st.data())
+    def test_vmap_is_the_loop(self, device, dtype, cases, data):
+        """Over x alone along some axis, and over x with the parameters; both directions and the log-determinant."""
+        case = placed(cases, data, dtype, device)
+        volume = case.pair.log_det if case.pair.log_det and cases not in TALL.values() else lambda x, *args: x
+
+        def all_of(x, *args):
+            return case.pair(x, *args), and_back(case.pair, x, args), volume(x, *args)
+
+        f, tensors = opened(all_of, case.x, *case.args)
+        axis = data.draw(st.integers(0, case.x.ndim))
+        each = [[t * s for t in tensors] for s in (1.0, 0.75, 1.25)]
+        for dims in ((axis, *[None] * (len(tensors) - 1)), (axis, *[0] * (len(tensors) - 1))):
+            rows = [[t if d is not None else own for t, own, d in zip(r, tensors, dims, strict=True)] for r in each]
+            looped = tree.map_leaves(lambda *ys: torch.stack(ys), *[f(*r) for r in rows])
+            columns = zip(zip(*rows, strict=True), dims, strict=True)
+            stacked = [column[0] if d is None else torch.stack(column, d) for column, d in columns]
+            assert_trees_close(vmap(f, dims)(*stacked), looped, 10 * RTOL[dtype], FLOOR)
+
+
+class TestExtremes:
+    @pytest.mark.parametrize("cases", NO_BATCH.values(), ids=NO_BATCH)
+    @few
+    @given(data=st.data())
+    def test_of_no_sample_at_all(self, device, dtype, cases, data):
+        case = placed(cases, data, dtype, device)
+        y, none = case.pair(case.x, *case.args), case.x[:0]
+        assert case.pair(none, *case.args).shape == (0, *y.shape[1:]) or repr(case.pair).startswith("pad")
+        assert and_back(case.pair, none, case.args).shape == none.shape
+        if cases not in TALL.values():
+            assert case.pair.log_det(none, *case.args).shape == (0,)
+
+    @of_each
+    @settings(max_examples=2)
+    @given(data=st.data())
+    def test_compiles_as_one_graph(self, cases, data):
+        case = data.draw(cases)
+        torch._dynamo.reset()
+        there_and_back = torch.compile(lambda x, args: (case.pair(x, *args), and_back(case.pair, x, args)), **WHOLE)
+        wanted = case.pair(case.x, *case.args), case.x
+        assert_trees_close(there_and_back(case.x, case.args), wanted, 1e-10)
+        if cases not in TALL.values():
+            volume = torch.compile(case.pair.log_det, **WHOLE)(case.x, *case.args)
+            assert_trees_close(volume, case.pair.log_det(case.x, *case.args), 1e-10, FLOOR)
+
+
+class TestAgreement:
+    """With what torch has of them."""
+
+    @pytest.mark.parametrize("d", [1, 2, 3])
+    @pytest.mark.parametrize("biased", [True, False])
+    def test_linear_and_convolutions(self, d, biased):
+        rand = Numbers()
+        x, w, b = rand(2, 3, *[4, 2, 6][:d]), rand(24, 3, *[2, 1, 3][:d]), rand(24) if biased else None
+        conv = getattr(F, f"conv{d}d")
+        assert_trees_close(layers.patch_conv()(x, (w, b)), conv(x, w, b, stride=w.shape[2:]), 1e-12)
+        square, b = rand(3, 3), rand(3) if biased else None
+        y = conv(x, square.reshape(3, 3, *[1] * d), b)
+        assert_trees_close(layers.conv1x1()(x, (square, b)), y, 1e-12)
+        assert_trees_close(layers.linear()(x.movedim(1, -1), (square, b)).movedim(-1, 1), y, 1e-12)
+        turned = layers.orthogonal_linear()(x.movedim(1, -1), (square, b)).movedim(-1, 1)
+        assert_trees_close(layers.conv1x1(orthogonal=True)(x, (square, b)), turned, 1e-12)
+
+    def test_a_tall_linear_is_solved_as_by_lstsq(self):
+        rand = Numbers()
+        w, b, y = rand(5, 3), rand(5), rand(4, 2, 5)
+        wanted = torch.linalg.lstsq(w, (y - b).reshape(-1, 5).mT).solution.mT.reshape(4, 2, 3)
+        assert_trees_close(layers.linear().inverse(y, (w, b)), wanted, 1e-12)
+
+    def test_a_tall_linear_is_solved_without_its_normal_equations(self):
+        """They would square the condition number, 1e5."""
+        rand = Numbers()
+        left, right = torch.linalg.qr(rand(8, 4))[0], torch.linalg.qr(rand(4, 4))[0]
+        w, x = (left * torch.logspace(0, -5, 4).double()) @ right, rand(3, 4)
+        assert_trees_close(and_back(layers.linear(), x, (w,)), x, 1e-9)
+
+    @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (2, 3, 4, 5), (2, 3, 2, 2, 2)])
+    @pytest.mark.parametrize("affine", [True, False])
+    def test_batch_norm(self, shape, affine):
+        rand = Numbers()
+        x, (w, b) = rand(*shape), (rand(3), rand(3)) if affine else (None, None)
+        params, module = (w, b) if affine else None, nn.BatchNorm1d(3, momentum=1.0, affine=False).double()
+        y, (mean, var) = layers.batch_norm(0.01).forward(x, params)
+        assert_trees_close(y, F.batch_norm(x, None, None, w, b, training=True, eps=0.01), 1e-12)
+        module(x.reshape(shape[0], 3, -1))
+        count = x.numel() // 3
+        assert_trees_close((mean, var * count / (count - 1)), (module.running_mean, module.running_var), 1e-12)
+        fixed = layers.batch_norm(0.01, statistics=(rand(3), rand(3).square()))
+        other = layers.batch_norm(0.01, statistics=(mean, var))
+        assert not fixed.hidden and not torch.allclose(fixed(x, params), y)
+        assert_trees_close(other(x, params), F.batch_norm(x, mean, var, w, b, eps=0.01), 1e-12)
+
+    def test_those_without_parameters(self):
+        x = Numbers()(2, 8, 4, 6)
+        assert torch.equal(layers.identity()(x), x)
+        assert torch.equal(layers.leaky_relu(0.2)(x), F.leaky_relu(x, 0.2))
+        assert torch.equal(layers.leaky_relu()(x), F.leaky_relu(x))
+        assert torch.equal(layers.flatten()(x), torch.flatten(x, 1))
+        assert torch.equal(layers.flatten(0, 2)(x), torch.flatten(x, 0, 2))
+        assert torch.equal(layers.unflatten(-3, (2, -1))(x), x.unflatten(1, (2, 4)))
+        assert torch.equal(layers.unflatten(0, (1, 2))(x), x[None])
+        assert torch.equal(layers.pixel_shuffle(2)(x[None]), F.pixel_shuffle(x[None], 2))
+        assert torch.equal(layers.pixel_unshuffle(2)(x[0]), F.pixel_unshuffle(x[0], 2))
+        assert torch.equal(layers.pad((1, 0, 2, 3), 0.5)(x), F.pad(x, (1, 0, 2, 3), value=0.5))
+
+    def test_identity_takes_a_tree(self):
+        x = {"a": torch.ones(2, 3), "b": (torch.zeros(2), None)}
+        assert layers.identity()(x) is x and layers.identity().inverse(x) is x
+        assert torch.equal(layers.identity().log_det(x), torch.zeros(2))
+
+    def test_haar(self):
+        """Means and differences as they are defined, and an orthonormal matrix."""
+        x = Numbers()(2, 3, 4, 6)
+        a, b, c, d = x[..., ::2, ::2], x[..., ::2, 1::2], x[..., 1::2, ::2], x[..., 1::2, 1::2]
+        wanted = torch.stack([a + b + c + d, a - b + c - d, a + b - c - d, a - b - c + d], 2) / 2
+        assert_trees_close(layers.haar()(x), wanted.flatten(1, 2), 1e-14)
+        matrix = torch.func.jacrev(layers.haar())(x[:1, :1, :2, :2]).reshape(4, 4)
+        assert_trees_close(matrix @ matrix.T, torch.eye(4).double(), 1e-14)
+
+
+class TestRotation:
+    @given(n=st.integers(1, 6), scale=st.sampled_from([0.0, 1.0, 1e3]))
+    def test_is_the_product_of_the_reflections(self, n, scale):
+        a, one = scale * Numbers()(n, n), torch.eye(n).double()
+        q, wanted = rotation(a), -one
+        for i in range(n):
+            v = torch.cat([torch.zeros(i), torch.ones(1), a[i + 1 :, i]])
+            wanted = wanted @ (one - 2 * v.outer(v) / v.dot(v))
+        assert_trees_close(q, wanted, 1e-13)
+        assert_trees_close(q @ q.T, one, 1e-13)
+        assert_trees_close(torch.linalg.det(q), torch.ones(()).double(), 1e-13)
+        assert scale or torch.equal(q, one)
+
+    @given(n=st.integers(1, 6))
+    def test_is_any(self, n):
+        q = torch.linalg.qr(Numbers()(n, n))[0]
+        q[:, 0] *= torch.linalg.det(q).sign()
+        a, left = torch.zeros_like(q), -q
+        for i in range(n):  # the reflection that gives the first column of what is left
+            below = left[i + 1 :, i] / (left[i, i] - 1)
+            v = torch.cat([torch.zeros(i), torch.ones(1), below])
+            a[:, i] = v
+            left = left - 2 * v.outer(v @ left) / v.dot(v)
+        assert_trees_close(rotation(a), q, 1e-11)
+
+
+class TestHalfPrecision:
+    @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+    @of_each
+    @given(data=st.data())
+    def test_inverse_restores_x_up_to_its_rounding(self, device, half, cases, data):
+        case = placed(cases, data, half, device)
+        y, x = case.pair(case.x, *case.args), and_back(case.pair, case.x, case.args)
+        assert y.dtype == x.dtype == half
+        # the condition is 4 at most; behind a bias or a mean rounding is relative to larger numbers
+        assert_trees_close(x, case.x, 64 * torch.finfo(half).eps, 1.0)
+
+    @pytest.mark.parametrize("cases", SQUARE.values(), ids=SQUARE)
+    @given(data=st.data())
+    def test_log_determinants_are_float32(self, device, cases, data):
+        case = placed(cases, data, torch.bfloat16, device)
+        found = case.pair.log_det(case.x, *case.args)
+        wide = tree.map_tensors(torch.Tensor.float, (case.x, case.args))
+        assert found.dtype == torch.float32
+        if "statistics" not in repr(case.pair):
+            assert_trees_close(found, case.pair.log_det(wide[0], *wide[1]), 1e-5, FLOOR)
+
+    def test_statistics_of_a_batch_are_float32(self):
+        x = Numbers()(8, 3, 4).bfloat16() + 100
+        _, (mean, var) = layers.batch_norm().forward(x)
+        assert mean.dtype == var.dtype == torch.float32
+        assert_trees_close((mean, var), (x.float().mean([0, 2]), x.float().var([0, 2], correction=0)), 1e-5)

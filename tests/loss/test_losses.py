@@ -1,0 +1,103 @@
+"""Losses and what they are made of, in a scalar and in [N]: shares are those of the plain loop."""
+
+import pytest
+import torch
+import torch.distributions as D
+import torch.nn.functional as F
+
+from invfunc import ArgumentError, SampleAxisError, batch_grad, chunked, variance
+from invfunc.testing import assert_trees_close, loop_batch_grad
+from tests.strategies import Numbers
+
+W, X, Y = Numbers()(3, 3), Numbers(1)(4, 3), Numbers(2)(4, 3)
+SIGNS, CLASSES, C = Numbers(3)(4).sign(), Numbers(4).below(3, 4), Numbers(5)(4, 3)
+EXACT = 1e-10
+
+OF_TORCH = {
+    "triplet": lambda z, y, **how: F.triplet_margin_loss(z, z.sin(), y, **how),
+    "cosine": lambda z, y, **how: F.cosine_embedding_loss(z, y, SIGNS[: len(z)], **how),
+    "ranking": lambda z, y, **how: F.margin_ranking_loss(z[:, 0], y[:, 0], SIGNS[: len(z)], **how),
+    "hinge": lambda z, y, **how: F.hinge_embedding_loss(z[:, 0], SIGNS[: len(z)], **how),
+    "margin": lambda z, y, **how: F.multi_margin_loss(z, CLASSES[: len(z)], **how),
+    "soft margin": lambda z, y, **how: F.multilabel_soft_margin_loss(z, (y > 0).to(z), **how),
+    "Gaussian": lambda z, y, **how: F.gaussian_nll_loss(z[:, 0], y[:, 0], z[:, 1].exp(), **how),
+}
+PREDICTIVE = {
+    "normal": lambda z, y: D.Normal(z, W.exp().sum()).log_prob(y).sum(1),
+    "Laplace": lambda z, y: D.Laplace(z, z.exp()).log_prob(y).sum(1),
+    "categorical": lambda z, y: D.Categorical(logits=z).log_prob(CLASSES),
+    "Bernoulli": lambda z, y: D.Bernoulli(logits=z).log_prob((y > 0).to(z)).sum(1),
+}
+
+
+def assert_shares(losses, scalar, *args):
+    """In [N] against the loop; in a scalar as 1/N of it for a mean, and as it is for a sum."""
+    shares = loop_batch_grad(losses)(*args)
+    assert_trees_close(batch_grad(losses)(*args), shares, EXACT)
+    assert_trees_close(batch_grad(scalar("mean"))(*args), shares / len(args[-1]), EXACT)
+    assert_trees_close(batch_grad(scalar("sum"))(*args), shares, EXACT)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("called", OF_TORCH)
+def test_of_torch(called):
+    def loss(reduction):
+        return lambda w, x, y: OF_TORCH[called](x @ w, y, reduction=reduction)
+
+    assert_shares(loss("none"), loss, W, X, Y)
+
+
+@pytest.mark.parametrize("called", PREDICTIVE)
+def test_of_distributions(called):
+    def losses(w, x, y):
+        return -PREDICTIVE[called](x @ w, y)
+
+    assert_shares(losses, lambda how: lambda *args: getattr(losses(*args), how)(), W, X, Y)
+
+
+def test_rows_that_are_no_samples_are_not_taken_for_them():
+    """A vector of all samples is compared as a whole."""
+    with pytest.raises(SampleAxisError):
+        batch_grad(lambda w, x: F.cosine_embedding_loss(x @ w, x.sum(1), torch.tensor(1)))(W[0], X)
+
+
+def routed(place):
+    """A mixture of two of three experts."""
+
+    def losses(w, x, y):
+        gates = (x @ w).softmax(1)
+        largest, chosen = gates.topk(2, 1)
+        return (place(gates, chosen, largest) * y).square().sum(1)
+
+    return losses
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        routed(lambda g, i, v: torch.zeros_like(g).scatter(1, i, v)),
+        routed(lambda g, i, v: torch.zeros_like(g).scatter_(1, i, v)),
+        routed(lambda g, i, v: torch.zeros_like(g).scatter_add(1, i, v)),
+        routed(lambda g, i, v: g * C.gather(1, i.flip(1).repeat(1, 2)[:, :3])),
+        lambda w, x, y: (x @ w)[:, torch.tensor([True, False, True])].square().sum(1),
+        lambda w, x, y: (x @ w)[:, [False, True, True]].square().sum(1),
+        lambda w, x, y: (x.unsqueeze(2) * w)[:, torch.eye(3).bool()].square().sum(1),
+    ],
+    ids=["scatter", "scatter_", "scatter_add", "gather", "mask", "list of bools", "mask of two dimensions"],
+)
+def test_of_entries_that_are_picked(losses):
+    assert_shares(losses, lambda how: lambda *args: getattr(losses(*args), how)(), W, X, Y)
+
+
+def test_losses_of_each_sample_need_no_split_to_be_chunked():
+    def losses(w, x, y):
+        z = x @ w
+        return F.binary_cross_entropy_with_logits(z, y.sigmoid(), reduction="none").sum(1) + z.square().sum(1)
+
+    assert_trees_close(chunked(batch_grad(losses), 2)(W, X, Y), loop_batch_grad(losses)(W, X, Y), EXACT)
+
+
+@pytest.mark.parametrize("correction", [4, 5])
+def test_a_variance_needs_a_divisor(correction):
+    with pytest.raises(ArgumentError, match="correction"):
+        variance(lambda w, x: (x @ w).sum(1), correction=correction)(W, X)

@@ -1,0 +1,179 @@
+"""mc_samples of a loss that is not known: `sample` draws its targets. And what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from invfunc import ArgumentError, ArgumentTypeError, batch_diag_ggn, chunked, diag_ggn, outputs, sqrt_ggn, tree
+from invfunc.testing import assert_trees_close, dense_diag_ggn
+from tests.criteria import model
+from tests.laws import composed, generic, in_blocks
+from tests.loss.test_monte_carlo import EXACT, near, seeded, shifted
+from tests.strategies import Numbers
+
+
+def categorical(z, y):
+    """The cross entropy, not as one of torch's losses."""
+    return z.logsumexp(1) - z.gather(1, y[:, None])[:, 0]
+
+
+def draw_class(z, generator):
+    return torch.multinomial(z.softmax(1), 1, generator=generator)[:, 0]
+
+
+def poisson(z, y):
+    return (z.exp() - y * z).flatten(1).sum(1)
+
+
+def draw_count(z, generator):
+    return torch.poisson(z.exp(), generator=generator)
+
+
+def both(z, y):
+    return categorical(z["class"], y["class"]) + 3 * poisson(z["count"], y["count"])
+
+
+def draw_both(z, generator):
+    """With three counts for each, as the loss counts them thrice."""
+    counts = sum(draw_count(z["count"], generator) for _ in range(3)) / 3
+    return {"class": draw_class(z["class"], generator), "count": counts}
+
+
+def heads(p, x):
+    z = (x @ p["w"] + p["b"]).sin()
+    return {"class": z[:, :3], "count": z[:, 3:].unflatten(1, (1, 2))}
+
+
+CASES = {
+    "categorical": (*model((3,)), categorical, draw_class, Numbers(2).below(3, 4)),
+    "poisson": (*model((2, 2)), poisson, draw_count, Numbers(2)(4, 2, 2).exp().floor()),
+    "several outputs": (
+        heads,
+        model((5,))[1],
+        both,
+        draw_both,
+        {"class": Numbers(2).below(3, 4), "count": Numbers(3)(4, 1, 2).exp().floor()},
+    ),
+}
+X = Numbers(1)(4, 2)
+
+
+@pytest.mark.parametrize("f, params, loss, sample, y", CASES.values(), ids=CASES)
+class TestLossesOfTheUser:
+    def test_the_columns_average_to_the_exact_ones(self, f, params, loss, sample, y):
+        """The model's predictive is of the exponential family, so that the Hessian is the variance of the slope."""
+        root = sqrt_ggn(f, loss, mc_samples=2000, generator=seeded(), sample=sample)(params, X, y)
+        exact = dense_diag_ggn(f, loss)(params, X, y)
+        for s, wanted in zip(*map(tree.leaves, (root, exact)), strict=True):
+            draws = 2000 * s.square().sum(1)
+            assert near(draws.mean(0), draws.std(0), wanted, 2000)
+
+    def test_each_column_is_a_slope_at_a_drawn_target(self, f, params, loss, sample, y):
+        s = sqrt_ggn(f, loss, mc_samples=3, generator=seeded(), sample=sample)(params, X, y)
+        generator = seeded()
+        z = tree.map_leaves(torch.Tensor.detach, f(params, X))
+        targets = [sample(z, generator) for _ in range(3)]
+        for v, target in enumerate(targets):
+            shares = torch.func.jacrev(lambda p, target=target: loss(f(p, X), target))(params)
+            found = tree.map_leaves(lambda s, v=v: s[v], s)
+            assert_trees_close(found, tree.map_leaves(lambda g: g / 3**0.5, shares), EXACT)
+
+    def test_one_seed_gives_one_set_of_numbers(self, f, params, loss, sample, y):
+        options = {"mc_samples": 4, "sample": sample}
+        root = sqrt_ggn(f, loss, generator=seeded(), **options)(params, X, y)
+        batch = tree.map_leaves(lambda s: s.square().sum(0), root)
+        whole = tree.map_leaves(lambda d: d.sum(0), batch)
+        for of in (lambda t: t, in_blocks, generic):
+            assert_trees_close(of(batch_diag_ggn(f, loss, generator=seeded(), **options))(params, X, y), batch, EXACT)
+        for over in ("outputs", "samples", "params"):
+            chunks = chunked(diag_ggn(f, loss, generator=seeded(), **options), 3, over=over)
+            assert_trees_close(chunks(params, X, y), whole, EXACT)
+        state = torch.get_rng_state()
+        t = diag_ggn(f, loss, generator=seeded(), **options)
+        assert any((a != b).any() for a, b in zip(*map(tree.leaves, (t(params, X, y), t(params, X, y))), strict=True))
+        assert torch.equal(state, torch.get_rng_state())
+
+    def test_targets_do_not_matter(self, f, params, loss, sample, y):
+        """They are drawn, not read."""
+        other = tree.map_leaves(torch.zeros_like, y)
+        found = [
+            diag_ggn(f, loss, mc_samples=2, generator=seeded(), sample=sample)(params, X, target)
+            for target in (y, other)
+        ]
+        assert_trees_close(found[0], found[1], 0)
+
+
+def test_a_sampler_goes_before_what_is_known():
+    """Of a loss that is known, too: here its targets are always the same."""
+    target = Numbers(4)(4, 3)
+
+    def loss(z, y):
+        return F.mse_loss(z, y, reduction="none").sum(1)
+
+    z, y = Numbers(8)(4, 3), Numbers(2)(4, 3)
+    t = sqrt_ggn(shifted, loss, mc_samples=2, generator=seeded(), sample=lambda z, g: target)
+    found = t(torch.zeros(3).double(), z, y)
+    assert_trees_close(found, (2 * (z - target) / 2**0.5).expand(2, 4, 3), EXACT)
+
+
+MAKERS = [diag_ggn, batch_diag_ggn, sqrt_ggn]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+class TestRefusals:
+    f = staticmethod(model((3,))[0])
+    args = model((3,))[1], X, Numbers(2)(4, 3)
+
+    @pytest.mark.parametrize("m", [0, -2], ids=str)
+    def test_too_few(self, make, m):
+        with pytest.raises(ArgumentError, match=rf"{make.__name__}.*mc_samples.*{m}"):
+            make(self.f, F.mse_loss, mc_samples=m, generator=seeded())(*self.args)
+
+    @pytest.mark.parametrize("m", [1.5, "2", True], ids=repr)
+    def test_no_number(self, make, m):
+        with pytest.raises(ArgumentTypeError, match=rf"{make.__name__}.*mc_samples.*{type(m).__name__}"):
+            make(self.f, F.mse_loss, mc_samples=m, generator=seeded())(*self.args)
+
+    def test_no_generator(self, make):
+        with pytest.raises(ArgumentTypeError, match=rf"{make.__name__}.*missing.*torch\.Generator"):
+            make(self.f, F.mse_loss, mc_samples=2)(*self.args)
+
+    @pytest.mark.parametrize("generator", [0, "cpu", torch.Generator], ids=["a seed", "a device", "the class"])
+    def test_what_is_no_generator(self, make, generator):
+        with pytest.raises(ArgumentTypeError, match=rf"{make.__name__}.*generator.*{type(generator).__name__}"):
+            make(self.f, F.mse_loss, mc_samples=2, generator=generator)(*self.args)
+
+    @pytest.mark.parametrize("sample", [3, "normal"], ids=repr)
+    def test_a_sampler_that_is_no_function(self, make, sample):
+        with pytest.raises(ArgumentTypeError, match=rf"{make.__name__}.*sample.*{type(sample).__name__}"):
+            make(self.f, poisson, mc_samples=2, generator=seeded(), sample=sample)(*self.args)
+
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            poisson,
+            lambda z, y: F.mse_loss(z, y, reduction="none").sum(1).exp(),
+        ],
+        ids=["not known", "a function of losses"],
+    )
+    def test_a_loss_without_a_known_predictive(self, make, loss):
+        options = {"mc_samples": 2, "generator": seeded()}
+        with pytest.raises(ArgumentError, match="sample="):
+            make(self.f, loss, **options)(*self.args)
+        with pytest.raises(ArgumentError, match="sample="):
+            make(lambda p, x, y: loss(outputs(self.f(p, x)), y), **options)(*self.args)
+
+    def test_a_sampler_without_a_loss(self, make):
+        with pytest.raises(ArgumentError, match=rf"{make.__name__}.*loss"):
+            f = composed(self.f, lambda z, y: poisson(outputs(z), y))
+            make(f, mc_samples=2, generator=seeded(), sample=draw_count)(*self.args)
+
+    @pytest.mark.parametrize("reduce", [torch.sum, torch.mean], ids=["sum", "mean"])
+    def test_a_sampler_with_a_scalar_loss(self, make, reduce):
+        """Its scale is not known: the column is its root times the slope of the loss of one sample."""
+
+        def loss(z, y):
+            return reduce(poisson(z, y))
+
+        with pytest.raises(ArgumentError, match=r"\[N\]"):
+            make(self.f, loss, mc_samples=2, generator=seeded(), sample=draw_count)(*self.args)

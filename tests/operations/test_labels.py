@@ -1,0 +1,368 @@
+"""Labels: what an entry depends on lies in its box, for all operations and their compositions."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from invfunc.operations.receptive_fields import affine, rule
+from invfunc.operations.receptive_fields import propagation as module
+from invfunc.operations.receptive_fields.propagation import Labels
+from tests.graphs import FOLDED, NONLINEAR, POSITIVE, SMOOTH, WIDE, Graph, graphs
+from tests.labelled import ELSEWHERE, LINEAR, OTHERS
+from tests.strategies import Numbers
+
+IMAGE = Numbers(3)(1, 2, 4, 4).abs() + 0.1
+ALL = POSITIVE | FOLDED | SMOOTH | NONLINEAR
+
+
+@pytest.fixture(autouse=True)
+def no_rule_fails():
+    """A rule that breaks down is no longer sound by the hull that takes its place, but seen."""
+    with mock.patch.object(module, "_UNKNOWN", ()):
+        yield
+
+
+def coordinates(x):
+    """The positions of an image."""
+    sizes = x.shape[2:]
+    return [torch.arange(float(s)).view(-1, *[1] * (len(sizes) - 1 - a)) for a, s in enumerate(sizes)]
+
+
+def followed(graph, x, frames=(0,)):
+    """The result of a graph, and the labels."""
+    labels = Labels()
+    for frame in frames:
+        labels.enter(x, coordinates(x), frame)
+    with labels:
+        y = graph(x)
+    return y, labels
+
+
+def boxes(y, labels, frame=0):
+    """`lo, hi`, each `[k, *y.shape]`; nothing is from infinity to minus infinity."""
+    rows = labels.of(y, frame)
+    if rows is None:
+        return torch.inf, -torch.inf
+    return -rows[0], rows[1]
+
+
+def readers(graph, x):
+    """For each entry of x: its position, and the entries of the result that change with it."""
+    y = graph(x.clone())
+    for i in range(x.numel()):
+        moved = x.clone()
+        moved.view(-1)[i] += 1.7
+        place = torch.stack(torch.unravel_index(torch.tensor(i), x.shape))[2:].tolist()
+        yield place, graph(moved) != y
+
+
+def assert_within_boxes(graph, device, dtype):
+    x = graph.x.to(device, dtype)
+    lo, hi = boxes(*followed(graph, x))
+    for place, changed in readers(graph, x):
+        for axis, at in enumerate(place):
+            if isinstance(lo, float):
+                assert not changed.any(), f"{graph}: it has no labels"
+            else:
+                out = changed & ((at < lo[axis]) | (at > hi[axis])).to(device)
+                assert not out.any(), f"{graph}: {out.nonzero()[0].tolist()} reads {place}"
+
+
+@pytest.mark.quick
+@settings(max_examples=150)
+@given(graph=graphs(ALL, WIDE))
+def test_what_an_entry_depends_on_lies_in_its_box(graph, device, dtype):
+    assert_within_boxes(graph, device, dtype)
+
+
+@pytest.mark.parametrize("name", sorted(ALL | WIDE))
+@settings(max_examples=6)
+@given(data=st.data())
+def test_every_operation_keeps_to_the_boxes(name, data, device, dtype):
+    graph = data.draw(graphs({name: (ALL | WIDE)[name]}, most=1))
+    assert_within_boxes(graph, device, dtype)
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "in inference mode"])
+@pytest.mark.parametrize("name", LINEAR | OTHERS)
+def test_every_other_operation_keeps_to_them(name, inference, device, dtype):
+    """In inference mode torch does not take apart what it composes of others, and what is not known is one box."""
+    graph = Graph(((name, (LINEAR | OTHERS)[name]),), IMAGE)
+    with torch.inference_mode(inference), mock.patch.object(module, "_UNKNOWN", (KeyError,) if inference else ()):
+        assert_within_boxes(graph, device, dtype)
+    y, labels = followed(graph, IMAGE.to(device, dtype))
+    if labels.affine(y, 0):
+        assert_affine(graph, y, IMAGE.to(y), IMAGE.flip(-1).to(y))
+    else:
+        assert name not in LINEAR
+
+
+def test_every_name_has_a_program():
+    """Of the tables of rules, and of what is affine."""
+    met: set[str] = set()
+    right = module._operation
+
+    def seen(func):
+        met.update((right(func).name, str(func.overloadpacket).split(".")[-1]))
+        return right(func)
+
+    @settings(max_examples=3, phases=[Phase.generate])
+    @given(data=st.data())
+    def of_graphs(data):
+        for name, op in (ALL | WIDE).items():
+            graph = data.draw(graphs({name: op}, most=1))
+            followed(graph, graph.x)
+
+    with mock.patch.object(module, "_operation", seen):
+        for name, f in (LINEAR | OTHERS).items():
+            for inference in (False, True):
+                with torch.inference_mode(inference), mock.patch.object(module, "_UNKNOWN", (KeyError,)):
+                    followed(Graph(((name, f),), IMAGE), IMAGE.clone())
+        of_graphs()
+    assert sorted({*rule.RULES, *affine._LINEAR, *affine._FACTORS, *affine._ALONE} - met - set(ELSEWHERE)) == []
+
+
+@pytest.mark.parametrize("name", sorted(module._SHAPES))
+def test_what_reads_a_shape_depends_on_nothing(name, device, dtype):
+    x = IMAGE.to(device, dtype)
+    more = {"full_like": (2.0,), "randint_like": (5,), "new_full": ((2,), 1.0), "new_empty_strided": ((2,), (1,))}
+    given = more.get(name, ((2,),) if name.startswith("new") else ())
+    y, labels = followed(lambda x: getattr(torch.ops.aten, name)(x, *given), x)
+    assert labels.of(y, 0) is None
+
+
+@settings(max_examples=100)
+@given(graph=graphs(POSITIVE | FOLDED))
+def test_boxes_are_no_larger_than_what_is_read(graph, device, dtype):
+    x = graph.x.to(device, dtype)
+    y, labels = followed(graph, x)
+    rows = torch.full_like(labels.of(y, 0), -torch.inf)
+    for place, changed in readers(graph, x):
+        for axis, at in enumerate(place):
+            rows[0, axis][changed] = rows[0, axis][changed].clamp(min=-at)
+            rows[1, axis][changed] = rows[1, axis][changed].clamp(min=at)
+    assert torch.equal(labels.of(y, 0), rows)
+
+
+@settings(max_examples=30)
+@given(graph=graphs(ALL, WIDE), data=st.data())
+def test_frames_do_not_disturb_each_other(graph, data, device, dtype):
+    """Roots at the input and in the middle, all at once, one at a time, and after one of them was closed."""
+    x = graph.x.to(device, dtype)
+    cut = data.draw(st.integers(0, len(graph.parts)))
+    before, behind = Graph(graph.parts[:cut], x), Graph(graph.parts[cut:], x)
+
+    def run(frames, closed=()):
+        labels = Labels()
+        if 7 in frames:
+            labels.enter(x, coordinates(x), 7)
+        with labels:
+            middle = before(x).clone()
+            for frame in closed:
+                labels.close(frame)
+            if 3 in frames:
+                count = torch.arange(float(middle.numel())).view(middle.shape)
+                labels.enter(middle, [count.to(device), -count.to(device), 5 * torch.ones(1, device=device)], 3)
+            y = behind(middle)
+        return [None if (rows := labels.of(t, frame)) is None else rows for t in (middle, y) for frame in (7, 3)]
+
+    both, first, second, closed = run((7, 3)), run((7,)), run((3,)), run((7, 3), closed=(7,))
+    for ours, theirs in zip(both, [first[0], second[1], first[2], second[3]], strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(closed[0], first[0]) and torch.equal(closed[3], both[3])
+    assert first[1] is None and first[3] is None and second[0] is None and second[2] is None
+
+
+@settings(max_examples=100)
+@given(graph=graphs(ALL, WIDE), seed=st.integers(0, 99))
+def test_what_is_said_to_be_affine_is_affine(graph, seed, device, dtype):
+    rand = torch.Generator().manual_seed(seed)
+    a, b = (4 * torch.randn(graph.x.shape, generator=rand).to(device, dtype) for _ in "ab")
+    y, labels = followed(graph, a)
+    if labels.affine(y, 0):
+        assert_affine(graph, y, a, b)
+
+
+def assert_affine(graph, y, a, b):
+    both, constant = y + graph(b), graph(torch.zeros_like(a)) + graph(a + b)
+    assert (both - constant).abs().max() <= (1e-9 if a.dtype == torch.float64 else 1e-4) * (1 + both.abs().max())
+
+
+@settings(max_examples=30)
+@given(
+    graph=graphs(
+        POSITIVE | FOLDED | SMOOTH, {name: WIDE[name] for name in ("linear", "matmul", "einsum", "flat", "cumsum")}
+    )
+)
+def test_affine_operations_are_seen_to_be_affine(graph, device, dtype):
+    y, labels = followed(graph, graph.x.to(device, dtype))
+    assert labels.affine(y, 0)
+
+
+@pytest.mark.parametrize("name", sorted(NONLINEAR))
+@settings(max_examples=3)
+@given(data=st.data())
+def test_others_are_not(name, data, device, dtype):
+    graph = data.draw(graphs({name: NONLINEAR[name]}, most=1))
+    x = graph.x.to(device, dtype)
+    y, labels = followed(graph, x)
+    assert labels.of(y, 0) is not None and not labels.affine(y, 0)
+
+
+def test_a_coefficient_with_a_label_of_any_frame_is_no_constant(device, dtype):
+    x, z, c = (torch.rand(1, 2, 3, device=device, dtype=dtype) for _ in "xzc")
+    labels = Labels()
+    labels.enter(x, coordinates(x), 0)
+    labels.enter(z, coordinates(z), 1)
+    with labels:
+        product, total, scaled = x * z, x + z * z, x * c + z
+        labels.close(1)
+        late, root, kept = z * 2, torch.zeros_like(x), x * c
+        labels.enter(root, coordinates(root), 2)
+        again = root * late
+    assert not labels.affine(product, 0) and not labels.affine(product, 1)
+    assert labels.affine(total, 0) and not labels.affine(total, 1)
+    assert labels.affine(scaled, 0) and labels.affine(scaled, 1) and labels.affine(kept, 0)
+    assert labels.affine(root, 2) and not labels.affine(again, 2) and not labels.affine(late, 1)
+    assert labels.affine(c, 0) and not labels.affine(c, 1)
+
+
+LOST = {
+    "item": lambda x: x.sum().item(),
+    "a branch": lambda x: x if x.sum() > 0 else -x,
+    "float": lambda x: float(x.flatten()[0]),
+    "an index": lambda x: x[..., x.argmax() % 2],
+    "equal": lambda x: torch.equal(x, x),
+    "nonzero": lambda x: x.nonzero(),
+    "nonzero_static": lambda x: torch.nonzero_static(x, size=2),
+    "where": lambda x: torch.where(x > 0),
+    "a mask": lambda x: x[x > 0],
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "bincount": lambda x: torch.bincount(x.long().flatten()),
+    "sparse": lambda x: x.to_sparse(),
+    "repeat_interleave": lambda x: x.flatten().repeat_interleave(x.long().flatten()),
+}
+KEPT = {
+    "shapes": lambda x: x.new_zeros(x.shape).view(len(x), x.numel()),
+    "a mask of constants": lambda x: x[torch.ones_like(x) > 0],
+    "a number of a constant": lambda x: x * torch.ones(1).item(),
+    "comparisons": lambda x: torch.where(x > x.mean(), x, 0),
+    "an index of tensors": lambda x: x.flatten()[x.flatten().argsort()],
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
+def test_values_that_become_numbers_or_shapes_are_told(name, closed, device, dtype):
+    x = 2 * torch.rand(1, 2, 3, device=device, dtype=dtype)
+    labels = Labels()
+    labels.enter(x, coordinates(x), 0)
+    with labels:
+        if closed:
+            labels.close(0)
+        LOST[name](x + 1)
+    assert labels.lost
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_and_others_are_not_lost(name, device, dtype):
+    x = torch.rand(1, 2, 3, device=device, dtype=dtype)
+    assert followed(KEPT[name], x)[1].lost is None
+
+
+def test_labels_are_those_of_the_memory(device, dtype):
+    """Views and writes see each other; `set` and `enter` write a part; of what was overwritten nothing is left."""
+    x = torch.rand(1, 2, 4, device=device, dtype=dtype)
+    labels = Labels()
+    labels.enter(x, coordinates(x), 0)
+    with labels:
+        y = torch.zeros(2, 4, device=device, dtype=dtype)
+        view = y.T[1:3]
+        y[0] = x[0, 1]
+        z = y.relu()
+        y[:, 2:].zero_()
+        y[1].add_(1)
+    none = -torch.inf
+    assert labels.of(view, 0)[1, 0].tolist() == [[1, none], [none, none]]
+    assert labels.of(z, 0)[1, 0].tolist() == [[0, 1, 2, 3], [none] * 4]
+    labels.set(view, torch.full((2, 1, 2, 2), 9.0, device=device), 0)
+    assert labels.of(y, 0)[1, 0].tolist() == [[0, 9, 9, none], [none, 9, 9, none]]
+    labels.enter(y[0], [torch.arange(4.0, device=device)], 0)
+    assert labels.of(y, 0)[1, 0].tolist() == [[0, 1, 2, 3], [none, 9, 9, none]]
+    assert labels.of(y, 1) is None and labels.of(torch.zeros(1), 0) is None
+
+
+def test_grad_mode_and_random_numbers_stay_as_they_are(device, dtype):
+    x = torch.rand(1, 2, 6, device=device, dtype=dtype, requires_grad=True)
+    w = torch.rand(2, 2, 3, device=device, dtype=dtype, requires_grad=True)
+
+    def f(x):
+        return F.max_pool1d(F.dropout(F.conv1d(x, w)), 2)
+
+    torch.manual_seed(0)
+    y, labels = followed(f, x)
+    torch.manual_seed(0)
+    assert torch.equal(y, f(x)) and y.requires_grad and not labels.of(y, 0).requires_grad
+    with torch.no_grad():
+        torch.manual_seed(0)
+        again, others = followed(f, x)
+    assert torch.equal(labels.of(y, 0), others.of(again, 0))
+
+
+def to_the_middle(right):
+    """A rule that puts the middle of a box in its place."""
+
+    def wrong(step, out):
+        rows = right(step, out)
+        rows = rows if isinstance(rows, torch.Tensor) else rows[0]
+        lo, hi = -rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        return torch.cat([-((lo + hi) / 2).floor(), ((lo + hi) / 2).floor()]).nan_to_num(-torch.inf)
+
+    return wrong
+
+
+def to_the_first(right):
+    """A rule that forgets all but one of what is read."""
+
+    def wrong(step, out):
+        step.labelled = step.labelled[:1]
+        return right(step, out)
+
+    return wrong
+
+
+PLANTED = {
+    "convolution": (to_the_middle, POSITIVE, "conv"),
+    "avg_pool2d": (to_the_middle, POSITIVE, "avg_pool"),
+    "upsample_linear1d": (to_the_middle, SMOOTH, "smooth"),
+    "mm": (to_the_middle, WIDE, "matmul"),
+    "mean": (to_the_middle, POSITIVE, "unfold"),
+    "native_layer_norm": (to_the_middle, WIDE, "layer_norm"),
+    "add": (to_the_first, POSITIVE, "skip"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_wrong_rule_is_caught(name, device, dtype):
+    plant, ops, where = PLANTED[name]
+
+    @settings(max_examples=40, phases=[Phase.generate])
+    @given(graph=graphs({where: ops[where]}, most=2))
+    def law(graph):
+        assert_within_boxes(graph, device, dtype)
+
+    right = module._operation
+
+    def planted(func):
+        known = right(func)
+        return replace(known, rule=plant(known.rule)) if known.name == name else known
+
+    law()
+    with mock.patch.object(module, "_operation", planted), pytest.raises(AssertionError, match="reads"):
+        law()

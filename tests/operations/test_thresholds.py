@@ -1,0 +1,381 @@
+"""Whatever side of a threshold a size, dtype or device is on, the result is the same: that of plain loops."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from invfunc import (
+    SplitError,
+    additive_coupling,
+    batch_grad,
+    batch_l2_grad,
+    chain,
+    diag_ggn,
+    diag_hessian,
+    functional,
+    ggnvp,
+    gram,
+    kfac,
+    kflr,
+    outputs,
+    thresholds,
+    variance,
+)
+from invfunc.contract import contract, joined, outer
+from invfunc.operations.factors.autocorrelation import patches_gram
+from invfunc.operations.factors.patches import patches
+from invfunc.testing import (
+    assert_trees_close,
+    dense_diag_ggn,
+    dense_diag_hessian,
+    dense_ggn,
+    loop_batch_grad,
+    loop_batch_l2_grad,
+    loop_gram,
+    loop_kfac,
+    loop_variance,
+)
+from tests.crossed import FAR, HIGHEST, LOWEST, SIDES, sides, thresholds_at
+from tests.laws import RTOL, Expectation, composed, expectations, generic, moved, squares
+from tests.modules import of_module
+from tests.networks import LOSSES, total
+from tests.reductions.test_kfac import SHARINGS, assert_factors
+from tests.strategies import Numbers
+from tests.test_architecture import FILES, parsed
+
+PROGRAMS: dict[str, tuple[list[nn.Module], tuple[int, ...]]] = {
+    "perceptron": ([nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)], (5, 6)),
+    "positions": ([nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Flatten(), nn.Linear(20, 3)], (4, 5, 3)),
+    "words": ([nn.Embedding(6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)], (5, 4)),
+    "one dimension": (
+        [nn.Conv1d(2, 3, 3, dilation=2, padding=1), nn.Tanh(), nn.ConvTranspose1d(3, 2, 2), nn.Flatten()]
+        + [nn.Linear(10, 3)],
+        (4, 2, 6),
+    ),
+    "convolutions": (
+        [nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 2, stride=2), nn.Tanh(), nn.Flatten()]
+        + [nn.Linear(8, 3)],
+        (5, 2, 4, 4),
+    ),
+    "three dimensions": (
+        [nn.Conv3d(1, 2, 2, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(54, 3)],
+        (3, 1, 2, 2, 2),
+    ),
+    "pixels": ([nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 3, 1)], (3, 1, 3, 4)),
+    "line": ([nn.Conv1d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv1d(2, 3, 3, padding=1)], (2, 1, 8)),
+    "bottlenecks": (
+        [nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2), nn.Sigmoid(), nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 6)],
+        (3, 6),
+    ),
+}
+programs = pytest.mark.parametrize("called", PROGRAMS)
+both = pytest.mark.parametrize("at", [LOWEST, HIGHEST], ids=["lowest", "highest"])
+KINDS = st.sampled_from([torch.float64, torch.float32])
+
+GATES_OF_OUTER = [name for name in SIDES if name.split("_")[0] in ("GRADIENT", "MIRRORED", "ADDED")]
+GATES_OF_PATCHES = ["UNFOLD", "ASSEMBLE", "CALL", "SLICES", "EXACT", "DISPLACED_DTYPES", "DISPLACED_ON"]
+
+
+def built(called: str) -> tuple[nn.Module, torch.Tensor]:
+    layers, shape = PROGRAMS[called]
+    x = Numbers().below(6, *shape) if called == "words" else Numbers()(*shape)
+    return nn.Sequential(*layers).double(), x
+
+
+@cache
+def told(called: str) -> list[Expectation]:
+    """What plain loops give for the statistics of a program."""
+    return list(expectations(of_module(called, *built(called))))
+
+
+def assert_all(called: str, kind: torch.dtype, way: Any = lambda t: t) -> None:
+    for t in told(called):
+        assert_trees_close(way(t.statistic)(*moved(t.args, kind, "cpu")), t.expected, RTOL[kind], t.floor)
+
+
+class TestTheFile:
+    OTHERS = {"_GROWTH", "_PASSES"}
+    """A tolerance, and how many backward passes that failed are remembered."""
+
+    def test_every_threshold_has_two_sides(self):
+        names = {name for name in vars(thresholds) if name.isupper()}
+        assert names == {*SIDES, "GRADIENT_BLOCKS", "MIRRORED_BLOCKS", "HESSIAN"}
+
+    def test_every_threshold_says_what_it_is(self):
+        body = ast.parse(inspect.getsource(thresholds)).body
+        for one, then in zip(body, body[1:], strict=False):
+            assert not isinstance(one, ast.Assign) or (
+                isinstance(then, ast.Expr) and isinstance(then.value, ast.Constant)
+            )
+
+    def test_sizes_are_compared_with_nothing_else(self):
+        """Large numbers in comparisons are those of rounding."""
+        for file in FILES:
+            if file.stem == "thresholds" or file.parent.name == "testing" or file.stem.startswith("_tour"):
+                continue
+            body = [n for n in parsed(file).body if isinstance(n, ast.Assign) and large(n.value)]
+            named = {ast.unparse(n.targets[0]) for n in body} - self.OTHERS
+            for n in ast.walk(parsed(file)):
+                if isinstance(n, ast.Compare) and not re.search("eps|tolerance|fraction_bits", ast.unparse(n)):
+                    within = list(ast.walk(n))
+                    names = {x.id for x in within if isinstance(x, ast.Name)}
+                    assert not any(map(large, within)) and not names & named, f"{file}: {ast.unparse(n)}"
+
+
+def large(node: ast.AST) -> bool:
+    """Whether it is a number from 16 on, also as a product or a power."""
+    try:
+        value = eval(ast.unparse(node), {"__builtins__": {}})
+    except Exception:
+        return False
+    return isinstance(value, int | float) and abs(value) >= 16
+
+
+class TestStatistics:
+    @programs
+    @pytest.mark.parametrize("at", [LOWEST, HIGHEST, LOWEST | {"BUSY": 0}], ids=["lowest", "highest", "whole batch"])
+    @pytest.mark.parametrize("kind", RTOL, ids=str)
+    def test_equal_the_loop(self, called, at, kind):
+        with thresholds_at(**at):
+            assert_all(called, kind)
+
+    @programs
+    @both
+    def test_equal_the_loop_on_the_generic_path(self, called, at):
+        with thresholds_at(**at):
+            assert_all(called, torch.float64, generic)
+
+    @programs
+    @settings(max_examples=5)
+    @given(at=sides(), kind=KINDS)
+    def test_equal_the_loop_with_each_threshold_on_a_side(self, called, at, kind):
+        with thresholds_at(**at):
+            assert_all(called, kind)
+
+    @programs
+    @both
+    @pytest.mark.parametrize("kind", RTOL, ids=str)
+    def test_of_second_order_equal_the_dense_one(self, called, at, kind):
+        module, x = built(called)
+        f, params = functional(module)
+        args = (params, x, Numbers(1)(*f(params, x).shape))
+        wanted = dense_diag_hessian(f, F.mse_loss)(*args)
+        with thresholds_at(**at):
+            for t in (diag_hessian(f, F.mse_loss), diag_hessian(composed(f, F.mse_loss))):
+                assert_trees_close(t(*moved(args, kind, "cpu")), wanted, 10 * RTOL[kind], 1e-2)
+
+    @pytest.mark.parametrize("at", [LOWEST, HIGHEST, LOWEST | {"KEPT_READ": FAR}], ids=["lowest", "highest", "kept"])
+    @pytest.mark.parametrize("kind", RTOL, ids=str)
+    @pytest.mark.parametrize("called", ["pixels", "line"])
+    def test_with_a_softmax_at_each_pixel_equal_the_loop(self, called, at, kind):
+        module, x = built(called)
+        f, params = functional(module)
+        args = (params, x, Numbers(1).below(3, len(x), *x.shape[2:]))
+        wanted = dense_diag_ggn(f, F.cross_entropy)(*args)
+        with thresholds_at(**at):
+            for t in (diag_ggn(f, F.cross_entropy), diag_ggn(composed(f, F.cross_entropy))):
+                assert_trees_close(t(*moved(args, kind, "cpu")), wanted, RTOL[kind])
+
+    @programs
+    @both
+    def test_have_the_derivatives_of_the_loop(self, called, at):
+        module, x = built(called)
+        f, params = functional(module)
+        y = Numbers(1)(*f(params, x).shape)
+        pairs = (variance, loop_variance), (batch_l2_grad, loop_batch_l2_grad)
+        wanted = [slopes(loop(composed(f, squares)), params, x, y) for _, loop in pairs]
+        wanted += [slopes(dense_diag_ggn(f, F.mse_loss), params, x, y)]
+        with thresholds_at(**at):
+            found = [slopes(t(composed(f, squares)), params, x, y) for t, _ in pairs]
+            found += [slopes(diag_ggn(f, F.mse_loss), params, x, y)]
+        assert_trees_close(found, wanted, 1e-9)
+
+    @pytest.mark.parametrize("formed", SIDES["FORMED"], ids=["formed", "not formed"])
+    def test_keep_their_digits_in_float32_where_positions_cancel(self, formed):
+        x = 1000 + Numbers()(4, 2, 24)  # as few positions as are cheaper to pair than to sum
+        signs = torch.tensor([1.0, -1.0])[:, None].double()
+
+        def f(w, x, signs):
+            return (F.linear(x, w) * signs).sum((1, 2))
+
+        args = Numbers(1)(16, 24), x, signs
+        for t, loop in (batch_l2_grad, loop_batch_l2_grad), (variance, loop_variance), (gram, loop_gram):
+            wanted = loop(f)(*args)
+            with thresholds_at(FORMED=formed):
+                found = t(f, in_dims=(0, None))(*moved(args, torch.float32, "cpu"))
+            assert_trees_close(found, wanted, 1e-3)
+
+
+def slopes(statistic: Any, params: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    """The derivatives of a function of its result, by plain autograd."""
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    total(statistic(leaves, x, y)).backward()
+    return [torch.zeros(()) if p.grad is None else p.grad for p in leaves.values()]
+
+
+@cache
+def factors(called: str, sharing: str) -> tuple[tuple, Any]:
+    """Arguments of a program, and its K-factors by loops."""
+    module, x = built(called)
+    params = functional(module)[1]
+    args = (params, x, LOSSES[1].target(Numbers(1), len(x)))
+    return args, loop_kfac(module, LOSSES[1], weight_sharing=sharing)(*args)
+
+
+class TestKFactors:
+    LAYERS = [name for name in PROGRAMS if name not in ("pixels", "line", "bottlenecks")]  # whose outputs are [N, 3]
+
+    @pytest.mark.parametrize("called", LAYERS)
+    @pytest.mark.parametrize("sharing", SHARINGS)
+    @settings(max_examples=12)
+    @given(at=sides(*GATES_OF_OUTER, *GATES_OF_PATCHES, "NARROW", "APART", "CACHE", "OPERANDS"), kind=KINDS)
+    def test_equal_the_loop(self, called, sharing, at, kind):
+        f, _ = functional(built(called)[0])
+        args, wanted = factors(called, sharing)
+        with thresholds_at(**at):
+            for t in (kflr, partial(kfac, fisher="exact")):
+                found = t(f, LOSSES[1], weight_sharing=sharing)(*moved(args, kind, "cpu"))
+                assert_factors(found, wanted, RTOL[kind], 1e-2)
+
+
+class TestKernels:
+    @settings(max_examples=100)
+    @given(data=st.data(), at=sides(*GATES_OF_OUTER), kind=KINDS)
+    def test_a_gram_matrix_is_its_sum(self, data, at, kind):
+        b, k, r, g = (data.draw(st.integers(1, most)) for most in (4, 9, 4, 2))
+        kind_of = data.draw(st.sampled_from(["alone", "alone", "paired", "grouped", "grouped and paired", "graph"]))
+        grouped, paired, graph = (word in kind_of for word in ("grouped", "paired", "graph"))
+        x = Numbers()(*((b, g, k, r) if grouped else (b, k, r))).to(kind)
+        y = Numbers(1)(*x.shape).to(kind) if paired else None
+        wanted = torch.einsum("b...kr,b...lr->...kl", x.double(), (x if y is None else y).double())
+        with thresholds_at(**at):
+            found = outer(x.requires_grad_(graph), y)
+            inside = torch.vmap(lambda x: outer(x, y))(x.detach()[None])[0]
+        assert found.dtype == kind and found.requires_grad is graph
+        for each in found, inside:
+            torch.testing.assert_close(each.detach().double(), wanted, rtol=0, atol=100 * torch.finfo(kind).eps * b * r)
+
+    @settings(max_examples=100)
+    @given(data=st.data(), at=sides("NARROW", "ORDERS", "HUGE_PAGES", "HUGE_ON"), kind=KINDS)
+    def test_a_contraction_is_its_einsum(self, data, at, kind):
+        sizes = {c: data.draw(st.integers(1, 3)) for c in "VNopi"}
+        labels = data.draw(st.lists(st.sets(st.sampled_from("VNopi"), min_size=1), min_size=1, max_size=3))
+        inputs = ["".join(data.draw(st.permutations(sorted(some)))) for some in labels]
+        there = sorted(set().union(*labels))
+        output = "".join(data.draw(st.permutations(there))[: data.draw(st.integers(0, len(there)))])
+        terms = [(some, Numbers(i)(*(sizes[c] for c in some)).to(kind)) for i, some in enumerate(inputs)]
+        wanted = torch.einsum(",".join(inputs) + "->" + output, *(x.double() for _, x in terms))
+        with thresholds_at(**at):
+            found = contract(terms, output)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e4 * torch.finfo(kind).eps)
+
+    @both
+    @pytest.mark.parametrize("dim", [0, 1])
+    def test_joined_parts_are_there_one_after_the_other(self, at, dim):
+        parts = [Numbers(i)(2, 2) for i in range(3)]
+        with thresholds_at(**at):
+            assert torch.equal(joined(parts, dim), torch.cat(parts, dim))
+
+    @settings(max_examples=50)
+    @given(at=sides(*GATES_OF_PATCHES), kind=KINDS)
+    def test_products_of_patches_are_those_of_the_patches(self, at, kind):
+        x, options = Numbers()(2, 3, 5, 6), ((3, 2), [(1, 0), (2, 1)], (1, 2))
+        read = patches(x, options[0], (1, 1), *options[1:])
+        with thresholds_at(**at):
+            found = patches_gram(x.to(kind), *options)
+        if found is not None:
+            wanted = torch.einsum("bip,bjp->ij", read, read)
+            torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e4 * torch.finfo(kind).eps)
+
+
+TABLE, ROWS = Numbers(5)(6, 3), Numbers(6)(4, 3)
+CONSTANTS = {
+    "closed over": lambda x: TABLE[0],
+    "made anew": lambda x: torch.linspace(0, 1, 3, dtype=x.dtype),
+    "a row for each sample": lambda x: ROWS,
+    "a row for each sample, made anew": lambda x: ROWS.sin(),
+    "in the memory of another": lambda x: torch.from_numpy(ROWS.numpy())[0],
+}
+
+
+class TestWhatIsLookedAt:
+    @both
+    @pytest.mark.parametrize("constant", CONSTANTS)
+    def test_constants_of_a_function(self, at, constant):
+        def f(w, x, y):
+            return ((x @ w).tanh() * CONSTANTS[constant](x) - y).square().sum(1)
+
+        args = Numbers()(3, 3), Numbers(1)(4, 3), Numbers(2)(4, 3)
+        wanted = loop_batch_grad(f)(*args)
+        with thresholds_at(**at):
+            assert_trees_close(batch_grad(f)(*args), wanted, 1e-10)
+
+    @both
+    def test_losses_without_known_structure(self, at):
+        def loss(z, y):
+            return (outputs(z) - y).cosh().log().mean()
+
+        module, x = built("perceptron")
+        f, params = functional(module)
+        args, name = (params, x, Numbers(1)(5, 3)), "0.weight"
+        v = {other: Numbers(2)(*p.shape) * (other == name) for other, p in params.items()}
+        diagonal, matrix = dense_diag_ggn(f, loss)(*args), dense_ggn(f, loss)(*args)[name]
+        with thresholds_at(**at):
+            assert_trees_close(diag_ggn(f, loss)(*args), diagonal, 1e-9)
+            assert_trees_close(ggnvp(f, loss)(params, v, *args[1:])[name].flatten(), matrix @ v[name].flatten(), 1e-9)
+
+    def test_a_hessian_that_is_too_large_is_refused_with_a_way_out(self):
+        def f(w, x):
+            return x @ w
+
+        def loss(z, y):
+            return (z - y).cosh().log().mean()
+
+        args = Numbers()(3, 2), Numbers(1)(4, 3), Numbers(2)(4, 2)
+        with thresholds_at(HESSIAN=4 * 2 * 2):
+            assert_trees_close(diag_ggn(f, loss)(*args), dense_diag_ggn(f, loss)(*args), 1e-9)
+        with thresholds_at(HESSIAN=4 * 2 * 2 - 1):
+            with pytest.raises(SplitError, match="Use one of torch's convex losses, or fewer outputs"):
+                diag_ggn(f, loss)(*args)
+            diag_ggn(f, F.mse_loss)(*args)
+
+    @both
+    @pytest.mark.parametrize("kind", RTOL, ids=str)
+    def test_states_that_come_back(self, at, kind):
+        parts = [lambda x, w=w: (x @ w).tanh() for w in Numbers()(6, 3, 3).to(kind)]
+        blocks = [additive_coupling(*parts[i : i + 2], split_dim=1) for i in (0, 2, 4)]
+        x = Numbers(1)(5, 6).to(kind)
+
+        def slope(run):
+            return torch.func.grad(lambda x: run(x).sin().sum())(x), torch.autograd.functional.vjp(run, x, x)[1]
+
+        def plain(x):
+            a, b = x.chunk(2, 1)
+            for f, g in zip(parts[::2], parts[1::2], strict=True):
+                a = a + f(b)
+                b = b + g(a)
+            return torch.cat([a, b], 1)
+
+        with thresholds_at(**at):
+            assert_trees_close(slope(chain(*blocks)), slope(plain), RTOL[kind])
+
+    @both
+    def test_hooks_that_lead_to_their_module(self, at):
+        module, x = built("perceptron")
+        seen = {"module": module, "others": list(range(10))}
+        module[0].register_forward_hook(lambda m, args, out: out * len(list(seen["module"].parameters())))
+        y = module(x)
+        with thresholds_at(**at):
+            f, params = functional(module)
+            assert torch.equal(f(params, x), y)

@@ -1,0 +1,280 @@
+"""What torch cannot differentiate twice, or does wrongly, in products: attention, recurrences, bags, norms."""
+
+from contextlib import ExitStack
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad, vmap
+from torch.utils.checkpoint import checkpoint
+
+from invfunc import batch_diag_hessian, diag_hessian, functional, ggnvp, hvp, tree
+from invfunc.operations import second_derivatives
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.testing import assert_trees_close
+from tests import matrices
+from tests.evaluation.test_composition import differentiated
+from tests.matrices import assert_near, flat
+from tests.networks import total
+from tests.strategies import Numbers
+
+
+class Attention(nn.Module):
+    def __init__(self, heads=2):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, heads, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = kind(4, 3, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.layers(x)[0]
+
+
+class Margin(nn.Module):
+    """A loss inside of a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        classes = torch.arange(len(x), device=x.device) % 3
+        return F.multi_margin_loss(self.linear(x[:, 0]).tanh(), classes, p=2, reduction="none")
+
+
+class Implicit(nn.Module):
+    """A system whose matrix is a parameter, and distances to prototypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) * 3)
+        self.prototypes = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x):
+        return torch.stack([torch.cdist(z, self.prototypes) for z in torch.linalg.solve(self.weight, x.mT).mT])
+
+
+def words(x):
+    return (x[..., 0].abs() * 10).long() % 5
+
+
+class Bag(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(5, 4, **options)
+
+    def forward(self, x):
+        return self.bag(words(x))
+
+
+def normed(norm):
+    return nn.Sequential(nn.Linear(4, 4), norm, nn.Tanh(), nn.Linear(4, 2))
+
+
+MODELS = {
+    "attention": Attention,
+    "encoder": lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, activation="gelu", batch_first=True),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "rnn": lambda: Recurrent(nn.RNN),
+    "bag": Bag,
+    "bag of sums": lambda: Bag(mode="sum", padding_idx=1),
+    "weight_norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh()),
+    "weight_norm along 1": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3), dim=1),
+    "layer_norm": lambda: normed(nn.LayerNorm(4)),
+    "layer_norm of two": lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((3, 4), bias=False), nn.Tanh()),
+    "group_norm": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.GroupNorm(2, 4), nn.Tanh()),
+    "instance_norm": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.InstanceNorm1d(4, affine=True), nn.Tanh()),
+    "batch_norm": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Tanh()),
+    "batch_norm without a trace": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4, affine=False), nn.Tanh()),
+    "batch_norm in eval mode": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Tanh()).eval(),
+    "rms_norm": lambda: normed(nn.RMSNorm(4)),
+    "rnn of relu": lambda: Recurrent(partial(nn.RNN, nonlinearity="relu")),
+    "multi_margin_loss": Margin,
+    "implicit": Implicit,
+}
+models = pytest.mark.parametrize("called", MODELS)
+
+
+def arranged(called, device="cpu"):
+    """A module with drawn parameters, a batch and a target, and the loss as a function of the flat parameters."""
+    rand = Numbers(1)
+    module = MODELS[called]().double().to(device)
+    f, params = functional(module)
+    params = tree.map_leaves(lambda p: p + 0.3 * rand(*p.shape).to(p), params)
+    x = rand(4, 3, 4).to(device)
+    return f, params, x, rand(*f(params, x).shape).to(device)
+
+
+def differences(of, params, directions):
+    """The derivatives of a function of the parameters in some directions, a row for each."""
+    at, step, rows = flat(params), 1e-4, []
+    for d in step * directions.to(at):
+        once, second_derivatives = (
+            flat(of(matrices.shaped(at + k * d, params))) - flat(of(matrices.shaped(at - k * d, params)))
+            for k in (1, 2)
+        )
+        rows.append((8 * once - second_derivatives) / (12 * step))
+    return torch.stack(rows)
+
+
+def plain_slopes(f, x, y):
+    """By one pass back of torch."""
+
+    def slopes(p):
+        leaves, structure = tree.flatten(tree.map_leaves(lambda q: q.detach().requires_grad_(), p))
+        return torch.autograd.grad(F.mse_loss(f(tree.unflatten(leaves, structure), x), y), leaves)
+
+    return slopes
+
+
+@models
+def test_values_are_those_of_torch(device, called):
+    f, params, x, _ = arranged(called, device)
+    wanted = f(params, x)
+    with TwiceDifferentiable():
+        assert_trees_close(f(params, x), wanted, 1e-12)
+
+
+@models
+def test_the_hessian_is_the_derivative_of_the_gradient(device, called):
+    f, params, x, y = arranged(called, device)
+    wanted = differences(plain_slopes(f, x, y), params, torch.eye(len(flat(params))))
+    assert_near(matrices.of(hvp(f, F.mse_loss), params, x, y), wanted, 1e-6)
+
+
+FORWARD_MODE = {"mse_loss", "huber_loss", "soft_margin_loss"}
+"""Losses whose law is in `tests/test_forward_mode.py`."""
+SPELLED = {"__abs__", "absolute"}
+"""Other names of abs, whose law is below."""
+
+
+def test_every_form_in_which_it_is_right_has_a_model():
+    met: set[str] = set()
+
+    def told(name, instead):
+        return lambda *args, **kwargs: met.add(name) or instead(*args, **kwargs)
+
+    with ExitStack() as stack:
+        for table in (second_derivatives._INSTEAD, second_derivatives._NORMS):
+            stack.enter_context(mock.patch.dict(table, {name: told(name, f) for name, f in table.items()}))
+        for called in MODELS:
+            f, params, x, y = arranged(called)
+            hvp(f, F.mse_loss)(params, params, x, y)
+    assert {*second_derivatives._INSTEAD, *second_derivatives._NORMS} - FORWARD_MODE - SPELLED - met == set()
+
+
+@models
+@pytest.mark.parametrize("product", [hvp, ggnvp], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_checkpoint_runs_the_same_again(device, called, product, requires_grad):
+    f, params, x, y = arranged(called, device)
+    wanted = matrices.of(product(f, F.mse_loss), params, x, y)
+    params = tree.map_leaves(lambda p: p.clone().requires_grad_(requires_grad), params)
+
+    def again(p, x):
+        return checkpoint(f, p, x, use_reentrant=False)
+
+    assert_near(matrices.of(product(again, F.mse_loss), params, x, y), wanted, 1e-12)
+
+
+@models
+@pytest.mark.parametrize("product", [hvp, ggnvp], ids=lambda p: p.__name__)
+def test_derivatives_of_several_products_at_once(device, called, product):
+    """Those under vmap are where torch's norms are wrong; one after the other, differences are the oracle."""
+    f, params, x, y = arranged(called, device)
+    rows = tree.map_leaves(lambda p: torch.stack([p.sin(), p.cos()]), params)
+    batch = (x, y)
+
+    def one_by_one(p):
+        each = [product(f, F.mse_loss)(p, tree.map_leaves(lambda v, i=i: v[i], rows), *batch) for i in range(2)]
+        return total(tree.map_leaves(lambda *v: torch.stack(v), *each)).reshape(1)
+
+    def direct(p):
+        return vmap(product(f, F.mse_loss), (None, 0, None, None))(p, rows, *batch)
+
+    def linearised(p):
+        return vmap(product(f, F.mse_loss).linearize(p, *batch))(rows)
+
+    directions = Numbers(2)(3, len(flat(params))).to(x)
+    wanted = differences(one_by_one, params, directions)[:, 0]
+    for at in (direct, linearised):
+        assert_near(directions @ flat(grad(lambda p, at=at: total(at(p)))(params)), wanted, 1e-6)
+    assert_near(directions @ flat(differentiated(linearised, (params,), [0])), wanted, 1e-6)
+
+
+NORMS = {
+    "layer_norm": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
+    "batch_norm": lambda x, w, b: F.batch_norm(x.mT, None, None, w, b, training=True),
+    "instance_norm": lambda x, w, b: F.instance_norm(x.mT, weight=w, bias=b),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cast", [False, True], ids=["low", "autocast"])
+def test_norms_have_the_precision_of_torch(device, norm, low, cast):
+    rand = Numbers()
+    x, w, b = rand(4, 3, 5).to(device, low), rand(5).to(device), rand(5).to(device)
+    w, b = (w.float(), b.float()) if cast else (w.to(low), b.to(low))
+    with torch.autocast(device.type, low, enabled=cast):
+        wanted = norm(x, w, b)
+        with TwiceDifferentiable():
+            found = norm(x, w, b)
+        exact = norm(x.double(), w.double(), b.double())
+        product = ggnvp(lambda w, x, b: norm(x, w, b).float(), F.mse_loss)(w, b, x, b, torch.zeros_like(exact).float())
+    assert found.dtype == wanted.dtype and product.dtype == w.dtype and product.isfinite().all()
+    assert_near(found, exact, 4 * torch.finfo(low).eps)
+
+
+def test_running_statistics_are_written_as_by_one_call():
+    x, w = Numbers()(5, 3), Numbers(1)(3, 3)
+
+    def run(call):
+        mean, var = torch.zeros(3).double(), torch.ones(3).double()
+        call(lambda w, x: F.batch_norm(x @ w, mean, var, training=True).cosh().log().sum())
+        return torch.stack([mean, var])
+
+    wanted = run(lambda f: f(w, x))
+    assert_near(run(lambda f: hvp(f)(w, w, x)), wanted, 1e-12)
+    assert wanted[0].any()
+
+
+def test_bags_of_different_lengths_stay_with_torch():
+    words, starts, w = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 3]), Numbers()(3, 2)
+    with TwiceDifferentiable():
+        found = F.embedding_bag(words, w, starts)
+    assert torch.equal(found, F.embedding_bag(words, w, starts))
+
+
+POWERS = {"abs": lambda z: z.abs(), "squares": lambda z: abs(z).square(), "torch.absolute": torch.absolute}
+
+
+@pytest.mark.parametrize("of", POWERS.values(), ids=POWERS)
+def test_complex_zeros_have_the_derivatives_of_torch(of):
+    """Which are 0, as of the absolute value of a real number; a sample that is masked out is like any other."""
+    p, x = Numbers()(3, 2), torch.complex(Numbers(1)(4, 3), Numbers(2)(4, 3))
+    x[1] = 0
+
+    def each(p, x, weight):
+        return of(x @ p.to(x.dtype)).sum(1) * weight
+
+    for weight in (torch.ones(4), torch.tensor([1.0, 0, 1, 1])):
+        wanted = torch.stack(
+            [
+                torch.autograd.functional.hessian(lambda q, n=n: each(q, x, weight)[n], p).view(6, 6).diagonal()  # noqa: B023
+                for n in range(4)
+            ]
+        )
+        assert_trees_close(batch_diag_hessian(each)(p, x, weight).flatten(1), wanted, 1e-9)
+        assert_trees_close(diag_hessian(each)(p, x, weight).flatten(), wanted.sum(0), 1e-9)

@@ -1,0 +1,181 @@
+"""A function that puts its samples in another order: the shares come in the order of the batch, or are refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+
+from invfunc import (
+    SampleAxisError,
+    batch_diag_ggn,
+    batch_diag_hessian,
+    batch_grad,
+    batch_l2_grad,
+    clipped_grad,
+    diag_ggn,
+    diag_hessian,
+    gram,
+    variance,
+)
+from invfunc.operations.batch_axis import orders
+from invfunc.operations.calls import function_name
+from invfunc.testing import assert_trees_close
+from tests.strategies import Numbers
+
+N = 4
+P, X, Y = Numbers()(3, 3), Numbers(1)(N, 3), Numbers(2)(N, 3)
+ORDER = torch.tensor([2, 0, 3, 1])
+ROWS = ORDER[:, None].expand(N, 3)
+EXACT = 1e-10
+
+FOLLOWED = {
+    "index": lambda x: x[ORDER],
+    "index, then a colon": lambda x: x[ORDER, :],
+    "index_select": lambda x: x.index_select(0, ORDER),
+    "keywords": lambda x: torch.index_select(input=x, dim=0, index=ORDER),
+    "flip": lambda x: x.flip(0),
+    "roll": lambda x: torch.roll(x, 1, 0),
+    "roll of all entries": lambda x: x.roll(3),
+    "gather": lambda x: x.gather(0, ROWS),
+    "take_along_dim": lambda x: x.take_along_dim(ROWS, 0),
+    "twice": lambda x: x[ORDER].flip(0),
+    "there and back": lambda x: x[ORDER][ORDER.argsort()],
+    "repeated": lambda x: x[ORDER].repeat(2, 1).flip(0),
+    "detached": lambda x: x[ORDER].detach().clone(),
+    "mask of all": lambda x: x[torch.ones(N, dtype=torch.bool)],
+    "features first": lambda x: x.T.flip(1).T,
+    "flipud": lambda x: x.flipud(),
+    "fliplr": lambda x: x.T.fliplr().T,
+    "rot90": lambda x: x[:, None].rot90(2)[:, 0],
+    "take": lambda x: x.take(torch.arange(3 * N).view(N, 3)[ORDER]),
+    "out=": lambda x: torch.index_select(x, 0, ORDER, out=x.clone()),
+    "split": lambda x: torch.cat([x[1:], x[:1]]),
+    "scatter": lambda x: torch.zeros_like(x).scatter(0, ROWS, x),
+    "index_copy": lambda x: torch.zeros_like(x).index_copy(0, ORDER, x),
+    "stack": lambda x: torch.stack([x[i] for i in ORDER.tolist()]),
+    "unbind": lambda x: torch.stack(x.unbind()[::-1]),
+    "a loop": lambda x: torch.stack([row for row in x.flip(0)]),
+    "in a transform": lambda x: torch.vmap(torch.clone)(x).flip(0),
+}
+REFUSED = {
+    "sort": lambda x: x.sort(0).values,
+    "topk": lambda x: x.topk(N, 0).values,
+    "each by its own values": lambda x: x[x[:, 0].argsort()],
+    "difference": lambda x: x.diff(dim=0),
+    "entries": lambda x: x.flatten()[torch.arange(3 * N).view(N, 3).T.flatten()].view(N, 3),
+    "each feature otherwise": lambda x: x.gather(0, torch.stack([ORDER, ORDER.flip(0), ORDER], 1)),
+    "written over": lambda x: x.clone().copy_(x[ORDER]),
+}
+
+
+def loss(moved, reduction="mean"):
+    return lambda p, x, y: F.mse_loss((moved(x) @ p).tanh(), moved(y), reduction=reduction)
+
+
+STATISTICS = {
+    "shares": batch_grad,
+    "chosen": lambda f: batch_grad(f, samples=[0, 3, 1]),
+    "norms": batch_l2_grad,
+    "variance": variance,
+    "gram": gram,
+    "clipped": lambda f: lambda *args: clipped_grad(f, 0.01)(*args)[1],
+    "ggn": diag_ggn,
+    "ggn of one": lambda f: diag_ggn(f, samples=[1]),
+    "ggn of each": batch_diag_ggn,
+    "hessian": diag_hessian,
+    "hessian of each": batch_diag_hessian,
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("moved", FOLLOWED.values(), ids=FOLLOWED)
+def test_shares_are_in_the_order_of_the_batch(moved):
+    times = len(moved(X)) // N
+    wanted = batch_grad(loss(lambda x: x.repeat(times, 1)))(P, X, Y)
+    assert_trees_close(batch_grad(loss(moved))(P, X, Y), wanted, EXACT)
+
+
+def test_every_move_is_followed():
+    met: set[str] = set()
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            met.add(function_name(func))
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        for move in (FOLLOWED | REFUSED).values():
+            move(X)
+    assert orders._MOVES - met == set()
+
+
+@pytest.mark.parametrize("make", STATISTICS.values(), ids=STATISTICS)
+def test_of_every_statistic(make):
+    assert_trees_close(make(loss(lambda x: x[ORDER]))(P, X, Y), make(loss(lambda x: x))(P, X, Y), EXACT)
+
+
+@given(st.permutations(range(5)), st.permutations(range(5)))
+def test_of_any_order(first, second):
+    first, second = torch.tensor(first), torch.tensor(second)
+    x, y = Numbers(3)(5, 3), Numbers(4)(5, 3)
+
+    def moved(x):
+        return x[first].index_select(0, second)
+
+    assert_trees_close(batch_grad(loss(moved))(P, x, y), batch_grad(loss(lambda x: x))(P, x, y), EXACT)
+
+
+@pytest.mark.parametrize(
+    "chosen", [[1, 2, 3], [3, 1], [2, 2, 2, 2, 0], [0, 0, 1, 2]], ids=["part", "two", "more", "as many"]
+)
+@pytest.mark.parametrize("before", [lambda x: x, lambda x: x.flip(0)], ids=["as they are", "flipped"])
+def test_samples_count_as_often_as_they_are_chosen(chosen, before):
+    wanted = torch.zeros(N, 3, 3, dtype=P.dtype)
+    one = batch_grad(loss(lambda x: x, "sum"))(P, X, Y)
+    for i in chosen:
+        i = i if before(X)[0, 0] == X[0, 0] else N - 1 - i
+        wanted[i] += one[i]
+    assert_trees_close(batch_grad(loss(lambda x: before(x)[torch.tensor(chosen)], "sum"))(P, X, Y), wanted, EXACT)
+
+
+@pytest.mark.parametrize("moved", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_order_is_refused(moved):
+    with pytest.raises(SampleAxisError):
+        batch_grad(loss(moved, "sum"))(P, X, Y)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda p, x, y: F.mse_loss(x[ORDER] @ p, y),
+        lambda p, x, y: ((x @ p) * (x.flip(0) @ p)).mean(),
+    ],
+    ids=["data alone", "pairs"],
+)
+def test_several_orders_are_refused(f):
+    with pytest.raises(SampleAxisError):
+        batch_grad(f)(P, X, Y)
+
+
+def test_data_mixed_with_data_belong_to_those_at_their_own_place():
+    """As in mixup."""
+
+    def mean(p, x, y):
+        z = (0.7 * x + 0.3 * x[ORDER]) @ p
+        return 0.7 * F.mse_loss(z, y) + 0.3 * F.mse_loss(z, y[ORDER])
+
+    def each(p, x, y, other, label):
+        z = (0.7 * x + 0.3 * other) @ p
+        return ((0.7 * (z - y).square() + 0.3 * (z - label).square()).mean(1)) / N
+
+    wanted = batch_grad(each)(P, X, Y, X[ORDER], Y[ORDER])
+    assert_trees_close(batch_grad(mean)(P, X, Y), wanted, EXACT)
+
+
+def test_losses_of_the_samples_are_those_of_its_entries():
+    def f(p, x):
+        return (x[ORDER] @ p).square().sum(1)
+
+    assert_trees_close(batch_grad(f)(P, X), batch_grad(lambda p, x: (x @ p).square().sum(1))(P, X[ORDER]), EXACT)

@@ -1,0 +1,231 @@
+"""Products with curvature matrices against the matrices: every network and loss, in both forms."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.func import vmap
+
+from invfunc import (
+    ConvexityError,
+    batch_grad,
+    diag_ggn,
+    estimate_diagonal,
+    estimate_trace,
+    fvp,
+    ggn_block_product,
+    ggnvp,
+    hessian_block_product,
+    hvp,
+    linear_operator,
+    linearize,
+    outputs,
+    pch_block_product,
+    tree,
+)
+from invfunc.testing import assert_trees_close
+from tests import matrices
+from tests.criteria import after_logarithms, cross_entropies, elementwise, model
+from tests.laws import composed, moved
+from tests.matrices import assert_near, flat
+from tests.networks import LOSSES, network, networks, samples_loss
+from tests.statistics.test_diag_ggn import CONVEX, NOT_CONVEX
+from tests.strategies import Numbers
+
+RTOL = {torch.float64: 1e-8, torch.float32: 1e-4}
+reductions = st.sampled_from(["mean", "sum", "none"])
+
+
+def vectors(params, *lead, seed=3):
+    rand = Numbers(seed)
+    return tree.map_leaves(lambda p: rand(*lead, *p.shape).to(p), params)
+
+
+def arranged(net, loss, reduction):
+    """A loss for the outputs of a network, and the arguments."""
+    target = loss.target(Numbers(1), net.n)
+    if net.called == "sequence":  # one loss for each step
+        target = torch.stack([target, loss.target(Numbers(2), net.n)], 1)
+
+    def criterion(z, y):
+        if z.ndim == 3:
+            z, y = z.transpose(1, 2), y.transpose(1, 2) if y.ndim == 3 else y
+        found = loss(z, y, reduction)
+        return found if found.ndim < 2 else found.flatten(1).sum(1)
+
+    return criterion, (net.params, net.x, target)
+
+
+@pytest.mark.quick
+class TestOfAnyNetwork:
+    @given(net=networks(sequences=True), loss=st.sampled_from(LOSSES), reduction=reductions)
+    def test_equal_the_dense_matrices(self, device, dtype, net, loss, reduction):
+        """hvp, ggnvp, their blocks and fvp, of a loss function, and of a model with its loss."""
+        criterion, args = arranged(net, loss, reduction)
+        args = moved(args, dtype, device)
+        f, params, rtol = composed(net.f, criterion), args[0], RTOL[dtype]
+        hessian, ggn = matrices.hessian(f, *args), matrices.ggn(net.f, criterion, *args)
+        rows = vectors(params, 2)
+        for product, block, matrix in ((hvp, hessian_block_product, hessian), (ggnvp, ggn_block_product, ggn)):
+            for given_as in ((f,), (net.f, criterion)):
+                found = matrices.of(product(*given_as), *args)
+                assert_near(found, matrix, rtol)
+                assert_near(found, found.T, rtol)
+                v = vectors(params)
+                assert_near(flat(product(*given_as)(params, v, *args[1:])), matrix @ flat(v), 10 * rtol)
+                of_blocks = tree.leaves(block(*given_as)(params, rows, *args[1:]))
+                for b, x, y in zip(matrices.blocks(matrix, params), tree.leaves(rows), of_blocks, strict=True):
+                    assert y.shape == x.shape and y.dtype == dtype
+                    assert_near(y.flatten(1), x.flatten(1) @ b.T, 10 * rtol)
+
+    @given(net=networks(sequences=True))
+    def test_the_jacobian(self, device, dtype, net):
+        params, x = moved((net.params, net.x), dtype, device)
+        wanted, rtol = matrices.jacobian(net.f, params, x), RTOL[dtype]
+        z, jvp, vjp = linearize(net.f)(params, x)
+        assert torch.equal(z, net.f(params, x)) and not z.requires_grad
+        v, c = vectors(params), vectors(z)
+        assert jvp(v).shape == z.shape
+        assert_near(flat(jvp(v)), wanted @ flat(v), 10 * rtol)
+        assert_near(flat(vjp(c)), wanted.T @ flat(c), 10 * rtol)
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean'")  # torch's, about kl_div
+class TestLosses:
+    @pytest.mark.parametrize("criteria", [cross_entropies(), elementwise(), after_logarithms()], ids=str)
+    @given(data=st.data())
+    def test_every_option_of_torchs_losses(self, criteria, data):
+        criterion = data.draw(criteria)
+        f, params = model(criterion.one)
+        args = (params, Numbers(1)(len(criterion.target), 2), criterion.target)
+        wanted = matrices.ggn(f, criterion.loss, *args)
+        assert_near(matrices.of(ggnvp(f, criterion.loss), *args), wanted, 1e-8, 1e-6)
+        assert_near(matrices.of(ggnvp(composed(f, criterion.loss)), *args), wanted, 1e-8, 1e-6)
+        hessian = matrices.hessian(composed(f, criterion.loss), *args)
+        assert_near(matrices.of(hvp(f, criterion.loss), *args), hessian, 1e-8, 1e-6)
+
+    @pytest.mark.parametrize("loss", CONVEX.values(), ids=CONVEX)
+    def test_those_of_the_user(self, loss):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+        wanted = matrices.ggn(f, loss, *args)
+        assert_near(matrices.of(ggnvp(f, loss), *args), wanted, 1e-8)
+        assert_near(matrices.of(ggnvp(lambda p, x, y: loss(outputs(f(p, x)), y)), *args), wanted, 1e-8)
+
+    @pytest.mark.parametrize("loss", NOT_CONVEX.values(), ids=NOT_CONVEX)
+    @pytest.mark.parametrize("transform", [ggnvp, ggn_block_product], ids=lambda t: t.__name__)
+    def test_one_that_is_not_convex_is_refused_and_has_a_hessian(self, transform, loss):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+        for product in (transform(f, loss), transform(lambda p, x, y: loss(outputs(f(p, x)), y))):
+            with pytest.raises(ConvexityError, match="not convex in the outputs"):
+                product.linearize(*args)
+        assert_near(matrices.of(hvp(f, loss), *args), matrices.hessian(composed(f, loss), *args), 1e-8)
+
+    def test_a_large_one_without_structure_is_not_checked(self):
+        f, (w, x, y) = (lambda w, x: x @ w), (Numbers()(2, 2100), Numbers(1)(4, 2), Numbers(2)(4, 2100))
+        v = Numbers(3)(2, 2100)
+        found = ggnvp(f, lambda z, y: (z * y).sin().sum())(w, v, x, y)
+        curved = -(y.square()) * (f(w, x) * y).sin() * (x @ v)
+        assert_trees_close(found, x.T @ curved, 1e-10)
+        with pytest.raises(ConvexityError):  # that of a known one is seen in its factor
+            ggnvp(f, lambda z, y: -F.mse_loss(z, y))(w, v, x, y)
+
+
+@pytest.mark.quick
+class TestStatistics:
+    """What they have in common with the statistics."""
+
+    @given(net=networks(), loss=st.sampled_from(LOSSES))
+    def test_the_diagonals(self, net, loss):
+        args = (net.params, net.x, loss.target(Numbers(1), net.n))
+        diagonal = matrices.of(ggnvp(net.f, loss), *args).diagonal()
+        assert_near(diagonal, flat(diag_ggn(net.f, loss)(*args)), 1e-10, 1e-6)
+        shares = batch_grad(samples_loss(net, loss))(*args)
+        diagonal = matrices.of(fvp(samples_loss(net, loss)), *args).diagonal()
+        assert_near(diagonal, flat(tree.map_leaves(lambda g: g.square().sum(0), shares)), 1e-10, 1e-6)
+
+
+class TestVectors:
+    @pytest.mark.parametrize("product", [hvp, ggnvp, fvp], ids=lambda p: p.__name__)
+    def test_a_product_is_linear_and_the_same_for_several(self, product):
+        net, loss = network("convolution", 4), LOSSES[0]
+        args, rows = (net.params, net.x, loss.target(Numbers(1), 4)), vectors(net.params, 5)
+        at = product(net.f, loss).linearize(*args)
+        whole = torch.vmap(at)(rows)
+        assert_trees_close(
+            torch.vmap(torch.vmap(at))(tree.map_leaves(lambda v: v[None], rows)),
+            tree.map_leaves(lambda v: v[None], whole),
+            1e-10,
+        )
+        direct = torch.vmap(product(net.f, loss), (None, 0, None, None))(net.params, rows, *args[1:])
+        assert_trees_close(direct, whole, 1e-10)
+        one, two = (tree.map_leaves(lambda v, i=i: v[i], rows) for i in (0, 1))
+        both = tree.map_leaves(lambda a, b: 2 * a - b, one, two)
+        wanted = tree.map_leaves(lambda y: 2 * y[0] - y[1], whole)
+        assert_trees_close(at(both), wanted, 1e-10)
+        assert_trees_close(product(net.f, loss)(net.params, both, *args[1:]), wanted, 1e-10)
+
+    @pytest.mark.parametrize("pair", [(hvp, hessian_block_product), (ggnvp, ggn_block_product)], ids=["H", "GGN"])
+    def test_a_block_of_one_parameter_is_the_whole(self, pair):
+        product, block = pair
+        args, rows = (Numbers()(3, 2), Numbers(1)(4, 3), Numbers(2)(4, 3)), Numbers(3)(5, 3, 2)
+        f = network("tied").f
+        whole = torch.vmap(product(f, F.mse_loss).linearize(*args))(rows)
+        assert_trees_close(block(f, F.mse_loss)(args[0], rows, *args[1:]), whole, 1e-10)
+
+    def test_no_vectors_at_all(self):
+        net = network("affine", 3)
+        none, y = vectors(net.params, 0), LOSSES[0].target(Numbers(1), 3)
+        for block in (hessian_block_product, ggn_block_product):
+            assert_trees_close(block(net.f, LOSSES[0])(net.params, none, net.x, y), none, 0)
+
+    def test_leaves_without_influence_get_zeros(self):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+        for product in (hvp, ggnvp, fvp):
+            found = product(f, F.mse_loss)(params, vectors(params), *args[1:])
+            assert torch.equal(found["none"], torch.zeros(2)) and found["w"].any()
+        nothing = hvp(lambda p, x: x.sum())(params, vectors(params), args[1])
+        assert not flat(nothing).any() and flat(nothing).shape == flat(params).shape
+
+    def test_trees_may_have_another_order(self):
+        net = network("affine")
+        v = vectors(net.params)
+        other = dict(reversed(v.items()))
+        args = (net.x, LOSSES[0].target(Numbers(1), net.n))
+        found = ggnvp(net.f, LOSSES[0])(net.params, other, *args)
+        assert list(found) == list(net.params)
+        assert_trees_close(found, ggnvp(net.f, LOSSES[0])(net.params, v, *args), 0)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3)], ids=str)
+def test_a_parameter_that_does_not_matter_gets_zeros(shape):
+    params, x, y = {"w": Numbers()(3, 2), "unused": Numbers(1)(*shape)}, Numbers(2)(4, 3), Numbers(3)(4, 2)
+    v, V = vectors(params), vectors(params, 3)
+
+    def f(params, x):
+        return (x @ params["w"]).tanh()
+
+    def zeros(found, *lead):
+        assert torch.equal(found["unused"], torch.zeros((*lead, *shape), dtype=x.dtype))
+
+    generator = torch.Generator().manual_seed(0)
+    products = [hvp(f, F.mse_loss), ggnvp(f, F.mse_loss), fvp(f, F.mse_loss)]
+    for product in (*products, fvp(f, F.mse_loss, mc_samples=2, generator=generator)):
+        zeros(product(params, v, x, y))
+        zeros(product.linearize(params, x, y)(v))
+        zeros(vmap(lambda v, product=product: product(params, v, x, y))(V), 3)
+        estimated = estimate_diagonal(product, probes=2, generator=generator)(params, x, y)
+        zeros(estimated.value)
+        zeros(estimated.standard_error)
+        assert estimate_trace(product, probes=2, generator=generator)(params, x, y).value.isfinite()
+    for block in (ggn_block_product, hessian_block_product, pch_block_product):
+        zeros(block(f, F.mse_loss)(params, V, x, y), 3)
+    z, along, back = linearize(f)(params, x)
+    assert along(v).shape == z.shape
+    zeros(back(z))
+    operator = linear_operator(ggnvp(f, F.mse_loss))(params, x, y)
+    flat_v = torch.cat([leaf.flatten() for leaf in tree.leaves(v)])
+    assert operator.matvec(flat_v.numpy()).shape == flat_v.shape

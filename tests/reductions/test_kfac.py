@@ -1,0 +1,293 @@
+"""K-factors against plain loops over hooks, for each layer and way of sharing weights; and where they are exact."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from invfunc import functional, kfac, kflr
+from invfunc.testing import assert_trees_close, loop_kfac
+from tests.laws import composed, in_blocks, moved
+from tests.networks import LOSSES
+from tests.strategies import Numbers
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel", "ignore:enable_nested_tensor")
+EXACT, FLOOR = 1e-10, 1e-3
+SHARINGS = ["expand", "reduce", "backpack"]
+sharings = pytest.mark.parametrize("sharing", SHARINGS)
+
+
+def matrices(kronecker):
+    """The factors; a vector is a diagonal."""
+    return tuple(torch.diag(x) if x.ndim == 1 else x for x in kronecker.factors)
+
+
+def assert_factors(found, wanted, rtol=EXACT, floor=FLOOR):
+    """Of a dict of results, where None has its place with another parameter."""
+    assert {name for name, k in found.items() if k is not None} == set(wanted)
+    assert_trees_close({name: matrices(found[name]) for name in wanted}, wanted, rtol, floor)
+
+
+class Applied(nn.Module):
+    """Layers by their names, and what is done with them."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        self.layers, self.call = nn.ModuleDict(layers), forward
+
+    def forward(self, x):
+        return self.call(self.layers, x)
+
+
+def attended(m, x):
+    """Self-attention with two heads."""
+    q, k, v = (m[name](x).unflatten(-1, (2, -1)).transpose(1, 2) for name in "qkv")
+    return m["out"]((q @ k.mT / 2**0.5).softmax(-1).matmul(v).transpose(1, 2).flatten(-2)).mean(1)
+
+
+def skipping(m, x):
+    h = m["a"](x).tanh()
+    return h + m["b"](h)
+
+
+def recurrent(m, x):
+    h = 0 * x[:, 0]
+    for step in x.unbind(1):
+        h = (m["ih"](step) + m["hh"](h)).tanh()
+    return h
+
+
+def chain(*layers):
+    return lambda: nn.Sequential(*[layer() for layer in layers])
+
+
+def linear(i, o, bias=True):
+    return lambda: nn.Linear(i, o, bias=bias)
+
+
+MODULES = {
+    "perceptron": (
+        chain(linear(2, 3), nn.Tanh, linear(3, 3, False), lambda: nn.ReLU(inplace=True), linear(3, 3)),
+        (2,),
+    ),
+    "positions": (chain(linear(2, 3), nn.GELU, lambda: nn.Flatten(1), linear(6, 3)), (2, 2)),
+    "positions in two dimensions": (
+        lambda: Applied(lambda m, x: m["b"](m["a"](x).sin()).mean((1, 2)), a=nn.Linear(2, 2), b=nn.Linear(2, 3)),
+        (2, 2, 2),
+    ),
+    "convolution": (chain(lambda: nn.Conv2d(2, 2, 2), nn.Sigmoid, nn.Flatten, linear(8, 3)), (2, 3, 3)),
+    "transposed convolution": (
+        chain(lambda: nn.ConvTranspose2d(2, 3, 2, stride=2, padding=1), nn.Tanh, nn.Flatten, linear(12, 3)),
+        (2, 2, 2),
+    ),
+    "layer norm": (chain(linear(2, 3), lambda: nn.LayerNorm(3), nn.Tanh, nn.Flatten, linear(6, 3)), (2, 2)),
+    "RMS norm": (chain(linear(2, 3), lambda: nn.RMSNorm([2, 3]), nn.Flatten, linear(6, 3)), (2, 2)),
+    "group norm": (chain(lambda: nn.Conv1d(2, 4, 1), lambda: nn.GroupNorm(2, 4), nn.Flatten, linear(8, 3)), (2, 2)),
+    "batch norm": (chain(lambda: nn.Conv2d(2, 2, 1), lambda: nn.BatchNorm2d(2), nn.Flatten, linear(8, 3)), (2, 2, 2)),
+    "a layer used twice": (lambda: Applied(lambda m, x: m["a"](m["a"](x).tanh()), a=nn.Linear(3, 3)), (3,)),
+    "a layer used in parallel": (
+        lambda: Applied(lambda m, x: m["a"](x).tanh() * m["a"](x.cos()), a=nn.Linear(2, 3)),
+        (2,),
+    ),
+    "a skip connection": (lambda: Applied(skipping, a=nn.Linear(2, 3), b=nn.Linear(3, 3)), (2,)),
+    "attention": (
+        lambda: Applied(attended, **{k: nn.Linear(2, 4 if k != "out" else 3) for k in "qkv"}, out=nn.Linear(4, 3)),
+        (3, 2),
+    ),
+    "recurrence": (lambda: Applied(recurrent, ih=nn.Linear(3, 3), hh=nn.Linear(3, 3)), (2, 3)),
+}
+
+
+def built(called, n=4):
+    """A module, its function with parameters, and inputs."""
+    make, shape = MODULES[called]
+    module = make().double().eval()
+    f, params = functional(module)
+    rand = Numbers(3)
+    return module, f, {name: 0.7 * rand(*p.shape) for name, p in params.items()}, Numbers(4)(n, *shape)
+
+
+@pytest.mark.parametrize("called", MODULES)
+@sharings
+def test_every_layer(called, sharing, device, dtype):
+    module, _, params, x = built(called)
+    f, _ = functional(copy.deepcopy(module).to(device, dtype))
+    for loss, joint in zip(LOSSES[:3], [False, True, False], strict=True):
+        args = (params, x, loss.target(Numbers(1), len(x)))
+        wanted = loop_kfac(module, loss, weight_sharing=sharing, joint=joint)(*args)
+        options = {"weight_sharing": sharing, "joint": joint}
+        given, rtol = moved(args, dtype, device), EXACT if dtype == torch.float64 else 1e-3
+        assert_factors(kflr(f, loss, **options)(*given), wanted, rtol)
+        assert_factors(in_blocks(kflr(f, loss, **options))(*given), wanted, rtol)
+        assert_factors(kflr(composed(f, loss), **options)(*given), wanted, rtol)
+        assert_factors(kfac(f, loss, fisher="exact", **options)(*given), wanted, rtol)
+
+
+@pytest.mark.parametrize("called", MODULES)
+@sharings
+def test_empirical(called, sharing):
+    """The columns are the shares of the gradient, with the scale that batch_grad gives them."""
+    module, f, params, x = built(called)
+    for loss, reduction, joint in zip(LOSSES[:3], ["none", "mean", "sum"], [False, False, True], strict=True):
+
+        def of(z, y, loss=loss, reduction=reduction):
+            losses = loss(z, y, reduction)
+            return losses.sum(1) if losses.ndim > 1 else losses
+
+        args = (params, x, loss.target(Numbers(1), len(x)))
+        options = {"fisher": "empirical", "weight_sharing": sharing, "joint": joint}
+        wanted = loop_kfac(module, of, **options)(*args)
+        assert_factors(kfac(f, of, **options)(*args), wanted)
+        assert_factors(kfac(composed(f, of), **options)(*args), wanted)
+
+
+@st.composite
+def convolved(draw):
+    """A convolution in any dimensions with any options, before a linear layer."""
+    d = draw(st.integers(1, 3))
+    each = st.tuples(*[st.integers(1, 2)] * d)
+    kernel, dilation, stride, transposed = draw(each), draw(each), draw(each), draw(st.booleans())
+    mode = "zeros" if transposed else draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
+    options = {"dilation": dilation, "stride": stride, "bias": draw(st.booleans())}
+    options |= {"padding": draw(st.sampled_from([0, 1]))}
+    if not transposed and draw(st.booleans()):
+        options |= {"padding": "same", "stride": 1}
+    kind = getattr(nn, f"ConvTranspose{d}d" if transposed else f"Conv{d}d")
+    first = kind(draw(st.integers(1, 2)), 2, kernel, padding_mode=mode, **options).double()
+    x = Numbers(4)(draw(st.integers(1, 3)), first.in_channels, *[3] * d)
+    width = first(x)[0].numel()
+    return nn.Sequential(first, nn.Tanh(), nn.Flatten(), nn.Linear(width, 2).double()), x
+
+
+@pytest.mark.quick
+@settings(max_examples=15)
+@given(case=convolved(), sharing=st.sampled_from(SHARINGS), joint=st.booleans())
+def test_convolutions(case, sharing, joint):
+    module, x = case
+    f, params = functional(module)
+    rand = Numbers(5)
+    args = ({name: 0.5 * rand(*p.shape) for name, p in params.items()}, x, rand(len(x), 2))
+    wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing, joint=joint)(*args)
+    assert_factors(kflr(f, F.mse_loss, weight_sharing=sharing, joint=joint)(*args), wanted)
+
+
+@sharings
+def test_embeddings(sharing):
+    """The factor over the tokens is diagonal where no positions are averaged."""
+    module = nn.Sequential(nn.Embedding(4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)).double()
+    f, params = functional(module)
+    args = ({name: Numbers(2)(*p.shape) for name, p in params.items()}, Numbers(3).below(4, 5, 3), Numbers(1)(5, 3))
+    found = kflr(f, F.mse_loss, weight_sharing=sharing)(*args)
+    assert_factors(found, loop_kfac(module, F.mse_loss, weight_sharing=sharing)(*args))
+    assert (found["0.weight"].factors[0].ndim == 1) == (sharing != "reduce")
+
+
+W, V, X, Y = Numbers(1)(3, 2), Numbers(2)(2, 3), Numbers(3)(4, 2, 3), Numbers(4)(4, 2, 3)
+READINGS = {
+    "x @ w": (lambda x, w: x @ w, (1, 0), lambda w: w),
+    "torch.matmul": (lambda x, w: torch.matmul(x, w), (1, 0), lambda w: w),
+    "(w.T @ x.T).T": (lambda x, w: (w.T @ x.mT).mT, (1, 0), lambda w: w),
+    "x @ w.T": (lambda x, w: x @ w.T, (0, 1), lambda w: w.T.clone()),
+    "F.linear": (lambda x, w: F.linear(x, w), (0, 1), lambda w: w.T.clone()),
+    "einsum": (lambda x, w: torch.einsum("nti,io->nto", x, w), (1, 0), lambda w: w),
+    "einsum, turned": (lambda x, w: torch.einsum("oi,nti->nto", w, x), (0, 1), lambda w: w.T.clone()),
+    "steps merged": (lambda x, w: (x.reshape(-1, 3) @ w).view(4, 2, 2), (1, 0), lambda w: w),
+    "addmm": (
+        lambda x, w: torch.addmm(w.new_zeros(2), x.flatten(0, 1), w).unflatten(0, (4, 2)),
+        (1, 0),
+        lambda w: w,
+    ),
+}
+
+
+@sharings
+@pytest.mark.parametrize("read, order, of", READINGS.values(), ids=READINGS)
+def test_functional_code(read, order, of, sharing):
+    """The factors stand in the order of the dimensions of the parameter."""
+
+    def f(p, x):
+        return (read(x, p["w"]).tanh() @ p["v"]).sin()
+
+    first, last = nn.Linear(3, 2, bias=False).double(), nn.Linear(2, 3, bias=False).double()
+    module = Applied(lambda m, x: m["b"](m["a"](x).tanh()).sin(), a=first, b=last)
+    given = {"layers.a.weight": W.T.clone(), "layers.b.weight": V.T.clone()}
+    wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing)(given, X, Y)
+    (b, a), (c, d) = wanted["layers.a.weight"], wanted["layers.b.weight"]
+    found = kflr(f, F.mse_loss, weight_sharing=sharing)({"w": of(W), "v": V}, X, Y)
+    assert_factors(found, {"w": tuple((a, b)[1 - i] for i in order), "v": (d, c)})
+    assert found["w"].shape == of(W).shape and found["w"].groups == ((0,), (1,))
+
+
+class TestConventions:
+    """Beside those of curvlinops, written out as it defines them."""
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    @pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits])
+    def test_empirical_factors_are_those_of_each_loss_but_for_their_number(self, loss, reduction):
+        w, x, y = Numbers()(2, 4), Numbers(1)(5, 3, 4), Numbers(2)(5, 3, 2).sigmoid()
+        K = kfac(lambda w, x: x @ w.T, lambda z, y: loss(z, y, reduction=reduction), fisher="empirical")(w, x, y)
+        count = y.numel() if reduction == "mean" else 1
+        rows, at = (x @ w.T).requires_grad_(), x.flatten(0, 1)
+        slopes = torch.autograd.grad(loss(rows, y, reduction="sum"), rows)[0].flatten(0, 1)
+        assert_trees_close(count * K.factors[0], slopes.T @ slopes / count, 1e-10)
+        assert_trees_close(K.factors[1], at.T @ at / len(at), 1e-10)
+
+
+class TestModulesOfTorch:
+    """What torch computes in one call, against the same of linear layers."""
+
+    @sharings
+    def test_attention(self, sharing):
+        layer = nn.MultiheadAttention(4, 2, batch_first=True)
+        rand, x, y = Numbers(5), Numbers(3)(3, 2, 4), Numbers(6)(3, 2, 4)
+
+        def by_hand(m, x):
+            q, k, v = (y.unflatten(-1, (2, 2)).transpose(1, 2) for y in m["qkv"](x).chunk(3, -1))
+            return m["out"]((q @ k.mT / 2**0.5).softmax(-1).matmul(v).transpose(1, 2).flatten(-2))
+
+        module = Applied(by_hand, qkv=nn.Linear(4, 12), out=nn.Linear(4, 4))
+        names = {"in_proj_weight": "layers.qkv.weight", "in_proj_bias": "layers.qkv.bias"}
+        names |= {f"out_proj.{k}": f"layers.out.{k}" for k in ("weight", "bias")}
+        f, params = functional(Applied(lambda m, x: m["a"](x, x, x, need_weights=False)[0], a=layer))
+        given = {name: rand(*p.shape) for name, p in params.items()}
+        same = {names[name.removeprefix("layers.a.")]: p for name, p in given.items()}
+        wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing)(same, x, y)
+        found = kflr(f, F.mse_loss, weight_sharing=sharing)(given, x, y)
+        assert_factors({names[name.removeprefix("layers.a.")]: k for name, k in found.items()}, wanted)
+
+    @sharings
+    def test_recurrence(self, sharing):
+        f, params = functional(Applied(lambda m, x: m["a"](x)[0][:, -1], a=nn.RNN(3, 3, batch_first=True)))
+        rand, x, y = Numbers(5), Numbers(3)(4, 2, 3), Numbers(6)(4, 3)
+        given = {name: rand(*p.shape) for name, p in params.items()}
+        module, *_ = built("recurrence")
+        names = {f"layers.a.{k}_{h}_l0": f"layers.{h}.{k}" for k in ("weight", "bias") for h in ("ih", "hh")}
+        wanted = loop_kfac(module, F.mse_loss, weight_sharing=sharing)(
+            {names[name]: p for name, p in given.items()}, x, y
+        )
+        found = kflr(f, F.mse_loss, weight_sharing=sharing)(given, x, y)
+        assert_factors({names[name]: k for name, k in found.items()}, wanted)
+
+    @pytest.mark.parametrize("train", [True, False])
+    def test_a_transformer_runs(self, train):
+        layer = nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=True).double().train(train)
+        f, params = functional(layer)
+        x, y = Numbers(3)(2, 3, 4), Numbers(4)(2, 3, 4)
+        for k in kflr(f, F.mse_loss)(params, x, y).values():
+            values = torch.linalg.eigvalsh(k.dense())
+            assert values.min() > -1e-10 * values.max()
+        traced = {name: k.trace() for name, k in kflr(f, F.mse_loss)(params, x[:1], y[:1]).items()}
+        assert all(t > 0 for name, t in traced.items() if "in_proj" not in name)
+
+
+def test_a_parameter_without_influence():
+    f, params = functional(nn.Linear(2, 3).double())
+    found = kflr(lambda p, x: f(p["f"], x), F.mse_loss)(
+        {"f": params, "none": torch.ones(2, 2).double()}, X[:, 0, :2], Y[:, 0]
+    )
+    assert not found["none"].dense().any()
+    assert_factors(found["f"], loop_kfac(nn.Linear(2, 3).double(), F.mse_loss)(params, X[:, 0, :2], Y[:, 0]))

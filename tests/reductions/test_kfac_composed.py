@@ -1,0 +1,282 @@
+"""kfac and its relatives: their options, in chunks, under transforms of torch.func, and what they refuse."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad, jvp, vmap
+
+import invfunc
+from invfunc import (
+    ArgumentError,
+    ArgumentTypeError,
+    chunked,
+    diag_ggn,
+    ekfac,
+    kfac,
+    kflr,
+    kfra,
+    reduced,
+    tree,
+)
+from invfunc.errors import InvFuncError
+from invfunc.testing import assert_trees_close, loop_kfac
+from tests.laws import composed, in_blocks
+from tests.loss.test_monte_carlo import seeded
+from tests.networks import LOSSES, total
+from tests.reductions.test_kfac import MODULES, SHARINGS, assert_factors, built, matrices
+from tests.strategies import Numbers
+
+EXACT, DERIVED = 1e-9, 1e-7
+CALLED = ["perceptron", "positions", "convolution", "layer norm", "a layer used twice"]
+MAKERS = {
+    "kflr": kflr,
+    "kfac": lambda f, loss=None, **options: kfac(f, loss, mc_samples=3, generator=seeded(), **options),
+    "empirical": partial(kfac, fisher="empirical"),
+}
+
+
+def arranged(called, loss=LOSSES[0]):
+    _, f, params, x = built(called)
+    return f, (params, x, loss.target(Numbers(1), len(x)))
+
+
+def factors(found):
+    return {name: matrices(k) for name, k in found.items() if k is not None}
+
+
+@pytest.mark.parametrize("called", CALLED)
+class TestChunks:
+    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
+    @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+    def test_over_any_axis(self, called, make, over):
+        f, args = arranged(called)
+        if over not in make(f, LOSSES[0]).axes:  # one column is not divided
+            assert over == "outputs" and make is MAKERS["empirical"]
+            return
+        for i, sharing in enumerate(SHARINGS):
+            options = {"weight_sharing": sharing, "joint": i == 1}
+            wanted = factors(make(f, LOSSES[0], **options)(*args))
+            for n in (1, 3):
+                assert_factors(chunked(make(f, LOSSES[0], **options), n, over=over)(*args), wanted, EXACT)
+        last = chunked(make(composed(f, LOSSES[0])), 2, over=over)(*args)
+        assert_factors(last, factors(make(f, LOSSES[0])(*args)), EXACT)
+
+    @pytest.mark.parametrize("over", ["outputs", "params"])
+    def test_of_ekfac(self, called, over):
+        f, args = arranged(called)
+        wanted = ekfac(f, LOSSES[0], fisher="exact")(*args)
+        found = chunked(ekfac(f, LOSSES[0], fisher="exact"), 2, over=over)(*args)
+        for name, k in wanted.items():
+            assert_trees_close(found[name].dense(), k.dense(), EXACT)
+
+    def test_of_ekfac_over_samples(self, called):
+        f, _ = arranged(called)
+        with pytest.raises(ArgumentError, match="'samples'.*axes"):
+            chunked(ekfac(f, LOSSES[0], fisher="exact"), 2, over="samples")
+
+
+@pytest.mark.parametrize("called", CALLED)
+class TestDerivatives:
+    @pytest.mark.parametrize("make", [*MAKERS.values(), kfra], ids=[*MAKERS, "kfra"])
+    def test_by_torch_func_and_autograd(self, called, make):
+        """Against a central difference."""
+        if make is kfra and called != "perceptron":
+            return
+        f, (params, x, y) = arranged(called)
+
+        def value(p):
+            return total(factors(make(f, LOSSES[0])(p, x, y)))
+
+        along = tree.map_leaves(lambda p: Numbers(5)(*p.shape), params)
+        ends = [value(tree.map_leaves(lambda p, a, h=h: p + h * a, params, along)) for h in (1e-5, -1e-5)]
+        slope = grad(value)(params)
+        found = sum((g * a).sum() for g, a in zip(*map(tree.leaves, (slope, along)), strict=True))
+        assert_trees_close(found, (ends[0] - ends[1]) / 2e-5, 1e-6)
+        leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+        slopes = torch.autograd.grad(value(leaves), list(leaves.values()), materialize_grads=True)
+        assert_trees_close(dict(zip(params, slopes, strict=True)), slope, DERIVED, 1e-3)
+
+    def test_forward_mode(self, called):
+        f, (params, x, y) = arranged(called)
+        along = tree.map_leaves(lambda p: Numbers(5)(*p.shape), params)
+
+        def value(p):
+            return total(factors(kflr(f, LOSSES[0])(p, x, y)))
+
+        slope = grad(value)(params)
+        wanted = sum((g * a).sum() for g, a in zip(*map(tree.leaves, (slope, along)), strict=True))
+        assert_trees_close(jvp(value, (params,), (along,))[1], wanted, DERIVED)
+
+    @pytest.mark.parametrize("make", [kflr, partial(ekfac, fisher="exact")], ids=["kflr", "ekfac"])
+    def test_under_vmap_over_parameters(self, called, make):
+        f, (params, x, y) = arranged(called)
+        several = [tree.map_leaves(lambda p, k=k: p + 0.1 * k, params) for k in range(2)]
+        stacked = tree.map_leaves(lambda *leaves: torch.stack(leaves), *several)
+
+        def blocks(p):
+            return {name: k.dense() for name, k in make(f, LOSSES[0])(p, x, y).items()}
+
+        wanted = tree.map_leaves(lambda *k: torch.stack(k), *map(blocks, several))
+        assert_trees_close(vmap(blocks)(stacked), wanted, EXACT)
+
+
+class TestArguments:
+    def test_trees_argnums_aux_and_keywords(self):
+        w, v, x, y = Numbers(1)(3, 2), Numbers(2)(2, 3), Numbers(3)(4, 3), Numbers(4)(4, 3)
+
+        def f(a, x, b, *, scale):
+            return (x @ a["w"] * scale).tanh() @ b[0], "aux"
+
+        wanted = kflr(lambda p, x: (x @ p["w"] * 2).tanh() @ p["v"], F.mse_loss)({"w": w, "v": v}, x, y)
+        t = kflr(f, F.mse_loss, argnums=(2, 0), has_aux=True)
+        ((second,), first), aux = t({"w": w}, x, [v], y, scale=2)
+        assert aux == "aux"
+        assert_trees_close(matrices(first["w"]), matrices(wanted["w"]), EXACT)
+        assert_trees_close(matrices(second), matrices(wanted["v"]), EXACT)
+
+    @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+    def test_samples_along_other_axes(self, make):
+        f, (params, x, y) = arranged("positions")
+        wanted = factors(make(f, LOSSES[0])(params, x, y))
+        found = make(
+            lambda p, x: f(p, x.movedim(1, 0)).T, lambda z, y: F.cross_entropy(z.T, y), in_dims=(1, 0), out_dims=1
+        )
+        assert_factors(found(params, x.movedim(0, 1), y), wanted, EXACT)
+
+    def test_time_first(self):
+        """The positions are the same, wherever they stand."""
+        rand = Numbers(2)
+        params, x, y = {"w": rand(3, 3), "v": rand(3, 2)}, rand(2, 4, 3), rand(2, 4, 2)
+
+        def f(p, x):
+            return torch.cumsum((x @ p["w"]).tanh(), 0) @ p["v"]
+
+        def other(p, x):
+            return torch.cumsum((x @ p["w"]).tanh(), 1) @ p["v"]
+
+        for sharing in SHARINGS:
+            found = kflr(f, F.mse_loss, weight_sharing=sharing, in_dims=1, out_dims=1)(params, x, y)
+            wanted = kflr(other, F.mse_loss, weight_sharing=sharing)(params, x.transpose(0, 1), y.transpose(0, 1))
+            assert_factors(found, factors(wanted), EXACT)
+
+    def test_dtypes(self):
+        module, f, params, x = built("convolution")
+        args = params, x, LOSSES[0].target(Numbers(1), len(x))
+        low = tree.map_leaves(lambda t: t.float() if t.is_floating_point() else t, args)
+        found = kflr(f, LOSSES[0])(*low)
+        assert all(a.dtype == torch.float32 for k in found.values() for a in k.factors)
+        assert_factors(found, loop_kfac(module, LOSSES[0])(*args), 1e-4)
+
+    @pytest.mark.parametrize("name", ["kfac", "kflr", "ekfac", "kfra"])
+    def test_says_what_it_is(self, name):
+        generator = {"generator": seeded()} if name in ("kfac", "ekfac") else {}
+        assert repr(getattr(invfunc, name)(F.linear, F.mse_loss, **generator)) == f"{name}(linear, mse_loss)"
+
+
+NOT_LINEAR = {
+    "exp(w) @ x": lambda p, x: x @ p["w"].exp(),
+    "w * w": lambda p, x: x @ (p["w"] * p["w"]),
+    "masked": lambda p, x: x @ p["w"].tril(),
+    "low rank": lambda p, x: x @ (p["w"] @ p["w"].T),
+}
+
+
+class TestRefusals:
+    x, y = Numbers(1)(4, 3), Numbers(2)(4, 3)
+
+    @pytest.mark.parametrize("f", NOT_LINEAR.values(), ids=NOT_LINEAR)
+    @pytest.mark.parametrize("make", [kflr, partial(ekfac, fisher="exact")], ids=["kflr", "ekfac"])
+    def test_a_parameter_that_no_operation_is_linear_in(self, make, f):
+        with pytest.raises(ArgumentError, match=r"\['w'\]"):
+            make(f, F.mse_loss)({"w": Numbers(3)(3, 3)}, self.x, self.y)
+
+    @pytest.mark.parametrize("make", [kflr, partial(ekfac, fisher="exact"), kfra], ids=["kflr", "ekfac", "kfra"])
+    def test_name_all_parameters_at_once(self, make):
+        def f(p, x):
+            return (x @ p["w"].exp()).tanh() @ p["fine"] @ p["v"].tril()
+
+        params = {name: Numbers(i)(3, 3) for i, name in enumerate(("w", "fine", "v"))}
+        with pytest.raises(ArgumentError, match=r"\['w'\]: .*; .*\['v'\]: .*'diagonal'.*'skip'") as error:
+            make(f, F.mse_loss)(params, self.x, self.y)
+        assert "fine" not in str(error.value)
+
+    @pytest.mark.parametrize("f", NOT_LINEAR.values(), ids=NOT_LINEAR)
+    @pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
+    def test_or_have_the_diagonal_of_their_block(self, f, loss):
+        args = {"w": Numbers(3)(3, 3)}, self.x, loss.target(Numbers(1), 4)
+        wanted = diag_ggn(f, loss)(*args)["w"]
+        for make in (kflr, partial(ekfac, fisher="exact")):
+            found = make(f, loss, unsupported="diagonal")(*args)["w"]
+            assert_trees_close(found.dense(), wanted.flatten().diag(), EXACT)
+            assert_trees_close(found.solve(found @ args[0]["w"] + args[0]["w"], 1.0), args[0]["w"], EXACT)
+        drawn = kfac(f, loss, mc_samples=2, generator=seeded(), unsupported="diagonal")(*args)["w"]
+        same = diag_ggn(f, loss, mc_samples=2, generator=seeded())(*args)["w"]
+        assert_trees_close(drawn.dense(), same.flatten().diag(), EXACT)
+
+    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
+    def test_or_are_left_out(self, over):
+        def f(p, x):
+            return x @ p["w"].exp() @ p["v"]
+
+        args = {"w": Numbers(3)(3, 3), "v": Numbers(2)(3, 3)}, self.x, self.y
+        v = matrices(kflr(lambda v, x: f(args[0] | {"v": v}, x), F.mse_loss)(args[0]["v"], *args[1:]))
+        for unsupported in ("skip", "diagonal"):
+            t = chunked(kflr(f, F.mse_loss, unsupported=unsupported), 2, over=over)
+            found = t(*args)
+            assert (found["w"] is None) == (unsupported == "skip")
+            assert_trees_close(matrices(found["v"]), v, EXACT)
+            named = reduced(t, lambda path, k: k.trace())(*args)
+            assert (named["w"] is None) == (unsupported == "skip")
+        with pytest.raises(ArgumentError, match="'w'"):
+            chunked(kflr(f, F.mse_loss), 2, over=over)(*args)
+        with pytest.raises(ArgumentError, match="'w'"):
+            reduced(kflr(f, F.mse_loss), lambda path, k: k.trace())(*args)
+
+    def test_an_option_that_is_not_known(self):
+        with pytest.raises(ArgumentError, match=r"kflr\(unsupported='none'\).*'diagonal'"):
+            kflr(F.linear, F.mse_loss, unsupported="none")
+
+    @pytest.mark.parametrize("make", [kfac, ekfac], ids=["kfac", "ekfac"])
+    def test_options_of_the_columns(self, make):
+        name = make.__name__
+        with pytest.raises(ArgumentError, match=rf"{name}.*fisher='true'"):
+            make(F.linear, F.mse_loss, fisher="true", generator=seeded())
+        with pytest.raises(ArgumentTypeError, match=rf"{name}.*generator"):
+            make(F.linear, F.mse_loss)
+        with pytest.raises(ArgumentTypeError, match=rf"{name}.*generator.*int"):
+            make(F.linear, F.mse_loss, generator=3)
+        with pytest.raises(ArgumentError, match=rf"{name}.*mc_samples.*0"):
+            make(F.linear, F.mse_loss, mc_samples=0, generator=seeded())
+
+    @pytest.mark.parametrize("make", [kfac, kflr, ekfac], ids=["kfac", "kflr", "ekfac"])
+    def test_a_sharing_that_is_not_known(self, make):
+        generator = {} if make is kflr else {"generator": seeded()}
+        with pytest.raises(ArgumentError, match=rf"{make.__name__}.*weight_sharing='kfc'.*expand"):
+            make(F.linear, F.mse_loss, weight_sharing="kfc", **generator)
+
+    @pytest.mark.parametrize("make", [kfac, kflr, ekfac, kfra], ids=["kfac", "kflr", "ekfac", "kfra"])
+    def test_what_is_no_function(self, make):
+        generator = {"generator": seeded()} if make in (kfac, ekfac) else {}
+        with pytest.raises(ArgumentTypeError, match=rf"{make.__name__}\(f\): f is of type int"):
+            make(3, **generator)
+        with pytest.raises(ArgumentTypeError, match=r"functional\(model\)"):
+            make(nn.Linear(2, 2), **generator)
+
+    @pytest.mark.parametrize("make", [kflr, kfra], ids=["kflr", "kfra"])
+    def test_a_loss_that_is_not_convex(self, make):
+        with pytest.raises(InvFuncError, match="not convex"):
+            make(lambda p, x: x @ p, lambda z, y: z.sin().sum())(Numbers(3)(3, 3), self.x, self.y)
+
+    def test_samples_that_are_mixed(self):
+        with pytest.raises(InvFuncError, match="softmax"):
+            kflr(lambda p, x: (x @ p).softmax(0), F.mse_loss)(Numbers(3)(3, 3), self.x, self.y)
+
+
+def test_blocks_of_samples_change_nothing():
+    for called in MODULES:
+        f, args = arranged(called)
+        wanted = factors(kflr(f, LOSSES[0])(*args))
+        assert_factors(in_blocks(chunked(kflr(f, LOSSES[0]), 2, over="outputs"))(*args), wanted, EXACT)

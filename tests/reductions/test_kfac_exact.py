@@ -1,0 +1,283 @@
+"""Where K-factors are exact (arXiv 2311.00636 and 2507.05127), draws that average to them, ekfac and kfra."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from invfunc import (
+    ArgumentError,
+    batch_grad,
+    diag_ggn,
+    ekfac,
+    functional,
+    ggn_trace,
+    kfac,
+    kflr,
+    kfra,
+    reduced,
+    sqrt_ggn,
+    tree,
+)
+from invfunc.errors import InvFuncError
+from invfunc.testing import assert_trees_close, dense_ggn, loop_kfra
+from tests.laws import composed, in_blocks
+from tests.loss.test_monte_carlo import near, seeded
+from tests.modules import MODELS
+from tests.networks import CLASSES, LOSSES
+from tests.reductions.test_kfac import FLOOR, MODULES, SHARINGS, Applied, built, matrices
+from tests.strategies import Numbers
+from tests.torch_layers import LAYERS
+
+EXACT = 1e-9
+ACTIVATIONS = [nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.Softplus, nn.ReLU, nn.LeakyReLU, nn.Hardtanh]
+sharings = pytest.mark.parametrize("sharing", SHARINGS)
+
+
+def dense(found):
+    return {name: k.dense() for name, k in found.items() if k is not None}
+
+
+def arranged(module, x, loss):
+    """Its function, with arguments."""
+    f, params = functional(module.double())
+    rand = Numbers(3)
+    return f, ({name: 0.7 * rand(*p.shape) for name, p in params.items()}, x, loss.target(Numbers(1), len(x)))
+
+
+def perceptron(activation):
+    return nn.Sequential(
+        nn.Linear(2, 3), activation(), nn.Linear(3, 3, bias=False), activation(), nn.Linear(3, CLASSES)
+    )
+
+
+def deep_linear(bias=True):
+    return nn.Sequential(nn.Linear(2, 3, bias), nn.Identity(), nn.Linear(3, 2, bias), nn.Linear(2, CLASSES, bias))
+
+
+class TestExactness:
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
+    def test_of_one_sample(self, activation, loss):
+        """Whatever the nonlinearities, no two samples are averaged apart."""
+        f, args = arranged(perceptron(activation), Numbers(4)(1, 2), loss)
+        wanted = dense_ggn(f, loss)(*args)
+        for make in (kflr, ekfac, kfra):
+            options = dict[str, Any](fisher="exact") if make is ekfac else {}
+            assert_trees_close(dense(make(f, loss, **options)(*args)), wanted, EXACT)
+
+    @sharings
+    @pytest.mark.parametrize("n", [1, 4])
+    def test_of_deep_linear_networks(self, sharing, n):
+        f, args = arranged(deep_linear(), Numbers(4)(n, 2), LOSSES[1])
+        wanted = dense_ggn(f, F.mse_loss)(*args)
+        assert_trees_close(dense(kflr(f, F.mse_loss, weight_sharing=sharing)(*args)), wanted, EXACT)
+        assert_trees_close(dense(kfra(f, F.mse_loss)(*args)), wanted, EXACT)
+
+    def test_of_a_weight_with_its_bias(self):
+        """The block of [weight, bias] of a function that takes both as one."""
+        f, args = arranged(perceptron(nn.Tanh), Numbers(4)(1, 2), LOSSES[0])
+        found = kflr(f, LOSSES[0], joint=True)(*args)
+        for name in ("0", "4"):
+            weight, bias = (args[0][f"{name}.{part}"] for part in ("weight", "bias"))
+            both = torch.cat([weight, bias[:, None]], 1)
+
+            def joined(both, x, name=name):
+                return f(args[0] | {f"{name}.weight": both[:, :-1], f"{name}.bias": both[:, -1]}, x)
+
+            assert found[f"{name}.bias"] is None
+            assert_trees_close(found[f"{name}.weight"].dense(), dense_ggn(joined, LOSSES[0])(both, *args[1:]), EXACT)
+
+    def test_expand_of_deep_linear_networks_with_a_loss_for_each_position(self):
+        x = Numbers(4)(3, 2, 2)
+        f, (params, _, _) = arranged(deep_linear(), x, LOSSES[1])
+        y = Numbers(5)(3, 2, CLASSES)
+        wanted = dense_ggn(f, F.mse_loss)(params, x, y)
+        assert_trees_close(dense(kflr(f, F.mse_loss, weight_sharing="expand")(params, x, y)), wanted, EXACT)
+
+    def test_reduce_of_deep_linear_networks_with_a_mean_over_positions(self):
+        net = Applied(lambda m, x: m["net"](x).mean(1), net=deep_linear())
+        f, args = arranged(net, Numbers(4)(3, 2, 2), LOSSES[1])
+        wanted = dense_ggn(f, F.mse_loss)(*args)
+        assert_trees_close(dense(kflr(f, F.mse_loss, weight_sharing="reduce")(*args)), wanted, EXACT)
+
+
+class TestDraws:
+    """Their expectation is the exact factor; the error rate of a comparison is that of tests/test_monte_carlo.py."""
+
+    @pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
+    def test_they_average_to_the_exact_factors(self, loss):
+        module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, CLASSES), nn.Sigmoid())  # far from what is rare
+        f, args = arranged(module, Numbers(4)(3, 2), loss)
+        draws, t = 200, kfac(f, loss, mc_samples=5, generator=seeded(2))
+        found, exact = [t(*args) for _ in range(draws)], kflr(f, loss)(*args)
+        for name, k in exact.items():
+            factors = torch.stack([drawn[name].factors[0] for drawn in found])
+            assert near(factors.mean(0), factors.std(0), k.factors[0], draws)
+            for drawn in found[:3]:
+                assert_trees_close(drawn[name].factors[1:], k.factors[1:], EXACT)
+
+    @sharings
+    def test_one_seed_gives_one_set_of_numbers(self, sharing):
+        _, f, params, x = built("convolution")
+        args = (params, x, LOSSES[0].target(Numbers(1), len(x)))
+        options = {"mc_samples": 3, "weight_sharing": sharing}
+        first, state = kfac(f, LOSSES[0], generator=seeded(), **options)(*args), torch.get_rng_state()
+        generator = seeded()
+        t = in_blocks(kfac(f, LOSSES[0], generator=generator, **options))
+        assert_trees_close(t(*args), first, EXACT)
+        assert (dense(t(*args))["0.bias"] != dense(first)["0.bias"]).any()
+        assert torch.equal(state, torch.get_rng_state())
+        assert not torch.equal(generator.get_state(), seeded().get_state())
+
+    def test_of_a_loss_of_the_user(self):
+        _, f, params, x = built("perceptron")
+
+        def loss(z, y):
+            return (z.exp() - y * z).sum(1)
+
+        def sample(z, generator):
+            return torch.poisson(z.exp(), generator=generator)
+
+        args = (params, x, torch.ones(4, 3).double())
+        found = kfac(f, loss, mc_samples=4000, generator=seeded(), sample=sample)(*args)
+        assert_trees_close(dense(found), dense(kflr(f, loss)(*args)), 0.15)  # more than five standard errors
+
+
+COLUMNS = {"exact": {}, "mc": {"mc_samples": 3}, "empirical": {}}
+
+
+@pytest.mark.parametrize("called", ["perceptron", "positions", "convolution", "layer norm", "a layer used twice"])
+class TestEkfac:
+    @pytest.mark.quick
+    @sharings
+    @pytest.mark.parametrize("fisher", COLUMNS)
+    def test_values_are_the_diagonal_of_the_block(self, called, sharing, fisher):
+        """In the eigenbasis of the K-factors, with the shares of the columns."""
+        _, f, params, x = built(called)
+        loss = LOSSES[0]
+        args = (params, x, loss.target(Numbers(1), len(x)))
+
+        def of(make, *functions, **options):
+            generator = {"generator": seeded()} if fisher == "mc" else {}
+            return make(*functions, **COLUMNS[fisher], **generator, **options)(*args)
+
+        shares = of(batch_grad, composed(f, loss)) if fisher == "empirical" else of(sqrt_ggn, f, loss)
+        found, factors = (of(make, f, loss, fisher=fisher, weight_sharing=sharing) for make in (ekfac, kfac))
+        for name, k in found.items():
+            columns = shares[name].reshape(-1, *params[name].shape)
+            for q, a in zip(matrices(k), matrices(factors[name]), strict=True):
+                assert_trees_close(q.T @ q, torch.eye(len(q)).double(), EXACT)
+                turned = q.T @ a @ q
+                assert_trees_close(turned, torch.diag(turned.diagonal()), EXACT, FLOOR)
+            assert k.groups == factors[name].groups and k.shape == params[name].shape
+            sizes = [len(q) for q in k.factors]
+            rows = columns.permute(0, *[1 + d for group in k.groups for d in group]).reshape(len(columns), *sizes)
+            for i, q in enumerate(matrices(k), 1):
+                rows = (rows.movedim(i, -1) @ q).movedim(-1, i)
+            assert_trees_close(k.values, rows.square().sum(0), EXACT, FLOOR)
+
+    @sharings
+    def test_it_is_nearer_to_the_block_than_the_factors(self, called, sharing):
+        _, f, params, x = built(called)
+        args = (params, x, LOSSES[1].target(Numbers(1), len(x)))
+        blocks = dense_ggn(f, F.mse_loss)(*args)
+        found = ekfac(f, F.mse_loss, fisher="exact", weight_sharing=sharing)(*args)
+        factors = dense(kflr(f, F.mse_loss, weight_sharing=sharing)(*args))
+        for name, block in blocks.items():
+            assert_trees_close(found[name].trace(), block.trace(), EXACT)
+            apart = (found[name].dense() - block).norm()
+            assert apart <= (factors[name] - block).norm() + 1e-9 * block.norm()
+
+    def test_its_trace_is_that_of_the_block(self, called):
+        _, f, params, x = built(called)
+        args = (params, x, LOSSES[0].target(Numbers(1), len(x)))
+        traces = {name: k.trace() for name, k in ekfac(f, LOSSES[0], fisher="exact")(*args).items()}
+        assert_trees_close(traces, ggn_trace(f, LOSSES[0], per_parameter=True)(*args), EXACT)
+        diagonal = diag_ggn(f, LOSSES[0], mc_samples=2, generator=seeded())(*args)
+        drawn = ekfac(f, LOSSES[0], mc_samples=2, generator=seeded())(*args)
+        assert_trees_close({n: k.trace() for n, k in drawn.items()}, tree.map_leaves(torch.sum, diagonal), EXACT)
+
+
+WITHOUT_FACTORS = {"weight_norm", "spectral_norm", "orthogonal", "language"}
+WITHOUT_FACTORS |= {f"{read} as the weight" for read in ("softplus(w)", "mask * w", "w + b @ a")}
+"""Whose parameters are computed before they are used."""
+AT_TIMES_WITHOUT = {"Conv1-3d"}
+"""Which are drawn so as well."""
+
+
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop",
+    "ignore:Support for mismatched",
+    "ignore:LSTM with projections",
+    "ignore:Using padding='same' with even",
+    "ignore:enable_nested_tensor",
+)
+@pytest.mark.parametrize("called", [*LAYERS, *MODELS])
+@settings(max_examples=2)
+@given(data=st.data())
+def test_any_layer_has_the_trace_of_its_block_or_no_factors(called, data):
+    """Refused are parameters that enter otherwise, by their names."""
+    case = data.draw((LAYERS | MODELS)[called])
+    args = (case.params, *case.inputs, case.f(case.params, *case.inputs).detach().cos())
+    options = dict[str, Any](in_dims=(*case.in_dims, 0))
+    t = ekfac(case.f, F.mse_loss, fisher="exact", **options)
+    try:
+        found = reduced(t, lambda path, k: k.trace())(*args)
+    except ArgumentError as error:
+        assert called in WITHOUT_FACTORS | AT_TIMES_WITHOUT
+        assert any(f"params{path}" in str(error) for path, _ in tree.named_leaves(case.params))
+    else:
+        assert called not in WITHOUT_FACTORS
+        wanted = ggn_trace(case.f, F.mse_loss, per_parameter=True, **options)(*args)
+        assert_trees_close(found, wanted, EXACT, FLOOR)
+
+
+class TestKfra:
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
+    def test_a_chain_of_layers(self, activation, loss):
+        module = perceptron(activation)
+        f, args = arranged(module, Numbers(4)(4, 2), loss)
+        wanted = loop_kfra(module, loss)(*args)
+        for t in (kfra(f, loss), kfra(composed(f, loss))):
+            assert_trees_close({name: matrices(k) for name, k in t(*args).items()}, wanted, EXACT)
+
+    def test_of_plain_functions(self):
+        module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, CLASSES))
+        _, (params, x, y) = arranged(module, Numbers(4)(4, 2), LOSSES[0])
+        w, b, v, c = params.values()
+
+        def f(p, x):
+            return torch.addmm(p["c"], (x @ p["w"] + p["b"]).tanh(), p["v"].T)
+
+        found = kfra(f, LOSSES[0])({"w": w.T.clone(), "b": b, "v": v, "c": c}, x, y)
+        wanted = loop_kfra(module, LOSSES[0])(params, x, y)
+        assert_trees_close(matrices(found["w"]), wanted["0.weight"][::-1], EXACT)
+        assert_trees_close([matrices(found[k]) for k in "bvc"], [wanted[n] for n in list(params)[1:]], EXACT)
+
+    def test_a_weight_with_its_bias(self):
+        module = perceptron(nn.Sigmoid)
+        f, args = arranged(module, Numbers(4)(4, 2), LOSSES[1])
+        found, apart = kfra(f, F.mse_loss, joint=True)(*args), kfra(f, F.mse_loss)(*args)
+        for name in ("0", "4"):
+            b, a = matrices(found[f"{name}.weight"])
+            assert found[f"{name}.bias"] is None
+            assert_trees_close((b, a[:-1, :-1]), matrices(apart[f"{name}.weight"]), EXACT)
+            assert_trees_close(a[-1, -1], torch.ones(()).double(), EXACT)
+
+    @pytest.mark.parametrize("called", ["a skip connection", "a layer used in parallel", "attention", "recurrence"])
+    def test_what_is_no_chain(self, called):
+        assert called in MODULES
+        _, f, params, x = built(called)
+        with pytest.raises(InvFuncError, match="chain"):
+            kfra(f, F.mse_loss)(params, x, torch.zeros(4, 3).double())
+
+    def test_a_weight_that_is_used_twice(self):
+        _, f, params, x = built("a layer used twice")
+        with pytest.raises(ArgumentError, match="layers.a"):
+            kfra(f, F.mse_loss)(params, x, torch.zeros(4, 3).double())

@@ -1,0 +1,346 @@
+"""K-factors of all parameters of whole models: what is looked up, read in groups, in two roles, or a single vector."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from invfunc import ekfac, functional, ggn_trace, kfac, kflr, tree
+from invfunc.testing import assert_trees_close, dense_ggn, peak_memory
+from tests.laws import composed, in_blocks
+from tests.loss.test_monte_carlo import seeded
+from tests.networks import LOSSES
+from tests.reductions.test_kfac import SHARINGS, matrices
+from tests.strategies import Numbers
+
+EXACT, FLOOR = 1e-9, 1e-6
+sharings = pytest.mark.parametrize("sharing", SHARINGS)
+
+
+class Block(nn.Module):
+    """A transformer layer whose branches are scaled."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.scale, self.mlp = nn.Parameter(0.5 * torch.ones(d)), nn.Sequential(nn.Linear(d, 3), nn.GELU())
+        self.back = nn.Linear(3, d)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.scale * self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+        return x + self.back(self.mlp(x))
+
+
+class Language(nn.Module):
+    """Tokens, positions and perhaps types, with the token embedding as the head, as in GPT-2 and BERT."""
+
+    def __init__(self, types):
+        super().__init__()
+        self.tokens, self.positions, self.block = nn.Embedding(5, 4), nn.Embedding(6, 4), Block(4)
+        self.types = nn.Embedding(2, 4) if types else None
+        self.bias = nn.Parameter(torch.zeros(5))
+
+    def forward(self, i):
+        h = self.tokens(i) + self.positions(torch.arange(i.shape[1])[None])
+        if self.types is not None:
+            h = h + self.types(torch.zeros_like(i[:1]).expand(len(i), -1))
+        return (F.linear(self.block(h), self.tokens.weight) + self.bias).transpose(1, 2)
+
+
+class Vision(nn.Module):
+    """Patches behind a class token, with positions, a temperature at the end: as in ViT and CLIP."""
+
+    def __init__(self, expand):
+        super().__init__()
+        self.patches, self.block, self.head = nn.Conv2d(1, 4, 2, stride=2), Block(4), nn.Linear(4, 3)
+        self.token, self.temperature = nn.Parameter(torch.ones(1, 1, 4)), nn.Parameter(torch.tensor(0.3))
+        self.positions, self.expand = nn.Parameter(0.1 * torch.ones(1, 5, 4)), expand
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).mT
+        token = self.token.expand(len(x), -1, -1) if self.expand else self.token.repeat(len(x), 1, 1)
+        h = self.block(torch.cat([token, x], 1) + self.positions)
+        return self.temperature.exp() * F.normalize(self.head(h[:, 0]), dim=-1)
+
+
+def mobile():
+    """A convolution, then one in depth and one that mixes the channels."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 4, 2, groups=4, bias=False), nn.BatchNorm2d(4),
+        nn.ReLU6(), nn.Conv2d(4, 6, 1, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3),
+    )  # fmt: skip
+
+
+MODELS = {
+    "GPT-2": (partial(Language, False), lambda rand, n: rand.below(5, n, 3)),
+    "BERT": (partial(Language, True), lambda rand, n: rand.below(5, n, 3)),
+    "ViT": (partial(Vision, True), lambda rand, n: rand(n, 1, 4, 4)),
+    "CLIP": (partial(Vision, False), lambda rand, n: rand(n, 1, 4, 4)),
+    "MobileNet": (mobile, lambda rand, n: rand(n, 1, 4, 4)),
+}
+
+
+def arranged(called, n):
+    make, inputs = MODELS[called]
+    f, params = functional(make().double().eval())
+    x = inputs(Numbers(2), n)
+    z = f({name: p + 0.3 * Numbers(3)(*p.shape) for name, p in params.items()}, x)
+    target = Numbers(1).below(z.shape[1], n, *z.shape[2:])
+    return f, ({name: p + 0.3 * Numbers(3)(*p.shape) for name, p in params.items()}, x, target)
+
+
+class TestModels:
+    @pytest.mark.parametrize("called", MODELS)
+    @pytest.mark.parametrize("n", [1, 3])
+    @sharings
+    def test_have_factors_of_every_parameter(self, called, n, sharing):
+        """In one call, and the eigenbasis sees all of the block of each: the traces are equal."""
+        f, args = arranged(called, n)
+        loss = F.cross_entropy
+        wanted = ggn_trace(f, loss, per_parameter=True)(*args)
+        found = ekfac(f, loss, fisher="exact", weight_sharing=sharing)(*args)
+        assert_trees_close({name: k.trace() for name, k in found.items()}, wanted, EXACT, FLOOR)
+        exact, drawn = (
+            make(f, loss, weight_sharing=sharing)(*args)
+            for make in (kflr, partial(kfac, generator=seeded(), mc_samples=2))
+        )
+        blocks = in_blocks(kflr(f, loss, weight_sharing=sharing))(*args)
+        assert_trees_close(blocks, exact, EXACT, FLOOR)
+        assert_trees_close(kflr(composed(f, loss), weight_sharing=sharing)(*args), exact, EXACT, FLOOR)
+        for name, k in (exact | drawn).items():
+            v = torch.ones_like(args[0][name])
+            assert_trees_close(k.solve(k @ v + 0.1 * v, 0.1), v, 1e-6)
+            assert (torch.linalg.eigvalsh(k.dense()) > -1e-9).all()
+
+    @pytest.mark.parametrize("called", ["ViT", "CLIP", "MobileNet"])
+    def test_have_single_factors_that_are_their_blocks(self, called):
+        """A vector that one position reads, whatever reads it: a class token, a temperature."""
+        f, args = arranged(called, 3)
+        blocks = dense_ggn(f, F.cross_entropy)(*args)
+        found = kflr(f, F.cross_entropy)(*args)
+        for name in ("token", "temperature", "9.bias"):
+            if name in found:
+                assert_trees_close(found[name].dense(), blocks[name], EXACT)
+
+
+PICKS = {
+    "all": lambda p: p[:3],
+    "some": lambda p: p[1:4],
+    "an index": lambda p: p[torch.tensor([3, 0, 3])],
+    "embedding": lambda p: F.embedding(torch.tensor([4, 4, 1]), p),
+    "index_select": lambda p: p.index_select(0, torch.tensor([0, 2, 2])),
+    "flipped": lambda p: p.flip(0)[:3],
+    "one for all": lambda p: p[2:3].expand(3, -1),
+    "for each sample": lambda p: p[torch.tensor([[0, 1, 2], [2, 3, 4]])],
+    "repeated for each sample": lambda p: p[None, :3].expand(2, -1, -1),
+}
+ONE_HOT = {
+    "all": [0, 1, 2], "some": [1, 2, 3], "an index": [3, 0, 3], "embedding": [4, 4, 1],
+    "index_select": [0, 2, 2], "flipped": [4, 3, 2], "one for all": [2, 2, 2],
+    "for each sample": [[0, 1, 2], [2, 3, 4]], "repeated for each sample": [0, 1, 2],
+}  # fmt: skip
+
+
+class TestLookups:
+    @sharings
+    @pytest.mark.parametrize("called", PICKS)
+    def test_what_is_added_is_a_product_with_unit_vectors(self, called, sharing):
+        rows = torch.tensor(ONE_HOT[called]).expand(2, 3)
+        units = F.one_hot(rows, 5)
+
+        def tail(p, h):
+            return (h + p["b"]).tanh().flatten(1) @ p["w"]
+
+        def added(p, x):
+            return tail(p, x @ p["v"] + PICKS[called](p["p"]))
+
+        def multiplied(p, x, units):
+            return tail(p, x @ p["v"] + units @ p["p"])
+
+        shapes = {"p": (5, 2), "v": (3, 2), "b": (2,), "w": (6, 2)}
+        params = {name: Numbers(i)(*shape) for i, (name, shape) in enumerate(shapes.items())}
+        x, y = Numbers(7)(2, 3, 3), Numbers(8)(2, 2)
+        found = kflr(added, F.mse_loss, weight_sharing=sharing)(params, x, y)
+        wanted = kflr(multiplied, F.mse_loss, weight_sharing=sharing)(params, x, units.to(x), y)
+        assert {name: k.groups for name, k in found.items()} == {name: k.groups for name, k in wanted.items()}
+        for name, k in found.items():
+            assert_trees_close(matrices(k), matrices(wanted[name]), EXACT)
+        assert (found["p"].factors[0].ndim == 1) == (sharing != "reduce")
+
+    @sharings
+    def test_at_several_places_count_as_positions_of_one(self, sharing):
+        """Also where one of them is a product with unit vectors, whose factor is not a diagonal."""
+        p, x, y = Numbers(1)(5, 2), Numbers(2)(3, 3, 2), Numbers(3)(3, 3, 2)
+        first, second = (torch.eye(5).double()[i].expand(3, -1, -1) for i in ([0, 1, 2], [4, 4, 1]))
+
+        def added(p, x):
+            return ((x + p[:3]).sin() + p[torch.tensor([4, 4, 1])]).cos()
+
+        def both(p, x, unit):
+            return ((x + p[:3]).sin() + unit @ p).cos()
+
+        def multiplied(p, x, unit, other):
+            return ((x + unit @ p).sin() + other @ p).cos()
+
+        wanted = kflr(multiplied, F.mse_loss, weight_sharing=sharing)(p, x, first, second, y)
+        for f, args in ((added, (p, x, y)), (both, (p, x, second, y))):
+            assert_trees_close(kflr(f, F.mse_loss, weight_sharing=sharing)(*args).dense(), wanted.dense(), EXACT)
+            found = ekfac(f, F.mse_loss, fisher="exact", weight_sharing=sharing)(*args)
+            assert_trees_close(found.trace(), dense_ggn(f, F.mse_loss)(*args).trace(), EXACT)
+
+    @sharings
+    def test_leave_a_row_of_padding_out(self, sharing):
+        """As an embedding of tokens that are data does."""
+        tokens, params = torch.tensor([[2, 0, 1]]), {"p": Numbers(1)(4, 2), "w": Numbers(2)(6, 2)}
+        x, y = Numbers(3)(3, 3, 2), Numbers(4)(3, 2)
+
+        def f(p, x, i):
+            return (x + F.embedding(i, p["p"], padding_idx=0)).tanh().flatten(1) @ p["w"]
+
+        found = kflr(lambda p, x: f(p, x, tokens), F.mse_loss, weight_sharing=sharing)(params, x, y)
+        wanted = kflr(f, F.mse_loss, weight_sharing=sharing)(params, x, tokens.expand(3, -1), y)
+        assert_trees_close(found, wanted, EXACT)
+
+    @pytest.mark.parametrize("read", [torch.add, torch.mul, lambda x, p: F.layer_norm(x, p.shape, p)])
+    def test_never_have_a_matrix_over_all_entries(self, read):
+        t, d = 150, 40
+
+        def f(p, x):
+            return read(x, p).sin().mean((1, 2)).unsqueeze(1)
+
+        args = torch.ones(t, d), Numbers(1)(2, t, d).float(), torch.zeros(2, 1)
+        for make in (kflr, partial(ekfac, fisher="exact")):
+            _, peak = peak_memory(lambda make=make: make(f, F.mse_loss)(*args))
+            assert peak < 40 * 2**20 < 4 * (t * d) ** 2
+            assert make(f, F.mse_loss)(*args).factors[0].shape == (t,)
+
+    def test_of_one_row_are_the_block(self):
+        def f(p, x):
+            return ((x + p).sin() * p.exp()).cos()
+
+        args = Numbers(1)(1, 3), Numbers(2)(4, 3), Numbers(3)(4, 3)
+        assert_trees_close(kflr(f, F.mse_loss)(*args).dense(), dense_ggn(f, F.mse_loss)(*args), EXACT)
+
+
+@st.composite
+def grouped(draw):
+    """A convolution in groups, the same as convolutions of the groups, and an input."""
+    d, groups, transposed = draw(st.integers(1, 2)), draw(st.integers(2, 3)), draw(st.booleans())
+    i, o = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    options = {"stride": draw(st.integers(1, 2)), "padding": draw(st.integers(0, 1))}
+    call = getattr(F, f"conv{'_transpose' * transposed}{d}d")
+    rand, kernel = Numbers(draw(st.integers(0, 5))), [2] * d
+    weight = rand(groups * i, o, *kernel) if transposed else rand(groups * o, i, *kernel)
+    x = rand(draw(st.integers(1, 3)), groups * i, *[3] * d)
+
+    def whole(p, x):
+        return call(x, p["w"], groups=groups, **options).tanh().flatten(1) @ p["v"]
+
+    def apart(p, x):
+        z = [call(x, w, **options) for x, w in zip(x.chunk(groups, 1), p["w"], strict=True)]
+        return torch.cat(z, 1).tanh().flatten(1) @ p["v"]
+
+    v = rand(call(x, weight, groups=groups, **options)[0].numel(), 2)
+    return whole, apart, {"w": weight, "v": v}, x, rand(len(x), 2), groups
+
+
+class TestGroups:
+    @settings(max_examples=15)
+    @given(case=grouped(), sharing=st.sampled_from(SHARINGS))
+    def test_have_the_factors_of_convolutions_of_their_own(self, case, sharing):
+        whole, apart, params, x, y, groups = case
+        of = params["w"].chunk(groups)
+        for make in (kflr, partial(kfac, fisher="empirical")):
+            found = make(whole, F.mse_loss, weight_sharing=sharing)(params, x, y)["w"]
+            wanted = make(apart, F.mse_loss, weight_sharing=sharing)({"w": list(of), "v": params["v"]}, x, y)["w"]
+            assert_trees_close(found.dense(), torch.block_diag(*(k.dense() for k in wanted)), EXACT, FLOOR)
+        found = ekfac(whole, F.mse_loss, fisher="exact", weight_sharing=sharing)(params, x, y)["w"]
+        block = dense_ggn(whole, F.mse_loss)(params, x, y)["w"]
+        assert_trees_close(found.trace(), block.trace(), EXACT)
+
+    @pytest.mark.parametrize("groups", [2, 4])
+    def test_have_a_bias_that_may_be_joined(self, groups):
+        module = nn.Sequential(nn.Conv1d(4, 4, 2, groups=groups), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).double()
+        f, params = functional(module)
+        args = params, Numbers(1)(3, 4, 3), Numbers(2)(3, 3)
+        joint, apart = kflr(f, F.mse_loss, joint=True)(*args), kflr(f, F.mse_loss)(*args)
+        (b, a), k = joint["0.weight"].factors, apart["0.weight"]
+        assert joint["0.weight"].shape == (4, 2 * 4 // groups + 1) and joint["0.bias"] is None
+        assert_trees_close((b, a[:, :-1, :-1]), k.factors, EXACT)
+        assert_trees_close(a[:, -1, -1], torch.ones(groups).double(), EXACT)
+        assert apart["0.bias"].factors[0].shape == (4, 4)
+
+    def test_of_a_batched_product(self):
+        def f(p, x):
+            return torch.einsum("nhd,hde->nhe", x, p["w"]).tanh().sum(1) @ p["v"]
+
+        params = {"w": Numbers(1)(2, 3, 2), "v": Numbers(2)(2, 2)}
+        found = kflr(f, F.mse_loss)(params, Numbers(3)(1, 2, 3), Numbers(4)(1, 2))["w"]
+        block = dense_ggn(f, F.mse_loss)(params, Numbers(3)(1, 2, 3), Numbers(4)(1, 2))["w"]
+        assert found.blocks == (2, 1, 1)
+        for at in (slice(0, 6), slice(6, 12)):  # of one sample, exact within a group
+            assert_trees_close(found.dense()[at, at], block[at, at], EXACT)
+        assert not found.dense()[:6, 6:].any()
+
+
+ROLES = {
+    "an embedding as the head": (
+        lambda p, q, i: F.linear(F.embedding(i, p).tanh(), q),
+        lambda rand, n: rand.below(4, n, 3),
+        lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+        lambda rand, n: rand.below(4, n, 3),
+    ),
+    "an auto-encoder's weight": (
+        lambda p, q, x: (x @ p).tanh() @ q.T,
+        lambda rand, n: rand(n, 4),
+        F.mse_loss,
+        lambda rand, n: rand(n, 4),
+    ),
+}
+
+
+def product_at(matrix, rows):
+    """The entries of `kron(A, B)` as those of `vec(A) vec(B)^T`."""
+    columns = len(matrix) // rows
+    return matrix.reshape(rows, columns, rows, columns).transpose(1, 2).reshape(rows**2, columns**2)
+
+
+class TestRoles:
+    @pytest.mark.parametrize("called", ROLES)
+    @pytest.mark.parametrize("n", [1, 3])
+    @sharings
+    def test_have_the_product_that_is_nearest_to_the_sum(self, called, n, sharing):
+        f, inputs, loss, target = ROLES[called]
+        w, args = Numbers(2)(4, 2), (inputs(Numbers(3), n), target(Numbers(4), n))
+        found = kflr(lambda p, x: f(p, p, x), loss, weight_sharing=sharing)(w, *args)
+        apart = kflr(lambda p, x: f(p[0], p[1], x), loss, weight_sharing=sharing)([w, w], *args)
+        total = product_at(sum(k.dense() for k in apart), 4)
+        u, s, v = torch.linalg.svd(total)
+        assert_trees_close(product_at(found.dense(), 4), s[0] * u[:, :1] @ v[:1], 1e-7)
+        for factor in matrices(found):
+            assert torch.linalg.eigvalsh(factor).min() > -1e-9
+
+    @pytest.mark.parametrize("called", ROLES)
+    def test_in_one_of_which_nothing_is_sent_back_have_the_factors_of_the_other(self, called):
+        f, inputs, loss, target = ROLES[called]
+        w, args = Numbers(2)(4, 2), (inputs(Numbers(3), 3), target(Numbers(4), 3))
+        found = kflr(lambda p, x: f(0 * p.detach(), p, x) + 0 * f(p, p.detach(), x), loss)(w, *args)
+        wanted = kflr(lambda p, x: f(0 * p.detach(), p, x), loss)(w, *args)
+        assert_trees_close(found.dense(), wanted.dense(), EXACT)
+
+
+@pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
+def test_a_leaf_of_any_kind_is_a_tree_that_can_be_stacked(loss):
+    """So is what comes of a vmap over models."""
+    f, (params, x, _) = arranged("MobileNet", 2)
+    y = loss.target(Numbers(1), 2)
+    several = tree.map_leaves(lambda p: torch.stack([p, 1.1 * p]), params)
+    found = torch.vmap(lambda p: {name: k.trace() for name, k in kflr(f, loss)(p, x, y).items()})(several)
+    for i in range(2):
+        one = kflr(f, loss)(tree.map_leaves(lambda p, i=i: p[i], several), x, y)
+        assert_trees_close({k: v[i] for k, v in found.items()}, {k: v.trace() for k, v in one.items()}, EXACT, FLOOR)

@@ -1,0 +1,316 @@
+"""diag_ggn against the diagonal of the dense J^T H J: every loss and option, in both forms."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from invfunc import ConvexityError, SampleAxisError, SplitError, diag_ggn, outputs, tree
+from invfunc.testing.oracles import assert_trees_close, dense_diag_ggn
+from tests.criteria import after_logarithms, cross_entropies, elementwise, model
+from tests.laws import composed
+from tests.networks import LOSSES, networks
+from tests.strategies import Numbers
+
+EXACT = 1e-10
+
+
+def assert_both_forms_exact(criterion, f=None, params=None):
+    if f is None:
+        f, params = model(criterion.one)
+    args = (params, Numbers(1)(len(criterion.target), 2), criterion.target)
+    wanted = dense_diag_ggn(f, criterion.loss)(*args)
+    assert_trees_close(diag_ggn(f, criterion.loss)(*args), wanted, EXACT)
+    assert_trees_close(diag_ggn(lambda p, x, y: criterion.loss(f(p, x), y))(*args), wanted, EXACT)
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:reduction. 'mean'")  # torch's, about kl_div
+class TestKnownLosses:
+    @given(cross_entropies())
+    def test_cross_entropy(self, criterion):
+        assert_both_forms_exact(criterion)
+
+    @given(elementwise())
+    def test_elementwise(self, criterion):
+        assert_both_forms_exact(criterion)
+
+    @given(after_logarithms())
+    def test_after_a_logarithm(self, criterion):
+        assert_both_forms_exact(criterion)
+
+    @given(networks(sequences=True), st.sampled_from(LOSSES), st.sampled_from(["mean", "sum"]), st.booleans())
+    def test_of_any_network(self, net, loss, reduction, dense):
+        target = loss.target(Numbers(1), net.n)
+        if net.called == "sequence":  # one loss for each step
+            target = torch.stack([target, loss.target(Numbers(2), net.n)], 1)
+
+        def criterion(z, y):
+            if z.ndim == 3:
+                z, y = z.transpose(1, 2), y.transpose(1, 2) if y.ndim == 3 else y
+            return loss(z, y, reduction)
+
+        args, method = (net.params, net.x, target), "dense" if dense else "auto"
+        wanted = dense_diag_ggn(net.f, criterion)(*args)
+        assert_trees_close(diag_ggn(net.f, criterion, method=method)(*args), wanted, EXACT)
+        assert_trees_close(diag_ggn(composed(net.f, criterion), method=method)(*args), wanted, EXACT)
+
+
+CONVEX = {
+    "log-sum-exp": lambda z, y: (z.logsumexp(1) - z.gather(1, y.abs().long() % 3)[:, 0]).mean(),
+    "log cosh": lambda z, y: (z - y[:, :1]).cosh().log().sum(),
+    "square of a sum": lambda z, y: z.sum(1).square().mean(),
+    "softplus": lambda z, y: (F.softplus(z) - z * y).sum(1),
+    "distance": lambda z, y: ((z - y).square().sum(1) + 1).sqrt(),
+    "quadratic form": lambda z, y: torch.einsum("ni,ij,nj->n", z, torch.eye(3).double() + 1, z),
+    "linear": lambda z, y: (z * y).sum(),
+    "behind an affine map": lambda z, y: F.mse_loss(3 * z[:, :2] - 1, y[:, :2]) + F.mse_loss(z.sum(1), y[:, 0]),
+    "two of one output": lambda z, y: F.cross_entropy(z, y.softmax(1)) + 0.5 * F.mse_loss(z, y),
+    "a difference": lambda z, y: 2 * F.mse_loss(z, y) - F.mse_loss(z, -y),
+    "of a piece": lambda z, y: F.cross_entropy(z[:, 1:] / 2, y[:, 0].abs().long() % 2),
+    "a product of losses": lambda z, y: (1 + F.mse_loss(z, y, reduction="none").sum(1)).square().sum(),
+}
+
+
+class TestLossesOfTheUser:
+    @pytest.mark.parametrize("loss", CONVEX.values(), ids=CONVEX)
+    def test_every_convex_loss(self, loss):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+        wanted = dense_diag_ggn(f, loss)(*args)
+        assert_trees_close(diag_ggn(f, loss)(*args), wanted, EXACT)
+        marked = diag_ggn(lambda p, x, y: loss(outputs(f(p, x)), y))
+        assert_trees_close(marked(*args), wanted, EXACT)
+
+    @pytest.mark.parametrize("loss", [CONVEX["log cosh"], CONVEX["two of one output"]], ids=["user", "torch"])
+    def test_marking_is_the_identity(self, loss):
+        z, y = Numbers()(4, 3), Numbers(1)(4, 3)
+        assert outputs(z) is z and outputs({"a": z, "b": None})["a"] is z
+        slopes = [torch.func.grad(lambda z, m=m: loss(m(z), y).sum())(z) for m in (outputs, lambda z: z)]
+        assert torch.equal(*slopes)
+
+    def test_a_mark_inside_the_loss_of_a_model_changes_nothing(self):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+        for mark in (outputs, lambda z: outputs(2 * z) / 2):
+            marked = diag_ggn(f, lambda z, y, mark=mark: CONVEX["log cosh"](mark(z), y))
+            assert_trees_close(marked(*args), diag_ggn(f, CONVEX["log cosh"])(*args), EXACT)
+
+    def test_marked_outputs_go_before_known_losses(self):
+        """Between mark and loss there is a layer of constants: H is that of all behind the mark."""
+        f, params = model((2,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+        mix = Numbers(3)(2, 3)
+
+        def loss(h, y):
+            return F.cross_entropy(h @ mix, y.softmax(1))
+
+        wanted = dense_diag_ggn(f, loss)(*args)
+        assert_trees_close(diag_ggn(lambda p, x, y: loss(outputs(f(p, x)), y))(*args), wanted, EXACT)
+
+    def test_a_loss_may_compute_in_place(self):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+
+        def loss(z, y):
+            z /= 2
+            return F.mse_loss(z.mul_(3), y)
+
+        wanted = dense_diag_ggn(f, lambda z, y: F.mse_loss(1.5 * z, y))(*args)
+        assert_trees_close(diag_ggn(f, loss)(*args), wanted, EXACT)
+        assert_trees_close(diag_ggn(lambda p, x, y: loss(f(p, x), y))(*args), wanted, EXACT)
+        assert_trees_close(diag_ggn(lambda p, x, y: loss(outputs(f(p, x)), y))(*args), wanted, EXACT)
+
+    def test_the_result_may_be_an_entry_for_each_sample(self):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+        summed = diag_ggn(f, lambda z, y: F.mse_loss(z, y, reduction="sum"))(*args)
+        each = diag_ggn(f, lambda z, y: F.mse_loss(z, y, reduction="none").sum(1))(*args)
+        assert_trees_close(each, summed, EXACT)
+
+
+class TestSeveralOutputs:
+    @staticmethod
+    def heads(p, x):
+        h = (x @ p["trunk"]).tanh()
+        return h @ p["a"], (h.square() @ p["b"]).unsqueeze(1)
+
+    @staticmethod
+    def args():
+        rand = Numbers()
+        params = {"trunk": rand(2, 3), "a": rand(3, 3), "b": rand(3, 2)}
+        return params, rand(4, 2), {"class": rand.below(3, 4), "value": rand(4, 1, 2)}
+
+    @pytest.mark.parametrize(
+        "pack", [tuple, list, lambda z: {"one": z[0], "two": [z[1]]}], ids=["tuple", "list", "tree"]
+    )
+    def test_as_a_tree_of_the_model(self, pack):
+        def f(p, x):
+            return pack(self.heads(p, x))
+
+        def loss(z, y):
+            a, b = tree.leaves(z)
+            return F.cross_entropy(a, y["class"]) + 3 * F.mse_loss(b, y["value"], reduction="sum")
+
+        args = self.args()
+        wanted = dense_diag_ggn(self.heads, loss)(*args)
+        assert_trees_close(diag_ggn(f, loss)(*args), wanted, EXACT)
+
+    @pytest.mark.parametrize(
+        "mark", [tuple, outputs, lambda z: tuple(map(outputs, z))], ids=["found", "marked", "each"]
+    )
+    @pytest.mark.parametrize("joint", [0, 1], ids=["sum", "joint"])
+    def test_of_a_loss_function(self, mark, joint):
+        def loss(z, y):
+            a, b = z
+            value = F.cross_entropy(a, y["class"]) + 3 * F.mse_loss(b, y["value"], reduction="sum")
+            return value + joint * (a.sum(1) + b.sum((1, 2)) - 1).square().mean() if joint else value
+
+        args = self.args()
+        alone = diag_ggn(lambda p, x, y: loss(mark(self.heads(p, x)), y))
+        if joint and mark is tuple:  # where the heads meet, nothing says that these are the outputs
+            with pytest.raises(SplitError):
+                alone(*args)
+        else:
+            assert_trees_close(alone(*args), dense_diag_ggn(self.heads, loss)(*args), EXACT)
+
+    def test_one_of_them_without_influence(self):
+        def loss(z, y):
+            return F.cross_entropy(z[0], y["class"])
+
+        args = self.args()
+        wanted = dense_diag_ggn(self.heads, loss)(*args)
+        assert_trees_close(diag_ggn(self.heads, loss)(*args), wanted, EXACT)
+        assert not wanted["b"].any()
+
+
+class TestArguments:
+    @given(st.permutations(range(3)), st.integers(0, 1), st.booleans())
+    def test_samples_along_other_axes(self, order, other, negative):
+        f, params = model((2, 3))
+        x, y = Numbers(1)(4, 2), Numbers(2)(4, 2, 3)
+        at, back = order.index(0), [order.index(d) for d in range(3)]
+
+        def moved(p, x):
+            return f(p, x.movedim(other, 0)).permute(order)
+
+        def loss(z, y):
+            return F.mse_loss(z, y)
+
+        wanted = dense_diag_ggn(f, loss)(params, x, y)
+        args, dim = (params, x.movedim(0, other), y.permute(order)), at - 3 if negative else at
+        found = diag_ggn(moved, loss, in_dims=(other, dim), out_dims=dim)(*args)
+        assert_trees_close(found, wanted, EXACT)
+        alone = diag_ggn(lambda p, x, y: loss(moved(p, x).permute(back), y.permute(back)), in_dims=(other, dim))
+        assert_trees_close(alone(*args), wanted, EXACT)
+
+    @pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0), (-3,)], ids=str)
+    def test_parameters_at_argnums(self, argnums):
+        rand = Numbers()
+        a, b, x, y = {"w": rand(3, 2)}, [rand(2), rand(2)], rand(5, 3), rand(5, 2)
+
+        def f(a, b, x):
+            return (x @ a["w"]).tanh() * b[0] + b[1]
+
+        wanted = argnums if isinstance(argnums, tuple) else (argnums,)
+        fixed = tuple(None for i in range(2) if i not in [k % 3 for k in wanted])
+        both = dense_diag_ggn(lambda pair, x: f(*pair, x), F.mse_loss)((a, b), x, y)
+        picked = tuple(both[k % 3] for k in wanted)
+        found = diag_ggn(f, F.mse_loss, argnums=argnums, in_dims=(*fixed, 0, 0))(a, b, x, y)
+        assert_trees_close(found, picked if isinstance(argnums, tuple) else picked[0], EXACT)
+
+    @pytest.mark.parametrize("aux", ["a string", None, {"t": [torch.ones(2), "x"]}], ids=repr)
+    def test_aux_and_keyword_arguments_are_those_of_the_model(self, aux):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+
+        def g(p, x, *, scale):
+            return f(p, x) * scale, aux
+
+        wanted = dense_diag_ggn(lambda p, x: 2 * f(p, x), F.mse_loss)(*args)
+        result, found = diag_ggn(g, F.mse_loss, has_aux=True)(*args, scale=2)
+        assert_trees_close(result, wanted, EXACT)
+        assert repr(found) == repr(aux)
+        alone = diag_ggn(lambda p, x, y, *, scale: (F.mse_loss(scale * f(p, x), y), aux), has_aux=True)
+        result, found = alone(*args, scale=2)
+        assert_trees_close(result, wanted, EXACT)
+        assert repr(found) == repr(aux)
+
+    def test_a_shared_target_and_one_without_tensors(self):
+        f, params = model((3,))
+        x, rates = Numbers(1)(4, 2), Numbers(2)(3)
+
+        def loss(z, t):
+            return F.mse_loss(z, t["rates"].expand_as(z), reduction=t["reduction"])
+
+        target = {"rates": rates, "reduction": "sum"}
+        found = diag_ggn(f, loss, in_dims=(0, None))(params, x, target)
+        assert_trees_close(found, dense_diag_ggn(f, loss)(params, x, target), EXACT)
+
+    def test_a_target_may_take_its_dtype_from_the_outputs(self):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2).below(3, 4))
+
+        def loss(z, y):
+            return F.cross_entropy(z, F.one_hot(y, 3).to(z)) + F.mse_loss(z, y[:, None].type_as(z).expand_as(z))
+
+        wanted = dense_diag_ggn(f, loss)(*args)
+        assert_trees_close(diag_ggn(lambda p, x, y: loss(f(p, x), y))(*args), wanted, EXACT)
+
+    def test_a_module_may_be_the_loss(self):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2).below(3, 4))
+        found = diag_ggn(f, torch.nn.CrossEntropyLoss(label_smoothing=0.1))(*args)
+        wanted = dense_diag_ggn(f, lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1))(*args)
+        assert_trees_close(found, wanted, EXACT)
+
+    def test_says_what_it_is(self):
+        assert repr(diag_ggn(F.linear, F.mse_loss)) == "diag_ggn(linear, mse_loss)"
+        assert repr(diag_ggn(F.linear)) == "diag_ggn(linear)"
+
+
+MINUS = -torch.ones(3, dtype=torch.float64)
+NOT_CONVEX = {
+    "sine": lambda z, y: z.sin().sum(),
+    "concave": lambda z, y: -F.mse_loss(z, y),
+    "negative weights": lambda z, y: (F.mse_loss(z, y, reduction="none").sum(1) * torch.tensor([1.0, -1, 1, 1])).sum(),
+    "negative class weight": lambda z, y: F.cross_entropy(z, y.argmax(1), weight=MINUS, reduction="sum"),
+    "difference": lambda z, y: F.cross_entropy(z, y.argmax(1)) - F.mse_loss(z, y),
+    "saddle": lambda z, y: (z[:, 0] * z[:, 1]).sum(),
+    "exp of minus": lambda z, y: (-F.mse_loss(z, y, reduction="none").sum(1)).exp(),
+}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("loss", NOT_CONVEX.values(), ids=NOT_CONVEX)
+    def test_a_loss_that_is_not_convex(self, loss):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+        with pytest.raises(ConvexityError, match="not convex in the outputs"):
+            diag_ggn(f, loss)(*args)
+        with pytest.raises(ConvexityError, match="not convex in the outputs"):
+            diag_ggn(lambda p, x, y: loss(outputs(f(p, x)), y))(*args)
+
+    @pytest.mark.parametrize(
+        "loss, names",
+        [
+            (lambda p, z, y: F.mse_loss(z, y) + p["w"].square().sum(), ["pow|square|sum|add", "outputs"]),
+            (lambda p, z, y: F.mse_loss(z, y) + z.abs().mean(), ["mean|abs|add", "outputs"]),
+            (lambda p, z, y: F.mse_loss(z, y) * (1 + z.square().sum()), ["."]),
+            (lambda p, z, y: F.mse_loss(outputs(z), y) + F.l1_loss(z, y), ["l1_loss|add", "outputs"]),
+            (lambda p, z, y: F.mse_loss(outputs(z), y) + F.mse_loss(z, -y), ["mse_loss", "outputs"]),
+            (lambda p, z, y: F.mse_loss(outputs(z) * p["b"], y), ["mul", "outputs"]),
+            (lambda p, z, y: F.l1_loss(z, y), ["known", "outputs"]),
+            (lambda p, z, y: F.nll_loss(z, y.argmax(1)), ["known", "outputs"]),
+            (lambda p, z, y: z.logsumexp(1).mean(), ["known", "outputs"]),
+        ],
+        ids=["L2", "unknown", "factor", "beside", "marked and not", "behind", "l1_loss", "nll_loss alone", "no loss"],
+    )
+    def test_a_path_around_the_outputs(self, loss, names):
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3))
+        with pytest.raises((SplitError, SampleAxisError) if names == ["."] else SplitError) as told:
+            diag_ggn(lambda p, x, y: loss(p, f(p, x), y))(*args)
+        for name in names:
+            assert any(word in str(told.value) for word in name.split("|"))

@@ -1,0 +1,326 @@
+"""diag_hessian and batch_diag_hessian against the dense Hessian: networks, layers, models and losses, in both forms."""
+
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from invfunc import SampleAxisError, batch_diag_hessian, diag_ggn, diag_hessian, outputs, tree
+from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
+from tests.laws import composed, generic, in_blocks, moved, squares
+from tests.layer_cases import case
+from tests.modules import MODELS
+from tests.networks import LOSSES, networks
+from tests.strategies import Numbers
+from tests.torch_layers import LAYERS
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:There is a performance drop",  # vmap of what has no batching rule in torch
+    "ignore:Support for mismatched",
+    "ignore:LSTM with projections is not supported with oneDNN",
+    "ignore:Using padding='same' with even kernel",
+    "ignore:enable_nested_tensor",
+)
+EXACT, FLOOR = 1e-8, 1e-3
+PATHS = {"fast": lambda t: t, "blocks": in_blocks, "generic": generic}
+
+
+def wave(z, y):
+    """Neither convex nor known."""
+    return (z.sin() * (z - y)).flatten(1).sum(1).mean() + 0.1 * z.pow(3).sum()
+
+
+def whole(batch):
+    """The sum over the samples."""
+    return tree.map_leaves(lambda d: d.sum(0), batch)
+
+
+@contextmanager
+def twice_differentiable():
+    """In torch 2.13 fused attention has no second derivative, and that of weight norm is wrong."""
+
+    def weight_norm(v, g, dim=0):
+        return v * (g / torch.norm_except_dim(v, 2, dim))
+
+    with sdpa_kernel(SDPBackend.MATH), mock.patch("torch._weight_norm", weight_norm):
+        yield
+
+
+def assert_exact(f, loss, args, path="fast", floor=FLOOR, **options):
+    """All of them: of the batch and of each sample, of a model with its loss and of a loss function."""
+    on = PATHS[path]
+    with twice_differentiable():
+        wanted = dense_batch_diag_hessian(f, loss)(*args)
+    # a scalar loss that is not known does not say which part of it is of which sample
+    marked = composed(f, loss if loss in LOSSES else lambda z, y: loss(outputs(z), y))
+    for t in (batch_diag_hessian(f, loss, **options), batch_diag_hessian(marked, **options)):
+        assert_trees_close(on(t)(*args), wanted, EXACT, floor)
+    for t in (diag_hessian(f, loss, **options), diag_hessian(composed(f, loss), **options)):
+        assert_trees_close(on(t)(*args), whole(wanted), EXACT, floor)
+
+
+@given(net=networks(), loss=st.sampled_from([*LOSSES, wave]), path=st.sampled_from(list(PATHS)))
+def test_of_any_network(net, loss, path):
+    target = LOSSES[1].target if loss is wave else loss.target
+    assert_exact(net.f, loss, (net.params, net.x, target(Numbers(1), net.n)), path)
+
+
+@settings(max_examples=8)
+@given(net=networks(low=2), loss=st.sampled_from([*LOSSES, wave]))
+def test_the_dense_oracles_agree(net, loss):
+    args = (net.params, net.x, (LOSSES[1] if loss is wave else loss).target(Numbers(1), net.n))
+    each = dense_batch_diag_hessian(net.f, loss)(*args)
+    assert_trees_close(whole(each), dense_diag_hessian(net.f, loss)(*args), EXACT, FLOOR)
+    assert_trees_close(whole(each), dense_diag_hessian(composed(net.f, loss))(*args), EXACT, FLOOR)
+
+
+def assert_case_exact(drawn, paths, device, dtype):
+    """Some smooth loss of the outputs of each sample, on one path for each form."""
+    given = moved((drawn.params, drawn.inputs), torch.float64, device)
+    target = drawn.f(given[0], *given[1]).detach().cos()
+    args, options = (given[0], *given[1], target), dict[str, Any](in_dims=(*drawn.in_dims, 0))
+    f = composed(drawn.f, squares)
+    with twice_differentiable():
+        wanted = dense_batch_diag_hessian(f)(*args)
+    floor = max(1.0, *(d.abs().max().item() for d in tree.leaves(wanted) if d.numel()))  # of what cancels
+    kinds = [batch_diag_hessian(f, **options), diag_hessian(drawn.f, lambda z, y: squares(z, y).sum(), **options)]
+    for t, expected, path in zip(kinds, [wanted, whole(wanted)], paths, strict=True):
+        found = PATHS[path](t)(*moved(args, dtype, device))
+        assert_trees_close(found, expected, EXACT if dtype == torch.float64 else 1e-3, FLOOR * floor)
+
+
+TWICE = [name for name in LAYERS if name != "EmbeddingBag" and "activations" not in name]
+"""What torch has second derivatives of."""
+
+
+@pytest.mark.parametrize("layer", TWICE)
+@settings(max_examples=2)
+@given(data=st.data())
+def test_of_any_layer(layer, data, device, dtype):
+    paths = ("fast", "blocks") if len(layer) % 2 else ("generic", "fast")
+    assert_case_exact(data.draw(LAYERS[layer]), paths, device, dtype)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@settings(max_examples=2)
+@given(data=st.data())
+def test_of_any_model(model, data, device, dtype):
+    assert_case_exact(data.draw(MODELS[model]), ("fast", "fast"), device, dtype)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_of_bags_of_embeddings(mode):
+    def bag(p, i):
+        return F.embedding_bag(i, p["table"], mode=mode).sin() @ p["head"]
+
+    def embedded(p, i):
+        x = F.embedding(i, p["table"])
+        return (x.amax(1) if mode == "max" else getattr(x, mode)(1)).sin() @ p["head"]
+
+    rand = Numbers()
+    args = {"table": rand(4, 2), "head": rand(2, 3)}, rand.below(4, 3, 2), rand(3, 3)
+    found = batch_diag_hessian(bag, wave)(*args)
+    assert_trees_close(found, dense_batch_diag_hessian(embedded, wave)(*args), EXACT)
+
+
+SMOOTH = [nn.Sigmoid, nn.Tanh, nn.GELU, lambda: nn.GELU("tanh"), nn.SiLU, nn.Softplus, nn.ELU, nn.Mish, nn.Softsign]
+KINKED = [nn.ReLU, nn.LeakyReLU, nn.Hardtanh, lambda: nn.ReLU(inplace=True), lambda: nn.Threshold(0.1, 0.0), nn.ReLU6]
+
+
+@pytest.mark.parametrize("activation", [*SMOOTH, *KINKED], ids=lambda kind: str(kind()))
+@pytest.mark.parametrize("loss", [LOSSES[0], wave], ids=["cross_entropy", "wave"])
+def test_perceptrons(activation, loss):
+    drawn = case(nn.Sequential(nn.Linear(2, 3), activation(), nn.Linear(3, 3), activation()), Numbers()(4, 2))
+    y = Numbers(1).below(3, 4) if loss is not wave else Numbers(1)(4, 3)
+    assert_exact(drawn.f, loss, (drawn.params, *drawn.inputs, y))
+
+
+@pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
+@pytest.mark.parametrize("activation", KINKED, ids=lambda kind: str(kind()))
+def test_of_piecewise_linear_networks_it_is_the_ggn(activation, loss):
+    """A network whose second derivative is zero has no residual term, whatever the loss."""
+    drawn = case(nn.Sequential(nn.Linear(2, 4), activation(), nn.Linear(4, 3)), Numbers()(5, 2))
+    args = (drawn.params, *drawn.inputs, loss.target(Numbers(1), 5))
+    assert_trees_close(diag_hessian(drawn.f, loss)(*args), diag_ggn(drawn.f, loss)(*args), EXACT)
+
+
+def skipping(p, x):
+    h = x + (x @ p["w"]).tanh()
+    return h + (h @ p["v"]).sigmoid()
+
+
+def in_series(p, x):
+    return ((x @ p["w"]).tanh() @ p["w"]).tanh() @ p["w"] + p["b"]
+
+
+def in_parallel(p, x):
+    return (x @ p["w"]).tanh() * (2 * x @ p["w"].T + p["b"]).sigmoid() + F.linear(x.cos(), p["w"])
+
+
+def squared(p, x):
+    return (x @ (p["w"] * p["w"])).tanh() @ p["v"].square().cumsum(0)
+
+
+def masked(p, x):
+    return (x @ p["w"].tril()).tanh() @ torch.where(p["v"] > 0, p["v"].exp(), p["v"])
+
+
+def normed(p, x):
+    w = p["w"] / p["w"].norm(dim=1, keepdim=True) * p["b"][:, None]
+    return F.layer_norm(F.linear(x, w).sigmoid(), (3,), p["b"]) @ p["v"]
+
+
+def low_rank(p, x):
+    return (x @ (p["w"] + p["b"][:, None] @ p["b"][None])).tanh() @ p["v"]
+
+
+def in_place(p, x):
+    h = F.linear(x, p["w"], p["b"])
+    h.mul_(2).add_(x)
+    return F.linear(F.silu(h, inplace=True), p["v"]).exp_()
+
+
+def by_einsum(p, x):
+    return torch.einsum("ij,nj,kj->nik", p["w"], x, p["v"]).tanh().sum(2) * p["b"].exp()
+
+
+def between_parameters(p, x):
+    """Nonlinear in products of two parameters."""
+    return torch.exp(p["b"] * 0.1) * (x @ p["w"]) * (x @ p["v"]).sin() / (1 + p["b"].square())
+
+
+def looped(p, x):
+    h = torch.zeros_like(x)
+    for _ in range(3):
+        h = (x @ p["w"] + h @ p["v"] + p["b"]).tanh()
+    return h
+
+
+FUNCTIONS = [skipping, in_series, in_parallel, squared, masked, normed, low_rank, in_place, by_einsum, looped]
+FUNCTIONS += [between_parameters]
+
+
+def weights(rand):
+    return {"w": rand(3, 3), "v": rand(3, 3), "b": rand(3)}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+def test_plain_functions(f, path):
+    rand = Numbers(5)
+    loss = wave if len(f.__name__) % 2 else LOSSES[1]
+    assert_exact(f, loss, (weights(rand), rand(3, 3), rand(3, 3)), path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_samples_and_steps_in_one_dimension(path):
+    def f(p, x):
+        h = (x.reshape(-1, 3) @ p["w"]).tanh()
+        return (F.linear(h, p["v"], p["b"])).view(x.shape).sin()
+
+    rand = Numbers()
+    for loss in (wave, lambda z, y: F.mse_loss(z.flatten(0, 1), y.flatten(0, 1))):
+        assert_exact(f, loss, (weights(rand), rand(2, 2, 3), rand(2, 2, 3)), path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_time_first(path):
+    def f(p, x):  # [T, N, 3]
+        return torch.cumsum((x @ p["w"]).tanh(), 0) @ p["v"] * p["b"]
+
+    rand = Numbers()
+    params, x, y = weights(rand), rand(2, 2, 3), rand(2, 2, 3)
+    wanted = dense_diag_hessian(f, F.mse_loss)(params, x, y)
+    each = dense_batch_diag_hessian(lambda p, x: f(p, x).transpose(0, 1), F.mse_loss)(params, x, y.transpose(0, 1))
+    options = dict[str, Any](in_dims=1, out_dims=1)
+    assert_trees_close(PATHS[path](diag_hessian(f, F.mse_loss, **options))(params, x, y), wanted, EXACT)
+    assert_trees_close(PATHS[path](batch_diag_hessian(f, F.mse_loss, **options))(params, x, y), each, EXACT)
+    alone = PATHS[path](batch_diag_hessian(composed(f, F.mse_loss), in_dims=1))
+    assert_trees_close(alone(params, x, y), each, EXACT)
+
+
+class TestLosses:
+    args = weights(Numbers()), Numbers(1)(4, 3), Numbers(2)(4, 3)
+
+    def test_twice_a_loss_is_twice_as_curved(self):
+        once = diag_hessian(in_series, wave)(*self.args)
+        twice = diag_hessian(lambda p, x, y: 2 * wave(in_series(p, x), y))(*self.args)
+        assert_trees_close(twice, tree.map_leaves(lambda d: 2 * d, once), EXACT)
+
+    def test_a_term_of_the_parameters_alone(self):
+        """It has a second derivative, too, and no sample."""
+
+        def f(p, x, y):
+            return F.mse_loss(skipping(p, x), y) + sum(q.pow(4).sum() for q in tree.leaves(p))
+
+        assert_trees_close(diag_hessian(f)(*self.args), dense_diag_hessian(f)(*self.args), EXACT)
+
+    def test_a_factor_that_the_samples_share(self):
+        """It is refused, as the samples meet there."""
+
+        def f(p, x, y):
+            return p["b"].exp().sum() * F.mse_loss(skipping(p, x), y)
+
+        with pytest.raises(SampleAxisError, match="`mul`"):
+            diag_hessian(f)(*self.args)
+
+    @pytest.mark.parametrize("mark", [outputs, lambda z: z], ids=["marked", "not marked"])
+    @pytest.mark.parametrize("reduce", [torch.sum, torch.mean, lambda z: z], ids=["sum", "mean", "[N]"])
+    def test_entries_and_their_sums(self, reduce, mark):
+        def f(p, x, y):
+            return reduce((mark(in_series(p, x)) - y).cosh().sum(1))
+
+        wanted = dense_diag_hessian(f)(*self.args)
+        assert_trees_close(diag_hessian(f)(*self.args), wanted, EXACT)
+        each = dense_batch_diag_hessian(in_series, lambda z, y: reduce((z - y).cosh().sum(1)))(*self.args)
+        if mark is not outputs and reduce in (torch.sum, torch.mean):
+            with pytest.raises(SampleAxisError, match="read again"):  # a weight in series, under an unknown loss
+                batch_diag_hessian(f)(*self.args)
+        else:
+            assert_trees_close(batch_diag_hessian(f)(*self.args), each, EXACT)
+
+    def test_several_outputs(self):
+        def f(p, x):
+            h = (x @ p["w"]).tanh()
+            return {"class": h @ p["v"], "more": [(h.square() * p["b"]).unsqueeze(1)]}
+
+        def loss(z, y):
+            return F.cross_entropy(z["class"], y["class"]) + 3 * (z["more"][0] - y["value"]).pow(4).sum()
+
+        y = {"class": Numbers(3).below(3, 4), "value": Numbers(4)(4, 1, 3)}
+        assert_exact(f, loss, (*self.args[:2], y))
+
+    def test_ignored_targets_and_weights(self):
+        y, weight = torch.tensor([0, -100, 2, 2]), Numbers(3)(3).exp()
+
+        def loss(z, y):
+            return F.cross_entropy(z, y, weight=weight, label_smoothing=0.2)
+
+        assert_exact(looped, loss, (*self.args[:2], y))
+
+    def test_a_loss_linear_in_the_outputs_leaves_the_curvature_of_the_model(self):
+        assert_exact(in_parallel, lambda z, y: (z * y).sum(), self.args)
+
+
+def test_under_autocast_what_bends_is_run_again_in_the_same_precision():
+    """A product is taken in float32, since half precision would overflow."""
+
+    def f(w, x):
+        return F.linear(x, w.mT).prod(1) * 1e-9
+
+    def low(w, x):
+        with torch.autocast("cpu", torch.float16):
+            return f(w, x)
+
+    w, x, y = (Numbers(i)(*shape).float() for i, shape in enumerate([(3, 4), (4, 3), (4,)]))
+    args = 300 + w, 0.3 + 0.01 * x, y
+    wanted = dense_diag_hessian(f, F.mse_loss)(*args)
+    assert_trees_close(diag_hessian(low, F.mse_loss)(*args), wanted, 1e-2)
