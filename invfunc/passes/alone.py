@@ -79,7 +79,7 @@ class Alone:
         self._values = values if scope.create_graph else [z.detach() for z in values]
         self._way, self._ran = self._verified(values, params)
 
-    def untapped(self, part: slice | torch.Tensor, n: int) -> Ran:
+    def without_uses(self, part: slice | torch.Tensor, n: int) -> Ran:
         """The outputs of some samples as they are in the batch, without parameter uses."""
         trace = Trace(self.scope, n)
         outputs = [a.restore(z, n) for a, z in zip(self.axes, self._exposed(self._values, part), strict=True)]

@@ -14,7 +14,7 @@ class Labels(NamedTuple):
     shared: list[str]
     """Blocks of the parameter, each with factors of its own."""
     entries: list[str]
-    """Those of the factor."""
+    """The entries of the factor."""
     positions: list[str]
 
 
@@ -46,7 +46,7 @@ class Terms:
 
     @property
     def ins(self) -> list[str]:
-        """Those that only what was read has."""
+        """The labels of the entries that only what was read has."""
         return [c for c in self.sizes if c not in self.sent[0]]
 
     @property

@@ -94,13 +94,13 @@ class Used:
 
     left: Operands
     right: Operands
-    """With what the right sides of the columns send back; the same unless a column is a product of two."""
+    """The operands for the right sides of the columns; the same as `left` unless a column is a product of two."""
     out: float
-    """Which part of the factor it sends back: where each reads a part, that part is not to count twice."""
+    """The fraction of the factor that it sends back: if each operation reads a part, no part is to count twice."""
     read: float
-    """Which part of the other factor it reads."""
+    """The fraction of the other factor that it reads."""
     positions: Sequence[float]
-    """How many each sample has."""
+    """How many positions each sample has."""
 
 
 class KroneckerFactors(Block):

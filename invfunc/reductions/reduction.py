@@ -42,8 +42,8 @@ class Reduction:
     several: ClassVar[bool] = False
     """Whether the caller gets a tuple of results."""
     rooted: ClassVar[Literal["no", "known", "all"]] = "no"
-    """For which losses the columns have to be those of a square root of the Hessian, without weights beside them: for
-    none, for those of known structure, or for all."""
+    """The losses whose columns have to be those of a square root of the Hessian, without weights beside them: none,
+    those of known structure, or all."""
     stages: ClassVar[int] = 1
     """How many reductions run one after the other: this one, and those that `then` gives."""
     thin: ClassVar[bool] = False
