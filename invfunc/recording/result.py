@@ -31,7 +31,7 @@ class Result:
 
 
 def path(seen: Seen, met: bool) -> Path:
-    """How the result depends on parameters; `met` says that some meet samples in this call."""
+    """Find how the result depends on parameters; `met` says that some meet samples in this call."""
     around, around_outputs, crossed = seen.name if met else None, None, _OUTPUTS
     for tag in seen.sampled:
         if tag.around:

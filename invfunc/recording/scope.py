@@ -173,7 +173,7 @@ _Pull = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
 
 
 def _at_once(pull: _Pull, columns: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """All columns in one call of vmap, which can return nothing but tensors."""
+    """Pull all columns back in one call of vmap, which can return nothing but tensors."""
     missing: list[bool] = []
 
     def pulled(*column: torch.Tensor) -> list[torch.Tensor]:
@@ -186,6 +186,6 @@ def _at_once(pull: _Pull, columns: list[torch.Tensor]) -> list[torch.Tensor | No
 
 
 def _one_by_one(pull: _Pull, columns: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """A call for each column."""
+    """Pull the columns back in a call for each."""
     parts = zip(*(pull(column) for column in zip(*columns, strict=True)), strict=True)
     return [None if grads[0] is None else torch.stack(grads) for grads in parts]

@@ -30,7 +30,7 @@ class Index:
         return tuple(self.parts)
 
     def append(self, part: Any, samples: torch.Tensor | None = None) -> None:
-        """The part for the next dimension, or for a new one, with the samples of its entries if they are of some."""
+        """Add the part for the next dimension (or a new one), with the samples of its entries if they are of some."""
         if samples is not None:
             self.samples[len(self.parts)] = samples
         self.dims.append(None if part is None else len(self.dims) - self.dims.count(None))
@@ -70,7 +70,7 @@ def spelled(call: Call, x: torch.Tensor, index: Any) -> Index:
 
 
 def _filled(index: Any, x: torch.Tensor) -> list[Any]:
-    """The parts of an index of x, with slices of all for an ellipsis and for the dimensions that are not named."""
+    """Return the parts of an index of x, with full slices for an ellipsis and for dimensions that are not named."""
     given = index if isinstance(index, tuple) else (index,)
     parts = [_tensor(p, x.device) if _is_list(p) else p for p in given]
     full = [slice(None)] * (x.ndim - sum(_width(p) for p in parts))
@@ -79,7 +79,7 @@ def _filled(index: Any, x: torch.Tensor) -> list[Any]:
 
 
 def _indices(call: Call, part: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """What a part looks up along each of its dimensions, and the samples of these indices if they are of some."""
+    """Return the indices of a part along each of its dimensions, and their samples if they are of some."""
     if not part.ndim and part.dtype == torch.bool:
         raise Unknown("it indexes by a mask without dimensions")
     samples = samples_of(call, part) if isinstance(call.place(part), Axis) else None

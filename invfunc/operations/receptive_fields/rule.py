@@ -33,7 +33,7 @@ class Step:
         self._regions: dict[int, Region] = {}
 
     def reads(self, found: Sequence[tuple[torch.Tensor, Region]], frames: Frames, height: int) -> None:
-        """The arguments with labels, and the frames in which they are followed."""
+        """Set which arguments have labels, and in which frames they are followed."""
         self.labelled = [x for x, _ in found if x.numel()]
         self.height, self._frames = height, frames
         self._regions = {id(x): region for x, region in found} if frames else {}
