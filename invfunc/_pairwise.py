@@ -72,7 +72,7 @@ class _Labels:
 
     @property
     def elementwise(self) -> bool:
-        """Whether it is no product of matrices: nothing is summed, or no tensor has a label of its own."""
+        """Whether it is not a product of matrices: nothing is summed, or no tensor has a label of its own."""
         return not self.summed or not (self.rows or self.columns)
 
     def transposed(self) -> _Labels:

@@ -190,7 +190,7 @@ class Trace(ParameterUses, TorchFunctionMode):
     def _run(self, seen: Seen, met: bool) -> tuple[Any, torch.Tensor | None, bool]:
         """Run a call; returns also a copy of what it reads and overwrites, and whether it becomes a step.
 
-        Where a derivative is taken at it, the result is no view: a write to it would change its place in the graph.
+        Where a derivative is taken at it, the result is not a view: a write to it would change its place in the graph.
         """
         remembered = self.remember is not None and self.remember(seen)
         kept = self._kept(seen) if seen.writes and (met or remembered) else None
