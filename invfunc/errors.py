@@ -74,7 +74,8 @@ def part_mixed(name: str) -> SampleAxisError:
     """The error that names the operation at which the samples of a part of the batch meet."""
     return SampleAxisError(
         f"the samples of a part of the batch meet at `{name}`, which gives something else than in the whole batch; it "
-        "cannot be chunked over samples."
+        "cannot be chunked over samples. Chunk over outputs or params, or give one function with the loss in it: then "
+        "the outputs of a part are compared with those of the whole batch."
     )
 
 

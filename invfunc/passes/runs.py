@@ -30,7 +30,8 @@ from invfunc.recording.steps import Remember
 from invfunc.recording.tags import Derived, Sampled
 
 WHOLE = slice(None)
-_NOT_IN_PARTS = "f does not run on a part of the batch, so it cannot be chunked over samples."
+_GIVE = "What f has for each sample, such as a mask, goes among its batch arguments, not into constants or keywords."
+_NOT_IN_PARTS = f"f does not run on a part of the batch, so it cannot be chunked over samples. {_GIVE}"
 
 
 @dataclass
@@ -192,7 +193,10 @@ class Runner:
         if not named:
             raise no_outputs(run.result)
         run.outputs, run.result = {}, structure
+        n, dim = self.problem.n, self.problem.out_dims
         for i, (path, z) in enumerate(named):
+            if run.trace.n < n and -z.ndim <= dim < z.ndim and z.shape[dim] == n:
+                raise SampleAxisError(_NOT_IN_PARTS)  # a constant has broadcast a part of one sample
             z = self._of_each_sample(run, z)
             run.outputs[i] = z, output_axis(run.trace, z, self.problem.out_dims, path)
 
@@ -218,7 +222,7 @@ class Runner:
             if not all(same_values(whole[p - start], alone[i]) for i, p in enumerate(places) if start <= p < stop):
                 raise SampleAxisError(
                     "the outputs of a sample depend on how many are beside it, or on its place (does f use the length "
-                    "of the batch?), so f cannot be chunked over samples."
+                    f"of the batch?), so f cannot be chunked over samples. {_GIVE}"
                 )
 
     def blocks(self, few: bool, draws: Draws) -> list[Run]:
@@ -285,7 +289,8 @@ class Runner:
                     )
                 raise SampleAxisError(
                     "the outputs of f on a part of the batch are not those of the whole batch (has it a constant for "
-                    "each sample, or does it use the length of the batch?), so it cannot be chunked over samples."
+                    "each sample, or does it use the length of the batch?), so it cannot be chunked over samples. "
+                    f"{_GIVE}"
                 )
         return run
 

@@ -128,7 +128,8 @@ def cannot_meet(
     why = next((why for tag in params if (why := not_shared(tag, escaped))), None) if apart or not sums else None
     if sums or isinstance(why, Unseen):
         return why
-    return f"`{call.name}`: it sums over the samples, and a parameter that has met none is in every term"
+    alone = "a parameter that has met none is in every term (does f close over its inputs?)"
+    return f"`{call.name}`: it sums over the samples, and {alone}"
 
 
 def not_shared(tag: Any, escaped: str | None) -> str | None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from invfunc import SampleAxisError, batch_grad, diag_ggn, functional
+from invfunc import SampleAxisError, batch_grad, chunked, diag_ggn, functional
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.strategies import Numbers
 
@@ -62,6 +62,61 @@ def test_linearized_functions_of_data():
         batch_grad(lambda p, x: loss(p, x).mean())(P, X)
     wanted = apart(lambda p, x: ((x.cos() * x) @ p).square().mean(1), P, X)
     assert_trees_close(batch_grad(loss)(P, X), wanted, EXACT)
+
+
+MASK = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])
+
+
+def masked(p, x, mask):
+    return (x if mask.all() else x * mask) @ p
+
+
+@pytest.mark.parametrize("n", [2, 4])  # a part of one sample would be broadcast to the whole mask
+@pytest.mark.parametrize(("f", "given"), [(masked, {"mask": MASK}), (lambda p, x: masked(p, x, MASK), {})])
+def test_a_mask_in_parts_is_a_batch_argument(f, given, n):
+    for t in (diag_ggn(f, F.mse_loss), batch_grad(lambda p, x, y, **given: F.mse_loss(f(p, x, **given), y))):
+        with pytest.raises(SampleAxisError, match="such as a mask, goes among its batch arguments"):
+            chunked(t, n, over="samples")(P, X, Y, **given)
+
+    def f_of_mask(p, x, mask):
+        return (x * mask) @ p
+
+    wanted = dense_diag_ggn(f_of_mask, F.mse_loss)(P, X, MASK, Y)
+    assert_trees_close(chunked(diag_ggn(f_of_mask, F.mse_loss), n, over="samples")(P, X, MASK, Y), wanted, EXACT)
+
+
+def test_what_a_part_decides_otherwise():
+    def counted(p, x, mask):
+        return masked(p, x, mask) / mask.sum()
+
+    given = diag_ggn(counted, F.mse_loss)
+    with pytest.raises(SampleAxisError, match="at `all`.* Chunk over outputs or params, or give one function with"):
+        chunked(given, 2, over="samples")(P, X, MASK, Y)
+    wanted = dense_diag_ggn(counted, F.mse_loss)(P, X, MASK, Y)
+    for over in ("outputs", "params"):
+        assert_trees_close(chunked(given, 2, over=over)(P, X, MASK, Y), wanted, EXACT)
+    given = diag_ggn(lambda p, x, mask, y: F.mse_loss(masked(p, x, mask), y))
+    wanted = dense_diag_ggn(masked, F.mse_loss)(P, X, MASK, Y)
+    assert_trees_close(chunked(given, 2, over="samples")(P, X, MASK, Y), wanted, EXACT)
+
+
+def test_what_cancels_in_the_derivative_of_a_sample_alone():
+    def attention(params, x, mask):  # a softmax does not change with a bias of all its entries
+        h = torch.stack([(3 * k * x + k).sin() for k in range(16)], 1)
+        h = h if mask.all() else h * mask[:, None]
+        return ((h @ params["key"] + params["bias"]).softmax(-1) * h).mean(1)
+
+    params = {"key": P, "bias": Numbers(5)(1)}
+    given = chunked(diag_ggn(attention, F.mse_loss), 2, over="samples")(params, X, MASK, Y)
+    wanted = dense_diag_ggn(attention, F.mse_loss)(params, X, MASK, Y)
+    assert_trees_close(given, wanted, EXACT, floor=float(wanted["key"].amax()))
+
+
+def test_all_inputs_closed_over():
+    with pytest.raises(SampleAxisError, match="does f close over its inputs"):
+        batch_grad(lambda p, y: F.cross_entropy(X @ p, y))(P, Y.softmax(1))
+    wanted = apart(lambda p, x, y: F.cross_entropy(x @ p, y), P, X, Y.softmax(1)) / N
+    assert_trees_close(batch_grad(lambda p, x, y: F.cross_entropy(x @ p, y))(P, X, Y.softmax(1)), wanted, EXACT)
 
 
 def test_operations_of_aten():
