@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc.errors import samples_lost
 from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.indices import advanced
@@ -125,6 +126,18 @@ _ENTRY_BY_ENTRY = {"stack", "scaled_dot_product_attention", "grid_sample"}
 """Pair the samples of their arguments, as element-wise operations do."""
 
 
+def _gathered(args: tuple, kwargs: dict, index: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
+    """The dimension of a parameter that has an entry for each sample of an index, which picks along another one."""
+    along = args[1] if len(args) > 1 else kwargs["dim"]
+    read = args[0] if args else kwargs["input"]
+    if read is not param or index is param or dim == along % max(param.ndim, 1):
+        return None
+    if param.shape[dim] != index.shape[dim]:
+        rows = f"{param.shape[dim]} entries along axis {dim}, where an index has {index.shape[dim]}"
+        raise samples_lost(f"`gather`: it reads a parameter of {rows}, those of the samples", unknown=False)
+    return dim
+
+
 def alignment(
     name: str, args: tuple, kwargs: dict[str, Any], param: torch.Tensor, placed: list[tuple[torch.Tensor, Axis]]
 ) -> Axis | None:
@@ -134,6 +147,8 @@ def alignment(
             continue
         if batch_axis.find(name) in (batch_axis.pointwise, batch_axis.views.cat) or name in _ENTRY_BY_ENTRY:
             dim = place.dim - x.ndim + param.ndim
+        elif name == "gather":
+            dim = _gathered(args, kwargs, x, place.dim, param)
         else:
             dim = paired(name, args, kwargs, x, place.dim, param)
         if dim is not None and 0 <= dim < param.ndim and param.shape[dim] == x.shape[place.dim]:

@@ -254,3 +254,18 @@ def test_experts_may_get_one_sample_or_none(written, experts):
         return (z if written else z @ params["w"]).square().sum()
 
     assert_trees_close(batch_grad(f)(params, x), torch.func.jacrev(loop)(params), EXACT)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_index_of_samples_picks_in_rows_of_a_parameter(moved):
+    """Those of its own samples, also where the rows are sums over data."""
+    rand, i = Numbers(), torch.tensor([0, 1, 1])
+    w, x = rand(3, 2), rand(3, 2)
+
+    def f(w, x, i):
+        rows = (torch.eye(3).flip(0).to(x) @ x) * w if moved else w
+        return rows.gather(1, i[:, None])[:, 0] * x[:, 0]
+
+    assert_trees_close(batch_grad(f)(w, x, i), torch.func.jacrev(f)(w, x, i), EXACT)
+    with pytest.raises(InvFuncError, match="reads a parameter of 5 entries along axis 0"):
+        batch_grad(lambda w, x, i: w.gather(1, i[:, None])[:, 0] * x[:, 0])(rand(5, 2), x, i)

@@ -281,3 +281,11 @@ class TestKfra:
         _, f, params, x = built("a layer used twice")
         with pytest.raises(ArgumentError, match="layers.a"):
             kfra(f, F.mse_loss)(params, x, torch.zeros(4, 3).double())
+
+
+def test_a_bias_of_groups_has_a_factor_of_all_channels():
+    """Also where that of their weight, of kernels of one entry, is one for all groups."""
+    rand = Numbers()
+    x, w, b, target = rand(1, 2, 1), rand(2, 2, 1), rand(4), rand(1, 4, 1)
+    found = kflr(lambda p, x: F.conv_transpose1d(x, p[0], p[1], groups=2), F.mse_loss)((w, b), x, target)[1]
+    assert_trees_close(found.dense(), torch.eye(4).to(x) / 2, EXACT)
