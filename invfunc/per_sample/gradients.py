@@ -135,7 +135,7 @@ class Shares:
         if scale is None:
             return found
         return found.to(torch.promote_types(found.dtype, share.dtype)) * scale.reshape(
-            *share.shape[:lead], *[1] * self.leaf.ndim
+            (*share.shape[:lead], *[1] * self.leaf.ndim)
         )
 
     def origins(self, param: torch.Tensor) -> torch.Tensor:
@@ -167,4 +167,4 @@ def _scale(share: torch.Tensor, lead: int) -> torch.Tensor:
     """The factor to divide shares by so that float16 holds their entries and the sums of these."""
     size = share.detach().abs().reshape(*share.shape[:lead], -1).sum(-1) / 1024
     size = torch.where((size > 0) & size.isfinite(), size, 1)
-    return size.reshape(*size.shape, *[1] * (share.ndim - lead))
+    return size.reshape((*size.shape, *[1] * (share.ndim - lead)))
