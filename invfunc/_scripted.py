@@ -28,8 +28,9 @@ class Watcher:
 class Interpreted:
     """A context in which what torch.jit made is seen by the watchers of a thread, and runs as it was written.
 
-    Optimised, which it is after some calls, it saves other tensors for its gradient. How it is called stays with torch
-    from the first time on, as each change of a type costs more than such a context; where no watcher is, calls go on.
+    Optimised, which it is after some calls, it saves other tensors for its gradient, and has wrong second derivatives
+    inside of torch.func (torch 2.13). How it is called stays with torch from the first time on, as each change of a
+    type costs more than such a context; where no watcher is, calls go on.
     """
 
     def __enter__(self) -> None:
@@ -55,12 +56,33 @@ def _install(kind: Any) -> None:
             return  # by another thread
 
         def seen(made: Any, *args: Any, **kwargs: Any) -> Any:
+            _forget_optimised(made)
             if not _watched():
                 return call(made, *args, **kwargs)
             scripted = Scripted(made, call)
             return scripted(scripted.state, scripted.parameters, args, kwargs)
 
         kind.__call__ = seen
+
+
+def _forget_optimised(made: Any) -> None:
+    """Let go of the optimised code of what is to run without, as torch runs it all the same; several share their code.
+
+    It is let go of once, and again when anything has run optimised in between.
+    """
+    global _runs
+    jit: Any = torch
+    if jit._C._get_graph_executor_optimize():
+        _runs += 1
+    elif _CLEAN.get(made) != _runs:
+        made._debug_flush_compilation_cache()
+        _CLEAN[made] = _runs
+
+
+_runs = 0
+"""How many calls were optimised."""
+_CLEAN: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many that were when the code of each was let go of."""
 
 
 def _watched() -> bool:

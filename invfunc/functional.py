@@ -7,6 +7,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 
 from invfunc._cached import cached, computed_anew
-from invfunc._functorch import parametrized_anew
+from invfunc._functorch import parametrized_anew, transforming
 from invfunc._remade import Remade
+from invfunc._scripted import Interpreted
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, InvFuncWarning
 from invfunc.module_copy import EntangledError, ModuleCopy, Reach, modules_of
 from invfunc.strays import RecomputedError, StrayError, Strays
@@ -230,21 +232,28 @@ class Functional(Remade):
         buffers = {
             f"{prefix}.{name}" if prefix else name: buffer.clone()
             for prefix, module in self._model.named_modules()
-            if module.training
+            if getattr(module, "training", False)  # a frozen one has neither
             for name, buffer in module.named_buffers(recurse=False)
         }
         model, state = self._model, {**buffers, **given}
-        if self._method != "__call__":
+        if self._method != "__call__" or isinstance(model, torch.jit.ScriptModule):  # which functional_call refuses
             model, state = _Calls(model, self._method), {f"model.{name}": x for name, x in state.items()}
         call = partial(torch.func.functional_call, model, state, tie_weights=False)
-        if not any(cached(type(m)) for m in self._model.modules()):
+        contexts, modules = [], list(self._model.modules())
+        if any(cached(type(m)) for m in modules):
+            contexts.append(partial(computed_anew, modules))
+        if any(isinstance(m, torch.jit.ScriptModule) for m in modules) and not torch.compiler.is_compiling():
+            contexts += [Interpreted] * transforming()
+        if not contexts:
             return call
 
-        def anew(args: tuple, kwargs: dict[str, Any]) -> Any:
-            with computed_anew(list(self._model.modules())):
+        def within(args: tuple, kwargs: dict[str, Any]) -> Any:
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context())
                 return call(args, kwargs)
 
-        return anew
+        return within
 
     def _leave(self, module_copy: ModuleCopy) -> None:
         """Attributes that forward has set are set on the module, unless other threads may be at work there."""

@@ -96,7 +96,7 @@ class Call:
                 self.moments.append(Moment(fn, shapes, before, self._moment(tensors).shared_with(before)))
             return result
 
-        self.watch = watch = Watch(given, closed, self._generators, self.report.known, self._closure, self.origins)
+        self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, self.origins)
         with watch:
             y = self._forward(xs, rest, noted, watch)
         self.watch = None
@@ -114,7 +114,7 @@ class Call:
     def closure(self, xs: Tensors, rest: Tensors) -> Closure:
         """What forward closes over. It is evaluated for that, and the random numbers that it draws are taken back."""
         self._start = self._moment((*xs, *rest))
-        self.watch = watch = Watch((*xs, *rest), False, self._generators, self.report.known)
+        self.watch = watch = Watch((*xs, *rest), False, self._generators, self.report)
         try:
             with torch.no_grad(), watch:
                 self._forward(xs, rest, None, watch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
@@ -13,6 +14,7 @@ from torch import nn
 
 from invfunc import tree
 from invfunc._functorch import dual, hooks_refused, levels, under
+from invfunc._scripted import Interpreted
 from invfunc.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -26,7 +28,7 @@ from invfunc.invertible.function import noded
 from invfunc.invertible.hooks import hooked
 from invfunc.invertible.pair import Invertible
 from invfunc.invertible.probe import default_tolerance, relative_error
-from invfunc.invertible.report import Known, Report, way
+from invfunc.invertible.report import Known, Report, unbatched, way
 from invfunc.invertible.value import Value
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.trace import Trace
@@ -217,6 +219,11 @@ class Checkpointed(Value):
             raise
         except InvFuncError as error:
             raise told(error, f"{self!r}(x, ...)") from error.__cause__
+        except RuntimeError as error:
+            refused = unbatched(error)
+            if refused is None:
+                raise
+            raise told(refused, f"{self!r}(x, ...)") from error
 
     def _shown(self, y: Any) -> Any:
         return y if self.has_aux else self.pair.apart(y)[0]
@@ -234,7 +241,8 @@ class Checkpointed(Value):
         kinds = {kind for kind, _ in levels()}
         small = not xs or sum(t.nbytes for t in xs) < self.min_bytes
         if small or self._followed_closely(kinds) or not _keeps_a_graph(kinds, (*xs, *rest)):
-            return self._forward(x, args, kwargs)
+            with Interpreted() if kinds else nullcontext():
+                return self._forward(x, args, kwargs)
         kept = tuple(range(len(xs))) if self.keep is True else self.keep or ()
         if any(not 0 <= i < len(xs) for i in kept):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {len(xs)} of them.")

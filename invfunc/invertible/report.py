@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import after_backward, backward_pass, innermost
-from invfunc.errors import InexactWarning, InverseError, InvFuncError, InvFuncWarning, ReplayError
+from invfunc._functorch import after_backward, backward_pass, innermost, levels
+from invfunc.errors import ArgumentError, InexactWarning, InverseError, InvFuncError, InvFuncWarning, ReplayError
 from invfunc.invertible.probe import ROUNDED, Error, near, precision
 from invfunc.transform import told
 
@@ -28,19 +28,6 @@ class Known:
     """How often it was called; the first time compiled parts are told of."""
     inexact: bool = False
     """Whether it has been told that x does not come back."""
-
-    def compiled(self) -> None:
-        """Tell of a compiled part, which runs without its compiler."""
-        if not self.calls:
-            self.calls = 1
-            warnings.warn(
-                "a function that torch.compile made is evaluated as it was written, as it is a part of an invertible "
-                "block: what is computed again in the backward pass has to be the same, operation by operation. Leave "
-                "it uncompiled to be without this warning; to have compiled code, compile the function that calls the "
-                "blocks, which then keeps all activations.",
-                InvFuncWarning,
-                stacklevel=2,
-            )
 
 
 @dataclass(frozen=True)
@@ -75,6 +62,18 @@ class Report:
     check: str = "off"
     tolerance: float | None = None
     known: Known = field(default_factory=lambda: Known(calls=1))
+
+    def compiled(self) -> None:
+        """Tell of a compiled part, which runs without its compiler."""
+        self.known.calls = 1
+        warnings.warn(
+            f"{self.block!r}: a function that torch.compile made is evaluated as it was written, as it is a part of an "
+            "invertible block: what is computed again in the backward pass has to be the same, operation by "
+            "operation. Leave it uncompiled to be without this warning; to have compiled code, compile the function "
+            "that calls the blocks, which then keeps all activations.",
+            InvFuncWarning,
+            stacklevel=2,
+        )
 
     def compared(
         self,
@@ -187,6 +186,23 @@ class Report:
 
 def _nothing() -> None:
     """The callback where there is nothing to tell."""
+
+
+def unbatched(error: BaseException) -> ArgumentError | None:
+    """What is told in place of an error of torch's where a recurrent layer is under a vmap; None for any other."""
+    layer, trace = None, error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_globals.get("__name__") == torch.nn.modules.rnn.__name__:
+            layer = type(frame.f_locals.get("self")).__name__ if frame.f_code.co_name == "forward" else None
+        trace = trace.tb_next
+    if layer is None or "vmap" not in {kind for kind, _ in levels()}:
+        return None
+    return ArgumentError(
+        f"{layer}: torch.func.vmap cannot batch torch's recurrent layers and cells, in a block or not. Give them the "
+        "whole batch (`batch_grad` has the gradient of each sample without vmap), or write the steps of the "
+        "recurrence as linear operations."
+    )
 
 
 CHANGES = (

@@ -16,7 +16,7 @@ from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.invertible.origins import Origins
 from invfunc.invertible.outside import Outside, State, depends, targets, wrote
 from invfunc.invertible.recall import OUTSIDE, SHARDED, Other, Sight, Use
-from invfunc.invertible.report import Known
+from invfunc.invertible.report import Report
 from invfunc.invertible.slots import Hooks
 
 _NOISY = {torch.nn.functional.rrelu, torch.rrelu}
@@ -42,7 +42,7 @@ class Watch(Sight):
         given: the tensors that the function is given.
         closed: whether no gradient reaches what is not given, so that reading a tensor that needs one is an error.
         generators: grows by the random number generators that the function draws from.
-        known: where compiled parts are told of.
+        report: where compiled parts are told of.
         closure: what the function is known to close over.
     """
 
@@ -51,7 +51,7 @@ class Watch(Sight):
         given: Sequence[torch.Tensor],
         closed: bool,
         generators: list[torch.Generator],
-        known: Known,
+        report: Report,
         closure: Closure | None = None,
         origins: Origins | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class Watch(Sight):
         self._given = given
         self._closed = closed
         self._generators = generators
-        self._known = known
+        self._report = report
         self._versions = [version(tensor) for tensor in given]
         self._outside: dict[int, Outside] = {}
         self._order: dict[int, dict[int, tuple[Outside, State]]] = {}
@@ -74,8 +74,8 @@ class Watch(Sight):
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._known.calls and compiled_within(self._entered):
-            self._known.compiled()
+        if not self._report.known.calls and compiled_within(self._entered):
+            self._report.compiled()
         if isinstance(func, Scripted):
             func.look()
         generator = kwargs.get("generator")
@@ -142,7 +142,7 @@ class Watch(Sight):
         return result
 
     def __enter__(self) -> Watch:
-        self._entered = 0 if self._known.calls else here()
+        self._entered = 0 if self._report.known.calls else here()
         return super().__enter__()
 
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from invfunc import (
     ReplayError,
     additive_coupling,
     affine_coupling,
+    batch_grad,
     chain,
     check_inverse,
     drift,
@@ -29,7 +30,9 @@ from invfunc import (
     state_first,
     with_log_det,
 )
+from invfunc.testing import assert_trees_close
 from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
+from tests.strategies import Numbers
 
 X, W = torch.ones(2, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64, requires_grad=True)
 PLAIN = Invertible(f, f_inv)
@@ -283,3 +286,27 @@ class TestChanges:
         assert str(told.value).count("(x, ...)") == 1
         with pytest.raises(ArgumentError, match=r"linear\(\)\(x, params\): W has shape \(2, 3\)"):
             invertible_checkpoint(layers.linear())(X, X.detach().requires_grad_())
+
+
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN, torch.nn.LSTMCell])
+@pytest.mark.parametrize("of", [grad, lambda f: f], ids=["grad", "value"])
+def test_recurrent_layers_under_vmap_are_named(layer, of):
+    """They fail without a block, too; `batch_grad` is the way out."""
+    cell = layer is torch.nn.LSTMCell
+    part = layer(2, 2, dtype=torch.float64, **({} if cell else {"batch_first": True}))
+    x = Numbers(0)(*(3, 4) if cell else (3, 5, 4))
+
+    def first(b):
+        y = part(b)
+        return y[0] if isinstance(y, tuple) else y
+
+    block = invertible_checkpoint(additive_coupling(first, first))
+
+    def loss(scale, x):
+        return torch.cat(block((x * scale).chunk(2, -1)), -1).square().flatten(1).sum(1)
+
+    scale = torch.ones((), dtype=x.dtype)
+    with pytest.raises(ArgumentError, match=f"^invertible_checkpoint.*{layer.__name__}: torch.func.vmap cannot batch"):
+        vmap(of(lambda scale, x: loss(scale, x[None])[0]), (None, 0))(scale, x)
+    wanted = torch.stack([grad(lambda s, one=one: loss(s, one[None]).sum())(scale) for one in x])
+    assert_trees_close(batch_grad(loss)(scale, x), wanted, 1e-9)

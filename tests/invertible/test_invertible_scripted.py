@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, hessian, jacrev, vmap
 
 from invfunc import (
     Grid,
@@ -318,6 +318,27 @@ class TestTheRest:
         found = self.gradient(lambda b: one(b), *one.parameters())
         wanted = self.gradient(lambda b: other(b), *other.parameters(), wrap=as_it_is)
         assert_trees_close((found, list(one.buffers())), (wanted, list(other.buffers())), 1e-7, 1e-3)
+
+    @pytest.mark.parametrize("calls", [0, 3])
+    def test_second_derivatives_in_torch_func(self, calls):
+        """Torch itself (2.13) has wrong ones of what it has optimised."""
+
+        @torch.jit.script
+        def part(b: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return (b @ w).tanh()
+
+        for _ in range(calls):
+            part(X.clone().requires_grad_(), torch.ones_like(Numbers(3)(3, 3), requires_grad=True)).sum().backward()
+
+        def loss(part):
+            block = invertible_checkpoint(additive_coupling(part, part))
+            return lambda w: sum(t.square().sum() for t in block((X, X.cos()), (w, w.mT)))
+
+        for of in (hessian, lambda f: jacrev(jacrev(f)), jacrev):
+            for _ in range(2):
+                assert_trees_close(
+                    of(loss(part))(Numbers(3)(3, 3)), of(loss(lambda b, w: (b @ w).tanh()))(Numbers(3)(3, 3)), 1e-9
+                )
 
     def test_memory_does_not_grow_with_depth(self):
         part = torch.jit.script(MODULES["batch norm"]().double())
