@@ -10,10 +10,12 @@ from typing import Any, cast
 import torch
 
 from invfunc import tree
-from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.callables import check_callable, describe
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plan import AxisName, Split
 from invfunc.recording.problem import InDims, batch_dims, batch_size, with_aux
-from invfunc.transform import ArgumentNames, Statistic, check_callable, describe, told
+from invfunc.statistic import Statistic
+from invfunc.transform import Transform
 
 _FOLDS = ("cat", "sum", "mean")
 
@@ -125,7 +127,7 @@ def _split(f: Callable, n: Any, size: Any) -> tuple[Split | None, str]:
 
 
 @dataclass(frozen=True, repr=False)
-class ChunkedFunction:
+class ChunkedFunction(Transform):
     """A plain function on chunks of its batch, with the results folded."""
 
     f: Callable
@@ -135,28 +137,24 @@ class ChunkedFunction:
     in_dims: InDims
     out_dims: int
     has_aux: bool
+    owned = False  # it is f, and gives what f gives
 
     def __repr__(self) -> str:
         return f"chunked({describe(self.f)}, {self.text})"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = ArgumentNames(self.f, len(args))
-        try:
-            dims = batch_dims(self.in_dims, list(range(1, len(args))))
-            length = batch_size(args, dims, names)
-            parts, aux, sizes = [], [], []
-            for start, stop in self.split.ranges(0, length):
-                given = [_part(x, dims.get(i), start, stop) for i, x in enumerate(args)]
-                result = self.f(*given, **kwargs)
-                if self.has_aux:
-                    result, extra = with_aux(result)
-                    aux.append(extra)
-                parts.append(result)
-                sizes.append(stop - start)
-            folded = self._folded(parts, sizes)
-        except InvFuncError as error:
-            raise told(error, f"{self!r}({', '.join(names)})") from None
-        return (folded, aux) if self.has_aux else folded
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, list[Any]]:
+        dims = batch_dims(self.in_dims, list(range(1, len(args))))
+        length = batch_size(args, dims, names)
+        parts, aux, sizes = [], [], []
+        for start, stop in self.split.ranges(0, length):
+            given = [_part(x, dims.get(i), start, stop) for i, x in enumerate(args)]
+            result = self.f(*given, **kwargs)
+            if self.has_aux:
+                result, extra = with_aux(result)
+                aux.append(extra)
+            parts.append(result)
+            sizes.append(stop - start)
+        return self._folded(parts, sizes), aux
 
     def _folded(self, parts: list[Any], sizes: list[int]) -> Any:
         leaves = [tree.leaves(p) for p in parts]

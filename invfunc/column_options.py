@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plan import Options
 from invfunc.reductions.quantity import Drawing, Of
-from invfunc.transform import describe
 
 
 def drawing(name: str, mc_samples: Any, generator: Any, sample: Any = None) -> Drawing | None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
+from invfunc.callables import describe
 from invfunc.errors import ArgumentTypeError
+from invfunc.evaluation.explained import joined
 from invfunc.sparsity.report import Explanation
-from invfunc.transform import Statistic, describe
+from invfunc.statistic import Statistic
+from invfunc.transform import Transform
 
 
 def explain(statistic: Statistic) -> Callable[..., Explanation]:
@@ -55,4 +60,26 @@ def explain(statistic: Statistic) -> Callable[..., Explanation]:
             f"explain({describe(statistic)}): it is of type {type(statistic).__name__}, but has to be a statistic, as "
             "in explain(diag_ggn(f, loss))(params, *batch)."
         )
-    return statistic.explained
+    return Explained(statistic)
+
+
+@dataclass(frozen=True, repr=False)
+class Explained(Transform):
+    """A function `(params, *batch) -> Explanation`."""
+
+    statistic: Statistic
+    owned = False
+
+    def __repr__(self) -> str:
+        return f"explain({self.statistic!r})"
+
+    def names(self, count: int) -> Any:
+        return self.statistic.names(count)
+
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Explanation, Any]:
+        whole, members = self.statistic, self.statistic.members
+        each = whole.engine(args, kwargs, names).explained()
+        if not members:
+            return replace(each[0], name=repr(whole)), None
+        each = [replace(e, name=repr(m)) for m, e in zip(members, each, strict=True)]
+        return joined(repr(whole), [m.quantity for m in members], each), None

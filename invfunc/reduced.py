@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.transform import Statistic, check_callable, describe
+from invfunc.statistic import Statistic
 
 
 def reduced(t: Statistic, fn: Callable) -> Statistic:

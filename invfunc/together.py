@@ -7,7 +7,7 @@ from typing import Any
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plan import Options
-from invfunc.transform import Statistic
+from invfunc.statistic import Statistic
 
 _SHARED = ("f", "loss", "argnums", "in_dims", "out_dims", "has_aux", "samples")
 

@@ -1,80 +1,20 @@
-"""How a transform is made: from a function and its options to a function that says what it is."""
+"""What every transform makes: a function that says what it is, and of an error which call it is of."""
 
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from invfunc import tree
 from invfunc._functorch import storage_of
 from invfunc.errors import ArgumentTypeError, InvFuncError
-from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.explained import joined
-from invfunc.functional import Functional
-from invfunc.plan import Options
-from invfunc.recording.problem import InDims, numpy_arrays, problem
-from invfunc.reductions import Reduction
-from invfunc.reductions.quantity import Drawing, Of, Quantity
-from invfunc.sparsity.report import Explanation
-
-
-def check_callable(name: str, f: Any) -> None:
-    """A transform takes a function; a module needs its parameters taken out first."""
-    if isinstance(f, nn.Module):
-        kind = type(f).__name__
-        raise ArgumentTypeError(
-            f"{name}(f): f is a module ({kind}), but has to be a function of its parameters: "
-            "f, params = functional(model)."
-        )
-    if isinstance(f, type) and issubclass(f, nn.Module):
-        raise ArgumentTypeError(
-            f"{name}(f): f is the class {f.__name__}, but has to be a function of parameters: "
-            f"f, params = functional({f.__name__}(...))."
-        )
-    if not callable(f):
-        raise ArgumentTypeError(f"{name}(f): f is of type {type(f).__name__}, but has to be a function.")
-
-
-def check_functions(name: str, f: Any, loss: Any = None) -> None:
-    """A model function, or a loss function alone, and the loss of a model function."""
-    if loss is not None and _is_loss(f):
-        raise ArgumentTypeError(
-            f"{name}({describe(f)}, {describe(loss)}): f is a loss, but the model comes first: {name}(f, loss)."
-        )
-    check_callable(name, f)
-    if loss is None:
-        return
-    if isinstance(loss, type) and issubclass(loss, nn.Module):
-        raise ArgumentTypeError(
-            f"{name}(f, loss): loss is the class {loss.__name__}, but has to be a function: {loss.__name__}()."
-        )
-    if isinstance(loss, Functional):
-        raise ArgumentTypeError(f"{name}(f, loss): loss is a model, {loss!r}. The model comes first, then its loss.")
-    if not callable(loss):
-        kind = type(loss).__name__
-        raise ArgumentTypeError(f"{name}(f, loss): loss is of type {kind}, but has to be a function.")
-
-
-def _is_loss(f: Any) -> bool:
-    """Whether f is one of torch's losses, as a module or as a function."""
-    if isinstance(f, nn.Module):
-        return type(f).__module__ == nn.modules.loss.__name__
-    name = getattr(f, "__name__", "")
-    ours = getattr(f, "__module__", None) == nn.functional.__name__
-    return ours and (name.endswith("_loss") or "cross_entropy" in name)
-
-
-def describe(f: Any) -> str:
-    """A function as its name or as the transform that it is, a module as its class."""
-    if isinstance(f, nn.Module):
-        return type(f).__name__
-    return getattr(f, "__name__", None) or repr(f)
+from invfunc.recording.problem import numpy_arrays
 
 
 @dataclass(eq=False)
@@ -84,7 +24,9 @@ class ArgumentNames(Sequence[str]):
     f: Callable
     count: int
     target: bool = False
-    """Whether the last one is that of a loss."""
+    """Whether the last one is that of a loss, not of f."""
+    vector: str = ""
+    """What the one behind the parameters is called, if it is not one of f's."""
 
     def __len__(self) -> int:
         return len(self._found)
@@ -92,8 +34,15 @@ class ArgumentNames(Sequence[str]):
     def __getitem__(self, place: Any) -> Any:
         return self._found[place]
 
+    @property
+    def without_vector(self) -> ArgumentNames:
+        return ArgumentNames(self.f, max(self.count - 1, min(self.count, 1)), self.target) if self.vector else self
+
     @cached_property
     def _found(self) -> list[str]:
+        if self.vector:
+            names = self.without_vector
+            return [*names[:1], self.vector, *names[1:]]
         try:
             parameters = list(inspect.signature(self.f).parameters.values())
         except (TypeError, ValueError):
@@ -103,103 +52,65 @@ class ArgumentNames(Sequence[str]):
         names = [*positional, *(f"{several}[{i}]" for i in range(max(0, self.count - len(positional))))]
         if not parameters and self.count:
             names[0] = "params"
-        return names[: self.count - self.target] + ["target"] * self.target
+        target = self.target and self.count > 1
+        return names[: self.count - target] + ["target"] * target
 
 
-@dataclass(frozen=True, repr=False)
-class Statistic:
-    """A function `(params, *batch) -> pytree like params`, made of a function by a transform."""
+Compute = Callable[[tuple, dict[str, Any], Any], tuple[Any, Any]]
+"""From the arguments of a call and their names to the result and aux."""
 
-    name: str
+
+class Transform(ABC):
+    """A function that a transform has made.
+
+    A subclass is a dataclass of what it is made of: of `f`, perhaps with its `loss`, or of something else that says its
+    `names`. In `compute` it says what it gives.
+    """
+
     f: Callable
-    reduction: Reduction
-    of: Of = "gradient"
     loss: Callable | None = None
-    argnums: int | tuple[int, ...] = 0
-    in_dims: InDims = 0
-    out_dims: int = 0
+    vector: str = ""
+    """What the argument behind the parameters is called, if it is not one of f's."""
     has_aux: bool = False
-    samples: Any = None
-    drawing: Drawing | None = None
-    options: Options = field(default_factory=Options)
-    members: tuple[Statistic, ...] = ()
-    """The statistics whose results come together."""
-    shown: str | None = None
-    """What `repr` says, where a relative of `chunked` made it of another statistic."""
+    several: bool = False
+    """Whether aux comes behind several results, not beside one."""
+    owned: bool = True
+    """Whether what it gives has memory of its own."""
+    memory: Any = ()
+    """What else is the caller's, beside the arguments."""
 
-    def __post_init__(self) -> None:
-        check_functions(self.name, self.f, self.loss)
-
-    def __repr__(self) -> str:
-        loss = "" if self.loss is None else f", {describe(self.loss)}"
-        return self.shown or f"{self.name}({describe(self.f)}{loss})"
+    @abstractmethod
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        """The result, and aux."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.compute, self.names, args, kwargs)
+
+    def names(self, count: int) -> Any:
+        """What so many arguments are called in an error."""
+        return ArgumentNames(self.f, count, self.loss is not None, self.vector)
+
+    def run(self, compute: Compute, names: Callable[[int], Any], args: tuple, kwargs: dict, method: str = "") -> Any:
+        """What the caller gets of a call, also of a method; torch.compile does not look into it."""
         if torch.compiler.is_compiling():
             from invfunc._eager import eagerly  # imports the compiler, which takes a second
 
-            return eagerly(self._call, args, kwargs)
-        return self._call(args, kwargs)
-
-    def explained(self, *args: Any, **kwargs: Any) -> Explanation:
-        """How a call with these arguments pulls its columns back."""
-        members = self.members or (self,)
-        each = self._asked(Engine.explained, args, kwargs)
-        each = [replace(e, name=repr(m)) for m, e in zip(members, each, strict=True)]
-        return (
-            joined(repr(self), [m.quantity for m in members], each)
-            if self.members
-            else replace(each[0], name=repr(self))
-        )
-
-    @property
-    def quantity(self) -> Quantity:
-        """What it reduces, of which columns."""
-        return Quantity(self.reduction, self.of, self.drawing)
-
-    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        results, aux = self._asked(Engine.result, args, kwargs)
-        if self.options.reduce is None:
-            results = own_memory(results, (args, kwargs))
-        several = bool(self.members) or self.reduction.several
-        result = tuple(results) if self.members else results[0]
+            return eagerly(partial(self.run, compute, names, method=method), args, kwargs)
+        called = names(len(args))
+        try:
+            result, aux = compute(args, kwargs, called)
+        except InvFuncError as error:
+            raise told(error, f"{self!r}{method}({', '.join(called)})") from error.__cause__
+        except TypeError as error:
+            why = misfit(called, args, kwargs)
+            if not why:
+                raise
+            raise told(ArgumentTypeError(why), f"{self!r}{method}({', '.join(called)})") from error
+        if self.owned:
+            result = own_memory(result, (args, kwargs, self.memory))
         if not self.has_aux:
             return result
-        return (*result, aux) if several else (result, aux)
-
-    def _asked(self, what: Callable[[Engine], Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What an engine gives for these arguments."""
-        names = ArgumentNames(self.f, len(args), self.loss is not None)
-        try:
-            given = problem(
-                self.f,
-                self.loss,
-                args,
-                kwargs,
-                self.argnums,
-                self.in_dims,
-                self.out_dims,
-                self.has_aux,
-                names,
-                self.samples,
-            )
-            asked = [s.quantity for s in self.members or (self,)]
-            return what(Engine(given, self.options, asked))
-        except InvFuncError as error:
-            raise told(error, f"{self!r}({', '.join(names)})") from error.__cause__
-        except TypeError as error:
-            wrong = misfit(self, self.f, self.loss, args, kwargs)
-            if wrong is None:
-                raise
-            raise wrong from error
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """What it can be chunked over; the first is what `chunked` takes by itself."""
-        if self.members:
-            return tuple(a for a in ("outputs", "samples", "params") if all(a in m.axes for m in self.members))
-        columns = self.of in ("ggn", "hessian", "jacobian")
-        return tuple(a for a in self.reduction.axes if a != "outputs" or columns)
+        return (*result, aux) if self.several else (result, aux)
 
 
 def own_memory(results: Any, given: Any) -> Any:
@@ -218,24 +129,25 @@ def own_memory(results: Any, given: Any) -> Any:
     return tree.map_tensors(own, results)
 
 
-def misfit(shown: Any, f: Callable, loss: Any, args: tuple, kwargs: dict[str, Any]) -> InvFuncError | None:
-    """The error of a call whose arguments f does not take; None if it takes them."""
+def misfit(names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> str:
+    """Why a function does not take the arguments of a call; empty if it takes them, or does not say."""
+    if not isinstance(names, ArgumentNames):
+        return ""
+    args = (*args[:1], *args[2:]) if names.vector else args
+    names, f, loss = names.without_vector, names.f, names.target
     try:
         signature = inspect.signature(f)
     except (TypeError, ValueError):
-        return None
-    wanted, given = [*signature.parameters], args[: len(args) - (loss is not None)]
-    names = ArgumentNames(f, len(args), loss is not None)
-    called = f"{shown!r}({', '.join(names)})"
-    if loss is not None and "target" in kwargs and "target" not in wanted:
+        return ""
+    wanted, given = [*signature.parameters], args[: len(args) - loss]
+    if loss and "target" in kwargs and "target" not in wanted:
         why = "target is passed by keyword, but has to be the last positional argument"
     elif _takes(signature, given, kwargs):
-        arrays = numpy_arrays(args, names)
-        return told(ArgumentTypeError(arrays), called) if arrays else None
-    elif unpacked := _unpacked(signature, args, kwargs, loss is not None):
+        return numpy_arrays(args, names)
+    elif unpacked := _unpacked(signature, args, kwargs, loss):
         x = args[unpacked]
         why = f"{names[unpacked]} is one {type(x).__name__} of {len(x)}, which are arguments of their own"
-    elif loss is not None and _takes(signature, args, kwargs):
+    elif loss and _takes(signature, args, kwargs):
         why = "the target is missing"
     else:
         why = f"f takes ({', '.join(wanted)}), and got {len(given)} positional arguments"
@@ -243,10 +155,9 @@ def misfit(shown: Any, f: Callable, loss: Any, args: tuple, kwargs: dict[str, An
         known = {name: x for name, x in kwargs.items() if name in wanted}
         if len(known) < len(kwargs) and _takes(signature, given, known):
             why += ". What is an option of the transform is given where it is made, behind f"
-        if loss is None and _takes(signature, args[:-1], kwargs):
+        if not loss and _takes(signature, args[:-1], kwargs):
             why += ". If the last one is a target, give the loss too, as in `diag_ggn(f, loss)`"
-    call = ", ".join([*wanted, *["target"] * (loss is not None)])
-    return told(ArgumentTypeError(f"{why}. It is called as ({call})."), called)
+    return f"{why}. It is called as ({', '.join([*wanted, *['target'] * loss])})."
 
 
 def _unpacked(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any], target: bool) -> int:

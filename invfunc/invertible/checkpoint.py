@@ -15,6 +15,7 @@ from torch import nn
 from invfunc import tree
 from invfunc._functorch import dual, hooks_refused, levels, under
 from invfunc._scripted import Interpreted
+from invfunc.callables import check_callable, describe
 from invfunc.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -32,7 +33,7 @@ from invfunc.invertible.report import Known, Report, unbatched, way
 from invfunc.invertible.value import Value
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.trace import Trace
-from invfunc.transform import check_callable, describe, told
+from invfunc.transform import told
 
 
 def invertible_checkpoint(

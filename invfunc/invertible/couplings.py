@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.exact import Grid
 from invfunc.invertible.pair import Invertible, Law
 from invfunc.invertible.part import Rounded, as_part, fitting, given_functions, no_parameters, of_part
 from invfunc.invertible.state import per_sample, two_parts
-from invfunc.transform import describe
 
 
 def additive_coupling(

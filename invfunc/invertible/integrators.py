@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.pair import Invertible, Law
 from invfunc.invertible.part import as_part, fitting, given_functions
 from invfunc.invertible.state import per_sample, two_parts, wide
-from invfunc.transform import describe
 
 
 def momentum(f: Callable, gamma: float = 0.9) -> Invertible:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.value import Value
-from invfunc.transform import describe
 
 
 class Composition(Value, ABC):

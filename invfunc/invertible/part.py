@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from invfunc import tree
+from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.functional import functional
 from invfunc.invertible.exact import Grid
 from invfunc.invertible.value import Value
-from invfunc.transform import describe
 
 
 class Part(Value, ABC):

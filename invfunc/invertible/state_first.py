@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from invfunc.callables import check_callable, describe
 from invfunc.invertible.value import Value
-from invfunc.transform import check_callable, describe
 
 
 def state_first(f: Callable) -> Callable:

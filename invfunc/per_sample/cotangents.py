@@ -31,10 +31,10 @@ class Samples:
 
     n: int
     chosen: torch.Tensor | None = None
+    count: int = field(init=False)
 
-    @property
-    def count(self) -> int:
-        return self.n if self.chosen is None else len(self.chosen)
+    def __post_init__(self) -> None:
+        self.count = self.n if self.chosen is None else len(self.chosen)
 
     @property
     def all(self) -> Part:

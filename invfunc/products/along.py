@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc.callables import check_callable
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.maps import Kind
 from invfunc.products.product import Product, Space
 from invfunc.recording.problem import check_params
-from invfunc.transform import ArgumentNames, Statistic, check_callable
+from invfunc.statistic import Statistic
+from invfunc.transform import ArgumentNames
 
 
 def check_product(name: str, product: Any) -> None:

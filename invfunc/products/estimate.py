@@ -9,14 +9,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.callables import describe
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import by
 from invfunc.loss.square_root import safe_root
 from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.extras import extra
 from invfunc.products.maps import Kind
-from invfunc.products.product import Product, eagerly
-from invfunc.transform import describe, told
+from invfunc.products.product import Product
+from invfunc.transform import Transform
 
 DISTRIBUTIONS = ("rademacher", "gaussian")
 
@@ -33,7 +34,7 @@ class Estimate(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Estimator:
+class Estimator(Transform):
     """A function `(params, *batch) -> Estimate`."""
 
     of: Literal["trace", "diagonal"]
@@ -69,15 +70,11 @@ class Estimator:
     def __repr__(self) -> str:
         return f"estimate_{self.of}({describe(self.product)})"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Estimate:
-        return eagerly(self._call, args, kwargs)
+    def names(self, count: int) -> Sequence[str]:
+        return names_of(self.product, count)
 
-    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Estimate:
-        names = names_of(self.product, len(args))
-        try:
-            return self._estimated(args, kwargs, names)
-        except InvFuncError as error:
-            raise told(error, f"{self!r}({', '.join(names)})") from error.__cause__
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> tuple[Estimate, Any]:
+        return self._estimated(args, kwargs, names), None
 
     def _estimated(self, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> Estimate:
         space, count, steps = space_of(args, names), self.probes, range(self.probes)

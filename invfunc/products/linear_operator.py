@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.callables import describe
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.extras import extra
 from invfunc.products.product import Product, Space
-from invfunc.transform import describe, told
+from invfunc.transform import Transform
 
 
 def linear_operator(product: Callable) -> Operator:
@@ -60,7 +61,7 @@ def linear_operator(product: Callable) -> Operator:
 
 
 @dataclass(frozen=True, repr=False)
-class Operator:
+class Operator(Transform):
     """A function `(params, *batch) -> LinearOperator`."""
 
     product: Callable
@@ -68,26 +69,30 @@ class Operator:
     def __repr__(self) -> str:
         return f"linear_operator({describe(self.product)})"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = names_of(self.product, len(args))
-        try:
-            scipy, space = extra("scipy.sparse.linalg", "scipy"), space_of(args, names)
-            kinds = space.kinds
-            for path, kind in zip(space.paths, kinds, strict=True):
-                if kind.dtype != kinds[0].dtype:
-                    raise ArgumentError(
-                        f"{names[0]}{path} has dtype {kind.dtype}, but {names[0]}{space.paths[0]} has "
-                        f"{kinds[0].dtype}; an operator has one dtype for all."
-                    )
-            try:
-                dtype = torch.zeros(0, dtype=kinds[0].dtype).numpy().dtype
-            except TypeError:
-                raise ArgumentTypeError(f"{names[0]} has dtype {kinds[0].dtype}, which numpy has not.") from None
-            with torch.no_grad() if hasattr(self.product, "linearize") else torch.enable_grad():
-                at = along(self.product, args, kwargs, space)
-        except InvFuncError as error:
-            raise told(error, f"{self!r}({', '.join(names)})") from error.__cause__
-        return _operator(scipy.LinearOperator, at, space, dtype)
+    def names(self, count: int) -> Sequence[str]:
+        return names_of(self.product, count)
+
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> tuple[Any, Any]:
+        scipy, space = extra("scipy.sparse.linalg", "scipy"), space_of(args, names)
+        dtype = _dtype_of_all(space)
+        with torch.no_grad() if hasattr(self.product, "linearize") else torch.enable_grad():
+            at = along(self.product, args, kwargs, space)
+        return _operator(scipy.LinearOperator, at, space, dtype), None
+
+
+def _dtype_of_all(space: Space) -> Any:
+    """The dtype that numpy has for all parameters."""
+    name, kinds = space.name, space.kinds
+    for path, kind in zip(space.paths, kinds, strict=True):
+        if kind.dtype != kinds[0].dtype:
+            raise ArgumentError(
+                f"{name}{path} has dtype {kind.dtype}, but {name}{space.paths[0]} has {kinds[0].dtype}; an operator "
+                "has one dtype for all."
+            )
+    try:
+        return torch.zeros(0, dtype=kinds[0].dtype).numpy().dtype
+    except TypeError:
+        raise ArgumentTypeError(f"{name} has dtype {kinds[0].dtype}, which numpy has not.") from None
 
 
 def _operator(base: Any, at: Callable, space: Space, dtype: Any) -> Any:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from invfunc.errors import InvFuncError
+from invfunc.callables import check_functions, describe
 from invfunc.products.curvature import of_jacobian
 from invfunc.products.given import Given
-from invfunc.products.product import Linearised, Space, check_functions, eagerly
-from invfunc.transform import ArgumentNames, describe, told
+from invfunc.products.product import Linearised, Space
+from invfunc.transform import ArgumentNames, Transform
 
 
 def linearize(f: Callable, *, has_aux: bool = False) -> Linearization:
@@ -49,31 +49,24 @@ def linearize(f: Callable, *, has_aux: bool = False) -> Linearization:
 
 
 @dataclass(frozen=True, repr=False)
-class Linearization:
+class Linearization(Transform):
     """A function `(params, *inputs) -> (outputs, jvp, vjp)`."""
 
     f: Callable
     has_aux: bool = False
+    several = True
 
     def __repr__(self) -> str:
         return f"linearize({describe(self.f)})"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple:
-        return eagerly(self._call, args, kwargs)
-
-    def _call(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        names = ArgumentNames(self.f, len(args))
-        shown = f"{self!r}({', '.join(names)})"
-        try:
-            given = Given(self.f, None, args, kwargs, names, has_aux=self.has_aux)
-            with given.scope:
-                there, values, structure = of_jacobian(given)
-                outputs, aux = given.scope.result((values, given.aux))
-        except InvFuncError as error:
-            raise told(error, shown) from error.__cause__
-        params = Space(names[:1], given.structure, there.back.into)
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[tuple, Any]:
+        given = Given(self.f, None, args, kwargs, names, has_aux=self.has_aux)
+        with given.scope:
+            there, values, structure = of_jacobian(given)
+            outputs, aux = given.scope.result((values, given.aux))
+        shown, memory = f"{self!r}({', '.join(names)})", (args, kwargs)
+        params = Space(names, given.structure, there.back.into)
         images = Space(["outputs"], structure, there.there.into)
-        jvp = Linearised(f"{shown}[1]", there, params, images, kept=(args, kwargs))
-        vjp = Linearised(f"{shown}[2]", there.transposed, images, params, "c", kept=(args, kwargs))
-        result = images.tree(outputs), jvp, vjp
-        return (*result, aux) if self.has_aux else result
+        jvp = Linearised(f"{shown}[1]", there, params, images, memory=memory)
+        vjp = Linearised(f"{shown}[2]", there.transposed, images, params, "c", memory=memory)
+        return (images.tree(outputs), jvp, vjp), aux

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from invfunc.callables import describe
 from invfunc.errors import ArgumentError
 from invfunc.products.positive import of_positive_hessian
 from invfunc.products.product import Product
 from invfunc.recording.problem import InDims
-from invfunc.transform import describe
 
 
 def pch_block_product(

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc.callables import check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear
 from invfunc.recording.problem import InDims
-from invfunc.transform import ArgumentNames, check_functions, describe, misfit, own_memory, told
+from invfunc.transform import ArgumentNames, Transform
 
 
 @dataclass(frozen=True)
@@ -84,34 +85,33 @@ class Space:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Linearised:
+class Linearised(Transform):
     """A linear map `v -> tree`, as a function that has recorded all it needs."""
 
     shown: str
     linear: Linear
     takes: Space
     gives: Space
-    name: str = "v"
+    vector: str = "v"
     lead: int = 0
-    kept: Any = ()
-    """What it was recorded at, whose memory is the caller's."""
+    memory: Any = ()
 
     def __repr__(self) -> str:
         return self.shown
 
     def __call__(self, v: Any) -> Any:
-        return eagerly(self._call, (v,), {})
+        return super().__call__(v)
 
-    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        try:
-            leaves = self.takes.leaves(args[0], self.name, self.lead)
-            return own_memory(self.gives.tree(self.linear(leaves, self.lead)), (args, self.kept))
-        except InvFuncError as error:
-            raise told(error, f"{self!r}({self.name})") from error.__cause__
+    def names(self, count: int) -> Sequence[str]:
+        return [self.vector]
+
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        leaves = self.takes.leaves(args[0], self.vector, self.lead)
+        return self.gives.tree(self.linear(leaves, self.lead)), None
 
 
 @dataclass(frozen=True, repr=False)
-class Product:
+class Product(Transform):
     """A function `(params, v, *batch) -> tree like params`, linear in v, made of a function by a transform."""
 
     name: str
@@ -133,72 +133,38 @@ class Product:
 
     @property
     def vector(self) -> str:
-        """What an error calls the vector."""
         return "V" if self.lead else "v"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return eagerly(self._call, args, kwargs)
 
     def linearize(self, *args: Any, **kwargs: Any) -> Any:
         """The product at some parameters and data, `(params, *batch) -> (v -> product)`: one forward pass for all v.
 
         With `has_aux`, the pair of that function and aux.
         """
-        return eagerly(self._linearize, args, kwargs)
+        return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
 
-    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        names = self._names(max(len(args) - 1, min(len(args), 1)))
-        try:
-            if len(args) < 2:
-                raise ArgumentError("arguments are missing: the parameters come first, then the vector.")
-            given = self._given((args[0], *args[2:]), kwargs, names)
-            space = Space(names, given.structure, [Kind.of(p) for p in given.leaves])
-            leaves = space.leaves(args[1], self.vector, self.lead)
-            linear, aux = self._recorded(given)
-            result = own_memory(space.tree(linear(leaves, self.lead, keep=False)), (args, kwargs))
-        except InvFuncError as error:
-            called = [*names[:1], self.vector, *names[1:]]
-            raise told(error, f"{self!r}({', '.join(called)})") from error.__cause__
-        except TypeError as error:
-            wrong = misfit(self, self.f, self.loss, (*args[:1], *args[2:]), kwargs)
-            if wrong is None:
-                raise
-            raise wrong from error
-        return (result, aux) if self.has_aux else result
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Any, Any]:
+        if len(args) < 2:
+            raise ArgumentError("arguments are missing: the parameters come first, then the vector.")
+        given, space = self._given((args[0], *args[2:]), kwargs, names.without_vector)
+        leaves = space.leaves(args[1], self.vector, self.lead)
+        linear, aux = self._recorded(given)
+        return space.tree(linear(leaves, self.lead, keep=False)), aux
 
-    def _linearize(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        names = self._names(len(args))
+    def _linearized(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Any, Any]:
+        given, space = self._given(args, kwargs, names)
+        linear, aux = self._recorded(given)
         shown = f"{self!r}.linearize({', '.join(names)})"
-        try:
-            given = self._given(args, kwargs, names)
-            space = Space(names[:1], given.structure, [Kind.of(p) for p in given.leaves])
-            linear, aux = self._recorded(given)
-        except InvFuncError as error:
-            raise told(error, shown) from error.__cause__
-        except TypeError as error:
-            wrong = misfit(self, self.f, self.loss, args, kwargs)
-            if wrong is None:
-                raise
-            raise wrong from error
-        result = Linearised(shown, linear, space, space, self.vector, self.lead, (args, kwargs))
-        return (result, aux) if self.has_aux else result
+        return Linearised(shown, linear, space, space, self.vector, self.lead, (args, kwargs)), aux
 
-    def _names(self, count: int) -> Sequence[str]:
-        return ArgumentNames(self.f, count, self.loss is not None and count > 1)
+    def names_of_f(self, count: int) -> ArgumentNames:
+        """What so many arguments are called that are all but the vector."""
+        return ArgumentNames(self.f, count, self.loss is not None)
 
-    def _given(self, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> Given:
-        return Given(self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux)
+    def _given(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Given, Space]:
+        given = Given(self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux)
+        return given, Space(names, given.structure, [Kind.of(p) for p in given.leaves])
 
     def _recorded(self, given: Given) -> tuple[Linear, Any]:
         with given.scope:
             linear = self.record(given)
             return linear, given.scope.result(given.aux)
-
-
-def eagerly(call: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A call that torch.compile does not look into."""
-    if not torch.compiler.is_compiling():
-        return call(args, kwargs)
-    from invfunc import _eager  # imports the compiler, which takes a second
-
-    return _eager.eagerly(call, args, kwargs)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.gradients import EachSample
-from invfunc.transform import Statistic
+from invfunc.statistic import Statistic
 
 
 def batch_grad(

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from invfunc._functorch import innermost
+from invfunc.callables import describe
 from invfunc.errors import ArgumentError
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.gradients import ClippedSum
-from invfunc.transform import Statistic, describe
+from invfunc.statistic import Statistic
 
 
 def clipped_grad(

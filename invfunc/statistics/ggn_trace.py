@@ -9,7 +9,7 @@ import torch
 from invfunc.column_options import by_method, drawing
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.squares import MatrixTrace
-from invfunc.transform import Statistic
+from invfunc.statistic import Statistic
 
 
 def ggn_trace(

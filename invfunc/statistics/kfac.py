@@ -9,7 +9,7 @@ import torch
 from invfunc.column_options import check_factors, fisher_columns
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.kronecker_factors import KroneckerFactors
-from invfunc.transform import Statistic
+from invfunc.statistic import Statistic
 
 
 def kfac(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from invfunc.column_options import by_method, check_factors
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.kronecker_factors import KroneckerFactors
-from invfunc.transform import Statistic
+from invfunc.statistic import Statistic
 
 
 def kflr(

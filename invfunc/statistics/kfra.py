@@ -7,7 +7,7 @@ from collections.abc import Callable
 from invfunc.column_options import check_factors
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.kronecker_factors import ChainFactors
-from invfunc.transform import Statistic
+from invfunc.statistic import Statistic
 
 
 def kfra(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.squares import SumOfSquares
-from invfunc.transform import Statistic
+from invfunc.statistic import Statistic
 
 
 def sum_grad_squared(

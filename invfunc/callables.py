@@ -1,0 +1,63 @@
+"""The functions that transforms are given: what they have to be, and what they are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from invfunc.errors import ArgumentTypeError
+from invfunc.functional import Functional
+
+
+def check_callable(name: str, f: Any) -> None:
+    """A transform takes a function; a module needs its parameters taken out first."""
+    if isinstance(f, nn.Module):
+        kind = type(f).__name__
+        raise ArgumentTypeError(
+            f"{name}(f): f is a module ({kind}), but has to be a function of its parameters: "
+            "f, params = functional(model)."
+        )
+    if isinstance(f, type) and issubclass(f, nn.Module):
+        raise ArgumentTypeError(
+            f"{name}(f): f is the class {f.__name__}, but has to be a function of parameters: "
+            f"f, params = functional({f.__name__}(...))."
+        )
+    if not callable(f):
+        raise ArgumentTypeError(f"{name}(f): f is of type {type(f).__name__}, but has to be a function.")
+
+
+def check_functions(name: str, f: Any, loss: Any = None) -> None:
+    """A model function, or a loss function alone, and the loss of a model function."""
+    if loss is not None and _is_loss(f):
+        raise ArgumentTypeError(
+            f"{name}({describe(f)}, {describe(loss)}): f is a loss, but the model comes first: {name}(f, loss)."
+        )
+    check_callable(name, f)
+    if loss is None:
+        return
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise ArgumentTypeError(
+            f"{name}(f, loss): loss is the class {loss.__name__}, but has to be a function: {loss.__name__}()."
+        )
+    if isinstance(loss, Functional):
+        raise ArgumentTypeError(f"{name}(f, loss): loss is a model, {loss!r}. The model comes first, then its loss.")
+    if not callable(loss):
+        kind = type(loss).__name__
+        raise ArgumentTypeError(f"{name}(f, loss): loss is of type {kind}, but has to be a function.")
+
+
+def _is_loss(f: Any) -> bool:
+    """Whether f is one of torch's losses, as a module or as a function."""
+    if isinstance(f, nn.Module):
+        return type(f).__module__ == nn.modules.loss.__name__
+    name = getattr(f, "__name__", "")
+    ours = getattr(f, "__module__", None) == nn.functional.__name__
+    return ours and (name.endswith("_loss") or "cross_entropy" in name)
+
+
+def describe(f: Any) -> str:
+    """A function as its name or as the transform that it is, a module as its class."""
+    if isinstance(f, nn.Module):
+        return type(f).__name__
+    return getattr(f, "__name__", None) or repr(f)

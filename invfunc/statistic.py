@@ -1,0 +1,75 @@
+"""What a statistic is: a reduction of some columns, made of a function by a transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from invfunc.callables import check_functions, describe
+from invfunc.evaluation.engine import Engine
+from invfunc.plan import Options
+from invfunc.recording.problem import InDims, problem
+from invfunc.reductions import Reduction
+from invfunc.reductions.quantity import Drawing, Of, Quantity
+from invfunc.transform import Transform
+
+
+@dataclass(frozen=True, repr=False)
+class Statistic(Transform):
+    """A function `(params, *batch) -> pytree like params`, made of a function by a transform."""
+
+    name: str
+    f: Callable
+    reduction: Reduction
+    of: Of = "gradient"
+    loss: Callable | None = None
+    argnums: int | tuple[int, ...] = 0
+    in_dims: InDims = 0
+    out_dims: int = 0
+    has_aux: bool = False
+    samples: Any = None
+    drawing: Drawing | None = None
+    options: Options = field(default_factory=Options)
+    members: tuple[Statistic, ...] = ()
+    """The statistics whose results come together."""
+    shown: str | None = None
+    """What `repr` says, where a relative of `chunked` made it of another statistic."""
+
+    def __post_init__(self) -> None:
+        check_functions(self.name, self.f, self.loss)
+
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f", {describe(self.loss)}"
+        return self.shown or f"{self.name}({describe(self.f)}{loss})"
+
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        results, aux = self.engine(args, kwargs, names).result()
+        return tuple(results) if self.members else results[0], aux
+
+    def engine(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Engine:
+        """The evaluation at these arguments."""
+        dims = self.in_dims, self.out_dims
+        given = problem(self.f, self.loss, args, kwargs, self.argnums, *dims, self.has_aux, names, self.samples)
+        return Engine(given, self.options, [s.quantity for s in self.members or (self,)])
+
+    @property
+    def quantity(self) -> Quantity:
+        """What it reduces, of which columns."""
+        return Quantity(self.reduction, self.of, self.drawing)
+
+    @property
+    def several(self) -> bool:
+        return bool(self.members) or self.reduction.several
+
+    @property
+    def owned(self) -> bool:
+        return self.options.reduce is None  # else it gives what the caller's function has made
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """What it can be chunked over; the first is what `chunked` takes by itself."""
+        if self.members:
+            return tuple(a for a in ("outputs", "samples", "params") if all(a in m.axes for m in self.members))
+        columns = self.of in ("ggn", "hessian", "jacobian")
+        return tuple(a for a in self.reduction.axes if a != "outputs" or columns)
