@@ -20,7 +20,7 @@ from invfunc._remade import Remade
 from invfunc._scripted import Interpreted
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, InvFuncWarning
 from invfunc.module_copy import EntangledError, ModuleCopy, Reach, modules_of
-from invfunc.strays import RecomputedError, StrayError, Strays
+from invfunc.strays import Computed, RecomputedError, StaleError, StrayError, Strays, kept
 
 
 def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
@@ -36,13 +36,15 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
         without (or with None); train or eval mode and hooks are those of the module when `f` is called. What a module
         in train mode writes into its buffers (running statistics) is dropped. Attributes that its forward sets are set
         on the module by calls in the main thread, but a `functools.cached_property` is computed by each call; hooks get
-        the copy, and what they set in the backward pass is set there. `f` has the signature of forward, copies and
-        pickles as the module does.
+        the copy, and what they set in the backward pass is set there. A tensor in an attribute that the module itself
+        has computed from its parameters without a graph is taken for a constant. `f` has the signature of forward,
+        copies and pickles as the module does.
 
     Raises:
         ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are not a dict.
         ArgumentError: of `f`, `params` names what the module does not have, or gives a tied parameter two values; the
-            module keeps a parameter where it cannot be replaced; or it is checkpointed and cannot be copied.
+            module keeps a parameter where it cannot be replaced; it is checkpointed and cannot be copied; or forward
+            reads from an attribute what an earlier call has computed from parameters.
 
     Example:
         >>> import torch, invfunc
@@ -98,12 +100,16 @@ class Functional(Remade):
         self._warned: set[str] = set()
         self._proven: set[Any] = set()
         """The modes of the modules and the parameters with which f has run on a copy and read nothing else."""
+        self._computed: dict[Any, Computed] = {}
+        """What a first call has computed from its parameters, where it has left some of it on the module."""
         self._entangled: dict[Any, str] = {}
         """The modes and parameters with which f cannot run on a copy, and why."""
 
     def remade(self, of: Callable[[Any], Any]) -> Functional:
         made = object.__new__(Functional)
-        vars(made).update(vars(self), _model=of(self._model), _reach=Reach(), _proven=set(), _entangled={})
+        vars(made).update(
+            vars(self), _model=of(self._model), _reach=Reach(), _proven=set(), _computed={}, _entangled={}
+        )
         return made
 
     def __reduce__(self) -> tuple:
@@ -138,9 +144,15 @@ class Functional(Remade):
         if mode in self._proven:
             result = call()
         else:
-            strays = Strays(names)
+            strays = Strays(names, given=given.values(), kept=kept(parts, self._computed.get(mode)))
             try:
                 result = strays.run(call)
+            except StaleError as error:
+                raise ArgumentError(
+                    f"{self!r}: {error} was computed from parameters by an earlier call, and is read in this one, "
+                    "which may have others. Take it off the module, and let forward compute it in each call, or make "
+                    "it a functools.cached_property, which each call computes once."
+                ) from None
             except InvFuncError:
                 raise
             except _WHERE_A_COPY_IS_NOT_KNOWN as error:
@@ -152,7 +164,12 @@ class Functional(Remade):
                     result = self._in_place(partial(self._swapped(given), args, kwargs), names, mode, why)
                 self._entangled[mode] = why
                 return result
-            self._proven.add(mode)
+            self._leave(module_copy)
+            if mode not in self._computed and kept(parts, strays.computed):  # which the next call is not to read
+                self._computed[mode] = strays.computed
+            else:
+                self._proven.add(mode)
+            return result
         self._leave(module_copy)
         return result
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from invfunc import tree
 from invfunc._functorch import checkpointing
 from invfunc.operations.calls import QUERIES, function_name, read_by
 from invfunc.recording.random import Draws
 
 _QUERIES = QUERIES | {"get:grad"}
+_LETS_GO = {"detach", "get:data"}
+"""What says that a tensor is a constant from there on."""
+_STANDARD = vars(nn.Module()).keys()
 
 
 class StrayError(Exception):
     """A tensor is read that should have been replaced; the error names it."""
+
+
+class StaleError(Exception):
+    """A tensor is read that was computed from parameters by an earlier call; the error says where it is."""
 
 
 class RecomputedError(Exception):
@@ -25,9 +36,18 @@ class RecomputedError(Exception):
 class Strays(TorchFunctionMode):
     """Stops a run that reads a tensor which was replaced."""
 
-    def __init__(self, replaced: Mapping[int, str], in_place: bool = False) -> None:
-        """`replaced` has the names of tensors, by their ids; `in_place` says that they come back after the run."""
+    def __init__(
+        self,
+        replaced: Mapping[int, str],
+        in_place: bool = False,
+        given: Iterable[Any] = (),
+        kept: Mapping[int, str] | None = None,
+    ) -> None:
+        """`replaced` has the names of tensors, by their ids; `in_place` says that they come back after the run. `given`
+        are the tensors in their places, `kept` has the names of what was computed from such ones by an earlier run."""
         super().__init__()
+        self.computed = Computed(given)
+        self._kept = kept or {}
         self.recomputing = not in_place or checkpointing()
         self.replaced, self.met, self._draws = replaced, "", Draws(stop=False)
 
@@ -37,10 +57,17 @@ class Strays(TorchFunctionMode):
         if not self.recomputing and checkpointing():
             raise RecomputedError
         if name not in _QUERIES:
-            for x in read_by(name, args, kwargs):
+            read = read_by(name, args, kwargs)
+            for x in read:
                 if id(x) in self.replaced:
                     self.met = self.replaced[id(x)]
                     raise StrayError(self.met)
+                if id(x) in self._kept:
+                    raise StaleError(self._kept[id(x)])
+            if name not in _LETS_GO and any(x in self.computed for x in read):
+                result = func(*args, **kwargs)
+                self.computed.add(tree.tensors(result))
+                return result
         return func(*args, **kwargs)
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -53,3 +80,47 @@ class Strays(TorchFunctionMode):
     def rewind(self) -> None:
         """Let the next run draw the random numbers of this one."""
         self._draws.rewind()
+
+
+class Computed:
+    """The tensors that a run has computed from some, as long as anybody has them, and these."""
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        self._known: dict[int, weakref.ref] = {}
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[Any]) -> None:
+        self._known |= {id(x): weakref.ref(x) for x in tensors if isinstance(x, torch.Tensor)}
+
+    def __contains__(self, x: torch.Tensor) -> bool:
+        known = self._known.get(id(x))
+        return known is not None and known() is x
+
+
+def kept(parts: Iterable[nn.Module], computed: Computed | None) -> dict[int, str]:
+    """The names, by their ids, of tensors that attributes of modules keep and that were computed from parameters:
+    in a run, or by the modules themselves with a graph."""
+    parts, found = list(parts), dict[int, str]()
+    own = {id(p) for m in parts for p in m._parameters.values() if p is not None}
+    for module in parts:
+        for name, value in vars(module).items():
+            if name in _STANDARD:
+                continue
+            for x in tree.tensors(value):
+                if (computed is not None and x in computed) or _reaches(x, own):
+                    found[id(x)] = f"the attribute {name!r} of {type(module).__name__}"
+    return found
+
+
+def _reaches(x: torch.Tensor, leaves: set[int]) -> bool:
+    """Whether the graph of a tensor leads to one of these."""
+    waiting, seen = [x.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.distributions.utils import lazy_property
 
-from invfunc import batch_grad, functional
+from invfunc import ArgumentError, batch_grad, functional
 from invfunc.testing import assert_trees_close
+from tests.functional_modules import EXACT, made, numbers
 from tests.strategies import Numbers
-
-EXACT = 1e-12
 
 
 class Cached(nn.Module):
@@ -126,3 +125,78 @@ def test_derivatives_reach_the_parameters(kind):
     assert_trees_close(torch.func.grad(loss)(params, X), first, EXACT)
     if kind is not Scripted:
         assert_trees_close({k: g.sum(0) for k, g in batch_grad(loss)(params, X).items()}, first, EXACT)
+
+
+class ByHand(nn.Module):
+    """A product of its parameters, kept by the first call in one way or another."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.layer, self.kept, self.table, self.keep = nn.Linear(3, 3), None, {}, keep
+
+    def forward(self, x):
+        if self.keep == "an attribute":
+            self.kept = self.layer.weight * 2 if self.kept is None else self.kept
+            return x @ self.kept
+        if self.keep == "a dict":
+            return x @ self.table.setdefault("weight", self.layer.weight * 2)
+        if self.keep == "a list":
+            self.kept = self.kept or [self.layer.weight * 2]
+            return x @ self.kept[0]
+        return x @ (self.layer.weight * 2)
+
+    def clear(self):
+        self.kept, self.table = None, {}
+
+
+@pytest.mark.parametrize("keep", ["an attribute", "a dict", "a list"])
+class TestWhatIsKeptByHand:
+    ERROR = "^functional\\(ByHand\\): the attribute '(kept|table)' of ByHand was computed from parameters by an earlier"
+
+    def test_by_a_call_of_f(self, keep):
+        model = made(lambda: ByHand(keep))
+        f, params = functional(model)
+        x, own = Numbers()(4, 3), numbers(params)
+        assert_trees_close(f(own, x), x @ (2 * own["layer.weight"]), EXACT)
+        for call in (lambda: f(params, x), lambda: torch.func.grad(lambda p: f(p, x).sum())(params)):
+            with pytest.raises(ArgumentError, match=self.ERROR):
+                call()
+        model.keep = "nothing"
+        for p in (params, own):
+            assert_trees_close(f(p, x), x @ (2 * p["layer.weight"]), EXACT)
+
+    def test_by_a_call_of_the_module(self, keep):
+        model, x = made(lambda: ByHand(keep)), Numbers()(4, 3)
+        model(x)
+        f, params = functional(model)
+        with pytest.raises(ArgumentError, match=self.ERROR):
+            f(numbers(params), x)
+        model.clear()
+        assert_trees_close(f(params, x), x @ (2 * params["layer.weight"]), EXACT)
+
+
+class Stateful(nn.Module):
+    """One that leaves tensors which it may, and reads one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last, self.state, self.scale = nn.Linear(3, 3), None, None, None
+
+    def forward(self, x):
+        self.last = self.layer(x)
+        y = self.last if self.state is None else self.last + self.state
+        self.state = self.last.detach()
+        return y * self.scale
+
+
+def test_what_is_let_go_of_or_comes_from_elsewhere_is_read():
+    model = made(Stateful)
+    factor = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    model.scale = factor * 2
+    f, params = functional(model)
+    x = Numbers()(4, 3)
+    found = [f(params, x) for _ in range(3)]
+    for y, times in zip(found, (1, 2, 2), strict=True):
+        assert_trees_close(y, times * 2 * (x @ params["layer.weight"].mT + params["layer.bias"]), EXACT)
+    (slope,) = torch.autograd.grad(found[2].sum(), factor)
+    assert_trees_close(slope, found[2].sum(0).detach(), EXACT)

@@ -46,7 +46,7 @@ DERIVATIVES = {
 
 
 def waves(values):
-    return sum(v.sin().sum() for v in values.values())
+    return torch.stack([v.sin().sum() for v in values.values()]).sum()
 
 
 def twice(f, params):
