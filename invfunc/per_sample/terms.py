@@ -28,12 +28,15 @@ class Terms:
     """How many entries of the parameter the labels count that count any, in their order."""
     lead: tuple[int, int]
     """How many columns and samples there are."""
+    contracted: bool
+    """Whether a dimension of the parameter, of one entry or more, is summed over with what was read."""
 
     @classmethod
     def of(cls, terms: list[Term], output: str, lead: tuple[int, int]) -> Terms:
         sizes = {c: n for labels, x in terms for c, n in zip(labels, x.shape, strict=True) if n != 1}
+        contracted = not set(output) <= set(terms[0][0])
         sent, *read = squeezed(terms)
-        return cls(sent, read, {c: sizes[c] for c in output if c in sizes}, lead)
+        return cls(sent, read, {c: sizes[c] for c in output if c in sizes}, lead, contracted)
 
     @property
     def all(self) -> list[Term]:
@@ -60,13 +63,13 @@ class Terms:
 
     def factors(self) -> tuple[Labels, Labels]:
         """What is sent back and what was read, as factors of the parameter; what one alone has is summed first."""
-        shared = self.both if self.ins else []
-        outs, positions = [c for c in self.outs if c not in shared], [c for c in self.positions if self._read(c)]
-        return Labels(shared, outs, positions), Labels(shared, self.ins, positions)
+        outs, positions = [c for c in self.outs if c not in self.both], [c for c in self.positions if self._read(c)]
+        return Labels(self.both, outs, positions), Labels(self.both, self.ins, positions)
 
     def entry_by_entry(self, dims: int) -> bool:
         """Whether the entries of a parameter with some dims are scaled or added, each by itself."""
-        return not self.ins and (bool(self.both) or not self.read or (not self.outs and dims < 2))
+        scaled = bool(self.both) and not self.contracted
+        return not self.ins and (scaled or not self.read or (not self.outs and dims < 2))
 
     def _read(self, label: str) -> bool:
         return any(label in labels for labels, _ in self.read)

@@ -229,36 +229,42 @@ class TestLookups:
 
 @st.composite
 def grouped(draw):
-    """A convolution in groups, the same as convolutions of the groups, and an input."""
-    d, groups, transposed = draw(st.integers(1, 2)), draw(st.integers(2, 3)), draw(st.booleans())
-    i, o = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    """A convolution in groups, the same as convolutions of the groups, the weight, perhaps a bias, and an input."""
+    d, groups, transposed = draw(st.integers(1, 3)), draw(st.integers(2, 3)), draw(st.booleans())
+    i, o, kernel = draw(st.integers(1, 2)), draw(st.integers(1, 2)), [draw(st.integers(1, 2))] * d
     options = {"stride": draw(st.integers(1, 2)), "padding": draw(st.integers(0, 1))}
     call = getattr(F, f"conv{'_transpose' * transposed}{d}d")
-    rand, kernel = Numbers(draw(st.integers(0, 5))), [2] * d
+    rand = Numbers(draw(st.integers(0, 5)))
     weight = rand(groups * i, o, *kernel) if transposed else rand(groups * o, i, *kernel)
+    bias = {"b": rand(groups * o)} if draw(st.booleans()) else {}
     x = rand(draw(st.integers(1, 3)), groups * i, *[3] * d)
 
     def whole(p, x):
-        return call(x, p["w"], groups=groups, **options).tanh().flatten(1) @ p["v"]
+        return call(x, p["w"], p.get("b"), groups=groups, **options).tanh().flatten(1) @ p["v"]
 
     def apart(p, x):
-        z = [call(x, w, **options) for x, w in zip(x.chunk(groups, 1), p["w"], strict=True)]
-        return torch.cat(z, 1).tanh().flatten(1) @ p["v"]
+        each = zip(x.chunk(groups, 1), p["w"], p.get("b", [None] * groups), strict=True)
+        return torch.cat([call(x, w, b, **options) for x, w, b in each], 1).tanh().flatten(1) @ p["v"]
 
     v = rand(call(x, weight, groups=groups, **options)[0].numel(), 2)
-    return whole, apart, {"w": weight, "v": v}, x, rand(len(x), 2), groups
+    return whole, apart, {"w": weight, "v": v, **bias}, x, rand(len(x), 2), groups
 
 
 class TestGroups:
-    @settings(max_examples=15)
-    @given(case=grouped(), sharing=st.sampled_from(SHARINGS))
-    def test_have_the_factors_of_convolutions_of_their_own(self, case, sharing):
+    @settings(max_examples=25)
+    @given(case=grouped(), sharing=st.sampled_from(SHARINGS), joint=st.booleans())
+    def test_have_the_factors_of_convolutions_of_their_own(self, case, sharing, joint):
+        """Also those with one input channel and kernels of one entry, which might be taken for a scale."""
         whole, apart, params, x, y, groups = case
-        of = params["w"].chunk(groups)
+        of = {name: p if name == "v" else list(p.chunk(groups)) for name, p in params.items()}
+        options = {"weight_sharing": sharing, "joint": joint}
         for make in (kflr, partial(kfac, fisher="empirical")):
-            found = make(whole, F.mse_loss, weight_sharing=sharing)(params, x, y)["w"]
-            wanted = make(apart, F.mse_loss, weight_sharing=sharing)({"w": list(of), "v": params["v"]}, x, y)["w"]
-            assert_trees_close(found.dense(), torch.block_diag(*(k.dense() for k in wanted)), EXACT, FLOOR)
+            found = make(whole, F.mse_loss, **options)(params, x, y)
+            wanted = make(apart, F.mse_loss, **options)(of, x, y)
+            assert_trees_close(found["w"].dense(), torch.block_diag(*(k.dense() for k in wanted["w"])), EXACT, FLOOR)
+            if "b" in params and not joint:  # its factor is of all channels
+                for at, k in zip(torch.arange(len(params["b"])).chunk(groups), wanted["b"], strict=True):
+                    assert_trees_close(found["b"].dense()[at][:, at], k.dense(), EXACT, FLOOR)
         found = ekfac(whole, F.mse_loss, fisher="exact", weight_sharing=sharing)(params, x, y)["w"]
         block = dense_ggn(whole, F.mse_loss)(params, x, y)["w"]
         assert_trees_close(found.trace(), block.trace(), EXACT)

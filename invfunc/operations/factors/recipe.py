@@ -121,7 +121,8 @@ def product(site: Site, param: torch.Tensor) -> Recipe | None:
     sample = None if site.axis.dim is None else parsed.output[site.axis.dim]
     axes = [axis_of(site, x, inputs, sample) for inputs, x in others]
     sizes = dict(zip(labels, param.shape, strict=True))
-    output = "".join(c for c in labels if sizes[c] != 1)
+    wide = {*parsed.output, *(c for inputs, x in others for c, n in zip(inputs, x.shape, strict=True) if n != 1)}
+    output = "".join(c for c in labels if sizes[c] != 1 or c not in wide)  # no label that only others count
 
     def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
         terms: list[Term] = [("VN" + parsed.output, cotangent)]
