@@ -100,7 +100,7 @@ def _owner(entries: torch.Tensor, factors: Sequence[Axes], dims: list[list[int]]
     empty = [k for k, axes in enumerate(factors) if _along(entries, axes).numel() == 1 or (size == 1 and not dims[k])]
     if size > 1 and not empty:
         raise Unfactored(PART)
-    return empty[0] if empty else len(factors) - 1
+    return next((k for k in empty if not dims[k]), empty[0]) if empty else len(factors) - 1
 
 
 def _in_order(numbers: torch.Tensor, count: int) -> bool:

@@ -136,8 +136,7 @@ class KroneckerFactors(Block):
         layers = [Layer(shares, use, with_bias, read=not shares.seen_before) for use in shares.uses]
         known, key = shares.columns.known, (self.sharing, id(shares.uses[0].call))
         alone = len(layers) == 1
-        same = alone and shares.role == "bias" and key in known  # as the weight's, unless that has one for all groups
-        same = same and known[key].shape[-1] == shares.leaf.numel()
+        same = alone and shares.role == "bias" and key in known  # as the weight's
         if same or not alone:
             for layer in layers:
                 layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])

@@ -284,7 +284,7 @@ class TestKfra:
 
 
 def test_a_bias_of_groups_has_a_factor_of_all_channels():
-    """Also where that of their weight, of kernels of one entry, is one for all groups."""
+    """Also where the kernels of their weight have one entry."""
     rand = Numbers()
     x, w, b, target = rand(1, 2, 1), rand(2, 2, 1), rand(4), rand(1, 4, 1)
     found = kflr(lambda p, x: F.conv_transpose1d(x, p[0], p[1], groups=2), F.mse_loss)((w, b), x, target)[1]

@@ -262,6 +262,7 @@ class TestGroups:
             found = make(whole, F.mse_loss, **options)(params, x, y)
             wanted = make(apart, F.mse_loss, **options)(of, x, y)
             assert_trees_close(found["w"].dense(), torch.block_diag(*(k.dense() for k in wanted["w"])), EXACT, FLOOR)
+            assert found["w"].groups[0][0] == 0
             if "b" in params and not joint:  # its factor is of all channels
                 for at, k in zip(torch.arange(len(params["b"])).chunk(groups), wanted["b"], strict=True):
                     assert_trees_close(found["b"].dense()[at][:, at], k.dense(), EXACT, FLOOR)
