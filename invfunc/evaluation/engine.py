@@ -18,6 +18,7 @@ from invfunc.loss.outputs import OutputFinder, active, check_seen, check_split
 from invfunc.loss.square_root import Columns, Gradient, Units
 from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.passes.certified import check_roots
 from invfunc.passes.loss import Loss, Made
 from invfunc.passes.runs import WHOLE, Run, Runner
 from invfunc.plan import Options
@@ -145,7 +146,7 @@ class Engine:
         finder = OutputFinder(trace)
         joined, structure = self._joined(runs, finder), runs[0].result
         with active(finder):
-            result = self._lost(trace, tree.unflatten(joined, structure), problem.target(trace))
+            result = self._lost(trace, tree.unflatten(joined, structure), problem.target(trace), finder)
         trace.watcher = trace.after = None  # no cycle that keeps the outputs alive
         loss = Loss(self.scope, problem.n, result, list(finder.roots.values()), finder)
         made = loss.made(self.quantities, partial(self._sampled, loss, structure))
@@ -166,11 +167,13 @@ class Engine:
             self.fold.over(lambda: runs, made)
         return aux
 
-    def _lost(self, trace: Trace, outputs: Any, target: Any) -> torch.Tensor:
+    def _lost(self, trace: Trace, outputs: Any, target: Any, finder: OutputFinder | None = None) -> torch.Tensor:
         assert self.problem.loss is not None
         with TwiceDifferentiable(), trace:
             result = self.problem.loss(outputs, target)
         check_loss(trace, result, "the loss")
+        if finder is not None:
+            check_roots(self.scope, trace, result, finder)
         return result
 
     def _joined(self, runs: list[Run], finder: OutputFinder) -> list[torch.Tensor]:
@@ -219,6 +222,7 @@ class Engine:
             run = self.runner.run(WHOLE, n, with_uses=False, draws=draws, finder=look)
             check_loss(run.trace, run.result)
             self.runner.check_places(run, draws)
+            check_roots(self.scope, run.trace, run.result, finders[-1])
             return run
 
         try:

@@ -76,6 +76,7 @@ class Fold:
             accumulators, key=lambda t: {"chain": 0, "gradient": 2}.get(t.quantity.of, 1)
         ):  # may be streamed
             t.columns = sum(c.count for c in made[t.quantity.columns])
+            t.begin()
             alike.setdefault(t.quantity.columns, []).append(t)
         if not samples.count:
             return
@@ -97,6 +98,9 @@ class Fold:
                 for t, joint in zip(group, joints, strict=True):
                     if joint is not None:
                         t.joint.append(joint)
+        if run.trace.n < self.problem.n and self.report is None:
+            for t in accumulators:
+                t.end(run.params, samples.count)
 
     def _pullback(
         self, run: Run, made: list[Columns], samples: Samples, leaves: frozenset[int] | None = None, last: bool = False

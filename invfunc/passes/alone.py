@@ -23,6 +23,7 @@ from invfunc.operations.calls import function_name, produced_by
 from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors import Part, Recipe
 from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.passes.certified import some_cotangent
 from invfunc.recording import Trace
 from invfunc.recording.checks import same_values
 from invfunc.recording.graph import functions_below, leaves_below
@@ -139,7 +140,7 @@ class Alone:
 
     def _verified(self, values: list[torch.Tensor], params: list[torch.Tensor]) -> tuple[Way, Ran | None]:
         """The way of evaluating samples alone that gives the same as in the batch, with its run on all of them."""
-        one = [_some(z) for z in values]
+        one = [some_cotangent(z) for z in values]
         wanted, why = self.scope.grad(values, params, one, batched=False), ""
         if self.scope.twice:
             self._check_twice(values, params, one)
@@ -229,12 +230,6 @@ def of_copies(leaf: torch.Tensor) -> Recipe:
         return [("VN" + labels, cotangent.squeeze(2))]
 
     return Recipe(labels, build, joins=False, linear=False, generic=True)
-
-
-def _some(z: torch.Tensor) -> torch.Tensor:
-    """A fixed cotangent, whose numbers depend only on its shape."""
-    numbers = torch.arange(1.0, z.numel() + 1, device=z.device, dtype=torch.float64)
-    return numbers.cos().reshape(z.shape).to(z.dtype)
 
 
 def _same_slopes(each: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]) -> bool:

@@ -18,6 +18,7 @@ from invfunc.operations.batch_axis import BATCH_SUM
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.alone import FOREIGN, Alone, NotAlone
 from invfunc.passes.by_rows import Places
+from invfunc.passes.certified import check_uses
 from invfunc.passes.evidence import Evidence
 from invfunc.plan import Options, even
 from invfunc.recording import Trace
@@ -120,6 +121,7 @@ class Runner:
                     run.result = run.result + zero
             run.trace.check([run.result], run.params)
             self.check_places(run, draws)
+            check_uses(self.scope, run.trace, [(run.result, Axis(0))])
         except SampleAxisError as error:
             run = self._run_alone(self._alone(error), WHOLE, problem.n)
             if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
@@ -137,6 +139,7 @@ class Runner:
         self._take_outputs(run)
         if run.trace.with_uses:
             run.trace.check([z for z, _ in run.outputs.values()], run.params)
+            check_uses(self.scope, run.trace, [*run.outputs.values()])
         return run
 
     def _alone(self, error: SampleAxisError) -> Alone:
@@ -280,6 +283,7 @@ class Runner:
             raise SampleAxisError(_NOT_IN_PARTS) from error
         finally:
             restore(after)
+        check_uses(self.scope, run.trace, [*run.outputs.values()])
         for root in roots:
             z, axis = run.outputs.get(root.ordinal, (None, root.axis))
             if z is None or not same_in_part(z, axis, run.trace.n, root.value, root.axis, self.problem.n, part):

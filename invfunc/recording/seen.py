@@ -101,9 +101,10 @@ class Seen:
         if not any(tag.order for tag in self.sampled):
             return places
         moved = {p.rows for p in places.values() if isinstance(p, Axis)}
-        for i, tag in self.tags.items():  # data in the order in which outputs are
+        for i, tag in self.tags.items():  # data in the order in which outputs are, which no parameter has met there
             if (
                 isinstance(tag, Sampled)
+                and not tag.active
                 and tag.order
                 and tag.order in moved
                 and isinstance(tag.place, Axis)

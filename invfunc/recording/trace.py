@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from invfunc import tree
 from invfunc._functorch import opened, unviewed
 from invfunc.errors import part_mixed
 from invfunc.operations import batch_axis
@@ -176,6 +177,9 @@ class Trace(ParameterUses, TorchFunctionMode):
         if not (produced[0].is_floating_point() or produced[0].is_complex()):
             params = {}
         result = self._followed(call, seen, params, lost)
+        if self.displaced and result.found is BATCH_SUM and not (params or seen.writes or "out" in seen.kwargs):
+            out = call.out = self._summed(seen)
+            produced = seen.produced(out)
         if self.read and self.apart and result.lost is None:
             self.note(call, result.found)
         if params:
@@ -201,6 +205,17 @@ class Trace(ParameterUses, TorchFunctionMode):
         if used and isinstance(out, torch.Tensor) and not seen.writes:
             out = unviewed(out)
         return out, kept, remembered
+
+    def _summed(self, seen: Seen) -> Any:
+        """The result of a sum over samples once more: of aliases, at which arrives what it sends back, and no more."""
+        tagged = [(x, seen.tags.get(id(x))) for x in seen.read]
+        aliases = dict[int, torch.Tensor]()
+        for x, tag in tagged:
+            if isinstance(tag, Sampled) and tag.active and isinstance(tag.place, Axis) and x.requires_grad:
+                aliases[id(x)] = x.view_as(x)
+                self.sums.append((aliases[id(x)], tag.place))
+        args, kwargs = tree.map_tensors(lambda x: aliases.get(id(x), x), (seen.args, seen.kwargs))
+        return seen.func(*args, **kwargs)
 
     def _kept(self, seen: Seen) -> torch.Tensor:
         """A copy of what an operation reads and then overwrites."""
@@ -236,7 +251,9 @@ class Trace(ParameterUses, TorchFunctionMode):
             place = found[i] if isinstance(found, list) else found
             differentiable = x.is_floating_point() or x.is_complex()
             tag = Sampled(place, result.lost, *(depends if differentiable else NO_PATH), result.order)
-            self.complex |= tag.active and x.is_complex()
+            if tag.active:
+                self.complex |= x.is_complex()
+                self.displaced |= isinstance(place, Axis) and place.rows is not None
             self.set(x, tag if place is not None or tag.lost or tag.active else None)
             if seen.writes:
                 self.known.written(x, tag)

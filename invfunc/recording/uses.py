@@ -47,6 +47,8 @@ class ParameterUses(Provenance):
         self.orders: dict[Order, str] = {}  # those in which samples meet parameters, and a call where they do
         self.moved = False  # whether data were put in another order
         self.by_rows = False  # whether they are followed there, row by row
+        self.displaced = False  # whether what depends on parameters was selected or moved
+        self.sums: list[tuple[torch.Tensor, Axis]] = []  # what was summed over the samples since then
         self.pattern: Follower | None = None
 
     def use(

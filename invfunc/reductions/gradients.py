@@ -31,6 +31,9 @@ class EachSample(Reduction):
     def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
         return [leaf.new_zeros(found.n, *leaf.shape)]
 
+    def without(self, leaf: torch.Tensor, samples: int, columns: int) -> State:
+        return (leaf.new_zeros(samples, *leaf.shape),)
+
 
 class SquaredNorms(EachSample):
     """`sum_p G[n, p]^2` of each sample."""
@@ -42,6 +45,9 @@ class SquaredNorms(EachSample):
 
     def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
         return [leaf.new_zeros(found.n)]
+
+    def without(self, leaf: torch.Tensor, samples: int, columns: int) -> State:
+        return (leaf.new_zeros(samples),)
 
 
 class CentredSquares(Reduction):
@@ -66,6 +72,10 @@ class CentredSquares(Reduction):
 
     def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
         return [torch.zeros_like(leaf) / self._divisor(found.n)]
+
+    def without(self, leaf: torch.Tensor, samples: int, columns: int) -> State:
+        wide = torch.promote_types(leaf.dtype, torch.float32)
+        return leaf.new_tensor(samples, dtype=wide), torch.zeros_like(leaf), torch.zeros_like(leaf)
 
     def _divisor(self, n: int) -> float:
         if n - self.correction <= 0:

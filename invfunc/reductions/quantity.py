@@ -48,8 +48,22 @@ class Accumulator:
     """The results of the parameters that are done."""
     joint: list[torch.Tensor] = field(default_factory=list)
     columns: int = 1
+    added: set[int] = field(default_factory=set)
+    """The parameters of which the state of the last block of samples was added."""
+
+    def begin(self) -> None:
+        """Begin another block of samples."""
+        self.added = set()
+
+    def end(self, leaves: list[torch.Tensor], samples: int) -> None:
+        """Add what is kept of the parameters that the samples of the block do not reach."""
+        for i, leaf in enumerate(leaves):
+            state = None if i in self.added else self.reduction.without(leaf, samples, self.columns)
+            if state is not None:
+                self.add(i, state)
 
     def add(self, leaf: int, state: State) -> None:
         """Add the state of another block of samples."""
+        self.added.add(leaf)
         before = self.states.get(leaf)
         self.states[leaf] = state if before is None else self.reduction.over_samples(before, state)

@@ -89,6 +89,10 @@ class Reduction:
         """The results of a parameter that has no influence."""
         return [torch.zeros_like(leaf)]
 
+    def without(self, leaf: torch.Tensor, samples: int, columns: int) -> State | None:
+        """What is kept of samples that do not reach a parameter; None where they add nothing."""
+        return None
+
     def sample_axes(self, found: Found) -> tuple[int, ...]:
         """The axes of the results of a parameter that count the samples."""
         return self.each

@@ -106,6 +106,9 @@ class JacobianRows(Reduction):
     def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
         return [leaf.new_zeros(found.n, *one, *leaf.shape) for one in found.outputs]
 
+    def without(self, leaf: torch.Tensor, samples: int, columns: int) -> State:
+        return (leaf.new_zeros(columns, samples, *leaf.shape),)
+
     def assemble(self, trees: list[Any], found: Found) -> Any:
         return tree.unflatten(trees, found.structure)
 

@@ -13,10 +13,14 @@ from invfunc import (
     batch_grad,
     batch_jacobian,
     batch_l2_grad,
+    chunked,
+    clipped_grad,
     diag_ggn,
     diag_hessian,
     gram,
     kflr,
+    sqrt_ggn,
+    thresholds,
     variance,
 )
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
@@ -269,3 +273,51 @@ def test_an_index_of_samples_picks_in_rows_of_a_parameter(moved):
     assert_trees_close(batch_grad(f)(w, x, i), torch.func.jacrev(f)(w, x, i), EXACT)
     with pytest.raises(InvFuncError, match="reads a parameter of 5 entries along axis 0"):
         batch_grad(lambda w, x, i: w.gather(1, i[:, None])[:, 0] * x[:, 0])(rand(5, 2), x, i)
+
+
+# Parts of a batch that do not reach every parameter
+
+
+def by_experts(p, x, i):
+    z = torch.zeros_like(x)
+    for e, w in enumerate(p):
+        (at,) = torch.where(i == e)
+        if len(at):
+            z[at] = x[at] @ w
+    return z
+
+
+def losses_by_experts(p, x, i):
+    return by_experts(p, x, i).square().sum(1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: batch_grad(losses_by_experts),
+        lambda: batch_grad(losses_by_experts, samples=[3, 0, 1]),
+        lambda: batch_l2_grad(losses_by_experts),
+        lambda: variance(losses_by_experts),
+        lambda: clipped_grad(losses_by_experts, 0.1),
+        lambda: batch_jacobian(by_experts),
+        lambda: batch_diag_ggn(lambda p, x, i: F.cross_entropy(by_experts(p, x, i), i)),
+        lambda: sqrt_ggn(lambda p, x, i: F.cross_entropy(by_experts(p, x, i), i)),
+    ],
+    ids=["batch_grad", "chosen", "batch_l2_grad", "variance", "clipped_grad", "jacobian", "batch_diag_ggn", "sqrt_ggn"],
+)
+@settings(max_examples=10)
+@given(experts=st.lists(st.integers(0, 2), min_size=4, max_size=6), size=st.integers(1, 4))
+def test_chunks_need_not_reach_every_parameter(make, experts, size):
+    rand = Numbers()
+    args = [rand(3, 3) for _ in range(3)], rand(len(experts), 3), torch.tensor(experts)
+    assert_trees_close(chunked(make(), size, over="samples")(*args), make()(*args), EXACT)
+
+
+def test_blocks_of_samples_need_not_reach_every_parameter(monkeypatch):
+    monkeypatch.setattr(thresholds, "BLOCK_SAMPLES", 2)
+    monkeypatch.setattr(thresholds, "CACHE", {"cpu": 1})
+    rand, experts = Numbers(), torch.tensor([0, 0, 0, 0, 1, 1])
+    args = [rand(5, 5) for _ in range(2)], rand(6, 5), experts, rand(6, 5)
+    each = [batch_diag_ggn(by_experts, F.mse_loss)(args[0], *(a[n : n + 1] for a in args[1:])) for n in range(6)]
+    wanted = [torch.cat(parts) / 6 for parts in zip(*each, strict=True)]
+    assert_trees_close(batch_diag_ggn(by_experts, F.mse_loss)(*args), wanted, EXACT)

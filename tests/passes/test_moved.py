@@ -1,0 +1,240 @@
+"""Samples that are moved by their data, around any uses of one parameter: each share is right, or is refused."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from invfunc import (
+    InvFuncError,
+    SampleAxisError,
+    batch_diag_ggn,
+    batch_grad,
+    batch_jacobian,
+    batch_l2_grad,
+    chunked,
+    clipped_grad,
+    diag_ggn,
+    gram,
+    kflr,
+    sum_grad_squared,
+    variance,
+)
+from invfunc.passes import by_rows, certified
+from invfunc.recording.seen import Seen
+from invfunc.testing import assert_trees_close
+from tests import moved
+from tests.moved import D, arguments, program
+
+EXACT = 1e-9
+
+
+def losses_of(model):
+    return lambda w, x, i, k: model(w, x, i, k).sin().sum(1) + F.cross_entropy(model(w, x, i, k), i, reduction="none")
+
+
+def weighted(losses):
+    """A scalar that reads the losses in the order of the keys."""
+    return lambda w, x, i, k: (losses(w, x, i, k) * k)[k.argsort()].sum() / len(x)
+
+
+def middle(g):
+    return float(g.flatten(1).norm(dim=1).median())
+
+
+STATISTICS = {
+    "batch_grad": (batch_grad, lambda g: g),
+    "batch_l2_grad": (batch_l2_grad, lambda g: g.square().sum((1, 2))),
+    "sum_grad_squared": (sum_grad_squared, lambda g: g.square().sum(0)),
+    "variance": (lambda f: variance(f, correction=0), lambda g: g.var(0, correction=0)),
+    "gram": (gram, lambda g: g.flatten(1) @ g.flatten(1).T),
+    "clipped_grad": (
+        lambda f: clipped_grad(f, 0.5),
+        lambda g: (
+            torch.tensordot((0.5 / g.flatten(1).norm(dim=1)).clamp(max=1), g, 1),
+            g.flatten(1).norm(dim=1),
+        ),
+    ),
+    "in chunks": (lambda f: chunked(batch_grad(f), 2, over="samples"), lambda g: g),
+    "chosen": (lambda f: batch_grad(f, samples=[-1, 0]), lambda g: g[[-1, 0]]),
+}
+
+
+def right_or_refused(statistic, args, wanted):
+    try:
+        found = statistic(*args)
+    except InvFuncError:
+        return False
+    assert_trees_close(found, wanted, EXACT)
+    return True
+
+
+def shares_of(losses, args):
+    return torch.func.jacrev(losses)(*args)
+
+
+class TestNothingIsSilentlyWrong:
+    @pytest.mark.parametrize("name", STATISTICS)
+    @given(r=st.randoms(use_true_random=False), careless=st.booleans())
+    def test_in_the_losses_of_the_samples(self, name, r, careless):
+        (model, _), args = program(r, careless), arguments(r)
+        make, reduced = STATISTICS[name]
+        losses = losses_of(model)
+        right_or_refused(make(losses), args, reduced(shares_of(losses, args)))
+
+    @pytest.mark.parametrize("name", STATISTICS)
+    @given(r=st.randoms(use_true_random=False))
+    def test_in_a_scalar_loss(self, name, r):
+        (model, plain), args = program(r), arguments(r)
+        make, reduced = STATISTICS[name]
+        shares = shares_of(losses_of(plain), args) * (args[3] / len(args[1]))[:, None, None]
+        right_or_refused(make(weighted(losses_of(model))), args, reduced(shares))
+
+    @given(r=st.randoms(use_true_random=False), careless=st.booleans())
+    def test_in_outputs(self, r, careless):
+        (model, _), args = program(r, careless), arguments(r)
+        jacobian = torch.func.jacrev(model)(*args)
+        right_or_refused(batch_jacobian(model), args, jacobian)
+        right_or_refused(chunked(batch_jacobian(model), 2, over="samples"), args, jacobian)
+
+    @given(r=st.randoms(use_true_random=False))
+    def test_in_curvature(self, r):
+        (model, plain), args = program(r), arguments(r)
+        target = args[1].cos()
+        for make in (diag_ggn, batch_diag_ggn):
+            right_or_refused(make(model, F.mse_loss), (*args, target), make(plain, F.mse_loss)(*args, target))
+
+    @given(r=st.randoms(use_true_random=False))
+    def test_in_kronecker_factors(self, r):
+        """These depend on which samples an operation gets together."""
+        (model, plain), args = program(r, whole=True), arguments(r)
+        target = args[1].cos()
+        try:
+            factors = kflr(plain, F.mse_loss)(*args, target)
+        except InvFuncError:
+            return
+        right_or_refused(lambda *a: kflr(model, F.mse_loss)(*a).dense(), (*args, target), factors.dense())
+
+
+def test_few_programs_are_refused():
+    """Some are where the order is a matrix, or where a part of samples in another order is written."""
+    refused = 0
+    for seed in range(40):
+        r = Random(seed)
+        (model, _), args = program(r), arguments(r)
+        refused += not right_or_refused(batch_grad(losses_of(model)), args, shares_of(losses_of(model), args))
+    assert refused <= 10
+
+
+# One weight that is read elementwise and by rows that are looked up, which data put in another order
+
+TWICE = {
+    "embedding": lambda w, i: F.embedding(i, w),
+    "index": lambda w, i: w[i],
+    "one-hot": lambda w, i: F.one_hot(i, D).to(w.dtype) @ w,
+}
+BACK = ["index_add", "scatter", "inverse", "loop", "stack"]
+
+
+def twice(look_up, back):
+    def losses(w, x, i, k):
+        q = k.argsort()
+        h = x * w[0]
+        return moved.BACK[back](h, q, h[q] + TWICE[look_up](w, i[q])).square().sum(1)
+
+    return losses
+
+
+def args_of(i):
+    r = torch.Generator().manual_seed(0)
+    w, x = (torch.randn(n, D, generator=r, dtype=torch.float64) for n in (D, 3))
+    return w, x, torch.tensor(i), torch.tensor([1.57, -0.97, -0.95])
+
+
+@pytest.mark.parametrize("back", BACK)
+@pytest.mark.parametrize("look_up", TWICE)
+@pytest.mark.parametrize("i", [[1, 0, 0], [3, 0, 3], [3, 1, 2]], ids=str)
+def test_rows_that_are_looked_up_belong_to_the_samples_they_are_added_to(i, look_up, back):
+    losses, args = twice(look_up, back), args_of(i)
+    assert_trees_close(batch_grad(losses)(*args), shares_of(losses, args), EXACT)
+    assert_trees_close(batch_grad(lambda *a: losses(*a).sum())(*args), shares_of(losses, args), EXACT)
+
+
+def test_outputs_of_samples_that_come_in_the_order_of_their_keys():
+    def model(w, x, i, k):
+        h = torch.zeros_like(x)
+        for _ in range(2):
+            h = torch.tanh(h @ w + x * w[0])
+        q = sorted(range(len(h)), key=lambda n: k[n].item())
+        z, o = h[q] + F.embedding(i[torch.tensor(q)], w), torch.zeros_like(h)
+        for j, n in enumerate(q):
+            o[n] = z[j]
+        return o
+
+    args = args_of([3, 0, 3])
+    assert_trees_close(batch_jacobian(model)(*args), torch.func.jacrev(model)(*args), EXACT)
+
+
+def test_a_loss_of_moved_data_alone_has_no_shares():
+    w, x, *_ = args_of([0, 0, 0])
+    assert_trees_close(batch_grad(lambda w, x: (x.roll(1, 0) * 2).sum())(w, x), w.new_zeros(3, D, D), EXACT)
+
+
+# What is wrong all the same is found out
+
+
+def by_place(self, places=Seen._places):
+    """The places as they were once: what depends on parameters was taken for data."""
+    before = {i: tag for i, tag in self.tags.items() if getattr(tag, "order", None) and tag.active}
+    self.tags.update({i: replace(tag, around=None, crossed=frozenset()) for i, tag in before.items()})
+    try:
+        return places(self)
+    finally:
+        self.tags.update(before)
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """Rows of samples that are taken for those of others."""
+    monkeypatch.setattr(Seen, "_places", by_place)
+
+
+@pytest.fixture
+def wrong_for_good(wrong, monkeypatch):
+    monkeypatch.setattr(by_rows.Places, "_by_rows", lambda *args: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+class TestRowsAreChecked:
+    def args(self, dtype):
+        w, x, i, k = args_of([3, 1, 2])
+        return w.to(dtype), x.to(dtype), i, k
+
+    def close(self, found, losses, dtype):
+        assert_trees_close(found.double(), shares_of(losses, args_of([3, 1, 2])), 20 * torch.finfo(dtype).eps)
+
+    def test_and_followed_where_places_were_wrong(self, wrong, dtype):
+        losses = twice("embedding", "index_add")
+        self.close(batch_grad(losses)(*self.args(dtype)), losses, dtype)
+
+    def test_or_refused(self, wrong_for_good, dtype):
+        losses = twice("embedding", "index_add")
+        model = lambda *args: losses(*args)[:, None] * torch.ones(2).to(args[0])  # noqa: E731
+        for statistic in (batch_grad(losses), batch_jacobian(model), variance(losses)):
+            with pytest.raises(SampleAxisError, match="at `embedding`, rows that changed places are not of"):
+                statistic(*self.args(dtype))
+
+    def test_which_the_order_of_the_arguments_mends(self, wrong_for_good, dtype):
+        losses, (w, x, i, k) = twice("embedding", "index_add"), self.args(dtype)
+        q = k.argsort()
+        found = batch_grad(losses)(w, x[q], i[q], k[q])
+        self.close(found[q.argsort()], losses, dtype)
+
+    def test_without_the_check_they_would_be_wrong(self, wrong, monkeypatch, dtype):
+        monkeypatch.setattr(certified, "_compare", lambda *args: None)
+        with pytest.raises(AssertionError):
+            self.test_and_followed_where_places_were_wrong(None, dtype)
