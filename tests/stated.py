@@ -263,11 +263,9 @@ PROGRAMS = POINTWISE + VIEWS + REDUCTIONS + SPATIAL + MATRICES + PRODUCTS + UNPO
 
 NOT_MET = {
     "cuda": "it needs a device",
-    "cdist": "it is always refused, as `MIXING` is",
 }
 """Names in tables of which no program here makes a call, and why."""
 MIXING: dict[str, Callable] = {
-    "cdist": lambda z: torch.cdist(z, z.exp()),
     "gradient": lambda z: torch.gradient(wide(z))[2],
     "cross": lambda z: torch.cross(z.transpose(0, 1)[:, :3], z.exp().transpose(0, 1)[:, :3], dim=1),
     "fft_fftn": lambda z: torch.fft.fftn(z).abs(),

@@ -249,6 +249,11 @@ def multi_margin_loss(
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
+def cdist(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str | None = None) -> torch.Tensor:
+    """`cdist` written out, as torch's has a wrong derivative under vmap, and no second derivative."""
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
 _STEPS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
 COMPOSITIONS: dict[str, Callable[..., Any]] = {
     "broadcast_tensors": broadcast_tensors,
@@ -257,6 +262,7 @@ COMPOSITIONS: dict[str, Callable[..., Any]] = {
     "_weight_norm": weight_norm,
     "prelu": prelu,
     "multi_margin_loss": multi_margin_loss,
+    "cdist": cdist,
     **{name: _layers(name, step) for name, step in _STEPS.items()},
     **{f"{name}_cell": _cell(f"{name}_cell", step) for name, step in _STEPS.items()},
 }

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc._functorch import forward_mode, opened
 from invfunc.errors import SampleAxisError
-from invfunc.operations.compositions import embedding_bag, multi_margin_loss
+from invfunc.operations.compositions import cdist, embedding_bag, multi_margin_loss
 
 
 def _attention(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -70,11 +70,8 @@ def _solve(func: Callable, A: torch.Tensor, B: torch.Tensor, **options: Any) -> 
     return func(wide, B, **options)
 
 
-def _cdist(
-    func: Callable, x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str | None = None
-) -> torch.Tensor:
-    """`cdist` written out, as torch's has a wrong derivative under vmap, and no second derivative."""
-    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+def _cdist(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return cdist(*args, **kwargs)
 
 
 # Norms: torch's fused backward passes have a wrong derivative under vmap.

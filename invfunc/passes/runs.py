@@ -304,7 +304,12 @@ class Runner:
             raise cannot_draw()
         for start, stop in self.plan.ranges("samples", self.problem.n):
             part, n = slice(start, stop), stop - start
-            run = self.run(part, n) if self.alone is None else self._run_alone(self.alone, part, n)
+            try:
+                run = self.run(part, n) if self.alone is None else self._run_alone(self.alone, part, n)
+            except FOREIGN as error:
+                if isinstance(error, InvFuncError) or n == self.problem.n:
+                    raise
+                raise SampleAxisError(_NOT_IN_PARTS) from error
             check_loss(run.trace, run.result)
             if not same_values(run.result, whole[start:stop]):
                 raise SampleAxisError(

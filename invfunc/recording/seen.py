@@ -123,6 +123,8 @@ def cannot_meet(
     """Why parameters with these tags have no shares at an operation."""
     if len(produced) > 1:
         return f"`{call.name}`: a parameter meets samples in an operation with several outputs"
+    if found is None:
+        return f"`{call.name}`: a parameter takes the places of all samples, of which it leaves nothing"
     if found is not BATCH_SUM:
         return None
     sums = call.name in ("add", "sub", "rsub", "subtract")

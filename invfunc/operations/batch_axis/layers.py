@@ -91,11 +91,6 @@ def prelu(call: Call) -> Place:
     return axis
 
 
-@rule("cdist")
-def cdist(call: Call) -> Place:
-    raise Mixed("torch's vmap over its derivative gives wrong numbers (2.13); write it with broadcasting and norm")
-
-
 def _along(x: torch.Tensor, axis: Axis, dims: set[int], active: bool, name: str) -> Axis:
     if axis.dim in dims and (active or name in _ELSEWHERE):
         raise Mixed(f"it computes {name} along the sample axis")
