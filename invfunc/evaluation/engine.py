@@ -50,7 +50,9 @@ class Engine:
         limit = budget(problem.leaves[0].device)
         self.fold = Fold(problem, self.scope, options, quantities, limit)
         remember = any_step if "chain" in self.kinds else nonlinear if "hessian" in self.kinds else None
-        whole = options.reduce is not None or "chain" in self.kinds or all(q.reduction.thin for q in quantities)
+        whole = (
+            options.reduce is not None or "chain" in self.kinds or all(q.reduction.phases[0].thin for q in quantities)
+        )
         self.runner = Runner(problem, self.scope, options, limit, remember, whole)
         alone = problem.samples is not None or any(q.of != "hessian" or q.reduction.each for q in quantities)
         self.runner.apart = alone and problem.n > 1

@@ -15,7 +15,6 @@ from invfunc.passes.second_order import second_order_columns
 from invfunc.recording.problem import Problem
 from invfunc.recording.tags import ParameterUse
 from invfunc.reductions import Reduction
-from invfunc.reductions.eigenbasis import InEigenbasis
 from invfunc.reductions.quantity import Accumulator, Quantity
 from invfunc.sparsity.groups import Grouped
 from invfunc.sparsity.report import Explanation, Parameter, Part, chosen_parts
@@ -62,7 +61,6 @@ class Report:
         """`asked` says that the caller said how many passes there are to be."""
         self.problem, self.budget, self.asked = problem, budget, asked
         self.entries: dict[Hashable, Entry] = {}
-        self.stage = 0
         self._operations: dict[int, dict[str, bool]] = {i: {} for i in range(len(problem.leaves))}
         """The operations that read each parameter, and whether its share is generic there."""
 
@@ -78,9 +76,7 @@ class Report:
         """Note how the columns of some quantities are pulled back."""
         pullback = way.pullback if isinstance(way, Stages) else way
         entry = self._entry(group, pullback.total, chosen.why if chosen else "")
-        reductions = [
-            t.reduction if self.stage == 0 else InEigenbasis({}, False) for t in group
-        ]  # there is no other then
+        reductions = [t.reduction for t in group]
         if isinstance(way, Stages) and chosen is not None and chosen.facts is not None:
             self._structured(entry, way, chosen.facts, reductions)
         else:
@@ -123,7 +119,7 @@ class Report:
         if not passes:
             return
         sides = pullback.sides
-        times = sides * (2 if len(passes) > 1 and any(m.before is not None for m in reductions) else 1)
+        times = sides * (2 if len(passes) > 1 and any(m.apart for m in reductions) else 1)
         entry.pullbacks += times * len(passes)
         entry.passes += times * len(passes) if self.asked else sides * pullback.total
         entry.numbers = max(

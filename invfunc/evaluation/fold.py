@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -24,7 +25,7 @@ from invfunc.per_sample.cotangents import Samples
 from invfunc.plan import Options
 from invfunc.recording.problem import Problem
 from invfunc.recording.scope import Scope
-from invfunc.reductions import Found, State
+from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.quantity import Accumulator, Quantity
 from invfunc.sparsity.groups import grouped
 from invfunc.sparsity.pattern import Pattern
@@ -49,21 +50,19 @@ class Fold:
         self.report: Report | None = None
         """Gathers what would be done, where only that is wanted."""
         self._chosen: dict[Hashable, Decision] = {}
-        self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], reduced=options.reduce is not None)
+        self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1])
 
     def over(self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made]) -> None:
-        """Pull the columns back through every run, once for each stage of the reductions."""
-        stages = max(t.reduction.stages for t in self.accumulators)
-        for stage in range(stages):
-            if self.report is not None:
-                self.report.stage = stage
-            accumulators = [t for t in self.accumulators if stage < t.quantity.reduction.stages]
+        """Pull the columns back through every run; again, where what comes next has to know what all have brought."""
+        lines = [t.line for t in self.accumulators]
+        last = max(map(len, lines)) - 1
+        for k in range(last + 1):
+            accumulators = [line[k] for line in lines if k < len(line)]
+            for t in accumulators if k and self.report is None else []:
+                assert t.before is not None
+                t.reduction = t.reduction.then(t.before.states, self._found(t.before))
             for run in runs():
-                self._consume(run, made(run) if callable(made) else made, accumulators, last=stage + 1 == stages)
-            for accumulator in accumulators if self.report is None else []:
-                if stage + 1 < accumulator.quantity.reduction.stages:
-                    accumulator.reduction = accumulator.reduction.then(dict(enumerate(self._results(accumulator))))
-                    accumulator.states = {}
+                self._consume(run, made(run) if callable(made) else made, accumulators, last=k == last)
 
     def _consume(self, run: Run, made: Made, accumulators: list[Accumulator], last: bool) -> None:
         check_versions(run.trace.uses)
@@ -76,7 +75,6 @@ class Fold:
             accumulators, key=lambda t: {"chain": 0, "gradient": 2}.get(t.quantity.of, 1)
         ):  # may be streamed
             t.columns = sum(c.count for c in made[t.quantity.columns])
-            t.begin()
             alike.setdefault(t.quantity.columns, []).append(t)
         if not samples.count:
             return
@@ -94,13 +92,30 @@ class Fold:
                 if self.report is not None:
                     self.report.on(way, group, self._chosen.get(key))
                     continue
-                joints = way.folded([t.reduction for t in group], partial(self._add, run, group))
-                for t, joint in zip(group, joints, strict=True):
-                    if joint is not None:
-                        t.joint.append(joint)
+                self._fold(way, group)
         if run.trace.n < self.problem.n and self.report is None:
             for t in accumulators:
                 t.end(run.params, samples.count)
+
+    def _fold(self, way: Pullback | Stages, group: list[Accumulator]) -> None:
+        """Reduce what is pulled back; first, what some have to know of all parameters for each sample."""
+        reductions, done = [t.reduction for t in group], partial(self._add, way.run, group)
+        if isinstance(way, Stages) or not any(m.apart for m in reductions):
+            way.folded(reductions, done)
+            return
+        firsts = {k: t.before for k, t in enumerate(group) if t.before is not None and t.reduction.apart}
+        kept, places = way.kept(reductions), list(firsts)
+        states: dict[int, States] = {k: {} for k in firsts}
+
+        def keep(first: int, leaf: int, state: State) -> None:
+            firsts[places[first]].add(leaf, state)
+            states[places[first]][leaf] = state
+
+        replace(way, last=False).folded([t.reduction for t in firsts.values()], keep, kept)
+        for k, t in firsts.items():
+            if states[k]:
+                reductions[k] = reductions[k].then(states[k], self._found(t))
+        way.folded(reductions, done, kept)
 
     def _pullback(
         self, run: Run, made: list[Columns], samples: Samples, leaves: frozenset[int] | None = None, last: bool = False
@@ -150,8 +165,8 @@ class Fold:
     def _add(self, run: Run, group: list[Accumulator], k: int, leaf: int, state: State) -> None:
         """What a reduction keeps of one parameter in one run; where that is all, the parameter is done."""
         group[k].add(leaf, state)
-        if self.options.reduce is not None and run.trace.n == self.problem.n and group[k].reduction.stages == 1:
-            self._close(group[k], leaf)
+        if self.options.reduce is not None and run.trace.n == self.problem.n and group[k] in self.accumulators:
+            self._close(group[k], leaf, self._found(group[k]))
 
     def _hessian(
         self, run: Run, made: list[Columns], slope: Columns, group: list[Accumulator], samples: Samples
@@ -176,7 +191,7 @@ class Fold:
                 for k, m in enumerate(reductions):
                     rows = entries(self.scope, run, slope, i, samples, bool(m.each), self.budget)
                     before, more = kept.pop((k, i), None), m.directly(rows)
-                    self._add(run, group, k, i, more if before is None else m.over_columns(before, more))
+                    self._add(run, group, k, i, more if before is None else m.merge(before, more, "columns"))
 
     def _chain(self, run: Run, made: list[Columns], group: list[Accumulator], samples: Samples) -> None:
         """A matrix averaged over the samples at each layer, in place of columns."""
@@ -193,7 +208,7 @@ class Fold:
                 shares = Shares(
                     self.scope, leaf, uses, columns, samples, self.budget, False, i, self.problem.name, role
                 )
-                self._add(run, group, k, i, t.reduction.partial(shares, None))
+                self._add(run, group, k, i, t.reduction.step(shares))
 
     def _samples(self, run: Run) -> Samples:
         """Those that the caller chose among those of the run, in their order there."""
@@ -210,51 +225,64 @@ class Fold:
         return [self._finished(t) for t in self.accumulators]
 
     def _finished(self, accumulator: Accumulator) -> Any:
-        problem = self.problem
-        results = self._results(accumulator)
-        found = self._found(accumulator)
-        if accumulator.joint:
-            dtypes = [leaf.dtype for leaf in problem.leaves]
-            found.joint = self._delivered(reduce(torch.promote_types, dtypes), (0,), torch.cat(accumulator.joint))
+        reduction, before, found = accumulator.reduction, accumulator.before, self._found(accumulator)
+        if reduction.whole and self.options.reduce is None:
+            return self.scope.result(reduction.assemble(self._whole(accumulator), found))
+        results = self._results(accumulator, found)
+        if before is not None and before.reduction.whole:
+            (found.before,) = self._whole(before)
+        trees = [self._tree(list(part)) for part in zip(*results, strict=True)]
+        return self.scope.result(reduction.assemble(trees, found))
 
-        def unflatten(leaves: list[Any]) -> Any:
-            trees = tree.unflatten(leaves, problem.structure)
-            return tuple(trees) if problem.several else trees[0]
+    def _tree(self, leaves: list[Any]) -> Any:
+        trees = tree.unflatten(leaves, self.problem.structure)
+        return tuple(trees) if self.problem.several else trees[0]
 
-        trees = [unflatten(list(part)) for part in zip(*results, strict=True)]
-        return self.scope.result(accumulator.reduction.assemble(trees, found))
+    def _whole(self, accumulator: Accumulator) -> list[Any]:
+        """The results of all parameters together."""
+        found, reduction, leaves = self._found(accumulator), accumulator.reduction, self.problem.leaves
+        states = [self._state(accumulator, i, found) for i in range(len(leaves))]
+        dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves))
+        return self._delivered(reduction, reduction.finish(reduction.together(states), found), found, dtype)
 
-    def _results(self, accumulator: Accumulator) -> list[list[Any]]:
+    def _results(self, accumulator: Accumulator, found: Found) -> list[list[Any]]:
         """The results of all parameters, in their order."""
         for leaf in range(len(self.problem.leaves)):
             if leaf not in accumulator.results:
-                self._close(accumulator, leaf)
+                self._close(accumulator, leaf, found)
         return [accumulator.results.pop(leaf) for leaf in range(len(self.problem.leaves))]
 
-    def _close(self, accumulator: Accumulator, place: int) -> None:
+    def _close(self, accumulator: Accumulator, place: int, found: Found) -> None:
         """Make the result of one parameter of what is kept of it."""
-        leaf, state, reduction = self.problem.leaves[place], accumulator.states.pop(place, None), accumulator.reduction
-        found = self._found(accumulator)
-        result = reduction.zero(leaf, found) if state is None else reduction.finish(state, found)
-        deliver = partial(self._delivered, leaf.dtype, reduction.sample_axes(found))
-        result = [tree.map_tensors(deliver, part) for part in result]
-        if self.options.reduce is not None and reduction.stages == 1:
+        leaf, reduction = self.problem.leaves[place], accumulator.reduction
+        state = self._state(accumulator, place, found)
+        result = self._delivered(reduction, reduction.finish(state, found), found, leaf.dtype)
+        if self.options.reduce is not None:
             result = [
                 part if part is None else self.options.reduce(self.problem.paths[place], self.scope.result(part))
                 for part in result
             ]
         accumulator.results[place] = result
 
+    def _state(self, accumulator: Accumulator, place: int, found: Found) -> State:
+        state = accumulator.states.pop(place, None)
+        return state or accumulator.reduction.init(self.problem.leaves[place], found.n, found.columns)
+
     def _found(self, accumulator: Accumulator) -> Found:
         self.found.columns = accumulator.columns
         return self.found
 
-    def _delivered(self, dtype: torch.dtype, each: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
-        """A result in the precision of the parameters, with the samples in the order in which they were chosen."""
-        chosen = self.problem.chosen
+    def _delivered(self, reduction: Reduction, results: list[Any], found: Found, dtype: torch.dtype) -> list[Any]:
+        """Results in the precision of the parameters, with the samples in the order in which they were chosen."""
+        chosen, order = self.problem.chosen, None
         if chosen is not None and chosen != sorted(chosen):
             order = sorted(range(len(chosen)), key=chosen.__getitem__)
-            back = torch.tensor(sorted(order, key=order.__getitem__), device=x.device)
-            for axis in each:
-                x = x.index_select(axis, back)
-        return x.to(dtype)
+            order = torch.tensor(sorted(order, key=order.__getitem__), device=self.problem.leaves[0].device)
+
+        def delivered(x: torch.Tensor) -> torch.Tensor:
+            if order is not None:
+                for axis in reduction.sample_axes(found):
+                    x = x.index_select(axis, order)
+            return x.to(dtype)
+
+        return tree.map_tensors(delivered, results)

@@ -19,10 +19,8 @@ from invfunc.per_sample.cotangents import Cotangents, Samples
 from invfunc.plan import Plan, even
 from invfunc.recording.scope import Scope
 from invfunc.recording.tags import ParameterUse
-from invfunc.reductions import Reduction, State
+from invfunc.reductions import Reduction, State, States
 
-States = dict[int, State]
-"""What a reduction keeps of each parameter that influences the result."""
 Done = Callable[[int, int, State], None]
 """Called once for each reduction (by its number) and parameter, with all that was kept of it, as soon as that is
 complete."""
@@ -39,6 +37,10 @@ class Pass:
     @property
     def sites(self) -> list[int]:
         return sorted({use.site for uses in self.uses.values() for use in uses})
+
+
+Kept = list[tuple[Pass, PulledBack]]
+"""What was pulled back, pass by pass."""
 
 
 @dataclass
@@ -70,38 +72,22 @@ class Pullback:
         """How many cotangents a column has: two, where it is a product of two."""
         return 1 if self.total == 0 or self.block(Pass({}, 0, 1)).right is None else 2
 
-    def folded(self, reductions: Sequence[Reduction], done: Done) -> list[torch.Tensor | None]:
-        """Reduce the shares: `done` gets what each reduction keeps of each parameter. Returns the joint tensor of each
-        reduction that has one, else None."""
+    def folded(self, reductions: Sequence[Reduction], done: Done, kept: Kept | None = None) -> None:
+        """Reduce the shares: `done` gets what each reduction keeps of each parameter. `kept` is pulled back already."""
         if any(m.paired for m in reductions):
             self.roles = roles(self.run.params, self.run.trace.uses)
         passes = self.passes(reductions)
-        nothing: list[torch.Tensor | None] = [None] * len(reductions)
-        if any(m.before is not None for m in reductions):
-            return self._in_two_sweeps(reductions, passes, done)
-        if self.streams(passes):
+        if kept is None and self.streams(passes):
             states: list[States] = [{} for _ in reductions]
             for k in range(len(passes)):
                 self._stream(reductions, states, passes[k], done, last=self.last and k + 1 == len(passes))
         else:
-            self._sweep(reductions, nothing, self._pulled(passes), done)
-        return nothing
+            self._sweep(reductions, kept or self._pulled(passes), done)
 
-    def _in_two_sweeps(
-        self, reductions: Sequence[Reduction], passes: list[Pass], done: Done
-    ) -> list[torch.Tensor | None]:
-        """First what some reductions have to know of all parameters, then every reduction."""
-        kept = list(self._pulled(passes)) if len(passes) == 1 else None  # several are pulled back again
-        before = {k: m.before for k, m in enumerate(reductions) if m.before is not None}
-        states: list[list[State]] = [[] for _ in before]
-        firsts = list(before.values())
-        known = kept or self._pulled(passes)
-        self._sweep(firsts, [None] * len(firsts), known, lambda k, leaf, state: states[k].append(state))
-        zeros = self.run.params[0].detach().new_zeros(self.samples.count)
-        joint = {k: reductions[k].joint(found, zeros) for k, found in zip(before, states, strict=True)}
-        joints = [joint.get(k) for k in range(len(reductions))]
-        self._sweep(reductions, joints, kept or self._pulled(passes), done)
-        return joints
+    def kept(self, reductions: Sequence[Reduction]) -> Kept | None:
+        """What a single pass brings, for several folds; several passes are to be pulled back again."""
+        passes = self.passes(reductions)
+        return list(self._pulled(passes)) if len(passes) == 1 else None
 
     def passes(self, reductions: Sequence[Reduction], total: int | None = None) -> list[Pass]:
         """The pullbacks that some reductions ask for, of all columns, or of another number of them."""
@@ -138,7 +124,6 @@ class Pullback:
     def _sweep(
         self,
         reductions: Sequence[Reduction],
-        joints: Sequence[torch.Tensor | None],
         pulled: Iterable[tuple[Pass, PulledBack]],
         done: Done,
     ) -> None:
@@ -146,7 +131,7 @@ class Pullback:
         states: list[States] = [{} for _ in reductions]
         for each, columns in pulled:
             for i, uses in _backwards(each.uses):
-                self._keep(states, reductions, i, uses, columns, joints)
+                self._keep(states, reductions, i, uses, columns)
                 if each.stop == self.total:
                     self._tell(states, i, done)
             del columns  # before the next pass makes its own
@@ -164,7 +149,6 @@ class Pullback:
         leaf: int,
         uses: list[ParameterUse],
         pulled: PulledBack,
-        joints: Sequence[torch.Tensor | None],
     ) -> None:
         reached = [t for t in uses if pulled.left[t.site] is not None]
         if not reached:
@@ -172,7 +156,7 @@ class Pullback:
         several = [a for t in reached for a in t.recipe.recomputed] if len(reached) > 1 else []
         for operand in several[::-1]:  # from the last one on, as each is computed from the next
             operand.hold()
-        for kept, reduction, joint in zip(states, reductions, joints, strict=True):
+        for kept, reduction in zip(states, reductions, strict=True):
             recomputed = leaf in kept
             shares = Shares(
                 self.scope,
@@ -186,8 +170,8 @@ class Pullback:
                 self.name,
                 self.roles.get(leaf),
             )
-            state = reduction.partial(shares, joint)
-            kept[leaf] = reduction.over_columns(kept[leaf], state) if recomputed else state
+            state = reduction.step(shares)
+            kept[leaf] = reduction.merge(kept[leaf], state, "columns") if recomputed else state
         for operand in several:
             operand.drop()
 
@@ -254,7 +238,7 @@ class Pullback:
             run.trace.uses.clear()
 
         def folded(leaf: int, uses: list[ParameterUse]) -> None:
-            self._keep(states, reductions, leaf, uses, pulled, [None] * len(reductions))
+            self._keep(states, reductions, leaf, uses, pulled)
             if stop == self.total:
                 self._tell(states, leaf, done)
 

@@ -9,19 +9,19 @@ import torch
 
 from invfunc.errors import ArgumentError
 from invfunc.kronecker import Kronecker
-from invfunc.reductions.reduction import Found, Reduction
+from invfunc.reductions.reduction import Found, Reduction, State
 
 
 class Block(Reduction):
     """A reduction whose result is a `Kronecker` for each parameter."""
 
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         dims = tuple(range(leaf.ndim))
         groups = (dims[:1], dims[1:]) if leaf.ndim > 1 else (dims,)
         zeros = tuple(leaf.new_zeros(math.prod(leaf.shape[d] for d in group)) for group in groups)
-        return [Kronecker(zeros, groups, leaf.shape)]
+        return (Kronecker(zeros, groups, leaf.shape),)
 
-    def assemble(self, trees: list[Any], found: Found) -> Any:
+    def assemble(self, results: list[Any], found: Found) -> Any:
         if found.refused:
             which = "; ".join(f"{name}: {why}" for name, why in found.refused.items())
             raise ArgumentError(
@@ -29,7 +29,7 @@ class Block(Reduction):
                 "embedding, scale or shift reads. Pass unsupported='diagonal' for the diagonals of their blocks or "
                 "unsupported='skip' for None in their places, close over them, or keep them in another argument."
             )
-        return trees[0]
+        return results[0]
 
 
 def added(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -17,7 +17,8 @@ from invfunc.per_sample.operands import Layer
 from invfunc.per_sample.places import Unfactored
 from invfunc.recording.tags import Derived
 from invfunc.reductions.block import Block
-from invfunc.reductions.reduction import Found, State
+from invfunc.reductions.kronecker_factors import KroneckerFactors
+from invfunc.reductions.reduction import Found, Over, State, States
 
 
 def basis_of(matrix: Kronecker) -> Kronecker:
@@ -30,18 +31,29 @@ def basis_of(matrix: Kronecker) -> Kronecker:
 
 
 class InEigenbasis(Block):
-    """`sum_vn (Q^T G[v, n])^2` for the eigenvectors Q of the factors."""
+    """`sum_vn (Q^T G[v, n])^2` for the eigenvectors Q of the factors, which the phase before finds."""
 
+    axes = ("outputs", "params")
     paired = squares = True
     forms = "blocks"
+    rooted = KroneckerFactors.rooted
 
-    def __init__(self, bases: dict[int, Kronecker | None], joined: bool) -> None:
-        self.bases, self.joined = bases, joined
+    def __init__(self, factors: KroneckerFactors, bases: dict[int, Kronecker | None] | None = None) -> None:
+        self.before = self.factors = factors
+        self.bases = bases
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+    def then(self, states: States, found: Found) -> InEigenbasis:
+        factors = {i: self.factors.finish(state, found)[0] for i, state in states.items()}
+        return InEigenbasis(self.factors, {i: None if one is None else basis_of(one) for i, one in factors.items()})
+
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return *super().init(leaf, n, columns), None
+
+    def step(self, shares: Shares) -> State:
+        assert self.bases is not None
         basis = self.bases[shares.place]
         if basis is None:
-            return (None,)
+            return None, None
         assert basis.values is not None
         if len(basis.factors) == 1 and basis.factors[0].ndim == 1:  # a diagonal is in its eigenbasis
             return basis, shares.square_sum().flatten()
@@ -49,7 +61,7 @@ class InEigenbasis(Block):
         uses = []
         try:
             for use in shares.uses:
-                layer = Layer(shares, use, self.joined and shares.role == "weight")
+                layer = Layer(shares, use, self.factors.joined and shares.role == "weight")
                 layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
                 recipe, derived = self._recipe(layer, basis), Derived(frozenset(), True, picked=True)
                 uses.append(replace(use, param=rotated, derived=derived, recipe=recipe, versions=()))
@@ -95,10 +107,10 @@ class InEigenbasis(Block):
             return Recipe("uz", build, work=work, joins=False, rows=landed)
         return Recipe(g + output, build, work=work, joins=False)
 
-    def over_samples(self, a: State, b: State) -> State:
-        return a if a[0] is None else (a[0], a[1] + b[1])
-
-    over_columns = over_samples
+    def merge(self, a: State, b: State, over: Over) -> State:
+        if a[1] is None or b[1] is None:
+            return b if a[1] is None else a
+        return a[0], a[1] + b[1]
 
     def finish(self, state: State, found: Found) -> list[Any]:
         return [None if state[0] is None else replace(state[0], values=state[1])]

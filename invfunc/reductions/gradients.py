@@ -10,7 +10,7 @@ from invfunc.contract import joined
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import safe_root
 from invfunc.per_sample import Shares
-from invfunc.reductions.reduction import Found, Reduction, State
+from invfunc.reductions.reduction import Found, Over, Reduction, State, States
 
 
 class EachSample(Reduction):
@@ -19,20 +19,17 @@ class EachSample(Reduction):
     each = (0,)
     forms = "all"
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+    def step(self, shares: Shares) -> State:
         return (shares.dense().squeeze(0),)
 
-    def over_samples(self, a: State, b: State) -> State:
-        return (*a, *b)
+    def merge(self, a: State, b: State, over: Over) -> State:
+        return (*a, *b) if over == "samples" else (joined(list(a)) + joined(list(b)),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         return [joined(list(state))]
 
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
-        return [leaf.new_zeros(found.n, *leaf.shape)]
-
-    def without(self, leaf: torch.Tensor, samples: int, columns: int) -> State:
-        return (leaf.new_zeros(samples, *leaf.shape),)
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (leaf.new_zeros(n, *leaf.shape),)
 
 
 class SquaredNorms(EachSample):
@@ -40,14 +37,20 @@ class SquaredNorms(EachSample):
 
     forms = "no"
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+    def step(self, shares: Shares) -> State:
         return (shares.norms(),)
 
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
-        return [leaf.new_zeros(found.n)]
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (leaf.new_zeros(n),)
 
-    def without(self, leaf: torch.Tensor, samples: int, columns: int) -> State:
-        return (leaf.new_zeros(samples),)
+
+class Norms(SquaredNorms):
+    """`|G[n]|` of each sample, over all parameters."""
+
+    whole = True
+
+    def finish(self, state: State, found: Found) -> list[Any]:
+        return [safe_root(joined(list(state)))]
 
 
 class CentredSquares(Reduction):
@@ -58,29 +61,24 @@ class CentredSquares(Reduction):
     def __init__(self, correction: float) -> None:
         self.correction = correction
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+    def step(self, shares: Shares) -> State:
         total, centred = shares.moments()
         return total.new_tensor(shares.samples.count), total, centred
 
-    def over_samples(self, a: State, b: State) -> State:
+    def merge(self, a: State, b: State, over: Over) -> State:
         (m, total, centred), (n, other, more) = a, b
         apart = other / n - total / m
         return m + n, total + other, centred + more + apart.square() * (m * n / (m + n))
 
-    def finish(self, state: State, found: Found) -> list[Any]:
-        return [state[2] / self._divisor(found.n)]
-
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
-        return [torch.zeros_like(leaf) / self._divisor(found.n)]
-
-    def without(self, leaf: torch.Tensor, samples: int, columns: int) -> State:
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         wide = torch.promote_types(leaf.dtype, torch.float32)
-        return leaf.new_tensor(samples, dtype=wide), torch.zeros_like(leaf), torch.zeros_like(leaf)
+        return leaf.new_tensor(n, dtype=wide), torch.zeros_like(leaf), torch.zeros_like(leaf)
 
-    def _divisor(self, n: int) -> float:
-        if n - self.correction <= 0:
-            raise ArgumentError(f"correction={self.correction} leaves no divisor for the shares of {n} samples.")
-        return n - self.correction
+    def finish(self, state: State, found: Found) -> list[Any]:
+        divisor = found.n - self.correction
+        if divisor <= 0:
+            raise ArgumentError(f"correction={self.correction} leaves no divisor for the shares of {found.n} samples.")
+        return [state[2] / divisor]
 
 
 class SumAndCentredSquares(CentredSquares):
@@ -91,29 +89,27 @@ class SumAndCentredSquares(CentredSquares):
     def finish(self, state: State, found: Found) -> list[Any]:
         return [state[1], *super().finish(state, found)]
 
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
-        return [torch.zeros_like(leaf), *super().zero(leaf, found)]
-
-    def assemble(self, trees: list[Any], found: Found) -> Any:
-        return tuple(trees)
+    def assemble(self, results: list[Any], found: Found) -> Any:
+        return tuple(results)
 
 
 class ClippedSum(Reduction):
     """`sum_n min(1, max_norm / |G[n]|) G[n]`, with the norm over all parameters."""
 
     several = True
-    before = SquaredNorms()
+    before = first = Norms()
 
-    def __init__(self, max_norm: float | torch.Tensor) -> None:
-        self.max_norm = max_norm
+    def __init__(self, max_norm: float | torch.Tensor, norms: torch.Tensor | None = None) -> None:
+        self.max_norm, self.norms = max_norm, norms
         self.constants = (max_norm,) if isinstance(max_norm, torch.Tensor) else ()
 
-    def joint(self, states: list[State], zeros: torch.Tensor) -> torch.Tensor:
-        return safe_root(sum((torch.cat(state) for state in states), zeros))
+    def then(self, states: States, found: Found) -> ClippedSum:
+        (norms,) = self.first.finish(self.first.together(states.values()), found)
+        return ClippedSum(self.max_norm, norms)
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
-        assert joint is not None
-        return (shares.weighted((joint / self.max_norm).clamp(min=1).reciprocal()),)
+    def step(self, shares: Shares) -> State:
+        assert self.norms is not None
+        return (shares.weighted((self.norms / self.max_norm).clamp(min=1).reciprocal()),)
 
-    def assemble(self, trees: list[Any], found: Found) -> Any:
-        return trees[0], found.joint
+    def assemble(self, results: list[Any], found: Found) -> Any:
+        return results[0], found.before

@@ -19,9 +19,8 @@ from invfunc.per_sample.cotangents import Columns
 from invfunc.per_sample.operands import Layer, Operands
 from invfunc.per_sample.places import Place, Unfactored
 from invfunc.reductions.block import Block, added
-from invfunc.reductions.eigenbasis import InEigenbasis, basis_of
 from invfunc.reductions.nearest import nearest
-from invfunc.reductions.reduction import Found, Reduction, State
+from invfunc.reductions.reduction import Found, Over, State
 
 
 @dataclass
@@ -113,7 +112,7 @@ class KroneckerFactors(Block):
     def __init__(self, sharing: str, joint: bool, unsupported: str = "error") -> None:
         self.sharing, self.joined, self.unsupported = sharing, joint, unsupported
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+    def step(self, shares: Shares) -> State:
         if self.joined and shares.role == "bias":
             return (None,)
         name, shape = shares.name(shares.place), shares.leaf.shape
@@ -192,18 +191,20 @@ class KroneckerFactors(Block):
         each = total.new_tensor([k or 1 for k in counts]).reshape(-1, *[1] * (total.ndim - 1))
         return outer((total / each).unsqueeze(-1))
 
-    def over_samples(self, a: State, b: State) -> State:
-        return (None if a[0] is None or b[0] is None else a[0].joined(b[0], samples=True),)
-
-    def over_columns(self, a: State, b: State) -> State:
-        return (None if a[0] is None or b[0] is None else a[0].joined(b[0], samples=False),)
+    def merge(self, a: State, b: State, over: Over) -> State:
+        if a[0] is None or b[0] is None:
+            return (None,)
+        if isinstance(a[0], Kronecker) or isinstance(b[0], Kronecker):  # of samples that do not reach it
+            return b if isinstance(a[0], Kronecker) else a
+        return (a[0].joined(b[0], samples=over == "samples"),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
-        kept: Kept | None = state[0]
+        kept: Kept | Kronecker | None = state[0]
         if isinstance(kept, Refused):
             found.refused[kept.name] = kept.why
-        if kept is None or isinstance(kept, Refused):
             return [None]
+        if kept is None or isinstance(kept, Kronecker):
+            return [kept]
         if isinstance(kept, Diagonal):
             dims, shape = tuple(range(kept.values.ndim)), kept.values.shape
             return [Kronecker((kept.values.flatten(),), (dims,), shape, name=Of(kept.name))]
@@ -230,17 +231,6 @@ class ChainFactors(KroneckerFactors):
     """The factors of KFRA, whose recursion needs all samples and outputs at once."""
 
     axes = ()
-
-
-class CorrectedFactors(KroneckerFactors):
-    """The factors, and in a second stage the curvature in their eigenbasis."""
-
-    stages = 2
-    axes = ("outputs", "params")
-
-    def then(self, results: dict[int, list[Any]]) -> Reduction:
-        bases = {i: None if one is None else basis_of(one) for i, (one,) in results.items()}
-        return InEigenbasis(bases, self.joined)
 
 
 def _by_role(layers: list[Layer]) -> list[list[Layer]]:

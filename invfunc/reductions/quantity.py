@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from invfunc.reductions import Reduction, State
+from invfunc.reductions import Reduction, State, States
 
 Of = Literal["gradient", "ggn", "hessian", "chain", "jacobian", "gradient_or_jacobian"]
 """What a statistic is made of."""
@@ -43,27 +43,35 @@ class Accumulator:
 
     quantity: Quantity
     reduction: Reduction
-    states: dict[int, State] = field(default_factory=dict)
+    states: States = field(default_factory=dict)
     results: dict[int, list[Any]] = field(default_factory=dict)
     """The results of the parameters that are done."""
-    joint: list[torch.Tensor] = field(default_factory=list)
     columns: int = 1
     added: set[int] = field(default_factory=set)
-    """The parameters of which the state of the last block of samples was added."""
+    """The parameters of which the state of the present block of samples was added."""
+    before: Accumulator | None = field(init=False)
+    """What the phase before has kept."""
 
-    def begin(self) -> None:
-        """Begin another block of samples."""
-        self.added = set()
+    def __post_init__(self) -> None:
+        first = self.reduction.before
+        self.before = None if first is None else Accumulator(self.quantity, first)
 
-    def end(self, leaves: list[torch.Tensor], samples: int) -> None:
-        """Add what is kept of the parameters that the samples of the block do not reach."""
+    @property
+    def line(self) -> list[Accumulator]:
+        """This one, after those before it that have to see all samples first."""
+        return [self] if self.before is None or self.reduction.apart else [*self.before.line, self]
+
+    def end(self, leaves: list[torch.Tensor], n: int) -> None:
+        """Add what is kept of the parameters that the n samples of a block do not reach."""
         for i, leaf in enumerate(leaves):
-            state = None if i in self.added else self.reduction.without(leaf, samples, self.columns)
-            if state is not None:
-                self.add(i, state)
+            if i not in self.added:
+                self.add(i, self.reduction.init(leaf, n, self.columns))
+        self.added = set()
+        if self.before is not None and self.reduction.apart:
+            self.before.end(leaves, n)
 
     def add(self, leaf: int, state: State) -> None:
         """Add the state of another block of samples."""
         self.added.add(leaf)
         before = self.states.get(leaf)
-        self.states[leaf] = state if before is None else self.reduction.over_samples(before, state)
+        self.states[leaf] = state if before is None else self.reduction.merge(before, state, "samples")

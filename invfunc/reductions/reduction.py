@@ -3,7 +3,9 @@ parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,7 +13,10 @@ import torch
 from invfunc.per_sample import Shares
 
 State = tuple[Any, ...]
-"""What a reduction keeps of one parameter and one block: tensors, or objects of its own."""
+"""What a reduction keeps of one parameter and one block, unrounded: tensors, or objects of its own."""
+States = dict[int, State]
+"""What a reduction keeps of each parameter that influences the result."""
+Over = Literal["samples", "columns", "params"]
 
 
 @dataclass
@@ -25,15 +30,18 @@ class Found:
     """The shapes of the model's outputs for one sample."""
     structure: Any
     """The tree structure of the outputs."""
-    joint: torch.Tensor | None = None
-    reduced: bool = False
-    """Whether the results of the parameters have been put through a function of the caller's."""
+    before: Any = None
+    """The result of the phase before, if it is of all parameters together."""
     refused: dict[str, str] = field(default_factory=dict)
     """The parameters that have no result, and why."""
 
 
 class Reduction:
-    """A fold: `partial` of one block, `over_samples` and `over_columns` of two of them, `finish` of the whole."""
+    """A fold: `init` without any shares, `step` of one block of them, `merge` of two, `finish` of the whole.
+
+    What is kept between these is not rounded; results are, to the dtype of the parameters. A reduction of two phases
+    says in `before` what the first keeps, and `then` makes of that the reduction whose steps come in the second.
+    """
 
     axes: ClassVar[tuple[str, ...]] = ("outputs", "samples", "params")
     """What it folds over."""
@@ -44,8 +52,6 @@ class Reduction:
     rooted: ClassVar[Literal["no", "known", "all"]] = "no"
     """The losses whose columns have to be those of a square root of the Hessian, without weights beside them: none,
     those of known structure, or all."""
-    stages: ClassVar[int] = 1
-    """How many reductions run one after the other: this one, and those that `then` gives."""
     thin: ClassVar[bool] = False
     """Whether large columns come best one by one, of all samples at once."""
     forms: ClassVar[Literal["no", "blocks", "all"]] = "no"
@@ -58,49 +64,55 @@ class Reduction:
     """Whether other columns with the same products would do ("narrow"), and those of several groups at once ("all")."""
     constants: tuple[torch.Tensor, ...] = ()
     """Tensors of the caller's in which the result has a derivative, too."""
-    before: ClassVar[Reduction | None] = None
-    """What has to be known of all parameters before the first partial result; `joint` makes one tensor of it."""
+    whole: bool = False
+    """Whether the result is of all parameters together; else each has one."""
+    before: Reduction | None = None
+    """The first of two phases."""
 
-    def joint(self, states: list[State], zeros: torch.Tensor) -> torch.Tensor:
-        """The tensor that every `partial` gets, made of what `before` kept of all parameters that influence the result;
-        `zeros` has an entry for each sample."""
+    @property
+    def apart(self) -> bool:
+        """Whether the phase before keeps what is of each sample alone: then the second can follow at once, before other
+        samples are seen."""
+        return self.before is not None and bool(self.before.each)
+
+    @property
+    def phases(self) -> list[Reduction]:
+        """This one, after all that come before it."""
+        return [self] if self.before is None else [*self.before.phases, self]
+
+    def then(self, states: States, found: Found) -> Reduction:
+        """This reduction, given what the phase before has kept of the parameters that influence the result."""
         raise NotImplementedError  # only where there is something before
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        """What is kept of n samples that a parameter has no influence on."""
+        return (torch.zeros_like(leaf),)
+
+    def step(self, shares: Shares) -> State:
         """What is kept of one parameter and one block."""
         raise NotImplementedError  # each statistic says it
 
     def directly(self, rows: torch.Tensor) -> State:
-        """The state for a result that is known entry by entry: `[samples, *p]`, or the sum over the samples `[1, *p]`
-        if the result has no sample axis."""
+        """What is kept where entries are known one by one: `[samples, *p]`, or the sum over the samples `[1, *p]` if
+        the result has no sample axis."""
         raise NotImplementedError  # only where columns are squared
 
-    def over_samples(self, a: State, b: State) -> State:
+    def merge(self, a: State, b: State, over: Over) -> State:
+        """What is kept of two blocks of samples, of columns, or, for a result of all together, of two parameters."""
         return tuple(x + y for x, y in zip(a, b, strict=True))
 
-    def over_columns(self, a: State, b: State) -> State:
-        return tuple(x + y for x, y in zip(a, b, strict=True))
+    def together(self, states: Iterable[State]) -> State:
+        """What is kept of several parameters."""
+        return reduce(partial(self.merge, over="params"), states)
 
     def finish(self, state: State, found: Found) -> list[Any]:
-        """The results of one parameter: one, unless the caller gets several trees."""
+        """The results of one parameter, or of all together: one, unless the caller gets several trees."""
         return [state[0]]
-
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
-        """The results of a parameter that has no influence."""
-        return [torch.zeros_like(leaf)]
-
-    def without(self, leaf: torch.Tensor, samples: int, columns: int) -> State | None:
-        """What is kept of samples that do not reach a parameter; None where they add nothing."""
-        return None
 
     def sample_axes(self, found: Found) -> tuple[int, ...]:
         """The axes of the results of a parameter that count the samples."""
         return self.each
 
-    def then(self, results: dict[int, list[Any]]) -> Reduction:
-        """What to reduce next of the same columns, given the results of all parameters."""
-        raise NotImplementedError  # only with several stages
-
-    def assemble(self, trees: list[Any], found: Found) -> Any:
-        """What the caller gets, of trees like the parameters."""
-        return trees[0]
+    def assemble(self, results: list[Any], found: Found) -> Any:
+        """What the caller gets: of trees like the parameters, or of what all have together."""
+        return results[0]

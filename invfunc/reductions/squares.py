@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.contract import summed
 from invfunc.per_sample import Shares
 from invfunc.reductions.gradients import EachSample
-from invfunc.reductions.reduction import Found, Reduction, State
+from invfunc.reductions.reduction import Found, Over, Reduction, State
 
 
 class SquaresOfEach(EachSample):
@@ -20,7 +19,7 @@ class SquaresOfEach(EachSample):
 
     forms, shortcuts = "no", "all"
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+    def step(self, shares: Shares) -> State:
         return (shares.square_sum(each=True),)
 
     def directly(self, rows: torch.Tensor) -> State:
@@ -32,7 +31,7 @@ class SumOfSquares(Reduction):
 
     shortcuts = "all"
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+    def step(self, shares: Shares) -> State:
         return (shares.square_sum(),)
 
     def directly(self, rows: torch.Tensor) -> State:
@@ -43,16 +42,13 @@ class MatrixTrace(SumOfSquares):
     """`sum_pvn G[v, n, p]^2`, of all parameters together or of each."""
 
     def __init__(self, per_parameter: bool) -> None:
-        self.per_parameter = per_parameter
+        self.whole = not per_parameter
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+    def step(self, shares: Shares) -> State:
         return (shares.square_sum().sum(),)
 
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
-        return [leaf.new_zeros(())]
-
-    def assemble(self, trees: list[Any], found: Found) -> Any:
-        return trees[0] if self.per_parameter or found.reduced else _added(trees[0])
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (leaf.new_zeros(()),)
 
 
 class InnerProducts(Reduction):
@@ -61,26 +57,20 @@ class InnerProducts(Reduction):
     axes = ("params",)
 
     def __init__(self, per_parameter: bool) -> None:
-        self.per_parameter = per_parameter
+        self.whole = not per_parameter
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+    def step(self, shares: Shares) -> State:
         return (shares.products(),)
 
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (leaf.new_zeros(columns, n, columns, n),)
+
     def finish(self, state: State, found: Found) -> list[Any]:
-        return [self._shaped(state[0].permute(1, 0, 3, 2), found)]
-
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
-        return [self._shaped(leaf.new_zeros(found.n, found.columns, found.n, found.columns), found)]
-
-    def _shaped(self, products: torch.Tensor, found: Found) -> torch.Tensor:
         (one,) = found.outputs
-        return _with_outputs(_with_outputs(products, 3, one), 1, one)
+        return [_with_outputs(_with_outputs(state[0].permute(1, 0, 3, 2), 3, one), 1, one)]
 
     def sample_axes(self, found: Found) -> tuple[int, ...]:
         return (0, 1 + len(found.outputs[0]))
-
-    def assemble(self, trees: list[Any], found: Found) -> Any:
-        return trees[0] if self.per_parameter or found.reduced else _added(trees[0])
 
 
 class JacobianRows(Reduction):
@@ -89,28 +79,22 @@ class JacobianRows(Reduction):
     each = (0,)
     forms = "all"
 
-    def partial(self, shares: Shares, joint: torch.Tensor | None) -> State:
+    def step(self, shares: Shares) -> State:
         return (shares.dense(),)
 
-    def over_samples(self, a: State, b: State) -> State:
-        return (torch.cat([a[0], b[0]], 1),)
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (leaf.new_zeros(columns, n, *leaf.shape),)
 
-    def over_columns(self, a: State, b: State) -> State:
-        return (torch.cat([a[0], b[0]]),)
+    def merge(self, a: State, b: State, over: Over) -> State:
+        return (torch.cat([a[0], b[0]], 1 if over == "samples" else 0),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         sizes = [math.prod(one) for one in found.outputs]
         parts = state[0].movedim(0, 1).split(sizes, 1)
         return [_with_outputs(j, 1, one) for j, one in zip(parts, found.outputs, strict=True)]
 
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
-        return [leaf.new_zeros(found.n, *one, *leaf.shape) for one in found.outputs]
-
-    def without(self, leaf: torch.Tensor, samples: int, columns: int) -> State:
-        return (leaf.new_zeros(columns, samples, *leaf.shape),)
-
-    def assemble(self, trees: list[Any], found: Found) -> Any:
-        return tree.unflatten(trees, found.structure)
+    def assemble(self, results: list[Any], found: Found) -> Any:
+        return tree.unflatten(results, found.structure)
 
 
 class SquareRoot(JacobianRows):
@@ -122,17 +106,10 @@ class SquareRoot(JacobianRows):
     def finish(self, state: State, found: Found) -> list[Any]:
         return [state[0]]
 
-    def zero(self, leaf: torch.Tensor, found: Found) -> list[Any]:
-        return [leaf.new_zeros(found.columns, found.n, *leaf.shape)]
-
-    def assemble(self, trees: list[Any], found: Found) -> Any:
-        return trees[0]
+    def assemble(self, results: list[Any], found: Found) -> Any:
+        return results[0]
 
 
 def _with_outputs(x: torch.Tensor, dim: int, one: Sequence[int]) -> torch.Tensor:
     """A tensor whose dimension of columns is reshaped to the dimensions of an output."""
     return x.reshape(*x.shape[:dim], *one, *x.shape[dim + 1 :])
-
-
-def _added(results: Any) -> torch.Tensor:
-    return summed(tree.tensors(results))

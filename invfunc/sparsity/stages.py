@@ -44,8 +44,8 @@ class Stages:
     def run(self) -> Run:
         return self.pullback.run
 
-    def folded(self, reductions: Sequence[Reduction], done: Done) -> list[torch.Tensor | None]:
-        """Reduce the shares of all columns, stage by stage; takes and returns the same as `Pullback.folded`."""
+    def folded(self, reductions: Sequence[Reduction], done: Done) -> None:
+        """Reduce the shares of all columns, stage by stage; takes the same as `Pullback.folded`."""
         run, found = self.run, list[tuple[Run, Sequence[Grouped]]]()
         sources, at = self.sources, run
         for stage in self.chosen.stages:
@@ -54,7 +54,8 @@ class Stages:
                 break
             narrow = self._narrowed(at, sources, stage)
             if narrow is None:
-                return self.pullback.folded(reductions, done)
+                self.pullback.folded(reductions, done)
+                return
             sources, at = [narrow], replace(run, outputs={0: stage.bottleneck.of(run)})
         for (at, sources), stage, leaves in zip(found, self.chosen.stages, self.chosen.leaves, strict=True):
             self._stage(at, sources, stage, leaves, reductions, done)
@@ -65,7 +66,6 @@ class Stages:
         for leaf, states in self.kept.items():
             for k, state in enumerate(states):
                 done(k, leaf, state)
-        return [None] * len(reductions)
 
     def sent(self, reductions: Sequence[Reduction]) -> tuple[int, int]:
         """How many columns are pulled back to the sites, and in how many pullbacks."""
@@ -144,12 +144,12 @@ class Stages:
         return [(k, k + 1, a, b) for k in range(classes.count) for a, b in ranges]
 
     def keep(self, leaf: int, shares: Shares, reductions: Sequence[Reduction]) -> None:
-        states = [m.partial(shares, None) for m in reductions]
+        states = [m.step(shares) for m in reductions]
         before = self.kept.get(leaf)
         self.kept[leaf] = (
             states
             if before is None
-            else [m.over_columns(a, b) for m, a, b in zip(reductions, before, states, strict=True)]
+            else [m.merge(a, b, "columns") for m, a, b in zip(reductions, before, states, strict=True)]
         )
 
     def shares(self, leaf: int, uses: list[ParameterUse], cotangents: Cotangents) -> Shares:

@@ -8,7 +8,8 @@ import torch
 
 from invfunc.column_options import check_factors, fisher_columns
 from invfunc.recording.problem import Indices, InDims
-from invfunc.reductions.kronecker_factors import CorrectedFactors
+from invfunc.reductions.eigenbasis import InEigenbasis
+from invfunc.reductions.kronecker_factors import KroneckerFactors
 from invfunc.statistic import Statistic
 
 
@@ -65,4 +66,5 @@ def ekfac(
     check_factors("ekfac", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     columns = fisher_columns("ekfac", fisher, mc_samples, generator, sample)
-    return Statistic("ekfac", f, CorrectedFactors(weight_sharing, joint, unsupported), loss=loss, **columns, **options)
+    factors = KroneckerFactors(weight_sharing, joint, unsupported)
+    return Statistic("ekfac", f, InEigenbasis(factors), loss=loss, **columns, **options)
