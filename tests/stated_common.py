@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from tests.forms import Form
 from tests.moves import moved
@@ -23,3 +24,18 @@ def rows(z: torch.Tensor) -> torch.Tensor:
 def constants(z: torch.Tensor, *shape: int) -> torch.Tensor:
     count = torch.Size(shape).numel()
     return torch.linspace(-1, 1, count, dtype=z.dtype, device=z.device).view(shape)
+
+
+def of_torch(name: str) -> bool:
+    """Whether functions or methods of torch that one calls are named so; others are operations of aten alone."""
+    homes = (torch, torch.Tensor, F, torch.linalg, torch.fft)
+    if name.startswith("_") or name.endswith("_"):
+        return False
+    spelled = (
+        name,
+        f"__{name}__",
+        name.removeprefix("linalg_"),
+        name.removeprefix("fft_"),
+        name.removeprefix("special_"),
+    )
+    return ":" in name or any(hasattr(home, each) for home in homes for each in spelled)

@@ -25,6 +25,20 @@ def _first(t: torch.Tensor, *size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.int64, device=t.device)
 
 
+def _written(x: torch.Tensor, value: torch.Tensor, row: int) -> torch.Tensor:
+    x[row] = value
+    return x
+
+
+def _counted(x: torch.Tensor) -> torch.Tensor:
+    """The place of each entry of an image."""
+    return torch.arange(x.numel(), device=x.device).view(x.shape)
+
+
+def _running(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return constants(t, t.shape[1]), constants(t, t.shape[1]).exp()
+
+
 TOTALS: dict[str, Callable] = {
     "add": lambda t: t + t,
     "sub": lambda t: 1 - t.sub(t.exp().detach()),
@@ -95,6 +109,55 @@ TOTALS: dict[str, Callable] = {
     "pad": lambda t: F.pad(t, (1, 0), value=2.0),
     "index_add": lambda t: torch.zeros_like(t).index_add(0, _first(t, t.shape[0]), t),
     "scatter_add": lambda t: torch.zeros_like(t).scatter_add(0, _first(t, *t.shape), t),
+    "index_put": lambda t: t.index_put((_first(t, 1),), 2 * t[:1]),
+    "setitem": lambda t: _written(torch.zeros_like(t), t[0], 0),
+    "fill": lambda t: torch.fill(t, t[0, 0]) + t.real.cpu().type_as(t),
+    "select_scatter": lambda t: t.select_scatter(t[0], 0, 0).slice_scatter(t[:, :1], 1, 0, 1),
+    "diag": lambda t: torch.diag(t[0]) + torch.diag_embed(t[0]).diagonal_scatter(t[0]),
+    "linalg_diagonal": lambda t: torch.linalg.diagonal(t[None]),
+    "block_diag": lambda t: torch.block_diag(t, 2 * t),
+    "meshgrid": lambda t: _parts(torch.meshgrid(t[0], t[:, 0], indexing="ij")),
+    "cartesian_prod": lambda t: torch.cartesian_prod(t[0], t[:, 0]),
+    "row_stack": lambda t: torch.row_stack([t, t]),
+    "lerp": lambda t: t.lerp(2 * t, 0.3),
+    "addmm": lambda t: torch.addmm(t, t.detach(), constants(t, t.shape[1], t.shape[1])),
+    "addmv": lambda t: torch.addmv(constants(t, t.shape[0]), t, constants(t, t.shape[1])),
+    "baddbmm": lambda t: torch.baddbmm(t[None], constants(t, 1, t.shape[0], 1), constants(t, 1, 1, t.shape[1])),
+    "bilinear": lambda t: F.bilinear(t, constants(t, t.shape[0], 2), constants(t, 2, t.shape[1], 2)),
+    "convolutions": lambda t: _parts(
+        [
+            convolve(t.view(1, 1, *[1] * (d - 2), *(t.shape if d > 1 else (-1,))), constants(t, 1, 1, *[1] * d))
+            for d in (1, 2, 3)
+            for convolve in (getattr(F, f"conv{d}d"), getattr(F, f"conv_transpose{d}d"))
+        ]
+    ),
+    "pools": lambda t: _parts(
+        [
+            getattr(F, f"{kind}avg_pool{d}d")(t.view(1, 1, *[1] * (d - 2), *(t.shape if d > 1 else (-1,))), 1)
+            for d in (1, 2, 3)
+            for kind in ("", "adaptive_")
+        ]
+    ),
+    "max_unpool": lambda t: _parts(
+        [F.max_unpool2d(x, _counted(x), 1) for x in (t[None, None],)]
+        + [F.max_unpool3d(x, _counted(x), 1) for x in (t[None, None, None],)]
+    ),
+    "interpolate": lambda t: F.interpolate(t[None], scale_factor=2),
+    "grid_sample": lambda t: F.grid_sample(
+        t[None, None], constants(t, 1, 2, 2, 2).cos(), align_corners=False, padding_mode="border"
+    ),
+    "shuffles": lambda t: _parts(
+        [
+            F.pixel_unshuffle(F.pixel_shuffle(t.reshape(-1)[:4].view(1, 4, 1, 1), 2), 2),
+            F.channel_shuffle(t.reshape(-1)[:4].view(1, 4, 1, 1), 2),
+        ]
+    ),
+    "unfold": lambda t: t.unfold(1, 2, 1),
+    "embedding": lambda t: torch.embedding(t, _first(t, 2)),
+    "batch_norm": lambda t: (
+        F.batch_norm(t, *_running(t)) + torch.native_batch_norm(t, None, None, *_running(t), False, 0.1, 1e-5)[0]
+    ),
+    "kl_div": lambda t: F.kl_div(t, constants(t, *t.shape).exp(), reduction="sum") + F.nll_loss(t, _first(t, len(t))),
 }
 """What is linear in a sum over the samples, `[a, b]`, to anything."""
 

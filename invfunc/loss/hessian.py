@@ -13,7 +13,7 @@ from invfunc._values import anywhere
 from invfunc.errors import ConvexityError, SplitError
 from invfunc.loss.outputs import LossTerm, ModelOutput
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
-from invfunc.operations.batch_axis.losses import reduction
+from invfunc.operations.losses import reduction
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.graph import node_of, reaches
 from invfunc.recording.scope import Scope

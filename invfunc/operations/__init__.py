@@ -1,6 +1,43 @@
-"""What is known of torch's operations.
+"""What is known of torch's operations: one entry for each (`operation`), family by family.
 
-`batch_axis`: where they move the samples; `factors`: how the gradient of a parameter factorises, sample by sample;
-`receptive_fields`: which entries they read for which; `equations`: what is an einsum; `compositions`: what is made of
-others; `second_derivatives`: where torch's are missing or wrong; `calls`: names, and which are selections or affine.
+`views`, `pointwise`, `products` ... state what is known. `batch_axis` follows where operations move the samples;
+`factors`: how the gradient of a parameter factorises, sample by sample; `receptive_fields`: which entries are read for
+which; `equations`: what is an einsum; `compositions`: what is followed in other operations; `second_derivatives`: where
+torch's are missing or wrong; `calls`: names, and what a call reads and writes.
 """
+
+from invfunc.operations import (
+    along,
+    attention,
+    convolutions,
+    images,
+    indexing,
+    linear_algebra,
+    lookup,
+    losses,
+    norms,
+    pointwise,
+    products,
+    random,
+    recurrent,
+    reductions,
+    views,
+)
+
+FAMILIES = (
+    along,
+    attention,
+    convolutions,
+    images,
+    indexing,
+    linear_algebra,
+    lookup,
+    losses,
+    norms,
+    pointwise,
+    products,
+    random,
+    recurrent,
+    reductions,
+    views,
+)

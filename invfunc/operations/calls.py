@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc.errors import samples_lost
-from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.indices import advanced
 from invfunc.operations.equations import equation
+from invfunc.operations.operation import known
 
-SELECTIONS = set(
-    "transpose permute t get:T get:mT get:H get:mH movedim moveaxis swapaxes swapdims select narrow chunk split "
-    "split_with_sizes tensor_split unbind unsqueeze squeeze view reshape flatten unflatten ravel view_as reshape_as "
-    "contiguous clone to float double half bfloat16 type_as hsplit vsplit dsplit".split()
-)
-PICKS = SELECTIONS | set(
-    "getitem expand expand_as broadcast_to repeat tile repeat_interleave embedding index_select gather take "
-    "take_along_dim roll flip fliplr flipud".split()
-)
-"""Whose results have entries of their first floating-point argument, any number of times."""
-JOINS = set("add sub rsub subtract cat concat concatenate stack hstack vstack dstack column_stack".split())
-"""Affine in all that they read together."""
-AFFINE = SELECTIONS | JOINS | set("mul div neg getitem multiply divide true_divide sum mean masked_select".split())
-"""Affine in one of what they read."""
 SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
 QUERIES = set(
     "get:shape get:ndim get:dtype get:device get:is_cuda get:is_cpu get:is_nested get:is_sparse get:is_mkldnn "
@@ -90,16 +75,13 @@ def writes(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 def picking(name: str, args: tuple) -> tuple[bool, bool]:
     """Whether each entry of a result is one of the first argument, and whether none occurs twice."""
-    once = name in SELECTIONS or (name == "getitem" and not advanced(args[1]))
-    return once or name in PICKS, once
-
-
-_FRESH = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
+    picks = known(name).picks
+    return picks != "no", picks == "once" or (name == "getitem" and not advanced(args[1]))
 
 
 def read_by(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The tensors whose values a call reads."""
-    if name in _FRESH or (name.startswith("new_") and name != "new_tensor"):
+    if known(name).fresh:
         return []
     if name in SHAPE_ONLY:
         args, kwargs = args[:1], {}
@@ -110,7 +92,7 @@ def produced_by(out: Any) -> list[torch.Tensor]:
     return [out] if isinstance(out, torch.Tensor) else tree.tensors(out) if isinstance(out, (tuple, list)) else []
 
 
-def paired(name: str, args: tuple, kwargs: dict, x: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
+def _in_product(name: str, args: tuple, kwargs: dict, x: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
     """The dimension of a parameter that shares its label with a dimension of x in a product."""
     parsed = equation(name, args, kwargs)
     if parsed is None:
@@ -122,35 +104,15 @@ def paired(name: str, args: tuple, kwargs: dict, x: torch.Tensor, dim: int, para
     return own.index(label) if label is not None and own is not None and label in own else None
 
 
-_ENTRY_BY_ENTRY = {"stack", "scaled_dot_product_attention", "grid_sample"}
-"""Pair the samples of their arguments, as element-wise operations do."""
-
-
-def _gathered(args: tuple, kwargs: dict, index: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
-    """The dimension of a parameter that has an entry for each sample of an index, which picks along another one."""
-    along = args[1] if len(args) > 1 else kwargs["dim"]
-    read = args[0] if args else kwargs["input"]
-    if read is not param or index is param or dim == along % max(param.ndim, 1):
-        return None
-    if param.shape[dim] != index.shape[dim]:
-        rows = f"{param.shape[dim]} entries along axis {dim}, where an index has {index.shape[dim]}"
-        raise samples_lost(f"`gather`: it reads a parameter of {rows}, those of the samples", unknown=False)
-    return dim
-
-
 def alignment(
     name: str, args: tuple, kwargs: dict[str, Any], param: torch.Tensor, placed: list[tuple[torch.Tensor, Axis]]
 ) -> Axis | None:
-    """Where a parameter that an operation pairs entry by entry with samples has its sample axis."""
+    """Where a parameter whose entries an operation pairs with samples has its sample axis."""
     for x, place in placed:
         if place.dim is None:
             continue
-        if batch_axis.find(name) in (batch_axis.pointwise, batch_axis.views.cat) or name in _ENTRY_BY_ENTRY:
-            dim = place.dim - x.ndim + param.ndim
-        elif name == "gather":
-            dim = _gathered(args, kwargs, x, place.dim, param)
-        else:
-            dim = paired(name, args, kwargs, x, place.dim, param)
+        rule = known(name).paired or partial(_in_product, name)
+        dim = rule(args, kwargs, x, place.dim, param)
         if dim is not None and 0 <= dim < param.ndim and param.shape[dim] == x.shape[place.dim]:
             return place.at(dim)
     return None

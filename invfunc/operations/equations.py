@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from invfunc.operations.operation import known
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -27,7 +28,7 @@ class Equation:
 
 def equation(name: str, args: tuple, kwargs: dict[str, Any]) -> Equation | None:
     """The equation of a call, None where it cannot be written as one."""
-    parse = PARSERS.get(name)
+    parse = known(name).equation
     return parse(*args, **{k: v for k, v in kwargs.items() if k != "out"}) if parse else None
 
 
@@ -123,26 +124,33 @@ def add(input: Any, other: Any, *, alpha: Any = 1) -> Equation:
     return Equation([], [], LETTERS[: max(x.ndim for x, _ in added)], added=added)
 
 
-PARSERS: dict[str, Callable[..., Equation | None]] = {
-    "linear": linear,
-    "matmul": matmul,
-    "rmatmul": lambda input, other: matmul(other, input),
-    "mm": lambda input, mat2: matmul(input, mat2),
-    "bmm": lambda input, mat2: matmul(input, mat2),
-    "mv": lambda input, vec: matmul(input, vec),
-    "dot": lambda input, tensor: matmul(input, tensor),
-    "vdot": lambda input, other: matmul(input, other),
-    "addmm": addmm,
-    "addmv": lambda input, mat, vec, **scales: addmm(input, mat, vec, **scales),
-    "baddbmm": lambda input, batch1, batch2, **scales: addmm(input, batch1, batch2, **scales),
-    "inner": inner,
-    "outer": outer,
-    "bilinear": bilinear,
-    "tensordot": tensordot,
-    "einsum": einsum,
-    "mul": mul,
-    "multiply": mul,
-    "add": add,
-    "sub": lambda input, other, *, alpha=1: add(input, other, alpha=-alpha),
-    "rsub": lambda input, other, *, alpha=1: add(other, input, alpha=-alpha),
-}
+def rmatmul(input: torch.Tensor, other: torch.Tensor) -> Equation:
+    return matmul(other, input)
+
+
+def mm(input: torch.Tensor, mat2: torch.Tensor) -> Equation:
+    return matmul(input, mat2)
+
+
+def mv(input: torch.Tensor, vec: torch.Tensor) -> Equation:
+    return matmul(input, vec)
+
+
+def dot(input: torch.Tensor, tensor: torch.Tensor) -> Equation:
+    return matmul(input, tensor)
+
+
+def addmv(input: torch.Tensor, mat: torch.Tensor, vec: torch.Tensor, **scales: Any) -> Equation:
+    return addmm(input, mat, vec, **scales)
+
+
+def baddbmm(input: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, **scales: Any) -> Equation:
+    return addmm(input, batch1, batch2, **scales)
+
+
+def sub(input: Any, other: Any, *, alpha: Any = 1) -> Equation:
+    return add(input, other, alpha=-alpha)
+
+
+def rsub(input: Any, other: Any, *, alpha: Any = 1) -> Equation:
+    return add(other, input, alpha=-alpha)

@@ -10,8 +10,8 @@ from torch.autograd.graph import get_gradient_edge as edge_of
 from invfunc import tree
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Block, Columns, joined_block
-from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
+from invfunc.operations.pointwise import entrywise
 from invfunc.passes.runs import Run
 from invfunc.passes.second_order import recomputed
 from invfunc.per_sample.cotangents import Columns as PulledBack
@@ -72,7 +72,7 @@ def _through(scope: Scope, step: Step, matrix: torch.Tensor, n: int, samples: Sa
     before, after = step.call.place(x), step.place
     if not isinstance(before, Axis) or not isinstance(after, Axis):
         raise not_a_chain(f"`{step.call.name}` sums over the samples")
-    if batch_axis.find(step.call.name) is batch_axis.pointwise and x.shape == y.shape:
+    if entrywise(step.call.name) and x.shape == y.shape:
         (slope,) = scope.grad([y], [copy], [torch.ones_like(y)], batched=False)
         assert slope is not None
         d = before.expose(scope.leave(slope), n)[samples.all].flatten(1)

@@ -20,9 +20,9 @@ from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.loss.hessian import columns
 from invfunc.loss.outputs import LOGARITHMS, LOSSES, LossTerm
 from invfunc.loss.square_root import Block, Columns, Elementwise, Gradient, Softmax, Units
-from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
 from invfunc.operations.calls import writes
+from invfunc.operations.pointwise import entrywise
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.runs import Run
 from invfunc.per_sample.cotangents import Samples
@@ -169,7 +169,7 @@ def kind_of(step: Step) -> str | None:
         return None
     if step.call.name in LOSSES or step.call.name in LOGARITHMS:
         return LOSSES.get(step.call.name) or LOGARITHMS[step.call.name]
-    pointwise = batch_axis.find(step.call.name) is batch_axis.pointwise and not hasattr(step.call.func, "follow")
+    pointwise = entrywise(step.call.name) and not hasattr(step.call.func, "follow")
     return "elementwise" if pointwise and step.outputs[0].shape == step.inputs[0].shape else None
 
 

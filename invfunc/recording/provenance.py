@@ -14,8 +14,9 @@ from invfunc import tree
 from invfunc._functorch import level_of, levels, version
 from invfunc.errors import Unseen
 from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis import BATCH_SUM, Call, find, pointwise
+from invfunc.operations.batch_axis import BATCH_SUM, Call
 from invfunc.operations.calls import EXITS, QUERIES, function_name, produced_by, read_by, spelled
+from invfunc.operations.pointwise import entrywise
 from invfunc.recording.hidden import hidden, unseen
 from invfunc.recording.seen import Seen
 from invfunc.recording.tags import Derived, Sampled, Tags
@@ -167,7 +168,7 @@ class Provenance:
         """The constants in a call that computes on all samples, of which some were read."""
         if isinstance(place, Axis) and place.rows is not None:  # on some of them
             return
-        kinds = {int, float} if find(call.name) is pointwise else {float}
+        kinds = {int, float} if entrywise(call.name) else {float}
         leaves = tree.leaves((call.args, call.kwargs))
         numbers = [x for x in leaves if type(x) in kinds]
         tensors = [x.detach() for x in leaves if isinstance(x, torch.Tensor) and self._constant(x)]

@@ -6,43 +6,18 @@ from typing import Any
 
 import torch
 
-_ALWAYS = set(
-    "rand randn randint randperm rand_like randn_like randint_like bernoulli normal uniform exponential cauchy "
-    "log_normal geometric random multinomial poisson binomial standard_gamma sample_dirichlet gumbel_softmax".split()
-)
-_IN_TRAINING = set(
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rrelu "
-    "native_dropout".split()
-)
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+from invfunc.operations.operation import known
 
 
 def draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call draws random numbers."""
-    if name in _ALWAYS:
-        return True
-    if name in _IN_TRAINING:
-        flags = [a for a in (*args, kwargs.get("training", kwargs.get("train"))) if isinstance(a, bool)]
-        default = name != "rrelu" and not name.startswith(("feature", "alpha"))
-        if name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
-            rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            if rate == 0:
-                return False
-        return flags[0] if flags else default
-    if name.startswith("fractional_max_pool"):
-        return (args[5] if len(args) > 5 else kwargs.get("_random_samples")) is None
-    if name == "scaled_dot_product_attention":
-        rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        return bool(rate)
-    if name == "multi_head_attention_forward":
-        return False  # it is opened
-    return name in _RECURRENT and any(isinstance(a, float) and a > 0 for a in args)
+    how = known(name).draws
+    return how if isinstance(how, bool) else how(args, kwargs)
 
 
 def may_draw(name: str) -> bool:
     """Whether a call draws random numbers for some of its arguments."""
-    composed = ("scaled_dot_product_attention", "multi_head_attention_forward")
-    return name in _ALWAYS or name in _IN_TRAINING or name in _RECURRENT or name in composed
+    return known(name).draws is not False
 
 
 class Drew(BaseException):

@@ -14,7 +14,8 @@ from invfunc._functorch import version
 from invfunc.errors import ArgumentError, Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, BatchSum, Call
-from invfunc.operations.calls import AFFINE, JOINS, produced_by, spelled, writes
+from invfunc.operations.calls import produced_by, spelled, writes
+from invfunc.operations.operation import known, linear
 from invfunc.recording.tags import Derived, Sampled
 
 
@@ -76,10 +77,10 @@ class Seen:
     def affine(self) -> tuple[bool, bool]:
         """Whether the result is an affine function of marked outputs, and of the log_softmax of one."""
         moved = [(x, t) for x in self.read if isinstance(t := self.tags.get(id(x)), Sampled) and t.crossed]
-        keeps = self.name in AFFINE and len(moved) == 1
-        if self.name in ("div", "divide", "true_divide"):
-            keeps = keeps and moved[0][0] is (self.args[0] if self.args else self.kwargs.get("input"))
-        return (keeps or self.name in JOINS) and all(t.affine for _, t in moved), keeps and moved[0][1].logarithm
+        outputs = [x for x, _ in moved]
+        keeps = not known(self.name).piecewise and linear(self.name, self.args, self.kwargs, self.read, outputs)
+        keeps = keeps and all(t.affine for _, t in moved)
+        return keeps, keeps and len(moved) == 1 and moved[0][1].logarithm
 
     def read_instead(self, kept: torch.Tensor) -> None:
         """A copy of the first argument, from before it was written to."""

@@ -12,33 +12,11 @@ from invfunc import tree
 from invfunc._functorch import base_of, storage_of, version
 from invfunc.errors import ArgumentError, RandomnessError
 from invfunc.operations.batch_axis import Call, Place
-from invfunc.operations.calls import SELECTIONS
-from invfunc.operations.equations import PARSERS, equation
+from invfunc.operations.equations import equation
+from invfunc.operations.operation import linear
 from invfunc.recording.random import draws
 from invfunc.recording.seen import Seen
 from invfunc.recording.tags import Sampled
-
-_PIECEWISE_LINEAR = SELECTIONS | set(
-    "relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink rrelu abs absolute sign clamp clip "
-    "maximum minimum max min amax amin fmax fmin sort topk msort kthvalue median nanmedian cummax cummin "
-    "sum mean nansum nanmean cumsum diff trace diagonal diag diag_embed tril triu "
-    "add sub rsub subtract neg negative positive sgn floor ceil round trunc fix "
-    "cat stack concat hstack vstack dstack column_stack getitem setitem index_select gather take take_along_dim "
-    "masked_select masked_fill fill where nan_to_num expand expand_as broadcast_to repeat repeat_interleave tile pad "
-    "roll flip fliplr flipud rot90 unfold col2im pixel_shuffle pixel_unshuffle channel_shuffle meshgrid "
-    "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
-    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_unpool2d "
-    "max_unpool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate dropout dropout1d dropout2d "
-    "dropout3d feature_dropout alpha_dropout feature_alpha_dropout l1_loss cpu cuda bernoulli block_diag copy movedim "
-    "get:real".split()
-)
-"""Piecewise linear in all that they read."""
-_LINEAR_IN_FIRST = set(
-    "div divide true_divide linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-    "prelu embedding grid_sample nll_loss kl_div lerp".split()
-)
-"""Piecewise linear in their first argument, if it is all that they read of the model."""
-
 
 Remember = Callable[[Seen], bool]
 """Whether a call becomes a step."""
@@ -69,19 +47,11 @@ def any_step(seen: Seen) -> bool:
 def nonlinear(seen: Seen) -> bool:
     """Whether a call has a second derivative in what it reads of the model."""
     active = _active(seen)
-    if not active or not torch.is_grad_enabled() or seen.name in _PIECEWISE_LINEAR:
+    if not active or not torch.is_grad_enabled():
         return False
-    if seen.name in PARSERS:
-        parsed = equation(seen.name, seen.args, seen.kwargs)
-        operands = seen.read if parsed is None else parsed.operands
-        return sum(x is y for x in operands for y in active) > 1
-    first = seen.args[0] if seen.args else seen.kwargs.get("input")
-    if len(active) == 1 and active[0] is first and sum(x is first for x in seen.read) == 1:
-        if seen.name in _LINEAR_IN_FIRST:
-            return False
-        if seen.name == "batch_norm":  # with running statistics
-            return bool(seen.args[5] if len(seen.args) > 5 else seen.kwargs.get("training", False))
-    return True
+    parsed = equation(seen.name, seen.args, seen.kwargs)
+    read = seen.read if parsed is None or not parsed.operands else parsed.operands
+    return not linear(seen.name, seen.args, seen.kwargs, read, active)
 
 
 def _active(seen: Seen) -> list[torch.Tensor]:

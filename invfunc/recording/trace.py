@@ -16,7 +16,9 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call, Mixed, Unknown
 from invfunc.operations.batch_axis.orders import MIXED, composed, moved
 from invfunc.operations.calls import CONSTANT, HOOKS, QUERIES, function_name, picking
-from invfunc.operations.compositions import composition, states
+from invfunc.operations.compositions import composition
+from invfunc.operations.operation import known
+from invfunc.operations.recurrent import states
 from invfunc.recording.graph import node_of, reaches
 from invfunc.recording.hidden import hidden, unseen
 from invfunc.recording.random import Draws
@@ -87,7 +89,7 @@ class Trace(ParameterUses, TorchFunctionMode):
         if self.watcher is not None:
             changed = self.watcher(self, name, func, args, kwargs)
             seen = seen if changed is None else self.seen(name, func, *changed)
-        body = composition(func) or (opened(func) if batch_axis.find(name) is None else None)
+        body = composition(func) or (opened(func) if known(name).batch_axis is None else None)
         if body is not None:
             self._tag_states(seen)
             with self:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from invfunc import SampleAxisError, tree
-from invfunc.operations.compositions import COMPOSITIONS
+from invfunc.operations.operation import OPERATIONS, having
 from invfunc.testing import assert_trees_close
 from tests.laws import assert_every_path_equals_the_loop, moved
 from tests.strategies import SIZES, Case, Numbers
@@ -36,6 +36,9 @@ CELLS = {
 }
 MODES = ["sum", "weighted", "mean", "max"]
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+
+
+COMPOSITIONS = {name: OPERATIONS[name].composed for name in having("composed")}
 
 
 class WrittenOut(TorchFunctionMode):
@@ -172,6 +175,7 @@ OTHERS = {
     "broadcast_tensors": Calls("broadcast_tensors", torch.broadcast_tensors, (Numbers()(3, 1), Numbers(1)(2))),
     "_weight_norm": Calls("weight_norm", torch._weight_norm, (Numbers()(3, 2), Numbers(1)(3, 1))),
     "prelu": Calls("prelu", F.prelu, (Numbers()(4, 2, 3), Numbers(1)(2))),
+    "cdist": Calls("cdist", torch.cdist, (Numbers()(2, 4, 3), Numbers(1)(2, 5, 3))),
     "multi_margin_loss": Calls("margin", partial(F.multi_margin_loss, target=LABELS, p=2), (Numbers()(4, 3),)),
 }
 

@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from invfunc.operations.receptive_fields import affine, rule
+from invfunc.operations.operation import having
+from invfunc.operations.pointwise import entrywise
 from invfunc.operations.receptive_fields import propagation as module
 from invfunc.operations.receptive_fields.propagation import Labels
 from tests.graphs import FOLDED, NONLINEAR, POSITIVE, SMOOTH, WIDE, Graph, graphs
 from tests.labelled import ELSEWHERE, LINEAR, OTHERS
+from tests.stated_common import of_torch
 from tests.strategies import Numbers
 
 IMAGE = Numbers(3)(1, 2, 4, 4).abs() + 0.1
@@ -105,7 +107,7 @@ def test_every_other_operation_keeps_to_them(name, inference, device, dtype):
 def test_every_name_has_a_program():
     """Of the tables of rules, and of what is affine."""
     met: set[str] = set()
-    right = module._operation
+    right = module._called
 
     def seen(func):
         met.update((right(func).name, str(func.overloadpacket).split(".")[-1]))
@@ -118,16 +120,18 @@ def test_every_name_has_a_program():
             graph = data.draw(graphs({name: op}, most=1))
             followed(graph, graph.x)
 
-    with mock.patch.object(module, "_operation", seen):
+    with mock.patch.object(module, "_called", seen):
         for name, f in (LINEAR | OTHERS).items():
             for inference in (False, True):
                 with torch.inference_mode(inference), mock.patch.object(module, "_UNKNOWN", (KeyError,)):
                     followed(Graph(((name, f),), IMAGE), IMAGE.clone())
         of_graphs()
-    assert sorted({*rule.RULES, *affine._LINEAR, *affine._FACTORS, *affine._ALONE} - met - set(ELSEWHERE)) == []
+    rules = {name for name in having("receptive_field") if not entrywise(name)}  # of which `stated` has programs
+    linear = {name for name in having("linear") if not of_torch(name)}
+    assert sorted((rules | linear) - met - set(ELSEWHERE)) == []
 
 
-@pytest.mark.parametrize("name", sorted(module._SHAPES))
+@pytest.mark.parametrize("name", sorted(having("fresh")))
 def test_what_reads_a_shape_depends_on_nothing(name, device, dtype):
     x = IMAGE.to(device, dtype)
     more = {"full_like": (2.0,), "randint_like": (5,), "new_full": ((2,), 1.0), "new_empty_strided": ((2,), (1,))}
@@ -357,12 +361,15 @@ def test_a_planted_wrong_rule_is_caught(name, device, dtype):
     def law(graph):
         assert_within_boxes(graph, device, dtype)
 
-    right = module._operation
+    right = module._called
 
     def planted(func):
-        known = right(func)
-        return replace(known, rule=plant(known.rule)) if known.name == name else known
+        called = right(func)
+        rule = called.known.receptive_field
+        return (
+            replace(called, known=replace(called.known, receptive_field=plant(rule))) if called.name == name else called
+        )
 
     law()
-    with mock.patch.object(module, "_operation", planted), pytest.raises(AssertionError, match="reads"):
+    with mock.patch.object(module, "_called", planted), pytest.raises(AssertionError, match="reads"):
         law()

@@ -17,15 +17,14 @@ from torch.func import grad
 from invfunc import SampleAxisError, batch_grad, chunked, diag_ggn, diag_hessian, tree
 from invfunc.operations import batch_axis, calls, equations
 from invfunc.operations.batch_axis import BATCH_SUM, Call
-from invfunc.operations.batch_axis import propagation as following
-from invfunc.operations.factors import recipe
-from invfunc.recording import steps
+from invfunc.operations.operation import OPERATIONS, having, known
 from invfunc.recording.random import draws
 from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian, loop_batch_grad
 from tests import forms, moves, stated, stated_losses
 from tests.coverage import FIRST
 from tests.forms import Form
 from tests.laws import FLOOR, composed, squares
+from tests.stated_common import of_torch
 from tests.strategies import Case, Numbers, sized
 from tests.torch_layers import LAYERS
 
@@ -248,23 +247,21 @@ def picked(call: Call) -> list[torch.Tensor]:
     return called(call, {id(first): torch.arange(1.0, 1 + first.numel()).view(first.shape).to(first)})
 
 
-def straight(call: Call) -> bool:
-    return call.name in CASTS or bend(call, numbers(call), 1e-5) < 1e-12
+def linear_in(call: Call) -> list[list[torch.Tensor]]:
+    """The tensors in which a call is said to be linear, those at a time that go together."""
+    entry, read = known(call.name), numbers(call)
+    if entry.unless is not None and call.arg(entry.unless[1], entry.unless[0]):
+        return []
+    if entry.linear == "all":
+        return [read]
+    if entry.linear == "each":
+        return [[x] for x in read if sum(x is y for y in read) == 1]
+    return [read[: entry.linear]]
 
 
-def straight_in_one(call: Call) -> bool:
-    return bend(call, numbers(call)[:1], 1e-5) < 1e-12
-
-
-def affine_in_one(call: Call) -> bool:
-    only_first = call.name in ("div", "divide", "true_divide")
-    given = numbers(call)[:1] if only_first else numbers(call)
-    once = [x for x in given if sum(x is y for y in numbers(call)) == 1]
-    return call.name in CASTS or all(bend(call, [x], 1.0) < 1e-9 for x in once)
-
-
-def affine_in_all(call: Call) -> bool:
-    return bend(call, numbers(call), 1.0) < 1e-9
+def is_linear(call: Call) -> bool:
+    small, tolerance = (1e-5, 1e-12) if known(call.name).piecewise else (1.0, 1e-9)
+    return call.name in CASTS or all(bend(call, xs, small) < tolerance for xs in linear_in(call))
 
 
 def picks(call: Call) -> bool:
@@ -278,7 +275,7 @@ def picks_once(call: Call) -> bool:
 
 def linear_in_totals(call: Call) -> bool:
     totals = [x for x, place in call.samples if place is BATCH_SUM and x.is_floating_point()]
-    apart = [[x] for x in totals] if call.name in following._PRODUCTS else [totals]
+    apart = [[x] for x in totals] if known(call.name).linear == "each" else [totals]
     return call.name in CASTS or all(bend(call, xs, 1.0) < 1e-9 for xs in apart)
 
 
@@ -295,35 +292,37 @@ def is_its_equation(call: Call) -> bool:
     return added.shape == out.shape and (off.max() - off.min()).item() < 1e-9
 
 
+def names(fact: str, *values: Any) -> set[str]:
+    """The names of torch's functions of which a fact is stated, or one of these values of it."""
+    return {n for n in having(fact) if of_torch(n) and (not values or getattr(OPERATIONS[n], fact) in values)}
+
+
 FACTS: dict[str, tuple[Set[str], Callable[[Call], bool]]] = {
-    "piecewise linear": (steps._PIECEWISE_LINEAR, straight),
-    "piecewise linear in the first": (steps._LINEAR_IN_FIRST, straight_in_one),
-    "affine in one": (calls.AFFINE, affine_in_one),
-    "affine in all": (calls.JOINS, affine_in_all),
-    "a selection": (calls.SELECTIONS, picks_once),
-    "picks": (calls.PICKS, picks),
-    "an equation": (set(equations.PARSERS), is_its_equation),
-    "linear in sums over the samples": (following._LINEAR, linear_in_totals),
+    "linear": (names("linear"), is_linear),
+    "picks": (names("picks"), picks),
+    "picks once": (names("picks", "once"), picks_once),
+    "an equation": (names("equation"), is_its_equation),
+    "linear in sums over the samples": ({n for n in names("linear") if not known(n).piecewise}, linear_in_totals),
 }
-"""By the table, its names, and what it says of a call."""
+"""By what is said: of which names, and whether it is so of a call."""
 
 
 @pytest.mark.parametrize("table", FACTS)
 def test_what_a_table_says_is_so_at_every_call(table, met):
-    names, holds = FACTS[table]
+    wanted, holds = FACTS[table]
     checked = set()
     for call in met:
         of_totals = any(place is BATCH_SUM for _, place in call.samples)
-        if call.name in names and exact(call) and (of_totals or holds is not linear_in_totals):
+        if call.name in wanted and exact(call) and (of_totals or holds is not linear_in_totals):
             drawn = draws(call.name, call.args, call.kwargs)
             assert drawn or holds(call), f"`{call.name}` of {[tuple(x.shape) for x in numbers(call)]} is not {table}"
             checked.add(call.name)
-    assert sorted(names - checked - set(stated.NOT_MET)) == []
+    assert sorted(wanted - checked - set(stated.NOT_MET)) == []
 
 
 TABLES = {
-    "follows": set(following.RULES),
-    "fast": set(recipe.RULES),
+    "follows": names("batch_axis"),
+    "fast": names("factor"),
 }
 
 

@@ -1,6 +1,7 @@
 """What torch cannot differentiate twice, or does wrongly, in products: attention, recurrences, bags, norms."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from invfunc import batch_diag_hessian, diag_hessian, functional, ggnvp, hvp, tree
-from invfunc.operations import second_derivatives
+from invfunc.operations.operation import OPERATIONS, having, known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
 from tests import matrices
@@ -155,6 +156,7 @@ def test_the_hessian_is_the_derivative_of_the_gradient(device, called):
 
 FORWARD_MODE = {"mse_loss", "huber_loss", "soft_margin_loss"}
 """Losses whose law is in `tests/test_forward_mode.py`."""
+FORMS = having("twice")
 SPELLED = {"__abs__", "absolute"}
 """Other names of abs, whose law is below."""
 
@@ -166,12 +168,14 @@ def test_every_form_in_which_it_is_right_has_a_model():
         return lambda *args, **kwargs: met.add(name) or instead(*args, **kwargs)
 
     with ExitStack() as stack:
-        for table in (second_derivatives._INSTEAD, second_derivatives._NORMS):
-            stack.enter_context(mock.patch.dict(table, {name: told(name, f) for name, f in table.items()}))
+        entries = {name: replace(OPERATIONS[name], twice=told(name, OPERATIONS[name].twice)) for name in FORMS}
+        stack.enter_context(mock.patch.dict(OPERATIONS, entries))
+        stack.callback(known.cache_clear)
+        known.cache_clear()
         for called in MODELS:
             f, params, x, y = arranged(called)
             hvp(f, F.mse_loss)(params, params, x, y)
-    assert {*second_derivatives._INSTEAD, *second_derivatives._NORMS} - FORWARD_MODE - SPELLED - met == set()
+    assert FORMS - FORWARD_MODE - SPELLED - met == set()
 
 
 @models

@@ -19,8 +19,8 @@ from invfunc import (
     gram,
     variance,
 )
-from invfunc.operations.batch_axis import orders
 from invfunc.operations.calls import function_name
+from invfunc.operations.operation import having
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -108,7 +108,7 @@ def test_every_move_is_followed():
     with Calls():
         for move in (FOLLOWED | REFUSED).values():
             move(X)
-    assert orders._MOVES - met == set()
+    assert having("permutes") - met == set()
 
 
 @pytest.mark.parametrize("make", STATISTICS.values(), ids=STATISTICS)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from invfunc import batch_diag_ggn, diag_ggn, ggn_trace
+from invfunc.operations.operation import OPERATIONS, known_of_aten
 from invfunc.operations.receptive_fields import propagation
-from invfunc.operations.receptive_fields.rule import RULES
 from invfunc.sparsity import paths, planner
 from invfunc.sparsity.colouring import Colours
 from invfunc.testing import assert_trees_close, dense_diag_ggn
@@ -123,6 +123,12 @@ PLANTED = {
 }
 
 
+def _forget():
+    """What is remembered of entries."""
+    known_of_aten.cache_clear()
+    propagation._called.cache_clear()
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wrong_rule_is_caught(name):
     """Of an operation between two layers; with the right rule the law holds."""
@@ -136,12 +142,14 @@ def test_a_wrong_rule_is_caught(name):
     params, x = [rand(2, 1, 3), rand(1, 2, 1)], rand(2, 1, 12).abs()
     args = (params, x, Numbers(1)(*f(params, x).shape))
     assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
-    propagation._operation.cache_clear()
+    _forget()
     try:
-        with mock.patch.dict(RULES, {rule: plant(RULES[rule])}), pytest.raises(AssertionError, match="is off by"):
+        right = OPERATIONS[rule]
+        wrong = {rule: replace(right, receptive_field=plant(right.receptive_field))}
+        with mock.patch.dict(OPERATIONS, wrong), pytest.raises(AssertionError, match="is off by"):
             assert_as_dense(partial(diag_ggn, f, F.mse_loss), args)
     finally:
-        propagation._operation.cache_clear()
+        _forget()
 
 
 @pytest.mark.quick

@@ -1,6 +1,5 @@
-"""How each torch function moves the sample axis."""
+"""Where the samples are in what an operation returns, and in which order."""
 
-from invfunc.operations.batch_axis import indexing, layers, losses, matrices, views
 from invfunc.operations.batch_axis.propagation import (
     BATCH_SUM,
     BatchSum,
@@ -8,24 +7,7 @@ from invfunc.operations.batch_axis.propagation import (
     Mixed,
     Place,
     Unknown,
-    find,
-    pointwise,
     propagate,
 )
 
-__all__ = [
-    "BATCH_SUM",
-    "BatchSum",
-    "Call",
-    "Mixed",
-    "Place",
-    "Unknown",
-    "find",
-    "indexing",
-    "layers",
-    "losses",
-    "matrices",
-    "pointwise",
-    "propagate",
-    "views",
-]
+__all__ = ["BATCH_SUM", "BatchSum", "Call", "Mixed", "Place", "Unknown", "propagate"]

@@ -12,17 +12,17 @@ from invfunc._functorch import innermost
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.indices import advanced
 from invfunc.operations.batch_axis.propagation import Call, Mixed
+from invfunc.operations.operation import known
 
 Order = tuple[int, ...] | None
 """The sample at each place; None where each is at its own."""
 MIXED: Order = ()
 """The order of a tensor whose parts are in different orders."""
-_MOVES = set("getitem index_select gather take_along_dim flip fliplr flipud rot90 roll sort topk".split())
 
 
 def moved(call: Call, place: Any) -> Order:
     """The place in the data that each sample is taken from, found by the same call on the numbers of the places."""
-    if call.name not in _MOVES or call.active or call.by_rows:
+    if not known(call.name).permutes or call.active or call.by_rows:
         return None
     x, axis = call.first, call.place(call.first)
     place = place[0] if isinstance(place, list) else place

@@ -9,11 +9,12 @@ import torch
 
 from invfunc import tree
 from invfunc.contract import Term
-from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
 from invfunc.operations.equations import LETTERS, equation
 from invfunc.operations.factors import Part, Recipe, Site, axis_of
+from invfunc.operations.operation import known
+from invfunc.operations.pointwise import entrywise
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 _UNBATCHED = (RuntimeError, ValueError, TypeError, IndexError)
@@ -120,26 +121,20 @@ def _with_samples(site: Site, param: torch.Tensor) -> list[tuple[torch.Tensor, A
 def _paired(call: Call) -> tuple[str, list[tuple[str, torch.Tensor]]] | None:
     """The labels of the output and of the operands, where the operation is known to pair entries of the same label."""
     operands = tree.tensors((call.args, call.kwargs))
-    if batch_axis.find(call.name) is batch_axis.pointwise:
+    if entrywise(call.name):
         labels = LETTERS[: call.out.ndim]
         return labels, [(labels[len(labels) - x.ndim :], x) for x in operands]
     parsed = equation(call.name, call.args, call.kwargs)
     return None if parsed is None else (parsed.output, list(zip(parsed.inputs, parsed.operands, strict=True)))
 
 
-_COUNTS = {"masked_scatter"}
-"""Which write what is not of samples in places that they count over the whole batch."""
-_ROWS_ONLY = {"getitem", "index_select", "take"}
-"""Which read their first operand only where their indices say."""
-
-
 def _by_place(site: Site, param: torch.Tensor, samples: list[tuple[torch.Tensor, Axis]]) -> bool:
     """Whether the operation may combine a sample with an entry of what is not of samples, by its place in the batch."""
     call, dim = site.call, site.axis.dim
-    if call.name in _COUNTS:
+    if known(call.name).counts:
         return True
     if dim is None or call.n == 1 or _paired(call) is not None:
         return False
     lengths = {call.out.shape[dim], *(x.shape[axis.dim] for x, axis in samples if axis.dim is not None)}
     others = [x for x in tree.tensors((call.args, call.kwargs)) if all(x is not y for y, _ in samples)]
-    return any(not lengths.isdisjoint(x.shape) for x in others if x is not param or call.name not in _ROWS_ONLY)
+    return any(not lengths.isdisjoint(x.shape) for x in others if x is not param or not known(call.name).rows_only)

@@ -10,8 +10,9 @@ import torch
 from invfunc.contract import Term
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
-from invfunc.operations.equations import LETTERS, PARSERS, equation
+from invfunc.operations.equations import LETTERS, equation
 from invfunc.operations.factors.recomputed import Recomputed
+from invfunc.operations.operation import known
 
 Part = slice | torch.Tensor
 """Some samples of a run: a range, or their indices."""
@@ -84,21 +85,13 @@ def grouped(tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 FactorRule = Callable[[Site, torch.Tensor], Recipe | None]
-RULES: dict[str, FactorRule] = {}
-
-
-def rule(*names: str) -> Callable[[FactorRule], FactorRule]:
-    def register(fn: FactorRule) -> FactorRule:
-        RULES.update(dict.fromkeys(names, fn))
-        return fn
-
-    return register
 
 
 def find(call: Call) -> FactorRule | None:
     """The fast rule of a function, by its name; one's own operations bring theirs."""
     own = getattr(call.func, "recipe", None)
-    return own or RULES.get(call.name, product if call.name in PARSERS else None)
+    entry = known(call.name)
+    return own or entry.factor or (product if entry.equation else None)
 
 
 def product(site: Site, param: torch.Tensor) -> Recipe | None:

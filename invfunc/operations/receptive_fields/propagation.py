@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from invfunc._functorch import TorchDispatchMode, memory_of, storage_of, unwatched
-from invfunc.operations.receptive_fields import moves, windows
+from invfunc.operations.operation import Operation, known_of_aten
 from invfunc.operations.receptive_fields.affine import affine
 from invfunc.operations.receptive_fields.regions import Frames, Region
-from invfunc.operations.receptive_fields.rule import RULES, Rows, Rule, Step, elementwise
+from invfunc.operations.receptive_fields.step import Rows, Step
 
-_SHAPES = set(
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided new_zeros "
-    "new_ones new_full".split()
-)
-"""Operations that read only the shape of a tensor."""
 _LEAVING = {"is_nonzero", "masked_select", "nonzero_static", "to_sparse", "_to_sparse", "equal"}
 """Operations that give numbers of Python or a shape that depends on values, beyond those that torch tags as such."""
 _MASKS = (torch.bool, torch.uint8)
@@ -29,12 +24,12 @@ _Found = list[tuple[torch.Tensor, Region]]
 
 
 @dataclass(frozen=True)
-class _Operation:
-    """What is known of an operation of torch."""
+class _Called:
+    """What is known of an operation as its overloads are called."""
 
     name: str
     """The name of the operation, without the underscore of its in-place form."""
-    rule: Rule | None = None
+    known: Operation
     skipped: bool = False
     leaves: bool = False
     """Whether values become numbers or shapes."""
@@ -42,7 +37,6 @@ class _Operation:
     """The arguments that it writes to."""
     inside: bool = False
     """Whether it works in place on its first argument, and on nothing else."""
-    fills: bool = False
 
     def loses(self, labelled: list[torch.Tensor]) -> bool:
         """Whether labelled values become numbers or shapes."""
@@ -50,34 +44,31 @@ class _Operation:
 
     def written(self, step: Step) -> list[torch.Tensor]:
         """The tensors that it writes to."""
-        names = self.writes
-        if self.name in windows.BATCH_NORMS and "running_mean" in step and step["training"]:
-            names = (*names, "running_mean", "running_var")  # its schema does not say so
+        training = self.known.writes_in_training and "running_mean" in step and step["training"]
+        names = (*self.writes, *self.known.writes_in_training) if training else self.writes
         return list(_tensors([step[name] for name in names])) if names else []
 
 
 @lru_cache(maxsize=4096)
-def _operation(func: Any) -> _Operation:
+def _called(func: Any) -> _Called:
     schema = getattr(func, "_schema", None)
     arguments = [] if schema is None else schema.arguments
     written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     writes = tuple(a.name for a in written)
     if getattr(func, "namespace", None) != "aten":
-        return _Operation(str(func), writes=writes)
+        return _Called(str(func), Operation(), writes=writes)
     packet, tags = str(func.overloadpacket).split(".")[-1], func.tags
-    name = packet[:-1] if packet.endswith("_") and not packet.endswith("__") else packet
-    rule = RULES.get(packet) or RULES.get(name)
-    if torch.Tag.pointwise in tags and not packet.startswith("_foreach"):
-        rule = elementwise
+    entry = known_of_aten(packet, *tags)
+    if any(a.kwarg_only for a in written) or packet.startswith("_foreach"):
+        entry = replace(entry, receptive_field=None)
     inside = writes == ("self",) and arguments[0].name == "self"
-    return _Operation(
-        name,
-        rule=None if any(a.kwarg_only for a in written) or packet.startswith("_foreach") else rule,
-        skipped=packet in _SHAPES or torch.Tag.inplace_view in tags,
+    return _Called(
+        packet[:-1] if packet.endswith("_") and not packet.endswith("__") else packet,
+        entry,
+        skipped=entry.fresh or torch.Tag.inplace_view in tags,
         leaves=bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*tags}) or packet in _LEAVING,
         writes=writes,
         inside=inside,
-        fills=packet in moves.FILLS,
     )
 
 
@@ -167,7 +158,7 @@ class Labels(TorchDispatchMode):
         if self._regions:
             found = self._found(args, kwargs)
             if found:
-                operation = _operation(func)
+                operation = _called(func)
                 if not operation.skipped:
                     with unwatched(), torch.no_grad():
                         self._follow(Step(func, args, kwargs), operation, out, found)
@@ -178,9 +169,9 @@ class Labels(TorchDispatchMode):
         pairs = [(x, self._regions.get(_key(x))) for x in _tensors((*args, *kwargs.values()))]
         return [(x, region) for x, region in pairs if region is not None]
 
-    def _follow(self, step: Step, op: _Operation, out: Any, found: _Found) -> None:
+    def _follow(self, step: Step, op: _Called, out: Any, found: _Found) -> None:
         """Label what a call gave and what it wrote."""
-        read = self._found(step.args[1:], step.kwargs) if op.fills else found
+        read = self._found(step.args[1:], step.kwargs) if op.known.fills else found
         frames = self._frames([region for _, region in found])
         step.reads(read, frames, sum([self._heights[f] for f in frames]))
         if op.loses(step.labelled):
@@ -193,7 +184,7 @@ class Labels(TorchDispatchMode):
         for x, rows in zip(targets, labels, strict=True):
             self._label(x, rows, frames, kept, op.name, read)
 
-    def _targets(self, step: Step, op: _Operation, out: Any) -> list[torch.Tensor]:
+    def _targets(self, step: Step, op: _Called, out: Any) -> list[torch.Tensor]:
         """The tensors that a call gave, unless they are in the memory of others, and those that it wrote."""
         written = op.written(step)
         known = {_key(x) for x in written}
@@ -234,23 +225,23 @@ class Labels(TorchDispatchMode):
 
 
 def _still_affine(
-    step: Step, op: _Operation, targets: list[torch.Tensor], frames: Frames, regions: list[Region]
+    step: Step, op: _Called, targets: list[torch.Tensor], frames: Frames, regions: list[Region]
 ) -> frozenset[int]:
     """The frames in which what a call gives is affine, as all that it reads is."""
-    if step.labelled and not affine(step, op.name, targets):
+    if step.labelled and not affine(step, op.known, targets):
         return frozenset()
     return frozenset(f for f in frames if all(f in r.affine for r in regions if f in r.frames))
 
 
-def _labels(step: Step, op: _Operation, targets: list[torch.Tensor]) -> list[Rows]:
+def _labels(step: Step, op: _Called, targets: list[torch.Tensor]) -> list[Rows]:
     """The labels of each target by the operation's rule; where it has no rule, or this gives none of the right shape,
     the hull of all labels that the operation reads."""
     if not step.height or not step.labelled:
         return [None] * len(targets)
     given: Any = None
-    if op.rule is not None:
+    if op.known.receptive_field is not None:
         try:
-            given = op.rule(step, targets[0])
+            given = op.known.receptive_field(step, targets[0])
         except _UNKNOWN:
             given = None
     if isinstance(given, torch.Tensor):

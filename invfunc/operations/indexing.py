@@ -2,111 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from invfunc import tree
+from invfunc.errors import samples_lost
 from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis.index import Index, spelled
 from invfunc.operations.batch_axis.indices import advanced
-from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, Unknown, rule
+from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, Unknown
 from invfunc.operations.batch_axis.samples import NONE, agree, located, ordered, samples_of, spread
-from invfunc.operations.batch_axis.views import view
+from invfunc.operations.operation import define
+from invfunc.operations.receptive_fields.step import (
+    Rows,
+    Step,
+    behind,
+)
+from invfunc.operations.views import view
+
+# The batch axis
 
 
-@dataclass
-class Index:
-    """An index as it is spelled out: a part for each dimension, or None for a new one."""
-
-    parts: list[Any]
-    dims: list[int | None]
-    """The dimension of each part."""
-    samples: dict[int, torch.Tensor]
-    """The samples of the entries of those parts that are tensors of samples, by the number of the part."""
-
-    @property
-    def key(self) -> tuple:
-        return tuple(self.parts)
-
-    def append(self, part: Any, samples: torch.Tensor | None = None) -> None:
-        """Add the part for the next dimension (or a new one), with the samples of its entries if they are of some."""
-        if samples is not None:
-            self.samples[len(self.parts)] = samples
-        self.dims.append(None if part is None else len(self.dims) - self.dims.count(None))
-        self.parts.append(part)
-
-    def at(self, dim: int) -> Any:
-        """The part of the index that picks from a dimension."""
-        return self.parts[self.dims.index(dim)]
-
-    def read(self, table: torch.Tensor | None, shape: torch.Size) -> list[torch.Tensor]:
-        """The samples of the entries that the index reads: those of the entries of the table, if it has any (`table`),
-        and those of each index."""
-        found = [] if table is None else [table[self.key]]
-        for at, samples in self.samples.items():
-            dim, parts = self.dims[at], list(self.parts)
-            assert dim is not None
-            parts[at] = torch.arange(samples.numel(), device=samples.device).view(samples.shape)
-            along = samples.reshape([-1 if d == dim else 1 for d in range(len(shape))])
-            wide = [samples.numel() if d == dim else size for d, size in enumerate(shape)]
-            found.append(along.expand(wide)[tuple(parts)])
-        return found
-
-
-def spelled(call: Call, x: torch.Tensor, index: Any) -> Index:
-    """Masks become the indices of their entries, lists become tensors, and an ellipsis is filled in."""
-    found = Index([], [], {})
-    for part in _filled(index, x):
-        if isinstance(part, torch.Tensor):
-            indices, samples = _indices(call, part)
-            for one in indices:
-                found.append(one, samples)
-        elif advanced(part):
-            raise Unknown("it indexes by something else than ints, slices, lists and tensors")
-        else:
-            found.append(part)
-    return found
-
-
-def _filled(index: Any, x: torch.Tensor) -> list[Any]:
-    """Return the parts of an index of x, with full slices for an ellipsis and for dimensions that are not named."""
-    given = index if isinstance(index, tuple) else (index,)
-    parts = [_tensor(p, x.device) if _is_list(p) else p for p in given]
-    full = [slice(None)] * (x.ndim - sum(_width(p) for p in parts))
-    at = next((i for i, p in enumerate(parts) if p is Ellipsis), len(parts))
-    return [*parts[:at], *full, *parts[at + 1 :]]
-
-
-def _indices(call: Call, part: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Return the indices of a part along each of its dimensions, and their samples if they are of some."""
-    if not part.ndim and part.dtype == torch.bool:
-        raise Unknown("it indexes by a mask without dimensions")
-    samples = samples_of(call, part) if isinstance(call.place(part), Axis) else None
-    if not _is_mask(part):
-        return (part,), samples
-    return part.nonzero(as_tuple=True), None if samples is None else samples[part.bool()]
-
-
-def _width(part: Any) -> int:
-    """How many dimensions a part of an index stands for."""
-    return part.ndim if _is_mask(part) else int(part is not None and part is not Ellipsis)
-
-
-def _is_mask(part: Any) -> bool:
-    return isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
-
-
-def _is_list(p: Any) -> bool:
-    return not isinstance(p, torch.Tensor) and hasattr(p, "__len__") and hasattr(p, "__getitem__")
-
-
-def _tensor(p: Any, device: torch.device) -> torch.Tensor:
-    found = torch.as_tensor(p, device=device)
-    return found if found.numel() else found.long()  # an empty list is one of indices
-
-
-@rule("getitem")
 def getitem(call: Call) -> Place | list[Place]:
     x, index = call.args
     axis = call.place(x)
@@ -153,7 +70,6 @@ def _meta_index(index: torch.Tensor) -> torch.Tensor | int:
     return torch.empty(tuple(index.shape), dtype=index.dtype, device="meta") if index.ndim else 0
 
 
-@rule("setitem")
 def setitem(call: Call) -> Place:
     """`x[index] = value`: where the samples of the value end up in x."""
     x, index, value = call.args
@@ -164,7 +80,6 @@ def setitem(call: Call) -> Place:
     return written(call, spelled(call, x, index), value)
 
 
-@rule("index_put")
 def index_put(call: Call) -> Place:
     indices = tuple(slice(None) if i is None else i for i in call.arg(1, "indices"))
     return written(call, spelled(call, call.first, indices), call.arg(2, "values"))
@@ -190,14 +105,12 @@ def written(call: Call, index: Index, value: Any) -> Place:
     return axis
 
 
-@rule("masked_select")
 def masked_select(call: Call) -> Place:
     x, mask = call.first, call.arg(1, "mask")
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     return _located(call, [samples_of(call, t).expand(shape)[mask.expand(shape)] for t in (x, mask)])
 
 
-@rule("masked_scatter")
 def masked_scatter(call: Call) -> Place:
     x, mask, source = call.first, call.arg(1, "mask"), call.arg(2, "source")
     samples, mask = samples_of(call, x).expand(call.out.shape), mask.expand(call.out.shape)
@@ -207,7 +120,6 @@ def masked_scatter(call: Call) -> Place:
     return found
 
 
-@rule("nonzero", "argwhere")
 def nonzero(call: Call) -> Place | list[Place]:
     rows = samples_of(call, call.first)[call.first != 0]
     if isinstance(call.out, torch.Tensor):
@@ -215,13 +127,11 @@ def nonzero(call: Call) -> Place | list[Place]:
     return [located(rows, call.n)] * len(call.out)
 
 
-@rule("take")
 def take(call: Call) -> Place:
     samples = samples_of(call, call.first).reshape(-1)
     return _located(call, spelled(call, samples, call.arg(1, "index")).read(samples, samples.shape))
 
 
-@rule("index_select")
 def index_select(call: Call) -> Place:
     x, index = call.first, call.arg(2, "index")
     dim, axis = call.arg(1, "dim") % max(x.ndim, 1), call.place(x)
@@ -232,7 +142,6 @@ def index_select(call: Call) -> Place:
     return _located(call, found.read(samples_of(call, x), x.shape))
 
 
-@rule("gather", "take_along_dim")
 def gather(call: Call) -> Place:
     x = call.first
     many = call.name == "take_along_dim"
@@ -256,7 +165,6 @@ def gather(call: Call) -> Place:
     return _located(call, [samples_of(call, x).gather(dim, index), samples_of(call, index)])
 
 
-@rule("index_add", "index_copy", "index_reduce", "index_fill")
 def along_index(call: Call) -> Place:
     """`x[:, index] = source` along a dimension, or added to it."""
     x, index = call.first, call.arg(2, "index")
@@ -270,7 +178,6 @@ def along_index(call: Call) -> Place:
     return written(call, spelled(call, x, (*[slice(None)] * dim, index)), source)
 
 
-@rule("scatter", "scatter_add", "scatter_reduce")
 def scattered(call: Call) -> Place:
     """`x[i, index[i, j]] = source[i, j]`, or added to it."""
     x, index, axis = call.first, call.arg(2, "index"), call.place(call.first)
@@ -296,3 +203,86 @@ def scattered(call: Call) -> Place:
     if not agree(spread(axis, x.shape, call.n, x.device).gather(dim, index), given):
         raise Mixed("it writes entries of one sample into those of another")
     return axis
+
+
+def _paired_rows(args: tuple, kwargs: dict[str, Any], index: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
+    """The dimension of a parameter that has an entry for each sample of an index, which picks along another one."""
+    along = args[1] if len(args) > 1 else kwargs["dim"]
+    read = args[0] if args else kwargs["input"]
+    if read is not param or index is param or dim == along % max(param.ndim, 1):
+        return None
+    if param.shape[dim] != index.shape[dim]:
+        rows = f"{param.shape[dim]} entries along axis {dim}, where an index has {index.shape[dim]}"
+        raise samples_lost(f"`gather`: it reads a parameter of {rows}, those of the samples", unknown=False)
+    return dim
+
+
+# Receptive fields
+
+
+def _index_select(step: Step, out: torch.Tensor) -> Rows:
+    x = step["self"]
+    if not step.only(x) or not x.ndim:
+        return None
+    return step.filled(x).index_select(behind(step["dim"], x.ndim)[0], step["index"].to(x.device))
+
+
+def _gather(step: Step, out: torch.Tensor) -> Rows:
+    x, index = step["self"], step["index"]
+    if not step.only(x) or x.ndim != index.ndim or not x.ndim:
+        return None
+    return step.filled(x).gather(behind(step["dim"], x.ndim)[0], index.expand(step.height, *index.shape))
+
+
+def _index(step: Step, out: torch.Tensor) -> Rows:
+    x = step["self"]
+    if not step.only(x):
+        return None
+    rows = step.filled(x).movedim(0, -1)  # last, indices of whichever axes leave it there
+    return torch.ops.aten.index.Tensor(rows, step["indices"]).movedim(-1, 0)
+
+
+def _put(step: Step, out: torch.Tensor) -> Rows:
+    x, indices, values = step["self"], step["indices"], step["values"]
+    known = [step.rows(i) is None for i in indices if i is not None]
+    if step["accumulate"] or not all(known):
+        return None
+    rows, put = step.filled(x), step.filled(values)
+    return torch.stack([torch.ops.aten.index_put.default(a, indices, b) for a, b in zip(rows, put, strict=True)])
+
+
+define("getitem", batch_axis=getitem, linear="all", picks="any", places="reads", permutes=True, rows_only=True)
+define("setitem", batch_axis=setitem, linear="all", places="writes")
+define("index", receptive_field=_index, linear="all")
+define("index_put", batch_axis=index_put, receptive_field=_put, linear="all", places="writes")
+define("masked_select", batch_axis=masked_select, linear="all", places="reads")
+define("masked_scatter", batch_axis=masked_scatter, places="reads", counts=True)
+define("nonzero argwhere", batch_axis=nonzero)
+define("take", batch_axis=take, linear="all", picks="any", places="reads", rows_only=True)
+define(
+    "index_select",
+    batch_axis=index_select,
+    receptive_field=_index_select,
+    linear="all",
+    picks="any",
+    places="reads",
+    permutes=True,
+    rows_only=True,
+)
+define(
+    "gather",
+    batch_axis=gather,
+    paired=_paired_rows,
+    receptive_field=_gather,
+    linear="all",
+    picks="any",
+    places="reads",
+    permutes=True,
+)
+define("take_along_dim", batch_axis=gather, linear="all", picks="any", places="reads", permutes=True)
+define("index_add", batch_axis=along_index, linear="all", places="writes")
+define("index_copy index_fill", batch_axis=along_index, places="writes")
+define("index_reduce", batch_axis=along_index)
+define("scatter_add", batch_axis=scattered, linear="all", places="writes")
+define("scatter", batch_axis=scattered, places="writes")
+define("scatter_reduce", batch_axis=scattered)

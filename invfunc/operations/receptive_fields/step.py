@@ -1,8 +1,13 @@
-"""How labels go through one operation: the call as a rule sees it, and the table of rules."""
+"""One call of an operation of aten on tensors with labels, and what rules do with labels.
+
+A rule (`receptive_field` of an entry) takes such a `Step` and its (first) result, and returns the labels of the result
+or a list with those of each result. With None in their place a result has no rule: each of its entries may depend on
+all that the call reads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -68,22 +73,6 @@ class Step:
         return joined(*(most(r, range(1, r.ndim)).flatten() for r in found if r is not None))
 
 
-Rule = Callable[[Step, torch.Tensor], Rows | Sequence[Rows]]
-"""Takes a call and its (first) result, and returns the labels of the result or a list with those of each result. With
-None in their place a result has no rule: each of its entries may depend on all that the call reads."""
-RULES: dict[str, Rule] = {}
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """A rule for these operations of aten, and for what they are called when they work in place."""
-
-    def register(f: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, f))
-        return f
-
-    return register
-
-
 def joined(*parts: Rows) -> Rows:
     """The entrywise maximum of those labels that are not None: the hull of their boxes."""
     result = None
@@ -125,3 +114,13 @@ def flattened(rows: torch.Tensor, d: int) -> torch.Tensor:
 def elementwise(step: Step, out: torch.Tensor) -> Rows:
     """The rule of entrywise operations: each entry reads those at its own place."""
     return joined(*(raised(step.filled(x), out.ndim) for x in step.labelled))
+
+
+def rows_of(rows: Rows) -> Rows:
+    """The labels of matrices with those of each row joined."""
+    return None if rows is None else most(rows, (rows.ndim - 1,))
+
+
+def columns_of(rows: Rows) -> Rows:
+    """The labels of matrices with those of each column joined."""
+    return None if rows is None else most(rows, (rows.ndim - 2,))

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from invfunc.contract import Term
 from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis import Call
+from invfunc.operations.batch_axis.propagation import Call, leading
 from invfunc.operations.factors.autocorrelation import patches_gram
 from invfunc.operations.factors.patches import patches, same_padding, spread
-from invfunc.operations.factors.recipe import Part, Recipe, Site, rule
+from invfunc.operations.factors.recipe import Part, Recipe, Site
+from invfunc.operations.operation import define
+from invfunc.operations.receptive_fields.regions import blank
+from invfunc.operations.receptive_fields.step import (
+    Rows,
+    Step,
+    joined,
+    most,
+)
+from invfunc.operations.receptive_fields.windows import each, padded, windows
+
+# Shares
 
 
 def _channels(site: Site, x: torch.Tensor, axis: Axis, part: Part, d: int) -> torch.Tensor:
@@ -34,7 +47,6 @@ def _options(call: Call, names: str) -> list[Any]:
     return [call.arg(i + 2, name, defaults[name]) for i, name in enumerate(names.split())]
 
 
-@rule("conv1d", "conv2d", "conv3d")
 def convolution(site: Site, param: torch.Tensor) -> Recipe | None:
     """`G[o, i] = sum_p cotangent[o, p] * patches(x)[i, p]` for each group."""
     call, d = site.call, int(site.call.name[4])
@@ -67,7 +79,6 @@ def convolution(site: Site, param: torch.Tensor) -> Recipe | None:
     return Recipe("goi", build, reads=(x,), work=work, sent=sent, gram=gram)
 
 
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
     """The adjoint of a convolution: input and cotangent change roles, `G[c, i] = sum_p x[c, p] * patches(cotangent)[i,
     p]`.
@@ -128,3 +139,53 @@ def _stuffed(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
             apart = torch.nn.functional.pad(x.unsqueeze(dim + 1).movedim(dim + 1, -1), (0, s - 1)).movedim(-1, dim + 1)
             x = apart.flatten(dim, dim + 1).narrow(dim, 0, (x.shape[dim] - 1) * s + 1)
     return x
+
+
+# Receptive fields
+
+
+def _convolution(step: Step, out: torch.Tensor) -> Rows:
+    x, weight, bias = step["input"], step["weight"], step["bias"]
+    rows, whole, added = step.rows(x), step.hull(weight), step.rows(bias)
+    parts = [None if whole is None else whole.view(-1, *[1] * out.ndim)]
+    if added is not None:
+        parts.append(added.view(-1, 1, added.shape[1], *[1] * (out.ndim - 2)))
+    if rows is not None:
+        parts.append(_convolved(step, rows, weight.shape[2:], out))
+    return joined(*parts)
+
+
+def _convolved(step: Step, rows: torch.Tensor, kernel: Sequence[int], out: torch.Tensor) -> torch.Tensor:
+    """What each position reads, over the channels of its group."""
+    d, groups = len(kernel), step["groups"]
+    stride, padding, dilation = (each(step[name], d) for name in ("stride", "padding", "dilation"))
+    height, n, _, *sizes = rows.shape
+    rows = rows.reshape(height * n, groups, -1, *sizes)
+    rows = rows.squeeze(2) if rows.shape[2] == 1 else most(rows, (2,)).squeeze(2)
+    if step["transposed"]:
+        rows = _spaced(rows, stride)
+        more, ones = each(step["output_padding"], d), [1] * d
+        reach = [gap * (k - 1) for gap, k in zip(dilation, kernel, strict=True)]
+        pairs = [(r - p, r - p + m) for r, p, m in zip(reach, padding, more, strict=True)]
+        rows = windows(padded(rows, pairs), kernel, ones, [0] * d, dilation)
+    else:
+        rows = windows(rows, kernel, stride, padding, dilation)
+    rows = rows.view(height, n, groups, 1, *rows.shape[2:])
+    return rows.expand(-1, -1, -1, out.shape[1] // groups, *[-1] * d).reshape(height, *out.shape)
+
+
+def _spaced(rows: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """Labels with `stride - 1` entries that depend on nothing put between the positions of each dimension."""
+    if all(s == 1 for s in stride):
+        return rows
+    sizes = rows.shape[rows.ndim - len(stride) :]
+    wide = blank(rows, (*rows.shape[: -len(stride)], *((n - 1) * s + 1 for n, s in zip(sizes, stride, strict=True))))
+    wide[(..., *(slice(None, None, s) for s in stride))] = rows
+    return wide
+
+
+for _d in (1, 2, 3):
+    _axis = partial(leading, trailing=_d + 1)
+    define(f"conv{_d}d", batch_axis=_axis, factor=convolution, linear="each")
+    define(f"conv_transpose{_d}d", batch_axis=_axis, factor=transposed_convolution, linear="each")
+define("convolution", receptive_field=_convolution, linear="each", added=["bias"])

@@ -1,17 +1,24 @@
-"""What computes on the last dimensions of its arguments, or along some: linear algebra, spectra, integrals."""
+"""Linear algebra on the last dimensions, and spectra, integrals and quantiles along some."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from invfunc import tree
 from invfunc._functorch import memory_of
+from invfunc.operations.along import along_field
 from invfunc.operations.axis import Axis
-from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown, rule
-from invfunc.operations.batch_axis.samples import NONE, located, samples_of
-
-# On the last dimensions of each argument, with those before them broadcast
+from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
+from invfunc.operations.batch_axis.samples import located, samples_of
+from invfunc.operations.operation import define, not_torchs
+from invfunc.operations.pointwise import pointwise
+from invfunc.operations.receptive_fields.step import (
+    elementwise,
+)
+from invfunc.operations.reductions import reduced
 
 _LAST = dict.fromkeys(
     "det logdet slogdet inverse pinverse cholesky cholesky_solve cholesky_inverse triangular_solve svd qr lu_unpack "
@@ -23,12 +30,12 @@ _LAST = dict.fromkeys(
     2,
 ) | {"linalg_vander": 1, "stft": 1, "view_as_complex": 1, "view_as_real": 0}
 """On how many."""
+
 _VECTORS = {"linalg_householder_product": {1}, "lu_unpack": {1}, "linalg_lu_solve": {1}, "linalg_ldl_solve": {1}}
 _VECTORS |= {"lu_solve": {2}}
 """The arguments that have a vector where others have a matrix."""
 
 
-@rule(*_LAST)
 def batched(call: Call) -> Place:
     columns = _columns(call)
     if columns is not None:
@@ -70,7 +77,6 @@ def _batch(call: Call, arguments: list[torch.Tensor], last: list[int]) -> Place:
     return found.pop()
 
 
-@rule("searchsorted", "bucketize")
 def searched(call: Call) -> Place:
     first, second = ("sorted_sequence", "input") if call.name == "searchsorted" else ("input", "boundaries")
     given = call.arg(0, first), call.arg(1, second)
@@ -83,6 +89,7 @@ def searched(call: Call) -> Place:
 
 
 # Along dimensions that are given
+
 
 _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys((f"fft_{kind}" for kind in "fft ifft rfft irfft hfft ihfft".split()), (2, -1)),
@@ -99,12 +106,13 @@ _ALONG: dict[str, tuple[int, Any]] = {
 """The position of the dimensions among the arguments, and which they are if they are not given; None: all."""
 _ALONG |= {"trapezoid": (9, -1), "trapz": (9, -1), "linalg_vecdot": (9, -1), "linalg_matrix_norm": (2, (-2, -1))}
 _ALONG |= {"quantile": (2, None), "nanquantile": (2, None), "aminmax": (9, None)}
+
 _REDUCE = {"trapezoid", "trapz", "linalg_vecdot", "linalg_matrix_norm", "quantile", "nanquantile", "aminmax"}
+
 _KEEP = {"linalg_matrix_norm": 3, "quantile": 3, "nanquantile": 3, "aminmax": 9}
 """The position of keepdim."""
 
 
-@rule(*_ALONG)
 def along_given(call: Call) -> Place:
     position, default = _ALONG[call.name]
     arguments = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.Tensor)]
@@ -136,7 +144,6 @@ def _dims(call: Call, given: Any, ndim: int) -> set[int]:
     return {d % max(ndim, 1) for d in ([given] if isinstance(given, int) else given)}
 
 
-@rule("renorm")
 def renorm(call: Call) -> Place:
     axis, dim = call.place(call.first), call.arg(2, "dim")
     if not isinstance(axis, Axis) or axis.dim != dim % call.first.ndim:
@@ -144,22 +151,54 @@ def renorm(call: Call) -> Place:
     return axis
 
 
-# Others
-
-
-@rule("kron")
-def kron(call: Call) -> Place:
-    x, y = (call.arg(0, "input"), call.arg(1, "other"))
-    if call.place(x) is not None and call.place(y) is not None:
-        raise Mixed("it multiplies samples with each other")
-    factors = [samples_of(call, a) - NONE if call.place(a) is not None else torch.ones_like(a.long()) for a in (x, y)]
-    return located(torch.kron(*factors) + NONE, call.n)
-
-
-@rule("as_strided")
 def as_strided(call: Call) -> Place:
     x = call.first
     if not x.is_contiguous() or x.storage_offset() or memory_of(x).nbytes() != x.numel() * x.element_size():
         raise Unknown("it reads memory beside its input")
     others = {key: value for key, value in call.kwargs.items() if key not in ("input", "self")}
     return located(samples_of(call, x).contiguous().as_strided(*call.args[1:], **others), call.n)
+
+
+# Distances
+
+
+def _compared(call: Call) -> Place:
+    axis, ndim = pointwise(call), max(x.ndim for x, _ in call.samples)
+    default = -1 if call.name == "pairwise_distance" else 1
+    dim = call.arg(2, "dim", default) if call.name == "cosine_similarity" else default
+    if tree.tensors(call.out)[0].ndim == ndim:
+        return axis
+    assert isinstance(axis, Axis)
+    place, other = call.samples[0]
+    assert isinstance(other, Axis) and other.dim is not None
+    at = other.dim - place.ndim + ndim
+    if at == dim % ndim:
+        raise Mixed("it compares along the sample axis")
+    return other.at(at - (at > dim % ndim))
+
+
+def cdist(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str | None = None) -> torch.Tensor:
+    """`cdist` written out, as torch's has a wrong derivative under vmap, and no second derivative."""
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
+def _solve(func: Callable, A: torch.Tensor, B: torch.Tensor, **options: Any) -> torch.Tensor:
+    """`linalg.solve` with A expanded to the leading dimensions of B: under vmap torch takes those that A lacks for the
+    dimension of the vmap, and its result is wrong."""
+    lead, own = B.shape[:-2], A.shape[:-2]
+    vector = B.ndim == 1 or B.shape == A.shape[:-1]
+    wide = A if vector or len(own) >= len(lead) else A.expand(*torch.broadcast_shapes(lead, own), *A.shape[-2:])
+    return func(wide, B, **options)
+
+
+define(_LAST.keys() - {"linalg_solve", "view_as_complex"}, batch_axis=batched)
+define("linalg_solve", batch_axis=batched, twice=_solve)
+define("view_as_complex", batch_axis=batched, receptive_field=elementwise)
+define("searchsorted bucketize", batch_axis=searched)
+define(_ALONG.keys() - {"msort", "aminmax"}, batch_axis=along_given)
+define("msort", batch_axis=along_given, receptive_field=along_field, linear="all", piecewise=True)
+define("aminmax", batch_axis=along_given, receptive_field=reduced)
+define("renorm", batch_axis=renorm)
+define("as_strided", batch_axis=as_strided)
+define("cosine_similarity pairwise_distance", batch_axis=_compared)
+define("cdist", composed=cdist, twice=not_torchs(cdist))

@@ -1,0 +1,158 @@
+"""Tables of which rows are looked up: embeddings, and bags of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from invfunc.contract import Term
+from invfunc.errors import SampleAxisError
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, leading
+from invfunc.operations.compositions import step_by_step
+from invfunc.operations.factors.recipe import Part, Recipe, Site, grouped
+from invfunc.operations.operation import define
+from invfunc.operations.receptive_fields.step import (
+    Rows,
+    Step,
+    joined,
+    most,
+    raised,
+)
+
+
+def lookup(call: Call) -> Place:
+    if call.arg(3, "scale_grad_by_freq"):
+        raise Mixed("scale_grad_by_freq depends on which indices the whole batch has")
+    if call.place(call.arg(0, "weight")) is not None:
+        raise Mixed("its table depends on the samples")
+    return call.place(call.arg(1, "indices"))
+
+
+def _table(site: Site, param: torch.Tensor) -> Recipe | None:
+    """A table of which rows are looked up: the cotangents at equal tokens of a sample are added up first, so that each
+    row occurs only once in it."""
+    weight, indices = site.call.arg(0, "weight"), site.call.arg(1, "indices")
+    padding = site.call.arg(2, "padding_idx", -1)
+    axis, count = site.call.place(indices), len(weight)
+    if param is not weight or not isinstance(axis, Axis):
+        return None
+
+    def entries(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """The entry of its sample that each position adds to, and the row of each entry: `[b, u]`."""
+        entry, found = grouped(site.exposed(indices, axis, part, fill=count).flatten(1).long(), count)
+        return entry, found.masked_fill(found == padding, count)
+
+    def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
+        entry, found = entries(part)
+        cotangent = cotangent.reshape(*cotangent.shape[:2], -1, cotangent.shape[-1])
+        share = torch.zeros_like(cotangent).scatter_add(2, entry[None, :, :, None].expand(cotangent.shape), cotangent)
+        return [("VNud", share * (found < count)[:, :, None])]
+
+    def picked(part: Part) -> torch.Tensor:
+        tokens = site.exposed(indices, axis, part, fill=count).flatten(1).long()
+        return tokens.masked_fill(tokens == padding, count)
+
+    def at_positions(cotangent: torch.Tensor, part: Part) -> list[Term]:
+        cotangent = cotangent.reshape(*cotangent.shape[:2], -1, cotangent.shape[-1])
+        return [("VNtd", cotangent * (picked(part) < count)[:, :, None])]
+
+    factored = Recipe("d", at_positions, reads=(indices,), selects=picked)
+    work = 2 * site.call.out.numel() // site.call.n
+    return Recipe(
+        "ud", build, reads=(indices,), work=work, joins=False, rows=lambda part: entries(part)[1], factored=factored
+    )
+
+
+def _refuse(name: str, **options: Any) -> None:
+    for option, given in options.items():
+        if given:
+            raise SampleAxisError(f"`{name}`: {option} depends on which indices the whole batch has. Leave it out.")
+
+
+def embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    _refuse("embedding", max_norm=max_norm is not None, scale_grad_by_freq=scale_grad_by_freq)
+    if padding_idx is not None and not -len(weight) <= padding_idx < len(weight):
+        raise ValueError(f"embedding: padding_idx is {padding_idx}, but there are {len(weight)} rows.")
+    return torch.embedding(weight, input, -1 if padding_idx is None else padding_idx % len(weight))
+
+
+def embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    if offsets is not None or input.ndim != 2 or input.is_nested:
+        raise SampleAxisError(
+            "`embedding_bag`: bags of different lengths lie one behind the other, where they cannot be followed. Give "
+            "[N, L] indices, padded with padding_idx."
+        )
+    _refuse("embedding_bag", max_norm=max_norm is not None, scale_grad_by_freq=scale_grad_by_freq)
+    if mode not in ("sum", "mean", "max") or (per_sample_weights is not None and mode != "sum"):
+        raise ValueError(f"embedding_bag: mode is {mode!r}; it is one of sum, mean, max, with per_sample_weights sum.")
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    entries = F.embedding(input, weight, padding_idx)
+    if per_sample_weights is not None:
+        entries = entries * per_sample_weights.unsqueeze(-1)
+    if padding_idx is None:
+        return entries.max(1).values if mode == "max" else entries.mean(1) if mode == "mean" else entries.sum(1)
+    padding = (input == padding_idx).unsqueeze(-1)
+    if mode == "max":
+        largest = entries.masked_fill(padding, -math.inf).max(1).values
+        return largest.masked_fill(padding.all(1), 0)
+    total = entries.masked_fill(padding, 0).sum(1)
+    return total if mode == "sum" else total / padding.logical_not().sum(1).clamp(min=1)
+
+
+def _bag(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`embedding_bag` composed of other operations, as torch's has no second derivative; bags of different lengths are
+    left to torch."""
+    try:
+        return embedding_bag(*args, **kwargs) if func is F.embedding_bag else func(*args, **kwargs)
+    except SampleAxisError:
+        return func(*args, **kwargs)
+
+
+def _embedding(step: Step, out: torch.Tensor) -> Rows:
+    weight, index = step["weight"], step["indices"]
+    entries = step.rows(index)
+    if entries is None:
+        return step.filled(weight)[:, index]
+    read = step.rows(weight)
+    return joined(entries[..., None], None if read is None else raised(most(read, (1, 2)), out.ndim))
+
+
+define(
+    "embedding",
+    batch_axis=lookup,
+    factor=_table,
+    composed=embedding,
+    only_nn=True,
+    receptive_field=_embedding,
+    linear="all",
+    picks="any",
+)
+define("embedding_bag", composed=embedding_bag, composed_if=step_by_step, twice=_bag, only_nn=True)
+define("one_hot", batch_axis=partial(leading, trailing=0))

@@ -1,0 +1,185 @@
+"""Normalisations: over trailing dimensions, over channels, or by running statistics."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from invfunc import tree
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, leading
+from invfunc.operations.equations import LETTERS
+from invfunc.operations.factors.recipe import Part, Recipe, Site
+from invfunc.operations.factors.scales import scale, shift
+from invfunc.operations.operation import define, not_torchs
+from invfunc.operations.receptive_fields.step import (
+    Rows,
+    Step,
+    joined,
+    most,
+    raised,
+)
+
+# The batch axis
+
+
+def _over_trailing(call: Call) -> Place:
+    shape = call.arg(1, "normalized_shape")
+    return leading(call, len(shape))
+
+
+def _over_channels(call: Call) -> Place:
+    if call.name == "batch_norm" and call.arg(5, "training"):  # in both of torch's signatures the sixth argument
+        raise Mixed("in train mode it normalises with the statistics of the whole batch; put it in eval mode")
+    return leading(call, call.first.ndim - 1)
+
+
+# Shares
+
+
+def norm(site: Site, param: torch.Tensor) -> Recipe | None:
+    """`y = normalised(x) * weight + bias`: of the trailing dimensions, or channel by channel."""
+    call = site.call
+    x, name = call.arg(0, "input"), call.name
+    axis = call.place(x)
+    if name in ("layer_norm", "rms_norm"):
+        labels = LETTERS[x.ndim - param.ndim : x.ndim]
+        weight, bias = call.arg(2, "weight"), call.arg(3, "bias") if name == "layer_norm" else None
+    else:
+        functional = getattr(call.func, "__module__", None) == "torch.nn.functional"
+        first = 2 if name == "group_norm" else 3 if functional else 1  # torch.nn has the running statistics first
+        weight, bias = call.arg(first, "weight"), call.arg(first + 1, "bias")
+        labels = LETTERS[1]
+    if param is bias and param is not weight:
+        return shift(site, labels)
+    if param is not weight or param is bias or not isinstance(axis, Axis) or param is x:
+        return None
+    affine = {id(weight), id(bias)}
+    if name == "instance_norm" and call.arg(5, "use_input_stats"):  # it reads no running statistics, but writes them
+        mean = 1 if functional else 3
+        affine |= {id(call.arg(mean, "running_mean")), id(call.arg(mean + 1, "running_var"))}
+    args, kwargs = tree.map_leaves(lambda a: None if id(a) in affine else a, (call.args, call.kwargs))
+
+    # that of torch.nn refuses one value for each group of a single sample, which has a share like any other
+    function = torch.group_norm if name == "group_norm" else call.func
+
+    def normalised(part: Part) -> torch.Tensor:
+        value = _wide(site.exposed(x, axis, part))
+        flat = value.flatten(0, 1) if len(labels) == 1 and name not in ("layer_norm", "rms_norm") else value
+        given, named = tree.map_tensors(lambda a: flat if a is x else _wide(site.value(a)), (args, kwargs))
+        return function(*given, **named).reshape(value.shape)
+
+    return scale(site, labels, normalised, (x,))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+# Second derivatives: torch's fused backward passes have a wrong derivative under vmap
+
+
+_SIGNATURES = {func: inspect.signature(func) for func in (F.batch_norm, F.instance_norm)}
+
+
+def _layer_norm(
+    func: Callable, input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> torch.Tensor:
+    dtype = input.dtype
+    if torch.is_autocast_enabled(input.device.type):  # which has its own rule for each device
+        with torch.no_grad():
+            dtype = func(input.detach(), normalized_shape, weight, bias, eps).dtype
+    return _standard(input, list(range(-len(normalized_shape), 0)), eps, weight, bias).to(dtype)
+
+
+def _batch_norm(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`batch_norm` or `instance_norm` written out where it normalises by the statistics of its input; with running
+    statistics torch's is right."""
+    instances = func is F.instance_norm
+    given = _SIGNATURES[func].bind(input, *args, **kwargs)
+    given.apply_defaults()
+    options = given.arguments
+    if not options["use_input_stats" if instances else "training"]:
+        return func(input, *args, **kwargs)
+    with torch.no_grad():  # checks, and writes the running statistics
+        dtype = func(input.detach(), *args, **kwargs).dtype
+    shape = [-1, *[1] * (input.ndim - 2)]
+    weight, bias = (x if x is None else x.reshape(shape) for x in (options["weight"], options["bias"]))
+    along = [d for d in range(input.ndim) if d != 1 and not (instances and d == 0)]
+    return _standard(input, along, options["eps"], weight, bias).to(dtype)
+
+
+def _low(x: torch.Tensor) -> bool:
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _standard(x: torch.Tensor, along: list[int], eps: float, weight: Any, bias: Any) -> torch.Tensor:
+    """x brought to mean 0 and variance 1, then scaled and shifted; computed in float32 at least."""
+    x = x.float() if _low(x) else x
+    x = x - x.mean(along, keepdim=True)
+    x = x * (x.square().mean(along, keepdim=True) + eps).rsqrt()
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Weight normalisation written out, as the second derivative of torch's is wrong (torch 2.13)."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+# Receptive fields
+
+
+def _scaled(step: Step, rows: Rows, shape: Sequence[int], ndim: int) -> Rows:
+    """The labels of a normalised tensor joined with those of its scale and shift."""
+    parts = [step.rows(step[name]) for name in ("weight", "bias") if name in step]
+    return joined(rows, *(raised(r.reshape(-1, *shape), ndim) for r in parts if r is not None))
+
+
+def _layer_norm_field(step: Step, out: torch.Tensor) -> list[Rows]:
+    rows, last = step.filled(step["input"]), len(step["normalized_shape"])
+    over = most(rows, range(rows.ndim - last, rows.ndim))
+    return [_scaled(step, over, step["normalized_shape"], out.ndim), over, over]
+
+
+def _group_norm(step: Step, out: torch.Tensor) -> list[Rows]:
+    n, c, groups = step["N"], step["C"], step["group"]
+    over = most(step.filled(step["input"]).reshape(-1, n, groups, c // groups * step["HxW"]), (3,))
+    of_channels = over.expand(-1, -1, -1, c // groups).reshape(-1, n, c, *[1] * (out.ndim - 2))
+    return [_scaled(step, of_channels, (c, *[1] * (out.ndim - 2)), out.ndim), over.squeeze(3), over.squeeze(3)]
+
+
+def _batch_norm_field(step: Step, out: torch.Tensor) -> Rows | list[Rows]:
+    rows, channels = step.filled(step["input"]), (out.shape[1], *[1] * (out.ndim - 2))
+    if step["training"]:
+        rows = most(rows, (1, *range(3, rows.ndim)))
+    names = ("weight", "bias", "running_mean", "running_var")
+    parts = [step.rows(step[name]) for name in names if name in step]
+    return [joined(rows, *(raised(r.reshape(-1, *channels), out.ndim) for r in parts if r is not None))]
+
+
+_BATCH = {"receptive_field": _batch_norm_field, "linear": 1, "unless": ("training", 5)}
+_RUNNING = ["running_mean", "running_var"]
+define("layer_norm", batch_axis=_over_trailing, factor=norm, twice=_layer_norm, only_nn=True)
+define("rms_norm", batch_axis=_over_trailing, factor=norm)
+define("native_layer_norm _fused_rms_norm", receptive_field=_layer_norm_field)
+define(
+    "batch_norm",
+    batch_axis=_over_channels,
+    factor=norm,
+    twice=_batch_norm,
+    only_nn=True,
+    linear=1,
+    unless=("training", 5),
+)
+define("instance_norm", batch_axis=_over_channels, factor=norm, twice=_batch_norm, only_nn=True)
+define("group_norm", batch_axis=_over_channels, factor=norm)
+define("local_response_norm", batch_axis=_over_channels)
+define("native_group_norm", batch_axis=_over_channels, receptive_field=_group_norm)
+define("native_batch_norm", batch_axis=_over_channels, writes_in_training=_RUNNING, **_BATCH)
+define("cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit", writes_in_training=_RUNNING, **_BATCH)
+define("_weight_norm", composed=weight_norm, twice=not_torchs(weight_norm))

@@ -1,0 +1,176 @@
+"""Recurrent layers and cells, written out in operations that can be followed.
+
+Each takes the arguments of torch's own function, returns the same values and draws the same random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from invfunc.errors import SampleAxisError
+from invfunc.operations.compositions import step_by_step
+from invfunc.operations.operation import define
+
+
+@dataclass
+class Weights:
+    """The weights of a recurrent layer in one direction; `w_hr` projects the hidden state of an LSTM."""
+
+    w_ih: torch.Tensor
+    w_hh: torch.Tensor
+    b_ih: torch.Tensor | None = None
+    b_hh: torch.Tensor | None = None
+    w_hr: torch.Tensor | None = None
+
+
+Tensors = tuple[torch.Tensor, ...]
+"""A state: the hidden state, which is also the output, then what else the cell remembers."""
+
+Cell = Callable[[Tensors, Tensors, Weights], Tensors]
+
+
+def _lstm(x: Tensors, state: Tensors, w: Weights) -> Tensors:
+    h, c = state
+    i, f, g, o = (x[0] + F.linear(h, w.w_hh, w.b_hh)).chunk(4, -1)
+    c = torch.addcmul(f.sigmoid() * c, i.sigmoid(), g.tanh())
+    h = o.sigmoid() * c.tanh()
+    return (h if w.w_hr is None else F.linear(h, w.w_hr)), c
+
+
+def _gru(x: Tensors, state: Tensors, w: Weights) -> Tensors:
+    (h,) = state
+    h_r, h_z, h_n = F.linear(h, w.w_hh, w.b_hh).chunk(3, -1)
+    r, z = (x[0] + h_r).sigmoid(), (x[1] + h_z).sigmoid()
+    n = torch.addcmul(x[2], r, h_n).tanh()  # the reset gate scales the hidden bias too
+    return (torch.lerp(n, h, z),)
+
+
+def _rnn(nonlinearity: Callable[[torch.Tensor], torch.Tensor]) -> Cell:
+    def step(x: Tensors, state: Tensors, w: Weights) -> Tensors:
+        return (nonlinearity(x[0] + F.linear(state[0], w.w_hh, w.b_hh)),)
+
+    return step
+
+
+def _gates(step: Cell, x: torch.Tensor, w: Weights) -> Tensors:
+    """The part of the gates that comes from the input, at all time steps at once."""
+    gates = F.linear(x, w.w_ih, w.b_ih)
+    return gates.chunk(3, -1) if step is _gru else (gates,)
+
+
+def _like(gates: Tensors, state: Sequence[torch.Tensor]) -> Tensors:
+    """The state in the precision that autocast gives to the gates."""
+    return tuple(h if h.dtype == gates[0].dtype else h.to(gates[0].dtype) for h in state)
+
+
+# Layers of cells
+
+
+def _unroll(step: Cell, x: torch.Tensor, state: Tensors, w: Weights, backwards: bool) -> tuple[torch.Tensor, Tensors]:
+    """The outputs at all time steps, which lie along axis 0, and the last state."""
+    added = _gates(step, x, w)
+    state = _like(added, state)
+    gates: Iterable[Tensors] = zip(*(part.unbind() for part in added), strict=True)
+    outputs: list[torch.Tensor] = []
+    for now in reversed(list(gates)) if backwards else gates:
+        state = step(now, state, w)
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if backwards else outputs), state
+
+
+def _layers(name: str, step: Cell) -> Callable[..., Tensors]:
+    def run(
+        input: torch.Tensor,
+        hx: Any,
+        params: Sequence[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Tensors:
+        states = (hx,) if name != "lstm" else hx
+        if isinstance(params, torch.Tensor) or isinstance(states, torch.Tensor):  # batch_sizes come second
+            raise SampleAxisError(
+                f"`{name}`: a packed sequence holds the samples of each step together, where they cannot be followed. "
+                "Pad the sequences to the same length and mask the loss."
+            )
+        x = input.transpose(0, 1) if batch_first else input
+        if x.ndim != 3 or any(h.shape[1:2] != x.shape[1:2] for h in states):  # torch does not broadcast either
+            shapes = ", ".join(str(tuple(y.shape)) for y in (input, *states))
+            raise ValueError(f"{name}: the input has three dimensions and one state for each sample; got {shapes}.")
+        directions = 2 if bidirectional else 1
+        width = len(params) // (num_layers * directions)
+        first = list(zip(*(h.unbind() for h in states), strict=True))
+        last: list[Tensors] = []
+        for layer in range(num_layers):
+            if layer > 0 and train and dropout != 0:
+                x = F.dropout(x, dropout)
+            outputs = []
+            for backwards in (False, True)[:directions]:
+                weights = _weights(params[len(last) * width :][:width], has_biases)
+                output, state = _unroll(step, x, first[len(last)], weights, backwards)
+                outputs.append(output)
+                last.append(state)
+            x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        x = x.transpose(0, 1) if batch_first else x
+        return (x, *(torch.stack(h) for h in zip(*last, strict=True)))
+
+    return run
+
+
+def _weights(params: Sequence[torch.Tensor], has_biases: bool) -> Weights:
+    w_ih, w_hh, *others = params
+    biases = others[:2] if has_biases else (None, None)
+    return Weights(w_ih, w_hh, *biases, *others[2 if has_biases else 0 :])
+
+
+def _cell(name: str, step: Cell) -> Callable[..., Any]:
+    def run(
+        input: torch.Tensor,
+        hx: Any,
+        w_ih: torch.Tensor,
+        w_hh: torch.Tensor,
+        b_ih: torch.Tensor | None = None,
+        b_hh: torch.Tensor | None = None,
+    ) -> Any:
+        weights = Weights(w_ih, w_hh, b_ih, b_hh)
+        gates = _gates(step, input, weights)
+        state = step(gates, _like(gates, (hx,) if name != "lstm_cell" else hx), weights)
+        return state if name == "lstm_cell" else state[0]
+
+    return run
+
+
+def _recurrent(func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A recurrent layer without cuDNN, whose kernels have no second derivative."""
+    with torch.backends.cudnn.flags(enabled=False):
+        return func(*args, **kwargs)
+
+
+_STEPS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
+
+
+def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:
+    """The initial states that a recurrent function is called with, each with the dimension of its sample axis."""
+    name = getattr(func, "__name__", "")
+    if name.removesuffix("_cell") not in _STEPS:
+        return []
+    hx = args[1] if isinstance(args[1], (tuple, list)) else args[1:2]
+    return [(h, 0 if name.endswith("cell") else 1) for h in hx]
+
+
+def _drops(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether there is dropout between the layers."""
+    return any(isinstance(a, float) and a > 0 for a in args)
+
+
+for _name, _step in _STEPS.items():
+    define(_name, composed=_layers(_name, _step), composed_if=step_by_step, twice=_recurrent, draws=_drops)
+    define(f"{_name}_cell", composed=_cell(f"{_name}_cell", _step), composed_if=step_by_step)
