@@ -87,14 +87,24 @@ class Computed:
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         self._known: dict[int, weakref.ref] = {}
+        self._alive = _FEW
         self.add(tensors)
 
+    def __reduce__(self) -> tuple:
+        return Computed, ((),)
+
     def add(self, tensors: Iterable[Any]) -> None:
-        self._known |= {id(x): weakref.ref(x) for x in tensors if isinstance(x, torch.Tensor)}
+        self._known.update({id(x): weakref.ref(x) for x in tensors if isinstance(x, torch.Tensor)})
+        if len(self._known) > 2 * self._alive:  # the others make place
+            self._known = {key: known for key, known in self._known.copy().items() if known() is not None}
+            self._alive = max(len(self._known), _FEW)
 
     def __contains__(self, x: torch.Tensor) -> bool:
         known = self._known.get(id(x))
         return known is not None and known() is x
+
+
+_FEW = 100
 
 
 def kept(parts: Iterable[nn.Module], computed: Computed | None) -> dict[int, str]:

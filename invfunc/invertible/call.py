@@ -13,7 +13,7 @@ from invfunc._functorch import saving_hooks, under, unwatched, version
 from invfunc._scripted import Interpreted
 from invfunc._uncompiled import Uncompiled
 from invfunc.errors import InverseError, InvFuncError, ReplayError
-from invfunc.invertible.like import Like, laid_out
+from invfunc.invertible.like import Like
 from invfunc.invertible.origins import Origins
 from invfunc.invertible.pair import Invertible
 from invfunc.invertible.recall import INVERSE, OUTSIDE, Exchanged, Other, Recall, Sight, Use
@@ -81,24 +81,25 @@ class Call:
 
     def first(self, xs: Tensors, rest: Tensors, closed: bool, evaluate: Evaluate | None = None) -> Any:
         """Evaluate forward for the first time, and note what it reads and writes besides its arguments."""
-        self._like = [Like(x.shape, x.dtype, x.device, x.stride()) for x in xs]
+        self._like = [Like.of(x) for x in xs]
         given = (*xs, *rest)
         self._start = self._moment(given)
 
         def noted(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             with unwatched():
                 tensors = tree.tensors((args, kwargs))
-                shapes = [(t.shape, t.stride()) for t in tensors]
+                like = [Like.of(t) for t in tensors]
                 before = self._moment(tensors).shared_with(self._last())
             with watch.within(index):
                 result = evaluated(watch, evaluate, index, fn, args, kwargs)
             with unwatched():
-                self.moments.append(Moment(fn, shapes, before, self._moment(tensors).shared_with(before)))
+                self.moments.append(Moment(fn, like, before, self._moment(tensors).shared_with(before)))
             return result
 
         self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, self.origins)
         with watch:
             y = self._forward(xs, rest, noted, watch)
+        self.report.known.left.add(watch.left(tree.tensors(y)))
         self.watch = None
         self._closure = None
         self.report.known.calls += 1
@@ -122,6 +123,7 @@ class Call:
             self._start.rewind()
             for generator, state in watch.drawn:
                 generator.set_state(state)
+        self.report.known.left.add(watch.left(()))
         return watch.closure()
 
     def take_back(self, why: str, way_out: str = "") -> None:
@@ -166,7 +168,7 @@ class Call:
         return y
 
     def _again(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool) -> tuple[Any, Recall]:
-        recall = Recall((*xs, *rest), self._others, self.followed, self._uses, {}, self.origins)
+        recall = Recall((*xs, *rest), self._others, self.followed, self._uses, {}, self.origins, self.report.known.left)
 
         def again(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             moment = self.moments[index]
@@ -219,7 +221,9 @@ class Call:
         own, lifts = self._own(rest)
         args, kwargs = self._rest.join(own)
         number = len(self.moments)
-        recall = Recall((*sources, *rest), self._others, self.followed, self._uses, exchanged, self.origins)
+        recall = Recall(
+            (*sources, *rest), self._others, self.followed, self._uses, exchanged, self.origins, self.report.known.left
+        )
 
         def backwards(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if index >= number:
@@ -228,12 +232,12 @@ class Call:
                 )
             moment = self.moments[number - 1 - index]
             tensors, form = tree.separate((args, kwargs))
-            if fn is not moment.fn or [t.shape for t in tensors] != [shape for shape, _ in moment.shapes]:
+            if fn is not moment.fn or [t.shape for t in tensors] != [like.shape for like in moment.like]:
                 raise InverseError(
                     f"evaluation {index} of the inverse is that of another shared function, or of other shapes, than "
                     f"evaluation {number - 1 - index} of forward. The inverse evaluates them in reverse order."
                 )
-            laid = [laid_out(t, stride) for t, (_, stride) in zip(tensors, moment.shapes, strict=True)]
+            laid = [like.given_to(t) for t, like in zip(tensors, moment.like, strict=True)]
             args, kwargs = form.join(laid)
             with moment.before.again(), recall.within(number - 1 - index):
                 result = evaluated(recall, evaluate, number - 1 - index, fn, args, kwargs)
@@ -270,7 +274,7 @@ class Call:
                 found.append(kept[i])
                 continue
             if isinstance(leaf, torch.Tensor) and like.is_like(leaf):
-                found.append(laid_out(leaf.to(like.dtype), like.stride))
+                found.append(like.given_to(leaf))
                 continue
             was = f"{list(like.shape)} {like.dtype} on {like.device}"
             if not isinstance(leaf, torch.Tensor):

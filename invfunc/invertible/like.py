@@ -18,12 +18,21 @@ def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 class Like(NamedTuple):
-    """What a tensor of x is like."""
+    """What a tensor is like that is computed again."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Like:
+        """What a tensor is like."""
+        return cls(tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+
+    def given_to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in the dtype, where that may be, and with the strides."""
+        return laid_out(tensor.to(self.dtype) if self.is_like(tensor) else tensor, self.stride)
 
     def is_like(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor may be it; one of a wider dtype has all of its digits."""

@@ -15,19 +15,14 @@ from invfunc._functorch import Memory, freed, leaf, level_of, unwatched, unwrapp
 from invfunc._scripted import Watcher
 from invfunc.errors import ReplayError
 from invfunc.invertible.origins import Origins
-from invfunc.invertible.outside import Outside, State
+from invfunc.invertible.outside import SHARDED, Outside, State, made_before
 from invfunc.invertible.slots import Held, Hooks
 from invfunc.operations.compositions import composition
+from invfunc.strays import Computed
 
 INVERSE = -2
 OUTSIDE = -1
 """The part of a function that is in none of its shared functions; these are counted from 0."""
-
-
-SHARDED = (
-    "Are parameters gathered anew for each call, as by fully_shard of a part of the block? Shard the module that holds "
-    "the whole block."
-)
 
 
 class Parts:
@@ -161,6 +156,7 @@ class Recall(Sight):
         uses: in which order states were read and written beside shared functions; the inverse, which may evaluate the
             same module several times, starts from the same states each time.
         exchanged: what the inverse finds in the place of what the function used.
+        left: what the function has made and left behind, where that is read, it has to take the place of another.
     """
 
     def __init__(
@@ -170,8 +166,10 @@ class Recall(Sight):
         followed: bool,
         uses: Sequence[Use],
         exchanged: Exchanged,
-        origins: Origins | None = None,
+        origins: Origins | None,
+        left: Computed,
     ) -> None:
+        self._left = left
         self._active = followed or bool(others)  # else it sees no call
         super().__init__(given if self._active else (), origins)
         self._followed = followed
@@ -302,10 +300,13 @@ class Recall(Sight):
         if id(tensor) not in found:
             order = self._others[self.part]
             if len(found) == len(order) or not order[len(found)].like(tensor):
+                if tensor in self._left:
+                    raise made_before(tensor)
                 raise ReplayError(
                     f"evaluated again, `{_name(self._calls)}` reads a tensor of shape {list(tensor.shape)} from "
                     "outside that the function did not read at this place the first time. Was a module put into eval "
-                    f"or train mode between forward and backward? Do that after the backward pass. {SHARDED}"
+                    "or train mode between forward and backward? Do that after the backward pass. Is anything computed "
+                    f"once and kept? Do that before, by a call under torch.no_grad(). {SHARDED}"
                 )
             other = order[len(found)]
             if not other.is_(tensor):

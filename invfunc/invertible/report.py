@@ -13,6 +13,7 @@ from invfunc import tree
 from invfunc._functorch import after_backward, backward_pass, innermost, levels
 from invfunc.errors import ArgumentError, InexactWarning, InverseError, InvFuncError, InvFuncWarning, ReplayError
 from invfunc.invertible.probe import ROUNDED, Error, near, precision
+from invfunc.strays import Computed
 from invfunc.transform import told
 
 
@@ -26,6 +27,10 @@ class Known:
     """Whether f turned out to close over tensors that need a gradient inside of torch.func."""
     calls: int = 0
     """How often it was called; the first time compiled parts are told of."""
+    left: Computed = field(default_factory=lambda: Computed(()))
+    """What it has made in its calls beside what it returned, which it may not read in another one."""
+    left_told: bool = False
+    """Whether it has been told that it leaves tensors behind that have no gradient."""
     inexact: bool = False
     """Whether it has been told that x does not come back."""
 
@@ -74,6 +79,18 @@ class Report:
             InvFuncWarning,
             stacklevel=2,
         )
+
+    def left(self, tensor: torch.Tensor) -> None:
+        """Tell of a tensor that has no gradient outside of the block."""
+        if not self.known.left_told:
+            self.known.left_told = True
+            warnings.warn(
+                f"{self.block!r}: the function leaves a tensor of shape {list(tensor.shape)} behind that it has "
+                "computed from its arguments, in an attribute or a list. Inside of torch.func it is a constant there, "
+                "as only what the block returns has a gradient: return it with y, or detach it.",
+                InvFuncWarning,
+                stacklevel=2,
+            )
 
     def compared(
         self,

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
+from invfunc.invertible.like import Like
 from invfunc.invertible.recall import Sight
 from invfunc.invertible.replay import Replay
 
@@ -18,10 +17,10 @@ Evaluate = Callable[[int, Callable, tuple, dict[str, Any]], Any]
 
 @dataclass
 class Moment:
-    """An evaluation of a shared function: which one, shapes and strides of what it got, and what was around it."""
+    """An evaluation of a shared function: which one, what the tensors are like that it got, and what was around it."""
 
     fn: Callable
-    shapes: list[tuple[torch.Size, tuple[int, ...]]]
+    like: list[Like]
     before: Replay
     after: Replay
 

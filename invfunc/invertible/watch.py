@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import leaf_level, level_of, storage_of, version
+from invfunc._functorch import innermost, leaf_level, level_of, storage_of, unwrapped, version
 from invfunc._scripted import Scripted
 from invfunc._uncompiled import compiled_within, here
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.invertible.origins import Origins
-from invfunc.invertible.outside import Outside, State, depends, targets, wrote
-from invfunc.invertible.recall import OUTSIDE, SHARDED, Other, Sight, Use
+from invfunc.invertible.outside import SHARDED, Outside, State, depends, made_before, targets, wrote
+from invfunc.invertible.recall import OUTSIDE, Other, Sight, Use
 from invfunc.invertible.report import Report
 from invfunc.invertible.slots import Hooks
+from invfunc.strays import Computed
 
 _NOISY = {torch.nn.functional.rrelu, torch.rrelu}
 """What saves a tensor before it is filled, which its version does not tell either."""
@@ -61,6 +62,10 @@ class Watch(Sight):
         self._closed = closed
         self._generators = generators
         self._report = report
+        own = given[: len(given) - len(self._closure.tensors)]
+        self._computed = Computed(own if closed else ())
+        """What was computed from arguments, inside of torch.func; what it closes over is not enough, as modules keep
+        what they compute of their parameters alone (weight_norm of old)."""
         self._versions = [version(tensor) for tensor in given]
         self._outside: dict[int, Outside] = {}
         self._order: dict[int, dict[int, tuple[Outside, State]]] = {}
@@ -97,6 +102,7 @@ class Watch(Sight):
         if lifted:
             args, kwargs = tree.map_tensors(lambda t: lifted.get(id(t), t), (args, kwargs))
         used = [t for t in read if id(t) in lifted or not self.knows(t)]
+        self._not_left(used)
         outer = [t for t in (lifted.get(id(t), t) for t in used) if not self.knows(t)]
         if self._closed and outer:
             self._refuse(func, outer)
@@ -125,6 +131,11 @@ class Watch(Sight):
         self._enter(result, outer)
         return self._named(result)
 
+    def _not_left(self, read: Iterable[torch.Tensor]) -> None:
+        for t in read:
+            if t in self._report.known.left:
+                raise made_before(t)
+
     def _called(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call, which draws as it will when it is differentiated."""
         if not self._closed or func not in _DROPOUTS:
@@ -135,10 +146,13 @@ class Watch(Sight):
 
     def _run(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         origins = self.origins
-        if origins is None or not origins.call(func, args, kwargs):
-            return self._called(func, args, kwargs)
+        followed = origins is not None and origins.call(func, args, kwargs)
         result = self._called(func, args, kwargs)
-        origins.made(result)
+        if origins is not None and followed:
+            origins.made(result)
+        if self._closed and getattr(func, "__name__", "") != "detach":
+            if any(t in self._computed for t in tree.tensors((args, kwargs))):
+                self._computed.add(tree.tensors(result))
         return result
 
     def __enter__(self) -> Watch:
@@ -202,6 +216,22 @@ class Watch(Sight):
                     "torch.func only arguments get gradients: pass it as one (of a module: functional(model)), or "
                     "detach it."
                 )
+
+    def left(self, outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What the function made, did not return, and somebody still has."""
+        returned = set[int]()
+        for t in (*self._given, *outputs):
+            inner: torch.Tensor | None = t
+            while inner is not None:
+                returned.add(id(inner))
+                inner = unwrapped(inner)
+        made = [known() for known in self._inside.values()]
+        left = [t for t in made if t is not None and id(t) not in returned]
+        memory = {storage_of(innermost(t)) for t in (*self._given, *outputs)} if left and self._closed else set()
+        for t in left:
+            if t in self._computed and t.is_floating_point() and storage_of(innermost(t)) not in memory:
+                self._report.left(t)
+        return left
 
     def wrote(self) -> bool:
         """Whether anything was written that outlives the function."""

@@ -1,0 +1,159 @@
+"""Tensors that the function of a block leaves behind: states that it replaces, what it keeps, losses on the side."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, vmap
+
+from invfunc import InvFuncWarning, ReplayError, additive_coupling, invertible_checkpoint
+from invfunc.testing import assert_trees_close
+from tests.strategies import Numbers
+
+X = Numbers(0)(3, 4)
+EXACT = 1e-9
+
+
+def as_it_is(pair):
+    return pair
+
+
+class Counting(nn.Module):
+    """A state that is replaced, or written in place."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.register_buffer("count", torch.ones((), dtype=torch.float64))
+        self.in_place = in_place
+
+    def forward(self, b):
+        if self.in_place:
+            self.count.add_(1)
+        else:
+            self.count = self.count + 1
+        return b.sin() / self.count.clone()
+
+
+class Keeping(nn.Module):
+    """A table that the first call computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.angle = None, nn.Parameter(Numbers(1)(4))
+
+    def forward(self, b):
+        if self.table is None:
+            self.table = torch.arange(4.0, dtype=torch.float64).cos()
+        return (b * self.angle).sin() * self.table
+
+
+def steps(part, wrap, calls=1):
+    """Gradients and states of some steps of training."""
+    block, found = wrap(additive_coupling(lambda b: part(b), torch.tanh)), []
+    for i in range(3):
+        x = (X * (i + 1)).requires_grad_()
+        state = (x, x.cos())
+        for _ in range(calls):
+            state = block(state)
+        (state[0].sin() * state[1]).sum().backward()
+        found += [x.grad, *(b.clone() for b in part.buffers())]
+    return found
+
+
+class TestStates:
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_of_one_call_for_each_backward_pass(self, in_place):
+        assert_trees_close(*(steps(Counting(in_place), wrap) for wrap in (invertible_checkpoint, as_it_is)), EXACT)
+
+    def test_that_are_replaced_by_several_calls_are_refused(self):
+        """What is evaluated again would set them back. The way out is to write them in place."""
+        with pytest.raises(ReplayError, match="made in an earlier call and left behind.*in place \\(self.count.add_"):
+            steps(Counting(False), invertible_checkpoint, calls=2)
+        assert_trees_close(*(steps(Counting(True), wrap, calls=2) for wrap in (invertible_checkpoint, as_it_is)), EXACT)
+
+    def test_in_torch_func(self):
+        block = invertible_checkpoint(additive_coupling(Counting(False), torch.tanh))
+        with pytest.raises(ReplayError, match="made in an earlier call and left behind"):
+            grad(lambda x: block(block((x, x)))[0].sum())(X)
+
+
+class TestWhatIsKept:
+    @pytest.mark.parametrize("calls", [1, 2])
+    def test_is_computed_before(self, calls):
+        with pytest.raises(ReplayError, match="kept.* before, by a call under torch.no_grad\\(\\)"):
+            steps(Keeping(), invertible_checkpoint, calls)
+        found = []
+        for wrap in (invertible_checkpoint, as_it_is):
+            part = Keeping()
+            with torch.no_grad():
+                part(X)
+            found.append(steps(part, wrap, calls))
+        assert_trees_close(*found, EXACT)
+
+
+class TestOnTheSide:
+    """A loss that the function puts into a list."""
+
+    def loss(self, wrap, side):
+        def part(b):
+            h = b.sin()
+            if side == "list":
+                losses.append(h.square().mean())
+            elif side == "detached":
+                losses.append(h.detach().mean())
+            return h
+
+        def returned(x, _):
+            a, b = x
+            return (a + b.sin(), b), b.sin().square().mean()
+
+        losses, block = [], wrap(additive_coupling(part, torch.tanh))
+
+        def loss(x):
+            losses.clear()
+            if side == "returned":
+                f_inv = lambda y, _: (y[0][0] - y[0][1].sin(), y[0][1])  # noqa: E731
+                g = invertible_checkpoint(returned, f_inv) if wrap is invertible_checkpoint else returned
+                (a, b), extra = g((x, x.cos()), None)
+                return (a * b).sum() + extra
+            a, b = block((x, x.cos()))
+            return (a * b).sum() + sum(losses)
+
+        return loss
+
+    @pytest.mark.parametrize("of", [grad, lambda f: vmap(grad(f))], ids=["grad", "vmap"])
+    def test_is_told_of_in_torch_func(self, of):
+        with pytest.warns(
+            InvFuncWarning, match="leaves a tensor of shape \\[\\] behind .* return it with y, or detach"
+        ):
+            of(self.loss(invertible_checkpoint, "list"))(X)
+
+    @pytest.mark.parametrize("side", ["returned", "detached", "nothing"])
+    def test_what_is_returned_or_detached_is_right(self, side):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found, wanted = (grad(self.loss(wrap, side))(X) for wrap in (invertible_checkpoint, as_it_is))
+        assert_trees_close(found, wanted, EXACT)
+
+    def test_has_its_gradient_in_plain_autograd(self):
+        found = []
+        for wrap in (invertible_checkpoint, as_it_is):
+            x = X.clone().requires_grad_()
+            found.append(torch.autograd.grad(self.loss(wrap, "list")(x), x))
+        assert_trees_close(*found, EXACT)
+
+
+def test_parts_of_a_narrower_dtype_than_they_become():
+    """The inverse gives them in the wider one; shared functions get them in the dtype that they had."""
+
+    def wide(b):
+        return b.sin() + torch.ones(4, dtype=torch.float64)
+
+    found = []
+    for wrap in (invertible_checkpoint, as_it_is):
+        x, w = X.float().requires_grad_(), torch.ones(4, requires_grad=True)
+        block = wrap(additive_coupling(lambda b, w=w: (b * w).tanh(), wide))
+        a, b = block((x, x * 2))
+        found.append(torch.autograd.grad((a * b).sum(), [x, w]))
+    assert_trees_close(*found, 1e-5)
