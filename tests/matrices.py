@@ -44,11 +44,11 @@ def fisher(losses: Callable, params: Any, *batch: Any) -> torch.Tensor:
     return rows.T @ rows
 
 
-def of(product: Callable, params: Any, *batch: Any) -> torch.Tensor:
-    """The matrix of a product, from one linearisation."""
+def of(product: Callable, params: Any, *batch: Any, along: torch.Tensor | None = None) -> torch.Tensor:
+    """The matrix of a product, from one linearisation, or what it makes of some directions: a column for each."""
     at = product.linearize(params, *batch)
-    units = torch.eye(flat(params).numel()).to(flat(params))
-    return torch.stack([flat(at(shaped(e, params))) for e in units], 1)
+    along = torch.eye(flat(params).numel()) if along is None else along
+    return torch.stack([flat(at(shaped(v, params))) for v in along.to(flat(params))], 1)
 
 
 def blocks(matrix: torch.Tensor, like: Any) -> list[torch.Tensor]:

@@ -166,7 +166,7 @@ MEETINGS = [
         "nab",
         lambda x, v, w: torch.fft.ifft(torch.fft.fft(x) @ torch.complex(v, w).diag()).real,
     ),
-    Form("kron(x, w)", "na", "ab", "n..", lambda x, w: torch.kron(x[:, None], w[None])),
+    Form("kron(x, w)", "na", "ab", "n..", lambda x, w: torch.kron(x[:, None], w[None].contiguous())),
     Form("w[:, i, j]", "#n", "avv", "na", lambda i, w: w[:, i, i].T),
     Form("w[i] of a mask", "#na", "vd", "nd", lambda i, w: _summed(i, lambda rows: w[rows])),
     Form(

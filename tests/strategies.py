@@ -31,6 +31,10 @@ class Numbers:
         return torch.randint(high, shape, generator=self.generator)
 
 
+def seeded(seed: int = 0, device: str | torch.device = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
 @dataclass(frozen=True, repr=False)
 class Case:
     """A model function `f(params, *inputs) -> [N, ...]` with arguments for it."""

@@ -14,9 +14,8 @@ import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, together, tree
 from invfunc.testing import assert_trees_close
 from tests.laws import composed, in_blocks
-from tests.loss.test_monte_carlo import seeded
 from tests.networks import LOSSES, network, networks, samples_loss, total
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 EXACT, FLOOR = 1e-9, 1e-6
 CURVATURE = {

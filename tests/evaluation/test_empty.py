@@ -1,16 +1,11 @@
 """Tensors without entries have results without entries, or zeros; what holds no numbers, or no samples, is refused."""
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 import invfunc
 from invfunc import ArgumentError, tree
-from tests.strategies import Numbers
-
-
-def generator():
-    return torch.Generator().manual_seed(0)
+from tests.strategies import Numbers, seeded
 
 
 def composed(make):
@@ -58,8 +53,8 @@ TRANSFORMS = {
     "fvp": product(invfunc.fvp),
     "ggn_block_product": blocks(invfunc.ggn_block_product),
     "hessian_block_product": blocks(invfunc.hessian_block_product),
-    "estimate_trace": lambda *f: invfunc.estimate_trace(invfunc.ggnvp(*f), probes=2, generator=generator()),
-    "estimate_diagonal": lambda *f: invfunc.estimate_diagonal(invfunc.hvp(*f), probes=2, generator=generator()),
+    "estimate_trace": lambda *f: invfunc.estimate_trace(invfunc.ggnvp(*f), probes=2, generator=seeded()),
+    "estimate_diagonal": lambda *f: invfunc.estimate_diagonal(invfunc.hvp(*f), probes=2, generator=seeded()),
 }
 FACTORS = ("kflr", "kfra", "kfac", "ekfac")
 LOSSES = {

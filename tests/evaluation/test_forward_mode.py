@@ -9,7 +9,7 @@ import invfunc
 from invfunc import tree
 from invfunc.testing import assert_trees_close
 from tests.networks import total
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 X, Y = Numbers(1)(4, 3), Numbers(2)(4, 2).sign()
 PARAMS = {"w": Numbers(3)(3, 2), "b": Numbers(4)(2)}
@@ -29,10 +29,6 @@ def f(params, x):
     return (x @ params["w"]).tanh() + params["b"]
 
 
-def generator():
-    return torch.Generator().manual_seed(0)
-
-
 V = {name: Numbers(5)(*p.shape) for name, p in PARAMS.items()}
 
 
@@ -50,7 +46,7 @@ TRANSFORMS = {
     "batch_diag_hessian": invfunc.batch_diag_hessian,
     "diag_ggn": invfunc.diag_ggn,
     "diag_ggn, dense": lambda *f: invfunc.diag_ggn(*f, method="dense"),
-    "diag_ggn, drawn": lambda *f: invfunc.diag_ggn(*f, mc_samples=2, generator=generator()),
+    "diag_ggn, drawn": lambda *f: invfunc.diag_ggn(*f, mc_samples=2, generator=seeded()),
     "batch_diag_ggn": invfunc.batch_diag_ggn,
     "sqrt_ggn": invfunc.sqrt_ggn,
     "ggn_trace": invfunc.ggn_trace,
@@ -60,8 +56,8 @@ TRANSFORMS = {
     "hvp": product(invfunc.hvp),
     "ggnvp": product(invfunc.ggnvp),
     "fvp": product(invfunc.fvp),
-    "fvp, drawn": lambda *f: product(invfunc.fvp, mc_samples=2, generator=generator())(*f),
-    "estimate_trace": lambda *f: invfunc.estimate_trace(invfunc.hvp(*f), probes=2, generator=generator()),
+    "fvp, drawn": lambda *f: product(invfunc.fvp, mc_samples=2, generator=seeded())(*f),
+    "estimate_trace": lambda *f: invfunc.estimate_trace(invfunc.hvp(*f), probes=2, generator=seeded()),
 }
 FIRST_ORDER = ("batch_grad", "batch_l2_grad", "variance", "clipped_grad", "gram")
 NO_GGN = ("soft margin",)  # of which no outputs are known

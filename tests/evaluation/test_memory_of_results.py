@@ -12,15 +12,11 @@ from torch import nn
 
 import invfunc
 from invfunc import chunked, functional, together, tree
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 
 def losses(f):
     return lambda p, x, y: F.mse_loss(f(p, x), y, reduction="none").flatten(1).sum(1)
-
-
-def seeded():
-    return torch.Generator().manual_seed(0)
 
 
 OF_LOSSES: dict[str, dict[str, Any]] = {

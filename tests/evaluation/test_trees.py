@@ -13,13 +13,9 @@ import torch.nn.functional as F
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, tree
 from invfunc.testing import assert_trees_close
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 EXACT = 1e-12
-
-
-def generator():
-    return torch.Generator().manual_seed(0)
 
 
 def model(params, x):
@@ -46,7 +42,7 @@ STATISTICS = {
     "ggn_trace": lambda f: invfunc.ggn_trace(f, F.mse_loss),
     "diag_hessian": lambda f: invfunc.diag_hessian(losses(f)),
     "batch_diag_hessian": lambda f: invfunc.batch_diag_hessian(losses(f)),
-    "kfac": lambda f: invfunc.kfac(f, F.mse_loss, generator=generator()),
+    "kfac": lambda f: invfunc.kfac(f, F.mse_loss, generator=seeded()),
     "kflr": lambda f: invfunc.kflr(f, F.mse_loss),
     "kfra": lambda f: invfunc.kfra(f, F.mse_loss),
     "ekfac": lambda f: invfunc.ekfac(f, F.mse_loss, fisher="exact"),
@@ -64,7 +60,7 @@ PRODUCTS = {
     "linearize": lambda f: lambda p, v, x, y: invfunc.linearize(losses(f))(p, x, y)[2](torch.ones_like(y[:, 0])),
     "jvp": lambda f: lambda p, v, x, y: invfunc.linearize(losses(f))(p, x, y)[1](v),
     "estimate_diagonal": lambda f: (
-        lambda p, v, x, y: invfunc.estimate_diagonal(invfunc.hvp(losses(f)), probes=2, generator=generator())(p, x, y)
+        lambda p, v, x, y: invfunc.estimate_diagonal(invfunc.hvp(losses(f)), probes=2, generator=seeded())(p, x, y)
     ),
 }
 

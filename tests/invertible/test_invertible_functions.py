@@ -15,11 +15,6 @@ from invfunc.testing import assert_trees_close
 from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, squares
 
 
-@pytest.fixture
-def same(dtype, device):
-    return partial(assert_same, dtype, device)
-
-
 class Exp(torch.autograd.Function):
     generate_vmap_rule = True
 

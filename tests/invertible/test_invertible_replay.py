@@ -10,12 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import grad, jacrev, vjp, vmap
 
 from invfunc import ReplayError, additive_coupling, invertible_checkpoint
-from tests.invertible_same import assert_same, f, f_inv, gradients, leaves, squares
-
-
-@pytest.fixture
-def same(dtype, device):
-    return partial(assert_same, dtype, device)
+from tests.invertible_same import f, f_inv, gradients, leaves, squares
 
 
 def masked(b):

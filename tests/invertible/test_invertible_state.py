@@ -9,12 +9,7 @@ from torch import nn
 from torch.func import grad
 
 from invfunc import Invertible, ModifiedError, ReplayError, additive_coupling, chain, invertible_checkpoint
-from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, squares
-
-
-@pytest.fixture
-def same(dtype, device):
-    return partial(assert_same, dtype, device)
+from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
 
 
 class Counting(nn.Module):

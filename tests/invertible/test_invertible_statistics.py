@@ -17,7 +17,7 @@ from invfunc import tree
 from invfunc.testing import assert_trees_close
 from tests.invertible.test_invertible_composition import Module, steps, turned
 from tests.invertible_cases import FLOOR, RTOL, Sizes, Twins, sizes, twins
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 CLASSES = 3
 
@@ -45,10 +45,6 @@ def of_losses(f: Callable) -> Callable:
     return lambda params, x, y: F.cross_entropy(f(params, x), y, reduction="none")
 
 
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
 def along(product: Callable) -> Callable:
     """A product with a matrix, as a function of the parameters and the batch."""
     return lambda params, *batch: product(params, turned(params), *batch)
@@ -71,7 +67,7 @@ FIRST = {
 CURVATURE = {
     "diag_ggn of f and loss": lambda f: i.diag_ggn(f, loss),
     "diag_ggn of f": lambda f: i.diag_ggn(of_loss(f)),
-    "diag_ggn, sampled": lambda f: lambda *args: i.diag_ggn(f, loss, mc_samples=2, generator=seeded())(*args),
+    "diag_ggn, sampled": lambda f: lambda *args: i.diag_ggn(f, loss, mc_samples=2, generator=seeded(3))(*args),
     "batch_diag_ggn": lambda f: i.batch_diag_ggn(f, loss),
     "diag_hessian": lambda f: i.diag_hessian(f, loss),
     "ggn_trace": lambda f: i.ggn_trace(f, loss),
@@ -99,7 +95,7 @@ COMPOSED = {
     "grad of diag_ggn": lambda f: grad(lambda p, x, y: total_of(i.diag_ggn(f, loss)(p, x, y))),
 }
 KRONECKER = {
-    "kfac": lambda f: lambda *args: i.kfac(f, loss, generator=seeded())(*args),
+    "kfac": lambda f: lambda *args: i.kfac(f, loss, generator=seeded(3))(*args),
     "kfac, exact": lambda f: i.kfac(f, loss, fisher="exact"),
     "kflr": lambda f: i.kflr(f, loss),
 }

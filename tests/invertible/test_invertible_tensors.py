@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 from collections import namedtuple
-from functools import partial
 
 import pytest
 import torch
@@ -14,12 +13,6 @@ from torch.func import grad, vmap
 
 from invfunc import additive_coupling, invertible_checkpoint, tree
 from tests.invertible_same import assert_same, f, g, gradients, leaves, squares
-
-
-@pytest.fixture
-def same(dtype, device):
-    return partial(assert_same, dtype, device)
-
 
 Pair = namedtuple("Pair", ["left", "right"])
 LEAVES = {

@@ -9,13 +9,8 @@ from torch import nn
 
 from invfunc import Grid, additive_coupling, chain, functional, invertible_checkpoint, momentum
 from invfunc.testing import assert_trees_close
-from tests.invertible_same import assert_same, gradients
+from tests.invertible_same import gradients
 from tests.strategies import Numbers
-
-
-@pytest.fixture
-def same(dtype, device):
-    return partial(assert_same, dtype, device)
 
 
 def in_threads(*runs):

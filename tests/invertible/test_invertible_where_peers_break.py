@@ -16,14 +16,8 @@ from invfunc import (
     invertible_checkpoint,
     layers,
 )
-from tests.invertible_same import assert_same, f, f_inv, g, gradients, leaves, squares
+from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
 from tests.strategies import Numbers
-
-
-@pytest.fixture
-def same(dtype, device):
-    return partial(assert_same, dtype, device)
-
 
 READS = {
     "x + g(x)": lambda h, x, w: x + h(x, w),

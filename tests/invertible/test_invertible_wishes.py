@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -26,13 +25,8 @@ from invfunc import (
 )
 from invfunc.invertible.slots import slot_of
 from invfunc.testing import assert_trees_close
-from tests.invertible_same import assert_same, g, gradients, leaves, squares
+from tests.invertible_same import g, gradients, leaves, squares
 from tests.strategies import Numbers
-
-
-@pytest.fixture
-def same(dtype, device):
-    return partial(assert_same, dtype, device)
 
 
 class TestMemory:

@@ -11,7 +11,7 @@ from invfunc import ArgumentError, tree
 from invfunc.loss.drawn import by
 from invfunc.testing import assert_trees_close
 from tests.laws import moved
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 PARAMS, X, Y = {"w": Numbers()(3, 2), "b": Numbers(1)(2)}, Numbers(2)(4, 3), Numbers(3)(4, 2).sigmoid()
 FUNCTIONS = {name: f for name in invfunc.__all__ if inspect.isfunction(f := getattr(invfunc, name))}
@@ -29,24 +29,20 @@ def f(params, x):
     return (x @ params["w"]).tanh() + params["b"]
 
 
-def seeded():
-    return torch.Generator().manual_seed(3)
-
-
 @pytest.mark.parametrize("name", DRAWING)
 def test_is_refused_where_nothing_is_drawn(name):
     make = getattr(invfunc, name)
     cases = [{"fisher": "exact"}, {"fisher": "empirical"}] if name in ALWAYS else [{}]
     for options in cases:
         with pytest.raises(ArgumentError, match=rf"{name}\(.*nothing is drawn"):
-            make(f, F.mse_loss, generator=seeded(), **options)
+            make(f, F.mse_loss, generator=seeded(3), **options)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", DRAWING)
 def test_of_the_cpu_draws_the_same_numbers_everywhere(name, loss, device):
     def found(*args):
-        t = getattr(invfunc, name)(f, LOSSES[loss], mc_samples=3, generator=seeded())
+        t = getattr(invfunc, name)(f, LOSSES[loss], mc_samples=3, generator=seeded(3))
         return t(args[0], *args[:1] * (name == "fvp"), *args[1:])
 
     args = PARAMS, X, Y
@@ -58,7 +54,7 @@ def test_of_the_cpu_draws_the_same_numbers_everywhere(name, loss, device):
 
 @pytest.mark.parametrize("draw", [torch.rand, torch.randn], ids=["rand", "randn"])
 def test_draws_where_it_is(draw):
-    there = by(seeded(), draw, (2, 3), torch.float32, torch.device("meta"))
+    there = by(seeded(3), draw, (2, 3), torch.float32, torch.device("meta"))
     assert there.is_meta and there.shape == (2, 3) and there.dtype == torch.float32
-    here = by(seeded(), draw, (2, 3), torch.float32, torch.device("cpu"))
-    assert torch.equal(here, draw(2, 3, generator=seeded()))
+    here = by(seeded(3), draw, (2, 3), torch.float32, torch.device("cpu"))
+    assert torch.equal(here, draw(2, 3, generator=seeded(3)))

@@ -20,14 +20,10 @@ from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.criteria import ELEMENTWISE, after_logarithms, cross_entropies, elementwise
 from tests.laws import composed, generic, in_blocks, moved
 from tests.networks import LOSSES, network, networks, total
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 RATE, DRAWS, EXACT = 1e-6, 4000, 1e-10
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean'")  # torch's, about kl_div
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def near(mean, spread, expected, draws):

@@ -8,8 +8,8 @@ from invfunc import ArgumentError, ArgumentTypeError, batch_diag_ggn, chunked, d
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.criteria import model
 from tests.laws import composed, generic, in_blocks
-from tests.loss.test_monte_carlo import EXACT, near, seeded, shifted
-from tests.strategies import Numbers
+from tests.loss.test_monte_carlo import EXACT, near, shifted
+from tests.strategies import Numbers, seeded
 
 
 def categorical(z, y):

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 @settings(max_examples=5)
 @given(data=st.data())
 def test_every_path_equals_the_loop(layer, data, device, dtype):
-    assert_every_path_equals_the_loop(data.draw(LAYERS[layer]), device, dtype)
+    assert_every_path_equals_the_loop(data.draw(LAYERS[layer]), device, dtype, drawn=True)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, partial(nn.EmbeddingBag, mode="sum")], ids=["Embedding", "Bag"])

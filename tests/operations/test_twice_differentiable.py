@@ -117,10 +117,15 @@ def arranged(called, device="cpu"):
     return f, params, x, rand(*f(params, x).shape).to(device)
 
 
-def differences(of, params, directions):
+def directions(params):
+    """Three of all parameters at once: matrices that differ differ along a drawn one."""
+    return Numbers(2)(3, len(flat(params)))
+
+
+def differences(of, params, along):
     """The derivatives of a function of the parameters in some directions, a row for each."""
     at, step, rows = flat(params), 1e-4, []
-    for d in step * directions.to(at):
+    for d in step * along.to(at):
         once, second_derivatives = (
             flat(of(matrices.shaped(at + k * d, params))) - flat(of(matrices.shaped(at - k * d, params)))
             for k in (1, 2)
@@ -150,8 +155,9 @@ def test_values_are_those_of_torch(device, called):
 @models
 def test_the_hessian_is_the_derivative_of_the_gradient(device, called):
     f, params, x, y = arranged(called, device)
-    wanted = differences(plain_slopes(f, x, y), params, torch.eye(len(flat(params))))
-    assert_near(matrices.of(hvp(f, F.mse_loss), params, x, y), wanted, 1e-6)
+    along = directions(params)
+    wanted = differences(plain_slopes(f, x, y), params, along).T
+    assert_near(matrices.of(hvp(f, F.mse_loss), params, x, y, along=along), wanted, 1e-6)
 
 
 FORWARD_MODE = {"mse_loss", "huber_loss", "soft_margin_loss"}
@@ -183,13 +189,14 @@ def test_every_form_in_which_it_is_right_has_a_model():
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_checkpoint_runs_the_same_again(device, called, product, requires_grad):
     f, params, x, y = arranged(called, device)
-    wanted = matrices.of(product(f, F.mse_loss), params, x, y)
+    along = directions(params)
+    wanted = matrices.of(product(f, F.mse_loss), params, x, y, along=along)
     params = tree.map_leaves(lambda p: p.clone().requires_grad_(requires_grad), params)
 
     def again(p, x):
         return checkpoint(f, p, x, use_reentrant=False)
 
-    assert_near(matrices.of(product(again, F.mse_loss), params, x, y), wanted, 1e-12)
+    assert_near(matrices.of(product(again, F.mse_loss), params, x, y, along=along), wanted, 1e-12)
 
 
 @models
@@ -210,11 +217,11 @@ def test_derivatives_of_several_products_at_once(device, called, product):
     def linearised(p):
         return vmap(product(f, F.mse_loss).linearize(p, *batch))(rows)
 
-    directions = Numbers(2)(3, len(flat(params))).to(x)
-    wanted = differences(one_by_one, params, directions)[:, 0]
+    along = directions(params).to(x)
+    wanted = differences(one_by_one, params, along)[:, 0]
     for at in (direct, linearised):
-        assert_near(directions @ flat(grad(lambda p, at=at: total(at(p)))(params)), wanted, 1e-6)
-    assert_near(directions @ flat(differentiated(linearised, (params,), [0])), wanted, 1e-6)
+        assert_near(along @ flat(grad(lambda p, at=at: total(at(p)))(params)), wanted, 1e-6)
+    assert_near(along @ flat(differentiated(linearised, (params,), [0])), wanted, 1e-6)
 
 
 NORMS = {

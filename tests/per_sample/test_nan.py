@@ -10,14 +10,10 @@ from torch.func import hessian, jacrev, vmap
 import invfunc
 from invfunc import ConvexityError, chunked, reduced, together, tree
 from tests import structures
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 N, BAD = 6, 2
 PLACES = ["input", "target", "parameter"]
-
-
-def generator():
-    return torch.Generator().manual_seed(0)
 
 
 def dense(params, x):
@@ -235,7 +231,7 @@ class TestStatistics:
     def test_of_drawn_columns(self, name, case):
         f, loss, args = posed(case)
         make, of = DRAWN[name]
-        got = make(f, loss, mc_samples=8, generator=generator())(*args)
+        got = make(f, loss, mc_samples=8, generator=seeded())(*args)
         assert_spoiled_alike(got, of(squares(f, loss)(*args)))
 
     @given(case=cases())
@@ -258,10 +254,10 @@ class TestStatistics:
 FACTORS = {
     "kflr": invfunc.kflr,
     "kfra": invfunc.kfra,
-    "kfac": lambda *f: invfunc.kfac(*f, generator=generator()),
+    "kfac": lambda *f: invfunc.kfac(*f, generator=seeded()),
     "empirical": lambda *f: invfunc.kfac(*f, fisher="empirical"),
     "ekfac": lambda *f: invfunc.ekfac(*f, fisher="exact"),
-    "ekfac, drawn": lambda *f: invfunc.ekfac(*f, generator=generator()),
+    "ekfac, drawn": lambda *f: invfunc.ekfac(*f, generator=seeded()),
 }
 
 
@@ -288,7 +284,7 @@ PRODUCTS = {
     "hvp": invfunc.hvp,
     "ggnvp": invfunc.ggnvp,
     "fvp": invfunc.fvp,
-    "fvp, drawn": lambda *f: invfunc.fvp(*f, mc_samples=2, generator=generator()),
+    "fvp, drawn": lambda *f: invfunc.fvp(*f, mc_samples=2, generator=seeded()),
 }
 
 
@@ -298,7 +294,7 @@ class TestProducts:
     def test_their_estimates_have_no_standard_error(self, name, loss):
         args, product = poisoned("dense", "input", torch.nan), PRODUCTS[name](dense, LOSSES[loss])
         for estimate in (invfunc.estimate_trace, invfunc.estimate_diagonal):
-            for leaf in tree.leaves(estimate(product, probes=3, generator=generator())(*args)):
+            for leaf in tree.leaves(estimate(product, probes=3, generator=seeded())(*args)):
                 assert leaf.isnan().all()
 
     def test_of_blocks(self):

@@ -28,15 +28,11 @@ from tests import matrices
 from tests.laws import moved
 from tests.matrices import assert_near, flat
 from tests.networks import LOSSES, network, networks, total
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 DISTRIBUTIONS = ["rademacher", "gaussian"]
 distributions = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 estimators = pytest.mark.parametrize("estimator", [estimate_trace, estimate_diagonal], ids=lambda t: t.__name__)
-
-
-def seeded(seed=0, device="cpu"):
-    return torch.Generator(device).manual_seed(seed)
 
 
 def of_matrix(params, v, matrix):

@@ -24,10 +24,9 @@ from invfunc import (
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close, loop_kfac
 from tests.laws import composed, in_blocks
-from tests.loss.test_monte_carlo import seeded
 from tests.networks import LOSSES, total
 from tests.reductions.test_kfac import MODULES, SHARINGS, assert_factors, built, matrices
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 EXACT, DERIVED = 1e-9, 1e-7
 CALLED = ["perceptron", "positions", "convolution", "layer norm", "a layer used twice"]

@@ -26,11 +26,11 @@ from invfunc import (
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close, dense_ggn, loop_kfra
 from tests.laws import composed, in_blocks
-from tests.loss.test_monte_carlo import near, seeded
+from tests.loss.test_monte_carlo import near
 from tests.modules import MODELS
 from tests.networks import CLASSES, LOSSES
 from tests.reductions.test_kfac import FLOOR, MODULES, SHARINGS, Applied, built, matrices
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 from tests.torch_layers import LAYERS
 
 EXACT = 1e-9

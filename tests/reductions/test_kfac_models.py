@@ -12,10 +12,9 @@ from torch import nn
 from invfunc import ekfac, functional, ggn_trace, kfac, kflr, tree
 from invfunc.testing import assert_trees_close, dense_ggn, peak_memory
 from tests.laws import composed, in_blocks
-from tests.loss.test_monte_carlo import seeded
 from tests.networks import LOSSES
 from tests.reductions.test_kfac import SHARINGS, matrices
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 EXACT, FLOOR = 1e-9, 1e-6
 sharings = pytest.mark.parametrize("sharing", SHARINGS)
