@@ -15,7 +15,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    """The examples of the docstrings are quick: one for each public function."""
+    """The examples of the docstrings are quick: one for each public function. Lessons, the longest, come first."""
+    items.sort(key=lambda item: item.path.stem != "test_notebooks")
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker("quick")

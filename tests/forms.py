@@ -88,6 +88,7 @@ ELEMENTWISE = [
     Form("add(x, w, alpha)", "anb", "b", "anb", lambda x, w: torch.add(x, w, alpha=-0.5)),
     Form("x - w", "nab", "", "nab", lambda x, w: x - w),
     Form("sub(w, x, alpha)", "nab", "a1", "nab", lambda x, w: torch.sub(w, x, alpha=2)),
+    Form("sub(x, w, alpha)", "nab", "a1", "nab", lambda x, w: torch.sub(x, w, alpha=2)),
     Form("rsub(x, w)", "na", "a", "na", lambda x, w: torch.rsub(x, w, alpha=3)),
     Form("x * w", "nab", "ab", "nab", lambda x, w: x * w),
     Form("w * x", "nab", "", "nab", lambda x, w: w * x),

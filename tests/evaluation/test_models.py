@@ -29,7 +29,7 @@ EXACT = 1e-10
 @settings(max_examples=6)
 @given(data=st.data())
 def test_every_path_equals_the_loop(model, data, device, dtype):
-    assert_every_path_equals_the_loop(data.draw(MODELS[model]), device, dtype)
+    assert_every_path_equals_the_loop(data.draw(MODELS[model]), device, dtype, drawn=True)
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss], ids=["cross_entropy", "mse_loss"])

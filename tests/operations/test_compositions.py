@@ -223,7 +223,7 @@ class TestSamplesAreFollowed:
             return torch.cat([z.flatten(1) for z in ours], 1)
 
         case = Case(f"{module}", f, at, (x, *states), (0 if first else 1, *[1] * len(states)))
-        assert_every_path_equals_the_loop(case, device, dtype)
+        assert_every_path_equals_the_loop(case, device, dtype, drawn=True)
 
     @pytest.mark.parametrize("name", CELLS)
     @settings(max_examples=3)
@@ -238,7 +238,9 @@ class TestSamplesAreFollowed:
             return torch.cat(out, 1) if several else out
 
         inputs = (rand(n, width), *(rand(n, hidden) for _ in range(1 + several)))
-        assert_every_path_equals_the_loop(Case(f"{module}", f, weights, inputs, (0,) * len(inputs)), device, dtype)
+        assert_every_path_equals_the_loop(
+            Case(f"{module}", f, weights, inputs, (0,) * len(inputs)), device, dtype, drawn=True
+        )
 
     @pytest.mark.parametrize("mode", MODES)
     @settings(max_examples=5)
@@ -252,7 +254,7 @@ class TestSamplesAreFollowed:
 
         inputs = (rand.below(3, n, length), *([rand(n, length)] if weighted else []))
         case = Case(f"{mode} of bags", f, rand(3, 2), inputs, (0,) * len(inputs))
-        assert_every_path_equals_the_loop(case, device, dtype)
+        assert_every_path_equals_the_loop(case, device, dtype, drawn=True)
 
 
 WORDS, TABLE = torch.zeros(2, 3, dtype=torch.long), torch.ones(4, 2)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -88,6 +89,16 @@ def inferred(at, v):
         return at(tree.map_leaves(torch.clone, v))
 
 
+@cache
+def matrix_of(product):
+    """That of a convolutional network for all maps of it."""
+    net, loss = network("convolution", 3), LOSSES[0]
+    if product in ("jvp", "vjp"):
+        rows = matrices.jacobian(net.f, net.params, net.x)
+        return rows if product == "jvp" else rows.T
+    return matrices.of(MAKING[product][0](net.f, loss), net.params, net.x, loss.target(Numbers(1), 3))
+
+
 @pytest.mark.parametrize("how", MAPS)
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("product", ["hvp of f", "ggnvp of f", "fvp of f and loss", "jvp", "vjp"])
@@ -97,13 +108,11 @@ def test_a_linearisation_may_be_composed_later(how, requires_grad, product):
     batch = (net.x, loss.target(Numbers(1), 3))
     if product in ("jvp", "vjp"):
         _, *both = linearize(net.f)(params, net.x)
-        at, rows = both[product == "vjp"], matrices.jacobian(net.f, net.params, net.x)
-        matrix, like, into = (rows, net.params, torch.zeros(3, 3)) if product == "jvp" else (rows.T, None, net.params)
-        like = torch.zeros(3, 3) if like is None else like
+        at, outputs = both[product == "vjp"], torch.zeros(3, 3)
+        like, into = (net.params, outputs) if product == "jvp" else (outputs, net.params)
     else:
-        make, _ = MAKING[product]
-        at, like, into = make(net.f, loss).linearize(params, *batch), net.params, net.params
-        matrix = matrices.of(make(net.f, loss), net.params, *batch)
+        at, like, into = MAKING[product][0](net.f, loss).linearize(params, *batch), net.params, net.params
+    matrix = matrix_of(product)
     v = tree.map_leaves(lambda p: Numbers(3)(*p.shape), like)
     found = composed(at, v)
     wanted = composed(lambda v: matrices.shaped(matrix @ flat(v), into), v)

@@ -34,7 +34,7 @@ class Code(nn.Module):
         return self.decoder(h.tanh()), self.head(h), h
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
 def test_in_chunks(over, data):
@@ -48,7 +48,7 @@ def test_in_chunks(over, data):
     assert_as_dense(divided, args, refusable=net.called in MOVED)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_some_samples(data):
     net = data.draw(ANY)
@@ -58,7 +58,7 @@ def test_some_samples(data):
     assert_as_dense(partial(make, *functions, samples=chosen), args)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_several_statistics_at_once(data):
     net = data.draw(ANY)
@@ -72,7 +72,7 @@ def test_several_statistics_at_once(data):
     assert_as_dense(make, args, refusable=net.called in MOVED)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_what_is_kept_of_each_parameter(data):
     functions, args = arranged(data, data.draw(ANY))
@@ -80,7 +80,7 @@ def test_what_is_kept_of_each_parameter(data):
     assert_as_dense(lambda method: reduced(made(*functions, method=method), lambda path, x: len(path) * x.sum()), args)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_in_single_precision(data):
     functions, args = arranged(data, data.draw(ANY))
@@ -105,7 +105,7 @@ def test_samples_along_other_axes(data):
 
 
 class TestSeveralOutputs:
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(data=st.data(), packed=st.booleans(), above=st.booleans())
     def test_of_two_networks_or_of_one_on_the_other(self, data, packed, above):
         net, other = data.draw(NETWORKS["perceptron"]), data.draw(NETWORKS["perceptron"])
