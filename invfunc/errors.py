@@ -38,6 +38,8 @@ def samples_lost(reason: str, unknown: bool) -> SampleAxisError:
     text = f"the samples are not kept apart at {reason}. Keep them apart up to the loss"
     if unknown:
         text += ", or return the [N] losses of the samples from a function that also works on a batch of one"
+    else:
+        text += "; of a loss that mixes them (a contrastive one) there are the products `hvp(f)` and `ggnvp(f, loss)`"
     error = SampleAxisError(text + ".")
     error.unknown, error.reason = unknown, reason
     return error

@@ -113,4 +113,7 @@ class InEigenbasis(Block):
         return a[0], a[1] + b[1]
 
     def finish(self, state: State, found: Found) -> list[Any]:
-        return [None if state[0] is None else replace(state[0], values=state[1])]
+        matrix, values = state
+        if matrix is None:
+            return [None]
+        return [matrix.eigen() if values is None else replace(matrix, values=values)]

@@ -6,7 +6,19 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import ConvexityError, fvp, ggn_block_product, ggnvp, hvp, outputs, tree
+from invfunc import (
+    ConvexityError,
+    SampleAxisError,
+    batch_grad,
+    diag_ggn,
+    fvp,
+    ggn_block_product,
+    ggnvp,
+    hvp,
+    kflr,
+    outputs,
+    tree,
+)
 from tests import matrices
 from tests.criteria import model
 from tests.laws import composed
@@ -54,6 +66,21 @@ class TestSamples:
         wanted = matrices.ggn(f, loss, params, x, y)
         assert_near(matrices.of(ggnvp(f, loss, in_dims=(0, None)), params, x, y), wanted, 1e-8)
         assert_near(matrices.of(ggnvp(f, loss), params, x, y), wanted, 1e-8)  # 4 samples and 3: none are told apart
+
+    @pytest.mark.parametrize("make", [batch_grad, diag_ggn, kflr], ids=lambda make: make.__name__)
+    def test_of_a_contrastive_loss_are_mixed_and_the_error_says_what_there_is(self, make):
+        f, params = model((3,))
+        x, y = Numbers(1)(4, 2), torch.arange(4)
+
+        def similarities(p, x):
+            return f(p, x) @ f(p, x.flip(1)).T
+
+        loss = composed(similarities, F.cross_entropy)
+        with pytest.raises(SampleAxisError, match=r"multiplies samples .*`hvp\(f\)` and `ggnvp\(f, loss\)`"):
+            make(loss)(params, x, y)
+        assert_near(matrices.of(hvp(loss), params, x, y), matrices.hessian(loss, params, x, y), 1e-8)
+        wanted = matrices.ggn(similarities, F.cross_entropy, params, x, y)
+        assert_near(matrices.of(ggnvp(similarities, F.cross_entropy), params, x, y), wanted, 1e-8)
 
     def test_are_mixed_by_a_loss_that_draws_as_one_call_of_it_does(self):
         f, params = model((3,))

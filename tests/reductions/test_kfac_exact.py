@@ -289,3 +289,14 @@ def test_a_bias_of_groups_has_a_factor_of_all_channels():
     x, w, b, target = rand(1, 2, 1), rand(2, 2, 1), rand(4), rand(1, 4, 1)
     found = kflr(lambda p, x: F.conv_transpose1d(x, p[0], p[1], groups=2), F.mse_loss)((w, b), x, target)[1]
     assert_trees_close(found.dense(), torch.eye(4).to(x) / 2, EXACT)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_ekfac_of_a_parameter_without_curvature_has_eigenvectors_and_eigenvalues_zero(fisher):
+    params = {"w": Numbers(1)(3, 1), "unused": Numbers(2)(2, 3), "scalar": Numbers(3)()}
+    found = ekfac(lambda p, x: x @ p["w"], F.cross_entropy, fisher=fisher)(
+        params, Numbers(4)(5, 3), torch.zeros(5, dtype=torch.long)
+    )
+    for name, p in params.items():  # one class has no curvature at all
+        assert found[name].values is not None and not found[name].values.any()
+        assert_trees_close(found[name].solve(p, damping=0.5), 2 * p, EXACT)
