@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._functorch import checkpointing
-from invfunc.operations.calls import QUERIES, function_name, read_by
+from invfunc.operations.calls import QUERIES, read_by
+from invfunc.operations.naming import function_name
 from invfunc.recording.random import Draws
 
 _QUERIES = QUERIES | {"get:grad"}
@@ -53,7 +54,7 @@ class Strays(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name, kwargs = function_name(func), kwargs or {}
-        self._draws.before(name, args, kwargs)
+        self._draws.before(func, args, kwargs)
         if not self.recomputing and checkpointing():
             raise RecomputedError
         if name not in _QUERIES:

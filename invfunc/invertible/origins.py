@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from invfunc import tree
 from invfunc._scripted import Scripted
 from invfunc.invertible.outside import may_write
-from invfunc.operations.calls import QUERIES, function_name
+from invfunc.operations.calls import QUERIES
+from invfunc.operations.naming import function_name
 from invfunc.recording.random import may_draw
 
 Origin = tuple[int, int]

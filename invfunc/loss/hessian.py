@@ -131,7 +131,7 @@ def _class_dim(term: LossTerm) -> int:
     x = term.input
     if term.kind == "softmax":
         return 0 if x.ndim == 1 else 1
-    dim = term.call.arg(1, "dim")
+    dim = term.call.arg("dim")
     if dim is None:
         raise SplitError("`log_softmax` needs its dim said.")
     return dim % x.ndim
@@ -144,11 +144,11 @@ def _over_classes(term: LossTerm, slope: torch.Tensor) -> torch.Tensor:
 def _class_weight(term: LossTerm, slope: torch.Tensor) -> torch.Tensor:
     """k of a cross entropy: the weight of the targets at each position, in the scale of the reduction."""
     call = term.call
-    x, target = term.input, call.arg(1, "target")
+    x, target = term.input, call.arg("target")
     dim = _class_dim(term)
     classes = x.shape[dim]
-    weights, ignore = call.arg(2, "weight"), call.arg(4, "ignore_index", -100)
-    smoothing = call.arg(7, "label_smoothing", 0.0)
+    weights, ignore = call.arg("weight"), call.arg("ignore_index", -100)
+    smoothing = call.arg("label_smoothing", 0.0)
     reduced = reduction(call)
     w = x.new_ones(classes) if weights is None else weights.to(x.dtype)
     if target.is_floating_point():

@@ -35,9 +35,7 @@ def along(call: Call) -> Place | list[Place]:
         raise Unknown("other arguments than its input depend on the samples")
     if call.name == "unfold" and getattr(call.func, "__module__", None) == "torch.nn.functional":
         return leading(call, x.ndim - 1)
-    default = -1 if call.name in ("glu", "sort", "argsort", "diff") else None
-    position = {"topk": 2, "roll": 2, "diff": 2}.get(call.name, 1)
-    dim = call.arg(position, "dim", call.kwargs.get("dims", -1 if call.name == "topk" else default))
+    dim = call.arg("dim", -1 if call.name in _LAST else None)
     if call.name == "flip" and len(call.args) > 2:
         dim = call.args[1:]
     if call.name in ("flip", "roll") and axis.dim in dims_of(x, dim) and not ordered(call, axis):
@@ -51,6 +49,8 @@ def along(call: Call) -> Place | list[Place]:
     return out
 
 
+_LAST = {"glu", "sort", "argsort", "topk", "diff"}
+"""Which take the last dimension if none is given."""
 _RANKS = {"sort", "argsort", "topk"}
 
 

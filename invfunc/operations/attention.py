@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, Mixed, Place
+from invfunc.operations.naming import argument
 from invfunc.operations.operation import define
 from invfunc.operations.pointwise import entry_by_entry, pointwise
 from invfunc.operations.receptive_fields.step import (
@@ -57,11 +58,11 @@ def _attended(step: Step, out: torch.Tensor) -> Rows | list[Rows]:
     return [joined(*parts, None if mask is None else raised(most(mask, (mask.ndim - 1,)), out.ndim))]
 
 
-def _drops(args: tuple, kwargs: dict[str, Any]) -> bool:
-    return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+def _drops(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    return bool(argument(func, args, kwargs, "dropout_p"))
 
 
 define("scaled_dot_product_attention", batch_axis=attention, twice=_unfused, paired=entry_by_entry, draws=_drops)
 define([f"_scaled_dot_product_{kernel}" for kernel in _KERNELS.split()], receptive_field=_attended)
 define("_transformer_encoder_layer_fwd _native_multi_head_attention", receptive_field=_fused_attention)
-define("multi_head_attention_forward", draws=lambda args, kwargs: False)  # it is opened
+define("multi_head_attention_forward", draws=lambda func, args, kwargs: False)  # it is opened

@@ -31,18 +31,6 @@ EXITS = {"set", "dlpack", "to_dlpack"}
 CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "new_tensor", "deepcopy"}
 
 
-@lru_cache(maxsize=4096)
-def function_name(func: Callable) -> str:
-    """`relu` for F.relu, torch.relu_, aten.relu.default; `get:T` for the attribute T; `getitem` for the operator."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return "get:" + getattr(getattr(func, "__self__", None), "__name__", "")
-    base, _, overload = name.partition(".")
-    if overload and torch.Tag.pointwise not in func.tags and base != "copy_":  # of aten, whose arguments are others
-        return name
-    return base.strip("_")
-
-
 def spelled(name: str | None) -> str:
     """The name of a call in an error."""
     if not name or name.startswith(("get:_", "reduce")):

@@ -44,13 +44,13 @@ def _bias(d: int) -> Recipe:
 
 def _options(call: Call, names: str) -> list[Any]:
     defaults = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0}
-    return [call.arg(i + 2, name, defaults[name]) for i, name in enumerate(names.split())]
+    return [call.arg(name, defaults[name]) for name in names.split()]
 
 
 def convolution(site: Site, param: torch.Tensor) -> Recipe | None:
     """`G[o, i] = sum_p cotangent[o, p] * patches(x)[i, p]` for each group."""
     call, d = site.call, int(site.call.name[4])
-    x, weight = call.arg(0, "input"), call.arg(1, "weight")
+    x, weight = call.arg("input"), call.arg("weight")
     bias, stride, padding, dilation, groups = _options(call, "bias stride padding dilation groups")
     if param is bias and param is not weight:
         return _bias(d)
@@ -86,7 +86,7 @@ def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
     With stride 1 it is a convolution with the mirrored kernel too, and patches of x serve all columns.
     """
     call, d = site.call, int(site.call.name[14])
-    x, weight = call.arg(0, "input"), call.arg(1, "weight")
+    x, weight = call.arg("input"), call.arg("weight")
     names = "bias stride padding output_padding groups dilation"
     bias, stride, padding, extra, groups, dilation = _options(call, names)
     if param is bias and param is not weight:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, Unknown, leading
+from invfunc.operations.naming import argument
 from invfunc.operations.operation import define
 from invfunc.operations.pointwise import entry_by_entry
 from invfunc.operations.receptive_fields.regions import blank
@@ -151,9 +152,9 @@ def _reads(
     return None if same else index
 
 
-def _drawn_places(args: tuple, kwargs: dict[str, Any]) -> bool:
+def _drawn_places(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether the places of the pools are drawn, as they are not given."""
-    return (args[5] if len(args) > 5 else kwargs.get("_random_samples")) is None
+    return argument(func, args, kwargs, "_random_samples") is None
 
 
 def _spatial(d: int) -> Callable[..., Any]:

@@ -81,8 +81,8 @@ def setitem(call: Call) -> Place:
 
 
 def index_put(call: Call) -> Place:
-    indices = tuple(slice(None) if i is None else i for i in call.arg(1, "indices"))
-    return written(call, spelled(call, call.first, indices), call.arg(2, "values"))
+    indices = tuple(slice(None) if i is None else i for i in call.arg("indices"))
+    return written(call, spelled(call, call.first, indices), call.arg("values"))
 
 
 def written(call: Call, index: Index, value: Any) -> Place:
@@ -106,13 +106,13 @@ def written(call: Call, index: Index, value: Any) -> Place:
 
 
 def masked_select(call: Call) -> Place:
-    x, mask = call.first, call.arg(1, "mask")
+    x, mask = call.first, call.arg("mask")
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     return _located(call, [samples_of(call, t).expand(shape)[mask.expand(shape)] for t in (x, mask)])
 
 
 def masked_scatter(call: Call) -> Place:
-    x, mask, source = call.first, call.arg(1, "mask"), call.arg(2, "source")
+    x, mask, source = call.first, call.arg("mask"), call.arg("source")
     samples, mask = samples_of(call, x).expand(call.out.shape), mask.expand(call.out.shape)
     found = located(samples.masked_scatter(mask, samples_of(call, source).contiguous()), call.n)
     if isinstance(found, Axis) and not agree(spread(found, call.out.shape, call.n, x.device), [samples]):
@@ -129,12 +129,12 @@ def nonzero(call: Call) -> Place | list[Place]:
 
 def take(call: Call) -> Place:
     samples = samples_of(call, call.first).reshape(-1)
-    return _located(call, spelled(call, samples, call.arg(1, "index")).read(samples, samples.shape))
+    return _located(call, spelled(call, samples, call.arg("index")).read(samples, samples.shape))
 
 
 def index_select(call: Call) -> Place:
-    x, index = call.first, call.arg(2, "index")
-    dim, axis = call.arg(1, "dim") % max(x.ndim, 1), call.place(x)
+    x, index = call.first, call.arg("index")
+    dim, axis = call.arg("dim") % max(x.ndim, 1), call.place(x)
     if isinstance(axis, Axis) and call.place(index) is None:
         if axis.dim != dim or (ordered(call, axis) and call.out.shape == x.shape):
             return axis
@@ -145,7 +145,7 @@ def index_select(call: Call) -> Place:
 def gather(call: Call) -> Place:
     x = call.first
     many = call.name == "take_along_dim"
-    index, dim = call.arg(1 if many else 2, "indices" if many else "index"), call.arg(2 if many else 1, "dim")
+    index, dim = call.arg("indices" if many else "index"), call.arg("dim")
     axis = call.place(x)
     if dim is not None and x.ndim and all(a == axis for _, a in call.samples) and call.out.ndim == x.ndim:
         assert isinstance(axis, Axis) and axis.dim is not None
@@ -167,9 +167,9 @@ def gather(call: Call) -> Place:
 
 def along_index(call: Call) -> Place:
     """`x[:, index] = source` along a dimension, or added to it."""
-    x, index = call.first, call.arg(2, "index")
-    dim = call.arg(1, "dim") % max(x.ndim, 1)
-    source = call.arg(3, "value" if call.name == "index_fill" else "source")
+    x, index = call.first, call.arg("index")
+    dim = call.arg("dim") % max(x.ndim, 1)
+    source = call.arg("value" if call.name == "index_fill" else "source")
     axes = {a for t in (x, source) if isinstance(t, torch.Tensor) and (a := call.place(t)) is not None}
     if len(axes) == 1 and call.place(index) is None:
         (axis,) = axes
@@ -180,9 +180,9 @@ def along_index(call: Call) -> Place:
 
 def scattered(call: Call) -> Place:
     """`x[i, index[i, j]] = source[i, j]`, or added to it."""
-    x, index, axis = call.first, call.arg(2, "index"), call.place(call.first)
-    source = call.kwargs.get("value", call.arg(3, "src"))
-    dim = call.arg(1, "dim") % max(x.ndim, 1)
+    x, index, axis = call.first, call.arg("index"), call.place(call.first)
+    source = call.arg("value", call.arg("src"))
+    dim = call.arg("dim") % max(x.ndim, 1)
     (first, *others) = {a for _, a in call.samples}
     assert isinstance(first, Axis)
     constants_met = [t for t in (index, source) if isinstance(t, torch.Tensor) and t.ndim]

@@ -43,7 +43,7 @@ def batched(call: Call) -> Place:
     arguments = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.Tensor)]
     last = [_LAST[call.name] - (i in _VECTORS.get(call.name, ())) for i in range(len(arguments))]
     if call.name in ("linalg_solve", "linalg_solve_ex", "linalg_lstsq"):
-        a, b = call.arg(0, "A", call.kwargs.get("input")), call.arg(1, "B", call.kwargs.get("b"))
+        a, b = call.arg("A", call.arg("input")), call.arg("B", call.arg("b"))
         vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
         last = [2 - (x is b and vector) for x in arguments]
     return _batch(call, arguments, last)
@@ -79,11 +79,11 @@ def _batch(call: Call, arguments: list[torch.Tensor], last: list[int]) -> Place:
 
 def searched(call: Call) -> Place:
     first, second = ("sorted_sequence", "input") if call.name == "searchsorted" else ("input", "boundaries")
-    given = call.arg(0, first), call.arg(1, second)
+    given = call.arg(first), call.arg(second)
     row, x = given if call.name == "searchsorted" else given[::-1]
     if row.ndim == 1 and call.place(row) is None:
         return call.place(x)
-    if not isinstance(x, torch.Tensor) or call.arg(2, "sorter", None) is not None:
+    if not isinstance(x, torch.Tensor) or call.arg("sorter", None) is not None:
         raise Unknown("it searches in sequences that depend on the samples")
     return _batch(call, [row, x], [1, 1])
 
@@ -91,33 +91,24 @@ def searched(call: Call) -> Place:
 # Along dimensions that are given
 
 
-_ALONG: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys((f"fft_{kind}" for kind in "fft ifft rfft irfft hfft ihfft".split()), (2, -1)),
-    **dict.fromkeys((f"fft_{kind}2" for kind in "fft ifft rfft irfft hfft ihfft".split()), (2, (-2, -1))),
-    **dict.fromkeys((f"fft_{kind}n" for kind in "fft ifft rfft irfft hfft ihfft".split()), (2, None)),
-    "fft_fftshift": (1, None),
-    "fft_ifftshift": (1, None),
-    "msort": (9, 0),
-    "linalg_cross": (2, -1),
-    "cross": (2, None),
-    "cumulative_trapezoid": (9, -1),
-    "gradient": (9, None),
+_TRANSFORMS = "fft ifft rfft irfft hfft ihfft".split()
+_ALONG: dict[str, Any] = {
+    **dict.fromkeys((f"fft_{kind}" for kind in _TRANSFORMS), -1),
+    **dict.fromkeys((f"fft_{kind}2" for kind in _TRANSFORMS), (-2, -1)),
+    **dict.fromkeys((f"fft_{kind}n" for kind in _TRANSFORMS), None),
+    **dict.fromkeys("fft_fftshift fft_ifftshift cross gradient quantile nanquantile aminmax".split(), None),
+    **dict.fromkeys("linalg_cross cumulative_trapezoid trapezoid trapz linalg_vecdot".split(), -1),
+    "linalg_matrix_norm": (-2, -1),
+    "msort": 0,
 }
-"""The position of the dimensions among the arguments, and which they are if they are not given; None: all."""
-_ALONG |= {"trapezoid": (9, -1), "trapz": (9, -1), "linalg_vecdot": (9, -1), "linalg_matrix_norm": (2, (-2, -1))}
-_ALONG |= {"quantile": (2, None), "nanquantile": (2, None), "aminmax": (9, None)}
-
+"""Which dimensions they are if none are given; None: all."""
 _REDUCE = {"trapezoid", "trapz", "linalg_vecdot", "linalg_matrix_norm", "quantile", "nanquantile", "aminmax"}
-
-_KEEP = {"linalg_matrix_norm": 3, "quantile": 3, "nanquantile": 3, "aminmax": 9}
-"""The position of keepdim."""
 
 
 def along_given(call: Call) -> Place:
-    position, default = _ALONG[call.name]
     arguments = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.Tensor)]
     ndim = max(x.ndim for x in arguments)
-    dims = _dims(call, call.arg(position, "dim", default), ndim)
+    dims = _dims(call, call.arg("dim", _ALONG[call.name]), ndim)
     found = {a.at(a.dim - x.ndim + ndim) for x, a in call.samples if isinstance(a, Axis) and a.dim is not None}
     if len(found) != 1:
         raise Mixed("its arguments have their samples along different axes")
@@ -127,16 +118,16 @@ def along_given(call: Call) -> Place:
         if not call.active:
             return BATCH_SUM if call.name in _REDUCE else axis
         raise Mixed("it computes along the sample axis")
-    if call.name not in _REDUCE or call.arg(_KEEP.get(call.name, 9), "keepdim", False):
+    if call.name not in _REDUCE or call.arg("keepdim", False):
         dims = set()
-    several = call.name.endswith("quantile") and isinstance(q := call.arg(1, "q"), torch.Tensor) and q.ndim > 0
+    several = call.name.endswith("quantile") and isinstance(q := call.arg("q"), torch.Tensor) and q.ndim > 0
     return axis.at(axis.dim - sum(d < axis.dim for d in dims) + several)
 
 
 def _dims(call: Call, given: Any, ndim: int) -> set[int]:
     if call.name == "cross" and given is None:
         given = next((d for d, size in enumerate(call.out.shape) if size == 3), 0)
-    sizes = call.arg(1, "s") if call.name.startswith("fft_") and call.name.endswith("n") else None
+    sizes = call.arg("s") if call.name.startswith("fft_") and call.name.endswith("n") else None
     if given is None and sizes is not None:
         given = range(-len(sizes), 0)
     if given is None:
@@ -145,7 +136,7 @@ def _dims(call: Call, given: Any, ndim: int) -> set[int]:
 
 
 def renorm(call: Call) -> Place:
-    axis, dim = call.place(call.first), call.arg(2, "dim")
+    axis, dim = call.place(call.first), call.arg("dim")
     if not isinstance(axis, Axis) or axis.dim != dim % call.first.ndim:
         raise Mixed("it computes norms across the sample axis")
     return axis
@@ -165,7 +156,7 @@ def as_strided(call: Call) -> Place:
 def _compared(call: Call) -> Place:
     axis, ndim = pointwise(call), max(x.ndim for x, _ in call.samples)
     default = -1 if call.name == "pairwise_distance" else 1
-    dim = call.arg(2, "dim", default) if call.name == "cosine_similarity" else default
+    dim = call.arg("dim", default) if call.name == "cosine_similarity" else default
     if tree.tensors(call.out)[0].ndim == ndim:
         return axis
     assert isinstance(axis, Axis)

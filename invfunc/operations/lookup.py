@@ -27,18 +27,18 @@ from invfunc.operations.receptive_fields.step import (
 
 
 def lookup(call: Call) -> Place:
-    if call.arg(3, "scale_grad_by_freq"):
+    if call.arg("scale_grad_by_freq"):
         raise Mixed("scale_grad_by_freq depends on which indices the whole batch has")
-    if call.place(call.arg(0, "weight")) is not None:
+    if call.place(call.arg("weight")) is not None:
         raise Mixed("its table depends on the samples")
-    return call.place(call.arg(1, "indices"))
+    return call.place(call.arg("indices"))
 
 
 def _table(site: Site, param: torch.Tensor) -> Recipe | None:
     """A table of which rows are looked up: the cotangents at equal tokens of a sample are added up first, so that each
     row occurs only once in it."""
-    weight, indices = site.call.arg(0, "weight"), site.call.arg(1, "indices")
-    padding = site.call.arg(2, "padding_idx", -1)
+    weight, indices = site.call.arg("weight"), site.call.arg("indices")
+    padding = site.call.arg("padding_idx", -1)
     axis, count = site.call.place(indices), len(weight)
     if param is not weight or not isinstance(axis, Axis):
         return None

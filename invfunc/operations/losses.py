@@ -65,7 +65,7 @@ def loss(call: Call) -> Place:
     if axis.dim == classes:
         raise Mixed("it normalises over the sample axis as if these were classes")
     entries = axis.at(axis.dim - (axis.dim > classes))
-    target = call.arg(1, "target")
+    target = call.arg("target")
     other = call.place(target)
     if other not in (None, entries if target.ndim < x.ndim else axis):
         raise Mixed(f"it combines outputs with samples along {axis} with targets with samples along {other}")

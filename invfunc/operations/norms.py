@@ -28,12 +28,12 @@ from invfunc.operations.receptive_fields.step import (
 
 
 def _over_trailing(call: Call) -> Place:
-    shape = call.arg(1, "normalized_shape")
+    shape = call.arg("normalized_shape")
     return leading(call, len(shape))
 
 
 def _over_channels(call: Call) -> Place:
-    if call.name == "batch_norm" and call.arg(5, "training"):  # in both of torch's signatures the sixth argument
+    if call.name == "batch_norm" and call.arg("training"):  # in both of torch's signatures the sixth argument
         raise Mixed("in train mode it normalises with the statistics of the whole batch; put it in eval mode")
     return leading(call, call.first.ndim - 1)
 
@@ -44,24 +44,20 @@ def _over_channels(call: Call) -> Place:
 def norm(site: Site, param: torch.Tensor) -> Recipe | None:
     """`y = normalised(x) * weight + bias`: of the trailing dimensions, or channel by channel."""
     call = site.call
-    x, name = call.arg(0, "input"), call.name
+    x, name = call.arg("input"), call.name
     axis = call.place(x)
+    weight, bias = call.arg("weight"), call.arg("bias")
     if name in ("layer_norm", "rms_norm"):
         labels = LETTERS[x.ndim - param.ndim : x.ndim]
-        weight, bias = call.arg(2, "weight"), call.arg(3, "bias") if name == "layer_norm" else None
     else:
-        functional = getattr(call.func, "__module__", None) == "torch.nn.functional"
-        first = 2 if name == "group_norm" else 3 if functional else 1  # torch.nn has the running statistics first
-        weight, bias = call.arg(first, "weight"), call.arg(first + 1, "bias")
         labels = LETTERS[1]
     if param is bias and param is not weight:
         return shift(site, labels)
     if param is not weight or param is bias or not isinstance(axis, Axis) or param is x:
         return None
     affine = {id(weight), id(bias)}
-    if name == "instance_norm" and call.arg(5, "use_input_stats"):  # it reads no running statistics, but writes them
-        mean = 1 if functional else 3
-        affine |= {id(call.arg(mean, "running_mean")), id(call.arg(mean + 1, "running_var"))}
+    if name == "instance_norm" and call.arg("use_input_stats"):  # it reads no running statistics, but writes them
+        affine |= {id(call.arg("running_mean")), id(call.arg("running_var"))}
     args, kwargs = tree.map_leaves(lambda a: None if id(a) in affine else a, (call.args, call.kwargs))
 
     # that of torch.nn refuses one value for each group of a single sample, which has a share like any other
@@ -162,7 +158,7 @@ def _batch_norm_field(step: Step, out: torch.Tensor) -> Rows | list[Rows]:
     return [joined(rows, *(raised(r.reshape(-1, *channels), out.ndim) for r in parts if r is not None))]
 
 
-_BATCH = {"receptive_field": _batch_norm_field, "linear": 1, "unless": ("training", 5)}
+_BATCH = {"receptive_field": _batch_norm_field, "linear": 1, "unless": "training"}
 _RUNNING = ["running_mean", "running_var"]
 define("layer_norm", batch_axis=_over_trailing, factor=norm, twice=_layer_norm, only_nn=True)
 define("rms_norm", batch_axis=_over_trailing, factor=norm)
@@ -174,7 +170,7 @@ define(
     twice=_batch_norm,
     only_nn=True,
     linear=1,
-    unless=("training", 5),
+    unless="training",
 )
 define("instance_norm", batch_axis=_over_channels, factor=norm, twice=_batch_norm, only_nn=True)
 define("group_norm", batch_axis=_over_channels, factor=norm)

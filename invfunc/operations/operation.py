@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from invfunc.operations.naming import argument, function_name
+
 Rule = Callable[..., Any]
 
 
@@ -44,8 +46,8 @@ class Operation:
     each of them while the others are fixed, or in so many of the first ones at once."""
     piecewise: bool = False
     """Whether it is linear only piece by piece."""
-    unless: tuple[str, int] | None = None
-    """The name and the position of an argument with which it is not linear."""
+    unless: str = ""
+    """The name of an argument with which it is not linear."""
     added: Sequence[str] = ()
     """The names of the arguments that it adds to a product of the others, if it is linear in each of these."""
     picks: Literal["no", "any", "once"] = "no"
@@ -68,7 +70,7 @@ class Operation:
     writes_in_training: Sequence[str] = ()
     """The arguments that it writes to in training, though its schema does not say so."""
     draws: bool | Rule = False
-    """Whether it draws random numbers, always or as its arguments say."""
+    """Whether it draws random numbers; or from torch's function and its arguments to whether it does."""
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -126,11 +128,11 @@ def having(fact: str) -> frozenset[str]:
 
 
 def linear(
-    name: str, args: tuple, kwargs: dict[str, Any], read: Sequence[torch.Tensor], among: Sequence[torch.Tensor]
+    func: Rule, args: tuple, kwargs: dict[str, Any], read: Sequence[torch.Tensor], among: Sequence[torch.Tensor]
 ) -> bool:
     """Whether a call is linear, perhaps piece by piece, in some of the tensors that it reads, all at once."""
-    op = known(name)
-    if op.unless is not None and (args[op.unless[1]] if len(args) > op.unless[1] else kwargs.get(op.unless[0])):
+    op = known(function_name(func))
+    if op.unless and argument(func, args, kwargs, op.unless):
         return False
     if op.linear == "all":
         return True
@@ -139,7 +141,7 @@ def linear(
         return many <= 1
     if op.linear == "no":
         return False
-    leading = args[: op.linear] if args else (kwargs.get("input"),)
+    leading = args[: op.linear] or (kwargs.get("input"),)
     return many == len(among) and all(any(x is y for y in leading) for x in among)
 
 

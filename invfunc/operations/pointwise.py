@@ -53,7 +53,7 @@ def entry_by_entry(args: tuple, kwargs: dict[str, Any], x: torch.Tensor, dim: in
 
 def _prelu_axis(call: Call) -> Place:
     axis = call.place(call.first)
-    if not isinstance(axis, Axis) or (axis.dim == 1 and call.arg(1, "weight").numel() > 1):
+    if not isinstance(axis, Axis) or (axis.dim == 1 and call.arg("weight").numel() > 1):
         raise Mixed("its channels are the samples")
     return axis
 
@@ -63,7 +63,7 @@ def _prelu_axis(call: Call) -> Place:
 
 def _prelu_factor(site: Site, param: torch.Tensor) -> Recipe | None:
     """`y = x` above 0, `weight * x` below."""
-    x, weight = site.call.arg(0, "input"), site.call.arg(1, "weight")
+    x, weight = site.call.arg("input"), site.call.arg("weight")
     axis = site.call.place(x)
     if param is not weight or param is x or not isinstance(axis, Axis):
         return None
@@ -95,7 +95,7 @@ define("add", linear="all", equation=equations.add)
 define("sub subtract", linear="all", equation=equations.sub, **ENTRYWISE)
 define("rsub", linear="all", equation=equations.rsub, **ENTRYWISE)
 define("mul multiply", linear="each", equation=equations.mul, **ENTRYWISE)
-define("div divide true_divide", linear=1, unless=("rounding_mode", 9), **ENTRYWISE)
+define("div divide true_divide", linear=1, unless="rounding_mode", **ENTRYWISE)
 define("lerp", linear=2)
 define(
     "neg negative positive zero detach type cpu cuda copy get:real where masked_fill fill _to_copy lift_fresh_copy",

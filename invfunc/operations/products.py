@@ -43,7 +43,7 @@ def product(call: Call) -> Place:
 
 
 def _kron(call: Call) -> Place:
-    x, y = (call.arg(0, "input"), call.arg(1, "other"))
+    x, y = (call.arg("input"), call.arg("other"))
     if call.place(x) is not None and call.place(y) is not None:
         raise Mixed("it multiplies samples with each other")
     factors = [samples_of(call, a) - NONE if call.place(a) is not None else torch.ones_like(a.long()) for a in (x, y)]

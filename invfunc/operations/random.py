@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from invfunc.operations.naming import argument
 from invfunc.operations.operation import define, define_tagged
 from invfunc.operations.pointwise import ENTRYWISE
 from invfunc.operations.receptive_fields.step import (
@@ -14,19 +15,14 @@ from invfunc.operations.receptive_fields.step import (
 )
 
 
-def _in_training(default: bool) -> Callable[[tuple, dict[str, Any]], bool]:
+def _in_training(default: bool) -> Callable[[Callable, tuple, dict[str, Any]], bool]:
     """Whether a dropout draws: if its flag of training says so, or `default` where it is not given."""
 
-    def draws(args: tuple, kwargs: dict[str, Any]) -> bool:
-        flags = [a for a in (*args, kwargs.get("training", kwargs.get("train"))) if isinstance(a, bool)]
-        return flags[0] if flags else default
+    def draws(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+        flag = argument(func, args, kwargs, "training", argument(func, args, kwargs, "train", default))
+        return bool(flag) and argument(func, args, kwargs, "p", 0.5) != 0
 
     return draws
-
-
-def _dropout(args: tuple, kwargs: dict[str, Any]) -> bool:
-    rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    return rate != 0 and _in_training(True)(args, kwargs)
 
 
 _PIECEWISE = {"linear": "all", "piecewise": True, **ENTRYWISE}
@@ -34,9 +30,9 @@ define_tagged(torch.Tag.nondeterministic_seeded, draws=True)
 define("random binomial standard_gamma sample_dirichlet gumbel_softmax", draws=True)
 define("bernoulli", draws=True, **_PIECEWISE)
 define("normal poisson", draws=True, receptive_field=elementwise)
-define("dropout dropout1d dropout2d dropout3d", draws=_dropout, **_PIECEWISE)
+define("dropout dropout1d dropout2d dropout3d", draws=_in_training(True), **_PIECEWISE)
 define("alpha_dropout feature_dropout feature_alpha_dropout rrelu", draws=_in_training(False), **_PIECEWISE)
-define("native_dropout", draws=_in_training(True), receptive_field=elementwise)
+define("native_dropout", draws=True, receptive_field=elementwise)
 define("rrelu_with_noise _fused_dropout", receptive_field=elementwise)
 define(
     "uniform_ normal_ bernoulli_ exponential_ random_ cauchy_ geometric_ log_normal_",

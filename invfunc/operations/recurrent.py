@@ -166,7 +166,7 @@ def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:
     return [(h, 0 if name.endswith("cell") else 1) for h in hx]
 
 
-def _drops(args: tuple, kwargs: dict[str, Any]) -> bool:
+def _drops(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether there is dropout between the layers."""
     return any(isinstance(a, float) and a > 0 for a in args)
 

@@ -26,17 +26,13 @@ def dims_of(x: torch.Tensor, dims: Any) -> set[int]:
     return {d % max(x.ndim, 1) for d in (dims if isinstance(dims, (tuple, list)) else [dims])}
 
 
-_DIM_ARGUMENT: dict[str, int] = dict.fromkeys("norm linalg_vector_norm linalg_norm kthvalue".split(), 2)
-
-
 def reduce(call: Call) -> Place | list[Place]:
     x = call.first
-    if call.name in ("max", "min") and isinstance(call.arg(1, "other"), torch.Tensor):
+    if call.name in ("max", "min") and isinstance(call.arg("other"), torch.Tensor):
         return pointwise(call)
     axis = call.place(x)
     assert isinstance(axis, Axis) and axis.dim is not None
-    position = _DIM_ARGUMENT.get(call.name, 1)
-    dim = call.arg(position, "dim", call.kwargs.get("axis"))
+    dim = call.arg("dim")
     dims = dims_of(x, None if isinstance(dim, bool) else dim)
     if axis.dim in dims:
         if not call.active or call.name in _NUMBERS:

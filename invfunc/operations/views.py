@@ -80,7 +80,7 @@ def cat(call: Call) -> Place | list[Place]:
     if call.name in ("hstack", "vstack", "row_stack"):
         dim = int(call.name == "hstack")
     else:
-        dim = call.arg(1, "dim", call.kwargs.get("axis", 0))
+        dim = call.arg("dim", 0)
     dim -= call.out.ndim if dim >= 0 else 0
     if any(isinstance(a, Axis) and (a.dim is None or a.dim - x.ndim == dim) for x, a in call.samples):
         return moved(call)
@@ -89,7 +89,7 @@ def cat(call: Call) -> Place | list[Place]:
 
 
 def stack(call: Call) -> Place | list[Place]:
-    dim = call.arg(1, "dim", 0) % call.out.ndim
+    dim = call.arg("dim", 0) % call.out.ndim
     place = call.samples[0][1]
     if any(other != place for _, other in call.samples):
         return moved(call)
@@ -107,7 +107,7 @@ def repeat(call: Call) -> Place | list[Place]:
 
 
 def repeat_interleave(call: Call) -> Place | list[Place]:
-    axis, times, dim = call.place(call.first), call.arg(1, "repeats"), call.arg(2, "dim")
+    axis, times, dim = call.place(call.first), call.arg("repeats"), call.arg("dim")
     if isinstance(axis, Axis) and axis.dim is not None and axis.rows is None and isinstance(times, int):
         if dim is not None:
             same = dim % call.first.ndim == axis.dim
@@ -125,7 +125,7 @@ def movement(call: Call) -> Place | list[Place]:
 
 
 def _pad_axis(call: Call) -> Place:
-    return leading(call, len(call.arg(1, "pad")) // 2)
+    return leading(call, len(call.arg("pad")) // 2)
 
 
 # Receptive fields: the same operation on the labels
@@ -166,7 +166,7 @@ def _scattered(step: Step, out: torch.Tensor) -> Rows:
 def placed(site: Site, param: torch.Tensor) -> Recipe | None:
     """A parameter that is a part of the output, as in `cat` and `stack`: its share is that part of the cotangent."""
     call, labels = site.call, LETTERS[: site.call.out.ndim]
-    tensors, dim = call.arg(0, "tensors"), call.kwargs.get("axis", call.arg(1, "dim", 0)) % call.out.ndim
+    tensors, dim = call.arg("tensors"), call.arg("dim", 0) % call.out.ndim
     at = [i for i, x in enumerate(tensors) if x is param]
     if len(at) != 1 or dim == site.axis.dim:
         return None

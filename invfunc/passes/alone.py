@@ -19,7 +19,7 @@ from invfunc.contract import Term, summed
 from invfunc.errors import InvFuncError, RandomnessError
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
-from invfunc.operations.calls import function_name, produced_by
+from invfunc.operations.calls import produced_by
 from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors import Part, Recipe
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -263,7 +263,7 @@ class _Seen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        self.draws.before(function_name(func), args, kwargs)
+        self.draws.before(func, args, kwargs)
         for x in tree.tensors((args, kwargs)):
             if self.made.get(x) is None and id(x) not in self.outside and (level_of(x) or 0) <= self._level:
                 self.outside[id(x)], self._versions[id(x)] = x, version(x)

@@ -85,7 +85,7 @@ class Recorder(UntracedTensors):
         self.found.append(Untraced(x, version(x), x.detach().clone() if x.numel() <= thresholds.COMPARED else None))
 
     def run(self, name: str, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self.draws.before(name, args, kwargs)
+        self.draws.before(func, args, kwargs)
         of = reduce(or_, (self._kind(x) for x in read_by(name, args, kwargs)), 0)
         if of & _PARAMETERS and not of & _SAMPLES:
             leaves = tree.leaves((args, kwargs))

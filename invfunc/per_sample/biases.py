@@ -12,16 +12,16 @@ _WITH_BIAS = {"linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d
 
 def _channels(call: Call) -> int:
     """How many entries a bias has that is not broadcast."""
-    weight = call.arg(1, "weight")
+    weight = call.arg("weight")
     if "transpose" in call.name:
-        return weight.shape[1] * call.arg(6, "groups", 1)
+        return weight.shape[1] * call.arg("groups", 1)
     return weight.shape[0] if weight.ndim > 1 else 1
 
 
 def _layers(weight: torch.Tensor, uses: list[ParameterUse]) -> list[Call]:
     """The calls that read a parameter, if it is the weight of all of them."""
     calls = [use.call for use in uses if use.call is not None and use.param is weight]
-    calls = [c for c in calls if c.name in _WITH_BIAS and c.arg(1, "weight") is weight]
+    calls = [c for c in calls if c.name in _WITH_BIAS and c.arg("weight") is weight]
     return calls if len(calls) == len(uses) else []
 
 
@@ -35,7 +35,7 @@ def roles(params: list[torch.Tensor], uses: list[ParameterUse]) -> dict[int, str
     found = {}
     for i, some in of.items():
         calls = _layers(params[i], some)
-        biases = {number.get(id(c.arg(2, "bias"))) for c in calls}
+        biases = {number.get(id(c.arg("bias"))) for c in calls}
         if len(biases) != 1:
             continue
         (bias,) = biases

@@ -15,7 +15,8 @@ from invfunc._functorch import level_of, levels, version
 from invfunc.errors import Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call
-from invfunc.operations.calls import EXITS, QUERIES, function_name, produced_by, read_by, spelled
+from invfunc.operations.calls import EXITS, QUERIES, produced_by, read_by, spelled
+from invfunc.operations.naming import function_name
 from invfunc.operations.pointwise import entrywise
 from invfunc.recording.hidden import hidden, unseen
 from invfunc.recording.seen import Seen

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from invfunc.operations.naming import function_name
 from invfunc.operations.operation import known
 
 
-def draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+def draws(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call draws random numbers."""
-    how = known(name).draws
-    return how if isinstance(how, bool) else how(args, kwargs)
+    how = known(function_name(func)).draws
+    return how if isinstance(how, bool) else how(func, args, kwargs)
 
 
 def may_draw(name: str) -> bool:
@@ -31,8 +33,8 @@ class Draws:
         self.stop = stop
         self.before_first: dict[torch.Generator, torch.Tensor] = {}
 
-    def before(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not draws(name, args, kwargs):
+    def before(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not draws(func, args, kwargs):
             return
         if self.stop:
             raise Drew

@@ -78,7 +78,7 @@ class Seen:
         """Whether the result is an affine function of marked outputs, and of the log_softmax of one."""
         moved = [(x, t) for x in self.read if isinstance(t := self.tags.get(id(x)), Sampled) and t.crossed]
         outputs = [x for x, _ in moved]
-        keeps = not known(self.name).piecewise and linear(self.name, self.args, self.kwargs, self.read, outputs)
+        keeps = not known(self.name).piecewise and linear(self.func, self.args, self.kwargs, self.read, outputs)
         keeps = keeps and all(t.affine for _, t in moved)
         return keeps, keeps and len(moved) == 1 and moved[0][1].logarithm
 

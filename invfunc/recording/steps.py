@@ -51,7 +51,7 @@ def nonlinear(seen: Seen) -> bool:
         return False
     parsed = equation(seen.name, seen.args, seen.kwargs)
     read = seen.read if parsed is None or not parsed.operands else parsed.operands
-    return not linear(seen.name, seen.args, seen.kwargs, read, active)
+    return not linear(seen.func, seen.args, seen.kwargs, read, active)
 
 
 def _active(seen: Seen) -> list[torch.Tensor]:
@@ -67,7 +67,7 @@ def is_view(out: Any, seen: Seen) -> bool:
 
 def step(seen: Seen, call: Call, produced: list[torch.Tensor], place: Place) -> Step:
     """Remember a call, so that it can be run again."""
-    if draws(seen.name, seen.args, seen.kwargs):
+    if draws(seen.func, seen.args, seen.kwargs):
         raise RandomnessError(f"`{seen.name}` draws random numbers, so it cannot be run again for its derivatives.")
     if seen.writes and base_of(produced[0]) is not None:
         raise ArgumentError(

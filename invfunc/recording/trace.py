@@ -15,8 +15,9 @@ from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call, Mixed, Unknown
 from invfunc.operations.batch_axis.orders import MIXED, composed, moved
-from invfunc.operations.calls import CONSTANT, HOOKS, QUERIES, function_name, picking
+from invfunc.operations.calls import CONSTANT, HOOKS, QUERIES, picking
 from invfunc.operations.compositions import composition
+from invfunc.operations.naming import function_name
 from invfunc.operations.operation import known
 from invfunc.operations.recurrent import states
 from invfunc.recording.graph import node_of, reaches
@@ -79,7 +80,7 @@ class Trace(ParameterUses, TorchFunctionMode):
         if name in HOOKS:
             return func(*args, **kwargs)
         if self.draws is not None:
-            self.draws.before(name, args, kwargs)
+            self.draws.before(func, args, kwargs)
         seen = self.seen(name, func, args, kwargs)
         self.look_at(seen)
         if not seen.tags:

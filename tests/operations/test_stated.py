@@ -250,7 +250,7 @@ def picked(call: Call) -> list[torch.Tensor]:
 def linear_in(call: Call) -> list[list[torch.Tensor]]:
     """The tensors in which a call is said to be linear, those at a time that go together."""
     entry, read = known(call.name), numbers(call)
-    if entry.unless is not None and call.arg(entry.unless[1], entry.unless[0]):
+    if entry.unless and call.arg(entry.unless):
         return []
     if entry.linear == "all":
         return [read]
@@ -314,7 +314,7 @@ def test_what_a_table_says_is_so_at_every_call(table, met):
     for call in met:
         of_totals = any(place is BATCH_SUM for _, place in call.samples)
         if call.name in wanted and exact(call) and (of_totals or holds is not linear_in_totals):
-            drawn = draws(call.name, call.args, call.kwargs)
+            drawn = draws(call.func, call.args, call.kwargs)
             assert drawn or holds(call), f"`{call.name}` of {[tuple(x.shape) for x in numbers(call)]} is not {table}"
             checked.add(call.name)
     assert sorted(wanted - checked - set(stated.NOT_MET)) == []

@@ -19,7 +19,7 @@ from invfunc import (
     gram,
     variance,
 )
-from invfunc.operations.calls import function_name
+from invfunc.operations.naming import function_name
 from invfunc.operations.operation import having
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers

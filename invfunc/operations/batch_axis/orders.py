@@ -44,7 +44,7 @@ def moved(call: Call, place: Any) -> Order:
 def _moved(call: Call, places: torch.Tensor) -> torch.Tensor:
     """The result of a call if its input held the numbers of the places."""
     if call.name in ("sort", "topk"):  # by its values
-        return places.gather(call.arg(1 if call.name == "sort" else 2, "dim", -1), call.out[1])
+        return places.gather(call.arg("dim", -1), call.out[1])
     given = {name: a for name, a in call.kwargs.items() if name != "out"}
     args, kwargs = tree.map_tensors(lambda a: places if a is call.first else a, (call.args, given))
     return call.func(*args, **kwargs)

@@ -16,6 +16,7 @@ import torch
 
 from invfunc import tree
 from invfunc.operations.axis import Axis
+from invfunc.operations.naming import argument
 from invfunc.operations.operation import known, linear
 
 
@@ -55,8 +56,9 @@ class Call:
     by_rows: bool = False
     """Whether data that change places are followed to their samples, and not only their order is known."""
 
-    def arg(self, position: int, name: str, default: Any = None) -> Any:
-        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+    def arg(self, name: str, default: Any = None) -> Any:
+        """An argument by its name."""
+        return argument(self.func, self.args, self.kwargs, name, default)
 
     def place(self, x: Any) -> Place:
         return self.places.get(id(x))
@@ -107,7 +109,7 @@ def _checked(call: Call, found: Place | list[Place]) -> Place | list[Place]:
 def total(call: Call) -> Place:
     """The place of what is computed from sums over the samples: linear operations keep them a sum."""
     sums = list({id(x): x for x, _ in call.samples}.values())
-    if not linear(call.name, call.args, call.kwargs, call.read, sums):
+    if not linear(call.func, call.args, call.kwargs, call.read, sums):
         how = known(call.name).linear
         if how == "each":
             raise Mixed("it multiplies two sums over the samples")

@@ -14,7 +14,7 @@ def affine(step: Step, entry: Operation, written: Iterable[torch.Tensor]) -> boo
     """Whether what a call gives is affine in its labelled arguments."""
     if entry.piecewise or not all(x.is_floating_point() or x.is_complex() for x in written):
         return False
-    if entry.unless is not None and entry.unless[0] in step and step[entry.unless[0]]:
+    if entry.unless in step and step[entry.unless]:
         return False
     if entry.linear == "all":
         return all(x.is_floating_point() or x.is_complex() for x in step.labelled)
