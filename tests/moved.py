@@ -78,7 +78,7 @@ ORDERS: dict[str, Callable] = {
 }
 
 
-def taken(e: Rows, q: torch.Tensor) -> Rows:
+def taken(e: Rows, q: torch.Tensor | slice) -> Rows:
     return {name: rows[q] for name, rows in e.items()}
 
 
@@ -99,10 +99,8 @@ def in_a_loop(h, q, z):
 
 
 def stacked(h, q, z):
-    rows = [None] * len(q)
-    for j, n in enumerate(q.tolist()):
-        rows[n] = z[j]
-    return torch.stack(rows)
+    rows = {n: z[j] for j, n in enumerate(q.tolist())}
+    return torch.stack([rows[n] for n in range(len(q))])
 
 
 BACK: dict[str, Callable] = {
@@ -179,9 +177,10 @@ class InOrder:
     cat: bool
 
     def __call__(self, h, w, e):
-        rows = [None] * len(h)
+        found = dict[int, torch.Tensor]()
         for n in ORDERS[self.order](e).tolist():
-            rows[n] = run(self.steps, h[n : n + 1], w, taken(e, slice(n, n + 1)))
+            found[n] = run(self.steps, h[n : n + 1], w, taken(e, slice(n, n + 1)))
+        rows = [found[n] for n in range(len(h))]
         return torch.cat(rows) if self.cat else torch.stack([row[0] for row in rows])
 
     def plain(self, h, w, e):
@@ -209,8 +208,8 @@ def steps_of(r: Random, depth: int, careless: bool, whole: bool) -> list:
             found.append(r.choice(list(USES)))
         elif kind == "moved":
             left = tuple(name for name in "xik" if careless and r.random() < 0.2)
-            ways = [r.choice(list(of)) for of in (ORDERS, GO, BACK)]
-            found.append(Moved(*ways, steps_of(r, depth - 1, careless, whole), left, r.random() < 0.1))
+            order, go, back = (r.choice(list(of)) for of in (ORDERS, GO, BACK))
+            found.append(Moved(order, go, back, steps_of(r, depth - 1, careless, whole), left, r.random() < 0.1))
         elif kind == "mask":
             found.append(ByMask((steps_of(r, depth - 1, careless, whole), steps_of(r, depth - 1, careless, whole))))
         else:

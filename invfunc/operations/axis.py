@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -47,7 +48,7 @@ class Axis:
 
     def width(self, n: int) -> int:
         """How many entries of the dimension one of n samples has, at most."""
-        return self.outer * self.inner if self.rows is None else _places(self.rows, n)[0].shape[1]
+        return self.outer * self.inner if self.rows is None else _most(self.rows)
 
     def owned(self, n: int) -> list[float]:
         """The fraction of the entries in each exposed sample that are its own, rather than put in for missing ones."""
@@ -145,17 +146,28 @@ class Axis:
         return None
 
 
-@lru_cache(maxsize=256)
 def _places(rows: tuple[int, ...], n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of each sample, `[n, most]` with -1 in place of missing ones; the sample and its entry for each row."""
-    found: list[list[int]] = [[] for _ in range(n)]
-    back = []
+    places, entries = _counted(rows, n)
+    found = torch.tensor(places, dtype=torch.int64).view(n, _most(rows))
+    return found, torch.tensor([rows, entries], dtype=torch.int64).view(2, -1)
+
+
+def _most(rows: tuple[int, ...]) -> int:
+    """How many of the rows one sample has, at most."""
+    return max(Counter(rows).values(), default=0)
+
+
+@lru_cache(maxsize=256)  # of numbers: a tensor may belong to a transform of torch.func that has ended when it is read
+def _counted(rows: tuple[int, ...], n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The rows of each sample, one sample after the other, with -1 in place of missing ones; of each row, which one of
+    its sample it is."""
+    found, entries = [list[int]() for _ in range(n)], list[int]()
     for row, sample in enumerate(rows):
-        back.append((sample, len(found[sample])))
+        entries.append(len(found[sample]))
         found[sample].append(row)
-    most = max(map(len, found))
-    places = [own + [-1] * (most - len(own)) for own in found]
-    return torch.tensor(places, dtype=torch.int64).view(n, most), torch.tensor(back, dtype=torch.int64).view(-1, 2).T
+    most = _most(rows)
+    return tuple(row for own in found for row in own + [-1] * (most - len(own))), tuple(entries)
 
 
 @dataclass(frozen=True)

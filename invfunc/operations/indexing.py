@@ -95,13 +95,29 @@ def written(call: Call, index: Index, value: Any) -> Place:
     if not read:
         return axis
     if not isinstance(axis, Axis):
-        blank = torch.full(x.shape, NONE, device=x.device)
-        for samples in read:
-            blank[index.key] = samples
-        axis = located(blank, call.n, some=True)
-        assert isinstance(axis, Axis)
+        axis = _masked(call, index, read) or _located_by(call, index, read)
     if not agree(spread(axis, x.shape, call.n, x.device)[index.key], read):
         raise Mixed("it writes entries of one sample into those of another")
+    return axis
+
+
+def _masked(call: Call, index: Index, read: list[torch.Tensor]) -> Axis | None:
+    """Where masks say that the samples are, if that is where they are written."""
+    x = call.first
+    for axis in index.masks:
+        if axis.fits(x, call.n) and agree(spread(axis, x.shape, call.n, x.device)[index.key], read):
+            return axis
+    return None
+
+
+def _located_by(call: Call, index: Index, read: list[torch.Tensor]) -> Axis:
+    """Where the samples are in what had none, after some entries were written."""
+    x = call.first
+    blank = torch.full(x.shape, NONE, device=x.device)
+    for samples in read:
+        blank[index.key] = samples
+    axis = located(blank, call.n, some=True)
+    assert isinstance(axis, Axis)
     return axis
 
 

@@ -311,6 +311,7 @@ class Runner:
                     raise
                 raise SampleAxisError(_NOT_IN_PARTS) from error
             check_loss(run.trace, run.result)
+            check_uses(self.scope, run.trace, [(run.result, Axis(0))])
             if not same_values(run.result, whole[start:stop]):
                 raise SampleAxisError(
                     "the losses of f on a part of the batch are not those of the whole batch (does it divide by its "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ class Index:
     """The dimension of each part."""
     samples: dict[int, torch.Tensor]
     """The samples of the entries of those parts that are tensors of samples, by the number of the part."""
+    masks: list[Axis] = field(default_factory=list)
+    """Where the samples are in what is indexed, as masks say, also of entries that they do not select."""
 
     @property
     def key(self) -> tuple:
@@ -58,6 +60,9 @@ def spelled(call: Call, x: torch.Tensor, index: Any) -> Index:
     for part in _filled(index, x):
         if isinstance(part, torch.Tensor):
             indices, samples = _indices(call, part)
+            place = call.place(part)
+            if _is_mask(part) and isinstance(place, Axis) and place.dim is not None:
+                found.masks.append(place.at(place.dim + len(found.dims) - found.dims.count(None)))
             for one in indices:
                 found.append(one, samples)
         elif advanced(part):
