@@ -125,8 +125,7 @@ class Runner:
         except SampleAxisError as error:
             run = self._run_alone(self._alone(error), WHOLE, problem.n)
             if or_model and isinstance(run.result, torch.Tensor) and run.result.ndim > 1:
-                self._take_outputs(run)
-                return run
+                return self._take_outputs(run)
             check_loss(run.trace, run.result)
         run.outputs = {0: (run.result, Axis(None))}
         return run
@@ -187,11 +186,9 @@ class Runner:
         return self._checked_model(self.run(part, n, with_uses=with_uses, partial=n < self.problem.n, draws=draws))
 
     def _model_alone(self, alone: Alone, part: slice | torch.Tensor, n: int, with_uses: bool) -> Run:
-        run = self._run_alone(alone, part, n, with_uses)
-        self._take_outputs(run)
-        return run
+        return self._take_outputs(self._run_alone(alone, part, n, with_uses))
 
-    def _take_outputs(self, run: Run) -> None:
+    def _take_outputs(self, run: Run) -> Run:
         named, structure = tree.outputs(run.result)
         if not named:
             raise no_outputs(run.result)
@@ -202,6 +199,7 @@ class Runner:
                 raise SampleAxisError(_NOT_IN_PARTS)  # a constant has broadcast a part of one sample
             z = self._of_each_sample(run, z)
             run.outputs[i] = z, output_axis(run.trace, z, self.problem.out_dims, path)
+        return run
 
     def _of_each_sample(self, run: Run, z: Any) -> Any:
         """The outputs; one that depends on the parameters alone is taken for that of every sample."""
