@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,8 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.certified import check_roots
 from invfunc.passes.loss import Loss, Made
-from invfunc.passes.runs import WHOLE, Run, Runner
+from invfunc.passes.run import WHOLE, Run
+from invfunc.passes.runs import Runner
 from invfunc.plan import Options
 from invfunc.recording import Trace
 from invfunc.recording.checks import check_loss
@@ -32,6 +34,9 @@ from invfunc.recording.tags import Sampled
 from invfunc.reductions.quantity import Drawing, Quantity
 from invfunc.sparsity.pattern import Pattern, alike, same_outputs
 from invfunc.sparsity.report import Explanation
+
+Rerun = Callable[[Any, int, Pattern | None], Run]
+"""Runs the model part on some samples, so many of them, perhaps under a pattern."""
 
 
 def budget(device: torch.device) -> int:
@@ -53,9 +58,8 @@ class Engine:
         whole = (
             options.reduce is not None or "chain" in self.kinds or all(q.reduction.phases[0].thin for q in quantities)
         )
-        self.runner = Runner(problem, self.scope, options, limit, remember, whole)
-        alone = problem.samples is not None or any(q.of != "hessian" or q.reduction.each for q in quantities)
-        self.runner.apart = alone and problem.n > 1
+        apart = problem.samples is not None or any(q.of != "hessian" or q.reduction.each for q in quantities)
+        self.runner = Runner(problem, self.scope, options, limit, remember, whole, apart)
 
     def result(self) -> tuple[list[Any], Any]:
         """What is asked for, and aux."""
@@ -104,8 +108,7 @@ class Engine:
                 if b == self.problem.n:
                     self.runner.check_part(run)
                     aux = run.aux
-                run.part = WHOLE  # the columns are those of its outputs alone
-                yield run
+                yield replace(run, part=WHOLE)  # the columns are those of its outputs alone
 
         self.fold.over(runs, self._units)
         if self.problem.has_aux and len(parts) > 1:
@@ -149,24 +152,23 @@ class Engine:
         joined, structure = self._joined(runs, finder), runs[0].result
         with active(finder):
             result = self._lost(trace, tree.unflatten(joined, structure), problem.target(trace), finder)
-        trace.watcher = trace.after = None  # no cycle that keeps the outputs alive
         loss = Loss(self.scope, problem.n, result, list(finder.roots.values()), finder)
         made = loss.made(self.quantities, partial(self._sampled, loss, structure))
         if "hessian" in self.kinds:
             made[SLOPE] = [loss.gradient()]
 
-        def again(part: slice | torch.Tensor, n: int) -> Run:
-            return self.runner.model(part, n, with_uses=isinstance(part, slice), draws=Draws(stop=True))
+        def again(part: slice | torch.Tensor, n: int, pattern: Pattern | None) -> Run:
+            return self.runner.model(part, n, isinstance(part, slice), Draws(stop=True), pattern)
 
-        self.fold.look = partial(self._look, again)
+        look = partial(self._look, again)
         aux = runs[0].aux
         if problem.has_aux and len(runs) > 1:
             aux = self.runner.model(WHOLE, problem.n, with_uses=False).aux
         # where the gradient of the loss keeps its graph, that must not be the one of the run that is differentiated
         if self.plan.asked("samples") or ("hessian" in self.kinds and self.scope.wanted):
-            self.fold.over(lambda: (self.runner.model(run.part, run.trace.n, draws=draws) for run in runs), made)
+            self.fold.over(lambda: (self.runner.model(run.part, run.trace.n, draws=draws) for run in runs), made, look)
         else:
-            self.fold.over(lambda: runs, made)
+            self.fold.over(lambda: runs, made, look)
         return aux
 
     def _lost(self, trace: Trace, outputs: Any, target: Any, finder: OutputFinder | None = None) -> torch.Tensor:
@@ -216,12 +218,12 @@ class Engine:
         n, draws = self.problem.n, Draws(stop=False)
         finders: list[OutputFinder] = []
 
-        def look(trace: Trace) -> OutputFinder:
+        def found(trace: Trace) -> OutputFinder:
             finders.append(OutputFinder(trace))
             return finders[-1]
 
         def followed() -> Run:
-            run = self.runner.run(WHOLE, n, with_uses=False, draws=draws, finder=look)
+            run = self.runner.run(WHOLE, n, with_uses=False, draws=draws, finder=found)
             check_loss(run.trace, run.result)
             self.runner.check_places(run, draws)
             check_roots(self.scope, run.trace, run.result, finders[-1])
@@ -251,10 +253,13 @@ class Engine:
         made = loss.made(self.quantities, _unsampled)
         if "hessian" in self.kinds:
             made[SLOPE] = [loss.gradient()]
-        if not draws.drew:
-            self.fold.look = partial(self._look, lambda part, n: self.runner.up_to(roots, part, n, draws))
+
+        def again(part: slice | torch.Tensor, n: int, pattern: Pattern | None) -> Run:
+            return self.runner.up_to(roots, part, n, draws, pattern)
+
+        look = None if draws.drew else partial(self._look, again)
         columns = max(sum(c.count for c in columns) for columns in made.values())
-        self.fold.over(lambda: self.runner.parts(roots, columns, draws), made)
+        self.fold.over(lambda: self.runner.parts(roots, columns, draws), made, look)
         return light.aux
 
     def _each_alone(self, error: SampleAxisError, draws: Draws) -> Any:
@@ -263,23 +268,19 @@ class Engine:
         self.fold.over(lambda: self.runner.loss_parts(whole.result, draws), self._ones)
         return whole.aux
 
-    def _look(self, rerun: Callable[[Any, int], Run], pattern: Pattern, run: Run) -> Run | None:
+    def _look(self, rerun: Rerun, pattern: Pattern, run: Run) -> Run | None:
         """The model part on one sample under a pattern, unless it is something else in the batch."""
         n, first = run.trace.n, run.start
-        self.runner.pattern = pattern
         try:
-            alone = rerun(slice(first, first + 1), 1)
-            self.runner.pattern = None
+            alone = rerun(slice(first, first + 1), 1, pattern)
             if not alike(run, alone):
                 return None
             if n > 1:  # each sample at the place of the next: nothing may belong to a place
                 places = first + torch.arange(n, device=self.problem.leaves[0].device).roll(1)
-                return alone if same_outputs(run, rerun(places, n), shift=1) else None
+                return alone if same_outputs(run, rerun(places, n, None), shift=1) else None
             return alone
         except Exception:  # f may not run on one sample (a constant of size N, random numbers): it has no pattern
             return None
-        finally:
-            self.runner.pattern = None
 
     @property
     def _few(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from invfunc import thresholds
 from invfunc.loss.square_root import Gradient
 from invfunc.passes.pullback import Pass, Pullback
-from invfunc.passes.runs import Run
+from invfunc.passes.run import Run
 from invfunc.passes.second_order import second_order_columns
 from invfunc.recording.problem import Problem
 from invfunc.recording.tags import ParameterUse

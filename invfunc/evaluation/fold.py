@@ -17,9 +17,8 @@ from invfunc.loss.square_root import Columns, Gradient
 from invfunc.passes.kfra import averaged, not_a_chain
 from invfunc.passes.loss import Made
 from invfunc.passes.pullback import Pullback, check_versions
-from invfunc.passes.runs import Run
+from invfunc.passes.run import Run
 from invfunc.passes.second_order import entries, read_once, second_order_columns
-from invfunc.per_sample import Shares
 from invfunc.per_sample.biases import roles
 from invfunc.per_sample.cotangents import Samples
 from invfunc.plan import Options
@@ -32,6 +31,8 @@ from invfunc.sparsity.pattern import Pattern
 from invfunc.sparsity.planner import Planner
 from invfunc.sparsity.stages import Stages
 
+Look = Callable[[Pattern, Run], Run | None]
+"""Runs the model part on one sample under a pattern; None where that is something else than in the batch."""
 SLOPE = "slope"
 """The key of the gradient of the loss among the columns, which a Hessian needs beside its own."""
 
@@ -45,14 +46,14 @@ class Fold:
         self.problem, self.scope, self.options, self.budget = problem, scope, options, budget
         self.accumulators = [Accumulator(q, q.reduction) for q in quantities]
         n = problem.n if problem.samples is None else len(problem.samples)
-        self.look: Callable[[Pattern, Run], Run | None] | None = None
-        """Runs the model part on one sample under a pattern, where that can be done."""
         self.report: Report | None = None
         """Gathers what would be done, where only that is wanted."""
         self._chosen: dict[Hashable, Decision] = {}
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1])
 
-    def over(self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made]) -> None:
+    def over(
+        self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made], look: Look | None = None
+    ) -> None:
         """Pull the columns back through every run; again, where what comes next has to know what all have brought."""
         lines = [t.line for t in self.accumulators]
         last = max(map(len, lines)) - 1
@@ -62,9 +63,9 @@ class Fold:
                 assert t.before is not None
                 t.reduction = t.reduction.then(t.before.states, self._found(t.before))
             for run in runs():
-                self._consume(run, made(run) if callable(made) else made, accumulators, last=k == last)
+                self._consume(run, made(run) if callable(made) else made, look, accumulators, last=k == last)
 
-    def _consume(self, run: Run, made: Made, accumulators: list[Accumulator], last: bool) -> None:
+    def _consume(self, run: Run, made: Made, look: Look | None, accumulators: list[Accumulator], last: bool) -> None:
         check_versions(run.trace.uses)
         run.trace.check([z for z, _ in run.outputs.values()], run.params)
         samples = self._samples(run)
@@ -88,7 +89,7 @@ class Fold:
                     self._chain(run, made[key], group, samples)
                     continue
                 pullback = self._pullback(run, made[key], samples, last=last and k + 1 == len(alike))
-                way = self._way(pullback, group) if group[0].quantity.of == "ggn" else pullback
+                way = self._way(pullback, look, group) if group[0].quantity.of == "ggn" else pullback
                 if self.report is not None:
                     self.report.on(way, group, self._chosen.get(key))
                     continue
@@ -124,37 +125,37 @@ class Fold:
         plan, name = self.options.plan, self.problem.name
         return Pullback(self.scope, run, made, plan, samples, self.budget, leaves, alone, last, name)
 
-    def _way(self, pullback: Pullback, group: list[Accumulator]) -> Pullback | Stages:
+    def _way(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> Pullback | Stages:
         """A cheaper way than to pull every column back, where there is one."""
         key = group[0].quantity.columns
         if key not in self._chosen:
-            self._chosen[key] = self._found_way(pullback, group)
+            self._chosen[key] = self._found_way(pullback, look, group)
         chosen = self._chosen[key]
         if chosen.way is None or not chosen.way.pattern.fits(pullback.run):
             return pullback
         return Stages(pullback, chosen.way, chosen.sources)
 
-    def _found_way(self, pullback: Pullback, group: list[Accumulator]) -> Decision:
-        why = self._why_dense(pullback, group)
-        if why or self.look is None:
+    def _found_way(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> Decision:
+        why = self._why_dense(pullback, look, group)
+        if why or look is None:
             return Decision(why)
         sources = [g for c in pullback.made if (g := grouped(c)) is not None]
         if len(sources) < len(pullback.made):
             return Decision("the loss mixes the outputs before its criterion")
-        planner = Planner(pullback.run, sources, self.look, all(t.reduction.shortcuts == "all" for t in group))
+        planner = Planner(pullback.run, sources, look, all(t.reduction.shortcuts == "all" for t in group))
         way = planner.chosen()
         if way is None:
             return Decision(planner.why)
         facts = None if self.report is None else planner.facts  # which hold the run
         return Decision("by the structure of the function", way, sources, facts)
 
-    def _why_dense(self, pullback: Pullback, group: list[Accumulator]) -> str:
+    def _why_dense(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> str:
         """Why every column has to be pulled back, if it has."""
         if self.options.dense:
             return "as method='dense' says"
         if any(self.options.plan.asked(over) for over in ("outputs", "params")):
             return "as the passes were asked for"
-        if self.look is None or group[0].quantity.drawing or any(t.reduction.shortcuts == "no" for t in group):
+        if look is None or group[0].quantity.drawing or any(t.reduction.shortcuts == "no" for t in group):
             return "there is no other way for this statistic or function"
         if fake(self.problem.leaves[0]):
             return "tensors have no numbers here (FakeTensorMode)"
@@ -198,16 +199,14 @@ class Fold:
         if self.report is not None:
             self.report.chain(self._pullback(run, made, samples), group)
             return
-        columns = averaged(self.scope, run, made, samples)
-        for i, leaf in enumerate(run.params):
+        columns, pullback = averaged(self.scope, run, made, samples), self._pullback(run, made, samples)
+        pullback.roles = roles(run.params, run.trace.uses)
+        for i in range(len(run.params)):
             uses = [t for t in run.trace.uses if i in t.derived.leaves]
             if len(uses) > 1:
                 raise not_a_chain(f"{self.problem.name(i)} is read more than once")
             for k, t in enumerate(group if uses else []):
-                role = roles(run.params, run.trace.uses).get(i)
-                shares = Shares(
-                    self.scope, leaf, uses, columns, samples, self.budget, False, i, self.problem.name, role
-                )
+                shares = pullback.shares(i, uses, columns, seen_before=False)
                 self._add(run, group, k, i, t.reduction.step(shares))
 
     def _samples(self, run: Run) -> Samples:
@@ -241,7 +240,8 @@ class Fold:
     def _whole(self, accumulator: Accumulator) -> list[Any]:
         """The results of all parameters together."""
         found, reduction, leaves = self._found(accumulator), accumulator.reduction, self.problem.leaves
-        states = [self._state(accumulator, i, found) for i in range(len(leaves))]
+        n, kept = found.n, accumulator.states
+        states = [kept.pop(i, None) or reduction.init(leaf, n, found.columns) for i, leaf in enumerate(leaves)]
         dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves))
         return self._delivered(reduction, reduction.finish(reduction.together(states), found), found, dtype)
 
@@ -255,7 +255,7 @@ class Fold:
     def _close(self, accumulator: Accumulator, place: int, found: Found) -> None:
         """Make the result of one parameter of what is kept of it."""
         leaf, reduction = self.problem.leaves[place], accumulator.reduction
-        state = self._state(accumulator, place, found)
+        state = accumulator.states.pop(place, None) or reduction.init(leaf, found.n, found.columns)
         result = self._delivered(reduction, reduction.finish(state, found), found, leaf.dtype)
         if self.options.reduce is not None:
             result = [
@@ -263,10 +263,6 @@ class Fold:
                 for part in result
             ]
         accumulator.results[place] = result
-
-    def _state(self, accumulator: Accumulator, place: int, found: Found) -> State:
-        state = accumulator.states.pop(place, None)
-        return state or accumulator.reduction.init(self.problem.leaves[place], found.n, found.columns)
 
     def _found(self, accumulator: Accumulator) -> Found:
         self.found.columns = accumulator.columns

@@ -84,7 +84,6 @@ class OutputFinder:
         self.confirmed: set[int] = set()
         self.marks: set[int] = set()
         self.terms: list[LossTerm] = []
-        trace.watcher, trace.after = self._before, self._after
 
     def add(self, value: torch.Tensor, called: str, marked: bool = False) -> torch.Tensor:
         """A candidate for outputs; returns what the rest of the run is to compute with."""
@@ -119,7 +118,9 @@ class OutputFinder:
     def marked_before(self, tag: Sampled) -> bool:
         return not self.marks.isdisjoint(tag.crossed)
 
-    def _before(self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def before_call(
+        self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
         if name not in LOSSES and name not in LOGARITHMS:
             return None
         value = args[0] if args else kwargs.get("input")
@@ -131,7 +132,8 @@ class OutputFinder:
         root = self.add(value, name)
         return ((root, *args[1:]), kwargs) if args else (args, {**kwargs, "input": root})
 
-    def _after(self, trace: Trace, call: Call) -> None:
+    def after_call(self, trace: Trace, call: Call) -> None:
+        """Note what a loss has made of a candidate."""
         if self.wanted is not None:
             return
         value = call.first
@@ -222,14 +224,18 @@ def mark(z: torch.Tensor) -> torch.Tensor:
 
 
 class active:
-    """Makes an output finder the one that `outputs` reports to."""
+    """Makes an output finder the one that `outputs` reports to, and that sees the calls of its run."""
 
-    def __init__(self, finder: Any) -> None:
+    def __init__(self, finder: OutputFinder | None) -> None:
         self.finder = finder
 
     def __enter__(self) -> None:
         self.before = getattr(_active, "finder", None)
-        _active.finder = self.finder
+        _active.finder = finder = self.finder
+        if finder is not None:
+            finder.trace.watcher, finder.trace.after = finder.before_call, finder.after_call
 
     def __exit__(self, *error: Any) -> None:
         _active.finder = self.before
+        if self.finder is not None:
+            self.finder.trace.watcher = self.finder.trace.after = None  # no cycle that keeps the outputs alive

@@ -12,7 +12,7 @@ from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Block, Columns, joined_block
 from invfunc.operations.axis import Axis
 from invfunc.operations.pointwise import entrywise
-from invfunc.passes.runs import Run
+from invfunc.passes.run import Run
 from invfunc.passes.second_order import recomputed
 from invfunc.per_sample.cotangents import Columns as PulledBack
 from invfunc.per_sample.cotangents import Cotangents, Samples

@@ -11,7 +11,7 @@ from invfunc import thresholds
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Block, Columns, joined_block
-from invfunc.passes.runs import Run
+from invfunc.passes.run import Run
 from invfunc.per_sample import Shares
 from invfunc.per_sample.biases import roles
 from invfunc.per_sample.cotangents import Columns as PulledBack
@@ -158,22 +158,26 @@ class Pullback:
             operand.hold()
         for kept, reduction in zip(states, reductions, strict=True):
             recomputed = leaf in kept
-            shares = Shares(
-                self.scope,
-                self.run.params[leaf],
-                reached,
-                pulled,
-                self.samples,
-                self.budget,
-                recomputed,
-                leaf,
-                self.name,
-                self.roles.get(leaf),
-            )
+            shares = self.shares(leaf, reached, pulled, recomputed)
             state = reduction.step(shares)
             kept[leaf] = reduction.merge(kept[leaf], state, "columns") if recomputed else state
         for operand in several:
             operand.drop()
+
+    def shares(self, leaf: int, uses: list[ParameterUse], pulled: PulledBack, seen_before: bool) -> Shares:
+        """The shares of a parameter, of the columns that were pulled back to what reads it."""
+        return Shares(
+            self.run.params[leaf],
+            uses,
+            pulled,
+            self.samples,
+            scope=self.scope,
+            budget=self.budget,
+            seen_before=seen_before,
+            place=leaf,
+            name=self.name,
+            role=self.roles.get(leaf),
+        )
 
     # All cotangents at once
 

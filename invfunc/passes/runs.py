@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleA
 from invfunc.loss.outputs import ModelOutput, OutputFinder, Reached, active
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM
+from invfunc.operations.factors import Part
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.alone import FOREIGN, Alone, NotAlone
 from invfunc.passes.by_rows import Places
 from invfunc.passes.certified import check_uses
 from invfunc.passes.evidence import Evidence
+from invfunc.passes.run import WHOLE, Run
 from invfunc.plan import Options, even
 from invfunc.recording import Trace
 from invfunc.recording.checks import cannot_draw, check_loss, no_outputs, output_axis, same_in_part, same_values
@@ -30,54 +32,46 @@ from invfunc.recording.scope import Scope
 from invfunc.recording.steps import Remember
 from invfunc.recording.tags import Derived, Sampled
 
-WHOLE = slice(None)
 _GIVE = "What f has for each sample, such as a mask, goes among its batch arguments, not into constants or keywords."
 _NOT_IN_PARTS = f"f does not run on a part of the batch, so it cannot be chunked over samples. {_GIVE}"
-
-
-@dataclass
-class Run:
-    """A run of the model part on the samples `part`: parameter uses, and the outputs to pull back from."""
-
-    trace: Trace
-    params: list[torch.Tensor]
-    part: Any
-    """A slice, or the indices of samples."""
-    outputs: dict[int, tuple[torch.Tensor, Axis]]
-    start: int = 0
-    """The place of its first sample in the batch."""
-    result: Any = None
-    aux: Any = None
 
 
 class Runner:
     """Runs the function of a problem; `budget` bounds the numbers in an intermediate tensor of a block."""
 
     def __init__(
-        self, problem: Problem, scope: Scope, options: Options, budget: int, remember: Remember | None, whole: bool
+        self,
+        problem: Problem,
+        scope: Scope,
+        options: Options,
+        budget: int,
+        remember: Remember | None,
+        whole: bool,
+        apart: bool,
     ) -> None:
-        """`remember` says which calls are to be run again; `whole` that blocks of samples do not pay."""
+        """`remember` says which calls are to be run again; `whole` that blocks of samples do not pay; `apart` that the
+        samples are told apart in the result."""
         self.problem, self.scope, self.budget = problem, scope, budget
         self.plan, self.fast = options.plan, options.fast
         self.remember, self.whole = remember, whole or budget > thresholds.BUSY
-        self.pattern: Follower | None = None
         self.alone: Alone | None = None  # the last resort, once the function could not be followed
-        self.apart = problem.n > 1  # whether the samples are told apart in the result
+        self.apart = apart
         self.places = Places(problem, Evidence(problem, scope))
 
     def run(
         self,
-        part: slice | torch.Tensor,
+        part: Part,
         n: int,
         *,
         with_uses: bool = True,
         partial: bool = False,
         draws: Draws | None = None,
         finder: Callable[[Trace], OutputFinder] | None = None,
+        pattern: Follower | None = None,
     ) -> Run:
         trace = Trace(self.scope, n, fast=self.fast, with_uses=with_uses, partial=partial, draws=draws)
         trace.remember = self.remember if with_uses else None
-        trace.pattern, trace.apart = self.pattern, self.apart and n > 1
+        trace.pattern, trace.apart = pattern, self.apart and n > 1
         self.places.tell(trace)
         watching = finder(trace) if finder is not None else None
         params = trace.parameters(self.problem.leaves, enter=with_uses or watching is not None)
@@ -85,13 +79,13 @@ class Runner:
         before = [version(x) for x in self.problem.tensors()]
         try:
             twice = TwiceDifferentiable() if self.scope.create_graph or self.scope.twice else nullcontext()
-            with active(watching), nullcontext() if self.pattern is None else self.pattern.labels, twice:
+            with active(watching), nullcontext() if pattern is None else pattern.labels, twice:
                 run.result, run.aux = self.problem.call(trace, params, part)
         except Reached:
             assert watching is not None
             run.outputs = {i: (r.value, r.axis) for i, r in watching.roots.items()}
         finally:
-            trace.watcher = trace.after = trace.adopting = None  # no cycle that keeps activations alive
+            trace.adopting = None  # no cycle that keeps activations alive
             self.places.hear(trace)
         if before != [version(x) for x in self.problem.tensors()]:
             raise ArgumentError(
@@ -157,20 +151,28 @@ class Runner:
         check_loss(run.trace, run.result)
         return run
 
-    def _run_alone(self, alone: Alone, part: slice | torch.Tensor, n: int, with_uses: bool = True) -> Run:
+    def _run_alone(self, alone: Alone, part: Part, n: int, with_uses: bool = True) -> Run:
         ran = alone.with_uses(part, n) if with_uses and isinstance(part, slice) else alone.without_uses(part, n)
         start = (part.start or 0) if isinstance(part, slice) else 0
         return Run(ran.trace, ran.params, part, {}, start, tree.unflatten(ran.outputs, alone.structure), alone.aux)
 
-    def model(self, part: slice | torch.Tensor, n: int, with_uses: bool = True, draws: Draws | None = None) -> Run:
+    def model(
+        self,
+        part: Part,
+        n: int,
+        with_uses: bool = True,
+        draws: Draws | None = None,
+        pattern: Follower | None = None,
+    ) -> Run:
         """The model function on a part; `run.result` becomes the structure of its outputs; `draws` are repeated."""
         partial = n < self.problem.n
         if self.alone is not None:
             return self._model_alone(self.alone, part, n, with_uses)
         after = draws.rewind() if draws is not None else {}
         drawn = Draws(stop=partial) if partial or draws is None else draws
+        options: dict[str, Any] = {"with_uses": with_uses, "partial": partial, "draws": drawn, "pattern": pattern}
         try:
-            run = self.places.settled(lambda: self._model(part, n, with_uses, drawn), drawn)
+            run = self.places.settled(lambda: self._checked_model(self.run(part, n, **options)), drawn)
             restore(after)
         except Drew:
             raise cannot_draw() from None
@@ -182,10 +184,7 @@ class Runner:
             raise SampleAxisError(_NOT_IN_PARTS) from error
         return run
 
-    def _model(self, part: slice | torch.Tensor, n: int, with_uses: bool, draws: Draws) -> Run:
-        return self._checked_model(self.run(part, n, with_uses=with_uses, partial=n < self.problem.n, draws=draws))
-
-    def _model_alone(self, alone: Alone, part: slice | torch.Tensor, n: int, with_uses: bool) -> Run:
+    def _model_alone(self, alone: Alone, part: Part, n: int, with_uses: bool) -> Run:
         return self._take_outputs(self._run_alone(alone, part, n, with_uses))
 
     def _take_outputs(self, run: Run) -> Run:
@@ -269,12 +268,12 @@ class Runner:
         width = min(columns, thresholds.BLOCK_WIDTH)
         return max(thresholds.BLOCK_SAMPLES, self.budget // (width * max(trace.sizes, default=1)))
 
-    def up_to(self, roots: list[ModelOutput], part: slice | torch.Tensor, n: int, draws: Draws) -> Run:
+    def up_to(self, roots: list[ModelOutput], part: Part, n: int, draws: Draws, pattern: Follower | None = None) -> Run:
         """The function on a part of the batch until its outputs are there; they have to be those of the whole batch."""
         part = WHOLE if isinstance(part, slice) and n == self.problem.n else part
-        after = draws.rewind()
+        after, wanted = draws.rewind(), [r.ordinal for r in roots]
         try:
-            run = self.run(part, n, finder=lambda trace: OutputFinder(trace, [r.ordinal for r in roots]))
+            run = self.run(part, n, finder=lambda trace: OutputFinder(trace, wanted), pattern=pattern)
         except FOREIGN as error:
             if part is WHOLE or isinstance(error, InvFuncError):
                 raise
@@ -315,5 +314,4 @@ class Runner:
                     "the losses of f on a part of the batch are not those of the whole batch (does it divide by its "
                     "length?), so it cannot be chunked over samples; mark its outputs with `outputs(z)`."
                 )
-            run.outputs, run.part = {0: (run.result, Axis(None))}, WHOLE
-            yield run
+            yield replace(run, outputs={0: (run.result, Axis(None))}, part=WHOLE)

@@ -24,7 +24,7 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.calls import writes
 from invfunc.operations.pointwise import entrywise
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.passes.runs import Run
+from invfunc.passes.run import Run
 from invfunc.per_sample.cotangents import Samples
 from invfunc.plan import even
 from invfunc.recording.graph import node_of, reaches

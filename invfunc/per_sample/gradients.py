@@ -22,21 +22,21 @@ from invfunc.recording.tags import ParameterUse
 class Shares:
     """`G[v, n, *p]` of one parameter for the columns of a pass and the samples of a run."""
 
-    scope: Scope
     leaf: torch.Tensor
     """The parameter as the run saw it: the root of what derives from it."""
     uses: list[ParameterUse]
     columns: Columns
     samples: Samples
-    budget: int
+    scope: Scope = field(kw_only=True)
+    budget: int = field(kw_only=True)
     """How many numbers an intermediate tensor may have."""
-    seen_before: bool = False
+    seen_before: bool = field(default=False, kw_only=True)
     """Whether other columns of these samples have been reduced before."""
-    place: int = 0
+    place: int = field(default=0, kw_only=True)
     """The number of the parameter among all."""
-    name: Callable[[int], str] = str
+    name: Callable[[int], str] = field(default=str, kw_only=True)
     """What the parameter at a place is called."""
-    role: str | None = None
+    role: str | None = field(default=None, kw_only=True)
     """Whether it is the "weight" or the "bias" of operations that read it with another parameter, and only those."""
     factors: list[Factor] = field(init=False)
 

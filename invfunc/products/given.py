@@ -176,11 +176,8 @@ class Given:
                 target = sample(tree.unflatten([r.value.detach() for r in roots], structure))
             return lost([finder.shown(r) for r in roots], target, 0)
 
-        try:
-            with active(finder):
-                result = lost(shown, self.args[-1], dim)
-        finally:
-            trace.watcher = trace.after = None  # no cycle that keeps the outputs alive
+        with active(finder):
+            result = lost(shown, self.args[-1], dim)
         roots = list(finder.roots.values())
         return Split(values, roots, result, trace.n, finder.terms, again=again)
 
@@ -199,7 +196,7 @@ class Given:
                 with active(found.finder), self.mode:
                     found.result, found.aux = given.call(trace, found.params, part)
             finally:
-                trace.watcher = trace.after = trace.adopting = None  # no cycle that keeps the outputs alive
+                trace.adopting = None  # no cycle that keeps the outputs alive
                 places.hear(trace)
             return found
 

@@ -7,7 +7,7 @@ import torch
 from invfunc.errors import ArgumentError
 from invfunc.loss.hessian import gradient
 from invfunc.loss.square_root import Elementwise
-from invfunc.passes.runs import WHOLE, Run
+from invfunc.passes.run import WHOLE, Run
 from invfunc.passes.second_order import kind_of, second_order_columns
 from invfunc.products.curvature import check_convex, sandwich
 from invfunc.products.given import Given

@@ -68,7 +68,7 @@ class InEigenbasis(Block):
         except Unfactored:  # its factor is the block itself
             block, (q,) = shares.outer(), basis.factors
             return basis, (q.mT.to(block.dtype) @ block @ q.to(block.dtype)).diagonal()
-        square = Shares(shares.scope, rotated, uses, shares.columns, shares.samples, shares.budget).square_sum()
+        square = replace(shares, leaf=rotated, uses=uses, role=None).square_sum()
         return basis, square
 
     def _recipe(self, layer: Layer, basis: Kronecker) -> Recipe:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc.operations.axis import Axis
-from invfunc.passes.runs import Run
+from invfunc.passes.run import Run
 from invfunc.recording.graph import node_of
 from invfunc.recording.tags import ParameterUse
 

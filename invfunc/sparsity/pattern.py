@@ -15,7 +15,7 @@ import torch
 from invfunc._functorch import undispatched
 from invfunc.operations.factors import Recipe
 from invfunc.operations.receptive_fields.propagation import Labels
-from invfunc.passes.runs import Run
+from invfunc.passes.run import Run
 from invfunc.recording.checks import same_values
 from invfunc.recording.seen import Seen
 from invfunc.recording.tags import ParameterUse

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 
 from invfunc import thresholds
-from invfunc.passes.runs import Run
+from invfunc.passes.run import Run
 from invfunc.sparsity.groups import Grouped
 from invfunc.sparsity.paths import Bottleneck, Paths, paths
 from invfunc.sparsity.pattern import ALL, INPUTS, LAST, Frame, Pattern

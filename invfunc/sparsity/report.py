@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from invfunc.passes.runs import Run
+from invfunc.passes.run import Run
 from invfunc.sparsity.stages import columns_at_once
 from invfunc.sparsity.ways import Chosen, Facts, Stage
 

@@ -10,7 +10,7 @@ import torch
 from invfunc import thresholds
 from invfunc.loss.square_root import Columns, OutputCotangents
 from invfunc.passes.pullback import Done, Pullback
-from invfunc.passes.runs import Run
+from invfunc.passes.run import Run
 from invfunc.per_sample import Shares
 from invfunc.per_sample.cotangents import Columns as PulledBack
 from invfunc.per_sample.cotangents import Cotangents
@@ -153,18 +153,7 @@ class Stages:
         )
 
     def shares(self, leaf: int, uses: list[ParameterUse], cotangents: Cotangents) -> Shares:
-        p = self.pullback
-        return Shares(
-            p.scope,
-            self.run.params[leaf],
-            uses,
-            PulledBack(cotangents),
-            p.samples,
-            p.budget,
-            leaf in self.kept,
-            leaf,
-            p.name,
-        )
+        return self.pullback.shares(leaf, uses, PulledBack(cotangents), leaf in self.kept)
 
     def cotangents(self, at: Run, columns: OutputCotangents, sites: list[int]) -> Cotangents:
         return replace(self.pullback, run=at).cotangents(columns, sites)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from invfunc import thresholds
-from invfunc.passes.runs import Run
+from invfunc.passes.run import Run
 from invfunc.recording.tags import ParameterUse
 from invfunc.sparsity.bottleneck import Blocks
 from invfunc.sparsity.colouring import Colours
