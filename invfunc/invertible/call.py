@@ -18,7 +18,7 @@ from invfunc.invertible.origins import Origins
 from invfunc.invertible.pair import Invertible
 from invfunc.invertible.recall import INVERSE, OUTSIDE, Exchanged, Other, Recall, Sight, Use
 from invfunc.invertible.replay import Replay
-from invfunc.invertible.report import Report, Sums, compare_sums, sums
+from invfunc.invertible.report import Means, Report, compare_means, means
 from invfunc.invertible.shared import Evaluate, Evaluations, Moment, evaluated
 from invfunc.invertible.watch import Closure, Watch
 from invfunc.recording.trace import Trace
@@ -55,7 +55,7 @@ class Call:
         self._rest = rest
         self.tolerance = tolerance
         """The error up to which forward has to give the same another time; None where that is not looked at."""
-        self._sums: Sums = []
+        self._means: Means = []
         self._random = random
         self._generators = [leaf for leaf in (*x.others, *rest.others) if isinstance(leaf, torch.Generator)]
         self._start: Replay
@@ -109,7 +109,7 @@ class Call:
             for replay in replays:
                 replay.add(generator, state)
         if self.tolerance is not None:
-            self._sums = sums(y)
+            self._means = means(y)
         return y
 
     def closure(self, xs: Tensors, rest: Tensors) -> Closure:
@@ -164,7 +164,7 @@ class Call:
         y, _ = self._again(xs, rest, evaluate, known)
         if compare and self.tolerance is not None:
             all_kept = len(self.kept) == len(self._like)
-            compare_sums(y, self._sums, self.tolerance, all_kept, lambda: self.run(xs, rest, None, compare=False))
+            compare_means(y, self._means, self.tolerance, all_kept, lambda: self.run(xs, rest, None, compare=False))
         return y
 
     def _again(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool) -> tuple[Any, Recall]:

@@ -261,26 +261,29 @@ def _look(waiting: Sequence[tuple[torch.Tensor, Error, _Judge]]) -> None:
         judge(float(error), float(before))
 
 
-Sums = list[tuple[float, float]]
-"""The sum and the sum of magnitudes of each tensor of a result."""
+Means = list[tuple[float, float]]
+"""The mean, and the mean of magnitudes, of the entries of each tensor of a result."""
 
 
-def sums(y: Any) -> Sums:
-    """The sums of the tensors of a result, over all entries of any vmap."""
+def means(y: Any) -> Means:
+    """The means of the tensors of a result, over all entries of any vmap: one may be without a batch the first time."""
     plain = [innermost(t.detach()) for t in tree.tensors(y)]
     wide = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).to(torch.float64) for t in plain]
-    return [(t.sum().item(), t.abs().sum().item()) for t in wide]
+    return [(t.mean().item(), t.abs().mean().item()) for t in wide if t.numel()]
 
 
-def compare_sums(y: Any, then: Sums, tolerance: float, exact: bool, again: Callable[[], Any]) -> None:
+def compare_means(y: Any, then: Means, tolerance: float, exact: bool, again: Callable[[], Any]) -> None:
     """Whether a result is that of the first time, for an x that is exact or comes from the inverse."""
-    came = sums(y)
+    came = means(y)
     for (total, size), (now, _) in zip(then, came, strict=True):
         if abs(now - total) <= tolerance * size:
             continue
         with torch.no_grad():
-            repeats = sums(again()) == came
-        text = f"evaluated again, the function gives another result: its entries sum up to {now:.8g}, not {total:.8g}. "
+            repeats = means(again()) == came
+        text = (
+            f"evaluated again, the function gives another result: the mean of its entries is {now:.8g}, not "
+            f"{total:.8g}. "
+        )
         if not repeats:
             text += CHANGES
         elif exact:

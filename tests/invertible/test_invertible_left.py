@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 
-from invfunc import InvFuncWarning, ReplayError, additive_coupling, invertible_checkpoint
+from invfunc import InvFuncWarning, ReplayError, additive_coupling, invertible_checkpoint, layers
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -157,3 +157,16 @@ def test_parts_of_a_narrower_dtype_than_they_become():
         a, b = block((x, x * 2))
         found.append(torch.autograd.grad((a * b).sum(), [x, w]))
     assert_trees_close(*found, 1e-5)
+
+
+def test_what_all_of_a_batch_share_is_compared_as_such():
+    """Statistics of an x that is the same for all of a vmap are those of each, however often they are computed."""
+    x = Numbers(2)(6, 3)
+    weights = Numbers(3)(2, 3).exp()
+
+    def loss(check):
+        block = invertible_checkpoint(layers.batch_norm(), check=check)
+        return lambda w: (block(x, (w, w)) * x.sin()).sum()
+
+    found, wanted = (vmap(grad(loss(check)))(weights) for check in (True, "off"))
+    assert_trees_close(found, wanted, EXACT)
