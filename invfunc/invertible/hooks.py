@@ -37,6 +37,8 @@ class HookedBlock(Block):
         self._needs = [t.requires_grad for t in (*xs, *rest)]
         self._shared_needs: dict[int, list[bool]] = {}
         self._tape = Tape()
+        self._to_the_end = call.tolerance is not None
+        """Whether it is evaluated again to its end, and not until all is saved."""
         self.origins = call.origins = Origins()
         self._like: dict[Key, Saved] = {}
         self._probes: dict[Key, Probe] = {}
@@ -52,6 +54,7 @@ class HookedBlock(Block):
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
         """What autograd saves in place of a tensor: this block, and the key under which it gives the tensor back."""
         key = self._tape.next()
+        self._to_the_end |= self._call.watch is not None and self._call.watch.noisy  # is filled when it was saved
         place = self._places.get(pointer(tensor))
         self._like[key] = Saved(tensor.shape, tensor.dtype, place, self.origins.place())
         if self._probed and place is None and self._to_be_probed(tensor):
@@ -139,7 +142,7 @@ class HookedBlock(Block):
         with plainly(), self._call.named():
             xs = self.xs()
             exact = xs is not None and self._exact()
-            recorded = self._recording(rest, self._probes, to_the_end=self._call.tolerance is not None)
+            recorded = self._recording(rest, self._probes)
             outputs, tell = None, None
             if xs is None:
                 xs, outputs, tell = self._invert_recording(recorded)
@@ -180,13 +183,13 @@ class HookedBlock(Block):
 
     def _again(self, xs: Tensors) -> dict[Key, torch.Tensor]:
         """The tensors that f saves at some x."""
-        recorded = self._recording(self._detached(), {}, to_the_end=False)
+        recorded = self._recording(self._detached(), {})
         self._run_recording(recorded, xs, None, compare=False)
         return recorded.found
 
-    def _recording(self, rest: Tensors, probes: dict[Key, Probe], to_the_end: bool) -> Recording:
+    def _recording(self, rest: Tensors, probes: dict[Key, Probe]) -> Recording:
         self._call.origins = origins = self.origins.again()
-        return Recording(self._like, probes, _places(rest, self._apart), to_the_end, origins, self._call.recalls)
+        return Recording(self._like, probes, _places(rest, self._apart), self._to_the_end, origins, self._call.recalls)
 
     def _exact(self) -> bool:
         """Whether x is in memory as it was, and was not given back with an error."""

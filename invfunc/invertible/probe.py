@@ -37,7 +37,8 @@ class Probe:
         """How far the tensors are from those that there were; 0 where nothing can be said."""
         if not self._then or dispatched():
             return [0.0] * len(tensors)
-        return _errors(self._then, self._entries(tensors))
+        faint = min(1.0, _ROUNDINGS * precision(t.dtype for t in tensors) ** 0.5)
+        return _errors(self._then, self._entries(tensors), faint)
 
     def size(self) -> float:
         """The mean size of the entries, which errors are relative to."""
@@ -158,7 +159,9 @@ def known_at_once(device: torch.device) -> bool:
     return device.type in thresholds.AT_ONCE
 
 
-def _errors(then: Sequence[_Entries | None], now: Sequence[_Entries | None]) -> list[Error]:
+def _errors(then: Sequence[_Entries | None], now: Sequence[_Entries | None], faint: float) -> list[Error]:
+    """The errors of tensors; what is that faint beside all of them may be nothing but rounding, as the log-determinant
+    of rotations is, and is measured by them."""
     errors: list[Error] = [0.0] * len(then)
     measured: dict[int, tuple[torch.device | None, Any, Any]] = {}
     for i, (was, came) in enumerate(zip(then, now, strict=True)):
@@ -171,13 +174,19 @@ def _errors(then: Sequence[_Entries | None], now: Sequence[_Entries | None]) -> 
         elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             measured[i] = a.device, *_apart_on_device(a, b)
     for i, (device, distance, size) in measured.items():
-        whole = sum(s for d, _, s in measured.values() if d == device)  # for what was zero
         if device is None:
-            errors[i] = distance / (size or whole or 1.0)
+            whole = sum(_apart(b[1], b[1])[1] for b in then if b is not None and isinstance(b[1], list))
+            errors[i] = distance / (max(size, faint * whole) or whole or 1.0)
         else:
-            size = torch.where(size > 0, size, whole + (whole == 0))
-            errors[i] = torch.where(distance == 0, 0.0, distance / size)
+            there = [b[1] for b in then if b is not None and isinstance(b[1], torch.Tensor) and b[1].device == device]
+            whole = torch.stack([_apart_on_device(b, b)[1] for b in there]).sum()
+            size = torch.maximum(size, faint * whole)
+            errors[i] = torch.where(distance == 0, 0.0, distance / torch.where(size > 0, size, 1.0))
     return errors
+
+
+_ROUNDINGS = 16.0
+"""How many roundings of all tensors an error of a faint one may be."""
 
 
 def _apart(then: list, now: list) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from invfunc.invertible.report import Report
 from invfunc.invertible.slots import Hooks
 from invfunc.strays import Computed
 
-_NOISY = {torch.nn.functional.rrelu, torch.rrelu}
+_NOISY = {torch.nn.functional.rrelu, torch.rrelu, torch.rrelu_}
 """What saves a tensor before it is filled, which its version does not tell either."""
 
 

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 
-from invfunc import InvFuncWarning, ReplayError, additive_coupling, invertible_checkpoint, layers
+from invfunc import (
+    Invertible,
+    InvFuncWarning,
+    ReplayError,
+    additive_coupling,
+    chain,
+    invertible_checkpoint,
+    layers,
+    with_log_det,
+)
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -170,3 +179,40 @@ def test_what_all_of_a_batch_share_is_compared_as_such():
 
     found, wanted = (vmap(grad(loss(check)))(weights) for check in (True, "off"))
     assert_trees_close(found, wanted, EXACT)
+
+
+@pytest.mark.parametrize("form", ["custom", "coupling"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_an_operation_saves_before_it_fills_it_is_filled(form, inplace):
+    """`rrelu` saves its noise, and draws it then; nothing comes behind it in the block that autograd saves."""
+    matrix = Numbers(4)(4, 4)
+
+    def part(b):
+        return nn.functional.rrelu(b @ matrix, training=True, inplace=inplace)
+
+    pairs = {
+        "custom": Invertible(lambda x: (x[0] + part(x[1]), x[1]), lambda y: (y[0] - part(y[1]), y[1])),
+        "coupling": additive_coupling(part, torch.sin),
+    }
+    found = []
+    for wrap in (invertible_checkpoint, as_it_is):
+        torch.manual_seed(0)
+        x = X.clone().requires_grad_()
+        a, b = wrap(pairs[form])((x, x.cos()))
+        found.append(torch.autograd.grad((a.sin() * b).sum(), x))
+    assert_trees_close(*found, EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_log_determinant_that_is_nothing_but_rounding_comes_back(dtype):
+    """That of a rotation is some 1e-16 beside a state of size 1."""
+    Q = torch.linalg.qr(Numbers(5)(4, 4))[0].to(dtype)
+    flow = with_log_det(chain(*[p for _ in range(3) for p in (layers.linear(), layers.leaky_relu(0.9))]))
+    x = X.to(dtype).requires_grad_()
+    params = [p for _ in range(3) for p in (Q, None)]
+    y, s = invertible_checkpoint(flow, check="error")((x, torch.full((3,), 1e-17, dtype=dtype)), params)
+    found = torch.autograd.grad(y.square().sum() + s.sum(), x)
+    z = x
+    for _ in range(3):
+        z = nn.functional.leaky_relu(z @ Q.mT, 0.9)
+    assert_trees_close(found, torch.autograd.grad(z.square().sum(), x), EXACT if dtype == torch.float64 else 1e-4)
