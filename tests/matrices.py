@@ -9,6 +9,7 @@ import torch
 from torch.func import grad, jacrev, jvp, vjp
 
 from invfunc import fvp, ggnvp, hvp, tree
+from tests.strategies import Numbers
 
 
 def flat(t: Any) -> torch.Tensor:
@@ -49,6 +50,11 @@ def of(product: Callable, params: Any, *batch: Any, along: torch.Tensor | None =
     at = product.linearize(params, *batch)
     along = torch.eye(flat(params).numel()) if along is None else along
     return torch.stack([flat(at(shaped(v, params))) for v in along.to(flat(params))], 1)
+
+
+def directions(params: Any) -> torch.Tensor:
+    """Three of all parameters at once, in rows: what is linear and differs, differs along a drawn one."""
+    return Numbers(2)(3, flat(params).numel())
 
 
 def blocks(matrix: torch.Tensor, like: Any) -> list[torch.Tensor]:

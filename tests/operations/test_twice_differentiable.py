@@ -18,7 +18,7 @@ from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.evaluation.test_composition import differentiated
-from tests.matrices import assert_near, flat
+from tests.matrices import assert_near, directions, flat
 from tests.networks import total
 from tests.strategies import Numbers
 
@@ -115,11 +115,6 @@ def arranged(called, device="cpu"):
     params = tree.map_leaves(lambda p: p + 0.3 * rand(*p.shape).to(p), params)
     x = rand(4, 3, 4).to(device)
     return f, params, x, rand(*f(params, x).shape).to(device)
-
-
-def directions(params):
-    """Three of all parameters at once: matrices that differ differ along a drawn one."""
-    return Numbers(2)(3, len(flat(params)))
 
 
 def differences(of, params, along):

@@ -1,5 +1,7 @@
 """A number that is none spoils what it spoils in the plain loop, and nothing else: it is never dropped."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -206,14 +208,24 @@ def posed(case):
     return MODELS[model][0], LOSSES[loss], poisoned(model, place, value)
 
 
+@cache
+def expected(of, case):
+    """The plain loop of a case, of which each copy of a law draws the same ones."""
+    f, loss, args = posed(case)
+    return of(f, loss)(*args)
+
+
+def shares_of_each(f, loss):
+    return shares(f, of_each(loss))
+
+
 class TestStatistics:
     @pytest.mark.parametrize("name", FIRST_ORDER)
     @given(case=cases())
     def test_of_the_shares(self, name, case):
         f, loss, args = posed(case)
         make, of = FIRST_ORDER[name]
-        loss = of_each(loss)
-        got, wanted = make(composed(f, loss))(*args), of(shares(f, loss)(*args))
+        got, wanted = make(composed(f, of_each(loss)))(*args), of(expected(shares_of_each, case))
         assert_spoiled_alike(got, wanted)
         for x, y in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
             assert not (x.isfinite() & ~y.isfinite()).any()
@@ -224,7 +236,7 @@ class TestStatistics:
         f, loss, args = posed(case)
         make, of = SECOND_ORDER[name]
         forms = (composed(f, loss),) if found and loss is not general else (f, loss)
-        assert_spoiled_alike(make(*forms)(*args), of(squares(f, loss)(*args)))
+        assert_spoiled_alike(make(*forms)(*args), of(expected(squares, case)))
 
     @pytest.mark.parametrize("name", DRAWN)
     @given(case=cases(losses=("mse", "cross entropy", "bce", "huber", "poisson")))
@@ -232,12 +244,12 @@ class TestStatistics:
         f, loss, args = posed(case)
         make, of = DRAWN[name]
         got = make(f, loss, mc_samples=8, generator=seeded())(*args)
-        assert_spoiled_alike(got, of(squares(f, loss)(*args)))
+        assert_spoiled_alike(got, of(expected(squares, case)))
 
     @given(case=cases())
     def test_sqrt_ggn(self, case):
         f, loss, args = posed(case)
-        assert_spoiled_alike(squared_columns(invfunc.sqrt_ggn(f, loss)(*args)), squares(f, loss)(*args))
+        assert_spoiled_alike(squared_columns(invfunc.sqrt_ggn(f, loss)(*args)), expected(squares, case))
 
     @given(case=cases(values=(torch.nan,)))
     def test_of_the_hessian(self, case):

@@ -10,9 +10,9 @@ from invfunc import batch_grad, diag_ggn, fvp, tree
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.laws import composed, moved
-from tests.matrices import assert_near, flat
+from tests.matrices import assert_near, directions, flat
 from tests.networks import LOSSES, network, networks, samples_loss
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-4}
 
@@ -22,13 +22,16 @@ class TestEmpirical:
     def test_the_empirical_fisher_matrix(self, device, dtype, net, loss):
         each = samples_loss(net, loss)
         args = moved((net.params, net.x, loss.target(Numbers(1), net.n)), dtype, device)
-        wanted, rtol = matrices.fisher(each, *args), RTOL[dtype]
-        assert_near(matrices.of(fvp(each), *args), wanted, rtol)
-        assert_near(matrices.of(fvp(net.f, lambda z, y: each_of(loss, z, y)), *args), wanted, rtol)
-        summed = matrices.of(fvp(net.f, lambda z, y: loss(z, y, "sum")), *args)
-        assert_near(summed, wanted, rtol)
-        assert_near(matrices.of(fvp(lambda *a: each(*a).sum()), *args), wanted, rtol)
-        mean = matrices.of(fvp(lambda *a: each(*a).mean()), *args)
+        along = directions(net.params).to(device, dtype)
+        wanted, rtol = matrices.fisher(each, *args) @ along.T, RTOL[dtype]
+        for product in (
+            fvp(each),
+            fvp(net.f, lambda z, y: each_of(loss, z, y)),
+            fvp(net.f, lambda z, y: loss(z, y, "sum")),
+            fvp(lambda *a: each(*a).sum()),
+        ):
+            assert_near(matrices.of(product, *args, along=along), wanted, rtol)
+        mean = matrices.of(fvp(lambda *a: each(*a).mean()), *args, along=along)
         assert_near(mean * net.n**2, wanted, rtol)
 
 
@@ -81,34 +84,36 @@ class TestDrawn:
     """Means over 40 matrices, off by more than 8 of their standard errors: less than once in 10^6 seeds."""
 
     @staticmethod
-    def mean_and_error(product, *args):
-        found = torch.stack([matrices.of(product, *args) for _ in range(40)])
+    def mean_and_error(product, along, *args):
+        found = torch.stack([matrices.of(product, *args, along=along) for _ in range(40)])
         return found.mean(0), found.std(0) / 40**0.5
 
     @pytest.mark.parametrize("loss", LOSSES[:4], ids=str)
     def test_average_to_the_ggn(self, loss):
         net = network("affine", 3)
-        args, generator = (net.params, net.x, loss.target(Numbers(1), 3)), torch.Generator().manual_seed(0)
+        args, generator = (net.params, net.x, loss.target(Numbers(1), 3)), seeded()
+        along = directions(net.params)
+        wanted = matrices.ggn(net.f, loss, *args) @ along.T
         for given_as in ((net.f, loss), (composed(net.f, loss),)):
-            mean, error = self.mean_and_error(fvp(*given_as, mc_samples=20, generator=generator), *args)
-            wanted = matrices.ggn(net.f, loss, *args)
+            mean, error = self.mean_and_error(fvp(*given_as, mc_samples=20, generator=generator), along, *args)
             assert ((mean - wanted).abs() <= 8 * error + 1e-12).all()
             assert_near(mean, wanted, 0.3)
 
     def test_with_a_sampler_of_the_user(self):
         """Of a normal distribution with deviation 2, whose Fisher matrix is J^T J / 4."""
         net = network("affine", 3)
-        args, generator = (net.params, net.x, Numbers(1)(3, 3)), torch.Generator().manual_seed(0)
+        args, generator = (net.params, net.x, Numbers(1)(3, 3)), seeded()
 
         def sample(z, generator):
             assert not z.requires_grad
             return z + 2 * torch.randn(z.shape, dtype=z.dtype, generator=generator)
 
         product = fvp(net.f, self.negative_log, mc_samples=100, generator=generator, sample=sample)
-        mean, error = self.mean_and_error(product, *args)
-        rows = matrices.jacobian(net.f, *args[:2])
-        assert ((mean - rows.T @ rows / 4).abs() <= 8 * error + 1e-12).all()
-        assert_near(mean, rows.T @ rows / 4, 0.1)
+        along, rows = directions(net.params), matrices.jacobian(net.f, *args[:2])
+        mean, error = self.mean_and_error(product, along, *args)
+        wanted = rows.T @ rows @ along.T / 4
+        assert ((mean - wanted).abs() <= 8 * error + 1e-12).all()
+        assert_near(mean, wanted, 0.1)
 
     @staticmethod
     def negative_log(z, y):
@@ -118,14 +123,14 @@ class TestDrawn:
     def test_drawn_columns_are_those_of_the_same_seed(self, loss):
         net = network("perceptron", 4)
         args, drawn = (net.params, net.x, loss.target(Numbers(1), 4)), {"mc_samples": 3}
-        diagonal = diag_ggn(net.f, loss, generator=torch.Generator().manual_seed(1), **drawn)(*args)
+        diagonal = diag_ggn(net.f, loss, generator=seeded(1), **drawn)(*args)
         for given_as in ((net.f, loss), (composed(net.f, loss),)):
-            product = fvp(*given_as, generator=torch.Generator().manual_seed(1), **drawn)
+            product = fvp(*given_as, generator=seeded(1), **drawn)
             assert_near(matrices.of(product, *args).diagonal(), flat(diagonal), 1e-10)
 
     def test_a_linearisation_draws_once(self):
         net = network("affine", 3)
-        args, generator = (net.params, net.x, Numbers(1)(3, 3)), torch.Generator().manual_seed(0)
+        args, generator = (net.params, net.x, Numbers(1)(3, 3)), seeded()
         product, v = fvp(net.f, F.mse_loss, mc_samples=1, generator=generator), tree.map_leaves(torch.cos, net.params)
         at = product.linearize(*args)
         state = generator.get_state()
