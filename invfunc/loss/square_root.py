@@ -225,14 +225,19 @@ def _eigh(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.masked_fill(wrong, torch.nan), vectors
 
 
-def joined_block(made: list[Columns], start: int, stop: int, part: slice, n: int) -> Block:
-    """The columns of a range over all kinds together; a kind that has no part in a column has zeros there."""
+def joined_block(made: list[Columns], start: int, stop: int, part: slice, n: int, everywhere: bool = False) -> Block:
+    """The columns of a range over all kinds together; a kind that has no part in a column has zeros there.
+
+    `everywhere` asks for zeros also at outputs at which only columns of other ranges are.
+    """
     found: list[Block] = []
     offset = 0
     for kind in made:
         a, b = max(start - offset, 0), min(stop - offset, kind.count)
         if a < b:
             found.append(kind.block(a, b, part))
+        elif everywhere and kind.count:
+            found.append(_none(kind.block(0, 1, part)))
         offset += kind.count
     if len(found) == 1:
         return found[0]
@@ -242,6 +247,13 @@ def joined_block(made: list[Columns], start: int, stop: int, part: slice, n: int
     if any(b.weight is not None for b in found):
         weights = torch.cat([_weight(b, n) for b in found])
     return Block(left, right, weights)
+
+
+def _none(block: Block) -> Block:
+    """None of the columns of a block."""
+    right = None if block.right is None else {i: c[:0] for i, c in block.right.items()}
+    weight = None if block.weight is None else block.weight[:0]
+    return Block({i: c[:0] for i, c in block.left.items()}, right, weight)
 
 
 def _weight(block: Block, n: int) -> torch.Tensor:

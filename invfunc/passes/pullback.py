@@ -62,6 +62,8 @@ class Pullback:
     name: Callable[[int], str] = str
     """The name of the parameter with a number."""
     roles: dict[int, str] = field(default_factory=dict)
+    everywhere: bool = False
+    """Whether all outputs have a part in every pullback, so that each reaches the same parameter uses."""
 
     @property
     def total(self) -> int:
@@ -76,6 +78,7 @@ class Pullback:
         """Reduce the shares: `done` gets what each reduction keeps of each parameter. `kept` is pulled back already."""
         if any(m.paired for m in reductions):
             self.roles = roles(self.run.params, self.run.trace.uses)
+        self.everywhere = any(m.counts for m in reductions)
         passes = self.passes(reductions)
         if kept is None and self.streams(passes):
             states: list[States] = [{} for _ in reductions]
@@ -191,7 +194,7 @@ class Pullback:
         return PulledBack(left, right, block.weight)
 
     def block(self, each: Pass) -> Block:
-        return joined_block(self.made, each.start, each.stop, self.run.part, self.run.trace.n)
+        return joined_block(self.made, each.start, each.stop, self.run.part, self.run.trace.n, self.everywhere)
 
     def _at_outputs(self, columns: dict[int, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         outputs, given = [], []

@@ -106,7 +106,7 @@ class KroneckerFactors(Block):
     """B, the sum over columns and samples of `s s^T`, and A, the mean over samples of `a a^T`."""
 
     rooted = "known"  # so that products are symmetric
-    paired = thin = squares = True
+    paired = thin = squares = counts = True
     shortcuts = "narrow"
 
     def __init__(self, sharing: str, joint: bool, unsupported: str = "error") -> None:

@@ -58,6 +58,8 @@ class Reduction:
     """Whether it forms the shares of each sample: of some at a time, or of all, which are the result."""
     squares: ClassVar[bool] = False
     """Whether it keeps matrices that are as wide as the sides of a parameter."""
+    counts: ClassVar[bool] = False
+    """Whether columns count that are zero at a parameter, or what an operation reads where they are zero at it."""
     paired: ClassVar[bool] = False
     """Whether it wants to know which bias belongs to which weight."""
     shortcuts: ClassVar[Literal["no", "narrow", "all"]] = "no"

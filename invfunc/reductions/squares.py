@@ -78,6 +78,7 @@ class JacobianRows(Reduction):
 
     each = (0,)
     forms = "all"
+    counts = True
 
     def step(self, shares: Shares) -> State:
         return (shares.dense(),)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import SampleAxisError, batch_grad, diag_ggn, sqrt_ggn
+from invfunc import SampleAxisError, batch_grad, chunked, diag_ggn, ekfac, kflr, sqrt_ggn
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
 from tests.strategies import Numbers
 
@@ -86,3 +86,20 @@ def test_curvature_of_joined_heads(loss, n, c):
 def test_joined_heads_keep_the_columns_of_the_softmax(loss, columns):
     args = Numbers()(3, 3), Numbers(1)(4, 3), Numbers(2).below(3, 4)
     assert len(sqrt_ggn(heads, loss)(*args)) == columns
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_columns_of_one_output_count_where_only_another_reaches(n):
+    """In parts of the columns, of which some are zero at a use of a parameter, or at all of them."""
+
+    def f(p, x):
+        return torch.tanh(x @ p["w"]) @ p["v"], (2 * x.sin()) @ p["w"]
+
+    def loss(z, y):
+        return F.cross_entropy(z[0], y[0]) + F.mse_loss(z[1], y[1])
+
+    rand = Numbers()
+    args = {"w": rand(3, 4), "v": rand(4, 3)}, rand(5, 3), (torch.arange(5) % 3, rand(5, 4))
+    made = [sqrt_ggn(f, loss), *(kflr(f, loss, weight_sharing=s) for s in ("expand", "reduce", "backpack"))]
+    for transform in (*made, ekfac(f, loss, fisher="exact")):
+        assert_trees_close(chunked(transform, n, over="outputs")(*args), transform(*args), EXACT)
