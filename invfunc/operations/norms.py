@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,31 +94,47 @@ def _layer_norm(
 
 
 def _batch_norm(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`batch_norm` or `instance_norm` written out where it normalises by the statistics of its input; with running
-    statistics torch's is right."""
+    """`batch_norm` or `instance_norm` written out where it normalises by the statistics of its input, and where a
+    sample is by itself; else torch's is right."""
     instances = func is F.instance_norm
     given = _SIGNATURES[func].bind(input, *args, **kwargs)
     given.apply_defaults()
     options = given.arguments
-    if not options["use_input_stats" if instances else "training"]:
+    running = not options["use_input_stats" if instances else "training"]
+    if running and not _by_itself(func, input):
         return func(input, *args, **kwargs)
     with torch.no_grad():  # checks, and writes the running statistics
         dtype = func(input.detach(), *args, **kwargs).dtype
     shape = [-1, *[1] * (input.ndim - 2)]
-    weight, bias = (x if x is None else x.reshape(shape) for x in (options["weight"], options["bias"]))
+    names = ("weight", "bias", "running_mean", "running_var")
+    weight, bias, *moments = (x if x is None else x.reshape(shape) for x in map(options.get, names))
     along = [d for d in range(input.ndim) if d != 1 and not (instances and d == 0)]
-    return _standard(input, along, options["eps"], weight, bias).to(dtype)
+    return _standard(input, along, options["eps"], weight, bias, moments if running else None).to(dtype)
+
+
+def _by_itself(func: Callable, input: torch.Tensor) -> bool:
+    """Whether a sample is normalised by itself: there torch's first derivative is wrong, too, where the input and what
+    is sent back lie in memory in different orders (torch 2.13)."""
+    return func is F.instance_norm or input.shape[0] == 1
+
+
+def _once(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return (partial(_batch_norm, func) if _by_itself(func, input) else func)(input, *args, **kwargs)
 
 
 def _low(x: torch.Tensor) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16)
 
 
-def _standard(x: torch.Tensor, along: list[int], eps: float, weight: Any, bias: Any) -> torch.Tensor:
-    """x brought to mean 0 and variance 1, then scaled and shifted; computed in float32 at least."""
+def _standard(
+    x: torch.Tensor, along: list[int], eps: float, weight: Any, bias: Any, moments: Any = None
+) -> torch.Tensor:
+    """x brought to mean 0 and variance 1, its own or those given, then scaled and shifted; computed in float32 at
+    least."""
     x = x.float() if _low(x) else x
-    x = x - x.mean(along, keepdim=True)
-    x = x * (x.square().mean(along, keepdim=True) + eps).rsqrt()
+    mean, variance = moments or (x.mean(along, keepdim=True), None)
+    x = x - mean
+    x = x * ((x.square().mean(along, keepdim=True) if variance is None else variance) + eps).rsqrt()
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
@@ -167,12 +184,13 @@ define(
     "batch_norm",
     batch_axis=_over_channels,
     factor=norm,
+    once=_once,
     twice=_batch_norm,
     only_nn=True,
     linear=1,
     unless="training",
 )
-define("instance_norm", batch_axis=_over_channels, factor=norm, twice=_batch_norm, only_nn=True)
+define("instance_norm", batch_axis=_over_channels, factor=norm, once=_once, twice=_batch_norm, only_nn=True)
 define("group_norm", batch_axis=_over_channels, factor=norm)
 define("local_response_norm", batch_axis=_over_channels)
 define("native_group_norm", batch_axis=_over_channels, receptive_field=_group_norm)

@@ -38,9 +38,11 @@ class Operation:
     twice: Rule | None = None
     """A form whose second derivative is right, where torch's is missing or wrong: takes torch's function and its
     arguments."""
+    once: Rule | None = None
+    """A form whose first derivative is right, where torch's is wrong: takes torch's function and its arguments."""
     only_nn: bool = False
-    """Whether the two above take the arguments of the function of torch.nn.functional, and not of another one of that
-    name."""
+    """Whether `composed`, `twice` and `once` take the arguments of the function of torch.nn.functional, and not of
+    another one of that name."""
     linear: Literal["no", "all", "each"] | int = "no"
     """In which of the floating-point tensors that it reads it is linear, up to a constant: in all of them at once, in
     each of them while the others are fixed, or in so many of the first ones at once."""

@@ -66,6 +66,9 @@ class Seen:
         return self.tags.pop(key, None)
 
     def run(self) -> Any:
+        entry = known(self.name)
+        if entry.once is not None and getattr(self.func, "__module__", None) == "torch.nn.functional":
+            return entry.once(self.func, *self.args, **self.kwargs)
         if not hasattr(self.func, "recipe"):
             return self.func(*self.args, **self.kwargs)
         before = [version(x) for x in self.read]  # what one's own operation does is not looked into

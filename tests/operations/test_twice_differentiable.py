@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from invfunc import batch_diag_hessian, diag_hessian, functional, ggnvp, hvp, tree
+from invfunc import batch_diag_hessian, chunked, diag_ggn, diag_hessian, functional, ggnvp, hvp, tree
 from invfunc.operations.operation import OPERATIONS, having, known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
@@ -284,3 +284,41 @@ def test_complex_zeros_have_the_derivatives_of_torch(of):
         )
         assert_trees_close(batch_diag_hessian(each)(p, x, weight).flatten(1), wanted, 1e-9)
         assert_trees_close(diag_hessian(each)(p, x, weight).flatten(), wanted.sum(0), 1e-9)
+
+
+def standard(h, mean, variance):
+    return (h - mean) * (variance + 1e-5).rsqrt()
+
+
+def of_each(h):
+    return standard(h, h.mean((2, 3), keepdim=True), h.var((2, 3), keepdim=True, correction=0))
+
+
+MEAN, VARIANCE = Numbers(7)(3), Numbers(8)(3).square() + 0.5
+ALONE = {
+    "batch norm": lambda h: F.batch_norm(h, MEAN, VARIANCE),
+    "batch norm in train mode": lambda h: F.batch_norm(h, None, None, training=True),
+    "instance norm": F.instance_norm,
+    "instance norm of running statistics": lambda h: F.instance_norm(h, MEAN, VARIANCE, use_input_stats=False),
+}
+
+
+@pytest.mark.parametrize("called", ALONE)
+def test_a_sample_that_is_normalised_by_itself(called):
+    """Torch's own derivative is wrong where the sample and what is sent back lie in memory in different orders."""
+
+    def model(norm, p, x):
+        h = torch.tanh(F.conv2d(x, p["w"])).permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
+        z = torch.einsum("nchw,kc->nkhw", norm(h), p["u"])
+        return z.tanh().flatten(1)
+
+    def written_out(h):
+        each = called.endswith(("train mode", "instance norm"))
+        return of_each(h) if each else standard(h, MEAN[:, None, None], VARIANCE[:, None, None])
+
+    rand, n = Numbers(), 1 if "train" in called else 3
+    args = {"w": rand(3, 2, 2, 2), "u": rand(2, 3)}, rand(n, 2, 4, 3), rand(n, 12)
+    f = partial(model, ALONE[called])
+    wanted = diag_ggn(partial(model, written_out), F.mse_loss)(*args)
+    for each in (diag_ggn(f, F.mse_loss), chunked(diag_ggn(f, F.mse_loss), n, over="samples")):
+        assert_trees_close(each(*args), wanted, 1e-10)
