@@ -100,7 +100,7 @@ TOTALS: dict[str, Callable] = {
     "cumsum": lambda t: t.cumsum(1),
     "diff": lambda t: t.diff(dim=1),
     "atleast": lambda t: torch.atleast_3d(torch.atleast_2d(torch.atleast_1d(t[0]))),
-    "gather": lambda t: t.gather(0, _first(t, 1, t.shape[1])),
+    "gather": lambda t: t.gather(0, _first(t, 2, t.shape[1])),
     "take": lambda t: t.take(_first(t, 2)),
     "take_along_dim": lambda t: t.take_along_dim(_first(t, 1, 1), 0),
     "masked_select": lambda t: t.masked_select(torch.ones_like(t, dtype=torch.bool)),
