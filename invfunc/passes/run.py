@@ -26,3 +26,8 @@ class Run:
     """The place of its first sample in the batch."""
     result: Any = None
     aux: Any = None
+
+
+def exposed(run: Run) -> list[torch.Tensor]:
+    """The outputs of a run, sample by sample, but for those of which samples have different numbers of entries."""
+    return [axis.expose(z, run.trace.n) for z, axis in run.outputs.values() if axis.rows is None]

@@ -11,17 +11,18 @@ import torch
 
 from invfunc import thresholds, tree
 from invfunc._functorch import version
-from invfunc.errors import ArgumentError, InvFuncError, RandomnessError, SampleAxisError, not_alone
+from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, not_alone
 from invfunc.loss.outputs import ModelOutput, OutputFinder, Reached, active
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM
 from invfunc.operations.factors import Part
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.passes.alone import FOREIGN, Alone, NotAlone
+from invfunc.passes.alone import Alone, NotAlone
+from invfunc.passes.by_place import check_parameters, check_part, not_in_parts, other_in_part, runs_on_part, told_apart
 from invfunc.passes.by_rows import Places
 from invfunc.passes.certified import check_uses
 from invfunc.passes.evidence import Evidence
-from invfunc.passes.run import WHOLE, Run
+from invfunc.passes.run import WHOLE, Run, exposed
 from invfunc.plan import Options, even
 from invfunc.recording import Trace
 from invfunc.recording.checks import cannot_draw, check_loss, no_outputs, output_axis, same_in_part, same_values
@@ -31,9 +32,6 @@ from invfunc.recording.random import Draws, Drew, restore
 from invfunc.recording.scope import Scope
 from invfunc.recording.steps import Remember
 from invfunc.recording.tags import Derived, Sampled
-
-_GIVE = "What f has for each sample, such as a mask, goes among its batch arguments, not into constants or keywords."
-_NOT_IN_PARTS = f"f does not run on a part of the batch, so it cannot be chunked over samples. {_GIVE}"
 
 
 class Runner:
@@ -52,7 +50,7 @@ class Runner:
         """`remember` says which calls are to be run again; `whole` that blocks of samples do not pay; `apart` that the
         samples are told apart in the result."""
         self.problem, self.scope, self.budget = problem, scope, budget
-        self.plan, self.fast = options.plan, options.fast
+        self.options, self.plan, self.fast = options, options.plan, options.fast
         self.remember, self.whole = remember, whole or budget > thresholds.BUSY
         self.alone: Alone | None = None  # the last resort, once the function could not be followed
         self.apart = apart
@@ -172,16 +170,13 @@ class Runner:
         drawn = Draws(stop=partial) if partial or draws is None else draws
         options: dict[str, Any] = {"with_uses": with_uses, "partial": partial, "draws": drawn, "pattern": pattern}
         try:
-            run = self.places.settled(lambda: self._checked_model(self.run(part, n, **options)), drawn)
+            with runs_on_part(partial):
+                run = self.places.settled(lambda: self._checked_model(self.run(part, n, **options)), drawn)
             restore(after)
         except Drew:
             raise cannot_draw() from None
         except SampleAxisError as error:
             return self._model_alone(self._alone(error), part, n, with_uses)
-        except FOREIGN as error:
-            if isinstance(error, InvFuncError) or not partial:
-                raise
-            raise SampleAxisError(_NOT_IN_PARTS) from error
         return run
 
     def _model_alone(self, alone: Alone, part: Part, n: int, with_uses: bool) -> Run:
@@ -195,7 +190,7 @@ class Runner:
         n, dim = self.problem.n, self.problem.out_dims
         for i, (path, z) in enumerate(named):
             if run.trace.n < n and -z.ndim <= dim < z.ndim and z.shape[dim] == n:
-                raise SampleAxisError(_NOT_IN_PARTS)  # a constant has broadcast a part of one sample
+                raise not_in_parts()  # a constant has broadcast a part of one sample
             z = self._of_each_sample(run, z)
             run.outputs[i] = z, output_axis(run.trace, z, self.problem.out_dims, path)
         return run
@@ -213,17 +208,21 @@ class Runner:
         """The outputs of a sample must not depend on how many samples, or which, are beside it."""
         if run.trace.n == self.problem.n:
             return
-        start, stop, n = run.part.start, run.part.stop, run.trace.n
-        picked = {1: [(start + 1) % self.problem.n, start], 2: [stop - 1], 3: [stop - 1, start]}
-        places = picked.get(n, [stop - 1, start + n // 2, start])
-        few = self.model(torch.tensor(places, device=self.problem.leaves[0].device), len(places), with_uses=False)
-        for (z, axis), (y, other) in zip(run.outputs.values(), few.outputs.values(), strict=True):
-            whole, alone = axis.expose(z, n), other.expose(y, len(places))
-            if not all(same_values(whole[p - start], alone[i]) for i, p in enumerate(places) if start <= p < stop):
-                raise SampleAxisError(
-                    "the outputs of a sample depend on how many are beside it, or on its place (does f use the length "
-                    f"of the batch?), so f cannot be chunked over samples. {_GIVE}"
-                )
+        check_part(run.part, self.problem.n, exposed(run), lambda places: self._modelled(self, places))
+        self._check_parameters(self._modelled)
+
+    def _modelled(self, runner: Runner, places: list[int]) -> list[torch.Tensor]:
+        return exposed(runner.model(self._at(places), len(places), with_uses=False))
+
+    def _at(self, places: list[int]) -> torch.Tensor:
+        return torch.tensor(places, device=self.problem.leaves[0].device)
+
+    def _check_parameters(self, outputs: Callable[[Runner, list[int]], list[torch.Tensor]]) -> None:
+        """Check that no parameters are read by the place of a sample, also where they are the same for all places."""
+        if self.alone is None and self.problem.n > 1:
+            apart = replace(self.problem, leaves=told_apart(self.problem.leaves))
+            near = Runner(apart, self.scope, self.options, self.budget, None, self.whole, self.apart)
+            check_parameters(self.problem.n, lambda places: outputs(near, places))
 
     def blocks(self, few: bool, draws: Draws) -> list[Run]:
         """The model function in one pass, or, if columns are not few, in blocks of samples that fit the cache."""
@@ -252,13 +251,22 @@ class Runner:
         if draws.drew and len(parts) > 1:
             raise cannot_draw()
         few = columns < thresholds.BLOCK_COLUMNS or n < thresholds.BLOCK_BATCH
+
+        def outputs(runner: Runner, places: list[int]) -> list[torch.Tensor]:
+            wanted = [r.ordinal for r in roots]
+            return exposed(runner.run(self._at(places), len(places), finder=lambda trace: OutputFinder(trace, wanted)))
+
         if any(self.plan.splits.values()) or draws.drew or few or self.whole:
+            if len(parts) > 1:
+                self._check_parameters(outputs)
             return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in parts)
         try:
             start = min(n, thresholds.BLOCK_SAMPLES)
             first = self.up_to(roots, slice(0, start), start, draws)
             rest = even(n - first.trace.n, self._block_size(first.trace, columns))
             rest = [(first.trace.n + a, first.trace.n + b) for a, b in rest if a < b]
+            if rest:
+                self._check_parameters(outputs)
             return [first, *(self.up_to(roots, slice(a, b), b - a, draws) for a, b in rest)]
         except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
             return [self.up_to(roots, WHOLE, n, draws)]
@@ -273,11 +281,8 @@ class Runner:
         part = WHOLE if isinstance(part, slice) and n == self.problem.n else part
         after, wanted = draws.rewind(), [r.ordinal for r in roots]
         try:
-            run = self.run(part, n, finder=lambda trace: OutputFinder(trace, wanted), pattern=pattern)
-        except FOREIGN as error:
-            if part is WHOLE or isinstance(error, InvFuncError):
-                raise
-            raise SampleAxisError(_NOT_IN_PARTS) from error
+            with runs_on_part(part is not WHOLE):
+                run = self.run(part, n, finder=lambda trace: OutputFinder(trace, wanted), pattern=pattern)
         finally:
             restore(after)
         check_uses(self.scope, run.trace, [*run.outputs.values()])
@@ -288,25 +293,22 @@ class Runner:
                     raise RandomnessError(
                         "f gives other outputs when it runs again: it draws numbers outside of torch."
                     )
-                raise SampleAxisError(
-                    "the outputs of f on a part of the batch are not those of the whole batch (has it a constant for "
-                    "each sample, or does it use the length of the batch?), so it cannot be chunked over samples. "
-                    f"{_GIVE}"
-                )
+                raise other_in_part()
         return run
 
     def loss_parts(self, whole: torch.Tensor, draws: Draws) -> Iterable[Run]:
         """A loss for each sample: the function itself on parts of the batch."""
         if draws.drew:
             raise cannot_draw()
-        for start, stop in self.plan.ranges("samples", self.problem.n):
+        parts = self.plan.ranges("samples", self.problem.n)
+        if len(parts) > 1:
+            self._check_parameters(
+                lambda runner, places: [runner.run(self._at(places), len(places), partial=True).result]
+            )
+        for start, stop in parts:
             part, n = slice(start, stop), stop - start
-            try:
+            with runs_on_part(n < self.problem.n):
                 run = self.run(part, n) if self.alone is None else self._run_alone(self.alone, part, n)
-            except FOREIGN as error:
-                if isinstance(error, InvFuncError) or n == self.problem.n:
-                    raise
-                raise SampleAxisError(_NOT_IN_PARTS) from error
             check_loss(run.trace, run.result)
             check_uses(self.scope, run.trace, [(run.result, Axis(0))])
             if not same_values(run.result, whole[start:stop]):

@@ -1,0 +1,83 @@
+"""Whether f treats a sample alike at every place of the batch, as it has to where it runs on a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from invfunc.errors import InvFuncError, SampleAxisError
+from invfunc.passes.alone import FOREIGN
+from invfunc.recording.checks import same_values
+
+_GIVE = "What f has for each sample, such as a mask, goes among its batch arguments, not into constants or keywords."
+Values = list[torch.Tensor]
+"""What f gives for some samples, `[k, ...]`."""
+
+
+def not_in_parts() -> SampleAxisError:
+    return SampleAxisError(f"f does not run on a part of the batch, so it cannot be chunked over samples. {_GIVE}")
+
+
+def other_in_part() -> SampleAxisError:
+    return SampleAxisError(
+        "the outputs of f on a part of the batch are not those of the whole batch (has it a constant for each sample, "
+        f"or does it use the length of the batch?), so it cannot be chunked over samples. {_GIVE}"
+    )
+
+
+@contextmanager
+def runs_on_part(partial: bool) -> Iterator[None]:
+    """A context in which errors that f raises on a part of the batch are told to come from that."""
+    try:
+        yield
+    except FOREIGN as error:
+        if isinstance(error, InvFuncError) or not partial:
+            raise
+        raise not_in_parts() from error
+
+
+def check_part(part: slice, total: int, found: Values, again: Callable[[list[int]], Values]) -> None:
+    """Check that the outputs `found` of a part do not depend on how many samples, or which, are beside each."""
+    start, stop, n = part.start, part.stop, part.stop - part.start
+    picked = {1: [(start + 1) % total, start], 2: [stop - 1], 3: [stop - 1, start]}
+    places = picked.get(n, [stop - 1, start + n // 2, start])
+    for whole, alone in zip(found, again(places), strict=True):
+        if not all(same_values(whole[p - start], alone[i]) for i, p in enumerate(places) if start <= p < stop):
+            raise SampleAxisError(
+                "the outputs of a sample depend on how many are beside it, or on its place (does f use the length "
+                f"of the batch?), so f cannot be chunked over samples. {_GIVE}"
+            )
+
+
+def check_parameters(total: int, outputs: Callable[[list[int]], Values]) -> None:
+    """Check that f does not read parameters by the place of a sample; `outputs` are those with `told_apart` ones.
+
+    Where the entries for two places are the same numbers, as they are at first, outputs do not show it.
+    """
+    first, second = [total - 1, 0], [total // 2, 0, total - 1] if total > 2 else [0, total - 1]
+    try:
+        found = [outputs(places) for places in (first, second)]
+    except Exception:  # it is not defined there, or does not run on so few
+        return
+    for a, b in zip(*found, strict=False):
+        if not (same_values(a[0], b[-1]) and same_values(a[1], b[second.index(0)])):
+            raise SampleAxisError(
+                "f reads a parameter by the place of a sample in the batch (as `p[: len(x)]` does), so it cannot be "
+                "chunked over samples. Pick the entries by indices that are a batch argument, as in `p[index]`."
+            )
+
+
+def told_apart(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Parameters near these, of which no two entries are the same."""
+    return [_told_apart(p.detach()) for p in params]
+
+
+def _told_apart(x: torch.Tensor) -> torch.Tensor:
+    if not x.numel():
+        return x
+    size = x.abs().nan_to_num(0, 0, 0).amax()
+    step = 0.01 if torch.finfo(x.dtype).eps < 1e-5 else 0.5  # half precision is compared to few digits
+    numbers = step * torch.arange(1.0, x.numel() + 1, device=x.device).cos().reshape(x.shape).to(x.dtype)
+    return x + numbers * torch.where(x == 0, torch.where(size > 0, size, 1), x)
