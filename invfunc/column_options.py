@@ -9,7 +9,7 @@ import torch
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plan import Options
-from invfunc.reductions.quantity import Drawing, Of
+from invfunc.reductions.quantity import GGN, GRADIENT, Drawing
 
 
 def drawing(name: str, mc_samples: Any, generator: Any, sample: Any = None) -> Drawing | None:
@@ -42,16 +42,16 @@ def drawing(name: str, mc_samples: Any, generator: Any, sample: Any = None) -> D
 
 def fisher_columns(name: str, fisher: str, mc_samples: int, generator: Any, sample: Any) -> dict[str, Any]:
     """What kind of columns a Fisher matrix is made of."""
-    kinds: dict[str, Of] = {"mc": "ggn", "exact": "ggn", "empirical": "gradient"}
+    kinds = {"mc": GGN, "exact": GGN, "empirical": GRADIENT}
     if fisher not in kinds:
         raise ArgumentError(f"{name}(fisher={fisher!r}): fisher is one of 'mc', 'exact', 'empirical'.")
     if fisher == "mc":
         if mc_samples is None:
             raise ArgumentError(f"{name}(mc_samples=None): fisher='mc' draws at least one column; 'exact' takes all.")
-        return {"of": "ggn", "drawing": drawing(name, mc_samples, generator, sample)}
+        return {"kind": GGN, "drawing": drawing(name, mc_samples, generator, sample)}
     if generator is not None or sample is not None:
         raise ArgumentError(f"{name}(fisher={fisher!r}): nothing is drawn, so leave generator and sample out.")
-    return {"of": kinds[fisher]}
+    return {"kind": kinds[fisher]}
 
 
 def by_method(name: str, f: Any, method: str) -> Options:

@@ -11,7 +11,7 @@ from invfunc.evaluation.engine import Engine
 from invfunc.plan import Options
 from invfunc.recording.problem import InDims, problem
 from invfunc.reductions import Reduction
-from invfunc.reductions.quantity import Drawing, Of, Quantity
+from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.transform import Transform
 
 
@@ -22,7 +22,7 @@ class Statistic(Transform):
     name: str
     f: Callable
     reduction: Reduction
-    of: Of = "gradient"
+    kind: ColumnKind = GRADIENT
     loss: Callable | None = None
     argnums: int | tuple[int, ...] = 0
     in_dims: InDims = 0
@@ -56,7 +56,7 @@ class Statistic(Transform):
     @property
     def quantity(self) -> Quantity:
         """What it reduces, of which columns."""
-        return Quantity(self.reduction, self.of, self.drawing)
+        return Quantity(self.reduction, self.kind, self.drawing)
 
     @property
     def several(self) -> bool:
@@ -71,5 +71,4 @@ class Statistic(Transform):
         """What it can be chunked over; the first is what `chunked` takes by itself."""
         if self.members:
             return tuple(a for a in ("outputs", "samples", "params") if all(a in m.axes for m in self.members))
-        columns = self.of in ("ggn", "hessian", "jacobian")
-        return tuple(a for a in self.reduction.axes if a != "outputs" or columns)
+        return tuple(a for a in self.reduction.axes if a != "outputs" or not self.kind.first_order)

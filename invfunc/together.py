@@ -61,7 +61,7 @@ def together(*statistics: Statistic) -> Statistic:
                     f"together({first!r}, {t!r}): they have different {name}. Give all the same object; of a loss "
                     "function f, `diag_ggn(f)` finds the outputs itself."
                 )
-    kinds = {t.of in ("jacobian", "gradient_or_jacobian") for t in statistics}
+    kinds = {t.kind.of_model == "no" for t in statistics}
     if len(kinds) > 1:
         raise ArgumentError(
             f"together({', '.join(map(repr, statistics))}): `gram` and `batch_jacobian` do not come together with the "

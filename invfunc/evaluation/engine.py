@@ -49,16 +49,17 @@ class Engine:
 
     def __init__(self, problem: Problem, options: Options, quantities: Sequence[Quantity]) -> None:
         self.problem, self.plan, self.quantities = problem, options.plan, quantities
-        self.kinds = {q.of for q in quantities}
+        kinds = {q.kind for q in quantities}
+        averaged = any(k.averaged for k in kinds)
+        self.first_order, self.second_order = all(k.first_order for k in kinds), any(k.second_order for k in kinds)
         constants = [x for q in quantities for x in q.reduction.constants]
-        self.scope = Scope([*problem.tensors(), *constants], twice="hessian" in self.kinds)
+        self.scope = Scope([*problem.tensors(), *constants], twice=self.second_order)
         limit = budget(problem.leaves[0].device)
         self.fold = Fold(problem, self.scope, options, quantities, limit)
-        remember = any_step if "chain" in self.kinds else nonlinear if "hessian" in self.kinds else None
-        whole = (
-            options.reduce is not None or "chain" in self.kinds or all(q.reduction.phases[0].thin for q in quantities)
-        )
-        apart = problem.samples is not None or any(q.of != "hessian" or q.reduction.each for q in quantities)
+        remember = any_step if averaged else nonlinear if self.second_order else None
+        thin = all(q.reduction.phases[0].thin for q in quantities)
+        whole = options.reduce is not None or averaged or thin
+        apart = problem.samples is not None or any(not q.kind.second_order or q.reduction.each for q in quantities)
         self.runner = Runner(problem, self.scope, options, limit, remember, whole, apart)
 
     def result(self) -> tuple[list[Any], Any]:
@@ -80,12 +81,11 @@ class Engine:
     # Of what: each folds over the runs of the function and returns aux
 
     def _run(self) -> Any:
-        if self.kinds == {"gradient"} and self.problem.loss is None:
+        if self.first_order and self.problem.loss is None:
             return self._gradient()
-        if "jacobian" in self.kinds:
-            return self._jacobian()
-        if "gradient_or_jacobian" in self.kinds:
-            return self._gradient_or_jacobian()
+        of_model = {q.kind.of_model for q in self.quantities}
+        if of_model != {"no"}:
+            return self._jacobian() if "yes" in of_model else self._gradient_or_jacobian()
         return self._found_split() if self.problem.loss is None else self._given_split()
 
     def _gradient(self) -> Any:
@@ -124,7 +124,7 @@ class Engine:
     def _ones(self, run: Run) -> Made:
         """The columns of a run whose output is the loss itself, of which no part is an affine function."""
         one: list[Columns] = [Gradient({0: torch.ones_like(self.scope.leave(run.result))[None]})]
-        return {SLOPE: one, **{q.columns: one if q.of != "hessian" else [] for q in self.quantities}}
+        return {SLOPE: one, **{q.columns: [] if q.kind.second_order else one for q in self.quantities}}
 
     def _units(self, run: Run) -> Made:
         """A unit column for each output. Also notes what the result has to know of the outputs."""
@@ -154,7 +154,7 @@ class Engine:
             result = self._lost(trace, tree.unflatten(joined, structure), problem.target(trace), finder)
         loss = Loss(self.scope, problem.n, result, list(finder.roots.values()), finder)
         made = loss.made(self.quantities, partial(self._sampled, loss, structure))
-        if "hessian" in self.kinds:
+        if self.second_order:
             made[SLOPE] = [loss.gradient()]
 
         def again(part: slice | torch.Tensor, n: int, pattern: Pattern | None) -> Run:
@@ -165,7 +165,7 @@ class Engine:
         if problem.has_aux and len(runs) > 1:
             aux = self.runner.model(WHOLE, problem.n, with_uses=False).aux
         # where the gradient of the loss keeps its graph, that must not be the one of the run that is differentiated
-        if self.plan.asked("samples") or ("hessian" in self.kinds and self.scope.wanted):
+        if self.plan.asked("samples") or (self.second_order and self.scope.wanted):
             self.fold.over(lambda: (self.runner.model(run.part, run.trace.n, draws=draws) for run in runs), made, look)
         else:
             self.fold.over(lambda: runs, made, look)
@@ -232,17 +232,17 @@ class Engine:
         try:
             light = self.runner.places.settled(followed, draws, loss=True)
         except SampleAxisError as error:
-            if self.kinds != {"gradient"}:
+            if not self.first_order:
                 raise to_be_split(error) if error.unknown and error.reason else error from None
             return self._each_alone(error, draws)
         tag, finder = check_loss(light.trace, light.result), next(s for s in finders if s.trace is light.trace)
         wanted = finder.selected(tag)
         roots = [finder.roots[i] for i in wanted]
         try:
-            check_split(tag, finder, wanted, in_chunks=self.kinds == {"gradient"})
+            check_split(tag, finder, wanted, in_chunks=self.first_order)
             check_seen(light.result, light.params, roots, finder)
         except SplitError:
-            if self.kinds & {"ggn", "chain"} or (self.plan.asked("samples") and not light.result.ndim):
+            if any(q.kind.convex for q in self.quantities) or (self.plan.asked("samples") and not light.result.ndim):
                 raise
             if self.plan.asked("samples"):  # a loss for each sample needs no split
                 self.fold.over(lambda: self.runner.loss_parts(light.result, draws), self._ones)
@@ -251,7 +251,7 @@ class Engine:
             return light.aux
         loss = Loss(self.scope, n, light.result, roots, finder)
         made = loss.made(self.quantities, _unsampled)
-        if "hessian" in self.kinds:
+        if self.second_order:
             made[SLOPE] = [loss.gradient()]
 
         def again(part: slice | torch.Tensor, n: int, pattern: Pattern | None) -> Run:
@@ -286,7 +286,7 @@ class Engine:
     def _few(self) -> bool:
         """Whether there are so few columns that blocks of samples would not pay."""
         return all(
-            q.of == "gradient" or (q.drawing is not None and q.drawing.count < thresholds.BLOCK_COLUMNS)
+            q.kind.first_order or (q.drawing is not None and q.drawing.count < thresholds.BLOCK_COLUMNS)
             for q in self.quantities
         )
 

@@ -21,15 +21,6 @@ from invfunc.sparsity.report import Explanation, Parameter, Part, chosen_parts
 from invfunc.sparsity.stages import Stages
 from invfunc.sparsity.ways import Chosen, Facts
 
-WHY = {
-    "gradient": "the gradient is one column",
-    "ggn": "",
-    "hessian": "the columns of the loss, and those of the nonlinear operations",
-    "chain": "one matrix, averaged over the samples at each layer",
-    "jacobian": "the rows of the Jacobian",
-    "gradient_or_jacobian": "the gradient, or the rows of the Jacobian",
-}
-
 
 @dataclass
 class Entry:
@@ -109,7 +100,7 @@ class Report:
 
     def _entry(self, group: Sequence[Accumulator], columns: int, why: str) -> Entry:
         q = group[0].quantity
-        entry = self.entries.setdefault(q.columns, Entry(columns, why or WHY[q.of]))
+        entry = self.entries.setdefault(q.columns, Entry(columns, why or q.kind.why))
         entry.columns = columns
         return entry
 

@@ -72,9 +72,7 @@ class Fold:
         if self.report is not None:
             self.report.ran(run)
         alike: dict[Hashable, list[Accumulator]] = {}
-        for t in sorted(
-            accumulators, key=lambda t: {"chain": 0, "gradient": 2}.get(t.quantity.of, 1)
-        ):  # may be streamed
+        for t in sorted(accumulators, key=_turn):
             t.columns = sum(c.count for c in made[t.quantity.columns])
             alike.setdefault(t.quantity.columns, []).append(t)
         if not samples.count:
@@ -82,14 +80,15 @@ class Fold:
         device = self.problem.leaves[0].device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             for k, (key, group) in enumerate(alike.items()):
-                if group[0].quantity.of == "hessian":
+                kind = group[0].quantity.kind
+                if kind.second_order:
                     self._hessian(run, made[key], made[SLOPE][0], group, samples)
                     continue
-                if group[0].quantity.of == "chain":
+                if kind.averaged:
                     self._chain(run, made[key], group, samples)
                     continue
                 pullback = self._pullback(run, made[key], samples, last=last and k + 1 == len(alike))
-                way = self._way(pullback, look, group) if group[0].quantity.of == "ggn" else pullback
+                way = self._way(pullback, look, group) if kind.convex else pullback
                 if self.report is not None:
                     self.report.on(way, group, self._chosen.get(key))
                     continue
@@ -282,3 +281,9 @@ class Fold:
             return x.to(dtype)
 
         return tree.map_tensors(delivered, results)
+
+
+def _turn(accumulator: Accumulator) -> int:
+    """What is averaged comes first, as it needs the graph, and the gradient last, as it may be streamed."""
+    kind = accumulator.quantity.kind
+    return kind.first_order - kind.averaged

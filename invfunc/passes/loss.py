@@ -37,10 +37,10 @@ class Loss:
         for q in quantities:
             if q.columns in made:
                 continue
-            if q.of == "gradient":
+            if q.kind.first_order:
                 made[q.columns] = [self.gradient()]
             elif q.drawing is None:
-                columns = self.hessian(convex=q.of != "hessian")
+                columns = self.hessian(convex=q.kind.convex)
                 made[q.columns] = [rooted(c, q.reduction.rooted) for c in columns]
             elif q.drawing.sample is not None:
                 made[q.columns] = sampled(q.drawing)

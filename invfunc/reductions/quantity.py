@@ -10,8 +10,31 @@ import torch
 
 from invfunc.reductions import Reduction, State, States
 
-Of = Literal["gradient", "ggn", "hessian", "chain", "jacobian", "gradient_or_jacobian"]
-"""What a statistic is made of."""
+
+@dataclass(frozen=True, eq=False)
+class ColumnKind:
+    """The columns that a statistic is made of, and what they need."""
+
+    why: str = ""
+    """How they are pulled back, where that is all there is to say."""
+    first_order: bool = False
+    """Whether it is one, the gradient of the loss: then the outputs of the model need not be known."""
+    convex: bool = False
+    """Whether they are those of a loss that has to be convex in the outputs of the model, which have to be known."""
+    second_order: bool = False
+    """Whether those of the nonlinear operations of the model are added to those of the loss."""
+    averaged: bool = False
+    """Whether one matrix, averaged over the samples at each layer, stands for them."""
+    of_model: Literal["no", "yes", "unless it returns a loss"] = "no"
+    """Whether they are the rows of the Jacobian of a model function."""
+
+
+GRADIENT = ColumnKind("the gradient is one column", first_order=True)
+GGN = ColumnKind(convex=True)
+HESSIAN = ColumnKind("the columns of the loss, and those of the nonlinear operations", second_order=True)
+CHAIN = ColumnKind("one matrix, averaged over the samples at each layer", convex=True, averaged=True)
+JACOBIAN = ColumnKind("the rows of the Jacobian", of_model="yes")
+GRADIENT_OR_JACOBIAN = ColumnKind("the gradient, or the rows of the Jacobian", of_model="unless it returns a loss")
 
 
 @dataclass(frozen=True)
@@ -28,13 +51,13 @@ class Quantity:
     """One result: what is reduced, and of which columns."""
 
     reduction: Reduction
-    of: Of
+    kind: ColumnKind
     drawing: Drawing | None = None
 
     @property
     def columns(self) -> Hashable:
         """A key that quantities share if they reduce the same columns."""
-        return self.of, self.drawing, self.reduction.rooted if self.drawing is None else None
+        return self.kind, self.drawing, self.reduction.rooted if self.drawing is None else None
 
 
 @dataclass

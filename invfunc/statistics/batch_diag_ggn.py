@@ -8,6 +8,7 @@ import torch
 
 from invfunc.column_options import by_method, drawing
 from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.quantity import GGN
 from invfunc.reductions.squares import SquaresOfEach
 from invfunc.statistic import Statistic
 
@@ -62,4 +63,4 @@ def batch_diag_ggn(
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     how = by_method("batch_diag_ggn", f, method)
     drawn = drawing("batch_diag_ggn", mc_samples, generator, sample)
-    return Statistic("batch_diag_ggn", f, SquaresOfEach(), of="ggn", loss=loss, drawing=drawn, options=how, **options)
+    return Statistic("batch_diag_ggn", f, SquaresOfEach(), kind=GGN, loss=loss, drawing=drawn, options=how, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.quantity import HESSIAN
 from invfunc.reductions.squares import SquaresOfEach
 from invfunc.statistic import Statistic
 
@@ -51,4 +52,4 @@ def batch_diag_hessian(
     Source: BackPACK's BatchDiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("batch_diag_hessian", f, SquaresOfEach(), of="hessian", loss=loss, **options)
+    return Statistic("batch_diag_hessian", f, SquaresOfEach(), kind=HESSIAN, loss=loss, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.quantity import JACOBIAN
 from invfunc.reductions.squares import JacobianRows
 from invfunc.statistic import Statistic
 
@@ -55,4 +56,4 @@ def batch_jacobian(
     Source: BackPACK's SqrtGGN without the loss; Dangel, Tatzel and Hennig, "ViViT", TMLR 2022.
     """
     options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples, "out_dims": out_dims}
-    return Statistic("batch_jacobian", f, JacobianRows(), of="jacobian", **options)
+    return Statistic("batch_jacobian", f, JacobianRows(), kind=JACOBIAN, **options)

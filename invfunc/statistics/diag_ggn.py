@@ -8,6 +8,7 @@ import torch
 
 from invfunc.column_options import by_method, drawing
 from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.quantity import GGN
 from invfunc.reductions.squares import SumOfSquares
 from invfunc.statistic import Statistic
 
@@ -90,7 +91,7 @@ def diag_ggn(
         "diag_ggn",
         f,
         SumOfSquares(),
-        of="ggn",
+        kind=GGN,
         loss=loss,
         argnums=argnums,
         in_dims=in_dims,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.quantity import HESSIAN
 from invfunc.reductions.squares import SumOfSquares
 from invfunc.statistic import Statistic
 
@@ -58,4 +59,4 @@ def diag_hessian(
     Source: BackPACK's DiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("diag_hessian", f, SumOfSquares(), of="hessian", loss=loss, **options)
+    return Statistic("diag_hessian", f, SumOfSquares(), kind=HESSIAN, loss=loss, **options)

@@ -8,6 +8,7 @@ import torch
 
 from invfunc.column_options import by_method, drawing
 from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.quantity import GGN
 from invfunc.reductions.squares import MatrixTrace
 from invfunc.statistic import Statistic
 
@@ -60,5 +61,5 @@ def ggn_trace(
     how = by_method("ggn_trace", f, method)
     drawn = drawing("ggn_trace", mc_samples, generator, sample)
     return Statistic(
-        "ggn_trace", f, MatrixTrace(per_parameter), of="ggn", loss=loss, drawing=drawn, options=how, **options
+        "ggn_trace", f, MatrixTrace(per_parameter), kind=GGN, loss=loss, drawing=drawn, options=how, **options
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.quantity import GRADIENT_OR_JACOBIAN
 from invfunc.reductions.squares import InnerProducts
 from invfunc.statistic import Statistic
 
@@ -59,4 +60,4 @@ def gram(
     TMLR 2022.
     """
     options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples, "out_dims": out_dims}
-    return Statistic("gram", f, InnerProducts(per_parameter), of="gradient_or_jacobian", **options)
+    return Statistic("gram", f, InnerProducts(per_parameter), kind=GRADIENT_OR_JACOBIAN, **options)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from invfunc.column_options import by_method, check_factors
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.kronecker_factors import KroneckerFactors
+from invfunc.reductions.quantity import GGN
 from invfunc.statistic import Statistic
 
 
@@ -60,7 +61,7 @@ def kflr(
         "kflr",
         f,
         KroneckerFactors(weight_sharing, joint, unsupported),
-        of="ggn",
+        kind=GGN,
         loss=loss,
         options=by_method("kflr", f, method),
         **options,

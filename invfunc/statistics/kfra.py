@@ -7,6 +7,7 @@ from collections.abc import Callable
 from invfunc.column_options import check_factors
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.kronecker_factors import ChainFactors
+from invfunc.reductions.quantity import CHAIN
 from invfunc.statistic import Statistic
 
 
@@ -57,4 +58,4 @@ def kfra(
     """
     check_factors("kfra", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("kfra", f, ChainFactors(weight_sharing, joint, unsupported), of="chain", loss=loss, **options)
+    return Statistic("kfra", f, ChainFactors(weight_sharing, joint, unsupported), kind=CHAIN, loss=loss, **options)

@@ -8,6 +8,7 @@ import torch
 
 from invfunc.column_options import drawing
 from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.quantity import GGN
 from invfunc.reductions.squares import SquareRoot
 from invfunc.statistic import Statistic
 
@@ -63,4 +64,4 @@ def sqrt_ggn(
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     drawn = drawing("sqrt_ggn", mc_samples, generator, sample)
-    return Statistic("sqrt_ggn", f, SquareRoot(), of="ggn", loss=loss, drawing=drawn, **options)
+    return Statistic("sqrt_ggn", f, SquareRoot(), kind=GGN, loss=loss, drawing=drawn, **options)
