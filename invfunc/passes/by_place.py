@@ -51,18 +51,20 @@ def check_part(part: slice, total: int, found: Values, again: Callable[[list[int
             )
 
 
-def check_parameters(total: int, outputs: Callable[[list[int]], Values]) -> None:
-    """Check that f does not read parameters by the place of a sample; `outputs` are those with `told_apart` ones.
+def check_parameters(total: int, most: int, outputs: Callable[[list[int]], Values]) -> None:
+    """Check that f does not read parameters by the place of a sample, in parts of at most so many (or two) samples.
 
-    Where the entries for two places are the same numbers, as they are at first, outputs do not show it.
+    Where the entries for two places are the same numbers, as they are at first, outputs do not show it: `outputs` are
+    those with parameters that are `told_apart`.
     """
-    first, second = [total - 1, 0], [total // 2, 0, total - 1] if total > 2 else [0, total - 1]
+    last = total - 1
+    first, second = ([last, 0], [total // 2, 0, last]) if most > 2 else ([last], [0, last])
     try:
         found = [outputs(places) for places in (first, second)]
     except Exception:  # it is not defined there, or does not run on so few
         return
     for a, b in zip(*found, strict=False):
-        if not (same_values(a[0], b[-1]) and same_values(a[1], b[second.index(0)])):
+        if not same_values(a[0], b[-1]):
             raise SampleAxisError(
                 "f reads a parameter by the place of a sample in the batch (as `p[: len(x)]` does), so it cannot be "
                 "chunked over samples. Pick the entries by indices that are a batch argument, as in `p[index]`."

@@ -209,7 +209,7 @@ class Runner:
         if run.trace.n == self.problem.n:
             return
         check_part(run.part, self.problem.n, exposed(run), lambda places: self._modelled(self, places))
-        self._check_parameters(self._modelled)
+        self._check_parameters(run.trace.n, self._modelled)
 
     def _modelled(self, runner: Runner, places: list[int]) -> list[torch.Tensor]:
         return exposed(runner.model(self._at(places), len(places), with_uses=False))
@@ -217,12 +217,12 @@ class Runner:
     def _at(self, places: list[int]) -> torch.Tensor:
         return torch.tensor(places, device=self.problem.leaves[0].device)
 
-    def _check_parameters(self, outputs: Callable[[Runner, list[int]], list[torch.Tensor]]) -> None:
+    def _check_parameters(self, most: int, outputs: Callable[[Runner, list[int]], list[torch.Tensor]]) -> None:
         """Check that no parameters are read by the place of a sample, also where they are the same for all places."""
         if self.alone is None and self.problem.n > 1:
             apart = replace(self.problem, leaves=told_apart(self.problem.leaves))
             near = Runner(apart, self.scope, self.options, self.budget, None, self.whole, self.apart)
-            check_parameters(self.problem.n, lambda places: outputs(near, places))
+            check_parameters(self.problem.n, most, lambda places: outputs(near, places))
 
     def blocks(self, few: bool, draws: Draws) -> list[Run]:
         """The model function in one pass, or, if columns are not few, in blocks of samples that fit the cache."""
@@ -258,7 +258,7 @@ class Runner:
 
         if any(self.plan.splits.values()) or draws.drew or few or self.whole:
             if len(parts) > 1:
-                self._check_parameters(outputs)
+                self._check_parameters(parts[0][1], outputs)
             return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in parts)
         try:
             start = min(n, thresholds.BLOCK_SAMPLES)
@@ -266,7 +266,7 @@ class Runner:
             rest = even(n - first.trace.n, self._block_size(first.trace, columns))
             rest = [(first.trace.n + a, first.trace.n + b) for a, b in rest if a < b]
             if rest:
-                self._check_parameters(outputs)
+                self._check_parameters(start, outputs)
             return [first, *(self.up_to(roots, slice(a, b), b - a, draws) for a, b in rest)]
         except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
             return [self.up_to(roots, WHOLE, n, draws)]
@@ -303,7 +303,7 @@ class Runner:
         parts = self.plan.ranges("samples", self.problem.n)
         if len(parts) > 1:
             self._check_parameters(
-                lambda runner, places: [runner.run(self._at(places), len(places), partial=True).result]
+                parts[0][1], lambda near, places: [near.run(self._at(places), len(places), partial=True).result]
             )
         for start, stop in parts:
             part, n = slice(start, stop), stop - start
