@@ -99,7 +99,7 @@ class Call:
         self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, self.origins)
         with watch:
             y = self._forward(xs, rest, noted, watch)
-        self.report.known.left.add(watch.left(tree.tensors(y)))
+        self.report.known.leaves(watch.left(tree.tensors(y)))
         self.watch = None
         self._closure = None
         self.report.known.calls += 1
@@ -123,7 +123,7 @@ class Call:
             self._start.rewind()
             for generator, state in watch.drawn:
                 generator.set_state(state)
-        self.report.known.left.add(watch.left(()))
+        self.report.known.leaves(watch.left(()))
         return watch.closure()
 
     def take_back(self, why: str, way_out: str = "") -> None:

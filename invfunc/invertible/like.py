@@ -10,9 +10,16 @@ import torch
 
 def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """The tensor with the strides it had: kernels are chosen by them, and with these what autograd saves."""
+    if tensor.stride() == stride or tensor.numel() == 0:
+        return tensor
+    expanded = [dim for dim, (step, size) in enumerate(zip(stride, tensor.shape, strict=True)) if step == 0 < size - 1]
+    if expanded:
+        shape = tensor.shape
+        for dim in expanded:
+            tensor = tensor.narrow(dim, 0, 1)
+        return laid_out(tensor, tuple(step or 1 for step in stride)).expand(shape)
     apart = sorted((step, size) for step, size in zip(stride, tensor.shape, strict=True) if size > 1)
-    overlaps = any(step < before * size for (before, size), (step, _) in pairwise([(1, 1), *apart]))
-    if tensor.stride() == stride or overlaps or tensor.numel() == 0:
+    if any(step < before * size for (before, size), (step, _) in pairwise([(1, 1), *apart])):  # they overlap
         return tensor
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 

@@ -178,8 +178,7 @@ class Recall(Sight):
         self._all = [other for order in others.values() for other in order]
         self._lifted = [other for other in self._all if other.lift is not None]
         self._met: set[tuple[int, int | None]] = set()
-        self._calls: Callable
-        """The operation that is called."""
+        self._calls: Callable  # the operation that is called
         self._uses = uses
         self._at = 0
         """At which of them the inverse is."""
@@ -287,6 +286,8 @@ class Recall(Sight):
 
     def _of_unfamiliar(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy, as the tensor may not be written in the place of another."""
+        if tensor in self._left:
+            raise made_before(tensor)
         if id(tensor) not in self.unfamiliar:
             copy = self.know(tensor.detach().clone())
             self.unfamiliar[id(tensor)] = tensor, copy
@@ -305,8 +306,8 @@ class Recall(Sight):
                 raise ReplayError(
                     f"evaluated again, `{_name(self._calls)}` reads a tensor of shape {list(tensor.shape)} from "
                     "outside that the function did not read at this place the first time. Was a module put into eval "
-                    "or train mode between forward and backward? Do that after the backward pass. Is anything computed "
-                    f"once and kept? Do that before, by a call under torch.no_grad(). {SHARDED}"
+                    "or train mode in between? Do that after the backward pass. Is anything computed once and kept? "
+                    f"Do that before, by a call under torch.no_grad(). {SHARDED}"
                 )
             other = order[len(found)]
             if not other.is_(tensor):

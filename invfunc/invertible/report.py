@@ -29,10 +29,26 @@ class Known:
     """How often it was called; the first time compiled parts are told of."""
     left: Computed = field(default_factory=lambda: Computed(()))
     """What it has made in its calls beside what it returned, which it may not read in another one."""
+
+    def leaves(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note what a call has left behind."""
+        tensors = list(tensors)
+        self.left.add(tensors)
+        _LEFT.add(t for t in tensors if not t.requires_grad)
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether an earlier call made a tensor and left it behind: one of its own, or of another block that may read
+        and replace the same state, which has no gradient."""
+        return tensor in self.left or tensor in _LEFT
+
     left_told: bool = False
     """Whether it has been told that it leaves tensors behind that have no gradient."""
     inexact: bool = False
     """Whether it has been told that x does not come back."""
+
+
+_LEFT = Computed(())
+"""What all blocks have left behind that needs no gradient."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class Watch(Sight):
 
     def _not_left(self, read: Iterable[torch.Tensor]) -> None:
         for t in read:
-            if t in self._report.known.left:
+            if self._report.known.made(t):
                 raise made_before(t)
 
     def _called(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

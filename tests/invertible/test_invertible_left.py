@@ -216,3 +216,53 @@ def test_a_log_determinant_that_is_nothing_but_rounding_comes_back(dtype):
     for _ in range(3):
         z = nn.functional.leaky_relu(z @ Q.mT, 0.9)
     assert_trees_close(found, torch.autograd.grad(z.square().sum(), x), EXACT if dtype == torch.float64 else 1e-4)
+
+
+class Averaging(nn.Module):
+    """A state that is replaced by one of the data, which no gradient goes through."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, b):
+        self.mean = 0.9 * self.mean + b.detach().mean(0)
+        return (b - self.mean).sin()
+
+
+class TestStatesOfSeveralBlocks:
+    def test_that_share_a_module_are_refused(self):
+        part = Averaging()
+        blocks = [invertible_checkpoint(additive_coupling(lambda b: part(b), torch.tanh)) for _ in range(2)]
+        x = X.clone().requires_grad_()
+        with pytest.raises(ReplayError, match="made in an earlier call and left behind"):
+            blocks[1](blocks[0]((x, x)))
+        block = invertible_checkpoint(chain(*(additive_coupling(lambda b: part(b), torch.tanh) for _ in range(2))))
+        with pytest.raises(ReplayError, match="made in an earlier call and left behind"):
+            block((x, x), [None, None])
+
+    def test_that_the_inverse_reads_anew_are_refused(self):
+        part = Averaging()
+        block = invertible_checkpoint(
+            lambda x: (x[0] + part(x[1]), x[1]), lambda y: (y[0] - part(y[1]), y[1]), check="off"
+        )
+        x = X.clone().requires_grad_()
+        a, b = block((x * 1, x.cos()))
+        with pytest.raises(ReplayError, match="made in an earlier call and left behind"):
+            (a.sin() * b).sum().backward()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_an_expanded_input_is_expanded_when_it_is_computed_again(draws):
+    """Kernels and what they save, and the order in which `rand_like` draws, are those of its strides."""
+    found = []
+    for wrap in (invertible_checkpoint, as_it_is):
+        torch.manual_seed(0)
+        base = Numbers(6)(1, 5, 8).requires_grad_()
+        F, G = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        block = wrap(
+            additive_coupling(lambda b, F=F: F(b) * (torch.rand_like(b) if draws else b), lambda a, G=G: G(a).tanh())
+        )
+        a, b = block(tuple((base.expand(3, 5, 8)).chunk(2, -1)))
+        found.append(torch.autograd.grad((a.sin() * b).sum(), [base, *F.parameters(), *G.parameters()]))
+    assert_trees_close(*found, EXACT)
