@@ -9,18 +9,16 @@ from typing import Any
 
 import torch
 
-from invfunc import thresholds, tree
-from invfunc.errors import ArgumentError, SampleAxisError, SplitError, to_be_split
+from invfunc import thresholds
+from invfunc.errors import SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
 from invfunc.evaluation.fold import SLOPE, Fold
-from invfunc.loss.drawn import Drawn
-from invfunc.loss.hessian import gradient
-from invfunc.loss.outputs import OutputFinder, active, check_seen, check_split
+from invfunc.loss.outputs import OutputFinder
 from invfunc.loss.square_root import Columns, Gradient, Units
 from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.certified import check_roots
-from invfunc.passes.loss import Loss, Made
+from invfunc.passes.loss import Made, Split, at_found, at_given
 from invfunc.passes.run import WHOLE, Run
 from invfunc.passes.runs import Runner
 from invfunc.plan import Options
@@ -30,8 +28,7 @@ from invfunc.recording.problem import Problem
 from invfunc.recording.random import Draws, restore
 from invfunc.recording.scope import Scope
 from invfunc.recording.steps import any_step, nonlinear
-from invfunc.recording.tags import Sampled
-from invfunc.reductions.quantity import Drawing, Quantity
+from invfunc.reductions.quantity import Quantity
 from invfunc.sparsity.pattern import Pattern, alike, same_outputs
 from invfunc.sparsity.report import Explanation
 
@@ -148,14 +145,10 @@ class Engine:
         else:
             runs = self.runner.blocks(self._few, draws)
         trace = Trace(self.scope, problem.n, with_uses=False)
-        finder = OutputFinder(trace)
-        joined, structure = self._joined(runs, finder), runs[0].result
-        with active(finder):
-            result = self._lost(trace, tree.unflatten(joined, structure), problem.target(trace), finder)
-        loss = Loss(self.scope, problem.n, result, list(finder.roots.values()), finder)
-        made = loss.made(self.quantities, partial(self._sampled, loss, structure))
-        if self.second_order:
-            made[SLOPE] = [loss.gradient()]
+        joined, target = self._joined(runs), problem.target(trace)
+        split = at_given(trace, joined, runs[0].result, self._lost, target, partial(problem.drawn, trace))
+        check_roots(self.scope, trace, split.result, split.roots)
+        made = self._made(split)
 
         def again(part: slice | torch.Tensor, n: int, pattern: Pattern | None) -> Run:
             return self.runner.model(part, n, isinstance(part, slice), Draws(stop=True), pattern)
@@ -171,47 +164,25 @@ class Engine:
             self.fold.over(lambda: runs, made, look)
         return aux
 
-    def _lost(self, trace: Trace, outputs: Any, target: Any, finder: OutputFinder | None = None) -> torch.Tensor:
+    def _lost(self, outputs: Any, target: Any) -> Any:
         assert self.problem.loss is not None
-        with TwiceDifferentiable(), trace:
-            result = self.problem.loss(outputs, target)
-        check_loss(trace, result, "the loss")
-        if finder is not None:
-            check_roots(self.scope, trace, result, finder)
-        return result
+        with TwiceDifferentiable():
+            return self.problem.loss(outputs, target)
 
-    def _joined(self, runs: list[Run], finder: OutputFinder) -> list[torch.Tensor]:
-        """The outputs of all blocks, as the loss is to see them."""
+    def _made(self, split: Split) -> Made:
+        """The columns of all quantities."""
+        made = split.made(self.quantities)
+        return {**made, SLOPE: [split.gradient()]} if self.second_order else made
+
+    def _joined(self, runs: list[Run]) -> list[tuple[torch.Tensor, Axis]]:
+        """The outputs of all blocks, and where the loss is to see the samples."""
         joined = []
         for i in runs[0].outputs:
             blocks = [axis.expose(self.scope.leave(z), run.trace.n) for run in runs for z, axis in (run.outputs[i],)]
             exposed = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
             axis = Axis(None) if self.problem.n == 1 else Axis(self.problem.out_dims % (exposed.ndim - 1))
-            z = axis.restore(exposed, self.problem.n)
-            finder.trace.set(z, Sampled(axis))
-            joined.append(finder.add(z, "f", marked=True))
+            joined.append((axis.restore(exposed, self.problem.n), axis))
         return joined
-
-    def _sampled(self, loss: Loss, structure: Any, drawing: Drawing) -> list[Columns]:
-        """The gradients of the `[N]` losses at targets that the user's sampler draws."""
-        trace, found = loss.finder.trace, []
-        assert drawing.sample is not None
-        for _ in range(drawing.count):
-            with torch.no_grad():
-                drawn = drawing.sample(
-                    tree.unflatten([r.value.detach() for r in loss.roots], structure), drawing.generator
-                )
-            outputs = [loss.finder.shown(r) for r in loss.roots]
-            result = self._lost(trace, tree.unflatten(outputs, structure), self.problem.drawn(trace, drawn))
-            if not result.ndim:
-                raise ArgumentError(
-                    "with `sample=`, the loss has to return the [N] losses of the samples: a scalar does not say "
-                    "whether it is their mean or their sum. Return the negative log-likelihoods, without a factor."
-                )
-            found.append(gradient(self.scope, result, loss.roots, self.problem.n).cotangents)
-        roots = {i for one in found for i in one}
-        scale = drawing.count**-0.5
-        return [Drawn({i: scale * torch.stack([one[i] for one in found]) for i in roots})]
 
     def _found_split(self) -> Any:
         """A loss function: run once for its outputs and their cotangents, then its model part again, part by part."""
@@ -226,7 +197,7 @@ class Engine:
             run = self.runner.run(WHOLE, n, with_uses=False, draws=draws, finder=found)
             check_loss(run.trace, run.result)
             self.runner.check_places(run, draws)
-            check_roots(self.scope, run.trace, run.result, finders[-1])
+            check_roots(self.scope, run.trace, run.result, list(finders[-1].roots.values()))
             return run
 
         try:
@@ -237,10 +208,8 @@ class Engine:
             return self._each_alone(error, draws)
         tag, finder = check_loss(light.trace, light.result), next(s for s in finders if s.trace is light.trace)
         wanted = finder.selected(tag)
-        roots = [finder.roots[i] for i in wanted]
         try:
-            check_split(tag, finder, wanted, in_chunks=self.first_order)
-            check_seen(light.result, light.params, roots, finder)
+            split = at_found(finder, wanted, light.result, light.params, in_chunks=self.first_order)
         except SplitError:
             if any(q.kind.convex for q in self.quantities) or (self.plan.asked("samples") and not light.result.ndim):
                 raise
@@ -249,10 +218,7 @@ class Engine:
             else:
                 self.fold.over(lambda: [self.runner.loss(draws=draws)], self._ones)
             return light.aux
-        loss = Loss(self.scope, n, light.result, roots, finder)
-        made = loss.made(self.quantities, _unsampled)
-        if self.second_order:
-            made[SLOPE] = [loss.gradient()]
+        made, roots = self._made(split), split.roots
 
         def again(part: slice | torch.Tensor, n: int, pattern: Pattern | None) -> Run:
             return self.runner.up_to(roots, part, n, draws, pattern)
@@ -289,10 +255,3 @@ class Engine:
             q.kind.first_order or (q.drawing is not None and q.drawing.count < thresholds.BLOCK_COLUMNS)
             for q in self.quantities
         )
-
-
-def _unsampled(drawing: Drawing) -> list[Columns]:
-    raise ArgumentError(
-        "with `sample=`, the loss has to be given apart from the model, as in `diag_ggn(f, loss, ...)`: a function of "
-        "all arguments does not say which is the target."
-    )

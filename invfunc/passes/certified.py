@@ -13,7 +13,7 @@ import torch
 
 from invfunc._values import anywhere
 from invfunc.errors import SampleAxisError
-from invfunc.loss.outputs import OutputFinder
+from invfunc.loss.outputs import ModelOutput
 from invfunc.operations.axis import Axis, Everyone
 from invfunc.recording import Trace
 from invfunc.recording.scope import Scope
@@ -38,10 +38,9 @@ def check_uses(scope: Scope, trace: Trace, outputs: Sequence[Placed]) -> None:
     check_rows(scope, trace, outputs, [Row(trace.edges[i], trace.axes[i], name) for i, name in names.items()])
 
 
-def check_roots(scope: Scope, trace: Trace, result: torch.Tensor, finder: OutputFinder) -> None:
+def check_roots(scope: Scope, trace: Trace, result: torch.Tensor, roots: Sequence[ModelOutput]) -> None:
     """Check the rows of the outputs of a model, given the loss."""
-    roots = [Row(r.value, r.axis, r.called) for r in finder.roots.values()]
-    check_rows(scope, trace, [(result, Axis(0))], roots)
+    check_rows(scope, trace, [(result, Axis(0))], [Row(r.value, r.axis, r.called) for r in roots])
 
 
 def check_rows(scope: Scope, trace: Trace, outputs: Sequence[Placed], rows: Sequence[Row]) -> None:

@@ -1,38 +1,53 @@
-"""All the columns that a loss sends back, one list for each kind that is asked for."""
+"""A function split into model outputs and loss, and the columns that the loss sends back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from invfunc.loss.drawn import drawn
+from invfunc import tree
+from invfunc.errors import ArgumentError
+from invfunc.loss.drawn import Drawn, drawn
 from invfunc.loss.hessian import gradient, hessian
-from invfunc.loss.outputs import ModelOutput, OutputFinder
+from invfunc.loss.outputs import LossTerm, ModelOutput, OutputFinder, active, check_seen, check_split
 from invfunc.loss.square_root import Columns, Gradient, rooted
+from invfunc.operations.axis import Axis
+from invfunc.recording import Trace
+from invfunc.recording.checks import check_loss
 from invfunc.recording.scope import Scope
+from invfunc.recording.tags import Sampled
 from invfunc.reductions.quantity import Drawing, Quantity
 
 Made = dict[Hashable, list[Columns]]
 """The columns of each kind, by `Quantity.columns`."""
+Sampler = Callable[[Any], Any]
+"""Gives a target for the outputs of the model."""
 
 
-class Loss:
-    """The loss part of a function, run once on all outputs: `result` as a function of `roots`."""
+@dataclass
+class Split:
+    """The loss part of a function, run once on all outputs of the model part: `result` as a function of `roots`."""
 
-    def __init__(
-        self, scope: Scope, n: int, result: torch.Tensor, roots: list[ModelOutput], finder: OutputFinder
-    ) -> None:
-        self.scope, self.n, self.result, self.roots, self.finder = scope, n, result, roots, finder
+    scope: Scope
+    n: int
+    result: torch.Tensor
+    roots: list[ModelOutput]
+    """The outputs as the loss sees them; none where the result is the losses of the samples themselves."""
+    terms: list[LossTerm] = field(default_factory=list)
+    again: Callable[[Sampler], torch.Tensor] | None = None
+    """The loss at another target; None where it is not known which argument that is."""
 
     def gradient(self) -> Gradient:
         return gradient(self.scope, self.result, self.roots, self.n)
 
-    def hessian(self, convex: bool) -> list[Columns]:
-        return hessian(self.scope, self.result, self.roots, self.finder.terms, self.n, convex)
+    def hessian(self, convex: bool = True) -> list[Columns]:
+        return hessian(self.scope, self.result, self.roots, self.terms, self.n, convex)
 
-    def made(self, quantities: Iterable[Quantity], sampled: Callable[[Drawing], list[Columns]]) -> Made:
-        """The columns of each quantity; `sampled` draws those of a loss with a sampler of the user's."""
+    def made(self, quantities: Iterable[Quantity]) -> Made:
+        """The columns of each quantity."""
         made: Made = {}
         for q in quantities:
             if q.columns in made:
@@ -42,8 +57,75 @@ class Loss:
             elif q.drawing is None:
                 columns = self.hessian(convex=q.kind.convex)
                 made[q.columns] = [rooted(c, q.reduction.rooted) for c in columns]
-            elif q.drawing.sample is not None:
-                made[q.columns] = sampled(q.drawing)
             else:
-                made[q.columns] = drawn(self.hessian(convex=True), q.drawing.count, q.drawing.generator)
+                made[q.columns] = self.drawn(q.drawing, "diag_ggn")
         return made
+
+    def drawn(self, drawing: Drawing, transform: str) -> list[Columns]:
+        """Columns at targets that are drawn from the predictive of a known loss, or by a sampler of the user's."""
+        if drawing.sample is None:
+            return drawn(self.hessian(), drawing.count, drawing.generator)
+        if self.again is None:
+            raise ArgumentError(
+                f"with `sample=`, the loss has to be given apart from the model, as in `{transform}(f, loss, ...)`: a "
+                "function of all arguments does not say which is the target."
+            )
+        found, sample, generator = [], drawing.sample, drawing.generator
+        for _ in range(drawing.count):
+            losses = self.again(lambda outputs: sample(outputs, generator))
+            if not losses.ndim:
+                raise ArgumentError(
+                    "with `sample=`, the loss has to return the [N] losses of the samples: a scalar does not say "
+                    "whether it is their mean or their sum. Return the negative log-likelihoods, without a factor."
+                )
+            found.append(gradient(self.scope, losses, self.roots, self.n).cotangents)
+        roots = {i for one in found for i in one}
+        scale = drawing.count**-0.5
+        return [Drawn({i: scale * torch.stack([one[i] for one in found]) for i in roots})]
+
+
+def at_given(
+    trace: Trace,
+    outputs: Sequence[tuple[torch.Tensor, Axis]],
+    structure: Any,
+    loss: Callable[[Any, Any], Any],
+    target: Any,
+    seen: Callable[[Any], Any],
+) -> Split:
+    """Run a loss that is given apart on the outputs of the model; `seen` is a drawn target as the trace has to see it.
+
+    The trace knows where the samples are, or takes all of them for one.
+    """
+    finder, shown = OutputFinder(trace), []
+    for z, axis in outputs:
+        trace.set(z, Sampled(axis))
+        shown.append(finder.add(z, "f", marked=True))
+
+    def lost(shown: list[torch.Tensor], target: Any) -> torch.Tensor:
+        with trace:
+            result = loss(tree.unflatten(shown, structure), target)
+        check_loss(trace, result, "the loss")
+        return result
+
+    def again(sample: Sampler) -> torch.Tensor:
+        with torch.no_grad():
+            target = sample(tree.unflatten([r.value.detach() for r in roots], structure))
+        return lost([finder.shown(r) for r in roots], seen(target))
+
+    with active(finder):
+        result = lost(shown, target)
+    roots = list(finder.roots.values())
+    return Split(trace.scope, trace.n, result, roots, finder.terms, again)
+
+
+def at_found(
+    finder: OutputFinder, wanted: list[int], result: torch.Tensor, params: list[torch.Tensor], in_chunks: bool = False
+) -> Split:
+    """Split the result of a loss function at the outputs that were found, of which those of these ordinals count.
+
+    Raises SplitError where a path from the parameters to the result does not cross them.
+    """
+    trace, roots = finder.trace, [finder.roots[i] for i in wanted]
+    check_split(check_loss(trace, result), finder, wanted, in_chunks)
+    check_seen(result, params, roots, finder)
+    return Split(trace.scope, trace.n, result, roots, finder.terms)

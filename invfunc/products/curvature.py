@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from invfunc import thresholds
-from invfunc.errors import ArgumentError, SampleAxisError, SplitError
-from invfunc.loss.drawn import Drawn, drawn
-from invfunc.loss.hessian import gradient, hessian, structured
+from invfunc.errors import SampleAxisError, SplitError
+from invfunc.loss.hessian import hessian, structured
 from invfunc.loss.square_root import Columns
-from invfunc.products.given import Given, Split
+from invfunc.products.given import Given, RecordedSplit
 from invfunc.products.maps import Kind, Linear, Pull, Steps, Vectors, Way
 from invfunc.recording.scope import Scope
 from invfunc.reductions.quantity import Drawing
@@ -59,14 +57,14 @@ def of_fisher(given: Given, drawing: Drawing | None = None) -> Linear:
     if not split.roots:
         return sandwich(given, split, lambda t, pull: t)
     with given.mode.back(split.result.device):
-        columns = _columns(given.scope, split, drawing)
+        columns: list[Columns] = [split.gradient()] if drawing is None else split.drawn(drawing, "fvp")
     return sandwich(given, split, _squares(split, columns))
 
 
 def of_jacobian(given: Given) -> tuple[Linear, list[torch.Tensor], Any]:
     """`J v` with its transpose, the outputs and their structure."""
     values, structure = given.outputs()
-    jacobian = _Jacobian.recorded(given, Split(values, [], values[0], 1))
+    jacobian = _Jacobian.recorded(given, RecordedSplit(given.scope, 1, values[0], [], values=values))
     there = Way(jacobian.forth, [Kind.of(z) for z in values])
     return Linear(given.scope, given.mode, there, Way(jacobian.back, _kinds(given))), values, structure
 
@@ -92,7 +90,7 @@ class _Jacobian:
     """`J^T u` of the dummies u: what is linear in u has `v -> J v` for the transpose of its derivative."""
 
     @staticmethod
-    def recorded(given: Given, split: Split) -> _Jacobian:
+    def recorded(given: Given, split: RecordedSplit) -> _Jacobian:
         scope = given.scope
         dummies = [scope.enter(scope.leave(torch.ones_like(z))) for z in split.values]
         found = _Jacobian(split.values, given.params, split.bottlenecks, dummies, [])
@@ -118,7 +116,7 @@ class _Jacobian:
         return replace(self, params=self.params[i : i + 1], rows=self.rows[i : i + 1])
 
 
-def sandwich(given: Given, split: Split, middle: Steps, blocks: bool = False) -> Linear:
+def sandwich(given: Given, split: RecordedSplit, middle: Steps, blocks: bool = False) -> Linear:
     """`J^T (...) J v`; with `blocks`, in each parameter alone."""
     jacobian = _Jacobian.recorded(given, split)
 
@@ -133,7 +131,7 @@ def sandwich(given: Given, split: Split, middle: Steps, blocks: bool = False) ->
     return _symmetric(given, steps)
 
 
-def check_convex(scope: Scope, split: Split) -> None:
+def check_convex(scope: Scope, split: RecordedSplit) -> None:
     """That a GGN exists, unless the Hessian of the loss is too large to be looked at."""
     n, roots = split.n, split.roots
     outputs = sum(r.value.numel() for r in roots) // n
@@ -143,36 +141,7 @@ def check_convex(scope: Scope, split: Split) -> None:
         hessian(scope, split.result, roots, terms, n)
 
 
-def _columns(scope: Scope, split: Split, drawing: Drawing | None) -> list[Columns]:
-    if drawing is None:
-        return [gradient(scope, split.result, split.roots, split.n)]
-    if drawing.sample is None:
-        made = hessian(scope, split.result, split.roots, split.terms, split.n)
-        return drawn(made, drawing.count, drawing.generator)
-    if split.again is None:
-        raise ArgumentError(
-            "with `sample=`, the loss has to be given apart from the model, as in `fvp(f, loss, ...)`: a function that "
-            "computes it from its own arguments does not say what its target is."
-        )
-    found, sample = [], partial(_drawn_target, drawing)
-    for _ in range(drawing.count):
-        losses = split.again(sample)
-        if not losses.ndim:
-            raise ArgumentError(
-                "with `sample=`, the loss has to return the [N] losses of the samples: a scalar does not say whether "
-                "it is their mean or their sum. Return the negative log-likelihoods, without a factor."
-            )
-        found.append(gradient(scope, losses, split.roots, split.n).cotangents)
-    roots = {i for one in found for i in one}
-    return [Drawn({i: torch.stack([one[i] for one in found]) * drawing.count**-0.5 for i in roots})]
-
-
-def _drawn_target(drawing: Drawing, outputs: Any) -> Any:
-    assert drawing.sample is not None
-    return drawing.sample(outputs, drawing.generator)
-
-
-def _squares(split: Split, columns: list[Columns]) -> Steps:
+def _squares(split: RecordedSplit, columns: list[Columns]) -> Steps:
     """`t -> sum_m S[m, n] (S[m, n] . t[n])` for columns S at the outputs."""
     n, places = split.n, [(r.ordinal, r.axis) for r in split.roots]
     blocks = [made.block(0, made.count, slice(None)).left for made in columns]

@@ -10,11 +10,12 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.loss.outputs import LossTerm, ModelOutput, OutputFinder, active, check_seen, check_split
+from invfunc.loss.outputs import ModelOutput, OutputFinder, active
 from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.by_rows import Places
 from invfunc.passes.evidence import Evidence
+from invfunc.passes.loss import Split, at_found, at_given
 from invfunc.recording import Trace
 from invfunc.recording.checks import check_loss, no_outputs, output_axis
 from invfunc.recording.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
@@ -22,26 +23,23 @@ from invfunc.recording.random import Draws
 from invfunc.recording.scope import Scope
 from invfunc.recording.seen import Seen
 from invfunc.recording.steps import Step, nonlinear
-from invfunc.recording.tags import Sampled
 
 
 @dataclass
-class Split:
-    """A run of a function that is split at its outputs."""
+class RecordedSplit(Split):
+    """A split whose model part is to be differentiated: its graph is kept."""
 
-    values: list[torch.Tensor]
+    values: list[torch.Tensor] = field(default_factory=list)
     """The outputs, as the model gives them."""
-    roots: list[ModelOutput]
-    """The values as the loss sees them; none where the values are the losses of the samples themselves."""
-    result: torch.Tensor
-    n: int
-    terms: list[LossTerm] = field(default_factory=list)
     bottlenecks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """The places where the graph of the model is split, from first to last: what goes on, and what came before."""
-    again: Callable[[Callable], torch.Tensor] | None = None
-    """The loss at another target, which a function of the outputs gives."""
     steps: list[Step] = field(default_factory=list)
     """The nonlinear calls of the model, where they were to be remembered."""
+
+    @classmethod
+    def of(cls, split: Split, values: list[torch.Tensor], **more: Any) -> RecordedSplit:
+        """A split, with what the model part gives."""
+        return cls(**vars(split), values=values, **more)
 
 
 class Given:
@@ -113,7 +111,7 @@ class Given:
 
     # Splits
 
-    def given_split(self, each: bool) -> Split:
+    def given_split(self, each: bool) -> RecordedSplit:
         """Split a model function from its loss. Only with `each` the loss has to keep the samples apart."""
         dims = batch_dims(self.in_dims, list(range(1, len(self.args))))
         values, structure = self.outputs()
@@ -136,9 +134,9 @@ class Given:
         roots = [ModelOutput(i, z, z.clone(), Axis(None), True, "f") for i, z in enumerate(bottleneck)]
         result = self._called(tree.unflatten([r.shown for r in roots], structure))
         _tell_constants(self.scope, result, bottleneck)
-        return Split(values, roots, _checked_value(result, "the loss"), 1)
+        return RecordedSplit(self.scope, 1, _checked_value(result, "the loss"), roots, values=values)
 
-    def followed_split(self) -> Split:
+    def followed_split(self) -> RecordedSplit:
         """Split a model function from its loss, or a loss function, and remember the nonlinear calls of the model."""
         if self.loss is None:
             return self.found_split(calls=True)
@@ -155,33 +153,21 @@ class Given:
         split = self._followed(whole, values, structure, axes, dims[len(self.args) - 1])
         return replace(split, steps=trace.steps)
 
-    def _followed(self, trace: Trace, values: list[torch.Tensor], structure: Any, axes: list[Axis], dim: Any) -> Split:
+    def _followed(
+        self, trace: Trace, values: list[torch.Tensor], structure: Any, axes: list[Axis], dim: Any
+    ) -> RecordedSplit:
         """The loss under a trace that knows the samples, or takes all of them for one."""
-        finder, shown = OutputFinder(trace), []
-        for z, axis in zip(values, axes, strict=True):
-            z = self.scope.alias(z)  # the model may give the same tensor back twice
-            trace.set(z, Sampled(axis))
-            shown.append(finder.add(z, "f", marked=True))
 
-        def lost(shown: list[torch.Tensor], target: Any, dim: int | None) -> torch.Tensor:
-            if dim is not None:
-                target = tree.map_tensors(lambda x: trace.samples(x, Axis(dim % x.ndim if x.ndim else None)), target)
-            with trace:
-                result = self._called(tree.unflatten(shown, structure), target)
-            check_loss(trace, result, "the loss")
-            return result
+        def seen(target: Any, dim: int | None = 0) -> Any:
+            if dim is None:
+                return target
+            return tree.map_tensors(lambda x: trace.samples(x, Axis(dim % x.ndim if x.ndim else None)), target)
 
-        def again(sample: Callable) -> torch.Tensor:
-            with torch.no_grad():
-                target = sample(tree.unflatten([r.value.detach() for r in roots], structure))
-            return lost([finder.shown(r) for r in roots], target, 0)
+        outputs = [(self.scope.alias(z), axis) for z, axis in zip(values, axes, strict=True)]  # one may come twice
+        split = at_given(trace, outputs, structure, self._called, seen(self.args[-1], dim), seen)
+        return RecordedSplit.of(split, values)
 
-        with active(finder):
-            result = lost(shown, self.args[-1], dim)
-        roots = list(finder.roots.values())
-        return Split(values, roots, result, trace.n, finder.terms, again=again)
-
-    def found_split(self, losses: bool = False, calls: bool = False) -> Split:
+    def found_split(self, losses: bool = False, calls: bool = False) -> RecordedSplit:
         """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are."""
         names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
         given = problem(self.f, None, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
@@ -219,22 +205,20 @@ class Given:
         tag = check_loss(trace, result)
         bottlenecks = {i: (r.value, finder.before[i]) for i, r in finder.roots.items() if r.value.is_leaf}
         if losses and result.ndim:
-            return Split([result], [], result, given.n, bottlenecks=list(bottlenecks.values()))
+            above = list(bottlenecks.values())
+            return RecordedSplit(self.scope, given.n, result, [], values=[result], bottlenecks=above)
         wanted = finder.selected(tag)
-        roots = [finder.roots[i] for i in wanted]
-        check_split(tag, finder, wanted)
-        check_seen(result, self.params, roots, finder)
+        split = at_found(finder, wanted, result, self.params)
         above = [bottleneck for i, bottleneck in bottlenecks.items() if i < wanted[-1]]
-        values = [finder.before[i] for i in wanted]
-        return Split(values, roots, result, given.n, finder.terms, above, steps=trace.steps)
+        return RecordedSplit.of(split, [finder.before[i] for i in wanted], bottlenecks=above, steps=trace.steps)
 
-    def _losses(self, draws: Draws, n: int) -> Split | None:
+    def _losses(self, draws: Draws, n: int) -> RecordedSplit | None:
         """The `[N]` losses of a function that cannot be followed; None of a scalar."""
         draws.rewind()
         result = self.run()
         if not isinstance(result, torch.Tensor) or result.shape != (n,) or not result.is_floating_point():
             return None
-        return Split([result], [], result, n)
+        return RecordedSplit(self.scope, n, result, [], values=[result])
 
 
 def _nonlinear_before_the_loss(seen: Seen) -> bool:
