@@ -82,8 +82,7 @@ class Seen:
         moved = [(x, t) for x in self.read if isinstance(t := self.tags.get(id(x)), Sampled) and t.crossed]
         outputs = [x for x, _ in moved]
         keeps = not known(self.name).piecewise and linear(self.func, self.args, self.kwargs, self.read, outputs)
-        keeps = keeps and all(t.affine for _, t in moved)
-        return keeps, keeps and len(moved) == 1 and moved[0][1].logarithm
+        return keeps and all(t.affine for _, t in moved), keeps and len(moved) == 1 and moved[0][1].logarithm
 
     def read_instead(self, kept: torch.Tensor) -> None:
         """A copy of the first argument, from before it was written to."""
