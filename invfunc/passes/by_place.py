@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 
+from invfunc import tree
 from invfunc.errors import InvFuncError, SampleAxisError
 from invfunc.passes.alone import FOREIGN
 from invfunc.recording.checks import same_values
+from invfunc.recording.problem import Problem
 
 _GIVE = "What f has for each sample, such as a mask, goes among its batch arguments, not into constants or keywords."
 Values = list[torch.Tensor]
@@ -51,29 +54,49 @@ def check_part(part: slice, total: int, found: Values, again: Callable[[list[int
             )
 
 
-def check_parameters(total: int, most: int, outputs: Callable[[list[int]], Values]) -> None:
+def check_parameters(problem: Problem, most: int, outputs: Callable[[Problem, list[int]], Values]) -> None:
     """Check that f does not read parameters by the place of a sample, in parts of at most so many (or two) samples.
 
-    Where the entries for two places are the same numbers, as they are at first, outputs do not show it: `outputs` are
-    those with parameters that are `told_apart`.
+    Where the entries for two places are the same numbers, as they are at first, outputs do not show it: they are
+    computed with parameters that are `told_apart`, and in single precision if f runs in it.
     """
-    last = total - 1
-    first, second = ([last, 0], [total // 2, 0, last]) if most > 2 else ([last], [0, last])
-    try:
-        found = [outputs(places) for places in (first, second)]
-    except Exception:  # it is not defined there, or does not run on so few
-        return
-    for a, b in zip(*found, strict=False):
-        if not same_values(a[0], b[-1]):
+    last = problem.n - 1
+    first, second = ([last, 0], [problem.n // 2, 0, last]) if most > 2 else ([last], [0, last])
+    kind = problem.leaves[0].device.type
+    casts = torch.is_autocast_enabled(kind)
+    for wide in (True, False) if casts or any(x.dtype in _HALF for x in problem.tensors()) else (False,):
+        near = told_apart(widened(problem) if wide else problem)
+        try:
+            with torch.autocast(kind, enabled=False) if wide and casts else nullcontext():
+                found = [outputs(near, places) for places in (first, second)]
+        except Exception:  # it is not defined there, or does not run on so few
+            continue
+        if not all(same_values(a[0], b[-1]) for a, b in zip(*found, strict=False)):
             raise SampleAxisError(
-                "f reads a parameter by the place of a sample in the batch (as `p[: len(x)]` does), so it cannot be "
-                "chunked over samples. Pick the entries by indices that are a batch argument, as in `p[index]`."
+                "f reads a parameter by the place of a sample in the batch (as `p[: len(x)]` does), or uses the length "
+                "of the batch, so it cannot be chunked over samples. Pick the entries by indices that are a batch "
+                "argument, as in `p[index]`."
             )
+        return
 
 
-def told_apart(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Parameters near these, of which no two entries are the same."""
-    return [_told_apart(p.detach()) for p in params]
+_HALF = (torch.float16, torch.bfloat16)
+"""Which show few digits."""
+
+
+def widened(problem: Problem) -> Problem:
+    """The problem with all that is in half precision in single precision."""
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        return x.float() if x.dtype in _HALF else x
+
+    leaves, args, kwargs = tree.map_tensors(wide, (problem.leaves, problem.args, problem.kwargs))
+    return replace(problem, leaves=leaves, args=args, kwargs=kwargs)
+
+
+def told_apart(problem: Problem) -> Problem:
+    """The problem with parameters near its own, of which no two entries are the same."""
+    return replace(problem, leaves=[_told_apart(p.detach()) for p in problem.leaves])
 
 
 def _told_apart(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from invfunc.operations.batch_axis import BATCH_SUM
 from invfunc.operations.factors import Part
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.alone import Alone, NotAlone
-from invfunc.passes.by_place import check_parameters, check_part, not_in_parts, other_in_part, runs_on_part, told_apart
+from invfunc.passes.by_place import check_parameters, check_part, not_in_parts, other_in_part, runs_on_part
 from invfunc.passes.by_rows import Places
 from invfunc.passes.certified import check_uses
 from invfunc.passes.evidence import Evidence
@@ -220,9 +220,8 @@ class Runner:
     def _check_parameters(self, most: int, outputs: Callable[[Runner, list[int]], list[torch.Tensor]]) -> None:
         """Check that no parameters are read by the place of a sample, also where they are the same for all places."""
         if self.alone is None and self.problem.n > 1:
-            apart = replace(self.problem, leaves=told_apart(self.problem.leaves))
-            near = Runner(apart, self.scope, self.options, self.budget, None, self.whole, self.apart)
-            check_parameters(self.problem.n, most, lambda places: outputs(near, places))
+            others = (self.scope, self.options, self.budget, None, self.whole, self.apart)
+            check_parameters(self.problem, most, lambda problem, places: outputs(Runner(problem, *others), places))
 
     def blocks(self, few: bool, draws: Draws) -> list[Run]:
         """The model function in one pass, or, if columns are not few, in blocks of samples that fit the cache."""

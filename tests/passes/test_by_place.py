@@ -83,3 +83,20 @@ def test_parameters_that_are_the_same_for_all_run_in_parts(dtype):
 
     found = chunked(batch_grad(f), 3)(p, x, y)
     assert_trees_close(found, batch_grad(f)(p, x, y), 1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, None])
+def test_half_precision_hides_nothing(low):
+    """A large bias leaves few digits for what depends on the length of the batch."""
+    rand = Numbers()
+    dtype = torch.float32 if low is None else low
+    params, x = (rand(3, 2).to(dtype), 20 * rand(2).abs().to(dtype)), rand(5, 3).to(dtype)
+
+    def scaled(p, x):
+        return x / len(x) @ p[0] + p[1]
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=low is None):
+        with pytest.raises(SampleAxisError, match="the length"):
+            chunked(batch_jacobian(scaled), 3, over="samples")(params, x)
+        found = chunked(batch_jacobian(lambda p, x: x @ p[0] + p[1]), 3, over="samples")(params, x)
+        assert_trees_close(found, batch_jacobian(lambda p, x: x @ p[0] + p[1])(params, x), 1e-2)
