@@ -32,12 +32,13 @@ class Operation:
     receptive_field: Rule | None = None
     """From a `Step` of aten's operation to what the entries of its result depend on."""
     composed: Rule | None = None
-    """The operations that it is composed of, where it is better followed in those: takes its arguments."""
+    """The operations that it is composed of, where it is better followed in those, as its own derivative is fragile or
+    its insides move the samples: takes its arguments."""
     composed_if: Rule | None = None
     """From its name to whether it is followed in those now; None: always."""
     twice: Rule | None = None
     """A form whose second derivative is right, where torch's is missing or wrong: takes torch's function and its
-    arguments."""
+    arguments. It is not used where only first derivatives are taken."""
     once: Rule | None = None
     """A form whose first derivative is right, where torch's is wrong: takes torch's function and its arguments."""
     only_nn: bool = False

@@ -19,8 +19,12 @@ Values = list[torch.Tensor]
 """What f gives for some samples, `[k, ...]`."""
 
 
-def not_in_parts() -> SampleAxisError:
-    return SampleAxisError(f"f does not run on a part of the batch, so it cannot be chunked over samples. {_GIVE}")
+def not_in_parts(why: str) -> SampleAxisError:
+    """The error for a function that cannot take some of the samples, with what it said of it."""
+    told = why.strip().split("\n")[0]
+    return SampleAxisError(
+        f"f does not run on a part of the batch ({told}), so it cannot be chunked over samples. {_GIVE}"
+    )
 
 
 def other_in_part() -> SampleAxisError:
@@ -38,7 +42,7 @@ def runs_on_part(partial: bool) -> Iterator[None]:
     except FOREIGN as error:
         if isinstance(error, InvFuncError) or not partial:
             raise
-        raise not_in_parts() from error
+        raise not_in_parts(str(error)) from error
 
 
 def check_part(part: slice, total: int, found: Values, again: Callable[[list[int]], Values]) -> None:

@@ -190,7 +190,7 @@ class Runner:
         n, dim = self.problem.n, self.problem.out_dims
         for i, (path, z) in enumerate(named):
             if run.trace.n < n and -z.ndim <= dim < z.ndim and z.shape[dim] == n:
-                raise not_in_parts()  # a constant has broadcast a part of one sample
+                raise not_in_parts("a constant has the length of the batch")  # it has broadcast a part of one sample
             z = self._of_each_sample(run, z)
             run.outputs[i] = z, output_axis(run.trace, z, self.problem.out_dims, path)
         return run

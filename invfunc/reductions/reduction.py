@@ -40,7 +40,8 @@ class Reduction:
     """A fold: `init` without any shares, `step` of one block of them, `merge` of two, `finish` of the whole.
 
     What is kept between these is not rounded; results are, to the dtype of the parameters. A reduction of two phases
-    says in `before` what the first keeps, and `then` makes of that the reduction whose steps come in the second.
+    says in `before` what the first keeps, and `then` makes of that the reduction whose steps come in the second:
+    `tests/reductions/test_two_phases.py` writes one from outside.
     """
 
     axes: ClassVar[tuple[str, ...]] = ("outputs", "samples", "params")
