@@ -8,23 +8,17 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, Unknown, leading
 from invfunc.operations.batch_axis.samples import moved, ordered
 from invfunc.operations.operation import define
-from invfunc.operations.receptive_fields.step import (
-    Rows,
-    Step,
-    behind,
-    joined,
-    most,
-)
+from invfunc.operations.receptive_fields.step import Rows, Step, behind, joined, most
 from invfunc.operations.reductions import dims_of, picked
 
 
-def _apart(x: torch.Tensor, axis: Axis, dims: set[int], active: bool, name: str) -> Axis:
+def _kept(x: torch.Tensor, axis: Axis, dims: set[int], active: bool, name: str) -> Axis:
     if axis.dim in dims and (active or name in _ELSEWHERE):
         raise Mixed(f"it computes {name} along the sample axis")
     return axis
 
 
-_ELSEWHERE = set("unfold diff glu scatter scatter_add index_add index_copy".split())
+_ELSEWHERE = {"unfold", "diff", "glu"}
 """Along the samples, they put entries where those of other samples are."""
 
 
@@ -42,7 +36,7 @@ def along(call: Call) -> Place | list[Place]:
         return moved(call)
     if call.name in _RANKS and axis.dim in dims_of(x, dim):
         return picked(call)
-    out = _apart(x, axis, dims_of(x, dim), call.active, call.name)
+    out = _kept(x, axis, dims_of(x, dim), call.active, call.name)
     for y, other in call.samples:
         if y is not x and other != axis:
             raise Mixed("its arguments have their samples along different axes")

@@ -13,15 +13,7 @@ from invfunc.operations.batch_axis.propagation import Call, Mixed, Place
 from invfunc.operations.naming import argument
 from invfunc.operations.operation import define
 from invfunc.operations.pointwise import entry_by_entry, pointwise
-from invfunc.operations.receptive_fields.step import (
-    Rows,
-    Step,
-    columns_of,
-    joined,
-    most,
-    raised,
-    rows_of,
-)
+from invfunc.operations.receptive_fields.step import Rows, Step, columns_of, joined, most, raised, rows_of
 
 
 def attention(call: Call) -> Place:

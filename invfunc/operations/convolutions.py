@@ -17,12 +17,7 @@ from invfunc.operations.factors.patches import patches, same_padding, spread
 from invfunc.operations.factors.recipe import Part, Recipe, Site
 from invfunc.operations.operation import define
 from invfunc.operations.receptive_fields.regions import blank
-from invfunc.operations.receptive_fields.step import (
-    Rows,
-    Step,
-    joined,
-    most,
-)
+from invfunc.operations.receptive_fields.step import Rows, Step, joined, most
 from invfunc.operations.receptive_fields.windows import each, padded, windows
 
 # Shares

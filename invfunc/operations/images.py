@@ -15,12 +15,7 @@ from invfunc.operations.naming import argument
 from invfunc.operations.operation import define
 from invfunc.operations.pointwise import entry_by_entry
 from invfunc.operations.receptive_fields.regions import blank
-from invfunc.operations.receptive_fields.step import (
-    Rows,
-    Step,
-    flattened,
-    most,
-)
+from invfunc.operations.receptive_fields.step import Rows, Step, flattened, most
 from invfunc.operations.receptive_fields.windows import POOLS, each, padded
 
 # The batch axis

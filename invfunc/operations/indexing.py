@@ -14,11 +14,7 @@ from invfunc.operations.batch_axis.indices import advanced
 from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, Unknown
 from invfunc.operations.batch_axis.samples import NONE, agree, located, ordered, samples_of, spread
 from invfunc.operations.operation import define
-from invfunc.operations.receptive_fields.step import (
-    Rows,
-    Step,
-    behind,
-)
+from invfunc.operations.receptive_fields.step import Rows, Step, behind
 from invfunc.operations.views import view
 
 # The batch axis

@@ -15,9 +15,7 @@ from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Pl
 from invfunc.operations.batch_axis.samples import located, samples_of
 from invfunc.operations.operation import define, not_torchs
 from invfunc.operations.pointwise import pointwise
-from invfunc.operations.receptive_fields.step import (
-    elementwise,
-)
+from invfunc.operations.receptive_fields.step import elementwise
 from invfunc.operations.reductions import reduced
 
 _LAST = dict.fromkeys(

@@ -17,13 +17,7 @@ from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, leadin
 from invfunc.operations.compositions import step_by_step
 from invfunc.operations.factors.recipe import Part, Recipe, Site, grouped
 from invfunc.operations.operation import define
-from invfunc.operations.receptive_fields.step import (
-    Rows,
-    Step,
-    joined,
-    most,
-    raised,
-)
+from invfunc.operations.receptive_fields.step import Rows, Step, joined, most, raised
 
 
 def lookup(call: Call) -> Place:

@@ -14,9 +14,7 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
 from invfunc.operations.operation import define, not_torchs
 from invfunc.operations.pointwise import entry_by_entry, pointwise, side_by_side
-from invfunc.operations.receptive_fields.step import (
-    elementwise,
-)
+from invfunc.operations.receptive_fields.step import elementwise
 
 _ELEMENTWISE_LOSSES = (
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "

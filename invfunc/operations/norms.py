@@ -17,13 +17,7 @@ from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors.recipe import Part, Recipe, Site
 from invfunc.operations.factors.scales import scale, shift
 from invfunc.operations.operation import define, not_torchs
-from invfunc.operations.receptive_fields.step import (
-    Rows,
-    Step,
-    joined,
-    most,
-    raised,
-)
+from invfunc.operations.receptive_fields.step import Rows, Step, joined, most, raised
 
 # The batch axis
 

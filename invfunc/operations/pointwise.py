@@ -16,14 +16,13 @@ from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors.recipe import Recipe, Site
 from invfunc.operations.factors.scales import scale
 from invfunc.operations.operation import define, define_tagged, known
-from invfunc.operations.receptive_fields.step import (
-    elementwise,
-)
+from invfunc.operations.receptive_fields.step import elementwise
 
 # The batch axis
 
 
 def pointwise(call: Call) -> Place:
+    """The samples are where they are in all that is read."""
     place, back = side_by_side(call)
     return place.at(tree.tensors(call.out)[0].ndim + back)
 

@@ -10,15 +10,7 @@ from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Pl
 from invfunc.operations.batch_axis.samples import NONE, located, samples_of
 from invfunc.operations.equations import equation
 from invfunc.operations.operation import define
-from invfunc.operations.receptive_fields.step import (
-    Rows,
-    Step,
-    columns_of,
-    joined,
-    most,
-    raised,
-    rows_of,
-)
+from invfunc.operations.receptive_fields.step import Rows, Step, columns_of, joined, most, raised, rows_of
 
 
 def product(call: Call) -> Place:

@@ -10,9 +10,7 @@ import torch
 from invfunc.operations.naming import argument
 from invfunc.operations.operation import define, define_tagged
 from invfunc.operations.pointwise import ENTRYWISE
-from invfunc.operations.receptive_fields.step import (
-    elementwise,
-)
+from invfunc.operations.receptive_fields.step import elementwise
 
 
 def _in_training(default: bool) -> Callable[[Callable, tuple, dict[str, Any]], bool]:

@@ -12,15 +12,11 @@ from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Pl
 from invfunc.operations.batch_axis.samples import located, ordered, samples_of
 from invfunc.operations.operation import define
 from invfunc.operations.pointwise import pointwise
-from invfunc.operations.receptive_fields.step import (
-    Rows,
-    Step,
-    behind,
-    most,
-)
+from invfunc.operations.receptive_fields.step import Rows, Step, behind, most
 
 
 def dims_of(x: torch.Tensor, dims: Any) -> set[int]:
+    """The dimensions that an argument names, counted from the start; all for None."""
     if dims is None or (isinstance(dims, (tuple, list)) and not dims):
         return set(range(x.ndim))
     return {d % max(x.ndim, 1) for d in (dims if isinstance(dims, (tuple, list)) else [dims])}
@@ -52,7 +48,6 @@ def reduce(call: Call) -> Place | list[Place]:
 
 _PICK = {"max", "min", "median", "nanmedian", "kthvalue", "mode"}
 """Which, along one dimension, give entries and their places."""
-
 _NUMBERS = {"argmax", "argmin", "any", "all", "count_nonzero"}
 """Which have no derivative."""
 

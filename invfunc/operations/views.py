@@ -17,14 +17,7 @@ from invfunc.operations.factors.recipe import Recipe, Site
 from invfunc.operations.operation import define
 from invfunc.operations.pointwise import entry_by_entry, pointwise
 from invfunc.operations.receptive_fields import regions
-from invfunc.operations.receptive_fields.step import (
-    Rows,
-    Step,
-    behind,
-    elementwise,
-    flattened,
-    raised,
-)
+from invfunc.operations.receptive_fields.step import Rows, Step, behind, elementwise, flattened, raised
 
 # The batch axis
 
