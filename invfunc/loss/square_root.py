@@ -95,11 +95,7 @@ class Elementwise:
 
 @dataclass
 class Softmax:
-    """`k (diag p - p p^T)` at each position: with q = sqrt(p), C - 1 columns of `diag(q) (I - q q^T)^(1/2)`.
-
-    The columns of a Householder reflection that sends the last unit vector to q, all but the last, are a basis of
-    what is orthogonal to q: `u_v = e_v - q_v (q + e_C) / (1 + q_C)`.
-    """
+    """`k (diag p - p p^T)` at each position: with q = sqrt(p), C - 1 columns of `diag(q) (I - q q^T)^(1/2)`."""
 
     root: int
     logits: torch.Tensor
@@ -113,6 +109,17 @@ class Softmax:
     def count(self) -> int:
         return (self.logits.shape[1] - 1) * self.logits.shape[2]
 
+    @staticmethod
+    def columns(q: torch.Tensor, unit: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The columns `diag(q) u_v` for q `[n, C, ...]`, given the unit vectors e_v and the entries q_v.
+
+        All but the last column of a Householder reflection that sends the last unit vector to q are a basis of what is
+        orthogonal to q: `u_v = e_v - q_v (q + e_C) / (1 + q_C)`.
+        """
+        last = torch.zeros_like(q[:1])
+        last[:, -1] = 1
+        return q * (unit - own * (q + last) / (1 + q[:, -1:]))
+
     def block(self, start: int, stop: int, part: slice) -> Block:
         logits = self.logits[part]
         n, classes, positions = logits.shape
@@ -120,11 +127,8 @@ class Softmax:
         v = torch.arange(start, stop, device=logits.device)
         at, column = v // rank, v % rank
         q = (logits[:, :, at].log_softmax(1) / 2).exp()  # [n, C, V]
-        own = torch.gather(q, 1, column.expand(n, 1, -1))
-        last = torch.zeros(classes, 1, dtype=q.dtype, device=q.device)
-        last[-1] = 1
         unit = torch.nn.functional.one_hot(column, classes).T.to(q.dtype)
-        root = q * (unit - own * (q + last) / (1 + q[:, -1:]))
+        root = self.columns(q, unit, torch.gather(q, 1, column.expand(n, 1, -1)))
         if positions == 1:
             dense = root.movedim(2, 0).unsqueeze(3)
         else:

@@ -127,14 +127,8 @@ class OfPositions:
 
     def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
         q, scale = self.roots[part], self.scale[part]
-        last = torch.zeros_like(q[:1])
-        last[:, -1] = 1
-        towards = (q + last) / (1 + q[:, -1:])
-        found = []
-        for v in range(start, stop):
-            column = -q[:, v : v + 1] * towards
-            column[:, v] += 1
-            found.append(q * column * scale)
+        units = torch.eye(q.shape[1], dtype=q.dtype, device=q.device)[start:stop, :, None]
+        found = [self.inner.columns(q, unit, q[:, v : v + 1]) * scale for v, unit in enumerate(units, start)]
         return {self.inner.root: self.inner.layout(torch.stack(found))}
 
     def diagonal(self, part: slice) -> OutputCotangents:
