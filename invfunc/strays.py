@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -99,6 +99,9 @@ class Computed:
         if len(self._known) > 2 * self._alive:  # the others make place
             self._known = {key: known for key, known in self._known.copy().items() if known() is not None}
             self._alive = max(len(self._known), _FEW)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (x for known in self._known.copy().values() if (x := known()) is not None)
 
     def __contains__(self, x: torch.Tensor) -> bool:
         known = self._known.get(id(x))

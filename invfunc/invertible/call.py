@@ -13,13 +13,15 @@ from invfunc._functorch import saving_hooks, under, unwatched, version
 from invfunc._scripted import Interpreted
 from invfunc._uncompiled import Uncompiled
 from invfunc.errors import InverseError, InvFuncError, ReplayError
+from invfunc.invertible.left import Left
 from invfunc.invertible.like import Like
 from invfunc.invertible.origins import Origins
 from invfunc.invertible.pair import Invertible
-from invfunc.invertible.recall import INVERSE, OUTSIDE, Exchanged, Other, Recall, Sight, Use
+from invfunc.invertible.recall import INVERSE, Exchanged, Other, Recall, Use
 from invfunc.invertible.replay import Replay
 from invfunc.invertible.report import Means, Report, compare_means, means
 from invfunc.invertible.shared import Evaluate, Evaluations, Moment, evaluated
+from invfunc.invertible.sight import OUTSIDE, Sight
 from invfunc.invertible.watch import Closure, Watch
 from invfunc.recording.trace import Trace
 from invfunc.transform import told
@@ -50,6 +52,7 @@ class Call:
         self._lifted = len(closure.tensors) if closure is not None else 0
         """How many of the further arguments, at their end, stand for what is closed over."""
         self.report = report or Report()
+        self.left = Left(self.report.known.left)
         self.kept = kept
         self._x = x
         self._rest = rest
@@ -99,7 +102,7 @@ class Call:
         self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, self.origins)
         with watch:
             y = self._forward(xs, rest, noted, watch)
-        self.report.known.leaves(watch.left(tree.tensors(y)))
+        self.left.first(watch.left(tree.tensors(y)))
         self.watch = None
         self._closure = None
         self.report.known.calls += 1
@@ -123,7 +126,7 @@ class Call:
             self._start.rewind()
             for generator, state in watch.drawn:
                 generator.set_state(state)
-        self.report.known.leaves(watch.left(()))
+        self.left.first(watch.left(()))
         return watch.closure()
 
     def take_back(self, why: str, way_out: str = "") -> None:
@@ -168,7 +171,7 @@ class Call:
         return y
 
     def _again(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool) -> tuple[Any, Recall]:
-        recall = Recall((*xs, *rest), self._others, self.followed, self._uses, {}, self.origins, self.report.known.left)
+        recall = Recall((*xs, *rest), self._others, self.followed, self._uses, {}, self.origins, self.left)
 
         def again(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             moment = self.moments[index]
@@ -180,7 +183,7 @@ class Call:
             moment.after.rewind()  # whether it drew its random numbers or its result was known
             return result
 
-        with self._start.again(), recall:
+        with self._start.again(), self.left.again(recall):
             y = self._forward(xs, rest, again, recall)
         recall.check(OUTSIDE)
         return y, recall
@@ -221,9 +224,7 @@ class Call:
         own, lifts = self._own(rest)
         args, kwargs = self._rest.join(own)
         number = len(self.moments)
-        recall = Recall(
-            (*sources, *rest), self._others, self.followed, self._uses, exchanged, self.origins, self.report.known.left
-        )
+        recall = Recall((*sources, *rest), self._others, self.followed, self._uses, exchanged, self.origins, self.left)
 
         def backwards(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if index >= number:
@@ -248,8 +249,9 @@ class Call:
         evaluations = Evaluations(backwards)
         shared = evaluations.of(self.pair.shared)
         before = [version(t) for t in (*sources, *rest)]
-        with self._start.again(), recall, recall.lifting(lifts), recall.within(INVERSE), Uncompiled(), Interpreted():
-            x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
+        with self._start.again(), self.left.again(recall), recall.lifting(lifts), recall.within(INVERSE):
+            with Uncompiled(), Interpreted():
+                x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if [version(t) for t in (*sources, *rest)] != before:
             raise ReplayError(
                 "the inverse writes into y or a further argument in place. Write y = y - z in place of y -= z."

@@ -304,6 +304,7 @@ def _tolerance(check: bool | float | str, xs: Tensors) -> float | None:
 def _check(call: Call, xs: Tensors, ys: Tensors, rest: Tensors, tolerance: float) -> None:
     with torch.no_grad():
         back = call.inverse([t.detach() for t in (*ys, *(xs[i] for i in call.kept))], [t.detach() for t in rest])
+    call.left.may_not_be_read()
     for name, x, came in zip(call.names(), xs, back, strict=True):
         error = relative_error(came, x)
         if not error <= tolerance:

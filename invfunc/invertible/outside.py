@@ -12,7 +12,6 @@ import torch
 from invfunc import tree
 from invfunc._functorch import freed, level_of, plainly
 from invfunc._scripted import Scripted
-from invfunc.errors import ReplayError
 from invfunc.operations.calls import inplace_flag
 
 _F = torch.nn.functional
@@ -34,16 +33,6 @@ SHARDED = (
     "Are parameters gathered anew for each call, as by fully_shard of a part of the block? Shard the module that holds "
     "the whole block."
 )
-
-
-def made_before(tensor: torch.Tensor) -> ReplayError:
-    """What is told of a tensor that the function made in an earlier evaluation, and kept for a later one."""
-    return ReplayError(
-        f"the function reads a tensor of shape {list(tensor.shape)} that it made in an earlier call and left behind, "
-        "in an attribute or a list: what is evaluated again in the backward pass would make it once more. Write a "
-        "state in place (self.count.add_(1)), which is done once; fill what is computed once and kept before, by a "
-        "call under torch.no_grad()."
-    )
 
 
 class State:

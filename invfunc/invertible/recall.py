@@ -3,89 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._functorch import Memory, freed, leaf, level_of, unwatched, unwrapped, version
-from invfunc._scripted import Watcher
 from invfunc.errors import ReplayError
+from invfunc.invertible.left import Left
 from invfunc.invertible.origins import Origins
-from invfunc.invertible.outside import SHARDED, Outside, State, made_before
+from invfunc.invertible.outside import SHARDED, Outside, State
+from invfunc.invertible.sight import Sight
 from invfunc.invertible.slots import Held, Hooks
 from invfunc.operations.compositions import composition
-from invfunc.strays import Computed
 
 INVERSE = -2
-OUTSIDE = -1
-"""The part of a function that is in none of its shared functions; these are counted from 0."""
-
-
-class Parts:
-    """Knows which part of a function is being evaluated."""
-
-    part = OUTSIDE
-
-    @contextmanager
-    def within(self, part: int) -> Iterator[None]:
-        """A context in which a part is evaluated."""
-        outer, self.part = self.part, part
-        try:
-            yield
-        finally:
-            self.part = outer
-
-
-class Sight(Parts, Watcher, TorchFunctionMode):
-    """Sees every call of torch while a function runs, and which tensors it made or was given."""
-
-    lifts: Sequence[torch.Tensor] = ()
-    """The arguments that stand, at the moment, for tensors that the function closes over."""
-
-    def __init__(self, given: Iterable[torch.Tensor], origins: Origins | None = None) -> None:
-        super().__init__()
-        self.origins = origins
-        self._inside: dict[int, weakref.ref[torch.Tensor]] = {}
-        for t in given:
-            self.know(t)
-
-    def know(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note that a tensor is of the function, and with it what it wraps."""
-        inner: torch.Tensor | None = tensor
-        while inner is not None:
-            self._inside[id(inner)] = weakref.ref(inner)
-            inner = unwrapped(inner)
-        return tensor
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor, or what it wraps, is of the function."""
-        inner: torch.Tensor | None = tensor
-        while inner is not None:
-            known = self._inside.get(id(inner))
-            if known is not None and known() is inner:
-                return True
-            inner = unwrapped(inner)
-        return False
-
-    @contextmanager
-    def lifting(self, lifts: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context in which these arguments stand for what is closed over."""
-        outer, self.lifts = self.lifts, lifts
-        for t in lifts:
-            self.know(t)
-        try:
-            yield
-        finally:
-            self.lifts = outer
-
-    def lifted(self, fn: Callable, lifts: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """The function as one of what it closes over, too."""
-        with self.lifting(lifts):
-            return fn(*args, **kwargs)
 
 
 class Other:
@@ -156,18 +89,18 @@ class Recall(Sight):
         uses: in which order states were read and written beside shared functions; the inverse, which may evaluate the
             same module several times, starts from the same states each time.
         exchanged: what the inverse finds in the place of what the function used.
-        left: what the function has made and left behind, where that is read, it has to take the place of another.
+        left: what the call has left behind.
     """
 
     def __init__(
         self,
-        given: Iterable[torch.Tensor],
+        given: Sequence[torch.Tensor],
         others: Mapping[int, Sequence[Other]],
         followed: bool,
         uses: Sequence[Use],
         exchanged: Exchanged,
         origins: Origins | None,
-        left: Computed,
+        left: Left,
     ) -> None:
         self._left = left
         self._active = followed or bool(others)  # else it sees no call
@@ -286,8 +219,7 @@ class Recall(Sight):
 
     def _of_unfamiliar(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy, as the tensor may not be written in the place of another."""
-        if tensor in self._left:
-            raise made_before(tensor)
+        self._left.refuse(tensor)
         if id(tensor) not in self.unfamiliar:
             copy = self.know(tensor.detach().clone())
             self.unfamiliar[id(tensor)] = tensor, copy
@@ -301,8 +233,7 @@ class Recall(Sight):
         if id(tensor) not in found:
             order = self._others[self.part]
             if len(found) == len(order) or not order[len(found)].like(tensor):
-                if tensor in self._left:
-                    raise made_before(tensor)
+                self._left.refuse(tensor)
                 raise ReplayError(
                     f"evaluated again, `{_name(self._calls)}` reads a tensor of shape {list(tensor.shape)} from "
                     "outside that the function did not read at this place the first time. Was a module put into eval "
@@ -311,6 +242,7 @@ class Recall(Sight):
                 )
             other = order[len(found)]
             if not other.is_(tensor):
+                self._left.refuse_to_replace(tensor)
                 self.exchanged[id(tensor)] = tensor, other
             found[id(tensor)] = tensor, self._again(other, tensor)
         return found[id(tensor)][1]

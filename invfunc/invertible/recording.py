@@ -13,9 +13,10 @@ from invfunc import thresholds
 from invfunc._functorch import pointer, version
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.invertible.origins import Following, Origins, Place
+from invfunc.invertible.outside import SHARDED
 from invfunc.invertible.probe import Error, Probe
-from invfunc.invertible.recall import OUTSIDE, SHARDED, Parts
 from invfunc.invertible.report import CHANGES
+from invfunc.invertible.sight import OUTSIDE, Parts
 
 
 class Saved(NamedTuple):

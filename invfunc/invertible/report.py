@@ -12,8 +12,8 @@ import torch
 from invfunc import tree
 from invfunc._functorch import after_backward, backward_pass, innermost, levels
 from invfunc.errors import ArgumentError, InexactWarning, InverseError, InvFuncError, InvFuncWarning, ReplayError
+from invfunc.invertible.left import LeftByAll
 from invfunc.invertible.probe import ROUNDED, Error, near, precision
-from invfunc.strays import Computed
 from invfunc.transform import told
 
 
@@ -27,28 +27,12 @@ class Known:
     """Whether f turned out to close over tensors that need a gradient inside of torch.func."""
     calls: int = 0
     """How often it was called; the first time compiled parts are told of."""
-    left: Computed = field(default_factory=lambda: Computed(()))
-    """What it has made in its calls beside what it returned, which it may not read in another one."""
-
-    def leaves(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note what a call has left behind."""
-        tensors = list(tensors)
-        self.left.add(tensors)
-        _LEFT.add(t for t in tensors if not t.requires_grad)
-
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether an earlier call made a tensor and left it behind: one of its own, or of another block that may read
-        and replace the same state, which has no gradient."""
-        return tensor in self.left or tensor in _LEFT
-
+    left: LeftByAll = field(default_factory=LeftByAll)
+    """What its calls have left behind."""
     left_told: bool = False
     """Whether it has been told that it leaves tensors behind that have no gradient."""
     inexact: bool = False
     """Whether it has been told that x does not come back."""
-
-
-_LEFT = Computed(())
-"""What all blocks have left behind that needs no gradient."""
 
 
 @dataclass(frozen=True)

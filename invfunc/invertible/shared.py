@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from invfunc.invertible.like import Like
-from invfunc.invertible.recall import Sight
 from invfunc.invertible.replay import Replay
+from invfunc.invertible.sight import Sight
 
 Evaluate = Callable[[int, Callable, tuple, dict[str, Any]], Any]
 """An evaluation of a shared function: which one in the order of forward, the function and its arguments."""

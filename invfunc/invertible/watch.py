@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, leaf_level, level_of, storage_of, unwrapped, version
+from invfunc._functorch import innermost, leaf_level, level_of, storage_of, version
 from invfunc._scripted import Scripted
 from invfunc._uncompiled import compiled_within, here
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.invertible.origins import Origins
-from invfunc.invertible.outside import SHARDED, Outside, State, depends, made_before, targets, wrote
-from invfunc.invertible.recall import OUTSIDE, Other, Sight, Use
+from invfunc.invertible.outside import SHARDED, Outside, State, depends, targets, wrote
+from invfunc.invertible.recall import Other, Use
 from invfunc.invertible.report import Report
+from invfunc.invertible.sight import OUTSIDE, Sight
 from invfunc.invertible.slots import Hooks
 from invfunc.strays import Computed
 
@@ -58,7 +59,6 @@ class Watch(Sight):
     ) -> None:
         super().__init__(given, origins)
         self._closure = closure or Closure()
-        self._given = given
         self._closed = closed
         self._generators = generators
         self._report = report
@@ -133,8 +133,7 @@ class Watch(Sight):
 
     def _not_left(self, read: Iterable[torch.Tensor]) -> None:
         for t in read:
-            if self._report.known.made(t):
-                raise made_before(t)
+            self._report.known.left.refuse(t)
 
     def _called(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call, which draws as it will when it is differentiated."""
@@ -217,16 +216,9 @@ class Watch(Sight):
                     "detach it."
                 )
 
-    def left(self, outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def left(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the function made, did not return, and somebody still has."""
-        returned = set[int]()
-        for t in (*self._given, *outputs):
-            inner: torch.Tensor | None = t
-            while inner is not None:
-                returned.add(id(inner))
-                inner = unwrapped(inner)
-        made = [known() for known in self._inside.values()]
-        left = [t for t in made if t is not None and id(t) not in returned]
+        left = self.made(outputs)
         memory = {storage_of(innermost(t)) for t in (*self._given, *outputs)} if left and self._closed else set()
         for t in left:
             if t in self._computed and t.is_floating_point() and storage_of(innermost(t)) not in memory:

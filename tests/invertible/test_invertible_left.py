@@ -1,11 +1,12 @@
 """Tensors that the function of a block leaves behind: states that it replaces, what it keeps, losses on the side."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import functional_call, grad, vmap
 
 from invfunc import (
     Invertible,
@@ -208,7 +209,7 @@ def test_a_log_determinant_that_is_nothing_but_rounding_comes_back(dtype):
     """That of a rotation is some 1e-16 beside a state of size 1."""
     Q = torch.linalg.qr(Numbers(5)(4, 4))[0].to(dtype)
     flow = with_log_det(chain(*[p for _ in range(3) for p in (layers.linear(), layers.leaky_relu(0.9))]))
-    x = X.to(dtype).requires_grad_()
+    x = X.to(dtype, copy=True).requires_grad_()
     params = [p for _ in range(3) for p in (Q, None)]
     y, s = invertible_checkpoint(flow, check="error")((x, torch.full((3,), 1e-17, dtype=dtype)), params)
     found = torch.autograd.grad(y.square().sum() + s.sum(), x)
@@ -221,13 +222,98 @@ def test_a_log_determinant_that_is_nothing_but_rounding_comes_back(dtype):
 class Averaging(nn.Module):
     """A state that is replaced by one of the data, which no gradient goes through."""
 
-    def __init__(self):
+    def __init__(self, in_place=False):
         super().__init__()
+        self.in_place = in_place
         self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
 
     def forward(self, b):
-        self.mean = 0.9 * self.mean + b.detach().mean(0)
-        return (b - self.mean).sin()
+        new = 0.9 * self.mean + b.detach().mean(0)
+        if self.in_place:
+            self.mean.copy_(new)
+        else:
+            self.mean = new
+        return (b - self.mean.clone()).sin()
+
+
+class Twice(nn.Module):
+    """Two blocks that evaluate the same part."""
+
+    def __init__(self, part, wrap):
+        super().__init__()
+        self.part = part
+        self.blocks = [wrap(additive_coupling(lambda b: part(b), torch.tanh)) for _ in range(2)]
+
+    def forward(self, x, number=1):
+        state = (x, x.cos())
+        for block in self.blocks[:number]:
+            state = block(state)
+        return (state[0].sin() * state[1]).sum()
+
+
+def both_at_once(net, x):
+    net(x, 2).backward()
+
+
+def backward_once_more(net, x):
+    first = net(x)
+    first.backward(retain_graph=True)
+    net(2 * x).backward()
+    first.backward()
+
+
+def without_a_graph_in_between(net, x):
+    first = net(x)
+    with torch.no_grad():
+        net(2 * x)
+    first.backward()
+
+
+def with_the_state_of_another(net, x):
+    functional_call(net, {"part.mean": net.part.mean + 1}, (x,)).backward()
+
+
+class TestStatesThatAreReplacedInBetween:
+    """What is evaluated again would set them back, in silence."""
+
+    def done(self, program, in_place, wrap):
+        net, x = Twice(Averaging(in_place), wrap), X.clone().requires_grad_()
+        program(net, x)
+        return x.grad, net.part.mean
+
+    @pytest.mark.parametrize("check", ["warn", True])
+    @pytest.mark.parametrize(
+        "program", [both_at_once, backward_once_more, without_a_graph_in_between, with_the_state_of_another]
+    )
+    def test_are_refused_and_right_where_they_are_written_in_place(self, program, check):
+        wrap = partial(invertible_checkpoint, check=check)
+        with pytest.raises(ReplayError, match="Write a state in place"):
+            self.done(program, False, wrap)
+        assert_trees_close(*(self.done(program, True, w) for w in (wrap, as_it_is)), EXACT)
+
+    @pytest.mark.parametrize("check", ["warn", True])
+    def test_are_refused_where_gradients_go_through_them(self, check):
+        """What a check evaluates again would cut them off."""
+
+        class Attached(Averaging):
+            def forward(self, b):
+                self.mean = 0.9 * self.mean + b.mean(0)
+                return (b - self.mean).sin()
+
+        net = Twice(Attached(), partial(invertible_checkpoint, check=check))
+        with pytest.raises(ReplayError, match="Write a state in place"):
+            both_at_once(net, X.clone().requires_grad_())
+
+    @pytest.mark.parametrize("check", ["warn", True])
+    def test_are_right_where_the_same_call_has_replaced_them(self, check):
+        def program(net, x):
+            for i in range(3):
+                y = net((i + 1) * x)
+                y.backward(retain_graph=True)
+                y.backward()
+
+        wraps = partial(invertible_checkpoint, check=check), as_it_is
+        assert_trees_close(*(self.done(program, False, w) for w in wraps), EXACT)
 
 
 class TestStatesOfSeveralBlocks:

@@ -1,0 +1,93 @@
+"""A look at every call of torch that a function makes while it is evaluated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from invfunc._functorch import unwrapped
+from invfunc._scripted import Watcher
+from invfunc.invertible.origins import Origins
+
+OUTSIDE = -1
+"""The part of a function that is in none of its shared functions; these are counted from 0."""
+
+
+class Parts:
+    """Knows which part of a function is being evaluated."""
+
+    part = OUTSIDE
+
+    @contextmanager
+    def within(self, part: int) -> Iterator[None]:
+        """A context in which a part is evaluated."""
+        outer, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = outer
+
+
+class Sight(Parts, Watcher, TorchFunctionMode):
+    """Sees every call of torch while a function runs, and which tensors it made or was given."""
+
+    lifts: Sequence[torch.Tensor] = ()
+    """The arguments that stand, at the moment, for tensors that the function closes over."""
+
+    def __init__(self, given: Sequence[torch.Tensor], origins: Origins | None = None) -> None:
+        super().__init__()
+        self.origins = origins
+        self._given = given
+        self._inside: dict[int, weakref.ref[torch.Tensor]] = {}
+        for t in given:
+            self.know(t)
+
+    def know(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note that a tensor is of the function, and with it what it wraps."""
+        inner: torch.Tensor | None = tensor
+        while inner is not None:
+            self._inside[id(inner)] = weakref.ref(inner)
+            inner = unwrapped(inner)
+        return tensor
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, or what it wraps, is of the function."""
+        inner: torch.Tensor | None = tensor
+        while inner is not None:
+            known = self._inside.get(id(inner))
+            if known is not None and known() is inner:
+                return True
+            inner = unwrapped(inner)
+        return False
+
+    def made(self, outputs: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """What the function has made that somebody still has, but these outputs."""
+        known = set[int]()
+        for t in (*self._given, *outputs):
+            inner: torch.Tensor | None = t
+            while inner is not None:
+                known.add(id(inner))
+                inner = unwrapped(inner)
+        made = [found() for found in self._inside.values()]
+        return [t for t in made if t is not None and id(t) not in known]
+
+    @contextmanager
+    def lifting(self, lifts: Sequence[torch.Tensor]) -> Iterator[None]:
+        """A context in which these arguments stand for what is closed over."""
+        outer, self.lifts = self.lifts, lifts
+        for t in lifts:
+            self.know(t)
+        try:
+            yield
+        finally:
+            self.lifts = outer
+
+    def lifted(self, fn: Callable, lifts: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """The function as one of what it closes over, too."""
+        with self.lifting(lifts):
+            return fn(*args, **kwargs)
