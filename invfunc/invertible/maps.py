@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import leaf_level
+from invfunc._functorch import leaf_level, raised_in
+from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Evaluate, Tensors
 
 Map = Callable[[Tensors], list[torch.Tensor]]
@@ -168,8 +170,21 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
 def _differentiating(create_graph: bool, tensors: Tensors) -> Iterator[tuple[Tensors, Any]]:
     """A level of our own, and the tensors; below it gradients are enabled, too, for kernels that ask (mkldnn's LSTM),
     but there is no graph unless one is to be created."""
-    with torch.enable_grad(), leaf_level() as level:
-        yield tensors if create_graph else [t.detach() for t in tensors], level
+    try:
+        with torch.enable_grad(), disable_saved_tensors_hooks(_PARTS), leaf_level() as level:
+            yield tensors if create_graph else [t.detach() for t in tensors], level
+    except RuntimeError as error:
+        if not (str(error) == _PARTS or raised_in(torch.autograd.Function.apply, error)):
+            raise
+        raise ReplayError(_PARTS) from error
+
+
+_PARTS = (
+    "a block that uses torch.func is differentiated by torch.func, which takes no torch.utils.checkpoint or other "
+    "hooks for saved tensors, no full backward hooks of modules and no autograd.Function without setup_context. Give "
+    "the Function a setup_context, leave out a checkpoint (the block frees what it saves), or put the parts that use "
+    "torch.func and the others into blocks of their own."
+)
 
 
 Edge = torch.autograd.graph.GradientEdge

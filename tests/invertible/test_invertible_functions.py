@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +30,17 @@ class Exp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * ctx.saved_tensors[0]
+
+
+class Old(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].cos()
 
 
 class TestFunctions:
@@ -63,6 +75,36 @@ class TestFunctions:
             return first, gradients(first, x, w), grad(lambda w: squares(h(h(state, w), w)))(w.detach())
 
         same(run, pair, invertible_checkpoint(pair))
+
+    @pytest.mark.parametrize("kind", ["checkpoint", "function", "backward hook"])
+    @pytest.mark.parametrize("first", [True, False])
+    def test_that_use_torch_func_beside_what_it_refuses_are_told(self, same, kind, first):
+        """A checkpoint gave its tensors back in another order: wrong gradients where they are of the same shape."""
+        layer = nn.Linear(3, 3).double()
+        if kind == "backward hook":
+            layer.register_full_backward_hook(lambda module, of_inputs, of_outputs: None)
+
+        def part(b):
+            return checkpoint(layer, b, use_reentrant=False) if kind == "checkpoint" else layer(b)
+
+        def other(b):
+            return Old.apply(part(b)) if kind == "function" else part(b).tanh()
+
+        def force(b):
+            return grad(lambda c: c.sin().square().sum())(b)
+
+        x = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+        pairs = [force, other] if first else [other, force]
+        together = invertible_checkpoint(additive_coupling(*pairs))
+        with pytest.raises(ReplayError, match="blocks of their own"):
+            gradients(together((x * 1, x * 2)), x)
+
+        def run(wrap):
+            blocks = [wrap(additive_coupling(p, torch.zeros_like)) for p in pairs]
+            a, b = blocks[0]((x * 1, x * 2))
+            return gradients(blocks[1]((b, a)), x, *layer.parameters())
+
+        assert_trees_close(run(invertible_checkpoint), run(lambda pair: pair), rtol=1e-9)
 
     def test_that_differentiate_by_autograd_are_told_to_use_torch_func(self):
         def force(b):
