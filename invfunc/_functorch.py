@@ -105,17 +105,12 @@ def saving_hooks() -> tuple[Callable, Callable] | None:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
-def hooks_refused(error: BaseException) -> bool:
-    """Whether an error says that a transform of torch.func cannot run while saved tensors have hooks."""
-    return raised_in(inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks), error)
-
-
 def raised_in(function: Any, error: BaseException) -> bool:
-    """Whether it is this very function that raised an error."""
+    """Whether it is this very function of torch that raised an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code is function.__code__
+    return trace is not None and trace.tb_frame.f_code is inspect.unwrap(function).__code__
 
 
 def given_back(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:

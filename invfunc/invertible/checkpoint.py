@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import dual, hooks_refused, levels, under
+from invfunc._functorch import dual, levels, raised_in, under
 from invfunc._scripted import Interpreted
 from invfunc.callables import check_callable, describe
 from invfunc.errors import (
@@ -257,7 +258,7 @@ class Checkpointed(Value):
             try:
                 y, ys = hooked(call, xs, rest)
             except RuntimeError as error:
-                if not hooks_refused(error):
+                if not raised_in(disable_saved_tensors_hooks, error):  # a transform of torch.func did
                     raise
                 call.take_back("uses torch.func")
                 y, ys, call, rest = self._noded(made(), made, xs, rest)
