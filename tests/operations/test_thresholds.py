@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import re
 from functools import cache, partial
@@ -90,7 +91,7 @@ GATES_OF_PATCHES = ["UNFOLD", "ASSEMBLE", "CALL", "SLICES", "EXACT", "DISPLACED_
 def built(called: str) -> tuple[nn.Module, torch.Tensor]:
     layers, shape = PROGRAMS[called]
     x = Numbers().below(6, *shape) if called == "words" else Numbers()(*shape)
-    return nn.Sequential(*layers).double(), x
+    return copy.deepcopy(nn.Sequential(*layers)).double(), x
 
 
 @cache
