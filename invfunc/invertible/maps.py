@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._functorch import leaf_level, raised_in
@@ -170,8 +171,9 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
 def _differentiating(create_graph: bool, tensors: Tensors) -> Iterator[tuple[Tensors, Any]]:
     """A level of our own, and the tensors; below it gradients are enabled, too, for kernels that ask (mkldnn's LSTM),
     but there is no graph unless one is to be created."""
+    hooks = _NoHooks() if create_graph else nullcontext()
     try:
-        with torch.enable_grad(), disable_saved_tensors_hooks(_PARTS), leaf_level() as level:
+        with torch.enable_grad(), disable_saved_tensors_hooks(_PARTS), leaf_level() as level, hooks:
             yield tensors if create_graph else [t.detach() for t in tensors], level
     except RuntimeError as error:
         if not (str(error) == _PARTS or raised_in(torch.autograd.Function.apply, error)):
@@ -185,6 +187,18 @@ _PARTS = (
     "the Function a setup_context, leave out a checkpoint (the block frees what it saves), or put the parts that use "
     "torch.func and the others into blocks of their own."
 )
+
+
+class _NoHooks(TorchFunctionMode):
+    """Refuses hooks of tensors: they belong to one level, and a second derivative takes another way beside it."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.register_hook:
+            raise ReplayError(
+                "a block that uses torch.func has no second derivatives beside a hook of a tensor (register_hook), "
+                "which would not reach them. Leave out the hook, or put the part with it into a block of its own."
+            )
+        return func(*args, **(kwargs or {}))
 
 
 Edge = torch.autograd.graph.GradientEdge

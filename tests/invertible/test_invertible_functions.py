@@ -76,6 +76,35 @@ class TestFunctions:
 
         same(run, pair, invertible_checkpoint(pair))
 
+    @pytest.mark.parametrize("first", [True, False])
+    def test_that_use_torch_func_beside_hooks_of_tensors_have_first_derivatives_only(self, first):
+        """The second ones lacked the hook."""
+        weight, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+
+        def hooked(b):
+            h = b @ weight
+            if h.requires_grad:
+                h.register_hook(lambda g: g / 2)
+            return h.tanh()
+
+        def force(b):
+            return grad(lambda c: c.sin().square().sum())(b)
+
+        parts = [force, hooked] if first else [hooked, force]
+
+        def slopes(blocks, create_graph):
+            y = (x * 1, x * 2)
+            for block in blocks:
+                y = block(y)
+            found = torch.autograd.grad(squares(y), x, create_graph=create_graph)
+            return torch.autograd.grad(squares(found), x)[0] if create_graph else found[0]
+
+        pair, apart = additive_coupling(*parts), [additive_coupling(p, torch.zeros_like) for p in parts]
+        torch.testing.assert_close(slopes([invertible_checkpoint(pair)], False), slopes([pair], False))
+        with pytest.raises(ReplayError, match="a block of its own"):
+            slopes([invertible_checkpoint(pair)], True)
+        torch.testing.assert_close(slopes(map(invertible_checkpoint, apart), True), slopes(apart, True))
+
     @pytest.mark.parametrize("kind", ["checkpoint", "function", "backward hook"])
     @pytest.mark.parametrize("first", [True, False])
     def test_that_use_torch_func_beside_what_it_refuses_are_told(self, same, kind, first):
