@@ -13,7 +13,8 @@ def test_tour_prints_a_table_and_saves_a_picture(tmp_path):
     command = [sys.executable, "-m", "invfunc", "--chunks", "8", "64", "--output", str(picture)]
     tour = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert tour.returncode == 0, tour.stderr
-    assert tour.stderr == ""  # no progress bar where there is no terminal
+    said = [line for line in tour.stderr.splitlines() if "font" not in line]  # of those that a machine lacks
+    assert said == []  # no progress bar where there is no terminal
     for row in ("GGN diagonal, by itself", "dense, 8 passes", "dense, 64 passes", "gradient variance"):
         assert row in tour.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
