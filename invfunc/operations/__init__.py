@@ -3,7 +3,7 @@
 `views`, `pointwise`, `products` ... state what is known. `batch_axis` follows where operations move the samples;
 `factors`: how the gradient of a parameter factorises, sample by sample; `receptive_fields`: which entries are read for
 which; `equations`: what is an einsum; `compositions`: what is followed in other operations; `second_derivatives`: where
-torch's are missing or wrong; `calls`: names, and what a call reads and writes.
+torch's are missing or wrong; `naming`: what functions and arguments are called; `calls`: what a call reads and writes.
 """
 
 from invfunc.operations import (

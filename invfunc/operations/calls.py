@@ -1,4 +1,4 @@
-"""Calls of torch functions as a function mode sees them: their names, and the tensors they read and produce."""
+"""Calls of torch functions as a function mode sees them: what they ask, read, write and produce."""
 
 from __future__ import annotations
 

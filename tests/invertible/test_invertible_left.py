@@ -118,13 +118,15 @@ class TestOnTheSide:
             a, b = x
             return (a + b.sin(), b), b.sin().square().mean()
 
+        def back(y, _):
+            return (y[0][0] - y[0][1].sin(), y[0][1])
+
         losses, block = [], wrap(additive_coupling(part, torch.tanh))
 
         def loss(x):
             losses.clear()
             if side == "returned":
-                f_inv = lambda y, _: (y[0][0] - y[0][1].sin(), y[0][1])  # noqa: E731
-                g = invertible_checkpoint(returned, f_inv) if wrap is invertible_checkpoint else returned
+                g = invertible_checkpoint(returned, back) if wrap is invertible_checkpoint else returned
                 (a, b), extra = g((x, x.cos()), None)
                 return (a * b).sum() + extra
             a, b = block((x, x.cos()))

@@ -113,7 +113,8 @@ def total(call: Call) -> Place:
         how = known(call.name).linear
         if how == "each":
             raise Mixed("it multiplies two sums over the samples")
-        raise Mixed("it is not linear in a sum over the samples" + (" there" if isinstance(how, int) else ""))
+        where = " in this argument (as in a divisor)" if isinstance(how, int) else ""
+        raise Mixed(f"it is not linear in a sum over the samples{where}")
     return BATCH_SUM
 
 
