@@ -277,12 +277,12 @@ def test_complex_zeros_have_the_derivatives_of_torch(of):
     def each(p, x, weight):
         return of(x @ p.to(x.dtype)).sum(1) * weight
 
+    def of_one(n, weight, p):
+        return each(p, x, weight)[n]
+
     for weight in (torch.ones(4), torch.tensor([1.0, 0, 1, 1])):
         wanted = torch.stack(
-            [
-                torch.autograd.functional.hessian(lambda q, n=n: each(q, x, weight)[n], p).view(6, 6).diagonal()  # noqa: B023
-                for n in range(4)
-            ]
+            [torch.autograd.functional.hessian(partial(of_one, n, weight), p).view(6, 6).diagonal() for n in range(4)]
         )
         assert_trees_close(batch_diag_hessian(each)(p, x, weight).flatten(1), wanted, 1e-9)
         assert_trees_close(diag_hessian(each)(p, x, weight).flatten(), wanted.sum(0), 1e-9)
