@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import cycle
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,27 +17,17 @@ from invfunc import (
     batch_grad,
     batch_jacobian,
     batch_l2_grad,
-    clipped_grad,
     diag_ggn,
-    grad_and_variance,
     gram,
-    sum_grad_squared,
     tree,
-    variance,
 )
 from invfunc.plan import Options
 from invfunc.testing import (
     assert_trees_close,
-    dense_diag_ggn,
     loop_batch_grad,
     loop_batch_jacobian,
-    loop_batch_l2_grad,
-    loop_clipped_grad,
-    loop_grad_and_variance,
-    loop_gram,
-    loop_sum_grad_squared,
-    loop_variance,
 )
+from tests.every import BOTH, FIRST_ORDER, MODEL, Row, clipping, rows
 from tests.networks import Loss, Network, samples_loss
 from tests.strategies import Case, Numbers
 
@@ -47,43 +36,18 @@ FLOOR = 1e-2
 """What cancels in a leaf that is zero by structure, as the shift of all logits is."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A statistic as `make(f, **options)`, its oracle as `loop(f, samples=...)`, and the axes of its chunks."""
-
-    make: Callable
-    loop: Callable
-    axes: tuple[str, ...] = ("samples", "params")
+OF_LOSSES = FIRST_ORDER
+OF_MODELS = {name.replace("gram", "NTK"): row for name, row in rows(form=MODEL).items()}
+STATISTICS = OF_LOSSES | OF_MODELS | {name: row for name, row in rows(form=BOTH).items() if row.loop is not None}
+"""Those with a loop."""
 
 
-def _clipped(f: Callable, **options: Any) -> Any:
-    return clipped_grad(f, 1.0, **options)
-
-
-OF_LOSSES = {
-    "batch_grad": Kind(batch_grad, loop_batch_grad),
-    "batch_l2_grad": Kind(batch_l2_grad, loop_batch_l2_grad),
-    "sum_grad_squared": Kind(sum_grad_squared, loop_sum_grad_squared),
-    "variance": Kind(variance, loop_variance),
-    "grad_and_variance": Kind(grad_and_variance, loop_grad_and_variance),
-    "clipped_grad": Kind(_clipped, partial(loop_clipped_grad, max_norm=1.0)),
-    "gram": Kind(gram, loop_gram, ("params",)),
-    "gram per parameter": Kind(partial(gram, per_parameter=True), partial(loop_gram, per_parameter=True), ("params",)),
-}
-OF_MODELS = {
-    "NTK": OF_LOSSES["gram"],
-    "NTK per parameter": OF_LOSSES["gram per parameter"],
-    "batch_jacobian": Kind(batch_jacobian, loop_batch_jacobian, ("outputs", "samples", "params")),
-}
-STATISTICS = OF_LOSSES | OF_MODELS | {"diag_ggn": Kind(diag_ggn, dense_diag_ggn, ("outputs", "samples", "params"))}
-
-
-def arranged(called: str, net: Network, loss: Loss) -> tuple[Kind, tuple, tuple]:
+def arranged(called: str, net: Network, loss: Loss) -> tuple[Row, tuple, tuple]:
     """A statistic by its name, the functions that it takes, and the arguments of what it makes of them."""
-    args = (net.params, net.x, loss.target(Numbers(1), net.n))
+    row, args = STATISTICS[called], (net.params, net.x, loss.target(Numbers(1), net.n))
     if called in OF_MODELS:
-        return STATISTICS[called], (net.f,), args[:2]
-    return STATISTICS[called], (net.f, loss) if called == "diag_ggn" else (samples_loss(net, loss),), args
+        return row, (net.f,), args[:2]
+    return row, (net.f, loss) if row.form == BOTH else (samples_loss(net, loss),), args
 
 
 def generic(statistic: Any) -> Any:
@@ -153,44 +117,31 @@ def _of_losses(case: Case, target: torch.Tensor, chosen: list[int], others: Iter
     args = (case.params, *case.inputs, target)
     shares = loop_batch_grad(f)(*args)
     picked = tree.map_tensors(lambda g: g[chosen], shares)
-    moments = tree.map_tensors(lambda g: g.sum(0), shares), tree.map_tensors(lambda g: g.var(0, correction=0), shares)
-    rows = torch.cat([g.reshape(n, -1) for g in tree.leaves(shares)], 1)
-    bound = 0.9 * rows.norm(dim=1).mean().item() or 1.0  # some norms are above, some below
-    yield Expectation(batch_grad(f, **options), args, shares, EVERY)
-    yield Expectation(
-        sum_grad_squared(f, **options), args, tree.map_tensors(lambda g: g.square().sum(0), shares), EVERY
-    )
-    yield Expectation(variance(f, **options), args, moments[1], EVERY)
-    for t, expected in (
-        (grad_and_variance(f, **options), moments),
-        (batch_l2_grad(f, **options), tree.map_tensors(_squared_norms, shares)),
-        (gram(f, **options), rows @ rows.T),
-    ):
-        yield Expectation(t, args, expected, ("fast", next(others)))
+    norms = sum(g.reshape(n, -1).square().sum(1) for g in tree.leaves(shares)).sqrt()
+    bound = 0.9 * norms.mean().item() or 1.0  # some norms are above, some below
+    for name, row in FIRST_ORDER.items():
+        if name not in _OTHERWISE:
+            paths = EVERY if name in _ON_EVERY_PATH else ("fast", next(others))
+            yield Expectation(row.make(f, **options), args, row.of_shares(shares), paths)
     yield Expectation(batch_grad(f, samples=chosen, **options), args, picked, (next(others),))
-    clipped = clipped_grad(f, bound, **options), clipped_grad(f, bound, samples=chosen, **options)
-    floor = max(bound, FLOOR)  # shares of one size may cancel
-    yield Expectation(clipped[0], args, _clipped_sum(shares, rows, bound), ("fast", next(others)), floor)
-    yield Expectation(clipped[1], args, _clipped_sum(picked, rows[chosen], bound), (next(others),), floor)
+    made, floor = clipping(bound), max(bound, FLOOR)  # shares of one size may cancel
+    yield Expectation(made.make(f, **options), args, made.of_shares(shares), ("fast", next(others)), floor)
+    yield Expectation(made.make(f, samples=chosen, **options), args, made.of_shares(picked), (next(others),), floor)
     if scalar:
 
         def mean(*args: Any) -> torch.Tensor:
             return f(*args).mean()
 
-        norms = tree.map_tensors(lambda g: _squared_norms(g / n), picked)
+        norms = FIRST_ORDER["batch_l2_grad"].of_shares(tree.map_tensors(lambda g: g / n, picked))
         yield Expectation(
             batch_grad(mean, **options), args, tree.map_tensors(lambda g: g / n, shares), ("fast", "blocks")
         )
         yield Expectation(batch_l2_grad(mean, samples=chosen, **options), args, norms, (next(others),))
 
 
-def _squared_norms(shares: torch.Tensor) -> torch.Tensor:
-    return shares.reshape(len(shares), -1).square().sum(1)
-
-
-def _clipped_sum(shares: Any, rows: torch.Tensor, bound: float) -> tuple[Any, torch.Tensor]:
-    norms = rows.norm(dim=1)
-    return tree.map_tensors(lambda g: torch.tensordot((bound / norms).clamp(max=1), g, 1), shares), norms
+_ON_EVERY_PATH = {"batch_grad", "sum_grad_squared", "variance"}
+_OTHERWISE = {"clipped_grad", "clipped_grad to little", "gram per parameter"}
+"""With a norm of the case; of the model."""
 
 
 def _half_squares(z: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

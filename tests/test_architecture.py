@@ -4,17 +4,19 @@ import ast
 import re
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import grad, vmap
 
 import invfunc
 from invfunc import _functorch, _uncompiled
+from tests.every import BOTH, LOSS, ROWS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
@@ -177,6 +179,29 @@ class TestFiles:
             if file.stem != "__init__":
                 public = [n.name for n in parsed(file).body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
                 assert public == [file.stem]
+
+
+@pytest.mark.quick
+class TestRows:
+    """In `tests/every.py`, from which the laws of all statistics take them."""
+
+    def test_every_public_statistic_has_one(self):
+        public = {f.__name__ for f in map(partial(getattr, invfunc), TestPublicNames.FUNCTIONS) if _statistic(f)}
+        assert public == {file.stem for file in (PACKAGE / "statistics").glob("[a-z]*.py")}
+        assert {name.split()[0] for name in ROWS} == public
+
+    @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+    def test_say_what_chunked_divides(self, row):
+        assert row.make(F.mse_loss).axes[:1] == row.axes[:1] and {*row.make(F.mse_loss).axes} == {*row.axes}
+
+    @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+    def test_of_a_loss_alone_say_what_it_is_of_the_shares(self, row):
+        assert (row.of_shares is not None) == (LOSS in row.forms and BOTH not in row.forms)
+        assert row.of_shares is None or row.loop is not None
+
+
+def _statistic(f):
+    return f.__module__.startswith("invfunc.statistics.")
 
 
 FOLDERS = sorted({f.parent.name for f in PACKAGE.glob("*/__init__.py")} - {"testing"})  # its oracles are in every law

@@ -1,7 +1,5 @@
 """reduced: a function of each parameter's quantity in its place, as soon as it is known."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,19 +11,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, tree
 from invfunc.testing import assert_trees_close
+from tests.every import BOTH, LEAVES, MODEL, rows
 from tests.laws import composed, in_blocks
 from tests.networks import LOSSES, network, networks, samples_loss, total
-from tests.strategies import Numbers, seeded
+from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6
-OF_LOSSES = {name: getattr(invfunc, name) for name in ("batch_grad", "batch_l2_grad", "sum_grad_squared", "variance")}
-OF_LOSSES |= {"gram per parameter": partial(invfunc.gram, per_parameter=True)}
-EITHER = {
-    name: getattr(invfunc, name)
-    for name in ("diag_ggn", "batch_diag_ggn", "sqrt_ggn", "diag_hessian", "batch_diag_hessian")
-}
-EITHER |= {"sqrt_ggn mc": lambda *f: invfunc.sqrt_ggn(*f, mc_samples=2, generator=seeded())}
-ALL = OF_LOSSES | EITHER
+ALL = {name: row for name, row in rows(LEAVES).items() if row.form != MODEL}
+EITHER = rows(LEAVES, form=BOTH)
 
 
 def weighed(path, tensor):
@@ -49,11 +42,11 @@ def arranged(net, loss, form):
 @pytest.mark.parametrize("of", [lambda t: t, in_blocks], ids=["fast", "blocks"])
 def test_it_is_what_one_would_compute_afterwards(of, net, loss, form, data):
     called = data.draw(st.sampled_from(list(EITHER if form == "model" else ALL)))
-    loss = LOSSES[0] if called == "sqrt_ggn mc" else loss  # not all can be drawn from
+    loss = LOSSES[0] if ALL[called].drawn else loss  # not all can be drawn from
     functions, args = arranged(net, loss, form)
 
     def t():
-        return ALL[called](*functions)
+        return ALL[called].make(*functions)
 
     assert_trees_close(of(reduced(t(), weighed))(*args), expected(t(), weighed, args), EXACT, FLOOR)
 
@@ -64,7 +57,7 @@ class TestCalls:
     @staticmethod
     def made(called):
         functions, args = arranged(network("perceptron", 3), LOSSES[0], "mean")
-        return ALL[called](*functions), args
+        return ALL[called].make(*functions), args
 
     def test_once_for_each_parameter_with_its_path(self, called):
         t, args = self.made(called)
@@ -164,8 +157,8 @@ class TestDerivatives:
             found, wanted = (
                 grad(lambda p, u=u: total(u(p)))(params)
                 for u in (
-                    lambda p, called=called: reduced(ALL[called](*functions), weighed)(p, x, y),
-                    lambda p, called=called: expected(ALL[called](*functions), weighed, (p, x, y)),
+                    lambda p, called=called: reduced(ALL[called].make(*functions), weighed)(p, x, y),
+                    lambda p, called=called: expected(ALL[called].make(*functions), weighed, (p, x, y)),
                 )
             )
             assert_trees_close(found, wanted, EXACT, FLOOR)

@@ -1,6 +1,5 @@
 """together: several statistics from one forward pass, each as it is alone."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,37 +12,17 @@ from torch.func import grad, vmap
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, together, tree
 from invfunc.testing import assert_trees_close
+from tests.every import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, rows
 from tests.laws import composed, in_blocks
 from tests.networks import LOSSES, network, networks, samples_loss, total
-from tests.strategies import Numbers, seeded
+from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6
-CURVATURE = {
-    name: getattr(invfunc, name)
-    for name in ("diag_ggn", "batch_diag_ggn", "sqrt_ggn", "diag_hessian", "batch_diag_hessian", "ggn_trace")
-}
-DRAWN = {
-    f"{name} mc": (lambda *f, name=name: CURVATURE[name](*f, mc_samples=2, generator=seeded()))
-    for name in ("diag_ggn", "batch_diag_ggn", "sqrt_ggn")
-}
-FACTORS = {
-    "kflr": invfunc.kflr,
-    "kfac": lambda *f: invfunc.kfac(*f, generator=seeded()),
-    "kfac empirical": partial(invfunc.kfac, fisher="empirical"),
-    "ekfac": partial(invfunc.ekfac, fisher="exact"),
-}
-OF_LOSSES = {
-    **{
-        name: getattr(invfunc, name)
-        for name in ("batch_grad", "batch_l2_grad", "sum_grad_squared", "variance", "grad_and_variance")
-    },
-    "clipped_grad": lambda f: invfunc.clipped_grad(f, 1.0),
-}
-OF_MODELS = {
-    "batch_jacobian": invfunc.batch_jacobian,
-    "gram": invfunc.gram,
-    "gram per parameter": partial(invfunc.gram, per_parameter=True),
-}
+FIRST = {name: row.make for name, row in FIRST_ORDER.items() if MODEL not in row.forms}
+SECOND = {name: row.make for name, row in rows(form=BOTH).items()}
+DIVISIBLE = {name: make for name, make in SECOND.items() if ROWS[name].gives != FACTORS and not ROWS[name].drawn}
+"""Which take any network and loss."""
+OF_MODELS = {name: row.make for name, row in rows(form=MODEL).items()}
 LINEAR = ["affine", "perceptron", "convolution", "module"]
 """Networks that have K-factors."""
 
@@ -82,30 +61,30 @@ PATHS = st.sampled_from([lambda t: t, in_blocks])
 
 class TestEqualsEachAlone:
     @settings(max_examples=25)
-    @given(net=networks(), loss=st.sampled_from(LOSSES), called=some(OF_LOSSES | CURVATURE), of=PATHS)
+    @given(net=networks(), loss=st.sampled_from(LOSSES), called=some(FIRST | DIVISIBLE), of=PATHS)
     def test_of_the_losses_of_samples(self, net, loss, called, of):
         args = (net.params, net.x, loss.target(Numbers(1), net.n))
-        makers = [(OF_LOSSES | CURVATURE)[name] for name in called]
+        makers = [(FIRST | DIVISIBLE)[name] for name in called]
         assert_as_alone(makers, (samples_loss(net, loss),), args, of)
 
     @settings(max_examples=25)
     @given(
         called=st.sampled_from(LINEAR),
-        names=some(OF_LOSSES | CURVATURE | DRAWN | FACTORS),
+        names=some(FIRST | SECOND),
         of=PATHS,
         n=st.integers(2, 4),
     )
     def test_of_a_mean_loss(self, called, names, of, n):
         net, loss = network(called, n), LOSSES[n % 3]
-        makers = [(OF_LOSSES | CURVATURE | DRAWN | FACTORS)[name] for name in names]
+        makers = [(FIRST | SECOND)[name] for name in names]
         args = (net.params, net.x, loss.target(Numbers(1), n))
         assert_as_alone(makers, (composed(net.f, loss),), args, of)
 
     @settings(max_examples=25)
-    @given(called=st.sampled_from(LINEAR), names=some(CURVATURE | DRAWN | FACTORS), of=PATHS, n=st.integers(2, 4))
+    @given(called=st.sampled_from(LINEAR), names=some(SECOND), of=PATHS, n=st.integers(2, 4))
     def test_of_a_model_with_its_loss(self, called, names, of, n):
         net, loss = network(called, n), LOSSES[n % 3]
-        makers = [(CURVATURE | DRAWN | FACTORS)[name] for name in names]
+        makers = [SECOND[name] for name in names]
         assert_as_alone(makers, (net.f, loss), (net.params, net.x, loss.target(Numbers(1), n)), of)
 
     @settings(max_examples=8)
@@ -114,10 +93,10 @@ class TestEqualsEachAlone:
         assert_as_alone([OF_MODELS[name] for name in names], (net.f,), (net.params, net.x), of)
 
     @pytest.mark.quick
-    @pytest.mark.parametrize("names", [[*OF_LOSSES, *CURVATURE, *DRAWN, *FACTORS]], ids=["all"])
+    @pytest.mark.parametrize("names", [[*FIRST, *SECOND]], ids=["all"])
     def test_all_at_once(self, names):
         net = network("perceptron", 3)
-        makers = [(OF_LOSSES | CURVATURE | DRAWN | FACTORS)[name] for name in names]
+        makers = [(FIRST | SECOND)[name] for name in names]
         args = (net.params, net.x, LOSSES[0].target(Numbers(1), 3))
         assert_as_alone(makers, (composed(net.f, LOSSES[0]),), args)
 
@@ -143,7 +122,7 @@ def test_one_forward_pass():
     def counted_loss(w, x, y):
         return F.mse_loss(counted(w, x), y)
 
-    together(*[make(counted, F.mse_loss) for make in (*CURVATURE.values(), *FACTORS.values())])(W, X, Y)
+    together(*[make(counted, F.mse_loss) for make in SECOND.values()])(W, X, Y)
     assert len(calls) == 1
     calls.clear()
     together(invfunc.batch_grad(counted_loss), invfunc.variance(counted_loss))(W, X, Y)
@@ -175,7 +154,13 @@ class TestOptions:
 
     @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
     def test_in_chunks(self, over):
-        makers = [invfunc.diag_ggn, invfunc.batch_diag_hessian, invfunc.sqrt_ggn, DRAWN["diag_ggn mc"], invfunc.kflr]
+        makers = [
+            invfunc.diag_ggn,
+            invfunc.batch_diag_hessian,
+            invfunc.sqrt_ggn,
+            SECOND["diag_ggn drawn"],
+            invfunc.kflr,
+        ]
         alone = tuple(make(model, F.mse_loss)(W, X, Y) for make in makers)
         found = chunked(together(*[make(model, F.mse_loss) for make in makers]), 2, over=over)
         assert_trees_close(found(W, X, Y), alone, EXACT)

@@ -5,11 +5,8 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import ArgumentError, tree
+from tests.every import CASES, FACTORS, LOSS, MODEL
 from tests.strategies import Numbers, seeded
-
-
-def composed(make):
-    return lambda f, loss: make(lambda params, x, y: loss(f(params, x), y))
 
 
 def product(make, **options):
@@ -28,26 +25,12 @@ def stacked(params):
 
 
 TRANSFORMS = {
-    "batch_grad": composed(invfunc.batch_grad),
-    "batch_l2_grad": composed(invfunc.batch_l2_grad),
-    "sum_grad_squared": composed(invfunc.sum_grad_squared),
-    "variance": composed(invfunc.variance),
-    "clipped_grad": composed(lambda f: invfunc.clipped_grad(f, 1.0)),
-    "gram": composed(invfunc.gram),
-    "batch_jacobian": lambda f, loss: lambda params, x, y: invfunc.batch_jacobian(f)(params, x),
-    "gram of outputs": lambda f, loss: lambda params, x, y: invfunc.gram(f)(params, x),
-    "diag_ggn": invfunc.diag_ggn,
-    "diag_ggn, dense": lambda *f: invfunc.diag_ggn(*f, method="dense"),
+    **{
+        case: lambda f, loss, row=row, form=form: row.of(f, loss, form)
+        for case, (row, form) in CASES.items()
+        if not row.drawn and (form != LOSS or row.of_shares)
+    },
     "chunked": lambda *f: invfunc.chunked(invfunc.diag_ggn(*f), 2),
-    "batch_diag_ggn": invfunc.batch_diag_ggn,
-    "sqrt_ggn": invfunc.sqrt_ggn,
-    "ggn_trace": invfunc.ggn_trace,
-    "diag_hessian": invfunc.diag_hessian,
-    "batch_diag_hessian": invfunc.batch_diag_hessian,
-    "kflr": invfunc.kflr,
-    "kfra": invfunc.kfra,
-    "kfac": lambda *f: invfunc.kfac(*f, fisher="empirical"),
-    "ekfac": lambda *f: invfunc.ekfac(*f, fisher="exact"),
     "hvp": product(invfunc.hvp),
     "ggnvp": product(invfunc.ggnvp),
     "fvp": product(invfunc.fvp),
@@ -56,7 +39,6 @@ TRANSFORMS = {
     "estimate_trace": lambda *f: invfunc.estimate_trace(invfunc.ggnvp(*f), probes=2, generator=seeded()),
     "estimate_diagonal": lambda *f: invfunc.estimate_diagonal(invfunc.hvp(*f), probes=2, generator=seeded()),
 }
-FACTORS = ("kflr", "kfra", "kfac", "ekfac")
 LOSSES = {
     "mse": lambda z, y: F.mse_loss(z, y, reduction="sum"),
     "bce": lambda z, y: F.binary_cross_entropy_with_logits(z, y, reduction="sum"),
@@ -82,7 +64,8 @@ each = pytest.mark.parametrize("name", TRANSFORMS)
 def test_no_entries_are_no_curvature(name, loss, shape):
     args = arranged(**shape)
     found = TRANSFORMS[name](f, LOSSES[loss])(*args)
-    for leaf in [K.dense() for K in found.values()] if name in FACTORS else tree.leaves(found):
+    factors = name in CASES and CASES[name][0].gives == FACTORS
+    for leaf in [K.dense() for K in found.values()] if factors else tree.leaves(found):
         assert leaf.isfinite().all()
         assert "hidden" in shape or not leaf.any()
 
@@ -92,7 +75,7 @@ def test_no_entries_are_no_curvature(name, loss, shape):
 def test_what_holds_no_numbers_is_refused(name, part):
     args = list(arranged())
     args[part] = tree.map_leaves(lambda x: x.to("meta"), args[part])
-    if part == 2 and name in ("batch_jacobian", "gram of outputs"):
+    if part == 2 and name.endswith(MODEL):
         return
     with pytest.raises(ArgumentError, match=r"a tensor of shape .* is on the meta device"):
         TRANSFORMS[name](f, LOSSES["mse"])(*args)

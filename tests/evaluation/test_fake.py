@@ -8,11 +8,9 @@ from torch.utils import _pytree
 
 import invfunc
 from invfunc import explain
+from tests.every import CASES
 from tests.strategies import Numbers
 
-OF_LOSSES = ["batch_grad", "batch_l2_grad", "variance", "gram", "sum_grad_squared"]
-OF_BOTH = ["diag_ggn", "batch_diag_ggn", "ggn_trace", "kflr", "kfra", "sqrt_ggn", "diag_hessian", "batch_diag_hessian"]
-DRAWN = ["kfac", "ekfac"]
 N = 4
 
 
@@ -33,15 +31,12 @@ def shapes(result):
     return [tuple(x.shape) for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
 
 
-STATISTICS = [(name, (loss,)) for name in OF_LOSSES + OF_BOTH + DRAWN]
-STATISTICS += [(name, (model, F.cross_entropy)) for name in OF_BOTH + DRAWN]
+@pytest.mark.parametrize("case", CASES)
+def test_shapes_are_those_of_numbers(case):
+    row, form = CASES[case]
 
-
-@pytest.mark.parametrize(("name", "of"), STATISTICS, ids=lambda x: x if isinstance(x, str) else f"{len(x)}")
-def test_shapes_are_those_of_numbers(name, of):
     def result():
-        options = {"generator": torch.Generator().manual_seed(0)} if name in DRAWN else {}
-        return shapes(getattr(invfunc, name)(*of, **options)(*given()))
+        return shapes(row.of(model, F.cross_entropy, form)(*given()))
 
     wanted = result()
     with FakeTensorMode():

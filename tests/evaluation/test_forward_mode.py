@@ -8,6 +8,7 @@ from torch.func import grad, jacfwd, jvp
 import invfunc
 from invfunc import tree
 from invfunc.testing import assert_trees_close
+from tests.every import FIRST_ORDER, LOSS, ROWS
 from tests.networks import total
 from tests.strategies import Numbers, seeded
 
@@ -37,29 +38,13 @@ def product(make, **options):
 
 
 TRANSFORMS = {
-    "batch_grad": invfunc.batch_grad,
-    "batch_l2_grad": invfunc.batch_l2_grad,
-    "variance": invfunc.variance,
-    "clipped_grad": lambda f: invfunc.clipped_grad(f, 0.1),
-    "gram": invfunc.gram,
-    "diag_hessian": invfunc.diag_hessian,
-    "batch_diag_hessian": invfunc.batch_diag_hessian,
-    "diag_ggn": invfunc.diag_ggn,
-    "diag_ggn, dense": lambda *f: invfunc.diag_ggn(*f, method="dense"),
-    "diag_ggn, drawn": lambda *f: invfunc.diag_ggn(*f, mc_samples=2, generator=seeded()),
-    "batch_diag_ggn": invfunc.batch_diag_ggn,
-    "sqrt_ggn": invfunc.sqrt_ggn,
-    "ggn_trace": invfunc.ggn_trace,
-    "kflr": invfunc.kflr,
-    "kfra": invfunc.kfra,
-    "empirical kfac": lambda *f: invfunc.kfac(*f, fisher="empirical"),
+    **{name: row.make for name, row in ROWS.items() if LOSS in row.forms},
     "hvp": product(invfunc.hvp),
     "ggnvp": product(invfunc.ggnvp),
     "fvp": product(invfunc.fvp),
     "fvp, drawn": lambda *f: product(invfunc.fvp, mc_samples=2, generator=seeded())(*f),
     "estimate_trace": lambda *f: invfunc.estimate_trace(invfunc.hvp(*f), probes=2, generator=seeded()),
 }
-FIRST_ORDER = ("batch_grad", "batch_l2_grad", "variance", "clipped_grad", "gram")
 NO_GGN = ("soft margin",)  # of which no outputs are known
 
 

@@ -1,7 +1,6 @@
 """Each tensor of a result has memory of its own: it can be written, or added up over machines, without the others."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -12,29 +11,18 @@ from torch import nn
 
 import invfunc
 from invfunc import chunked, functional, together, tree
+from tests.every import BOTH, CASES
 from tests.strategies import Numbers, seeded
 
 
+def squares(z, y):
+    return F.mse_loss(z, y, reduction="none").flatten(1).sum(1)
+
+
 def losses(f):
-    return lambda p, x, y: F.mse_loss(f(p, x), y, reduction="none").flatten(1).sum(1)
+    return lambda p, x, y: squares(f(p, x), y)
 
 
-OF_LOSSES: dict[str, dict[str, Any]] = {
-    "batch_grad": {},
-    "batch_l2_grad": {},
-    "sum_grad_squared": {},
-    "variance": {},
-    "grad_and_variance": {},
-    "clipped_grad": {"max_norm": 0.1},
-    "gram": {},
-}
-OF_OUTPUTS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("diag_ggn", "batch_diag_ggn", "sqrt_ggn", "ggn_trace", "diag_hessian", "batch_diag_hessian"), {}),
-    "kflr": {},
-    "kfac": {"fisher": "exact"},
-    "ekfac": {"fisher": "empirical"},
-    "kfra": {},
-}
 PRODUCTS = ["hvp", "ggnvp", "fvp"]
 MODELS = {
     "linear": lambda: nn.Linear(2, 3),
@@ -72,23 +60,13 @@ def problems(draw):
     return f, params, x, rand(*f(params, x).shape)
 
 
-@pytest.mark.parametrize("name", OF_LOSSES)
+@pytest.mark.parametrize("case", CASES)
 @settings(max_examples=6)
 @given(problem=problems())
-def test_of_a_loss(name, problem):
-    f, *args = problem
-    result = getattr(invfunc, name)(losses(f), **OF_LOSSES[name])(*args)
-    assert_apart(result, args)
-
-
-@pytest.mark.parametrize("name", OF_OUTPUTS)
-@settings(max_examples=6)
-@given(problem=problems())
-def test_of_outputs(name, problem):
-    f, *args = problem
-    if name == "kfra" and "none" in args[0]:
-        return
-    assert_apart(getattr(invfunc, name)(f, F.mse_loss, **OF_OUTPUTS[name])(*args), args)
+def test_of_statistics(case, problem):
+    (row, form), (f, *args) = CASES[case], problem
+    if row.make is not invfunc.kfra or "none" not in args[0]:  # of which it takes chains
+        assert_apart(row.of(f, F.mse_loss if form == BOTH else squares, form)(*args), args)
 
 
 @settings(max_examples=6)

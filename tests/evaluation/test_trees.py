@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, tree
 from invfunc.testing import assert_trees_close
+from tests.every import BOTH, CASES, WHOLE
 from tests.strategies import Numbers, seeded
 
 EXACT = 1e-12
@@ -22,37 +23,26 @@ def model(params, x):
     return (x @ params["w"] + params["b"]).tanh()
 
 
+def squares(z, y):
+    return F.mse_loss(z, y, reduction="none").sum(1)
+
+
 def losses(f):
-    return lambda params, x, y: F.mse_loss(f(params, x), y, reduction="none").sum(1)
+    return lambda params, x, y: squares(f(params, x), y)
 
 
 STATISTICS = {
-    "batch_grad": lambda f: invfunc.batch_grad(losses(f)),
-    "sum_grad_squared": lambda f: invfunc.sum_grad_squared(losses(f)),
-    "variance": lambda f: invfunc.variance(losses(f)),
-    "grad_and_variance": lambda f: invfunc.grad_and_variance(losses(f)),
-    "batch_l2_grad": lambda f: invfunc.batch_l2_grad(losses(f)),
-    "clipped_grad": lambda f: invfunc.clipped_grad(losses(f), max_norm=1.0),
-    "gram": lambda f: invfunc.gram(losses(f)),
-    "batch_jacobian": lambda f: lambda params, x, y: invfunc.batch_jacobian(f)(params, x),
-    "diag_ggn": lambda f: invfunc.diag_ggn(f, F.mse_loss),
-    "diag_ggn of a loss": lambda f: invfunc.diag_ggn(losses(f)),
-    "batch_diag_ggn": lambda f: invfunc.batch_diag_ggn(f, F.mse_loss),
-    "sqrt_ggn": lambda f: invfunc.sqrt_ggn(f, F.mse_loss),
-    "ggn_trace": lambda f: invfunc.ggn_trace(f, F.mse_loss),
-    "diag_hessian": lambda f: invfunc.diag_hessian(losses(f)),
-    "batch_diag_hessian": lambda f: invfunc.batch_diag_hessian(losses(f)),
-    "kfac": lambda f: invfunc.kfac(f, F.mse_loss, generator=seeded()),
-    "kflr": lambda f: invfunc.kflr(f, F.mse_loss),
-    "kfra": lambda f: invfunc.kfra(f, F.mse_loss),
-    "ekfac": lambda f: invfunc.ekfac(f, F.mse_loss, fisher="exact"),
+    **{
+        case: lambda f, row=row, form=form: row.of(f, F.mse_loss if form == BOTH else squares, form)
+        for case, (row, form) in CASES.items()
+    },
     "over params": lambda f: invfunc.chunked(invfunc.diag_ggn(f, F.mse_loss), 2, over="params"),
     "over samples": lambda f: invfunc.chunked(invfunc.variance(losses(f)), 2),
     "together": lambda f: (lambda g: invfunc.together(invfunc.batch_grad(g), invfunc.variance(g)))(losses(f)),
     "reduced": lambda f: invfunc.reduced(invfunc.batch_grad(losses(f)), torch.sum),
     "reduced gram": lambda f: invfunc.reduced(invfunc.gram(losses(f)), torch.sum),
 }
-LIKE_PARAMS = STATISTICS.keys() - {"gram", "ggn_trace"}
+LIKE_PARAMS = STATISTICS.keys() - {case for case, (row, _) in CASES.items() if row.gives == WHOLE}
 PRODUCTS = {
     "hvp": lambda f: invfunc.hvp(losses(f)),
     "ggnvp": lambda f: invfunc.ggnvp(f, F.mse_loss),

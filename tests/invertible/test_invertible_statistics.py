@@ -15,9 +15,10 @@ from torch.func import grad, vmap
 import invfunc as i
 from invfunc import tree
 from invfunc.testing import assert_trees_close
+from tests.every import BOTH, FACTORS, FIRST_ORDER, LEAVES, LOSS, MODEL, WHOLE, Row, rows
 from tests.invertible.test_invertible_composition import Module, steps, turned
 from tests.invertible_cases import FLOOR, RTOL, Sizes, Twins, sizes, twins
-from tests.strategies import Numbers, seeded
+from tests.strategies import Numbers
 
 CLASSES = 3
 
@@ -54,23 +55,22 @@ def both(f: Callable) -> Callable:
     return i.together(i.variance(f), i.diag_ggn(f))
 
 
-FIRST = {
-    "grad": lambda f: grad(of_loss(f)),
-    "batch_grad": lambda f: i.batch_grad(of_losses(f)),
-    "batch_l2_grad": lambda f: i.batch_l2_grad(of_losses(f)),
-    "sum_grad_squared": lambda f: i.sum_grad_squared(of_losses(f)),
-    "variance": lambda f: i.variance(of_loss(f)),
-    "gram": lambda f: i.gram(of_loss(f)),
-    "clipped_grad": lambda f: i.clipped_grad(of_losses(f), 0.5),
-    "batch_jacobian": lambda f: lambda params, x, y: i.batch_jacobian(f)(params, x),
-}
+def each_loss(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def made(some: dict[str, Row], form: str | None = None) -> dict[str, Callable]:
+    """Statistics as functions of a model; of several results that are first-order, the losses are those of samples."""
+    return {
+        name: lambda f, row=row: row.of(f, each_loss if row.of_shares and row.gives != WHOLE else loss, form)
+        for name, row in some.items()
+    }
+
+
+FIRST = {"grad": lambda f: grad(of_loss(f)), **made(FIRST_ORDER, LOSS), **made(rows(form=MODEL), MODEL)}
 CURVATURE = {
-    "diag_ggn of f and loss": lambda f: i.diag_ggn(f, loss),
+    **{name: lambda f, of=of: lambda *args: of(f)(*args) for name, of in made(rows(LEAVES, WHOLE, form=BOTH)).items()},
     "diag_ggn of f": lambda f: i.diag_ggn(of_loss(f)),
-    "diag_ggn, sampled": lambda f: lambda *args: i.diag_ggn(f, loss, mc_samples=2, generator=seeded(3))(*args),
-    "batch_diag_ggn": lambda f: i.batch_diag_ggn(f, loss),
-    "diag_hessian": lambda f: i.diag_hessian(f, loss),
-    "ggn_trace": lambda f: i.ggn_trace(f, loss),
     "hvp": lambda f: along(i.hvp(of_loss(f))),
     "ggnvp": lambda f: along(i.ggnvp(f, loss)),
 }
@@ -95,10 +95,10 @@ COMPOSED = {
     "grad of diag_ggn": lambda f: grad(lambda p, x, y: total_of(i.diag_ggn(f, loss)(p, x, y))),
 }
 KRONECKER = {
-    "kfac": lambda f: lambda *args: i.kfac(f, loss, generator=seeded(3))(*args),
-    "kfac, exact": lambda f: i.kfac(f, loss, fisher="exact"),
-    "kflr": lambda f: i.kflr(f, loss),
+    name: lambda f, of=of: lambda *args: of(f)(*args)
+    for name, of in made({name: row for name, row in rows(FACTORS).items() if row.axes}).items()
 }
+"""Of all but chains."""
 TABLE = FIRST | CURVATURE | CHUNKED | COMPOSED
 ALL = ["additive", "affine", "functions of a dict", "no inverse", "repeated, stacked, anchored", "nested"]
 """Whose samples do not meet."""

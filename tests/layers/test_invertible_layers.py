@@ -166,6 +166,11 @@ PLAIN = {name: cases for name, cases in LAYERS.items() if name not in HIDING}
 of_each = pytest.mark.parametrize("cases", LAYERS.values(), ids=LAYERS)
 
 
+@pytest.mark.quick
+def test_every_layer_has_cases():
+    assert {name.split()[0] for name in LAYERS} == {*layers.__all__}
+
+
 def placed(cases: Any, data: Any, dtype: torch.dtype, device: torch.device) -> Case:
     case = data.draw(cases)
     pair = case.pair

@@ -15,19 +15,16 @@ from invfunc import (
     batch_diag_ggn,
     batch_grad,
     batch_jacobian,
-    batch_l2_grad,
     chunked,
-    clipped_grad,
     diag_ggn,
-    gram,
     kflr,
-    sum_grad_squared,
     variance,
 )
 from invfunc.passes import by_rows, certified
 from invfunc.recording.seen import Seen
 from invfunc.testing import assert_trees_close
 from tests import moved
+from tests.every import FIRST_ORDER
 from tests.moved import D, arguments, program
 
 EXACT = 1e-9
@@ -47,18 +44,7 @@ def middle(g):
 
 
 STATISTICS = {
-    "batch_grad": (batch_grad, lambda g: g),
-    "batch_l2_grad": (batch_l2_grad, lambda g: g.square().sum((1, 2))),
-    "sum_grad_squared": (sum_grad_squared, lambda g: g.square().sum(0)),
-    "variance": (lambda f: variance(f, correction=0), lambda g: g.var(0, correction=0)),
-    "gram": (gram, lambda g: g.flatten(1) @ g.flatten(1).T),
-    "clipped_grad": (
-        lambda f: clipped_grad(f, 0.5),
-        lambda g: (
-            torch.tensordot((0.5 / g.flatten(1).norm(dim=1)).clamp(max=1), g, 1),
-            g.flatten(1).norm(dim=1),
-        ),
-    ),
+    **{name: (row.make, row.of_shares) for name, row in FIRST_ORDER.items()},
     "in chunks": (lambda f: chunked(batch_grad(f), 2, over="samples"), lambda g: g),
     "chosen": (lambda f: batch_grad(f, samples=[-1, 0]), lambda g: g[[-1, 0]]),
 }

@@ -9,19 +9,13 @@ from torch.overrides import TorchFunctionMode
 
 from invfunc import (
     SampleAxisError,
-    batch_diag_ggn,
-    batch_diag_hessian,
     batch_grad,
-    batch_l2_grad,
-    clipped_grad,
     diag_ggn,
-    diag_hessian,
-    gram,
-    variance,
 )
 from invfunc.operations.naming import function_name
 from invfunc.operations.operation import having
 from invfunc.testing import assert_trees_close
+from tests.every import FIRST_ORDER, HESSIANS, OF_DIAGONALS
 from tests.strategies import Numbers
 
 N = 4
@@ -75,17 +69,9 @@ def loss(moved, reduction="mean"):
 
 
 STATISTICS = {
-    "shares": batch_grad,
+    **{name: row.make for name, row in (FIRST_ORDER | OF_DIAGONALS | HESSIANS).items()},
     "chosen": lambda f: batch_grad(f, samples=[0, 3, 1]),
-    "norms": batch_l2_grad,
-    "variance": variance,
-    "gram": gram,
-    "clipped": lambda f: lambda *args: clipped_grad(f, 0.01)(*args)[1],
-    "ggn": diag_ggn,
     "ggn of one": lambda f: diag_ggn(f, samples=[1]),
-    "ggn of each": batch_diag_ggn,
-    "hessian": diag_hessian,
-    "hessian of each": batch_diag_hessian,
 }
 
 

@@ -8,22 +8,18 @@ from hypothesis import strategies as st
 
 from invfunc import (
     batch_diag_ggn,
-    batch_diag_hessian,
     batch_grad,
     batch_jacobian,
     batch_l2_grad,
     chunked,
-    clipped_grad,
     diag_ggn,
     diag_hessian,
     ggn_trace,
-    grad_and_variance,
-    gram,
     kflr,
     outputs,
-    sum_grad_squared,
 )
 from invfunc.testing import assert_trees_close
+from tests.every import FIRST_ORDER, HESSIANS, OF_DIAGONALS
 from tests.strategies import Numbers
 
 N = 4
@@ -86,18 +82,11 @@ WAYS = {
     "twice": lambda p, x, y, r: F.mse_loss(model(p, torch.cat([x[r], x[r]])), y[r].repeat(2, 1)),
 }
 STATISTICS = {
-    "shares": batch_grad,
+    **{name: row.make for name, row in (FIRST_ORDER | HESSIANS).items()},
     "chosen": lambda f: batch_grad(f, samples=[3, 0, 3]),
-    "norms": batch_l2_grad,
-    "squares": sum_grad_squared,
-    "variance": grad_and_variance,
-    "gram": gram,
-    "clipped": lambda f: clipped_grad(f, 0.01),
-    "hessian": diag_hessian,
-    "hessian of each": batch_diag_hessian,
 }
-CURVATURE = {"ggn": diag_ggn, "ggn of one": lambda f: diag_ggn(f, samples=[1]), "ggn of each": batch_diag_ggn}
-CURVATURE |= {"trace": ggn_trace}
+CURVATURE = {name: row.make for name, row in OF_DIAGONALS.items()}
+CURVATURE |= {"ggn of one": lambda f: diag_ggn(f, samples=[1])}
 PLACES = st.lists(st.integers(0, N - 1), min_size=1, max_size=6)
 
 

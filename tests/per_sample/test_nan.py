@@ -12,6 +12,7 @@ from torch.func import hessian, jacrev, vmap
 import invfunc
 from invfunc import ConvexityError, chunked, reduced, together, tree
 from tests import structures
+from tests.every import FACTORS, FIRST_ORDER, OF_DIAGONALS, ROWS, rows
 from tests.strategies import Numbers, seeded
 
 N, BAD = 6, 2
@@ -140,14 +141,8 @@ def total(result):
     return sum(g.sum() for g in result.values())
 
 
-FIRST_ORDER = {
-    "batch_grad": (invfunc.batch_grad, lambda G: G),
-    "batch_l2_grad": (invfunc.batch_l2_grad, lambda G: {k: g.flatten(1).square().sum(1) for k, g in G.items()}),
-    "sum_grad_squared": (invfunc.sum_grad_squared, lambda G: {k: g.square().sum(0) for k, g in G.items()}),
-    "variance": (invfunc.variance, lambda G: {k: g.var(0) for k, g in G.items()}),
-    "grad_and_variance": (invfunc.grad_and_variance, lambda G: (summed(G), {k: g.var(0) for k, g in G.items()})),
-    "clipped_grad": (lambda f: invfunc.clipped_grad(f, 0.01), clipped),
-    "gram": (invfunc.gram, lambda G: flat(G)[:, None].mul(flat(G)).sum(2)),
+OF_SHARES = {
+    **{name: (row.make, row.of_shares) for name, row in FIRST_ORDER.items()},
     "samples=": (lambda f: invfunc.batch_grad(f, samples=[0, BAD]), lambda G: {k: g[[0, BAD]] for k, g in G.items()}),
     "chunked": (lambda f: chunked(invfunc.batch_grad(f), 2, over="samples"), lambda G: G),
     "chunked clipped": (lambda f: chunked(invfunc.clipped_grad(f, 0.01), 2, over="samples"), clipped),
@@ -156,14 +151,11 @@ FIRST_ORDER = {
         lambda G: (clipped(G), G),
     ),
 }
-SECOND_ORDER = {
-    "batch_diag_ggn": (invfunc.batch_diag_ggn, lambda D: D),
-    "diag_ggn": (invfunc.diag_ggn, summed),
-    "dense": (lambda *f: invfunc.diag_ggn(*f, method="dense"), summed),
+OF_DIAGONALS = {
+    **{name: (row.make, row.of_each) for name, row in OF_DIAGONALS.items()},
     "chunked over outputs": (lambda *f: chunked(invfunc.diag_ggn(*f), 2), summed),
     "chunked over samples": (lambda *f: chunked(invfunc.batch_diag_ggn(*f), 2, over="samples"), lambda D: D),
     "samples=": (lambda *f: invfunc.diag_ggn(*f, samples=[BAD, 0]), lambda D: summed({k: d[:3] for k, d in D.items()})),
-    "ggn_trace": (invfunc.ggn_trace, total),
     "together": (lambda *f: together(invfunc.diag_ggn(*f), invfunc.ggn_trace(*f)), lambda D: (summed(D), total(D))),
     "reduced": (
         lambda *f: reduced(invfunc.batch_diag_ggn(*f), lambda path, d: d.flatten(1).sum(1)),
@@ -220,21 +212,21 @@ def shares_of_each(f, loss):
 
 
 class TestStatistics:
-    @pytest.mark.parametrize("name", FIRST_ORDER)
+    @pytest.mark.parametrize("name", OF_SHARES)
     @given(case=cases())
     def test_of_the_shares(self, name, case):
         f, loss, args = posed(case)
-        make, of = FIRST_ORDER[name]
+        make, of = OF_SHARES[name]
         got, wanted = make(composed(f, of_each(loss)))(*args), of(expected(shares_of_each, case))
         assert_spoiled_alike(got, wanted)
         for x, y in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
             assert not (x.isfinite() & ~y.isfinite()).any()
 
-    @pytest.mark.parametrize("name", SECOND_ORDER)
+    @pytest.mark.parametrize("name", OF_DIAGONALS)
     @given(case=cases(), found=st.booleans())
     def test_of_the_ggn(self, name, case, found):
         f, loss, args = posed(case)
-        make, of = SECOND_ORDER[name]
+        make, of = OF_DIAGONALS[name]
         forms = (composed(f, loss),) if found and loss is not general else (f, loss)
         assert_spoiled_alike(make(*forms)(*args), of(expected(squares, case)))
 
@@ -263,23 +255,13 @@ class TestStatistics:
                 assert each[name].isfinite().flatten(1).all(1).tolist() >= [n != BAD for n in range(N)]
 
 
-FACTORS = {
-    "kflr": invfunc.kflr,
-    "kfra": invfunc.kfra,
-    "kfac": lambda *f: invfunc.kfac(*f, generator=seeded()),
-    "empirical": lambda *f: invfunc.kfac(*f, fisher="empirical"),
-    "ekfac": lambda *f: invfunc.ekfac(*f, fisher="exact"),
-    "ekfac, drawn": lambda *f: invfunc.ekfac(*f, generator=seeded()),
-}
-
-
 class TestFactors:
-    @pytest.mark.parametrize("name", FACTORS)
+    @pytest.mark.parametrize("name", rows(FACTORS))
     @pytest.mark.parametrize("loss", LOSSES)
     def test_of_a_sample_that_is_none(self, name, loss):
-        if loss != "general" or name not in ("kfac", "ekfac, drawn"):
+        if loss != "general" or not ROWS[name].drawn:
             args = poisoned("dense", "input", torch.nan)
-            for K in FACTORS[name](dense, LOSSES[loss])(*args).values():
+            for K in ROWS[name].make(dense, LOSSES[loss])(*args).values():
                 assert K.factors[-1].isnan().all()
                 assert K.dense().isnan().all()
 

@@ -13,15 +13,11 @@ from invfunc import (
     SampleAxisError,
     batch_diag_hessian,
     batch_grad,
-    batch_l2_grad,
-    clipped_grad,
     diag_ggn,
     diag_hessian,
-    gram,
-    sum_grad_squared,
-    variance,
 )
 from invfunc.testing import assert_trees_close
+from tests.every import FIRST_ORDER
 from tests.lost import FOUND, WAYS, strange
 from tests.strategies import Numbers
 
@@ -82,14 +78,7 @@ def test_shares_are_those_of_the_loop_or_refused(way, loss):
 
 
 STATISTICS = {
-    "squares": (sum_grad_squared, lambda g: g.square().sum(0)),
-    "norms": (batch_l2_grad, lambda g: g.flatten(1).square().sum(1)),
-    "variance": (variance, lambda g: g.var(0, correction=0)),
-    "gram": (gram, lambda g: g.flatten(1) @ g.flatten(1).T),
-    "clipped": (
-        lambda f: lambda *args: clipped_grad(f, 0.01)(*args)[1],
-        lambda g: g.flatten(1).norm(dim=1),
-    ),
+    **{name: (row.make, row.of_shares) for name, row in FIRST_ORDER.items()},
     "chosen": (lambda f: batch_grad(f, samples=[2, 0]), lambda g: g[[2, 0]]),
 }
 
