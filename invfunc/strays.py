@@ -8,17 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._functorch import checkpointing
-from invfunc.operations.calls import QUERIES, read_by
-from invfunc.operations.naming import function_name
+from invfunc.operations.calls import read_by
+from invfunc.operations.heard import Function, Listener
 from invfunc.recording.random import Draws
 
-_QUERIES = QUERIES | {"get:grad"}
-_LETS_GO = {"detach", "get:data"}
-"""What says that a tensor is a constant from there on."""
 _STANDARD = vars(nn.Module()).keys()
 
 
@@ -34,7 +30,7 @@ class RecomputedError(Exception):
     """A part of the run is going to be evaluated again when the run is over."""
 
 
-class Strays(TorchFunctionMode):
+class Strays(Listener):
     """Stops a run that reads a tensor which was replaced."""
 
     def __init__(
@@ -52,12 +48,12 @@ class Strays(TorchFunctionMode):
         self.recomputing = not in_place or checkpointing()
         self.replaced, self.met, self._draws = replaced, "", Draws(stop=False)
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name, kwargs = function_name(func), kwargs or {}
-        self._draws.before(func, args, kwargs)
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        func, name = function.func, function.name
+        self._draws.before(function, args, kwargs)
         if not self.recomputing and checkpointing():
             raise RecomputedError
-        if name not in _QUERIES:
+        if name != "get:grad":
             read = read_by(name, args, kwargs)
             for x in read:
                 if id(x) in self.replaced:
@@ -65,7 +61,7 @@ class Strays(TorchFunctionMode):
                     raise StrayError(self.met)
                 if id(x) in self._kept:
                     raise StaleError(self._kept[id(x)])
-            if name not in _LETS_GO and any(x in self.computed for x in read):
+            if not function.entry.constant and any(x in self.computed for x in read):
                 result = func(*args, **kwargs)
                 self.computed.add(tree.tensors(result))
                 return result

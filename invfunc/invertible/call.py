@@ -22,7 +22,8 @@ from invfunc.invertible.replay import Replay
 from invfunc.invertible.report import Means, Report, compare_means, means
 from invfunc.invertible.shared import Evaluate, Evaluations, Moment, evaluated
 from invfunc.invertible.sight import OUTSIDE, Sight
-from invfunc.invertible.watch import Closure, Watch
+from invfunc.invertible.surroundings import Closure
+from invfunc.invertible.watch import Watch
 from invfunc.recording.trace import Trace
 from invfunc.transform import told
 
@@ -106,7 +107,7 @@ class Call:
         self.watch = None
         self._closure = None
         self.report.known.calls += 1
-        self._others, self._uses = watch.outside(len(xs), self._hooks), watch.uses
+        self._others, self._uses = watch.outside(len(xs), self._hooks)
         replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
         for generator, state in watch.drawn if self._random else ():
             for replay in replays:

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._functorch import leaf_level, raised_in
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Evaluate, Tensors
+from invfunc.operations.heard import Function, Listener
 
 Map = Callable[[Tensors], list[torch.Tensor]]
 
@@ -189,16 +189,16 @@ _PARTS = (
 )
 
 
-class _NoHooks(TorchFunctionMode):
+class _NoHooks(Listener):
     """Refuses hooks of tensors: they belong to one level, and a second derivative takes another way beside it."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.Tensor.register_hook:
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function.func is torch.Tensor.register_hook:
             raise ReplayError(
                 "a block that uses torch.func has no second derivatives beside a hook of a tensor (register_hook), "
                 "which would not reach them. Leave out the hook, or put the part with it into a block of its own."
             )
-        return func(*args, **(kwargs or {}))
+        return function.func(*args, **kwargs)
 
 
 Edge = torch.autograd.graph.GradientEdge

@@ -6,20 +6,14 @@ same operations on the same inputs (they are hashes of 64 bits), whatever is don
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._scripted import Scripted
-from invfunc.invertible.outside import may_write
-from invfunc.operations.calls import QUERIES
-from invfunc.operations.naming import function_name
-from invfunc.recording.random import may_draw
+from invfunc.operations.heard import Function, Listener
 
 Origin = tuple[int, int]
 """Where a tensor or call comes from: two hashes of its operations and their arguments, without and with fractions."""
@@ -95,22 +89,22 @@ class Origins:
             known.append(scope.known(t) or _origin(key, len(known)))
             scope.of[id(t)] = ref(t), known[-1]
 
-    def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def call(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> bool:
         """A call that begins; whether it is followed, and `made` is to be told what it gave."""
         scope = self._scope
         if scope is None:
             return False
-        kind, name = (_IN_ORDER, func.__name__) if isinstance(func, Scripted) else _of_torch(func)
-        if kind is _ASKS:
+        if function.entry.asks != "no":
             return False
-        steps: list[Hashable] = [func, scope.order, torch.is_grad_enabled()]
+        steps: list[Hashable] = [function.func, scope.order, torch.is_grad_enabled()]
         fractions: list[Hashable] = []
         scope.spell(args, steps, fractions)
         if kwargs:
             scope.spell(kwargs, steps, fractions)
         number = hash(tuple(steps))
-        scope.name, scope.now = name, (number, hash((number, *fractions)) if fractions else number)
-        if kind is _IN_ORDER or (kwargs and ("out" in kwargs or "generator" in kwargs)):
+        scope.name, scope.now = function.name, (number, hash((number, *fractions)) if fractions else number)
+        in_order = function.renews or function.inplace_at is not None or function.entry.draws is not False
+        if in_order or (kwargs and ("out" in kwargs or "generator" in kwargs)):
             scope.order = number
         return True
 
@@ -129,18 +123,17 @@ class Origins:
         self._read |= not tensors and not isinstance(result, _NO_FRACTIONS)
 
 
-class Following(TorchFunctionMode):
+class Following(Listener):
     """Tells of calls where nobody else does."""
 
     def __init__(self, origins: Origins) -> None:
         super().__init__()
         self._origins = origins
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self._origins.call(func, args, kwargs):
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not self._origins.call(function, args, kwargs):
+            return function.func(*args, **kwargs)
+        result = function.func(*args, **kwargs)
         self._origins.made(result)
         return result
 
@@ -204,14 +197,3 @@ def _origin(*key: Hashable) -> Origin:
 
 _PLAIN = {int, bool, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _NO_FRACTIONS = (int, str, tuple, type(None), torch.dtype, torch.device, torch.layout)
-_QUERIES = QUERIES | {"get:_version", "get:_cdata", "get:_base", "data_ptr", "untyped_storage"}
-_ASKS, _COMPUTES, _IN_ORDER = range(3)
-
-
-@lru_cache(4096)
-def _of_torch(func: Callable) -> tuple[int, str]:
-    """The kind of a call, and its name: it asks for a property, computes, or has to keep its order (draws, writes)."""
-    name = function_name(func)
-    if name in _QUERIES:
-        return _ASKS, name
-    return (_IN_ORDER if may_write(func) or may_draw(name) else _COMPUTES), name

@@ -16,7 +16,7 @@ from invfunc.invertible.origins import Origins
 from invfunc.invertible.outside import SHARDED, Outside, State
 from invfunc.invertible.sight import Sight
 from invfunc.invertible.slots import Held, Hooks
-from invfunc.operations.compositions import composition
+from invfunc.operations.heard import Function
 
 INVERSE = -2
 
@@ -124,9 +124,9 @@ class Recall(Sight):
         self.unfamiliar: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """What the inverse read that is none of what the function used, but may have taken its place; with copies."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        looks = getattr(func, "__name__", "") == "__get__"
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        func = function.func
+        looks = function.called == "__get__"
         read = tree.tensors((args, kwargs))
         outer = [
             t for t in read if (self._lifted and self._is_lifted(t)) or (unwrapped(t) is None and not self.knows(t))
@@ -135,20 +135,20 @@ class Recall(Sight):
             self._calls = func
             instead = {i: self._instead(t) for i, t in {id(t): t for t in outer}.items()}
             args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
-        result = self._run(func, args, kwargs)
+        result = self._run(function, args, kwargs)
         copy, name = self._names.get(id(result), (None, None))
         if copy is not None and copy is result:
             return name  # which a module may take for its new state
         self.know_all(result)
         return result
 
-    def _run(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
         origins, self.origins = self.origins, None  # what an operation is written out in is not followed
-        followed = origins if origins is not None and origins.call(func, args, kwargs) else None
+        followed = origins if origins is not None and origins.call(function, args, kwargs) else None
         try:
-            body = composition(func) if self._followed else None
+            body = function.composed() if self._followed else None
             if body is None:
-                result = func(*args, **kwargs)
+                result = function.func(*args, **kwargs)
             else:
                 with self:
                     result = body(*args, **kwargs)

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from invfunc._functorch import unwrapped
 from invfunc._scripted import Watcher
 from invfunc.invertible.origins import Origins
+from invfunc.operations.heard import Listener
 
 OUTSIDE = -1
 """The part of a function that is in none of its shared functions; these are counted from 0."""
@@ -33,7 +33,7 @@ class Parts:
             self.part = outer
 
 
-class Sight(Parts, Watcher, TorchFunctionMode):
+class Sight(Parts, Watcher, Listener):
     """Sees every call of torch while a function runs, and which tensors it made or was given."""
 
     lifts: Sequence[torch.Tensor] = ()

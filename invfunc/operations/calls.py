@@ -16,19 +16,8 @@ from invfunc.operations.batch_axis.indices import advanced
 from invfunc.operations.equations import equation
 from invfunc.operations.operation import known
 
-SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
-QUERIES = set(
-    "get:shape get:ndim get:dtype get:device get:is_cuda get:is_cpu get:is_nested get:is_sparse get:is_mkldnn "
-    "get:is_quantized get:layout get:requires_grad get:is_leaf size dim ndimension numel nelement len stride "
-    "is_contiguous is_floating_point is_complex get_device element_size hash is_same_size is_inference is_signed "
-    "is_conj is_neg storage_offset result_type get:names get:itemsize get:nbytes get:is_meta get:grad_fn".split()
-)
-"""Calls that ask something about a tensor, but not for its values."""
-HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
-"""Methods of a tensor that register something for the backward pass and read no values."""
-EXITS = {"set", "dlpack", "to_dlpack"}
-"""Calls that hand the memory of a tensor to another one, which is not followed."""
-CONSTANT = {"detach", "get:data", "get:grad", "item", "tolist", "numpy", "new_tensor", "deepcopy"}
+_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
+_IN_PLACE.add("__setitem__")
 
 
 def spelled(name: str | None) -> str:
@@ -40,8 +29,9 @@ def spelled(name: str | None) -> str:
 
 @lru_cache(maxsize=4096)
 def in_place(func: Callable) -> bool:
+    """Whether a function works in place on its first argument."""
     name = getattr(func, "__name__", "").partition(".")[0]
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
 @lru_cache(maxsize=4096)
@@ -53,14 +43,6 @@ def inplace_flag(func: Callable) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
-def writes(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call writes into its first argument."""
-    if in_place(func):
-        return True
-    at = inplace_flag(func)
-    return at is not None and bool(args[at] if len(args) > at else kwargs.get("inplace", False))
-
-
 def picking(name: str, args: tuple) -> tuple[bool, bool]:
     """Whether each entry of a result is one of the first argument, and whether none occurs twice."""
     picks = known(name).picks
@@ -69,9 +51,10 @@ def picking(name: str, args: tuple) -> tuple[bool, bool]:
 
 def read_by(name: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The tensors whose values a call reads."""
-    if known(name).fresh:
+    reads = known(name).reads
+    if reads == "none":
         return []
-    if name in SHAPE_ONLY:
+    if reads == "first":
         args, kwargs = args[:1], {}
     return tree.tensors((args, kwargs))
 

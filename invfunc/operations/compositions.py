@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from invfunc._functorch import checkpointing
 from invfunc.errors import samples_lost
-from invfunc.operations.operation import known
-
-
-def composition(func: Callable) -> Callable[..., Any] | None:
-    """The operations of which a function is composed, where it is better followed in those."""
-    name = getattr(func, "__name__", "")
-    entry = known(name)
-    if entry.composed is None or (entry.only_nn and getattr(func, "__module__", None) != "torch.nn.functional"):
-        return None
-    return entry.composed if entry.composed_if is None or entry.composed_if(name) else None
 
 
 def step_by_step(name: str) -> bool:

@@ -147,6 +147,14 @@ define(
     receptive_field=_embedding,
     linear="all",
     picks="any",
+    writes_if=("max_norm", ("weight",)),
 )
-define("embedding_bag", composed=embedding_bag, composed_if=step_by_step, twice=_bag, only_nn=True)
+define(
+    "embedding_bag",
+    composed=embedding_bag,
+    composed_if=step_by_step,
+    twice=_bag,
+    only_nn=True,
+    writes_if=("max_norm", ("weight",)),
+)
 define("one_hot", batch_axis=partial(leading, trailing=0))

@@ -30,15 +30,24 @@ def function_name(func: Callable) -> str:
     return "and" if base == "__rand__" else base.strip("_")
 
 
-def argument(func: Callable, args: tuple, kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
+def argument(func: Callable, args: tuple, kwargs: dict[str, Any], name: str, otherwise: Any = None) -> Any:
     """An argument of a call by its name."""
     at = _positions(func).get(name)
     if at is not None and at < len(args):
         return args[at]
     found = kwargs.get(name, _UNKNOWN)
     if found is _UNKNOWN:
-        found = next((kwargs[other] for other in _ALSO.get(name, ()) if other in kwargs), default)
+        found = next((kwargs[other] for other in _ALSO.get(name, ()) if other in kwargs), otherwise)
     return found
+
+
+def default(func: Callable, name: str) -> Any:
+    """What a function of Python takes for an argument that is left out; None where it does not say."""
+    try:
+        given = inspect.signature(func).parameters.get(name)
+    except (TypeError, ValueError):
+        return None
+    return None if given is None or given.default is given.empty else given.default
 
 
 @lru_cache(maxsize=4096)

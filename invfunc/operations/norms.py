@@ -169,8 +169,9 @@ def _batch_norm_field(step: Step, out: torch.Tensor) -> Rows | list[Rows]:
     return [joined(rows, *(raised(r.reshape(-1, *channels), out.ndim) for r in parts if r is not None))]
 
 
-_BATCH = {"receptive_field": _batch_norm_field, "linear": 1, "unless": "training"}
-_RUNNING = ["running_mean", "running_var"]
+_RUNNING = ("running_mean", "running_var")
+_IN_TRAINING: dict[str, Any] = {"writes_if": ("training", _RUNNING), "aside": True, "linear": 1, "unless": "training"}
+_BATCH: dict[str, Any] = {"receptive_field": _batch_norm_field, **_IN_TRAINING}
 define("layer_norm", batch_axis=_over_trailing, factor=norm, twice=_layer_norm, only_nn=True)
 define("rms_norm", batch_axis=_over_trailing, factor=norm)
 define("native_layer_norm _fused_rms_norm", receptive_field=_layer_norm_field)
@@ -181,13 +182,21 @@ define(
     once=_once,
     twice=_batch_norm,
     only_nn=True,
-    linear=1,
-    unless="training",
+    **_IN_TRAINING,
 )
-define("instance_norm", batch_axis=_over_channels, factor=norm, once=_once, twice=_batch_norm, only_nn=True)
+define(
+    "instance_norm",
+    batch_axis=_over_channels,
+    factor=norm,
+    once=_once,
+    twice=_batch_norm,
+    only_nn=True,
+    writes_if=("use_input_stats", _RUNNING),
+    aside=True,
+)
 define("group_norm", batch_axis=_over_channels, factor=norm)
 define("local_response_norm", batch_axis=_over_channels)
 define("native_group_norm", batch_axis=_over_channels, receptive_field=_group_norm)
-define("native_batch_norm", batch_axis=_over_channels, writes_in_training=_RUNNING, **_BATCH)
-define("cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit", writes_in_training=_RUNNING, **_BATCH)
+define("native_batch_norm", batch_axis=_over_channels, **_BATCH)
+define("cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit", **_BATCH)
 define("_weight_norm", composed=weight_norm, twice=not_torchs(weight_norm))

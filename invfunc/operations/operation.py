@@ -66,14 +66,30 @@ class Operation:
     paired: Rule | None = None
     """From its arguments, one of samples, their dimension there and a parameter to the dimension of the parameter whose
     entries belong to these samples, or None; an equation tells it too."""
-    fresh: bool = False
-    """Whether it reads only the shape of a tensor."""
+    asks: Literal["no", "form", "memory"] = "no"
+    """Whether it only asks something about a tensor, other than its values: about its form, or its memory."""
+    reads: Literal["all", "first", "none"] = "all"
+    """Of which tensors among its arguments it reads the values, and not only the shape."""
     fills: bool = False
     """Whether it writes all of its first argument, and does not read it."""
-    writes_in_training: Sequence[str] = ()
-    """The arguments that it writes to in training, though its schema does not say so."""
+    writes_if: tuple[str, Sequence[str]] | None = None
+    """The name of an argument that says whether it writes to others, though its schema does not say so; and theirs."""
+    aside: bool = False
+    """Whether its result does not depend on what it writes to so."""
+    keeps: bool = False
+    """Whether its form in place writes no values."""
+    constant: bool = False
+    """Whether its result has no derivative."""
+    registers: bool = False
+    """Whether it registers something for the backward pass, and reads no values."""
+    exits: bool = False
+    """Whether it hands the memory of a tensor to another one, which is not followed."""
+    saves_early: bool = False
+    """Whether it saves for its gradient what it fills afterwards, of which the version does not tell."""
     draws: bool | Rule = False
     """Whether it draws random numbers; or from torch's function and its arguments to whether it does."""
+    draws_by_strides: bool = False
+    """Whether it gives these to entries in the order in which they lie in memory, and not inside of torch.func."""
 
 
 OPERATIONS: dict[str, Operation] = {}

@@ -97,11 +97,13 @@ define("mul multiply", linear="each", equation=equations.mul, **ENTRYWISE)
 define("div divide true_divide", linear=1, unless="rounding_mode", **ENTRYWISE)
 define("lerp", linear=2)
 define(
-    "neg negative positive zero detach type cpu cuda copy get:real where masked_fill fill _to_copy lift_fresh_copy",
+    "neg negative positive zero type cpu cuda copy get:real where masked_fill fill _to_copy lift_fresh_copy",
     linear="all",
     **ENTRYWISE,
 )
-define("to float double half bfloat16 contiguous clone type_as", linear="all", picks="once", **ENTRYWISE)
+define("detach", linear="all", constant=True, keeps=True, **ENTRYWISE)
+define("float double half bfloat16 contiguous clone", linear="all", picks="once", **ENTRYWISE)
+define("to type_as", linear="all", picks="once", reads="first", **ENTRYWISE)
 define(
     "relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink clamp clip maximum minimum fmax "
     "fmin sign sgn floor ceil round trunc fix nan_to_num",
@@ -110,7 +112,7 @@ define(
     **ENTRYWISE,
 )
 define(
-    "hardswish softsign tanhshrink log_sigmoid int long bool requires_grad floor_divide square special_expit "
+    "hardswish softsign tanhshrink log_sigmoid int long bool floor_divide square special_expit "
     "greater less greater_equal less_equal not_equal isclose and or xor invert lshift rshift complex polar conj "
     "conj_physical resolve_conj resolve_neg real imag angle get:imag rdiv rpow pow _prelu_kernel "
     "log_sigmoid_forward",
@@ -125,5 +127,6 @@ define(
     linear=1,
     piecewise=True,
 )
+define("requires_grad", keeps=True, **ENTRYWISE)
 define("copy_ zero_ fill_", linear="all", fills=True, receptive_field=elementwise)
 define("bitwise_not logical_not", receptive_field=elementwise)

@@ -4,36 +4,34 @@ right."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from invfunc._functorch import opened
-from invfunc.operations.operation import known
+from invfunc.operations.heard import Function, Listener
 
 _OPENED = {"multi_head_attention_forward", "grad"}
 """What happens in there is to be seen too."""
 
 
-class TwiceDifferentiable(TorchFunctionMode):
+class TwiceDifferentiable(Listener):
     """A mode under which operations run in a form that can be differentiated twice, also under vmap."""
 
     used = False
     """Whether an operation was replaced."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in _OPENED:
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function.name in _OPENED:
             with self:
-                return (opened(func) or func)(*args, **kwargs)
-        entry = known(name)
-        if entry.twice is None or (entry.only_nn and getattr(func, "__module__", None) != "torch.nn.functional"):
-            return func(*args, **kwargs)
+                return (opened(function.func) or function.func)(*args, **kwargs)
+        twice = function.forms.twice
+        if twice is None:
+            return function.func(*args, **kwargs)
         self.used = True
-        return entry.twice(func, *args, **kwargs)
+        return twice(function.func, *args, **kwargs)
 
     @contextmanager
     def back(self, device: torch.device) -> Iterator[None]:

@@ -186,8 +186,10 @@ define(
     picks="once",
 )
 define("adjoint unsafe_chunk unsafe_split", batch_axis=view, linear="all")
-define("expand expand_as broadcast_to", batch_axis=view, linear="all", picks="any")
-define("view reshape flatten unflatten ravel view_as reshape_as", batch_axis=reshape, linear="all", picks="once")
+define("expand broadcast_to", batch_axis=view, linear="all", picks="any")
+define("expand_as", batch_axis=view, linear="all", picks="any", reads="first")
+define("view reshape flatten unflatten ravel", batch_axis=reshape, linear="all", picks="once")
+define("view_as reshape_as", batch_axis=reshape, linear="all", picks="once", reads="first")
 define(
     "cat concat concatenate",
     batch_axis=cat,

@@ -9,7 +9,6 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from invfunc import tree
@@ -22,6 +21,7 @@ from invfunc.operations.batch_axis import Call
 from invfunc.operations.calls import produced_by
 from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors import Part, Recipe
+from invfunc.operations.heard import Function, Listener
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.certified import some_cotangent
 from invfunc.recording import Trace
@@ -251,7 +251,7 @@ def _same_slope(
     return not anywhere(~(near | ~apart.isfinite() & ~whole.isfinite()))
 
 
-class _Seen(TorchFunctionMode):
+class _Seen(Listener):
     """Sees what a function made, and what it took from outside: whether it wrote there, and whether it drew."""
 
     def __init__(self, outside: list[torch.Tensor]) -> None:
@@ -261,13 +261,12 @@ class _Seen(TorchFunctionMode):
         self._versions = {i: version(x) for i, x in self.outside.items()}
         self._level = max((level for _, level in levels()), default=0)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        self.draws.before(func, args, kwargs)
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.draws.before(function, args, kwargs)
         for x in tree.tensors((args, kwargs)):
             if self.made.get(x) is None and id(x) not in self.outside and (level_of(x) or 0) <= self._level:
                 self.outside[id(x)], self._versions[id(x)] = x, version(x)
-        out = func(*args, **kwargs)
+        out = function.func(*args, **kwargs)
         for x in produced_by(out):
             if id(x) not in self.outside:
                 self.made.set(x, Sampled(None))

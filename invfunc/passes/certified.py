@@ -32,6 +32,19 @@ class Row:
     name: str
 
 
+@dataclass
+class End:
+    """Something of which each row is known to be of its sample, and what is sent back from there."""
+
+    value: torch.Tensor
+    axis: Axis
+    sent: torch.Tensor
+
+    def scaled(self, scales: torch.Tensor) -> torch.Tensor:
+        """What is sent back, scaled sample by sample."""
+        return self.sent * _at(self.axis, self.sent, scales)
+
+
 def check_uses(scope: Scope, trace: Trace, outputs: Sequence[Placed]) -> None:
     """Check the rows of the parameter uses of a run, given its outputs."""
     names = {use.site: use.call.name if use.call is not None else "a parameter" for use in trace.uses}
@@ -50,26 +63,33 @@ def check_rows(scope: Scope, trace: Trace, outputs: Sequence[Placed], rows: Sequ
     """
     if not trace.displaced or trace.n == 1:
         return
-    ends = [(z, axis) for z, axis in outputs if z.ndim and z.requires_grad]
-    sent = [some_cotangent(z) for z, _ in ends]
-    total = [z for z, _ in outputs if not z.ndim and z.requires_grad]
-    if total and trace.sums:
-        summed = scope.grad(total, [z for z, _ in trace.sums], [torch.ones_like(z) for z in total], batched=False)
-        found = [(end, c) for end, c in zip(trace.sums, summed, strict=True) if c is not None]
-        ends, sent = ends + [end for end, _ in found], sent + [c.detach() for _, c in found]
+    ends = [*_ends(outputs), *_summed(scope, trace, outputs)]
     rows = [row for row in rows if not isinstance(row.axis, Everyone) and not row.axis.whole]
     if not ends or not rows:
         return
-    plain = _arrived(scope, ends, sent, rows)
-    for scales in _all_scales(trace.n, [*sent, *(c for c in plain if c is not None)]):
-        scaled = [c * _at(axis, c, scales) for (_, axis), c in zip(ends, sent, strict=True)]
-        _compare(rows, plain, _arrived(scope, ends, scaled, rows), scales)
+    plain = _arrived(scope, ends, [end.sent for end in ends], rows)
+    for scales in _all_scales(trace.n, [*(end.sent for end in ends), *(c for c in plain if c is not None)]):
+        _compare(rows, plain, _arrived(scope, ends, [end.scaled(scales) for end in ends], rows), scales)
+
+
+def _ends(outputs: Sequence[Placed]) -> list[End]:
+    """Those outputs that have rows, with a cotangent of our own for each."""
+    return [End(z, axis, some_cotangent(z)) for z, axis in outputs if z.ndim and z.requires_grad]
+
+
+def _summed(scope: Scope, trace: Trace, outputs: Sequence[Placed]) -> list[End]:
+    """What was summed over the samples, with what the scalars among the outputs send back to it."""
+    total = [z for z, _ in outputs if not z.ndim and z.requires_grad]
+    if not total or not trace.sums:
+        return []
+    found = scope.grad(total, [z for z, _ in trace.sums], [torch.ones_like(z) for z in total], batched=False)
+    return [End(z, axis, c.detach()) for (z, axis), c in zip(trace.sums, found, strict=True) if c is not None]
 
 
 def _arrived(
-    scope: Scope, ends: Sequence[Placed], sent: Sequence[torch.Tensor], rows: Sequence[Row]
+    scope: Scope, ends: Sequence[End], sent: list[torch.Tensor], rows: Sequence[Row]
 ) -> list[torch.Tensor | None]:
-    found = scope.grad([z for z, _ in ends], [r.edge for r in rows], list(sent), batched=False, create_graph=False)
+    found = scope.grad([end.value for end in ends], [r.edge for r in rows], sent, batched=False, create_graph=False)
     return [None if c is None else c.detach() for c in found]
 
 

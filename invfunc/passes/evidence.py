@@ -20,6 +20,7 @@ from invfunc._functorch import innermost, version
 from invfunc.errors import SampleAxisError, samples_unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.calls import read_by, spelled
+from invfunc.operations.heard import Function
 from invfunc.recording import Trace
 from invfunc.recording.checks import same_values
 from invfunc.recording.held import held_by
@@ -84,13 +85,14 @@ class Recorder(UntracedTensors):
         self._of[id(x)] = _STRANGE
         self.found.append(Untraced(x, version(x), x.detach().clone() if x.numel() <= thresholds.COMPARED else None))
 
-    def run(self, name: str, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self.draws.before(func, args, kwargs)
+    def run(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.draws.before(function, args, kwargs)
+        name = function.name
         of = reduce(or_, (self._kind(x) for x in read_by(name, args, kwargs)), 0)
         if of & _PARAMETERS and not of & _SAMPLES:
             leaves = tree.leaves((args, kwargs))
             self.constants.append((name, [_value(x) for x in leaves if self._constant(x)]))
-        out = func(*args, **kwargs)
+        out = function.func(*args, **kwargs)
         for x in tree.tensors(out):
             self._of[id(x)] = of & ~_STRANGE
         return out

@@ -21,7 +21,7 @@ from invfunc.loss.hessian import columns
 from invfunc.loss.outputs import LOGARITHMS, LOSSES, LossTerm
 from invfunc.loss.square_root import Block, Columns, Elementwise, Gradient, Softmax, Units
 from invfunc.operations.axis import Axis
-from invfunc.operations.calls import writes
+from invfunc.operations.heard import function_of
 from invfunc.operations.pointwise import entrywise
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.run import Run
@@ -150,7 +150,7 @@ def recomputed(scope: Scope, step: Step) -> tuple[dict[int, torch.Tensor], tuple
     device = step.inputs[0].device.type
     cast = torch.autocast(device, step.autocast) if step.autocast is not None else nullcontext()
     with TwiceDifferentiable(), cast:
-        args = (args[0].clone(), *args[1:]) if writes(call.func, args, kwargs) else args
+        args = (args[0].clone(), *args[1:]) if function_of(call.func).writes(args, kwargs) else args
         out = call.func(*args, **kwargs)
     return copies, args, kwargs, out
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._functorch import level_of, levels, version
 from invfunc.errors import Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call
-from invfunc.operations.calls import EXITS, QUERIES, produced_by, read_by, spelled
-from invfunc.operations.naming import function_name
+from invfunc.operations.calls import produced_by, read_by, spelled
+from invfunc.operations.heard import Function, Listener
 from invfunc.operations.pointwise import entrywise
 from invfunc.recording.hidden import hidden, unseen
 from invfunc.recording.seen import Seen
@@ -54,7 +53,7 @@ class Proven(Constants):
 PROVEN = Proven()
 
 
-class UntracedTensors(TorchFunctionMode):
+class UntracedTensors(Listener):
     """Counts the tensors that come from no call which it saw, in the order in which they are read first."""
 
     def __init__(self) -> None:
@@ -74,22 +73,19 @@ class UntracedTensors(TorchFunctionMode):
         """Called when an untraced tensor is read for the first time, by the call of this name."""
         raise NotImplementedError  # of those who count them
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs, name = kwargs or {}, function_name(func)
-        if name in QUERIES:
-            return func(*args, **kwargs)
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
         for x in tree.tensors((args, kwargs)):
             if not self.knows(x) and (level_of(x) or 0) <= self._level:  # a transform in f wraps what it reads
                 self.know(x)
                 self.count += 1
-                self.met(x, self.count - 1, name)
-        out = self.run(name, func, args, kwargs)
+                self.met(x, self.count - 1, function.name)
+        out = self.run(function, args, kwargs)
         for x in produced_by(out):
             self.know(x)
         return out
 
-    def run(self, name: str, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
+    def run(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return function.func(*args, **kwargs)
 
 
 class Lost:
@@ -146,10 +142,10 @@ class Provenance:
         """The call through which samples may have gone into what seems to be constant; None if there is none."""
         return None if self.trusting else self.escaped
 
-    def seen(self, name: str, func: Callable, args: tuple, kwargs: dict) -> Seen:
+    def seen(self, function: Function, args: tuple, kwargs: dict) -> Seen:
         """Return a call with what is known of what it reads."""
-        read = read_by(name, args, kwargs)
-        return Seen(name, func, args, kwargs, read, {id(x): tag for x in read if (tag := self.tag(x)) is not None})
+        read = read_by(function.name, args, kwargs)
+        return Seen(function, args, kwargs, read, {id(x): tag for x in read if (tag := self.tag(x)) is not None})
 
     def look_at(self, seen: Seen) -> None:
         """Check that nothing which a call reads was hidden, and note whether samples leave by it or have come back."""
@@ -157,7 +153,7 @@ class Provenance:
             if x.requires_grad and unseen(x, seen.tags.get(id(x)), self.entered):
                 raise hidden(x, self.calls)
         came_back = self.known.holds_samples(x for x in seen.read if id(x) not in seen.tags)
-        if came_back or (seen.name in EXITS and seen.tags):
+        if came_back or (seen.function.entry.exits and seen.tags):
             self.escaped = self.escaped or seen.name
 
     def values_left(self, seen: Seen) -> None:

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from invfunc.operations.naming import function_name
-from invfunc.operations.operation import known
-
-
-def draws(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers."""
-    how = known(function_name(func)).draws
-    return how if isinstance(how, bool) else how(func, args, kwargs)
-
-
-def may_draw(name: str) -> bool:
-    """Whether a call draws random numbers for some of its arguments."""
-    return known(name).draws is not False
+from invfunc.operations.heard import Function
 
 
 class Drew(BaseException):
@@ -33,8 +20,8 @@ class Draws:
         self.stop = stop
         self.before_first: dict[torch.Generator, torch.Tensor] = {}
 
-    def before(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not draws(func, args, kwargs):
+    def before(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not function.draws(args, kwargs):
             return
         if self.stop:
             raise Drew

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -14,25 +13,26 @@ from invfunc._functorch import version
 from invfunc.errors import ArgumentError, Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, BatchSum, Call
-from invfunc.operations.calls import produced_by, spelled, writes
-from invfunc.operations.operation import known, linear
+from invfunc.operations.calls import produced_by, spelled
+from invfunc.operations.heard import Function
+from invfunc.operations.operation import linear
 from invfunc.recording.tags import Derived, Sampled
 
 
-@dataclass
 class Seen:
     """One call of a torch function as the trace sees it, with what is known of what it reads."""
 
-    name: str
-    func: Callable
-    args: tuple
-    kwargs: dict[str, Any]
-    read: list[torch.Tensor]
-    tags: dict[int, Derived | Sampled]
-
-    @cached_property
-    def writes(self) -> bool:
-        return writes(self.func, self.args, self.kwargs)
+    def __init__(
+        self,
+        function: Function,
+        args: tuple,
+        kwargs: dict[str, Any],
+        read: list[torch.Tensor],
+        tags: dict[int, Derived | Sampled],
+    ) -> None:
+        self.function, self.name, self.func = function, function.name, function.func
+        self.args, self.kwargs, self.read, self.tags = args, kwargs, read, tags
+        self.writes = function.in_place or (function.inplace_at is not None and function.writes(args, kwargs))
 
     @property
     def params(self) -> dict[int, torch.Tensor]:
@@ -66,9 +66,9 @@ class Seen:
         return self.tags.pop(key, None)
 
     def run(self) -> Any:
-        entry = known(self.name)
-        if entry.once is not None and getattr(self.func, "__module__", None) == "torch.nn.functional":
-            return entry.once(self.func, *self.args, **self.kwargs)
+        once = self.function.forms.once
+        if once is not None:
+            return once(self.func, *self.args, **self.kwargs)
         if not hasattr(self.func, "recipe"):
             return self.func(*self.args, **self.kwargs)
         before = [version(x) for x in self.read]  # what one's own operation does is not looked into
@@ -81,7 +81,7 @@ class Seen:
         """Whether the result is an affine function of marked outputs, and of the log_softmax of one."""
         moved = [(x, t) for x in self.read if isinstance(t := self.tags.get(id(x)), Sampled) and t.crossed]
         outputs = [x for x, _ in moved]
-        keeps = not known(self.name).piecewise and linear(self.func, self.args, self.kwargs, self.read, outputs)
+        keeps = not self.function.entry.piecewise and linear(self.func, self.args, self.kwargs, self.read, outputs)
         return keeps and all(t.affine for _, t in moved), keeps and len(moved) == 1 and moved[0][1].logarithm
 
     def read_instead(self, kept: torch.Tensor) -> None:

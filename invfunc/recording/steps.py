@@ -14,7 +14,6 @@ from invfunc.errors import ArgumentError, RandomnessError
 from invfunc.operations.batch_axis import Call, Place
 from invfunc.operations.equations import equation
 from invfunc.operations.operation import linear
-from invfunc.recording.random import draws
 from invfunc.recording.seen import Seen
 from invfunc.recording.tags import Sampled
 
@@ -67,7 +66,7 @@ def is_view(out: Any, seen: Seen) -> bool:
 
 def step(seen: Seen, call: Call, produced: list[torch.Tensor], place: Place) -> Step:
     """Remember a call, so that it can be run again."""
-    if draws(seen.func, seen.args, seen.kwargs):
+    if seen.function.draws(seen.args, seen.kwargs):
         raise RandomnessError(f"`{seen.name}` draws random numbers, so it cannot be run again for its derivatives.")
     if seen.writes and base_of(produced[0]) is not None:
         raise ArgumentError(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
 from invfunc._functorch import opened, unviewed
@@ -15,10 +14,8 @@ from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call, Mixed, Unknown
 from invfunc.operations.batch_axis.orders import MIXED, composed, moved
-from invfunc.operations.calls import CONSTANT, HOOKS, QUERIES, picking
-from invfunc.operations.compositions import composition
-from invfunc.operations.naming import function_name
-from invfunc.operations.operation import known
+from invfunc.operations.calls import picking
+from invfunc.operations.heard import Function, Listener
 from invfunc.operations.recurrent import states
 from invfunc.recording.graph import node_of, reaches
 from invfunc.recording.hidden import hidden, unseen
@@ -31,7 +28,7 @@ from invfunc.recording.tags import Derived, Sampled, in_order
 from invfunc.recording.uses import ParameterUses
 
 
-class Trace(ParameterUses, TorchFunctionMode):
+class Trace(ParameterUses, Listener):
     """Watches a function run. `fast=False` uses the generic path at every operation; `with_uses=False` only follows."""
 
     def __init__(
@@ -71,26 +68,23 @@ class Trace(ParameterUses, TorchFunctionMode):
 
     # The run
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        name = function_name(func)
-        if name in QUERIES:
-            return func(*args, **kwargs)
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        func, name = function.func, function.name
         self.calls.append(name)
-        if name in HOOKS:
+        if function.entry.registers:
             return func(*args, **kwargs)
-        if self.draws is not None:
-            self.draws.before(func, args, kwargs)
-        seen = self.seen(name, func, args, kwargs)
+        if self.draws is not None and function.entry.draws is not False:
+            self.draws.before(function, args, kwargs)
+        seen = self.seen(function, args, kwargs)
         self.look_at(seen)
         if not seen.tags:
             return self._of_others(seen)
-        if name in CONSTANT and not seen.writes:
+        if function.entry.constant and not seen.writes:
             return self._of_constants(seen)
         if self.watcher is not None:
             changed = self.watcher(self, name, func, args, kwargs)
-            seen = seen if changed is None else self.seen(name, func, *changed)
-        body = composition(func) or (opened(func) if known(name).batch_axis is None else None)
+            seen = seen if changed is None else self.seen(function, *changed)
+        body = function.composed() or (opened(func) if function.entry.batch_axis is None else None)
         if body is not None:
             self._tag_states(seen)
             with self:

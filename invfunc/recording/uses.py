@@ -90,7 +90,7 @@ class ParameterUses(Provenance):
                 self.use(x, tag, recipe, alias, axis)
         if not new:
             return seen
-        return self.seen(seen.name, seen.func, *tree.map_tensors(lambda t: new.get(id(t), t), (seen.args, seen.kwargs)))
+        return self.seen(seen.function, *tree.map_tensors(lambda t: new.get(id(t), t), (seen.args, seen.kwargs)))
 
     def meet(
         self,

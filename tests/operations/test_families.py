@@ -1,5 +1,6 @@
 """What is known of an operation stands in one file."""
 
+import ast
 import runpy
 from collections import defaultdict
 from pathlib import Path
@@ -8,10 +9,10 @@ from unittest import mock
 import pytest
 
 from invfunc import operations
-from invfunc.operations import FAMILIES, operation
+from invfunc.operations import operation
 from invfunc.operations.operation import define, having
 
-HOME = Path(operations.__file__).parent
+FAMILIES = [f for f in sorted(Path(operations.__file__).parent.glob("*.py")) if "import define" in f.read_text()]
 
 
 @pytest.mark.quick
@@ -20,19 +21,19 @@ def test_each_operation_is_known_in_one_family():
 
     def noted(names, **facts):
         for name in names.split() if isinstance(names, str) else names:
-            told[name].add(family.__name__)
+            told[name].add(family.stem)
 
     with mock.patch.object(operation, "define", noted), mock.patch.object(operation, "define_tagged"):
         for family in FAMILIES:
-            runpy.run_path(family.__file__)
+            runpy.run_path(str(family))
     assert {name: where for name, where in told.items() if len(where) > 1} == {}
     assert told.keys() == operation.OPERATIONS.keys()
 
 
 @pytest.mark.quick
 def test_every_file_of_a_family_is_read():
-    files = {file.stem for file in HOME.glob("*.py") if "import define" in file.read_text()}
-    assert {family.__name__.split(".")[-1] for family in FAMILIES} == files
+    (imports,) = (n for n in ast.parse(Path(operations.__file__).read_text()).body if isinstance(n, ast.ImportFrom))
+    assert [name.name for name in imports.names] == [family.stem for family in FAMILIES]
 
 
 @pytest.mark.quick

@@ -17,8 +17,8 @@ from torch.func import grad
 from invfunc import SampleAxisError, batch_grad, chunked, diag_ggn, diag_hessian, tree
 from invfunc.operations import batch_axis, calls, equations
 from invfunc.operations.batch_axis import BATCH_SUM, Call
+from invfunc.operations.heard import function_of
 from invfunc.operations.operation import OPERATIONS, having, known
-from invfunc.recording.random import draws
 from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian, loop_batch_grad
 from tests import forms, moves, stated, stated_losses
 from tests.coverage import FIRST
@@ -314,7 +314,7 @@ def test_what_a_table_says_is_so_at_every_call(table, met):
     for call in met:
         of_totals = any(place is BATCH_SUM for _, place in call.samples)
         if call.name in wanted and exact(call) and (of_totals or holds is not linear_in_totals):
-            drawn = draws(call.func, call.args, call.kwargs)
+            drawn = function_of(call.func).draws(call.args, call.kwargs)
             assert drawn or holds(call), f"`{call.name}` of {[tuple(x.shape) for x in numbers(call)]} is not {table}"
             checked.add(call.name)
     missing = sorted(wanted - checked - set(stated.NOT_MET))

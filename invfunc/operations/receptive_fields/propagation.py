@@ -44,8 +44,10 @@ class _Called:
 
     def written(self, step: Step) -> list[torch.Tensor]:
         """The tensors that it writes to."""
-        training = self.known.writes_in_training and "running_mean" in step and step["training"]
-        names = (*self.writes, *self.known.writes_in_training) if training else self.writes
+        flag, others = self.known.writes_if or ("", ())
+        names = (
+            (*self.writes, *(name for name in others if name in step)) if flag in step and step[flag] else self.writes
+        )
         return list(_tensors([step[name] for name in names])) if names else []
 
 
@@ -65,7 +67,7 @@ def _called(func: Any) -> _Called:
     return _Called(
         packet[:-1] if packet.endswith("_") and not packet.endswith("__") else packet,
         entry,
-        skipped=entry.fresh or torch.Tag.inplace_view in tags,
+        skipped=entry.reads == "none" or torch.Tag.inplace_view in tags,
         leaves=bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*tags}) or packet in _LEAVING,
         writes=writes,
         inside=inside,
