@@ -28,13 +28,10 @@ define_tagged(torch.Tag.nondeterministic_seeded, draws=True)
 define("random binomial standard_gamma sample_dirichlet gumbel_softmax", draws=True)
 define("bernoulli", draws=True, **_PIECEWISE)
 define("normal poisson", draws=True, receptive_field=elementwise)
-define("dropout dropout1d dropout2d dropout3d", draws=_in_training(True), draws_by_strides=True, **_PIECEWISE)
-define(
-    "alpha_dropout feature_dropout feature_alpha_dropout",
-    draws=_in_training(False),
-    draws_by_strides=True,
-    **_PIECEWISE,
-)
+define("dropout", draws=_in_training(True), draws_by_strides=True, **_PIECEWISE)
+define("alpha_dropout", draws=_in_training(False), draws_by_strides=True, **_PIECEWISE)
+define("dropout1d dropout2d dropout3d", draws=_in_training(True), **_PIECEWISE)
+define("feature_dropout feature_alpha_dropout", draws=_in_training(False), **_PIECEWISE)
 define("rrelu", draws=_in_training(False), saves_early=True, **_PIECEWISE)
 define("native_dropout", draws=True, receptive_field=elementwise)
 define("rrelu_with_noise _fused_dropout", receptive_field=elementwise)

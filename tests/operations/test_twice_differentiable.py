@@ -13,6 +13,7 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from invfunc import batch_diag_hessian, chunked, diag_ggn, diag_hessian, functional, ggnvp, hvp, tree
+from invfunc.operations.heard import function_of
 from invfunc.operations.operation import OPERATIONS, having, known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
@@ -173,8 +174,9 @@ def test_every_form_in_which_it_is_right_has_a_model():
     with ExitStack() as stack:
         entries = {name: replace(OPERATIONS[name], twice=told(name, OPERATIONS[name].twice)) for name in FORMS}
         stack.enter_context(mock.patch.dict(OPERATIONS, entries))
-        stack.callback(known.cache_clear)
-        known.cache_clear()
+        for cached in (known, function_of):
+            stack.callback(cached.cache_clear)
+            cached.cache_clear()
         for called in MODELS:
             f, params, x, y = arranged(called)
             hvp(f, F.mse_loss)(params, params, x, y)

@@ -1,0 +1,317 @@
+"""What the entries say that a call asks, reads, writes and hands out: each name has a call, at which it is so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad
+from torch.overrides import TorchFunctionMode
+
+from invfunc import tree
+from invfunc.operations.heard import Function, Listener, function_of
+from invfunc.operations.operation import OPERATIONS, define, having, known
+from tests.strategies import Numbers
+
+Call = Callable[[Tensor], Any]
+
+
+class Heard(TorchFunctionMode):
+    """The calls made while it is on: the functions, and what they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Function, tuple, dict[str, Any]]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls.append((function_of(func), args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def first(self, name: str) -> tuple[Function, tuple, dict[str, Any]]:
+        """The first call of this name, or of another one of the same C function."""
+        names = name, {"ndimension": "dim", "nelement": "numel"}.get(name)
+        return next(call for call in self.calls if call[0].name in names)
+
+
+def stated(fact: str, *values: Any) -> list[str]:
+    """The names of which a fact is stated, or one of these values of it."""
+    return sorted(n for n in having(fact) if not values or getattr(OPERATIONS[n], fact) in values)
+
+
+def numbers(*shape: int) -> Tensor:
+    return Numbers()(*(shape or (2, 3)))
+
+
+def written_behind(x: Tensor) -> None:
+    """Other values, of which the version does not tell."""
+    x.data.copy_(Numbers(7)(*x.shape).to(x))
+
+
+ARGUMENTS: dict[str, Callable[[Tensor], tuple]] = {
+    "is_same_size": lambda x: (x,),
+    "expand_as": lambda x: (numbers(4, *x.shape),),
+    "view_as": lambda x: (numbers(x.numel()),),
+    "reshape_as": lambda x: (numbers(x.numel()),),
+    "type_as": lambda x: (numbers().float(),),
+    "to": lambda x: (numbers().float(),),
+    "full_like": lambda x: (2.0,),
+    "randint_like": lambda x: (5,),
+    "new_empty": lambda x: ((2,),),
+    "new_zeros": lambda x: ((2,),),
+    "new_ones": lambda x: ((2,),),
+    "new_full": lambda x: ((2,), 1.0),
+    "new_empty_strided": lambda x: ((2,), (1,)),
+    "new_tensor": lambda x: ([1.0],),
+    "register_hook": lambda x: (print,),
+    "register_post_accumulate_grad_hook": lambda x: (print,),
+}
+"""Those beside the tensor."""
+SPELLED: dict[str, Call] = {
+    "len": len,
+    "result_type": lambda x: torch.result_type(x, 1),
+    "deepcopy": deepcopy,
+    "dlpack": lambda x: x.__dlpack__(),
+}
+"""What is not called as a method or an attribute of its name."""
+
+
+def call(name: str) -> Call:
+    """A call of a tensor by a name."""
+    if name in SPELLED:
+        return SPELLED[name]
+    if name.startswith("get:"):
+        return lambda x: getattr(x, name[4:])
+    method = getattr(Tensor, name, None) or getattr(torch, name)
+    return lambda x: method(x, *ARGUMENTS.get(name, lambda x: ())(x))
+
+
+def plain(answer: Any) -> Any:
+    return answer._cdata if isinstance(answer, torch.UntypedStorage) else answer
+
+
+@pytest.mark.parametrize("name", stated("asks"))
+def test_what_asks_knows_no_values(name):
+    x = numbers()
+    with Heard() as heard:
+        before = plain(call(name)(x))
+    heard.first(name)
+    written_behind(x)
+    assert plain(call(name)(x)) == before
+    assert not isinstance(before, Tensor)
+
+
+@pytest.mark.parametrize("name", stated("asks", "form"))
+def test_what_asks_for_a_form_goes_by_and_all_else_is_heard(name):
+    class All(Listener):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def heard(self, function, args, kwargs):
+            self.names.append(function.name)
+            return function.func(*args, **kwargs)
+
+    x = numbers()
+    with All() as mode:
+        call(name)(x)
+        x.sin()
+    assert mode.names == ["sin"]
+
+
+@pytest.mark.parametrize("name", stated("reads"))
+def test_what_reads_no_values_of_others_does_not_depend_on_them(name):
+    x, found = numbers(), []
+    for _ in range(2):
+        with Heard() as heard, torch.random.fork_rng():
+            torch.manual_seed(0)
+            found.append(call(name)(x))
+        _, args, _ = heard.first(name)
+        first = OPERATIONS[name].reads == "first"
+        for t in tree.tensors(args[1:] if first else args):
+            written_behind(t)
+    then, now = found
+    assert then.shape == now.shape and then.dtype == now.dtype
+    if "empty" not in name:
+        assert torch.equal(then, now)
+
+
+RUNNING = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)}
+TABLE: dict[str, Any] = {"input": torch.tensor([[0, 2]]), "weight": 3 * torch.ones(4, 3)}
+IMAGE: dict[str, Any] = {"input": numbers(4, 3, 2).float(), **RUNNING}
+FURTHER = {"momentum": 0.1, "eps": 1e-5, "weight": None, "bias": None}
+WRITERS: dict[str, list[tuple[Callable, dict[str, Any], str, Any, Any]]] = {
+    "batch_norm": [
+        (F.batch_norm, IMAGE, "training", True, False),
+        (torch.batch_norm, {**IMAGE, **FURTHER, "cudnn_enabled": False}, "training", True, False),
+    ],
+    "native_batch_norm": [(torch.native_batch_norm, {**IMAGE, **FURTHER}, "training", True, False)],
+    "instance_norm": [
+        (F.instance_norm, IMAGE, "use_input_stats", True, False),
+        (torch.instance_norm, {**IMAGE, **FURTHER, "cudnn_enabled": False}, "use_input_stats", True, False),
+    ],
+    "embedding": [(F.embedding, TABLE, "max_norm", 1.0, None)],
+    "embedding_bag": [(F.embedding_bag, TABLE, "max_norm", 1.0, None)],
+}
+"""The function, what it is given, and the argument that says whether it writes, as it does and as it does not."""
+ELSEWHERE = {"cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit"}
+"""What needs a device, or is called by torch itself."""
+
+
+def test_each_that_writes_by_a_flag_has_a_call():
+    assert WRITERS.keys() | ELSEWHERE == set(stated("writes_if"))
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [(n, i) for n, each in WRITERS.items() for i in range(len(each))], ids=lambda x: str(x)
+)
+class TestWhatWritesByAFlag:
+    def called(self, name, at, writes, change=(0.0, 0.0, 0.0)):
+        """What is written, as the entry says and as is seen, and the result."""
+        func, given, flag, yes, no = WRITERS[name][at]
+        given = tree.map_tensors(torch.clone, {**given, flag: yes if writes else no})
+        _, others = OPERATIONS[name].writes_if
+        given.update({other: given[other] + torch.tensor(change) for other in others})
+        before = tree.map_tensors(torch.clone, given)
+        with Heard() as heard:
+            out = func(**given)
+        function, args, kwargs = heard.first(name)
+        said = {n for n in given for t in function.written(args, kwargs) if t is given[n]}
+        tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
+        return said, {n for n, t in tensors.items() if not torch.equal(t, before[n])}, out
+
+    def test_writes_those_then(self, name, at):
+        said, seen, _ = self.called(name, at, True)
+        assert said == seen == set(OPERATIONS[name].writes_if[1])
+
+    def test_and_else_nothing(self, name, at):
+        said, seen, _ = self.called(name, at, False)
+        assert said == seen == set()
+
+    def test_its_result_does_not_depend_on_them_if_they_are_aside(self, name, at):
+        (*_, a), (*_, b) = (self.called(name, at, True, change) for change in ([0.0, 0.0, 0.0], [0.1, 0.2, 0.3]))
+        a, b = tree.tensors(a)[0], tree.tensors(b)[0]
+        assert torch.equal(a, b) is OPERATIONS[name].aside
+
+
+def test_a_flag_that_is_left_out_is_as_the_function_has_it():
+    given = (IMAGE["input"], *RUNNING.values())
+    assert len(function_of(F.instance_norm).written(given, {})) == 2
+    assert function_of(F.batch_norm).written(given, {}) == []
+
+
+@pytest.mark.parametrize("name", stated("keeps"))
+def test_what_keeps_the_values_writes_none_in_place(name):
+    x = numbers()
+    before, version = x.clone(), x._version
+    getattr(x, name + "_")()
+    assert torch.equal(x, before)
+    assert x._version == version
+    assert function_of(getattr(Tensor, name + "_")).written((x,), {}) == []
+
+
+@pytest.mark.parametrize("name", "add __ilshift__ __ixor__ __iand__ __ior__ __irshift__".split())
+def test_what_works_in_place_writes_its_first_argument(name):
+    x = torch.tensor([1, 2, 7])
+    before = x.clone()
+    func = getattr(Tensor, name if name.startswith("_") else name + "_")
+    func(x, torch.tensor(5))
+    assert not torch.equal(x, before)
+    function = function_of(func)
+    assert function.writes((x, 5), {})
+    assert function.written((x, 5), {})[0] is x
+
+
+@pytest.mark.parametrize("name", stated("constant"))
+def test_a_constant_has_no_derivative(name):
+    x = numbers(1).requires_grad_()
+    with Heard() as heard:
+        out = call(name)(x.detach() if name == "numpy" else x)
+    heard.first(name)
+    assert not isinstance(out, Tensor) or out.grad_fn is None
+
+
+@pytest.mark.parametrize("name", stated("registers"))
+def test_what_registers_reads_nothing(name):
+    x = numbers().requires_grad_()
+    with Heard() as heard:
+        out = call(name)(x)
+    heard.first(name)
+    assert not isinstance(out, Tensor)
+
+
+def moved(name: str, x: Tensor) -> Tensor:
+    """A tensor that has come to the memory of another one."""
+    if name != "set":
+        return torch.from_dlpack(call(name)(x))
+    y = numbers()
+    y.data = x
+    return y
+
+
+@pytest.mark.parametrize("name", stated("exits"))
+def test_what_exits_hands_on_the_memory(name):
+    x = numbers()
+    with Heard() as heard:
+        y = moved(name, x)
+    heard.first(name)
+    assert y.data_ptr() == x.data_ptr()
+
+
+DRAWN: dict[str, Call] = {
+    **{f"dropout{d}d": partial(getattr(F, f"dropout{d}d"), p=0.5) for d in (1, 2, 3)},
+    **{n: partial(getattr(F, n), p=0.5, training=True) for n in ("dropout", "alpha_dropout", "feature_alpha_dropout")},
+    "feature_dropout": lambda x: torch.feature_dropout(x, 0.5, True),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "bernoulli": lambda x: x + torch.bernoulli(torch.full_like(x, 0.5)),
+}
+"""What draws a number for entries, or channels, of a tensor."""
+
+
+def spatial(name: str) -> list[int]:
+    return [2] * next((int(c) for c in name if c.isdigit()), 1)
+
+
+@contextmanager
+def saved():
+    """What autograd saves while it lasts, with what it held then."""
+    found = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append((t, t.clone(), t._version)), lambda _: None):
+        yield found
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_saves_early_fills_it_afterwards(name):
+    x = numbers(4, 3, *spatial(name))
+    x = (x - x.mean()).requires_grad_()
+    with saved() as found:
+        DRAWN[name](x)
+    late = any(not torch.equal(t, then) and t._version == version for t, then, version in found)
+    assert late is known(name).saves_early
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_draws_by_strides_does_not_inside_of_torch_func(name):
+    x = numbers(3, 4, *spatial(name)).transpose(0, 1) + 2
+
+    def drawn(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return DRAWN[name](x)
+
+    kept: list[Tensor] = []
+    grad(lambda x: (z := drawn(x), kept.append(z.detach()), z.sum())[2])(x)
+    inside = kept[0]
+    while torch._C._functorch.is_functorch_wrapped_tensor(inside):
+        inside = torch._C._functorch.get_unwrapped(inside)
+    assert (not torch.equal(inside, drawn(x))) is known(name).draws_by_strides
+
+
+def test_a_fact_of_an_effect_is_stated_once():
+    with pytest.raises(ValueError, match="`detach`: constant is stated twice"):
+        define("detach", constant=True)
