@@ -16,10 +16,11 @@ from invfunc.errors import InverseError, InvFuncError, ReplayError
 from invfunc.invertible.left import Left
 from invfunc.invertible.like import Like
 from invfunc.invertible.origins import Origins
+from invfunc.invertible.outcome import Outcome
 from invfunc.invertible.pair import Invertible
 from invfunc.invertible.recall import INVERSE, Exchanged, Other, Recall, Use
 from invfunc.invertible.replay import Replay
-from invfunc.invertible.report import Means, Report, compare_means, means
+from invfunc.invertible.report import Report
 from invfunc.invertible.shared import Evaluate, Evaluations, Moment, evaluated
 from invfunc.invertible.sight import OUTSIDE, Sight
 from invfunc.invertible.surroundings import Closure
@@ -59,7 +60,7 @@ class Call:
         self._rest = rest
         self.tolerance = tolerance
         """The error up to which forward has to give the same another time; None where that is not looked at."""
-        self._means: Means = []
+        self._outcome: Outcome
         self._random = random
         self._generators = [leaf for leaf in (*x.others, *rest.others) if isinstance(leaf, torch.Generator)]
         self._start: Replay
@@ -112,8 +113,7 @@ class Call:
         for generator, state in watch.drawn if self._random else ():
             for replay in replays:
                 replay.add(generator, state)
-        if self.tolerance is not None:
-            self._means = means(y)
+        self._outcome = Outcome(y, self.report, exact=len(self.kept) == len(xs), alone=closed)
         return y
 
     def closure(self, xs: Tensors, rest: Tensors) -> Closure:
@@ -166,9 +166,8 @@ class Call:
         the result is held against that of the first time, where that is asked for.
         """
         y, _ = self._again(xs, rest, evaluate, known)
-        if compare and self.tolerance is not None:
-            all_kept = len(self.kept) == len(self._like)
-            compare_means(y, self._means, self.tolerance, all_kept, lambda: self.run(xs, rest, None, compare=False))
+        if compare:
+            self._outcome.compare(y, self.dtypes(), lambda: self.run(xs, rest, None, compare=False))
         return y
 
     def _again(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool) -> tuple[Any, Recall]:

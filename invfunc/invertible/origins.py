@@ -181,6 +181,8 @@ class Scope:
                 self.spell((arg.start, arg.stop, arg.step), steps, fractions)
             else:
                 steps.append(kind)
+                if (held := _held(arg)) is not None:
+                    (fractions if held[0] else steps).append(held[1])
 
     def _from_outside(self, tensor: torch.Tensor) -> Origin:
         """They are told apart by the order in which they are read first, as in `Recall`."""
@@ -190,10 +192,21 @@ class Scope:
         return origin
 
 
+def _held(arg: Any) -> tuple[bool, int] | None:
+    """Whether an array (of numpy, or with its memory as a buffer) holds fractions, and a hash of what it holds."""
+    try:
+        view = memoryview(arg)
+        return view.format.lstrip("@=<>!")[:1] in _FRACTIONS, hash((view.format, view.shape, view.tobytes()))
+    except (TypeError, ValueError, BufferError, NotImplementedError):  # it has none, or not one of numbers
+        return None
+
+
 def _origin(*key: Hashable) -> Origin:
     number = hash(key)
     return number, number
 
 
 _PLAIN = {int, bool, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
+_FRACTIONS = {"e", "f", "d", "g", "Z"}
+"""The formats of floats and complex numbers in a buffer."""
 _NO_FRACTIONS = (int, str, tuple, type(None), torch.dtype, torch.device, torch.layout)

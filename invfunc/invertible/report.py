@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
-from invfunc._functorch import after_backward, backward_pass, innermost, levels
+from invfunc._functorch import after_backward, backward_pass, levels
 from invfunc.errors import ArgumentError, InexactWarning, InverseError, InvFuncError, InvFuncWarning, ReplayError
 from invfunc.invertible.left import LeftByAll
 from invfunc.invertible.probe import ROUNDED, Error, near, precision
@@ -189,6 +188,13 @@ class Report:
         text += f"It makes the rounding errors of x large. {HELPS}" if grows else CHANGES
         self.tell(ReplayError, text, grows and self.check == "warn" or exact and self._is_small(error, most))
 
+    def result(self, error: float, dtypes: Sequence[torch.dtype]) -> None:
+        """Tell of a y that is another one than the first time, at the same x."""
+        most = self.tolerated(dtypes)
+        if not error <= most:
+            text = f"evaluated again at the same x, the function gives y with an error of {error:.1e}. {CHANGES}"
+            self.tell(ReplayError, text, self._is_small(error, most))
+
     def _is_small(self, error: float, most: float) -> bool:
         return self.check == "warn" and error <= max(4 * most, _FEW)
 
@@ -259,38 +265,3 @@ _PASSES = 100
 def _look(waiting: Sequence[tuple[torch.Tensor, Error, _Judge]]) -> None:
     for error, before, judge in waiting:
         judge(float(error), float(before))
-
-
-Means = list[tuple[float, float]]
-"""The mean, and the mean of magnitudes, of the entries of each tensor of a result."""
-
-
-def means(y: Any) -> Means:
-    """The means of the tensors of a result, over all entries of any vmap: one may be without a batch the first time."""
-    plain = [innermost(t.detach()) for t in tree.tensors(y)]
-    wide = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).to(torch.float64) for t in plain]
-    return [(t.mean().item(), t.abs().mean().item()) for t in wide if t.numel()]
-
-
-def compare_means(y: Any, then: Means, tolerance: float, exact: bool, again: Callable[[], Any]) -> None:
-    """Whether a result is that of the first time, for an x that is exact or comes from the inverse."""
-    came = means(y)
-    for (total, size), (now, _) in zip(then, came, strict=True):
-        if abs(now - total) <= tolerance * size:
-            continue
-        with torch.no_grad():
-            repeats = means(again()) == came
-        text = (
-            f"evaluated again, the function gives another result: the mean of its entries is {now:.8g}, not "
-            f"{total:.8g}. "
-        )
-        if not repeats:
-            text += CHANGES
-        elif exact:
-            text += "Something that it reads has been changed since."
-        else:
-            text += (
-                "It makes the rounding errors of x large, which comes from the inverse (`drift`), or something that it "
-                f"reads has been changed since. {HELPS}"
-            )
-        raise ReplayError(text)

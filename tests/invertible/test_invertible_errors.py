@@ -225,6 +225,21 @@ CHANGES = {
     "dtype": (sine, lambda x: x.float().sin() * x),
 }
 
+DRAWN = {
+    "mask": lambda x, g: x * torch.as_tensor(g.random(x.shape) > 0.5),
+    "masked_fill": lambda x, g: x.masked_fill(torch.tensor(g.random(x.shape) > 0.5), 0.0),
+    "where": lambda x, g: torch.where(torch.tensor(g.random(x.shape) > 0.5), x, 0.0),
+    "index": lambda x, g: x.sin()[:, g.permutation(x.shape[1])] * x,
+    "index_select": lambda x, g: x + x.index_select(1, torch.tensor(g.permutation(x.shape[1]))).square(),
+    "fractions": lambda x, g: x * torch.tensor(g.random(x.shape)),
+    "a single precision number": lambda x, g: x * torch.tensor(g.random(dtype=np.float32)),
+}
+SHARED = {
+    "where": lambda x, g: torch.where(torch.from_numpy(g.random(x.shape) > 0.5), x, 0.0),
+    "fractions": lambda x, g: x * torch.from_numpy(g.random(x.shape)),
+    "bytes": lambda x, g: x * torch.frombuffer(bytearray(g.bytes(x.numel())), dtype=torch.uint8).view(x.shape),
+}
+
 
 class TestChanges:
     @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -240,6 +255,36 @@ class TestChanges:
         y = invertible_checkpoint(part, None, check=check)(x * 1)
         with pytest.raises(ReplayError, match="twice|evaluated again"):
             gradients(y, x)
+
+    @pytest.mark.parametrize("inside", [False, True], ids=["backward", "torch.func"])
+    @pytest.mark.parametrize("part", DRAWN.values(), ids=DRAWN)
+    def test_arrays_that_a_generator_of_numpy_draws(self, part, inside):
+        """Whole numbers and booleans are saved as well as fractions; nothing but f itself keeps the generator."""
+        generator, x = np.random.default_rng(0), leaves()[0].detach()
+        block = invertible_checkpoint(lambda x: part(x, generator), None)
+        with pytest.raises(ReplayError, match="random numbers of Python or numpy"):
+            if inside:
+                grad(lambda x: squares(block(x)))(x)
+            else:
+                gradients(block(x.requires_grad_()), x)
+
+    @pytest.mark.parametrize("part", SHARED.values(), ids=SHARED)
+    def test_tensors_that_share_the_memory_of_drawn_arrays(self, part):
+        """They come from outside, and those of the first time are taken again."""
+        generators, x = [np.random.default_rng(0) for _ in range(2)], leaves()[0]
+        block = invertible_checkpoint(lambda x: part(x, generators[0]), None)
+        assert torch.equal(gradients(block(x), x)[0], gradients(part(x, generators[1]), x)[0])
+
+    @pytest.mark.parametrize("inside", [False, True], ids=["backward", "torch.func"])
+    def test_arrays_that_stay_as_they_are(self, inside):
+        mask, order, x = np.arange(3) % 2 == 0, np.array([2, 0, 1]), leaves()[0].detach()
+        block = invertible_checkpoint(lambda x: x.tanh()[..., order] * torch.as_tensor(mask), None)
+        if inside:
+            came, wanted = (grad(lambda x, f=f: squares(f(x)))(x) for f in (block, block.pair.forward))
+        else:
+            x.requires_grad_()
+            came, wanted = (gradients(f(x), x)[0] for f in (block, block.pair.forward))
+        assert torch.equal(came, wanted)
 
     @pytest.mark.parametrize("change", [lambda n: n[0], lambda n: float(np.random.default_rng(n[0]).random())])
     def test_values_are_compared_with_check(self, change):
