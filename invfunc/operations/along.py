@@ -32,7 +32,7 @@ def along(call: Call) -> Place | list[Place]:
     dim = call.arg("dim", -1 if call.name in _LAST else None)
     if call.name == "flip" and len(call.args) > 2:
         dim = call.args[1:]
-    if call.name in ("flip", "roll") and axis.dim in dims_of(x, dim) and not ordered(call, axis):
+    if call.name in _SHIFTS and axis.dim in dims_of(x, dim) and not ordered(call, axis):
         return moved(call)
     if call.name in _RANKS and axis.dim in dims_of(x, dim):
         return picked(call)
@@ -46,6 +46,12 @@ def along(call: Call) -> Place | list[Place]:
 _LAST = {"glu", "sort", "argsort", "topk", "diff"}
 """Which take the last dimension if none is given."""
 _RANKS = {"sort", "argsort", "topk"}
+_SHIFTS = {"flip", "roll", "fft_fftshift", "fft_ifftshift"}
+
+
+def msort(input: torch.Tensor) -> torch.Tensor:
+    """`msort` as the values of `sort`, which has the indices too."""
+    return input.sort(0)[0]
 
 
 def _flip(step: Step, out: torch.Tensor) -> Rows:
@@ -83,7 +89,9 @@ define("cumprod logcumsumexp", batch_axis=along, receptive_field=_cumulated)
 define("cummax cummin", batch_axis=along, receptive_field=_cumulated, linear="all", piecewise=True)
 define("flip", batch_axis=along, receptive_field=_flip, linear="all", picks="any", permutes=True)
 define("roll", batch_axis=along, receptive_field=_roll, linear="all", picks="any", permutes=True)
+define("fft_fftshift fft_ifftshift", batch_axis=along, linear="all", picks="any", permutes=True)
 define("sort topk", batch_axis=along, receptive_field=along_field, linear="all", piecewise=True, permutes=True)
+define("msort", composed=msort)
 define("argsort", batch_axis=along, receptive_field=along_field)
 define("glu", batch_axis=along, receptive_field=_glu)
 define("diff unfold", batch_axis=along, linear="all")

@@ -9,7 +9,6 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import memory_of
-from invfunc.operations.along import along_field
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
 from invfunc.operations.batch_axis.samples import located, samples_of
@@ -94,10 +93,9 @@ _ALONG: dict[str, Any] = {
     **dict.fromkeys((f"fft_{kind}" for kind in _TRANSFORMS), -1),
     **dict.fromkeys((f"fft_{kind}2" for kind in _TRANSFORMS), (-2, -1)),
     **dict.fromkeys((f"fft_{kind}n" for kind in _TRANSFORMS), None),
-    **dict.fromkeys("fft_fftshift fft_ifftshift cross gradient quantile nanquantile aminmax".split(), None),
+    **dict.fromkeys("cross gradient quantile nanquantile aminmax".split(), None),
     **dict.fromkeys("linalg_cross cumulative_trapezoid trapezoid trapz linalg_vecdot".split(), -1),
     "linalg_matrix_norm": (-2, -1),
-    "msort": 0,
 }
 """Which dimensions they are if none are given; None: all."""
 _REDUCE = {"trapezoid", "trapz", "linalg_vecdot", "linalg_matrix_norm", "quantile", "nanquantile", "aminmax"}
@@ -127,7 +125,7 @@ def _dims(call: Call, given: Any, ndim: int) -> set[int]:
         given = next((d for d, size in enumerate(call.out.shape) if size == 3), 0)
     sizes = call.arg("s") if call.name.startswith("fft_") and call.name.endswith("n") else None
     if given is None and sizes is not None:
-        given = range(-len(sizes), 0)
+        given = -1 if isinstance(sizes, int) else range(-len(sizes), 0)
     if given is None:
         return set(range(ndim))
     return {d % max(ndim, 1) for d in ([given] if isinstance(given, int) else given)}
@@ -184,8 +182,7 @@ define(_LAST.keys() - {"linalg_solve", "view_as_complex"}, batch_axis=batched)
 define("linalg_solve", batch_axis=batched, twice=_solve)
 define("view_as_complex", batch_axis=batched, receptive_field=elementwise)
 define("searchsorted bucketize", batch_axis=searched)
-define(_ALONG.keys() - {"msort", "aminmax"}, batch_axis=along_given)
-define("msort", batch_axis=along_given, receptive_field=along_field, linear="all", piecewise=True)
+define(_ALONG.keys() - {"aminmax"}, batch_axis=along_given)
 define("aminmax", batch_axis=along_given, receptive_field=reduced)
 define("renorm", batch_axis=renorm)
 define("as_strided", batch_axis=as_strided)

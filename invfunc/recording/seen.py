@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import version
+from invfunc._functorch import base_of, version
 from invfunc.errors import ArgumentError, Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, BatchSum, Call
@@ -33,6 +33,11 @@ class Seen:
         self.function, self.name, self.func = function, function.name, function.func
         self.args, self.kwargs, self.read, self.tags = args, kwargs, read, tags
         self.writes = function.in_place or (function.inplace_at is not None and function.writes(args, kwargs))
+
+    @property
+    def through_view(self) -> bool:
+        """Whether it writes to a view of what has a derivative, or will have one."""
+        return self.writes and self.name != "setitem" and base_of(self.args[0]) is not None
 
     @property
     def params(self) -> dict[int, torch.Tensor]:

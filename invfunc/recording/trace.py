@@ -162,6 +162,8 @@ class Trace(ParameterUses, Listener):
                 seen, params = promoted, promoted.params
         if self.pattern is not None:
             self.pattern.before(len(self.edges), seen)
+        if seen.through_view and (params or (self.remember is not None and self.remember(seen))):
+            return self._through_view(seen)
         out, kept, remembered = self._run(seen, bool(params))
         produced = seen.produced(out)
         if not produced:
@@ -195,13 +197,30 @@ class Trace(ParameterUses, Listener):
         """
         remembered = self.remember is not None and self.remember(seen)
         kept = self._kept(seen) if seen.writes and (met or remembered) else None
+        before = seen.args[0].detach() if seen.writes and kept is None else None
         out = seen.run()
+        if before is not None and (before.shape, before.stride()) != (
+            seen.args[0].shape,
+            seen.args[0].stride(),
+        ):  # `unsqueeze_` and its like
+            kept = before
+            self.set(kept, seen.tags.get(id(seen.args[0])))
         view = remembered and is_view(out, seen)
         remembered = remembered and not (view and self.remember is nonlinear)
         used = (remembered and not view) or (met and self.with_uses)
         if used and isinstance(out, torch.Tensor) and not seen.writes:
             out = unviewed(out)
         return out, kept, remembered
+
+    def _through_view(self, seen: Seen) -> Any:
+        """Run a call that writes through a view on a copy, which is then written: autograd makes the base of the view
+        anew from what is written, and leaves the result of the call itself aside."""
+        written = seen.args[0]
+        with self:
+            copy = written.clone()
+            seen.func(copy, *seen.args[1:], **seen.kwargs)
+            written.copy_(copy)
+        return written
 
     def _summed(self, seen: Seen) -> Any:
         """The result of a sum over samples once more: of aliases, at which arrives what it sends back, and no more."""

@@ -42,6 +42,9 @@ FOLLOWED = {
     "features first": lambda x: x.T.flip(1).T,
     "flipud": lambda x: x.flipud(),
     "fliplr": lambda x: x.T.fliplr().T,
+    "fftshift": lambda x: torch.fft.fftshift(x, 0),
+    "ifftshift": lambda x: torch.fft.ifftshift(x, (0,)),
+    "in place": lambda x: x[ORDER].clone().t_().unsqueeze_(1).squeeze_(1).t_(),
     "rot90": lambda x: x[:, None].rot90(2)[:, 0],
     "take": lambda x: x.take(torch.arange(3 * N).view(N, 3)[ORDER]),
     "out=": lambda x: torch.index_select(x, 0, ORDER, out=x.clone()),
@@ -55,6 +58,8 @@ FOLLOWED = {
 }
 REFUSED = {
     "sort": lambda x: x.sort(0).values,
+    "msort": lambda x: x.msort(),
+    "shifts of all dimensions": lambda x: torch.fft.fftshift(x.view(2, 6)).view(N, 3),
     "topk": lambda x: x.topk(N, 0).values,
     "each by its own values": lambda x: x[x[:, 0].argsort()],
     "difference": lambda x: x.diff(dim=0),

@@ -1,0 +1,77 @@
+"""What is written in place through a view: the base of the view has it, and all that is computed from it afterwards."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from invfunc import batch_diag_ggn, batch_grad, diag_ggn, diag_hessian, variance
+from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian, loop_batch_grad, loop_variance
+from tests.strategies import Numbers
+
+N = 4
+X, Y = Numbers()(N, 3, 5), torch.tensor([0, 2, 1, 2])
+P = {"first": Numbers(1)(5, 5), "in place": Numbers(2)(5), "head": Numbers(3)(3, 15)}
+
+VIEWS = {
+    "slice": lambda h: h[:, 1:],
+    "select": lambda h: h[:, 0],
+    "all": lambda h: h[:],
+    "view": lambda h: h.view(-1, 5),
+    "transposed": lambda h: h.transpose(0, 1),
+    "narrow": lambda h: h.narrow(1, 0, 2),
+    "view of a view": lambda h: h.view(-1, 5).view_as(h)[:, :2],
+}
+WRITES = {
+    "add_": lambda v, p: v.add_(p),
+    "mul_": lambda v, p: v.mul_(p),
+    "iadd": lambda v, p: v.__iadd__(p),
+    "imul": lambda v, p: v.__imul__(p),
+    "div_": lambda v, p: v.div_(p + 4),
+    "sub_, keyword": lambda v, p: v.sub_(other=p, alpha=0.5),
+    "addcmul_": lambda v, p: v.addcmul_(v.detach().clone(), p),
+    "copy_": lambda v, p: v.copy_(v.clone() * p),
+    "twice": lambda v, p: v.add_(p).mul_(p),
+    "nonlinear": lambda v, p: v.mul_(p).tanh_(),
+    "relu": lambda v, p: F.relu(v.add_(p), inplace=True),
+    "leaky": lambda v, p: F.leaky_relu_(v.add_(p), 0.1),
+}
+
+
+def model(view, write):
+    def f(p, x):
+        h = F.linear(x, p["first"]).sin()
+        write(view(h), p["in place"])
+        return F.linear(h.tanh().flatten(1), p["head"])
+
+    return f
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+class TestWrittenViews:
+    def test_shares(self, view, write):
+        f = model(view, write)
+
+        def losses(p, x, y):
+            return F.cross_entropy(f(p, x), y, reduction="none")
+
+        wanted = loop_batch_grad(losses)(P, X, Y)
+        assert_trees_close(batch_grad(losses)(P, X, Y), wanted, rtol=1e-10)
+        assert_trees_close(variance(losses)(P, X, Y), loop_variance(losses)(P, X, Y), rtol=1e-10)
+
+        def loss(p, x, y):
+            return F.cross_entropy(f(p, x), y, reduction="sum")
+
+        assert_trees_close(batch_grad(loss)(P, X, Y), wanted, rtol=1e-10)
+
+    def test_curvature(self, view, write):
+        f = model(view, write)
+        wanted = dense_diag_ggn(f, F.cross_entropy)(P, X, Y)
+        assert_trees_close(diag_ggn(f, F.cross_entropy)(P, X, Y), wanted, rtol=1e-10)
+        each = batch_diag_ggn(f, F.cross_entropy)(P, X, Y)
+        assert_trees_close({k: v.sum(0) for k, v in each.items()}, wanted, rtol=1e-10)
+
+    def test_hessian(self, view, write):
+        f = model(view, write)
+        wanted = dense_diag_hessian(lambda p, x, y: F.cross_entropy(f(p, x), y))(P, X, Y)
+        assert_trees_close(diag_hessian(f, F.cross_entropy)(P, X, Y), wanted, rtol=1e-9)
