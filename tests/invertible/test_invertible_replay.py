@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.func import grad, jacrev, vjp, vmap
 
-from invfunc import ReplayError, additive_coupling, invertible_checkpoint
+from invfunc import Invertible, ReplayError, additive_coupling, invertible_checkpoint, tree
 from tests.invertible_same import f, f_inv, gradients, leaves, squares
 
 
@@ -43,14 +43,36 @@ def unforked(y, w):
         return undrawn(y, w)
 
 
+def beside(F, G, x):
+    """Draws before, between and behind its shared functions, which draw as well."""
+    (a, b), first = x, masked(x[1])
+    a = a + F(b)
+    second = masked(a)
+    b = b + G(a)
+    return a, b, first, second, masked(b)
+
+
+def unbeside(F, G, y):
+    a, b, *_ = y
+    b = b - G(a)
+    return a - F(b), b
+
+
 COUPLING = additive_coupling(masked, masked)
+BESIDE = Invertible(beside, unbeside, shared=(masked, masked))
 PAIRS = {
     "coupling": (COUPLING, invertible_checkpoint(COUPLING), lambda h, x, w: h(h((x * w, x)))),
+    "beside shared functions": (BESIDE, invertible_checkpoint(BESIDE), lambda h, x, w: h((x * w, x))),
     "generic": (drawn, invertible_checkpoint(drawn, undrawn), lambda h, x, w: h(h(x, w), w)),
     "forked": (forked, invertible_checkpoint(forked, unforked), lambda h, x, w: (h(h(x, w), w), torch.rand(3))[0]),
     "kept": (drawn, invertible_checkpoint(drawn, undrawn, keep=True), lambda h, x, w: h(h(x, w), w)),
     "no inverse": (drawn, invertible_checkpoint(drawn, None), lambda h, x, w: h(h(x, w), w)),
 }
+
+
+def cotangents(y):
+    """Two of them."""
+    return torch.stack([y, y.sin()]).detach()
 
 
 def double(loss, w):
@@ -148,18 +170,16 @@ class TestTransformsOfTheGradient:
     @pytest.mark.parametrize(("plain", "h", "call"), PAIRS.values(), ids=PAIRS)
     def test_of_a_pulled_back_batch(self, same, plain, h, call, randomness):
         def run(h, x, w):
-            _, pull = vjp(lambda w: call(h, x.detach(), w), w.detach())
-            batch = torch.stack([x, x.sin()]).detach()
-            return vmap(pull, randomness=randomness)((batch, batch.cos()) if h in PAIRS["coupling"] else batch)
+            y, pull = vjp(lambda w: call(h, x.detach(), w), w.detach())
+            return vmap(pull, randomness=randomness)(tree.map_leaves(cotangents, y))
 
         same(run, plain, h)
 
     @pytest.mark.parametrize(("plain", "h", "call"), PAIRS.values(), ids=PAIRS)
     def test_of_batched_gradients(self, same, plain, h, call):
         def run(h, x, w):
-            y = call(h, x, w)
-            batch = torch.stack([x, x.sin()]).detach()
-            return torch.autograd.grad(y[0] if h in PAIRS["coupling"] else y, (x, w), batch, is_grads_batched=True)
+            y = tree.leaves(call(h, x, w))
+            return torch.autograd.grad(y, (x, w), [*map(cotangents, y)], is_grads_batched=True)
 
         same(run, plain, h)
 

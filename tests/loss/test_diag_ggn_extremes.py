@@ -3,10 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 
+import invfunc
 from invfunc import diag_ggn
+from tests.laws import moved
 from tests.networks import total
 from tests.strategies import Numbers
+from tests.structures import always
 
 
 class TestExtremes:
@@ -44,6 +49,24 @@ class TestExtremes:
         w, x, y = Numbers()(2, 3), Numbers(1)(4, 2), Numbers(2)(4, 3)
         assert not diag_ggn(lambda w, x: x @ w, lambda z, y: (z.detach() * y).sum())(w, x, y).any()
         assert not diag_ggn(lambda w, x: (x @ w).detach(), F.mse_loss)(w, x, y).any()
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("called", ["diag_ggn", "batch_diag_ggn", "ggn_trace"])
+    @given(scale=st.floats(0, 40), first=st.integers(0, 2), alike=st.booleans(), steps=st.integers(1, 2))
+    def test_of_sure_predictions_has_the_digits_of_float32(self, called, scale, first, alike, steps):
+        """Also by the closed form of the last layer, where 1 - p would have none."""
+        logits = scale * torch.tensor([1.0, 0.0, 0.0 if alike else 0.5]).roll(first)
+        args = logits, torch.zeros(2, 3, steps), torch.zeros(2, steps, dtype=torch.long)
+
+        def f(w, x):
+            return x + w[:, None]
+
+        wanted = getattr(invfunc, called)(f, F.cross_entropy, method="dense")(
+            *moved(args, torch.float64, torch.device("cpu"))
+        )
+        with always():
+            found = getattr(invfunc, called)(f, F.cross_entropy)(*args)
+        assert ((found - wanted).abs() <= 1e-4 * wanted.abs()).all()
 
     @staticmethod
     def assert_finite(t, w, *batch):

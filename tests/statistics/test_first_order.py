@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, tree
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad, loop_sum_grad_squared
-from tests.laws import OF_LOSSES, composed
+from tests.laws import OF_LOSSES, composed, in_blocks
 from tests.networks import LOSSES, networks, samples_loss
 from tests.strategies import Numbers
 
@@ -84,6 +84,12 @@ class TestEveryStatistic:
         f, args = samples_loss(net, loss), drawn(net, loss)
         scaled = (lambda *a: f(*a) / net.n) if reduction is torch.mean else f
         assert_trees_close(kind.make(reduced(f, reduction))(*args), kind.loop(scaled)(*args), EXACT)
+
+    @given(networks(), losses, reductions)
+    def test_does_not_depend_on_blocks(self, kind, net, loss, reduction):
+        """Of samples, of which each brings some of what is merged."""
+        f, args = reduced(samples_loss(net, loss), reduction), drawn(net, loss)
+        assert_trees_close(in_blocks(kind.make(f))(*args), kind.make(f)(*args), EXACT)
 
     @given(st.data(), networks(), losses, reductions)
     def test_does_not_depend_on_chunks(self, kind, data, net, loss, reduction):
