@@ -147,7 +147,7 @@ class Operation:
             return list(zip(inputs, operands, strict=True))
 
         reads = tuple(x for x in tree.tensors((call.args, call.kwargs)) if x is not param)
-        return Recipe(output, build, reads=reads, linear=False)
+        return Recipe(output, build=build, reads=reads)
 
     def _labels(self, param: torch.Tensor, equation: Any, *operands: torch.Tensor) -> tuple[list[str], str]:
         """Those of the core: V and N for v and n, other lower-case letters for the rest."""

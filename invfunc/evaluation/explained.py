@@ -190,7 +190,7 @@ def _share(leaf: torch.Tensor, uses: Sequence[ParameterUse]) -> int:
 
 
 def _picked(uses: Sequence[ParameterUse]) -> bool:
-    return all(use.recipe.rows is not None for use in uses)
+    return all(use.recipe.picks is not None for use in uses)
 
 
 def _squares(leaf: torch.Tensor, uses: Sequence[ParameterUse]) -> int:

@@ -29,12 +29,19 @@ def _channels(site: Site, x: torch.Tensor, axis: Axis, part: Part, d: int) -> to
     return x if x.ndim == d + 3 else x.unsqueeze(1)
 
 
-def _bias(d: int) -> Recipe:
-    def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
-        cotangent = cotangent if cotangent.ndim == d + 4 else cotangent.unsqueeze(2)
-        return [("VNbo" + "pqr"[:d], cotangent)]
+def _whole(cotangent: torch.Tensor, d: int) -> torch.Tensor:
+    """A cotangent as `[V, b, batch, channels, *spatial]`."""
+    return cotangent if cotangent.ndim == d + 4 else cotangent.unsqueeze(2)
 
-    return Recipe("o", build)
+
+def _bias(d: int) -> Recipe:
+    return Recipe("o", "bo" + "pqr"[:d], lambda cotangent, part: _whole(cotangent, d))
+
+
+def _sent(cotangent: torch.Tensor, part: Part, d: int, groups: int) -> torch.Tensor:
+    """A cotangent as `[V, b, batch, groups, channels, positions]`."""
+    cotangent = _whole(cotangent, d)
+    return cotangent.reshape(*cotangent.shape[:3], groups, -1, math.prod(cotangent.shape[4:]))
 
 
 def _options(call: Call, names: str) -> list[Any]:
@@ -56,29 +63,26 @@ def convolution(site: Site, param: torch.Tensor) -> Recipe | None:
     stride, dilation = spread(stride, d), spread(dilation, d)
     pads = same_padding(padding, kernel, dilation)
 
-    def sent(cotangent: torch.Tensor) -> Term:
-        cotangent = cotangent if cotangent.ndim == d + 4 else cotangent.unsqueeze(2)
-        return "VNbgop", cotangent.reshape(*cotangent.shape[:3], groups, -1, math.prod(cotangent.shape[4:]))
-
     def gram(part: Part) -> torch.Tensor | None:
         if groups != 1 or any(s != 1 for s in stride):
             return None
         return patches_gram(_channels(site, x, axis, part, d).flatten(0, 1), kernel, pads, dilation)
 
-    def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
+    def read(part: Part) -> list[Term]:
         inputs = _channels(site, x, axis, part, d)
-        read = patches(inputs.flatten(0, 1), kernel, stride, pads, dilation)
-        return [sent(cotangent), ("Nbgip", read.reshape(*inputs.shape[:2], groups, -1, read.shape[-1]))]
+        found = patches(inputs.flatten(0, 1), kernel, stride, pads, dilation)
+        return [("Nbgip", found.reshape(*inputs.shape[:2], groups, -1, found.shape[-1]))]
 
+    sent = partial(_sent, d=d, groups=groups)
     work = math.prod(weight.shape[1:]) * groups * math.prod(call.out.shape[-d:])
-    return Recipe("goi", build, reads=(x,), work=work, sent=sent, gram=gram)
+    return Recipe("goi", "bgop", sent, read, gram=gram, reads=(x,), work=work)
 
 
 def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
-    """The adjoint of a convolution: input and cotangent change roles, `G[c, i] = sum_p x[c, p] * patches(cotangent)[i,
-    p]`.
+    """A convolution with the mirrored kernel, of an input with zeros between its entries.
 
-    With stride 1 it is a convolution with the mirrored kernel too, and patches of x serve all columns.
+    It is the adjoint of a convolution, too, `G[c, i] = sum_p x[c, p] * patches(cotangent)[i, p]`, which has fewer
+    positions where the stride is not 1. Where it is, patches of x serve all columns.
     """
     call, d = site.call, int(site.call.name[14])
     x, weight = call.arg("input"), call.arg("weight")
@@ -89,42 +93,29 @@ def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
     axis = call.place(x)
     if param is not weight or not isinstance(axis, Axis):
         return None
-    kernel, width = tuple(weight.shape[2:]), weight.shape[1]
+    kernel, sizes = tuple(weight.shape[2:]), (groups, -1, math.prod(weight.shape[2:]))
     stride, dilation, padding, extra = (spread(s, d) for s in (stride, dilation, padding, extra))
 
-    def of_cotangent(cotangent: torch.Tensor, part: Part) -> list[Term]:
-        cotangent = cotangent if cotangent.ndim == d + 4 else cotangent.unsqueeze(2)
-        inputs = _channels(site, x, axis, part, d)
-        pads = [(p, p - e) for p, e in zip(padding, extra, strict=True)]
-        read = patches(cotangent.flatten(0, 2), kernel, stride, pads, dilation)
-        return [
-            ("VNbgip", read.reshape(*cotangent.shape[:3], groups, -1, read.shape[-1])),
-            ("Nbgcp", inputs.reshape(*inputs.shape[:2], groups, -1, math.prod(inputs.shape[3:]))),
-        ]
-
-    def sent(cotangent: torch.Tensor) -> Term:
-        cotangent = cotangent if cotangent.ndim == d + 4 else cotangent.unsqueeze(2)
-        return "VNbgop", cotangent.reshape(*cotangent.shape[:3], groups, width, math.prod(cotangent.shape[4:]))
-
-    def of_input(cotangent: torch.Tensor, part: Part) -> list[Term]:
+    def read(part: Part) -> list[Term]:
         inputs = _stuffed(_channels(site, x, axis, part, d), stride)
         edges = [a * (k - 1) - p for a, k, p in zip(dilation, kernel, padding, strict=True)]
         pads = [(e, e + o) for e, o in zip(edges, extra, strict=True)]
-        read = patches(inputs.flatten(0, 1), kernel, (1,) * d, pads, dilation)
+        found = patches(inputs.flatten(0, 1), kernel, (1,) * d, pads, dilation)
+        return [("Nbgckp", found.reshape(*inputs.shape[:2], *sizes, found.shape[-1]).flip(-2))]
+
+    def of_cotangent(cotangent: torch.Tensor, part: Part) -> list[Term]:
+        cotangent, inputs = _whole(cotangent, d), _channels(site, x, axis, part, d)
+        pads = [(p, p - e) for p, e in zip(padding, extra, strict=True)]
+        found = patches(cotangent.flatten(0, 2), kernel, stride, pads, dilation)
         return [
-            sent(cotangent),
-            ("Nbgip", read.reshape(*inputs.shape[:2], groups, -1, read.shape[-1])),
+            ("VNbgokp", found.reshape(*cotangent.shape[:3], *sizes, found.shape[-1])),
+            ("Nbgcp", inputs.reshape(*inputs.shape[:2], groups, -1, math.prod(inputs.shape[3:]))),
         ]
 
-    def mirror(share: torch.Tensor, lead: int) -> torch.Tensor:
-        share = share.reshape(*share.shape[:lead], groups, weight.shape[0] // groups, *kernel, width)
-        return share.movedim(-1, lead + 2).flip(list(range(lead + 3, lead + 3 + d))).flatten(lead, lead + 1)
-
+    build = None if all(s == 1 for s in stride) else of_cotangent
+    sent = partial(_sent, d=d, groups=groups)
     work = weight.shape[0] * math.prod(kernel) * math.prod(call.out.shape[-d:])
-    of_patches = Recipe("gio", of_input, mirror, reads=(x,), work=work, sent=sent)
-    if all(s == 1 for s in stride):
-        return of_patches
-    return Recipe("gci", of_cotangent, reads=(x,), factored=of_patches)
+    return Recipe("gcok", "bgop", sent, read, build=build, reads=(x,), work=work)
 
 
 def _stuffed(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

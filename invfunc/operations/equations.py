@@ -25,6 +25,17 @@ class Equation:
     scale: Any = 1
     added: tuple[tuple[torch.Tensor, Any], ...] = ()
 
+    def meets(self, x: torch.Tensor) -> tuple[str, Any, list[tuple[str, torch.Tensor]]] | None:
+        """The labels of an operand that is read once, the number that multiplies it, and the operands that do."""
+        added = [factor for y, factor in self.added if y is x]
+        at = [i for i, y in enumerate(self.operands) if y is x]
+        if len(at) + len(added) != 1 or isinstance(scale := added[0] if added else self.scale, torch.Tensor):
+            return None
+        if added:
+            return self.output[len(self.output) - x.ndim :], scale, []
+        others = [(self.inputs[i], y) for i, y in enumerate(self.operands) if i != at[0]]
+        return self.inputs[at[0]], scale, others
+
 
 def equation(name: str, args: tuple, kwargs: dict[str, Any]) -> Equation | None:
     """The equation of a call, None where it cannot be written as one."""

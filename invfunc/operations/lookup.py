@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from invfunc.contract import Term
 from invfunc.errors import SampleAxisError
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, leading
 from invfunc.operations.compositions import step_by_step
-from invfunc.operations.factors.recipe import Part, Recipe, Site, grouped
+from invfunc.operations.factors.recipe import Part, Recipe, Site
 from invfunc.operations.operation import define
 from invfunc.operations.receptive_fields.step import Rows, Step, joined, most, raised
 
@@ -29,38 +28,23 @@ def lookup(call: Call) -> Place:
 
 
 def _table(site: Site, param: torch.Tensor) -> Recipe | None:
-    """A table of which rows are looked up: the cotangents at equal tokens of a sample are added up first, so that each
-    row occurs only once in it."""
+    """A table of which rows are looked up."""
     weight, indices = site.call.arg("weight"), site.call.arg("indices")
     padding = site.call.arg("padding_idx", -1)
     axis, count = site.call.place(indices), len(weight)
     if param is not weight or not isinstance(axis, Axis):
         return None
 
-    def entries(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """The entry of its sample that each position adds to, and the row of each entry: `[b, u]`."""
-        entry, found = grouped(site.exposed(indices, axis, part, fill=count).flatten(1).long(), count)
-        return entry, found.masked_fill(found == padding, count)
-
-    def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
-        entry, found = entries(part)
-        cotangent = cotangent.reshape(*cotangent.shape[:2], -1, cotangent.shape[-1])
-        share = torch.zeros_like(cotangent).scatter_add(2, entry[None, :, :, None].expand(cotangent.shape), cotangent)
-        return [("VNud", share * (found < count)[:, :, None])]
-
-    def picked(part: Part) -> torch.Tensor:
+    def picks(part: Part) -> torch.Tensor:
         tokens = site.exposed(indices, axis, part, fill=count).flatten(1).long()
         return tokens.masked_fill(tokens == padding, count)
 
-    def at_positions(cotangent: torch.Tensor, part: Part) -> list[Term]:
+    def sent(cotangent: torch.Tensor, part: Part) -> torch.Tensor:
         cotangent = cotangent.reshape(*cotangent.shape[:2], -1, cotangent.shape[-1])
-        return [("VNtd", cotangent * (picked(part) < count)[:, :, None])]
+        return cotangent * (picks(part) < count)[:, :, None]
 
-    factored = Recipe("d", at_positions, reads=(indices,), selects=picked)
     work = 2 * site.call.out.numel() // site.call.n
-    return Recipe(
-        "ud", build, reads=(indices,), work=work, joins=False, rows=lambda part: entries(part)[1], factored=factored
-    )
+    return Recipe("ud", "td", sent, picks=picks, reads=(indices,), work=work)
 
 
 def _refuse(name: str, **options: Any) -> None:

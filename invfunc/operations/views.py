@@ -165,11 +165,11 @@ def placed(site: Site, param: torch.Tensor) -> Recipe | None:
         return None
     if call.name == "stack":
         labels = labels[:dim] + labels[dim + 1 :]
-        return Recipe(labels, lambda cotangent, part: [("VN" + labels, cotangent.select(2 + dim, at[0]))])
+        return Recipe(labels, labels, lambda cotangent, part: cotangent.select(2 + dim, at[0]))
     if any(x.ndim != call.out.ndim for x in tensors):  # torch passes over empty ones
         return None
     start = sum(x.shape[dim] for x in tensors[: at[0]])
-    return Recipe(labels, lambda cotangent, part: [("VN" + labels, cotangent.narrow(2 + dim, start, param.shape[dim]))])
+    return Recipe(labels, labels, lambda cotangent, part: cotangent.narrow(2 + dim, start, param.shape[dim]))
 
 
 def broadcast_tensors(*given: Any) -> tuple[torch.Tensor, ...]:

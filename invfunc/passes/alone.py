@@ -229,7 +229,7 @@ def of_copies(leaf: torch.Tensor) -> Recipe:
     def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
         return [("VN" + labels, cotangent.squeeze(2))]
 
-    return Recipe(labels, build, joins=False, linear=False, generic=True)
+    return Recipe(labels, build=build, generic=True)
 
 
 def _same_slopes(each: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]) -> bool:

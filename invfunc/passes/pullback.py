@@ -156,7 +156,7 @@ class Pullback:
         reached = [t for t in uses if pulled.left[t.site] is not None]
         if not reached:
             return
-        several = [a for t in reached for a in t.recipe.recomputed] if len(reached) > 1 else []
+        several = [a for t in reached for a in t.recomputed] if len(reached) > 1 else []
         for operand in several[::-1]:  # from the last one on, as each is computed from the next
             operand.hold()
         for kept, reduction in zip(states, reductions, strict=True):
@@ -229,7 +229,7 @@ class Pullback:
         """Whether columns come one by one, and it saves memory to reduce each parameter as its cotangent arrives."""
         if not passes or self.scope.create_graph or any(p.stop - p.start != 1 for p in passes):
             return False
-        lean = any(use.recipe.recomputed for use in self.run.trace.uses)
+        lean = any(use.recomputed for use in self.run.trace.uses)
         return (lean or (len(passes) == 1 and self.last)) and self.block(passes[0]).right is None
 
     def _stream(
@@ -265,7 +265,7 @@ class Pullback:
 
 def _backwards(uses: dict[int, list[ParameterUse]]) -> list[tuple[int, list[ParameterUse]]]:
     """The parameters, in the order of a backward pass if operands are computed again, each from the next."""
-    if not any(use.recipe.recomputed for found in uses.values() for use in found):
+    if not any(use.recomputed for found in uses.values() for use in found):
         return list(uses.items())
     return sorted(uses.items(), key=lambda item: -max(use.site for use in item[1]))
 

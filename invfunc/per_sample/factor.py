@@ -47,10 +47,10 @@ class Factor:
     def __post_init__(self) -> None:
         self.use = self.uses[0]
         self.recipe = self.use.recipe
-        self.output = self.recipe.output
+        self.output, self.lands = self.recipe.output, self.recipe.picks is not None
         self.work = len(self.uses) * self.recipe.work
-        self.apart = self.recipe.cells + self.output
-        self.kept = "N" * bool(self.recipe.rows) + self.output
+        self.apart = "S" * bool(self.recipe.cells) + self.output
+        self.kept = "N" * self.lands + self.output
         """What is left of a sum over samples, whose entries may still have to land in the rows of each."""
 
     # What statistics are made of: all are in the layout of the parameter used
@@ -111,7 +111,7 @@ class Factor:
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
-        if self.recipe.rows:
+        if self.lands:
             total, centred = self._moments_in_rows()
         else:
             parts, terms, direct = self._way("N" + self.output, self.output)
@@ -140,12 +140,12 @@ class Factor:
         formed = instantiated(terms, present(output, terms)) + instantiated(others, present(output, others))
         formed += v * v * b * c * self._entries(terms)
         room = thresholds.PRODUCTS * self.budget
-        if not self.recipe.rows and cost(pairs, both) < formed and largest(pairs, both) < room:
+        if not self.lands and cost(pairs, both) < formed and largest(pairs, both) < room:
             return contract(self._exact(pairs), both).to(terms[0][1].dtype).reshape(v, b, v, c)
-        free = self.output[1:] if self.recipe.rows else self.output  # entries that land in rows stay together
+        free = self.output[1:] if self.lands else self.output  # entries that land in rows stay together
         last = next((c for c in reversed(free) if any(c in labels for labels, _ in terms)), "")
         width = _sizes(terms, last)[0] if last else 1
-        rows = self.use.param.shape[0] if self.recipe.rows else 1
+        rows = self.use.param.shape[0] if self.lands else 1
         per = v * (b + c) * max(1, rows * self._entries(terms) // max(1, width))
         total = []
         for start, stop in even(width, max(1, room // per)):
@@ -165,11 +165,11 @@ class Factor:
         """Blocks of samples, the terms of the first, and whether the square is cheaper without forming a share."""
         cotangent = self.columns.left[self.use.site]
         assert cotangent is not None
-        shares = cotangent.shape[0] * self.recipe.many * self.use.param.numel()
+        shares = cotangent.shape[0] * max(1, self.recipe.cells) * self.use.param.numel()
         size = self.work + len(self.uses) * cotangent[:, 0].numel() + shares
         parts = self.samples.parts(size, self.budget // thresholds.SHARES)
         terms = self._terms(self.columns.left, parts[0])
-        return parts, terms, bool(self.recipe.rows) or squares_directly(terms, self.apart, instance, kept)
+        return parts, terms, self.lands or squares_directly(terms, self.apart, instance, kept)
 
     def _exact(self, pair: list[Term]) -> list[Term]:
         """The pair in float64 where sums of its products may cancel."""
@@ -187,7 +187,7 @@ class Factor:
 
     def _terms(self, cotangents: Cotangents, part: Part) -> list[Term]:
         reached = [(use, cotangent) for use in self.uses if (cotangent := cotangents[use.site]) is not None]
-        built = [use.recipe.build(cotangent[:, part], part) for use, cotangent in reached]
+        built = [use.recipe.terms(cotangent[:, part], part) for use, cotangent in reached]
         return squeezed(widened(built[0] if len(built) == 1 else stacked(built)))
 
     def _entries(self, terms: list[Term]) -> int:
@@ -228,8 +228,7 @@ class Factor:
     # Where entries land
 
     def _rows(self, part: Part) -> torch.Tensor:
-        assert self.recipe.rows is not None
-        return self.recipe.rows(part)
+        return self.recipe.rows(part, self.use.param.shape[0])
 
     def _land(self, share: torch.Tensor, part: Part) -> torch.Tensor:
         """`[b, u, *rest]` added up in the rows of the parameter; what lands behind the last is dropped."""
@@ -240,11 +239,11 @@ class Factor:
     def _landed(self, share: torch.Tensor, terms: list[Term], part: Part) -> torch.Tensor:
         """A contraction over the samples, brought from the labels `kept` to the shape `[*output]`."""
         share = share.reshape(_sizes(terms, self.kept, part))
-        return self._land(share, part) if self.recipe.rows else share
+        return self._land(share, part) if self.lands else share
 
     def _landed_each(self, share: torch.Tensor, part: Part) -> torch.Tensor:
         """The shares of each column and sample, `[V, b, *output]`, with what lands in the same row added up."""
-        if not self.recipe.rows:
+        if not self.lands:
             return share
         v, b, u, *rest = share.shape
         rows = self._rows(part).reshape(1, b, u, *[1] * len(rest)).expand(share.shape)
@@ -253,9 +252,11 @@ class Factor:
 
     def _shaped(self, share: torch.Tensor, lead: int) -> torch.Tensor:
         """`[*lead, *output]` in the layout of the parameter used."""
-        if self.recipe.finish is not None:
-            share = self.recipe.finish(share, lead)
-        return share.reshape((*share.shape[:lead], *self.use.param.shape))
+        shape, own, n = self.use.param.shape, self.recipe.own, self.samples.n
+        if own is not None:
+            one = [own.width(n) if d == own.dim else size for d, size in enumerate(shape)]
+            share = own.restore(share.reshape((*share.shape[:lead], n, *one)), n, lead)
+        return share.reshape((*share.shape[:lead], *shape))
 
 
 def shifted_moments(shares: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from invfunc.contract import Term, contract, present, squeezed, widened
-from invfunc.operations.factors import Part, Recipe
+from invfunc.operations.factors import Part
 from invfunc.per_sample.cotangents import Cotangents, length
 from invfunc.per_sample.gradients import Shares
 from invfunc.per_sample.places import PART, Grid, Place, Rows, Unfactored, grid, rows
@@ -49,11 +49,8 @@ class Layer:
     picked: Callable[[Part], torch.Tensor] | None = None
     """The rows that the positions pick, `[b, R]`, if they do."""
 
-    @property
-    def recipe(self) -> Recipe:
-        return self.use.recipe.factored or self.use.recipe
-
     def __post_init__(self) -> None:
+        self.recipe = self.use.recipe
         if not self.recipe.linear:
             raise Unfactored(f"`{self.called}` is not known to be linear in it")
         if not self.use.derived.picked:
@@ -113,12 +110,14 @@ class Layer:
     def of(self, cotangent: torch.Tensor, part: Part) -> Operands:
         """The operands for the cotangents `[V, b, *one]` of some samples."""
         v, b = cotangent.shape[:2]
-        if not self.read and self.recipe.sent is not None and "layer" in self.use.memory:
+        sent = self.recipe.sends(cotangent, part)
+        if not self.read and "layer" in self.use.memory:
             self.places, self.blocks, labels = self.use.memory["layer"]
-            return Operands(self._sent(widened([self.recipe.sent(cotangent)]), labels, (v, b)))
-        terms = Terms.of(widened(self.recipe.build(cotangent, part)), self.recipe.output, (v, b))
-        if self.recipe.selects is not None:
-            self.picked = self._place_rows(self.recipe.selects)
+            return Operands(self._sent(widened([sent]), labels, (v, b)))
+        read = [] if self.recipe.own else self.recipe.read(part)
+        terms = Terms.of(widened([sent, *read]), self.recipe.output, (v, b))
+        if self.recipe.picks is not None:
+            self.picked = self._place_rows(self.recipe.picks)
             s = self._sent([terms.sent], Labels([], terms.outs, terms.positions), terms.lead)
             return Operands(s, picked=self.picked(part))
         if terms.entry_by_entry(self.shares.leaf.ndim):
@@ -193,7 +192,7 @@ class Layer:
     def _place(self, factors: list[list[str]], shared: list[str], sizes: dict[str, int]) -> None:
         if self.places:
             return
-        leaf, direct = self.shares.leaf, self.use.param is self.shares.leaf and self.recipe.finish is None
+        leaf, direct = self.shares.leaf, self.use.param is self.shares.leaf
         known = self.use.memory
         if direct and not shared:
             known["grid"] = Grid(self._directly(factors, sizes))
@@ -232,14 +231,10 @@ class Layer:
     def _entries(self, sizes: dict[str, int]) -> torch.Tensor:
         """The entry of the parameter that each combination of labels reads; for a parameter with an entry for each
         sample, that of each sample, in front."""
-        found, recipe = self.shares.origins(self.use.param), self.recipe
-        if recipe.own is not None:
-            return recipe.own.expose(found, self.shares.samples.n, fill=-1).reshape([-1, *sizes.values()])
-        if recipe.finish is None:
-            return found.reshape(list(sizes.values()))
-        numbers = torch.arange(math.prod(sizes.values()), device=found.device).reshape(list(sizes.values()))
-        order = recipe.finish(numbers, 0).flatten()
-        return torch.empty_like(order).scatter(0, order, found.flatten()).reshape(numbers.shape)
+        found, own = self.shares.origins(self.use.param), self.recipe.own
+        if own is not None:
+            return own.expose(found, self.shares.samples.n, fill=-1).reshape([-1, *sizes.values()])
+        return found.reshape(list(sizes.values()))
 
     def _directly(self, factors: list[list[str]], sizes: dict[str, int]) -> list[Place]:
         """The places of factors whose labels enumerate the entries of the parameter in their order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BatchSum, Call
 from invfunc.operations.batch_axis.orders import MIXED, Order, joined
 from invfunc.operations.factors import Recipe
+from invfunc.operations.factors.recomputed import Recomputed
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class ParameterUse:
     call: Call | None
     axis: Axis
     versions: tuple[tuple[torch.Tensor, int], ...]
+    recomputed: Sequence[Recomputed] = ()
+    """The operands that are not kept, but computed again when they are read."""
     memory: dict[str, Any] = field(default_factory=dict)
     """What a reduction of some columns has to know of others."""
 

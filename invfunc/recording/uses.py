@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from invfunc.operations.batch_axis.orders import Order
 from invfunc.operations.calls import alignment
 from invfunc.operations.factors import Recipe, Site
 from invfunc.operations.factors.generic import generic
-from invfunc.operations.factors.recomputed import read_of, reader, released
+from invfunc.operations.factors.recomputed import Recomputed, read_of, reader, released
 from invfunc.recording.follower import Follower
 from invfunc.recording.hidden import hidden
 from invfunc.recording.provenance import Provenance
@@ -52,7 +52,14 @@ class ParameterUses(Provenance):
         self.pattern: Follower | None = None
 
     def use(
-        self, param: torch.Tensor, tag: Derived, recipe: Recipe, out: torch.Tensor, axis: Axis, call: Call | None = None
+        self,
+        param: torch.Tensor,
+        tag: Derived,
+        recipe: Recipe,
+        out: torch.Tensor,
+        axis: Axis,
+        call: Call | None = None,
+        recomputed: Sequence[Recomputed] = (),
     ) -> None:
         if not out.requires_grad:  # it lies in a transform that f itself uses
             raise hidden(out, ())
@@ -64,7 +71,7 @@ class ParameterUses(Provenance):
             self.axes.append(axis)
             self.sizes.append(max(1, out.numel() // self.n))
         versions = tuple((x, version(x)) for x in (param, *recipe.reads))
-        self.uses.append(ParameterUse(param, tag, recipe, at, call, axis, versions))
+        self.uses.append(ParameterUse(param, tag, recipe, at, call, axis, versions, read_of(recomputed, recipe.reads)))
         if self.pattern is not None:
             self.pattern.used(at, out, recipe)
 
@@ -126,4 +133,4 @@ class ParameterUses(Provenance):
             if recipe is None:
                 self.use(x, tag, generic(Site(call, axis, self.scope.leave), x), out, axis, call)
             else:
-                self.use(x, tag, replace(recipe, recomputed=read_of(recomputed, recipe.reads)), out, axis, lean)
+                self.use(x, tag, recipe, out, axis, lean, recomputed)

@@ -11,7 +11,7 @@ from invfunc import tree
 from invfunc._values import anywhere
 from invfunc.contract import Term
 from invfunc.kronecker import Kronecker
-from invfunc.operations.factors import Part, Recipe, grouped
+from invfunc.operations.factors import Part, Recipe
 from invfunc.per_sample import Shares
 from invfunc.per_sample.operands import Layer
 from invfunc.per_sample.places import Unfactored
@@ -64,7 +64,7 @@ class InEigenbasis(Block):
                 layer = Layer(shares, use, self.factors.joined and shares.role == "weight")
                 layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
                 recipe, derived = self._recipe(layer, basis), Derived(frozenset(), True, picked=True)
-                uses.append(replace(use, param=rotated, derived=derived, recipe=recipe, versions=()))
+                uses.append(replace(use, param=rotated, derived=derived, recipe=recipe, call=None, versions=()))
         except Unfactored:  # its factor is the block itself
             block, (q,) = shares.outer(), basis.factors
             return basis, (q.mT.to(block.dtype) @ block @ q.to(block.dtype)).diagonal()
@@ -83,10 +83,7 @@ class InEigenbasis(Block):
             operands = layer.of(delta, part)
             s, vectors = operands.s, [q.to(operands.s.dtype) for q in factors]
             if in_rows:
-                assert operands.picked is not None
-                entry, _ = grouped(operands.picked, count)
-                s = torch.zeros_like(s).scatter_add(3, entry[None, :, None].expand(s.shape), s)
-                return [("VNku", s), ("kz", vectors[0])]
+                return [("VNkt", s), ("kz", vectors[0])]
             sent: list[Term] = [(f"VN{g}kr", s), (g + "kz", vectors[0])]
             if len(vectors) == 1:
                 return sent
@@ -97,15 +94,11 @@ class InEigenbasis(Block):
             assert operands.a is not None
             return [*sent, (f"N{g}ir", operands.a), (g + "iy", vectors[1])]
 
-        def landed(part: Part) -> torch.Tensor:
-            assert picked is not None
-            return grouped(picked(part), count)[1]
-
         output = "z" if len(factors) == 1 else "yz" if layer.flipped else "zy"
         work = layer.recipe.work
         if in_rows:
-            return Recipe("uz", build, work=work, joins=False, rows=landed)
-        return Recipe(g + output, build, work=work, joins=False)
+            return Recipe("uz", build=build, picks=picked, work=work)
+        return Recipe(g + output, build=build, work=work)
 
     def merge(self, a: State, b: State, over: Over) -> State:
         if a[1] is None or b[1] is None:

@@ -41,20 +41,13 @@ class Layout:
         return self.numbers.permute(order).reshape(-1, count)
 
 
-def layout(recipe: Recipe, one: torch.Size, like: torch.Tensor) -> Layout | None:
-    """The layout of a recipe, found by sending the numbers of the entries; None if it does not just move them."""
-    for way in (recipe, recipe.factored):
-        if way is None or way.rows is not None or way.selects is not None or not way.linear:
-            continue
-        count = math.prod(one)
-        numbers = torch.arange(count, dtype=torch.float64, device=like.device).reshape(1, 1, *one)
-        labels, found = way.sent(numbers) if way.sent is not None else way.build(numbers, slice(0, 1))[0]
-        if labels[:2] != "VN" or found.numel() != count or len(set(labels)) < len(labels):
-            continue
-        found = found[0, 0].long()
-        if torch.equal(found.flatten().sort().values, torch.arange(count, device=found.device)):
-            return Layout(way, labels[2:], found)
-    return None
+def layout(recipe: Recipe, one: torch.Size, device: torch.device) -> Layout | None:
+    """The layout of a recipe for the cotangent of one sample; None if positions pick rows, or a part is sent back."""
+    if recipe.labels is None or recipe.picks is not None:
+        return None
+    count = math.prod(one)
+    found = recipe.sent(torch.arange(count, device=device).reshape(1, 1, *one), slice(0, 1))[0, 0]
+    return Layout(recipe, recipe.labels, found) if found.numel() == count else None
 
 
 @dataclass
@@ -69,14 +62,9 @@ class Memory:
     index: torch.Tensor | None = None
     """The cells that `cells` was taken for."""
 
-    def terms(self, recipe: Recipe, cotangent: torch.Tensor, part: Part) -> tuple[Term, Callable[[], list[Term]]]:
-        """The first term of a recipe, and how to get the others."""
-        if recipe.sent is not None:
-            return recipe.sent(cotangent), lambda: _known(
-                self.kept, part, lambda: recipe.build(cotangent[:1], part)[1:]
-            )
-        first, *rest = recipe.build(cotangent, part)
-        return first, lambda: rest
+    def read(self, recipe: Recipe, part: Part) -> list[Term]:
+        """What the operation of a recipe has read."""
+        return _known(self.kept, part, lambda: recipe.read(part))
 
     def taken(self, index: torch.Tensor, part: Part, take: Callable[[], list[Term]]) -> list[Term]:
         """The terms that `take` gives for these cells, kept if other columns are going to read them."""
@@ -136,7 +124,7 @@ def celled(known: Layout, index: torch.Tensor, memory: Memory | None = None) -> 
         return terms
 
     def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
-        (labels, first), others = memory.terms(recipe, cotangent, part)
+        labels, first = recipe.sends(cotangent, part)
         v = len(cotangent) // classes
         order = [i for i, c in enumerate(labels) if c not in inner] + [labels.index(c) for c in inner]
         first = first.permute(order)
@@ -149,8 +137,6 @@ def celled(known: Layout, index: torch.Tensor, memory: Memory | None = None) -> 
         first = first.reshape(*first.shape[:-1], cells, width)
         first = first.movedim(0, 2).movedim(-2, 3).flatten(2, 3)  # [v, N, classes * C, *outs, r]
         terms = [("VNS" + outs + inner[0], first)]
-        return terms + memory.taken(index, part, lambda: taken(others()))
+        return terms + memory.taken(index, part, lambda: taken(memory.read(recipe, part)))
 
-    return replace(
-        recipe, build=build, cells="S", many=cells, work=recipe.work * classes, sent=None, gram=None, factored=None
-    )
+    return replace(recipe, build=build, cells=cells, work=recipe.work * classes)

@@ -48,7 +48,7 @@ class Paths:
 def _reads(use: ParameterUse) -> list[tuple[int, torch.Tensor]]:
     """What the operation of a parameter use reads of the samples, and its places there."""
     call = use.call
-    if call is None or use.recipe.recomputed:
+    if call is None or use.recomputed:
         return []
     found = {id(x): (k, x) for k, x in enumerate(call.read) if x.requires_grad and isinstance(call.place(x), Axis)}
     return list(found.values())

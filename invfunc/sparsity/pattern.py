@@ -83,7 +83,7 @@ class Pattern:
             self._keep_boxes(site, out, recipe)
 
     def _keep_boxes(self, site: int, out: torch.Tensor, recipe: Recipe) -> None:
-        known = layout(recipe, out.shape, out)
+        known = layout(recipe, out.shape, out.device)
         again = site in self.layouts
         self.layouts.setdefault(site, []).append(known)
         for frame in self.frames:
@@ -174,7 +174,7 @@ def positions_apart(run: Run, pattern: Pattern, uses: list[ParameterUse]) -> Lay
         return None
     out = torch.empty(use.call.out.shape, device="meta")
     one = run.trace.axes[use.site].expose(out, run.trace.n).shape[1:]
-    found = layout(use.recipe, one, use.param)
+    found = layout(use.recipe, one, use.param.device)
     if found is None:
         return None
     known = [k.entries for k in pattern.layouts[use.site] if k is not None]  # whose hulls were taken

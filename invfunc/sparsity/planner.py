@@ -32,7 +32,7 @@ class Planner:
 
     def chosen(self) -> Chosen | None:
         """The cheapest way, or None if that is to take every column."""
-        if any(t.recipe.recomputed for t in self.facts.run.trace.uses):
+        if any(t.recomputed for t in self.facts.run.trace.uses):
             self.why = "what the operations read is computed again"
             return None
         sizes = self.facts.run.trace.sizes

@@ -38,7 +38,7 @@ def generic(site: Site, param: torch.Tensor) -> Recipe:
         return [("VN" + labels, shares)]
 
     reads = tuple(again.flat[i] for i in again.axes)
-    return Recipe(labels, build, reads=reads, joins=False, linear=False, generic=True)
+    return Recipe(labels, build=build, reads=reads, generic=True)
 
 
 class _Again:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,53 +11,101 @@ from invfunc.contract import Term
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
 from invfunc.operations.equations import LETTERS, equation
-from invfunc.operations.factors.recomputed import Recomputed
 from invfunc.operations.operation import known
 
 Part = slice | torch.Tensor
 """Some samples of a run: a range, or their indices."""
-Build = Callable[[torch.Tensor, Part], list[Term]]
 
 
-@dataclass
+def _unchanged(cotangent: torch.Tensor, part: Part) -> torch.Tensor:
+    return cotangent
+
+
+def _nothing(part: Part) -> list[Term]:
+    return []
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """`G[v, n, *output] = einsum(build(cotangent, part))`, with V and N as the labels of columns and samples.
+    """`G[v, n, *output] = einsum(terms(cotangent, part))`, with V and N as the labels of columns and samples.
 
     `cotangent [V, b, *one]` is the cotangent at the operation's output for the samples `part`, each exposed as a batch
-    of one; `finish` brings what the output labels enumerate (`[*lead, *output]`) into the parameter's shape.
+    of one; the output labels enumerate the entries of the parameter in their order. It has one of three forms:
+
+    * a product `sum_r s[k, r] a[i, r]` of what is sent back, labelled with `labels`, and what is read: labels of the
+      output that both have are of blocks of the parameter, and labels that it has not are positions;
+    * the same with a table of which each position t picks a row: what is sent back to equal rows u is added up;
+    * what `build` makes, where nothing more is known.
     """
 
     output: str
-    build: Build
-    finish: Callable[[torch.Tensor, int], torch.Tensor] | None = None
-    reads: tuple[torch.Tensor, ...] = ()
-    work: int = 0
-    """How many numbers `build` makes for one sample, beyond what the run kept anyway."""
-    joins: bool = True
-    """Whether several such shares of one parameter may be stacked and contracted together."""
-    sent: Callable[[torch.Tensor], Term] | None = None
-    """The first term that `build` makes, where the others are dear and may be known already."""
+    labels: str | None = None
+    """The labels of one sample of what is sent back; None in the third form."""
+    sent: Callable[[torch.Tensor, Part], torch.Tensor] = _unchanged
+    """Lays the cotangent out as labelled, `[V, b, *labels]`: its entries once each, or a part of them."""
+    read: Callable[[Part], list[Term]] = _nothing
+    """What the operation has read, in factors."""
+    picks: Callable[[Part], torch.Tensor] | None = None
+    """The row of the parameter that each position t picks, `[b, t]`; one behind the last drops what is sent there."""
+    own: Axis | None = None
+    """Where the parameter has an entry z for each sample, of which what is read tells which it is."""
+    build: Callable[[torch.Tensor, Part], list[Term]] | None = None
+    """Other terms of the same share, which are cheaper than those of its form or the only ones."""
     gram: Callable[[Part], torch.Tensor | None] | None = None
     """The sum over samples and positions of the products of what is read, where that is cheaper than to read it."""
-    factored: Recipe | None = None
-    """The recipe of the same share as cotangents times what the operation reads, summed over positions as in a linear
-    layer; None if this one has that form already."""
-    selects: Callable[[Part], torch.Tensor] | None = None
-    """The row of the parameter that each position picks, `[b, t]` as in `rows`, where the operation looks rows up."""
-    linear: bool = True
-    """Whether the operation is known to be linear in the parameter."""
+    reads: tuple[torch.Tensor, ...] = ()
+    work: int = 0
+    """How many numbers the terms have for one sample, beyond what the run kept anyway."""
+    cells: int = 0
+    """How many parts S of a cotangent are squared one by one, as columns are; 0 if it is squared as a whole."""
     generic: bool = False
     """Whether it is had without a rule: the operation again with a copy of the parameter for each sample."""
-    cells: str = ""
-    """A label whose entries are squared one by one, as columns are: it enumerates `many` parts of a cotangent."""
-    many: int = 1
-    recomputed: Sequence[Recomputed] = ()
-    """The operands that are not kept, but computed again when they are read."""
-    own: Axis | None = None
-    """Where the parameter has an entry for each sample, if the output is over that of the sample itself."""
-    rows: Callable[[Part], torch.Tensor] | None = None
-    """Where the first label of the output counts entries of each sample: `[b, u]`, the rows of the parameter that they
-    are added to, no row twice in a sample; one behind the last drops an entry."""
+
+    @property
+    def linear(self) -> bool:
+        """Whether the operation is known to be linear in the parameter."""
+        return self.labels is not None
+
+    @property
+    def joins(self) -> bool:
+        """Whether several such shares of one parameter may be stacked and contracted together."""
+        return not self.generic and self.picks is None
+
+    def sends(self, cotangent: torch.Tensor, part: Part) -> Term:
+        """The first term of a recipe with a form."""
+        assert self.labels is not None
+        return "VN" + self.labels, self.sent(cotangent, part)
+
+    def terms(self, cotangent: torch.Tensor, part: Part) -> list[Term]:
+        """The factors of the shares."""
+        made = None if self.build is None else self.build(cotangent, part)
+        first, *others = made or [self.sends(cotangent, part), *self.read(part)]
+        return [first if self.picks is None else _added_up(first, self.picks(part)), *others]
+
+    def rows(self, part: Part, count: int) -> torch.Tensor:
+        """The row of a table with `count` rows for each entry u, `[b, u]`: none twice in a sample, but those behind."""
+        assert self.picks is not None
+        return _grouped(self.picks(part), count)[1]
+
+
+def _added_up(term: Term, picked: torch.Tensor) -> Term:
+    """What is sent back to equal rows, in one entry of its sample."""
+    labels, x = term
+    at, entry = labels.index("t"), _grouped(picked)[0]
+    index = entry.reshape(1, len(picked), *[-1 if d == at else 1 for d in range(2, x.ndim)]).expand(x.shape)
+    return labels.replace("t", "u"), torch.zeros_like(x).scatter_add(at, index, x)
+
+
+def _grouped(tokens: torch.Tensor, count: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The entry of its sample that each of the tokens `[b, t]` adds to, and the token of each entry `[b, u]`.
+
+    There are as many entries as tokens; those left over have the token `count`.
+    """
+    ordered, order = tokens.sort(1)
+    first = ordered[:, :1] != ordered[:, :1]
+    entry = torch.cat([first, ordered[:, 1:] != ordered[:, :-1]], 1).cumsum(1)
+    found = torch.full_like(tokens, count).scatter(1, entry, ordered)
+    return torch.zeros_like(tokens).scatter(1, order, entry), found
 
 
 @dataclass
@@ -70,18 +118,6 @@ class Site:
 
     def exposed(self, x: torch.Tensor, axis: Axis, part: Part, fill: float | None = 0) -> torch.Tensor:
         return axis.expose(self.value(x), self.call.n, fill=fill)[part]
-
-
-def grouped(tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The entry of its sample that each of the tokens `[b, t]` adds to, and the token of each entry `[b, u]`.
-
-    There are as many entries as tokens; those left over have the token `count`.
-    """
-    ordered, order = tokens.sort(1)
-    first = ordered[:, :1] != ordered[:, :1]
-    entry = torch.cat([first, ordered[:, 1:] != ordered[:, :-1]], 1).cumsum(1)
-    found = torch.full_like(tokens, count).scatter(1, entry, ordered)
-    return torch.zeros_like(tokens).scatter(1, order, entry), found
 
 
 FactorRule = Callable[[Site, torch.Tensor], Recipe | None]
@@ -100,33 +136,25 @@ def product(site: Site, param: torch.Tensor) -> Recipe | None:
     parsed = equation(call.name, call.args, call.kwargs)
     if parsed is None:
         return None
-    added = [factor for x, factor in parsed.added if x is param]
-    at = [i for i, x in enumerate(parsed.operands) if x is param]
-    if len(at) + len(added) != 1:
+    met = None if parsed is None else parsed.meets(param)
+    if parsed is None or met is None:
         return None
-    if added:
-        labels, scale, others = parsed.output[len(parsed.output) - param.ndim :], added[0], []
-    else:
-        labels, scale = parsed.inputs[at[0]], parsed.scale
-        others = [(parsed.inputs[i], x) for i, x in enumerate(parsed.operands) if i != at[0]]
-    if isinstance(scale, torch.Tensor):
-        return None
+    labels, scale, others = met
     sample = None if site.axis.dim is None else parsed.output[site.axis.dim]
     axes = [axis_of(site, x, inputs, sample) for inputs, x in others]
-    sizes = dict(zip(labels, param.shape, strict=True))
+    sizes, like = dict(zip(labels, param.shape, strict=True)), {"dtype": param.dtype, "device": param.device}
     wide = {*parsed.output, *(c for inputs, x in others for c, n in zip(inputs, x.shape, strict=True) if n != 1)}
     output = "".join(c for c in labels if sizes[c] != 1 or c not in wide)  # no label that only others count
 
-    def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
-        terms: list[Term] = [("VN" + parsed.output, cotangent)]
-        for (inputs, x), axis in zip(others, axes, strict=True):
-            terms.append((inputs, site.value(x)) if axis is None else ("N" + inputs, site.exposed(x, axis, part)))
-        terms += [] if scale == 1 else [("", cotangent.new_tensor(scale))]
-        seen = {c for inputs, x in terms for c, size in zip(inputs, x.shape, strict=True) if size != 1}
-        terms += [(c, cotangent.new_ones(sizes[c])) for c in output if c not in seen]  # summed in the parameter alone
-        return terms
+    def read(part: Part) -> list[Term]:
+        terms = [
+            (inputs, site.value(x)) if axis is None else ("N" + inputs, site.exposed(x, axis, part))
+            for (inputs, x), axis in zip(others, axes, strict=True)
+        ]
+        terms += [] if scale == 1 else [("", torch.tensor(scale, **like))]
+        return terms + [(c, torch.ones(sizes[c], **like)) for c in output if c not in wide]  # summed in it alone
 
-    return Recipe(output, build, reads=tuple(x for _, x in others))
+    return Recipe(output, parsed.output, read=read, reads=tuple(x for _, x in others))
 
 
 def axis_of(site: Site, x: torch.Tensor, labels: str, sample: str | None) -> Axis | None:
@@ -139,16 +167,5 @@ def axis_of(site: Site, x: torch.Tensor, labels: str, sample: str | None) -> Axi
 
 def aligned(axis: Axis, param: torch.Tensor, n: int) -> Recipe:
     """A parameter with an entry for each sample: the share of sample n is in entry n only."""
-
-    def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
-        eye = torch.eye(n, dtype=cotangent.dtype, device=cotangent.device)[part]
-        return [("VN" + LETTERS[: cotangent.ndim - 2], cotangent), ("Nz", eye)]
-
-    def finish(share: torch.Tensor, lead: int) -> torch.Tensor:
-        """`[*lead, n, *one]` into the layout of the parameter."""
-        one = [axis.width(n) if d == axis.dim else size for d, size in enumerate(param.shape)]
-        return axis.restore(share.reshape((*share.shape[:lead], n, *one)), n, lead)
-
-    labels = LETTERS[: len(axis.expose(param, n).shape) - 1]
-    own = Recipe(labels, lambda cotangent, part: [("VN" + labels, cotangent)], own=axis)
-    return Recipe("z" + LETTERS[: param.ndim], build, finish, joins=False, factored=own)
+    labels, like = LETTERS[: len(axis.expose(param, n).shape) - 1], {"dtype": param.dtype, "device": param.device}
+    return Recipe("z" + labels, labels, read=lambda part: [("Nz", torch.eye(n, **like)[part])], own=axis)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,6 +62,6 @@ def reader(
     return lambda x: leave(next((a.value() for a in recomputed if a.shape is x), x))
 
 
-def read_of(recomputed: list[Recomputed], reads: Iterable[torch.Tensor]) -> list[Recomputed]:
+def read_of(recomputed: Sequence[Recomputed], reads: Iterable[torch.Tensor]) -> list[Recomputed]:
     """The recomputed operands that a recipe reads."""
     return [a for a in recomputed if any(a.shape is x for x in reads)]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from invfunc.contract import Term
 from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors.recipe import Part, Recipe, Site
 
@@ -14,14 +13,10 @@ from invfunc.operations.factors.recipe import Part, Recipe, Site
 def scale(site: Site, output: str, factor: Callable[[Part], torch.Tensor], reads: tuple[torch.Tensor, ...]) -> Recipe:
     """`G[output] = sum cotangent * factor` over all other dimensions."""
     labels = LETTERS[: site.call.out.ndim]
-
-    def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
-        return [("VN" + labels, cotangent), ("N" + labels, factor(part))]
-
-    return Recipe(output, build, reads=reads, work=site.call.out.numel() // site.call.n)
+    work = site.call.out.numel() // site.call.n
+    return Recipe(output, labels, read=lambda part: [("N" + labels, factor(part))], reads=reads, work=work)
 
 
 def shift(site: Site, output: str) -> Recipe:
     """`G[output] = sum cotangent` over all other dimensions."""
-    labels = LETTERS[: site.call.out.ndim]
-    return Recipe(output, lambda cotangent, part: [("VN" + labels, cotangent)])
+    return Recipe(output, LETTERS[: site.call.out.ndim])
