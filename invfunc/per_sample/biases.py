@@ -12,10 +12,8 @@ _WITH_BIAS = {"linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d
 
 def _channels(call: Call) -> int:
     """How many entries a bias has that is not broadcast."""
-    weight = call.arg("weight")
-    if "transpose" in call.name:
-        return weight.shape[1] * call.arg("groups", 1)
-    return weight.shape[0] if weight.ndim > 1 else 1
+    dims = call.arg("weight").ndim
+    return call.out.shape[1 - dims] if dims > 1 else 1
 
 
 def _layers(weight: torch.Tensor, uses: list[ParameterUse]) -> list[Call]:

@@ -11,43 +11,54 @@ import torch
 from invfunc import thresholds
 from invfunc.contract import Term
 from invfunc.operations.factors import Part, Recipe
+from invfunc.passes.run import Run
+from invfunc.recording.tags import ParameterUse
 
 
 @dataclass
 class Layout:
-    """How the entries of a cotangent lie in the first term of a recipe: `[outs, positions]`."""
+    """How the entries of a cotangent lie in what is sent back: `[outs, positions]`."""
 
     recipe: Recipe
-    labels: str
-    """The labels of the first term, without V and N."""
     numbers: torch.Tensor
-    """The entry of the cotangent at each place of the first term."""
+    """The entry of the cotangent at each place of what is sent back."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        return dict(zip(self.labels, self.numbers.shape, strict=True))
+        return dict(zip(self.recipe.labels or "", self.numbers.shape, strict=True))
 
     @property
     def inner(self) -> str:
         """The labels that enumerate positions."""
-        return "".join(c for c in self.labels if c not in self.recipe.output and self.sizes[c] > 1)
+        return "".join(c for c, n in self.sizes.items() if c not in self.recipe.output and n > 1)
+
+    @property
+    def outs(self) -> int:
+        """How many entries of the cotangent there are at each position."""
+        return math.prod(n for c, n in self.sizes.items() if c not in self.inner)
 
     @property
     def entries(self) -> torch.Tensor:
         """The entries of the cotangent as `[outs, positions]`."""
-        order = [self.labels.index(c) for c in self.labels if c not in self.inner]
-        order += [self.labels.index(c) for c in self.inner]
-        count = math.prod(self.sizes[c] for c in self.inner)
-        return self.numbers.permute(order).reshape(-1, count)
+        order = sorted(range(self.numbers.ndim), key=lambda d: list(self.sizes)[d] in self.inner)
+        return self.numbers.permute(order).reshape(self.outs, self.numbers.numel() // max(1, self.outs))
 
 
-def layout(recipe: Recipe, one: torch.Size, device: torch.device) -> Layout | None:
+def layout(recipe: Recipe, one: torch.Size, device: torch.device | str) -> Layout | None:
     """The layout of a recipe for the cotangent of one sample; None if positions pick rows, or a part is sent back."""
     if recipe.labels is None or recipe.picks is not None:
         return None
     count = math.prod(one)
     found = recipe.sent(torch.arange(count, device=device).reshape(1, 1, *one), slice(0, 1))[0, 0]
-    return Layout(recipe, recipe.labels, found) if found.numel() == count else None
+    return Layout(recipe, found) if found.numel() == count else None
+
+
+def layout_at(run: Run, use: ParameterUse, device: torch.device | str) -> Layout | None:
+    """The layout at a parameter use, if it is that of an operation."""
+    if use.call is None:
+        return None
+    out = torch.empty(use.call.out.shape, device="meta")
+    return layout(use.recipe, run.trace.axes[use.site].expose(out, run.trace.n).shape[1:], device)
 
 
 @dataclass

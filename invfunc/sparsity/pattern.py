@@ -19,7 +19,7 @@ from invfunc.passes.run import Run
 from invfunc.recording.checks import same_values
 from invfunc.recording.seen import Seen
 from invfunc.recording.tags import ParameterUse
-from invfunc.sparsity.cells import Layout, layout
+from invfunc.sparsity.cells import Layout, layout, layout_at
 from invfunc.sparsity.paths import Bottleneck
 
 INPUTS = 0
@@ -170,11 +170,7 @@ def _over_outs(rows: torch.Tensor, known: Layout) -> torch.Tensor:
 def positions_apart(run: Run, pattern: Pattern, uses: list[ParameterUse]) -> Layout | None:
     """How the cotangents of a parameter fall apart into positions; None if columns have to be told apart first."""
     (use, *others) = uses
-    if others or not use.derived.selected or use.call is None:
-        return None
-    out = torch.empty(use.call.out.shape, device="meta")
-    one = run.trace.axes[use.site].expose(out, run.trace.n).shape[1:]
-    found = layout(use.recipe, one, use.param.device)
+    found = None if others or not use.derived.selected else layout_at(run, use, use.param.device)
     if found is None:
         return None
     known = [k.entries for k in pattern.layouts[use.site] if k is not None]  # whose hulls were taken

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from invfunc import thresholds
 from invfunc.passes.run import Run
-from invfunc.recording.tags import ParameterUse
 from invfunc.sparsity.bottleneck import Blocks
+from invfunc.sparsity.cells import layout_at
 from invfunc.sparsity.colouring import Colours
 from invfunc.sparsity.groups import Grouped
 from invfunc.sparsity.paths import Bottleneck
@@ -60,17 +60,11 @@ def _work(run: Run) -> list[float]:
     work = [0.0] * len(run.trace.edges)
     for use in run.trace.uses:
         sent = run.trace.sizes[use.site]
-        outs = _outs(use, sent)
+        known = layout_at(run, use, "meta")
+        outs = use.param.shape[0] if use.param.ndim > 1 else min(sent, use.param.numel())
+        outs = known.outs if known is not None else outs  # which meet the parameter at each position
         work[use.site] += 2.0 * max(sent, sent // max(1, outs) * use.param.numel())
     return work
-
-
-def _outs(use: ParameterUse, sent: int) -> int:
-    """How many entries of a cotangent meet the parameter at each position."""
-    call = use.call
-    if call is None or use.param.ndim < 2:
-        return min(sent, use.param.numel())
-    return use.param.shape[1] if "transpose" in call.name else use.param.shape[0]
 
 
 class Facts:
