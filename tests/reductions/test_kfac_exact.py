@@ -38,6 +38,28 @@ ACTIVATIONS = [nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.Softplus, nn.ReLU, nn.L
 sharings = pytest.mark.parametrize("sharing", SHARINGS)
 
 
+@pytest.mark.quick
+@sharings
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+@given(cut=st.integers(1, 3), steps=st.integers(1, 3))
+def test_a_layer_in_parts_has_the_factors_of_the_whole(sharing, dim, cut, steps):
+    """Of what is divided, those entries that one part sees; all where the parts are added up first."""
+    w, x, y = Numbers()(4, 4), Numbers(1)(3, steps, 4), Numbers(2)(3, steps, 4)
+
+    def in_parts(w, x):
+        if dim == 0:
+            return torch.cat([x @ part.T for part in w.split([cut, 4 - cut])], -1)
+        parts = zip(x.split([cut, 4 - cut], -1), w.split([cut, 4 - cut], 1), strict=True)
+        return sum(a @ part.T for a, part in parts)
+
+    whole, found = (
+        kflr(f, F.mse_loss, weight_sharing=sharing)(w, x, y).factors for f in (lambda w, x: x @ w.T, in_parts)
+    )
+    part = torch.arange(4) < cut
+    wanted = [k * (part == part[:, None]) if i == dim and sharing != "reduce" else k for i, k in enumerate(whole)]
+    assert_trees_close(found, tuple(wanted), EXACT, FLOOR)
+
+
 def dense(found):
     return {name: k.dense() for name, k in found.items() if k is not None}
 
