@@ -6,7 +6,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -63,7 +63,7 @@ def plainly() -> Iterator[None]:
     for _ in range(older + 1):
         torch._C._vmapmode_decrement_nesting()
     try:
-        with torch._C._DisableFuncTorch():
+        with _below(0):  # and not torch._C._DisableFuncTorch, within which a jvp that f uses itself is wrong
             yield
     finally:
         for _ in range(older):
@@ -117,7 +117,7 @@ def given_back(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     """How to get a tensor again that autograd has just saved, if the hooks that took it say so."""
     hooks = saving_hooks()
     find = getattr(getattr(hooks[0], "__self__", None), "given_back", None) if hooks is not None else None
-    return None if find is None else find(x)
+    return None if find is None or unwrapped(x) is not None else find(x)
 
 
 class Memory:
@@ -162,11 +162,6 @@ unwatched = torch._C.DisableTorchFunction
 def dispatched() -> bool:
     """Whether a dispatch mode sees all operations, as those of FakeTensor and of tracing do."""
     return torch._C._len_torch_dispatch_stack() > 0
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether what runs on a device is recorded in a graph, so that nobody may wait for it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -227,7 +222,9 @@ def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
 
         def at_the_level(change: Callable, x: torch.Tensor) -> torch.Tensor:
             x, layers = peel(x)
-            return put_back(_below(level, lambda: change(unwrap(x))), layers)
+            with _below(level):
+                x = change(unwrap(x))
+            return put_back(x, layers)
 
         def edge(x: torch.Tensor) -> torch.autograd.graph.GradientEdge | None:
             x, _ = peel(x)
@@ -236,12 +233,14 @@ def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
         yield partial(at_the_level, wrap), edge, partial(at_the_level, lambda x: x)
 
 
-def _below(level: int, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `run` gives while no transform above a level is active."""
-    if _C.current_level() == level:
-        return run()
-    with temporarily_pop_interpreter_stack():
-        return _below(level, run)
+@contextmanager
+def _below(level: int) -> Iterator[None]:
+    """Without the transforms above a level."""
+    if not (above := levels()) or above[-1][1] <= level:
+        yield
+        return
+    with temporarily_pop_interpreter_stack(), _below(level):
+        yield
 
 
 def version(x: torch.Tensor) -> int:
@@ -250,9 +249,11 @@ def version(x: torch.Tensor) -> int:
 
 
 def pointer(x: torch.Tensor) -> int:
-    """Where a tensor begins in memory; 0 for one without, such as a FakeTensor."""
+    """Where a tensor begins in memory; 0 for one without, such as a FakeTensor or the zeros of a jvp."""
     plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
-    return x.data_ptr() if plain or x.untyped_storage().device.type != "meta" else 0
+    with suppress(RuntimeError):
+        return x.data_ptr() if plain or x.untyped_storage().device.type != "meta" else 0
+    return 0
 
 
 def storage_of(x: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import batch_first, capturing, dispatched, innermost, is_zero, unwatched
+from invfunc._functorch import batch_first, dispatched, innermost, is_zero, unwatched
 
 Error = float | torch.Tensor
 """The distance of some entries from what they were, relative to their size; a tensor where a device has not told it."""
@@ -75,9 +75,14 @@ def _entries(tensor: torch.Tensor, most: int, turn: int) -> _Entries | None:
         part = torch.view_as_real(part.resolve_conj()).flatten()
     if known_at_once(tensor.device):
         return shape, part.tolist()
-    if capturing(tensor.device):
+    if _capturing(tensor.device):
         return None
     return shape, part.to(torch.float32 if part.dtype.itemsize < 4 else part.dtype, copy=True)
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether what runs on a device is recorded in a graph, so that nobody may wait for it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 _FAR = 10007

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc._functorch import Memory, freed, leaf, level_of, unwatched, unwrapped, version
+from invfunc._functorch import Memory, freed, leaf, level_of, plainly, unwatched, unwrapped, version
 from invfunc.errors import ReplayError
 from invfunc.invertible.left import Left
 from invfunc.invertible.origins import Origins
@@ -52,16 +53,17 @@ class Other:
 
     def again(self, instead: torch.Tensor) -> torch.Tensor:
         """The tensor as it was; a copy if it is written, of another one if what it held was not kept."""
-        if self._held is None:
-            return instead.detach().clone()
-        tensor = (instead if self._has_not_changed(instead) else self._held.get()).detach()
-        if freed(tensor):
-            raise ReplayError(
-                f"the memory of a tensor of shape {list(tensor.shape)} that the function reads from outside was freed "
-                f"after it was evaluated. {SHARDED}"
-            )
-        tensor = leaf(tensor) if self._needs else tensor
-        return tensor.clone() if self.written else tensor
+        with plainly() if level_of(instead) is None else nullcontext():  # not of a transform that f uses itself
+            if self._held is None:
+                return instead.detach().clone()
+            tensor = (instead if self._has_not_changed(instead) else self._held.get()).detach()
+            if freed(tensor):
+                raise ReplayError(
+                    f"the memory of a tensor of shape {list(tensor.shape)} that the function reads from outside was "
+                    f"freed after it was evaluated. {SHARDED}"
+                )
+            tensor = leaf(tensor) if self._needs else tensor
+            return tensor.clone() if self.written else tensor
 
     def _has_not_changed(self, tensor: torch.Tensor) -> bool:
         """Whether what hooks hold, which may not give it back yet, is there as it was."""
@@ -221,7 +223,8 @@ class Recall(Sight):
         """A copy, as the tensor may not be written in the place of another."""
         self._left.refuse(tensor)
         if id(tensor) not in self.unfamiliar:
-            copy = self.know(tensor.detach().clone())
+            with plainly() if level_of(tensor) is None else nullcontext():
+                copy = self.know(tensor.detach().clone())
             self.unfamiliar[id(tensor)] = tensor, copy
             self._names[id(copy)] = copy, tensor
         return self.unfamiliar[id(tensor)][1]
