@@ -54,6 +54,7 @@ class Call:
         self._lifted = len(closure.tensors) if closure is not None else 0
         """How many of the further arguments, at their end, stand for what is closed over."""
         self.report = report or Report()
+        self.report.known.attributes.begins(pair)
         self.left = Left(self.report.known.left)
         self.kept = kept
         self._x = x
@@ -79,7 +80,7 @@ class Call:
         self._uses: list[Use] = []
 
     def _moment(self, tensors: Tensors) -> Replay:
-        return Replay(tensors, self._generators, self._random)
+        return Replay(tensors, self._generators, self._random, self.report.known.attributes)
 
     def _last(self) -> Replay:
         return self.moments[-1].after if self.moments else self._start
@@ -105,9 +106,9 @@ class Call:
         with watch:
             y = self._forward(xs, rest, noted, watch)
         self.left.first(watch.left(tree.tensors(y)))
-        self.watch = None
-        self._closure = None
+        self.watch = self._closure = None
         self.report.known.calls += 1
+        self.report.known.attributes.ended(self._start.held)
         self._others, self._uses = watch.outside(len(xs), self._hooks)
         replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
         for generator, state in watch.drawn if self._random else ():

@@ -102,7 +102,8 @@ def invertible_checkpoint(
         tensor([2., 2.])
 
     A state of f's own that it writes in place, such as running statistics or the vectors of `spectral_norm`, is written
-    once; what it held is kept in a copy, from which f and f_inv start again.
+    once; what it held is kept in a copy, from which f and f_inv start again. So is the plain Python state (counters,
+    flags, lists) of the modules that f holds.
 
     Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
     memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is. What f

@@ -1,4 +1,4 @@
-"""Random numbers and autocast as they were at one moment."""
+"""Random numbers, autocast and the plain Python state of a function as they were at one moment."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from typing import Any
 import torch
 
 from invfunc._functorch import dispatched, undispatched
+from invfunc.invertible.attributes import Attributes
 
 
 class Replay:
-    """What a function reads besides its arguments: the states of the random number generators, and autocast.
+    """What a function reads besides its arguments: the states of random number generators, autocast, attributes.
 
     Used as a context, the moment of its making comes back for as long; the caller's states are left as they were.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], generators: Iterable[torch.Generator], random: bool) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor],
+        generators: Iterable[torch.Generator],
+        random: bool,
+        attributes: Attributes,
+    ) -> None:
+        self._attributes, self.held = attributes, attributes.state()
         devices = {tensor.device for tensor in tensors}
         kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
         self._autocast = [(kind, _autocast(kind)) for kind in sorted(kinds)]
@@ -31,6 +39,7 @@ class Replay:
 
     def shared_with(self, other: Replay) -> Replay:
         """This moment, with the states of another one in place of equal ones of its own."""
+        self.held = other.held if self.held == other.held else self.held
         for i, (generator, state) in enumerate(zip(self._generators, self._states, strict=True)):
             for known, then in zip(other._generators, other._states, strict=True):
                 if known is generator and _same(then, state):
@@ -44,8 +53,9 @@ class Replay:
             self._states.append(state)
 
     def rewind(self) -> None:
-        """The random numbers go on from the moment."""
+        """The random numbers and the attributes go on from the moment."""
         self._set(self._states)
+        self._attributes.set(self.held)
 
     def dtypes(self) -> list[torch.dtype]:
         """Those that autocast computes in."""
@@ -60,11 +70,13 @@ class Replay:
                     enabled, dtype, cache = then
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
             before = [generator.get_state() for generator in self._generators]
+            everything = self._attributes.everything()
             try:
                 self.rewind()
                 yield
             finally:
                 self._set(before)
+                self._attributes.restore(everything)
                 if self.dtypes():  # autocast around us would keep what was cast here
                     torch.clear_autocast_cache()
 

@@ -11,6 +11,7 @@ import torch
 
 from invfunc._functorch import after_backward, backward_pass, levels
 from invfunc.errors import ArgumentError, InexactWarning, InverseError, InvFuncError, InvFuncWarning, ReplayError
+from invfunc.invertible.attributes import Attributes
 from invfunc.invertible.left import LeftByAll
 from invfunc.invertible.probe import ROUNDED, Error, near, precision
 from invfunc.transform import told
@@ -28,6 +29,8 @@ class Known:
     """How often it was called; the first time compiled parts are told of."""
     left: LeftByAll = field(default_factory=LeftByAll)
     """What its calls have left behind."""
+    attributes: Attributes = field(default_factory=Attributes)
+    """What f holds and changes."""
     left_told: bool = False
     """Whether it has been told that it leaves tensors behind that have no gradient."""
     inexact: bool = False

@@ -71,10 +71,10 @@ def _to_copy(held: Any, memo: dict[int, Any], seen: set[int]) -> bool:
     if id(held) in seen:
         return False
     seen.add(id(held))
-    return any(_to_copy(inner, memo, seen) for inner in _held(held))
+    return any(_to_copy(inner, memo, seen) for inner in held_by(held))
 
 
-def _held(value: Any) -> list[Any]:
+def held_by(value: Any) -> list[Any]:
     """The objects that a function or a collection holds."""
     if isinstance(value, FunctionType):
         cells = [held for cell in value.__closure__ or () for held in _contents(cell)]
