@@ -51,7 +51,7 @@ def structured(
         return None
     outputs = {id(p.output): p.output for p in terms if p.output.requires_grad}
     nodes = {node_of(r.value) for r in roots}
-    stops = {node_of(x) for x in outputs.values()}
+    stops = {node_of(x): () for x in outputs.values()}
     if not outputs or len({id(p.output) for p in terms}) < len(terms) or reaches(result, nodes, stops):
         return None
     found = scope.grad([result], list(outputs.values()), [torch.ones_like(result)], batched=False, create_graph=True)
@@ -64,7 +64,7 @@ def structured(
 
 def _varies(scope: Scope, slope: torch.Tensor, roots: list[ModelOutput], nodes: set[Any]) -> bool:
     """Whether a slope depends on the outputs: autograd says so of some losses that are linear, too (nll_loss)."""
-    if not reaches(slope, nodes, set()):
+    if not reaches(slope, nodes, {}):
         return False
     weights = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().reshape(slope.shape)
     found = scope.grad([slope], [r.value for r in roots], [weights], batched=False)

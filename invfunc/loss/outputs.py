@@ -204,7 +204,7 @@ def check_seen(
     """Check in the graph of autograd that no path, also of calls that were not seen, goes around the outputs."""
     astray = [root.value for root in finder.roots.values() if root not in roots]
     targets = {node_of(x) for x in (*params, *astray)} - {None}
-    if reaches(result, targets, {node_of(r.value) for r in roots}):
+    if reaches(result, targets, {node_of(r.value): () for r in roots}):
         raise SplitError(
             "a path from the parameters to the result goes around the outputs, through an operation that cannot be "
             "seen (a custom autograd.Function, or torch.func inside f)."

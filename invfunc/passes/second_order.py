@@ -127,7 +127,7 @@ def _dense(
     results, slopes = [y for y, _ in pairs], [g for _, g in pairs]
     found = scope.grad(results, list(values.values()), slopes, batched=False, create_graph=True)
     nodes = {node_of(x) for x in values.values()}
-    nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is not None and reaches(s, nodes, set())}
+    nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is not None and reaches(s, nodes, {})}
     if not nonlinear:  # it is linear after all
         return []
     places = {i: (x, _axis(step, k)) for k, (i, x) in enumerate(values.items())}
@@ -192,7 +192,7 @@ def _downstream(leaf: torch.Tensor, uses: list[ParameterUse]) -> bool:
     """Whether an operation that reads a parameter reads something that depends on it, too."""
     nodes = {node_of(leaf)}
     read = [x for t in uses if t.call is not None for x in t.call.read if x is not t.param and x.requires_grad]
-    return any(reaches(x, nodes, set()) for x in {id(x): x for x in read if x is not leaf}.values())
+    return any(reaches(x, nodes, {}) for x in {id(x): x for x in read if x is not leaf}.values())
 
 
 def entries(

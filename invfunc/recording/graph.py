@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,18 @@ def node_of(x: torch.Tensor) -> Any:
     return view.grad_fn.next_functions[0][0] if view.grad_fn is not None else None
 
 
-def reaches(x: torch.Tensor, targets: set[Any], stops: set[Any]) -> bool:
-    """Whether the graph of x comes to one of the target nodes on a way around the stops."""
+def reaches(x: torch.Tensor, targets: set[Any], known: Mapping[Any, Iterable[Any]]) -> bool:
+    """Whether the graph of x comes to one of the target nodes; from known nodes it goes on with those stated alone."""
     waiting, seen = [node_of(x)] if x.requires_grad else [], set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or node in stops:
+        if node is None or node in seen:
             continue
         if node in targets:
             return True
         seen.add(node)
-        waiting.extend(parent for parent, _ in node.next_functions)
+        below = known.get(node)
+        waiting.extend((parent for parent, _ in node.next_functions) if below is None else below)
     return False
 
 

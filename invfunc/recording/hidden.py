@@ -16,7 +16,7 @@ def unseen(x: torch.Tensor, tag: Derived | Sampled | None, entered: list[torch.T
     """Whether autograd knows that x depends on the parameters, though no call said so."""
     if not (x.requires_grad and torch.is_grad_enabled()) or isinstance(tag, Derived) or (tag and tag.active):
         return False
-    return reaches(x, {node_of(p) for p in entered}, set())
+    return reaches(x, {node_of(p) for p in entered}, {})
 
 
 def hidden(x: torch.Tensor, calls: Iterable[str]) -> SampleAxisError:

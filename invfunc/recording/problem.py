@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from invfunc import tree
+from invfunc._uncompiled import Uncompiled
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.operations.axis import Axis
 from invfunc.recording import Trace
@@ -78,8 +79,11 @@ class Problem:
         given = [
             trees[self.argnums.index(i)] if i in self.argnums else self._samples(trace, i, part) for i in self.inputs
         ]
-        with trace, trace.adopting or nullcontext():
-            result = self.f(*given, **self.kwargs)
+        with Uncompiled(), trace, trace.adopting or nullcontext():
+            try:
+                result = self.f(*given, **self.kwargs)
+            except SystemError as error:  # torch's own code makes one of what we raise where it calls us
+                raise error if error.__cause__ is None else error.__cause__ from None
         if not self.has_aux:
             return result, None
         return with_aux(result)

@@ -40,11 +40,6 @@ class Seen:
         return self.writes and self.name != "setitem" and base_of(self.args[0]) is not None
 
     @property
-    def through_view(self) -> bool:
-        """Whether it writes to a view of what has a derivative, or will have one."""
-        return self.writes and self.name != "setitem" and self.args[0]._is_view()
-
-    @property
     def params(self) -> dict[int, torch.Tensor]:
         """Parameters among what it reads that a derivative reaches."""
         if not torch.is_grad_enabled():

@@ -9,7 +9,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import opened, unviewed
-from invfunc.errors import part_mixed
+from invfunc.errors import part_mixed, samples_lost
 from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call, Mixed, Unknown
@@ -162,6 +162,8 @@ class Trace(ParameterUses, Listener):
                 seen, params = promoted, promoted.params
         if self.pattern is not None:
             self.pattern.before(len(self.edges), seen)
+        if seen.writes and not isinstance(seen.args[0], torch.Tensor):
+            raise samples_lost(f"`{seen.name}` (it writes into several tensors; write into each by itself)", True)
         if seen.through_view and (params or (self.remember is not None and self.remember(seen))):
             return self._through_view(seen)
         out, kept, remembered = self._run(seen, bool(params))
@@ -275,8 +277,11 @@ class Trace(ParameterUses, Listener):
                 self.known.written(x, tag)
 
     def check(self, outputs: list[torch.Tensor], params: list[torch.Tensor]) -> None:
-        """Check in the graph of autograd that every path from the outputs to the parameters crosses a parameter use."""
-        stops, targets = {edge.node for edge in self.edges}, {node_of(p) for p in params}
+        """Check in the graph of autograd that no path from the outputs comes to a parameter but at its uses."""
+        targets = {node_of(p) for p in params}
+        known = dict[Any, list[Any]]()
+        for edge, below in zip(self.edges, self.below, strict=True):
+            known.setdefault(edge.node, []).extend(below)
         for z in outputs:
-            if reaches(z, targets, stops) or unseen(z, self.tag(z), self.entered):
+            if reaches(z, targets, known) or unseen(z, self.tag(z), self.entered):
                 raise hidden(z, self.calls)

@@ -20,6 +20,7 @@ from invfunc.operations.factors import Recipe, Site
 from invfunc.operations.factors.generic import generic
 from invfunc.operations.factors.recomputed import Recomputed, read_of, reader, released
 from invfunc.recording.follower import Follower
+from invfunc.recording.graph import node_of
 from invfunc.recording.hidden import hidden
 from invfunc.recording.provenance import Provenance
 from invfunc.recording.result import Result
@@ -41,6 +42,7 @@ class ParameterUses(Provenance):
         self.after: Callable[[Any, Call], None] | None = None  # sees each call on samples
         self.uses: list[ParameterUse] = []
         self.edges: list[Any] = []
+        self.below: list[Sequence[Any]] = []  # the nodes of what the operation at each site reads beside parameters
         self.axes: list[Axis] = []
         self.sizes: list[int] = []  # of the output at each site, for one sample
         self.complex = False  # whether complex numbers depend on parameters and samples
@@ -60,6 +62,7 @@ class ParameterUses(Provenance):
         axis: Axis,
         call: Call | None = None,
         recomputed: Sequence[Recomputed] = (),
+        below: Sequence[Any] = (),
     ) -> None:
         if not out.requires_grad:  # it lies in a transform that f itself uses
             raise hidden(out, ())
@@ -68,12 +71,17 @@ class ParameterUses(Provenance):
         if at is None:
             at = len(self.edges)
             self.edges.append(edge)
+            self.below.append(below)
             self.axes.append(axis)
             self.sizes.append(max(1, out.numel() // self.n))
         versions = tuple((x, version(x)) for x in (param, *recipe.reads))
         self.uses.append(ParameterUse(param, tag, recipe, at, call, axis, versions, read_of(recomputed, recipe.reads)))
         if self.pattern is not None:
             self.pattern.used(at, out, recipe)
+
+    def _active(self, x: torch.Tensor) -> bool:
+        tag = self.tag(x)
+        return isinstance(tag, Sampled) and tag.active and x.requires_grad
 
     def promote(self, seen: Seen, params: dict[int, torch.Tensor]) -> Seen:
         """Replace parameters that have an entry for each sample by tensors of samples; each such place is a use."""
@@ -122,6 +130,7 @@ class ParameterUses(Provenance):
             self._use(call, produced[0], Everyone(None) if everyone else result.found, params)
 
     def _use(self, call: Call, out: torch.Tensor, axis: Axis, params: dict[int, torch.Tensor]) -> None:
+        below = [node_of(x) for x in call.read if self._active(x)]
         call = replace(call, out=torch.empty(call.out.shape, device="meta"))  # its values need not be kept
         rule = factors.find(call) if self.fast and not out.is_complex() else None
         once = rule and self.remember is None and self.after is None and not self.scope.create_graph
@@ -131,6 +140,6 @@ class ParameterUses(Provenance):
             assert isinstance(tag, Derived)
             recipe = rule(Site(lean, axis, reader(recomputed, self.scope.leave)), x) if rule else None
             if recipe is None:
-                self.use(x, tag, generic(Site(call, axis, self.scope.leave), x), out, axis, call)
+                self.use(x, tag, generic(Site(call, axis, self.scope.leave), x), out, axis, call, below=below)
             else:
-                self.use(x, tag, recipe, out, axis, lean, recomputed)
+                self.use(x, tag, recipe, out, axis, lean, recomputed, below)

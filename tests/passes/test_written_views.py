@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import batch_diag_ggn, batch_grad, diag_ggn, diag_hessian, variance
+from invfunc import SampleAxisError, batch_diag_ggn, batch_grad, diag_ggn, diag_hessian, variance
+from invfunc.recording.seen import Seen
 from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian, loop_batch_grad, loop_variance
 from tests.strategies import Numbers
 
@@ -44,6 +45,47 @@ def model(view, write):
         return F.linear(h.tanh().flatten(1), p["head"])
 
     return f
+
+
+def test_a_path_beside_the_uses_is_noticed(monkeypatch):
+    """As there would be one here, if a write through a view were not taken apart: a later use does not hide it."""
+    monkeypatch.setattr(Seen, "through_view", False)
+    f = model(VIEWS["slice"], WRITES["add_"])
+
+    def losses(p, x, y):
+        return F.cross_entropy(f(p, x), y, reduction="none")
+
+    assert_trees_close(batch_grad(losses)(P, X, Y), loop_batch_grad(losses)(P, X, Y), rtol=1e-10)
+    with pytest.raises(SampleAxisError, match="cannot be seen"):
+        batch_grad(lambda p, x, y: losses(p, x, y).sum())(P, X, Y)
+
+
+class Added(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, p):
+        ctx.mark_dirty(h)
+        return h.add_(p)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, g.flatten(0, -2).sum(0)
+
+
+def listed(v, p):
+    torch._foreach_mul_([v], [p])
+
+
+@pytest.mark.parametrize(("write", "named"), [(Added.apply, "Added"), (listed, "foreach_mul")])
+def test_what_writes_unseen_or_into_several(write, named):
+    """Right, sample by sample, of losses that are alone; an error that names it of others."""
+    f = model(lambda h: h, write)
+
+    def losses(p, x, y):
+        return F.cross_entropy(f(p, x), y, reduction="none")
+
+    with pytest.raises(SampleAxisError, match=named):
+        batch_grad(lambda p, x, y: losses(p, x, y).sum())(P, X, Y)
+    assert_trees_close(batch_grad(losses)(P, X, Y), loop_batch_grad(losses)(P, X, Y), rtol=1e-10)
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)

@@ -56,7 +56,7 @@ class TestClipping:
     def test_has_a_derivative_in_its_bound(self):
         net, loss = network("perceptron"), LOSSES[0]
         f, args = samples_loss(net, loss), drawn(net, loss)
-        bound = loop_clipped_grad(f, torch.inf)(*args)[1].median()
+        bound = loop_clipped_grad(f, torch.inf)(*args)[1].median() * 1.01  # not at a norm, where it has a kink
 
         def value(bound, make=clipped_grad):
             return sum(g.cos().sum() for g in tree.leaves(make(f, bound)(*args)[0]))
