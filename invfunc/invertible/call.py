@@ -114,7 +114,7 @@ class Call:
         for generator, state in watch.drawn if self._random else ():
             for replay in replays:
                 replay.add(generator, state)
-        self._outcome = Outcome(y, self.report, exact=len(self.kept) == len(xs), alone=closed)
+        self._outcome = Outcome(y, self.report, kept=len(self.kept) == len(xs), alone=closed)
         return y
 
     def closure(self, xs: Tensors, rest: Tensors) -> Closure:
@@ -159,16 +159,22 @@ class Call:
         return y
 
     def run(
-        self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool = False, compare: bool = True
+        self,
+        xs: Tensors,
+        rest: Tensors,
+        evaluate: Evaluate | None,
+        known: bool = False,
+        compare: bool = True,
+        exact: bool = False,
     ) -> Any:
         """The result of forward, with the hidden part beside it where there is one, another time.
 
         `known` says that `evaluate` knows the results of shared functions, and does not evaluate them; `compare` that
-        the result is held against that of the first time, where that is asked for.
+        the result is held against that of the first time, where that is asked for or x is `exact`.
         """
         y, _ = self._again(xs, rest, evaluate, known)
         if compare:
-            self._outcome.compare(y, self.dtypes(), lambda: self.run(xs, rest, None, compare=False))
+            self._outcome.compare(y, exact, self.dtypes(), lambda: self.run(xs, rest, None, compare=False))
         return y
 
     def _again(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool) -> tuple[Any, Recall]:
@@ -279,17 +285,7 @@ class Call:
             if isinstance(leaf, torch.Tensor) and like.is_like(leaf):
                 found.append(like.given_to(leaf))
                 continue
-            was = f"{list(like.shape)} {like.dtype} on {like.device}"
-            if not isinstance(leaf, torch.Tensor):
-                raise InverseError(
-                    f"the inverse gives {self.names()[i]} as {type(leaf).__name__}, where it was {was}. What is to be "
-                    f"kept in memory, and not computed by the inverse, is named by keep=({i},)."
-                )
-            came = f"{list(leaf.shape)} {leaf.dtype} on {leaf.device}"
-            text = f"the inverse gives {self.names()[i]} as {came}, where it was {was}."
-            if leaf.shape == like.shape and leaf.dtype != like.dtype:
-                text += f" What the function rounds to another dtype stays in memory by keep=({i},)."
-            raise InverseError(text)
+            raise like.instead(leaf, self.names()[i], i)
         return found
 
     @contextmanager

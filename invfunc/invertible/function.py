@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,7 +165,8 @@ class Forward(Op):
             if sources is None:
                 sources = fetch(ctx.block.sources)
                 start = unwound(self._run, (len(sources), self._count, len(rest)), wanted, given)
-            outputs = derivative(self._forward, ghosts, sources, rest, gs, wanted, given, level, ctx.around, start)
+            forward = partial(self._forward, exact=start is None and ctx.block.exact())
+            outputs = derivative(forward, ghosts, sources, rest, gs, wanted, given, level, ctx.around, start)
         if start is not None:
             with self._run.call.named():
                 ctx.block.give_back_and_tell([x.detach() for x in outputs[: self._count]])
@@ -175,8 +177,8 @@ class Forward(Op):
                 found[i] = found[i] + g if i in found else g
         return [found.get(i) for i in range(len(needs))]
 
-    def _forward(self, tensors: Tensors) -> list[torch.Tensor]:
-        return self._run.forward(tensors[: self._count], tensors[self._count :])
+    def _forward(self, tensors: Tensors, exact: bool) -> list[torch.Tensor]:
+        return self._run.forward(tensors[: self._count], tensors[self._count :], exact=exact)
 
 
 class Step(Op):

@@ -141,7 +141,7 @@ class HookedBlock(Block):
         rest = self._detached()
         with plainly(), self._call.named():
             xs = self.xs()
-            exact = xs is not None and self._exact()
+            exact = xs is not None and self.exact()
             recorded = self._recording(rest, self._probes)
             outputs, tell = None, None
             if xs is None:
@@ -190,11 +190,6 @@ class HookedBlock(Block):
     def _recording(self, rest: Tensors, probes: dict[Key, Probe]) -> Recording:
         self._call.origins = origins = self.origins.again()
         return Recording(self._like, probes, _places(rest, self._apart), self._to_the_end, origins, self._call.recalls)
-
-    def _exact(self) -> bool:
-        """Whether x is in memory as it was, and was not given back with an error."""
-        slots = [source() for source in self._xs]
-        return all(slot is not None and isinstance(slot.error, float) and slot.error == 0 for slot in slots)
 
     def _invert_recording(self, recorded: Recording) -> tuple[list[torch.Tensor], dict[int, Any], Tell]:
         """Invert; what the shared functions save meanwhile is what they saved in forward."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from invfunc.errors import InverseError
 
 
 def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -40,6 +42,19 @@ class Like(NamedTuple):
     def given_to(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the dtype, where that may be, and with the strides."""
         return laid_out(tensor.to(self.dtype) if self.is_like(tensor) else tensor, self.stride)
+
+    def instead(self, came: Any, name: str, place: int) -> InverseError:
+        """The error where the inverse gives something else for a tensor of x, at its place."""
+        was = f"{list(self.shape)} {self.dtype} on {self.device}"
+        if not isinstance(came, torch.Tensor):
+            return InverseError(
+                f"the inverse gives {name} as {type(came).__name__}, where it was {was}. What is to be kept in memory, "
+                f"and not computed by the inverse, is named by keep=({place},)."
+            )
+        text = f"the inverse gives {name} as {list(came.shape)} {came.dtype} on {came.device}, where it was {was}."
+        if came.shape == self.shape and came.dtype != self.dtype:
+            text += f" What the function rounds to another dtype stays in memory by keep=({place},)."
+        return InverseError(text)
 
     def is_like(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor may be it; one of a wider dtype has all of its digits."""

@@ -29,10 +29,10 @@ class Run:
         return self.call.flat(self.call.first(xs, rest, closed=True))
 
     def forward(
-        self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True
+        self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True, exact: bool = False
     ) -> list[torch.Tensor]:
-        """The tensors of y, another time, perhaps with known results of shared functions."""
-        return self.call.flat(self.call.run(xs, rest, known, known is not None, compare))
+        """The tensors of y, another time, perhaps with known results of shared functions; `exact` says that x is."""
+        return self.call.flat(self.call.run(xs, rest, known, known is not None, compare, exact))
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
         """The tensors of x."""
@@ -53,9 +53,9 @@ class BatchedRun(Run):
         return self._each(self._run.first, self._xs)(list(xs), list(rest))
 
     def forward(
-        self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True
+        self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True, exact: bool = False
     ) -> list[torch.Tensor]:
-        return self._each(lambda a, b: self._run.forward(a, b, known, compare), self._xs)(list(xs), list(rest))
+        return self._each(lambda a, b: self._run.forward(a, b, known, compare, exact), self._xs)(list(xs), list(rest))
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
         kept = [self._xs[i] for i in self.call.kept]

@@ -181,7 +181,9 @@ class Scope:
                 self.spell((arg.start, arg.stop, arg.step), steps, fractions)
             else:
                 steps.append(kind)
-                if (held := _held(arg)) is not None:
+                if kind is torch.Generator:
+                    steps.append(arg.get_state().numpy().tobytes())
+                elif (held := _held(arg)) is not None:
                     (fractions if held[0] else steps).append(held[1])
 
     def _from_outside(self, tensor: torch.Tensor) -> Origin:

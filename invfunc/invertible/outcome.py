@@ -23,21 +23,21 @@ class Outcome:
     Args:
         y: it.
         report: how a difference is told, and whether all entries have a part in what is kept (its `tolerance`).
-        exact: whether x is kept, so that the same y is to be expected from it.
-        alone: whether nothing else is compared: neither x nor what autograd saves.
+        kept: whether x is kept, so that the same y is to be expected from it.
+        alone: whether what autograd saves is not compared.
     """
 
-    def __init__(self, y: Any, report: Report, exact: bool, alone: bool) -> None:
-        self._report, self._exact = report, exact
+    def __init__(self, y: Any, report: Report, kept: bool, alone: bool) -> None:
+        self._report, self._kept = report, kept
         self._means = None if report.tolerance is None else means(y)
-        probed = exact and alone and self._means is None and report.check != "off"
+        probed = alone and self._means is None and report.check != "off"
         self._probe = Probe(_plain(y)) if probed else None
 
-    def compare(self, y: Any, dtypes: list[torch.dtype], again: Callable[[], Any]) -> None:
-        """Tell, if another evaluation gave something else; `again` is one more of them."""
+    def compare(self, y: Any, exact: bool, dtypes: list[torch.dtype], again: Callable[[], Any]) -> None:
+        """Tell, if another evaluation gave something else, perhaps at the `exact` x; `again` is one more of them."""
         if self._means is not None:
             self._compare_means(self._means, y, again)
-        if self._probe is not None:
+        if self._probe is not None and exact:
             error = largest(self._probe.errors(_plain(y)))
             if not isinstance(error, torch.Tensor):  # that of a device would make everybody wait
                 self._report.result(error, dtypes)
@@ -56,7 +56,7 @@ class Outcome:
             )
             if not repeats:
                 text += CHANGES
-            elif self._exact:
+            elif self._kept:
                 text += "Something that it reads has been changed since."
             else:
                 text += (

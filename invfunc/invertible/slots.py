@@ -189,6 +189,11 @@ class Block(ABC):
             found.append(tensor)
         return found
 
+    def exact(self) -> bool:
+        """Whether x, where it is in memory, is as it was, and was not given back with an error."""
+        slots = [source() for source in self._xs]
+        return all(slot is not None and isinstance(slot.error, float) and slot.error == 0 for slot in slots)
+
     def give_back(self, xs: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """Fill the slots of x, for the blocks that they come from; what can be given back again is let go of.
 

@@ -225,6 +225,11 @@ CHANGES = {
     "dtype": (sine, lambda x: x.float().sin() * x),
 }
 
+
+def seeded(g):
+    return torch.Generator().manual_seed(int(g.integers(2**30)))
+
+
 DRAWN = {
     "mask": lambda x, g: x * torch.as_tensor(g.random(x.shape) > 0.5),
     "masked_fill": lambda x, g: x.masked_fill(torch.tensor(g.random(x.shape) > 0.5), 0.0),
@@ -232,6 +237,7 @@ DRAWN = {
     "index": lambda x, g: x.sin()[:, g.permutation(x.shape[1])] * x,
     "index_select": lambda x, g: x + x.index_select(1, torch.tensor(g.permutation(x.shape[1]))).square(),
     "fractions": lambda x, g: x * torch.tensor(g.random(x.shape)),
+    "a seed": lambda x, g: x * (torch.rand(x.shape, generator=seeded(g)) > 0.5),
     "a single precision number": lambda x, g: x * torch.tensor(g.random(dtype=np.float32)),
 }
 SHARED = {
