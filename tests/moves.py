@@ -152,7 +152,11 @@ MEETINGS = [
     ),
     Form("eigvalsh of x + w", "nab", "aa", "na", lambda x, w: torch.linalg.eigvalsh(square(x) + _spd(w))),
     Form(
-        "matrix_exp(x w)", "na", "aa", "na", lambda x, w: (torch.linalg.matrix_exp(x[:, :, None] * w.sum(1)) @ w)[:, 0]
+        "matrix_exp(x w)",
+        "na",
+        "aa",
+        "na",
+        lambda x, w: (torch.linalg.matrix_exp(x[:, :, None] * w.sum(1) / 4) @ w)[:, 0],
     ),
     Form("cross(x, w)", "na", "1", "n.", lambda x, w: torch.linalg.cross(wide(x[:, None]), w.expand(1, 1, 3))[:, 0]),
     Form("vecdot(x, w)", "nab", "ab", "na", torch.linalg.vecdot),

@@ -254,7 +254,7 @@ class TestDepth:
         plain = gradients(looped, x, w)[1]
 
         def error(every):
-            found = gradients(repeated(block, anchor_every=every), x, w)[1]
+            found = gradients(repeated(invertible_checkpoint(block, check="off"), anchor_every=every), x, w)[1]
             return (found - plain).norm() / plain.norm()
 
         assert error(10) < 0.1 * error(None)
