@@ -303,3 +303,20 @@ class TestHowOftenItRuns:
             assert i == 0 or f.runs == 1
         far.centre.add_(1)
         assert_trees_close(batch_grad(f)(P, X, Y), wanted(P, X, Y, far.centre), EXACT)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [lambda x: x.data, lambda x: x.view(4, 3).detach(), lambda x: x.T.data.T], ids="dvt")
+def test_samples_in_memory_that_is_read_under_another_name(name):
+    """Which was made before they were written there, and has a version of its own."""
+    memory = torch.zeros_like(X)
+    other = name(memory)
+
+    def f(p, x, y):
+        memory.copy_(x)
+        return (other @ p).square().mean() + F.cross_entropy(x @ p, y)
+
+    def each(p, x, y):
+        return ((x @ p).square().mean(1) + F.cross_entropy(x @ p, y, reduction="none")) / len(x)
+
+    assert_trees_close(batch_grad(f)(P, X, Y), torch.func.jacrev(each)(P, X, Y), EXACT)
