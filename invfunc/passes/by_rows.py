@@ -12,6 +12,7 @@ from invfunc.passes.evidence import Evidence, checks
 from invfunc.recording import Trace
 from invfunc.recording.checks import one_order, order_of
 from invfunc.recording.problem import Problem
+from invfunc.recording.provenance import Adopting
 from invfunc.recording.random import Draws, restore
 
 
@@ -34,10 +35,10 @@ class Places:
         self.moved = False
         """Whether data were put in another order in a run."""
 
-    def tell(self, trace: Trace) -> None:
-        """Tell a run that is about to begin how to follow data."""
-        self.evidence.tell(trace)
+    def tell(self, trace: Trace) -> Adopting | None:
+        """Tell a run that is about to begin how to follow data; returns the mode that tells it more, or None."""
         trace.by_rows = self.by_rows
+        return self.evidence.tell(trace)
 
     def hear(self, trace: Trace) -> None:
         """Take from a run that has ended whether data were put in another order."""

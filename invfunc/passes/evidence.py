@@ -52,16 +52,15 @@ class Learned:
     constant: bool = False
     """Whether the numbers are the same for other samples."""
 
-    def tell(self, trace: Trace) -> None:
-        """Give a run that is about to begin what was learned."""
+    def tell(self, trace: Trace) -> Adopting:
+        """Give a run that is about to begin what was learned; returns the mode that tells it of its tensors."""
         alone = [Axis(None) if isinstance(place, Axis) and trace.n == 1 else place for place in self.places]
-        trace.adopting, trace.trusting = Adopting(alone, trace.adopt), self.constant
+        trace.trusting = self.constant
+        return Adopting(trace, alone)
 
 
 class Recorder(UntracedTensors):
     """A run of which only the untraced tensors are remembered, and the constants that meet parameters alone."""
-
-    adopting = None
 
     def __init__(self, scope: Scope, draws: Draws) -> None:
         super().__init__()
@@ -125,13 +124,12 @@ class Evidence:
             self.learned = learn(self.problem, self.scope)
             return run()
 
-    def tell(self, trace: Trace) -> None:
-        """Give a run that is about to begin what is known."""
+    def tell(self, trace: Trace) -> Adopting | None:
+        """Give a run that is about to begin what is known; returns the mode that tells it more, if there is one."""
         trace.constants.update(self.problem.fixed())
         self.held = held_by(self.problem.f) if self.held is None else self.held
         trace.constants.update(self.held)
-        if self.learned is not None:
-            self.learned.tell(trace)
+        return None if self.learned is None else self.learned.tell(trace)
 
     def hear(self, trace: Trace) -> None:
         """Take from a run that has ended whether it read tensors of which nothing is known."""

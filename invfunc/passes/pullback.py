@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -61,9 +62,13 @@ class Pullback:
     """Whether nobody needs the graph of the run any more."""
     name: Callable[[int], str] = str
     """The name of the parameter with a number."""
-    roles: dict[int, str] = field(default_factory=dict)
     everywhere: bool = False
     """Whether all outputs have a part in every pullback, so that each reaches the same parameter uses."""
+
+    @cached_property
+    def roles(self) -> dict[int, str]:
+        """What each parameter is to the operations that read it, where that is known (`per_sample.biases`)."""
+        return roles(self.run.params, self.run.trace.uses)
 
     @property
     def total(self) -> int:
@@ -76,8 +81,6 @@ class Pullback:
 
     def folded(self, reductions: Sequence[Reduction], done: Done, kept: Kept | None = None) -> None:
         """Reduce the shares: `done` gets what each reduction keeps of each parameter. `kept` is pulled back already."""
-        if any(m.paired for m in reductions):
-            self.roles = roles(self.run.params, self.run.trace.uses)
         self.everywhere = any(m.counts for m in reductions)
         passes = self.passes(reductions)
         if kept is None and self.streams(passes):
@@ -161,14 +164,17 @@ class Pullback:
             operand.hold()
         for kept, reduction in zip(states, reductions, strict=True):
             recomputed = leaf in kept
-            shares = self.shares(leaf, reached, pulled, recomputed)
+            shares = self.shares(leaf, reached, pulled, recomputed, reduction.paired)
             state = reduction.step(shares)
             kept[leaf] = reduction.merge(kept[leaf], state, "columns") if recomputed else state
         for operand in several:
             operand.drop()
 
-    def shares(self, leaf: int, uses: list[ParameterUse], pulled: PulledBack, seen_before: bool) -> Shares:
-        """The shares of a parameter, of the columns that were pulled back to what reads it."""
+    def shares(
+        self, leaf: int, uses: list[ParameterUse], pulled: PulledBack, seen_before: bool, paired: bool = False
+    ) -> Shares:
+        """The shares of a parameter, of the columns that were pulled back to what reads it; `paired` if it is wanted
+        which bias belongs to which weight."""
         return Shares(
             self.run.params[leaf],
             uses,
@@ -179,7 +185,7 @@ class Pullback:
             seen_before=seen_before,
             place=leaf,
             name=self.name,
-            role=self.roles.get(leaf),
+            role=self.roles.get(leaf) if paired else None,
         )
 
     # All cotangents at once

@@ -67,10 +67,18 @@ class Runner:
         finder: Callable[[Trace], OutputFinder] | None = None,
         pattern: Follower | None = None,
     ) -> Run:
-        trace = Trace(self.scope, n, fast=self.fast, with_uses=with_uses, partial=partial, draws=draws)
-        trace.remember = self.remember if with_uses else None
-        trace.pattern, trace.apart = pattern, self.apart and n > 1
-        self.places.tell(trace)
+        trace = Trace(
+            self.scope,
+            n,
+            fast=self.fast,
+            with_uses=with_uses,
+            partial=partial,
+            draws=draws,
+            apart=self.apart and n > 1,
+            remember=self.remember if with_uses else None,
+            pattern=pattern,
+        )
+        adopting = self.places.tell(trace)
         watching = finder(trace) if finder is not None else None
         params = trace.parameters(self.problem.leaves, enter=with_uses or watching is not None)
         run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
@@ -78,12 +86,11 @@ class Runner:
         try:
             twice = TwiceDifferentiable() if self.scope.create_graph or self.scope.twice else nullcontext()
             with active(watching), nullcontext() if pattern is None else pattern.labels, twice:
-                run.result, run.aux = self.problem.call(trace, params, part)
+                run.result, run.aux = self.problem.call(trace, params, part, adopting)
         except Reached:
             assert watching is not None
             run.outputs = {i: (r.value, r.axis) for i, r in watching.roots.items()}
         finally:
-            trace.adopting = None  # no cycle that keeps activations alive
             self.places.hear(trace)
         if before != [version(x) for x in self.problem.tensors()]:
             raise ArgumentError(

@@ -142,8 +142,8 @@ class Given:
             return self.found_split(calls=True)
         names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
         given = problem(self.f, self.loss, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
-        trace = Trace(self.scope, given.n, with_uses=False)
-        trace.remember, self.params = _nonlinear_before_the_loss, trace.parameters(self.leaves)
+        trace = Trace(self.scope, given.n, with_uses=False, remember=_nonlinear_before_the_loss)
+        self.params = trace.parameters(self.leaves)
         with self.mode:
             result, self.aux = given.call(trace, self.params, slice(None))
         named, structure = tree.outputs(result)
@@ -174,15 +174,14 @@ class Given:
         draws, places = Draws(stop=False), Places(given, Evidence(given, self.scope))
 
         def run(part: Any) -> _Followed:
-            trace = Trace(self.scope, given.n, with_uses=False, draws=draws)
-            trace.remember = _nonlinear_before_the_loss if calls else None
-            places.tell(trace)
+            remember = _nonlinear_before_the_loss if calls else None
+            trace = Trace(self.scope, given.n, with_uses=False, draws=draws, remember=remember)
+            adopting = places.tell(trace)
             found = _Followed(trace, _Kept(trace), trace.parameters(self.leaves))
             try:
                 with active(found.finder), self.mode:
-                    found.result, found.aux = given.call(trace, found.params, part)
+                    found.result, found.aux = given.call(trace, found.params, part, adopting)
             finally:
-                trace.adopting = None  # no cycle that keeps the outputs alive
                 places.hear(trace)
             return found
 

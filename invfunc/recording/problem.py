@@ -25,11 +25,6 @@ Indices = Sequence[int] | torch.Tensor
 class Watching(AbstractContextManager, Protocol):
     """A mode under which f runs."""
 
-    @property
-    def adopting(self) -> AbstractContextManager | None:
-        """A second mode, which is entered inside of this one."""
-        ...
-
     def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         """The tensor that f gets in place of a batch tensor."""
         ...
@@ -73,13 +68,19 @@ class Problem:
         """What a parameter is called in an error."""
         return "params" + self.paths[place]
 
-    def call(self, trace: Watching, params: list[torch.Tensor], part: slice | torch.Tensor) -> tuple[Any, Any]:
-        """f under a mode that watches it, on some of the samples: its result and aux."""
+    def call(
+        self,
+        trace: Watching,
+        params: list[torch.Tensor],
+        part: slice | torch.Tensor,
+        adopting: AbstractContextManager | None = None,
+    ) -> tuple[Any, Any]:
+        """f under a mode that watches it, on some of the samples: its result and aux; `adopting` is a second mode."""
         trees = tree.unflatten(params, self.structure)
         given = [
             trees[self.argnums.index(i)] if i in self.argnums else self._samples(trace, i, part) for i in self.inputs
         ]
-        with Uncompiled(), trace, trace.adopting or nullcontext():
+        with Uncompiled(), trace, adopting or nullcontext():
             try:
                 result = self.f(*given, **self.kwargs)
             except SystemError as error:  # torch's own code makes one of what we raise where it calls us

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,17 +95,6 @@ class Lost:
 LOST = Lost()
 
 
-class Adopting(UntracedTensors):
-    """Tells a run what its untraced tensors are, where that was learned."""
-
-    def __init__(self, places: list[Axis | Lost | None], adopt: Callable[[torch.Tensor, Any, str], None]) -> None:
-        super().__init__()
-        self.places, self.adopt = places, adopt
-
-    def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
-        self.adopt(x, self.places[ordinal] if ordinal < len(self.places) else LOST, name)
-
-
 @dataclass
 class ConstantsMet:
     """The constants in a call that computes on all samples, or on a sum over some."""
@@ -119,18 +108,17 @@ class ConstantsMet:
 class Provenance:
     """What a run knows of each tensor, and what it may not know."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool) -> None:
         super().__init__()
+        self.apart = apart
         self.known = Tags()
         self.tag, self.set = self.known.get, self.known.set
         self.calls: list[str] = []
         self.entered: list[torch.Tensor] = []  # what is differentiated: parameters, outputs of the model
         self.constants = Constants()
-        self.apart = True  # whether it matters how samples share a term
         self.read = False  # whether values of single samples are numbers of Python
         self.escaped: str | None = None  # how samples went where they are not seen
         self.untraced_at: str | None = None  # where a parameter met a tensor of which nothing is known
-        self.adopting: UntracedTensors | None = None  # who knows more
         self.constants_met: list[ConstantsMet] = []  # constants that met all samples, once values of some were read
         self.aligned: list[
             tuple[str, torch.Tensor, int]
@@ -207,7 +195,17 @@ class Provenance:
         else:
             self.set(x, Sampled(place))
 
-    def introduce(self, x: torch.Tensor) -> None:
-        """Tell those who count untraced tensors that x is none of them."""
-        if self.adopting is not None:
-            self.adopting.know(x)
+
+class Adopting(UntracedTensors):
+    """Tells a run what its untraced tensors are, where that was learned."""
+
+    def __init__(self, run: Provenance, places: list[Axis | Lost | None]) -> None:
+        super().__init__()
+        self.provenance, self.places = run, places
+
+    def knows(self, x: torch.Tensor) -> bool:
+        """Parameters and samples, of which the run knows before any call, are not untraced."""
+        return super().knows(x) or self.provenance.tag(x) is not None
+
+    def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
+        self.provenance.adopt(x, self.places[ordinal] if ordinal < len(self.places) else LOST, name)

@@ -17,19 +17,31 @@ from invfunc.operations.batch_axis.orders import MIXED, composed, moved
 from invfunc.operations.calls import picking
 from invfunc.operations.heard import Function, Listener
 from invfunc.operations.recurrent import states
+from invfunc.recording.follower import Follower
 from invfunc.recording.graph import node_of, reaches
 from invfunc.recording.hidden import hidden, unseen
 from invfunc.recording.random import Draws
 from invfunc.recording.result import NO_PATH, Result, path
 from invfunc.recording.scope import Scope
 from invfunc.recording.seen import Seen
-from invfunc.recording.steps import Step, is_view, nonlinear, step
+from invfunc.recording.steps import Remember, Step, is_view, nonlinear, step
 from invfunc.recording.tags import Derived, Sampled, in_order
 from invfunc.recording.uses import ParameterUses
 
 
 class Trace(ParameterUses, Listener):
-    """Watches a function run. `fast=False` uses the generic path at every operation; `with_uses=False` only follows."""
+    """Watches a function run.
+
+    Args:
+        n: how many samples there are.
+        fast: whether not to use the generic path at every operation.
+        with_uses: whether parameter uses are noted, or samples only followed.
+        partial: whether n is less than the batch, so that a sum over the samples is not what it would be.
+        draws: what is done about random numbers.
+        apart: whether it matters how samples share a term.
+        remember: which calls become `steps`.
+        pattern: follows entries of tensors beside the run.
+    """
 
     def __init__(
         self,
@@ -40,10 +52,12 @@ class Trace(ParameterUses, Listener):
         with_uses: bool = True,
         partial: bool = False,
         draws: Draws | None = None,
+        apart: bool = True,
+        remember: Remember | None = None,
+        pattern: Follower | None = None,
     ) -> None:
-        super().__init__(scope, n, fast, with_uses)
-        self.draws = draws
-        self.partial = partial  # n is less than the batch: a sum over the samples is not what it would be
+        super().__init__(scope, n, fast, with_uses, apart, remember, pattern)
+        self.draws, self.partial = draws, partial
         self.watcher: Callable[[Trace, str, Callable, tuple, dict], tuple[tuple, dict] | None] | None = None
         self.steps: list[Step] = []
 
@@ -56,14 +70,12 @@ class Trace(ParameterUses, Listener):
                 self.entered.append(leaf)
             self.set(leaf, Derived(frozenset({i}), True, picked=True))
             seen.append(leaf)
-            self.introduce(leaf)
         return seen
 
     def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         """A batch tensor as this run is to see it."""
         x = self.scope.alias(x) if self.pattern is None else self.pattern.samples(x)
         self.set(x, Sampled(Axis(None) if self.n == 1 else axis))
-        self.introduce(x)
         return x
 
     # The run

@@ -33,12 +33,21 @@ from invfunc.recording.tags import Derived, ParameterUse, Sampled, in_order
 class ParameterUses(Provenance):
     """The parameter uses of a run, and its sites: the outputs of the operations that have parameter uses."""
 
-    def __init__(self, scope: Scope, n: int, fast: bool, with_uses: bool) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        scope: Scope,
+        n: int,
+        fast: bool,
+        with_uses: bool,
+        apart: bool,
+        remember: Remember | None,
+        pattern: Follower | None,
+    ) -> None:
+        super().__init__(apart)
         self.scope, self.n, self.fast, self.with_uses = scope, n, fast, with_uses
+        self.remember, self.pattern = remember, pattern
         self.unknown = False
         """Whether an operation without a rule, rather than one that mixes, has lost the samples."""
-        self.remember: Remember | None = None  # which calls become `steps`
         self.after: Callable[[Any, Call], None] | None = None  # sees each call on samples
         self.uses: list[ParameterUse] = []
         self.edges: list[Any] = []
@@ -51,7 +60,6 @@ class ParameterUses(Provenance):
         self.by_rows = False  # whether they are followed there, row by row
         self.displaced = False  # whether what depends on parameters was selected or moved
         self.sums: list[tuple[torch.Tensor, Axis]] = []  # what was summed over the samples since then
-        self.pattern: Follower | None = None
 
     def use(
         self,
