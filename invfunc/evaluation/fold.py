@@ -19,6 +19,7 @@ from invfunc.passes.loss import Made
 from invfunc.passes.pullback import Pullback, check_versions
 from invfunc.passes.run import Run
 from invfunc.passes.second_order import entries, read_once, second_order_columns
+from invfunc.per_sample.biases import roles
 from invfunc.per_sample.cotangents import Samples
 from invfunc.plan import Options
 from invfunc.recording.problem import Problem
@@ -198,12 +199,13 @@ class Fold:
             self.report.chain(self._pullback(run, made, samples), group)
             return
         columns, pullback = averaged(self.scope, run, made, samples), self._pullback(run, made, samples)
+        known = roles(run.params, run.trace.uses)
         for i in range(len(run.params)):
             uses = [t for t in run.trace.uses if i in t.derived.leaves]
             if len(uses) > 1:
                 raise not_a_chain(f"{self.problem.name(i)} is read more than once")
             for k, t in enumerate(group if uses else []):
-                shares = pullback.shares(i, uses, columns, seen_before=False, paired=t.reduction.paired)
+                shares = pullback.shares(i, uses, columns, seen_before=False, role=known.get(i))
                 self._add(run, group, k, i, t.reduction.step(shares))
 
     def _samples(self, run: Run) -> Samples:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -44,6 +43,10 @@ Kept = list[tuple[Pass, PulledBack]]
 """What was pulled back, pass by pass."""
 
 
+Roles = dict[int, str]
+"""What parameters are to the operations that read them, by their numbers."""
+
+
 @dataclass
 class Pullback:
     """Everything that is pulled back through one run."""
@@ -65,11 +68,6 @@ class Pullback:
     everywhere: bool = False
     """Whether all outputs have a part in every pullback, so that each reaches the same parameter uses."""
 
-    @cached_property
-    def roles(self) -> dict[int, str]:
-        """What each parameter is to the operations that read it, where that is known (`per_sample.biases`)."""
-        return roles(self.run.params, self.run.trace.uses)
-
     @property
     def total(self) -> int:
         return sum(c.count for c in self.made)
@@ -83,12 +81,14 @@ class Pullback:
         """Reduce the shares: `done` gets what each reduction keeps of each parameter. `kept` is pulled back already."""
         self.everywhere = any(m.counts for m in reductions)
         passes = self.passes(reductions)
+        paired = any(m.paired for m in reductions)
+        known = roles(self.run.params, self.run.trace.uses) if paired else {}  # while the uses are there
         if kept is None and self.streams(passes):
             states: list[States] = [{} for _ in reductions]
             for k in range(len(passes)):
-                self._stream(reductions, states, passes[k], done, last=self.last and k + 1 == len(passes))
+                self._stream(reductions, states, passes[k], known, done, last=self.last and k + 1 == len(passes))
         else:
-            self._sweep(reductions, kept or self._pulled(passes), done)
+            self._sweep(reductions, kept or self._pulled(passes), known, done)
 
     def kept(self, reductions: Sequence[Reduction]) -> Kept | None:
         """What a single pass brings, for several folds; several passes are to be pulled back again."""
@@ -131,13 +131,14 @@ class Pullback:
         self,
         reductions: Sequence[Reduction],
         pulled: Iterable[tuple[Pass, PulledBack]],
+        known: Roles,
         done: Done,
     ) -> None:
         """Reduce what was pulled back, pass by pass; a parameter is done with its last column."""
         states: list[States] = [{} for _ in reductions]
         for each, columns in pulled:
             for i, uses in _backwards(each.uses):
-                self._keep(states, reductions, i, uses, columns)
+                self._keep(states, reductions, i, uses, columns, known.get(i))
                 if each.stop == self.total:
                     self._tell(states, i, done)
             del columns  # before the next pass makes its own
@@ -155,6 +156,7 @@ class Pullback:
         leaf: int,
         uses: list[ParameterUse],
         pulled: PulledBack,
+        role: str | None,
     ) -> None:
         reached = [t for t in uses if pulled.left[t.site] is not None]
         if not reached:
@@ -164,17 +166,17 @@ class Pullback:
             operand.hold()
         for kept, reduction in zip(states, reductions, strict=True):
             recomputed = leaf in kept
-            shares = self.shares(leaf, reached, pulled, recomputed, reduction.paired)
+            shares = self.shares(leaf, reached, pulled, recomputed, role)
             state = reduction.step(shares)
             kept[leaf] = reduction.merge(kept[leaf], state, "columns") if recomputed else state
         for operand in several:
             operand.drop()
 
     def shares(
-        self, leaf: int, uses: list[ParameterUse], pulled: PulledBack, seen_before: bool, paired: bool = False
+        self, leaf: int, uses: list[ParameterUse], pulled: PulledBack, seen_before: bool, role: str | None = None
     ) -> Shares:
-        """The shares of a parameter, of the columns that were pulled back to what reads it; `paired` if it is wanted
-        which bias belongs to which weight."""
+        """The shares of a parameter, of the columns that were pulled back to what reads it; `role` is whether
+        it is a weight or a bias (`per_sample.biases`)."""
         return Shares(
             self.run.params[leaf],
             uses,
@@ -185,7 +187,7 @@ class Pullback:
             seen_before=seen_before,
             place=leaf,
             name=self.name,
-            role=self.roles.get(leaf) if paired else None,
+            role=role,
         )
 
     # All cotangents at once
@@ -239,7 +241,7 @@ class Pullback:
         return (lean or (len(passes) == 1 and self.last)) and self.block(passes[0]).right is None
 
     def _stream(
-        self, reductions: Sequence[Reduction], states: list[States], only: Pass, done: Done, last: bool
+        self, reductions: Sequence[Reduction], states: list[States], only: Pass, known: Roles, done: Done, last: bool
     ) -> None:
         """Reduce each parameter as soon as its cotangent arrives, so that neither this nor what it met is kept."""
         run, waiting, stop = self.run, dict(only.uses), only.stop
@@ -251,7 +253,7 @@ class Pullback:
             run.trace.uses.clear()
 
         def folded(leaf: int, uses: list[ParameterUse]) -> None:
-            self._keep(states, reductions, leaf, uses, pulled)
+            self._keep(states, reductions, leaf, uses, pulled, known.get(leaf))
             if stop == self.total:
                 self._tell(states, leaf, done)
 

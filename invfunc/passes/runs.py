@@ -67,17 +67,9 @@ class Runner:
         finder: Callable[[Trace], OutputFinder] | None = None,
         pattern: Follower | None = None,
     ) -> Run:
-        trace = Trace(
-            self.scope,
-            n,
-            fast=self.fast,
-            with_uses=with_uses,
-            partial=partial,
-            draws=draws,
-            apart=self.apart and n > 1,
-            remember=self.remember if with_uses else None,
-            pattern=pattern,
-        )
+        told: dict[str, Any] = {"with_uses": with_uses, "partial": partial, "draws": draws, "pattern": pattern}
+        remember = self.remember if with_uses else None
+        trace = Trace(self.scope, n, fast=self.fast, apart=self.apart and n > 1, remember=remember, **told)
         adopting = self.places.tell(trace)
         watching = finder(trace) if finder is not None else None
         params = trace.parameters(self.problem.leaves, enter=with_uses or watching is not None)
