@@ -141,9 +141,9 @@ def dual(x: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
-def under(kind: type) -> bool:
-    """Whether a torch function mode of some kind is active."""
-    return any(isinstance(mode, kind) for mode in _get_current_function_mode_stack())
+def under(kind: type, holds: Callable[[Any], bool] = lambda mode: True) -> bool:
+    """Whether a torch function mode of some kind is active, of which something holds."""
+    return any(isinstance(mode, kind) and holds(mode) for mode in _get_current_function_mode_stack())
 
 
 def backward_pass() -> int:

@@ -119,10 +119,11 @@ class Call:
 
     def closure(self, xs: Tensors, rest: Tensors) -> Closure:
         """What forward closes over. It is evaluated for that, and the random numbers that it draws are taken back."""
+        xs, rest = [t.detach() for t in xs], [t.detach() for t in rest]
         self._start = self._moment((*xs, *rest))
         self.watch = watch = Watch((*xs, *rest), False, self._generators, self.report)
         try:
-            with torch.no_grad(), watch:
+            with torch.enable_grad(), watch:
                 self._forward(xs, rest, None, watch)
         finally:
             self._start.rewind()
@@ -247,8 +248,8 @@ class Call:
                 )
             laid = [like.given_to(t) for t, like in zip(tensors, moment.like, strict=True)]
             args, kwargs = form.join(laid)
-            with moment.before.again(), recall.within(number - 1 - index):
-                result = evaluated(recall, evaluate, number - 1 - index, fn, args, kwargs)
+            with recall.within(number - 1 - index):
+                result = moment.again(lambda: evaluated(recall, evaluate, number - 1 - index, fn, args, kwargs))
             recall.check(number - 1 - index)
             recall.know_all(result)
             return result

@@ -32,6 +32,7 @@ from invfunc.invertible.pair import Invertible
 from invfunc.invertible.probe import default_tolerance, relative_error
 from invfunc.invertible.report import Known, Report, unbatched, way
 from invfunc.invertible.value import Value
+from invfunc.invertible.watch import Watch
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.trace import Trace
 from invfunc.transform import told
@@ -291,6 +292,8 @@ class Checkpointed(Value):
 def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:
     """Whether there is memory to save: somebody may go backwards, and nobody goes forwards."""
     if not torch.is_grad_enabled() or any(dual(t) for t in tensors):
+        return False
+    if under(Watch, lambda watch: watch.closed):  # a node, which we are in, has a graph, and none of our own
         return False
     if kinds - {"grad", "vmap"}:
         return False

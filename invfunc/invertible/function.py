@@ -103,7 +103,7 @@ class LevelBlock(Block):
 
     def invert(self) -> None:
         sources = fetch(self.sources)
-        with torch.no_grad(), self._run.call.named():
+        with torch.enable_grad(), self._run.call.named():
             rest = [held.get().detach() for held in self._rest]
             with leaf_level() as (_, _, leave):  # as it was evaluated; a pullback may have left that of its transform
                 xs = [leave(x) for x in self._run.inverse(sources, rest, None)]
@@ -130,8 +130,11 @@ class Forward(Op):
         self._count = count
 
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        xs, rest = tensors[: self._count], tensors[self._count :]
-        ys = self._run.first(xs, rest)
+        with torch.enable_grad():  # as it is evaluated again; of plain tensors there is no graph
+            detached = [t.detach() for t in tensors]
+            ys = self._run.first(detached[: self._count], detached[self._count :])
+        given = {id(d): t for d, t in zip(detached, tensors, strict=True)}
+        xs, ys = tensors[: self._count], [given.get(id(y), y) for y in ys]
         return *ys, *(x.new_zeros(()).expand(x.shape) for x in xs)
 
     def batched(self, has: Sequence[bool], randomness: str) -> Op:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
+from invfunc import tree
 from invfunc.invertible.like import Like
 from invfunc.invertible.replay import Replay
 from invfunc.invertible.sight import Sight
@@ -23,6 +26,15 @@ class Moment:
     like: list[Like]
     before: Replay
     after: Replay
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    """Whether gradients were enabled, which a function may ask."""
+
+    def again(self, evaluate: Callable[[], Any]) -> Any:
+        """An evaluation by the inverse, with what was around the first one; it has a graph only where one is wanted."""
+        graph = torch.is_grad_enabled()
+        with self.before.again(), torch.set_grad_enabled(self.grad):
+            result = evaluate()
+        return result if graph else tree.map_tensors(torch.Tensor.detach, result)
 
 
 class Evaluations:

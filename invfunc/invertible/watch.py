@@ -45,7 +45,7 @@ class Watch(Sight):
         super().__init__(given, origins)
         self._around = Surroundings(closure or Closure())
         self._lifted = bool(self._around.closure.tensors)
-        self._closed = closed
+        self.closed = closed
         self._generators = generators
         self._report = report
         own = given[: len(given) - len(self._around.closure.tensors)]
@@ -91,7 +91,7 @@ class Watch(Sight):
         used = [t for t in read if id(t) in instead or not self.knows(t)]
         self._not_left(used)
         outer = [t for t in (instead.get(id(t), t) for t in used) if not self.knows(t)]
-        if self._closed:
+        if self.closed:
             self._refuse(function, outer)
         reach = Reach(self._around, outer, function, args, kwargs)
         for t in used:  # in the order in which it will be read again
@@ -116,7 +116,7 @@ class Watch(Sight):
     @staticmethod
     def _drawn(function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call, which draws as it will when it is differentiated."""
-        with leaf_level() as (enter, _, leave):
+        with torch.no_grad(), leaf_level() as (enter, _, leave):
             args, kwargs = tree.map_tensors(lambda t: enter(t) if t.is_floating_point() else t, (args, kwargs))
             return leave(function.func(*args, **kwargs))
 
@@ -124,11 +124,11 @@ class Watch(Sight):
         self.noisy = function.entry.saves_early
         origins = self.origins
         followed = origins is not None and origins.call(function, args, kwargs)
-        by_strides = self._closed and function.entry.draws_by_strides
+        by_strides = self.closed and function.entry.draws_by_strides
         result = self._drawn(function, args, kwargs) if by_strides else function.func(*args, **kwargs)
         if origins is not None and followed:
             origins.made(result)
-        if self._closed and function.called != "detach":
+        if self.closed and function.called != "detach":
             if any(t in self._computed for t in tree.tensors((args, kwargs))):
                 self._computed.add(tree.tensors(result))
         self.noisy = False
@@ -163,7 +163,7 @@ class Watch(Sight):
     def left(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the function made, did not return, and somebody still has."""
         left = self.made(outputs)
-        memory = {storage_of(innermost(t)) for t in (*self._given, *outputs)} if left and self._closed else set()
+        memory = {storage_of(innermost(t)) for t in (*self._given, *outputs)} if left and self.closed else set()
         for t in left:
             if t in self._computed and t.is_floating_point() and storage_of(innermost(t)) not in memory:
                 self._report.left(t)
