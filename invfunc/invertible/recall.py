@@ -133,7 +133,8 @@ class Recall(Sight):
         outer = [
             t for t in read if (self._lifted and self._is_lifted(t)) or (unwrapped(t) is None and not self.knows(t))
         ]
-        if outer and not (looks and not isinstance(func(*args, **kwargs), torch.Tensor)):
+        plain = looks and all(unwrapped(t) is None for t in outer)
+        if outer and not (plain and not isinstance(func(*args, **kwargs), torch.Tensor)):
             self._calls = func
             instead = {i: self._instead(t) for i, t in {id(t): t for t in outer}.items()}
             args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))

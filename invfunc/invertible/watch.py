@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, leaf_level, level_of, storage_of, version
+from invfunc._functorch import innermost, leaf_level, level_of, levels, storage_of, version
 from invfunc._scripted import Scripted
 from invfunc._uncompiled import compiled_within, here
 from invfunc.errors import ClosedOverError, ReplayError
@@ -65,14 +65,19 @@ class Watch(Sight):
             self._draws_from(kwargs["generator"])
         func = function.func
         looks = function.called == "__get__"
-        if looks and not isinstance(result := func(*args, **kwargs), torch.Tensor):
-            return result
         read = tree.tensors((args, kwargs))
+        if looks and not any(self._of_a_level(t) for t in read):
+            if not isinstance(result := func(*args, **kwargs), torch.Tensor):
+                return result
         if self._lifted or function.renews or "out" in kwargs or not all(map(self.knows, read)):
             return self._reaching(function, args, kwargs, list({id(t): t for t in read}.values()), looks)
         result = self._run(function, args, kwargs)  # as most calls are
         self._enter(result)
         return result
+
+    def _of_a_level(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is from outside, of a transform of torch.func within which a node does not compute."""
+        return self.closed and level_of(tensor) is not None and not self.knows(tensor)
 
     def _draws_from(self, generator: torch.Generator) -> None:
         if not any(generator is known for known in self._generators):
@@ -116,7 +121,8 @@ class Watch(Sight):
     @staticmethod
     def _drawn(function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call, which draws as it will when it is differentiated."""
-        with torch.no_grad(), leaf_level() as (enter, _, leave):
+        graph = any(kind == "grad" for kind, _ in levels())  # that of the function itself
+        with torch.set_grad_enabled(graph), leaf_level() as (enter, _, leave):
             args, kwargs = tree.map_tensors(lambda t: enter(t) if t.is_floating_point() else t, (args, kwargs))
             return leave(function.func(*args, **kwargs))
 
