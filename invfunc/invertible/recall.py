@@ -133,8 +133,10 @@ class Recall(Sight):
         outer = [
             t for t in read if (self._lifted and self._is_lifted(t)) or (unwrapped(t) is None and not self.knows(t))
         ]
-        plain = looks and all(unwrapped(t) is None for t in outer)
-        if outer and not (plain and not isinstance(func(*args, **kwargs), torch.Tensor)):
+        if looks and all(unwrapped(t) is None for t in outer):
+            if not isinstance(result := func(*args, **kwargs), torch.Tensor):
+                return result
+        if outer:
             self._calls = func
             instead = {i: self._instead(t) for i, t in {id(t): t for t in outer}.items()}
             args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
