@@ -37,7 +37,9 @@ class Seen:
     @property
     def through_view(self) -> bool:
         """Whether it writes to a view of what has a derivative, or will have one."""
-        return self.writes and self.name != "setitem" and base_of(self.args[0]) is not None
+        if not self.writes or self.name == "setitem" or not isinstance(self.args[0], torch.Tensor):
+            return False
+        return base_of(self.args[0]) is not None
 
     @property
     def params(self) -> dict[int, torch.Tensor]:

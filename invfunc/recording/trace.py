@@ -167,16 +167,12 @@ class Trace(ParameterUses, Listener):
         return out
 
     def _of_samples(self, seen: Seen) -> Any:
-        lost, params = seen.lost, seen.params
-        if params and not lost:
-            promoted = self.promote(seen, params)
-            if promoted is not seen:
-                seen, params = promoted, promoted.params
+        lost = seen.lost
+        seen = seen if lost else self.promote(seen, seen.params)
+        params = seen.params
         if self.pattern is not None:
             self.pattern.before(len(self.edges), seen)
-        if seen.writes and not isinstance(seen.args[0], torch.Tensor):
-            raise samples_lost(f"`{seen.name}` (it writes into several tensors; write into each by itself)", True)
-        if seen.through_view and (params or (self.remember is not None and self.remember(seen))):
+        if seen.through_view and (params or self._remembers(seen)):
             return self._through_view(seen)
         out, kept, remembered = self._run(seen, bool(params))
         produced = seen.produced(out)
@@ -199,17 +195,20 @@ class Trace(ParameterUses, Listener):
             self.meet(call, seen, produced, result, params)
         if remembered:
             self.steps.append(step(seen, call, produced, result.first))
-        self._tell(seen, produced, result, bool(params))
-        if self.after is not None:
-            self.after(self, call)
+        self._tell(call, seen, produced, result, bool(params))
         return out
+
+    def _remembers(self, seen: Seen) -> bool:
+        return self.remember is not None and self.remember(seen)
 
     def _run(self, seen: Seen, met: bool) -> tuple[Any, torch.Tensor | None, bool]:
         """Run a call; returns also a copy of what it reads and overwrites, and whether it becomes a step.
 
         Where a derivative is taken at it, the result is not a view: a write to it would change its place in the graph.
         """
-        remembered = self.remember is not None and self.remember(seen)
+        if seen.writes and not isinstance(seen.args[0], torch.Tensor):
+            raise samples_lost(f"`{seen.name}` (it writes into several tensors; write into each by itself)", True)
+        remembered = self._remembers(seen)
         kept = self._kept(seen) if seen.writes and (met or remembered) else None
         before = seen.args[0].detach() if seen.writes and kept is None else None
         out = seen.run()
@@ -273,8 +272,8 @@ class Trace(ParameterUses, Listener):
             raise part_mixed(seen.name)
         return Result(found, lost, order)
 
-    def _tell(self, seen: Seen, produced: list[torch.Tensor], result: Result, met: bool) -> None:
-        """Tag the results of a call."""
+    def _tell(self, call: Call, seen: Seen, produced: list[torch.Tensor], result: Result, met: bool) -> None:
+        """Tag the results of a call, and tell of it who wants to know."""
         found = result.found
         depends = path(seen, met) if torch.is_grad_enabled() else NO_PATH
         for i, x in enumerate(produced):
@@ -287,6 +286,8 @@ class Trace(ParameterUses, Listener):
             self.set(x, tag if place is not None or tag.lost or tag.active else None)
             if seen.writes:
                 self.known.written(x, tag)
+        if self.after is not None:
+            self.after(self, call)
 
     def check(self, outputs: list[torch.Tensor], params: list[torch.Tensor]) -> None:
         """Check in the graph of autograd that no path from the outputs comes to a parameter but at its uses."""
