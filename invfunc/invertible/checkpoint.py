@@ -72,7 +72,8 @@ def invertible_checkpoint(
             need a `generator=` each, as the numbers of the global one go to whoever comes first.)
         check: what happens where x does not come back. Some 64 of its entries are kept, and compared when the inverse
             has computed it: "warn" tells once a block of an error that is more than rounding (the square root of the
-            precision), and raises above a few per cent; "error" raises at once; "off" does not look. On an accelerator
+            precision), and raises above a few per cent; "error" raises at once; "off" does not look. Errors
+            are relative to a tensor as a whole: a large channel hides those of small ones. On an accelerator
             that is told when the backward pass has ended. True compares all: `f_inv(f(x))` with x in every call, while
             x is in memory, and what f gives when it is evaluated again; a number is the error that is tolerated,
             relative to the largest entry of each tensor.

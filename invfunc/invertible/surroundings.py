@@ -96,6 +96,13 @@ class Surroundings:
         """What gradients may be asked for that the function was not given, and what it writes."""
         roots = [o for o in self._outside.values() if o.root is o]
         written = [o for o in roots if o.written]
+        for o in written:
+            if o.read and o.tensor.requires_grad:  # a copy takes its place, which has no gradient
+                raise ReplayError(
+                    f"the function writes into a tensor of shape {list(o.tensor.shape)} that it reads and that needs a "
+                    "gradient, which it would not get. Write it before (clamp_, an initialisation by data), by one "
+                    "call of the block under torch.no_grad(), or read what was computed from it (weight.clamp(...))."
+                )
         needed = [o.tensor for o in roots if o.read and not o.written and _has_gradient(o.tensor)]
         values = {i: o.first.value for i, o in enumerate(written, len(needed))}
         return Closure((*needed, *(o.tensor for o in written)), values)

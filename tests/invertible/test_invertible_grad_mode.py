@@ -126,6 +126,32 @@ class ActNorm(torch.nn.Module):
         return y / self.scale
 
 
+class Clamped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(3))
+
+    def forward(self, z):
+        with torch.no_grad():
+            self.weight.clamp_(-0.3, 0.3)
+        return (z @ self.weight).tanh()
+
+
+def test_parameters_that_are_written_in_torch_func_are_told_of():
+    """Their gradient was zero."""
+    part = Clamped()
+    step = invertible_checkpoint(additive_coupling(part, torch.sin))
+    with pytest.raises(ReplayError, match="needs a gradient, which it would not get"):
+        grad(lambda w: _put_in(part, w, step))(W)
+
+
+def _put_in(part, w, step):
+    net = torch.nn.Module()
+    net.part = part
+    net.forward = lambda: torch.stack(step(START)).sin().sum()
+    return functional_call(net, {"part.weight": w.clone()}, ())
+
+
 @pytest.mark.parametrize("buffer", [True, False])
 def test_parameters_that_are_initialised_by_data_name_the_way_out(buffer):
     plain = ActNorm(buffer)
