@@ -176,6 +176,7 @@ OTHERS = {
     "_weight_norm": Calls("weight_norm", torch._weight_norm, (Numbers()(3, 2), Numbers(1)(3, 1))),
     "prelu": Calls("prelu", F.prelu, (Numbers()(4, 2, 3), Numbers(1)(2))),
     "cdist": Calls("cdist", torch.cdist, (Numbers()(2, 4, 3), Numbers(1)(2, 5, 3))),
+    "msort": Calls("msort", torch.msort, (Numbers()(4, 3),)),
     "multi_margin_loss": Calls("margin", partial(F.multi_margin_loss, target=LABELS, p=2), (Numbers()(4, 3),)),
 }
 
