@@ -23,7 +23,7 @@ PACKAGE = ROOT / "invfunc"
 FLOORS = [
     {"thresholds"},
     {"errors", "tree", "module_copy", "_functorch", "_pages", "_eager", "_blocks", "_symmetric", "_nodes"}
-    | {"_cached", "_remade", "_scripted", "_signed", "_uncompiled", "_values", "_pairwise"},
+    | {"_cached", "_generators", "_remade", "_scripted", "_signed", "_uncompiled", "_values", "_pairwise"},
     {"kronecker", "contract", "plan"},
     {"operations"},
     {"recording"},

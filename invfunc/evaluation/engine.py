@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
+from invfunc._generators import state_of
 from invfunc.errors import SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
 from invfunc.evaluation.fold import SLOPE, Fold
@@ -68,7 +69,7 @@ class Engine:
     def explained(self) -> list[Explanation]:
         """How the columns of each quantity would be pulled back, and those of all together."""
         report = self.fold.report = Report(self.problem, self.fold.budget, any(self.plan.splits.values()))
-        drawn = {q.drawing.generator: q.drawing.generator.get_state() for q in self.quantities if q.drawing}
+        drawn = {q.drawing.generator: state_of(q.drawing.generator) for q in self.quantities if q.drawing}
         devices = {leaf.device.index for leaf in self.problem.leaves if leaf.device.type == "cuda"}
         with torch.random.fork_rng([i for i in devices if i is not None]), self.scope:
             self._run()

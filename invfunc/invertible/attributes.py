@@ -65,8 +65,8 @@ class Attributes:
     def ended(self, before: State) -> None:
         """The call has ended: what it has changed is looked at in all others."""
         if self._calls <= _LOOKS:
-            for (site, then), (_, now) in zip(before, self.state(), strict=False):
-                if then != now:
+            for (site, then), (other, now) in zip(before, self.state(), strict=False):
+                if site is other and then != now:  # another thread may have begun a call of a copy
                     self._changing[id(site)] = site
 
     def state(self) -> State:
@@ -104,6 +104,12 @@ class Attributes:
                 site[name] = value
             if content is not None:
                 _fill(value, content)
+
+
+def same(a: State, b: State) -> bool:
+    """Whether two states are of the same modules, and equal."""
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and all(site is other and then == now for (site, then), (other, now) in pairs)
 
 
 _MISSING = object()

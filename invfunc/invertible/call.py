@@ -10,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import saving_hooks, under, unwatched, version
+from invfunc._generators import set_states
 from invfunc._scripted import Interpreted
 from invfunc._uncompiled import Uncompiled
 from invfunc.errors import InverseError, InvFuncError, ReplayError
@@ -127,8 +128,7 @@ class Call:
                 self._forward(xs, rest, None, watch)
         finally:
             self._start.rewind()
-            for generator, state in watch.drawn:
-                generator.set_state(state)
+            set_states(watch.drawn)
         self.left.first(watch.left(()))
         return watch.closure()
 
@@ -142,8 +142,7 @@ class Call:
                 "mode."
             ) from None
         self._start.rewind()
-        for generator, state in self.watch.drawn:
-            generator.set_state(state)
+        set_states(self.watch.drawn)
 
     def _own(self, rest: Tensors) -> tuple[Tensors, Tensors]:
         """The further arguments, and those that stand for what is closed over."""

@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 
 from invfunc import tree
+from invfunc._generators import state_of
 from invfunc.operations.heard import Function, Listener
 
 Origin = tuple[int, int]
@@ -182,7 +183,7 @@ class Scope:
             else:
                 steps.append(kind)
                 if kind is torch.Generator:
-                    steps.append(arg.get_state().numpy().tobytes())
+                    steps.append(state_of(arg).numpy().tobytes())
                 elif (held := _held(arg)) is not None:
                     (fractions if held[0] else steps).append(held[1])
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from invfunc._functorch import dispatched, undispatched
-from invfunc.invertible.attributes import Attributes
+from invfunc._generators import set_states, state_of
+from invfunc.invertible.attributes import Attributes, same
 
 
 class Replay:
@@ -35,11 +36,11 @@ class Replay:
             indexed = {device for device in devices if device.type not in ("cpu", "meta")}
             self._generators = [_global(device) for device in (torch.device("cpu"), *indexed)]
             self._generators += generators
-        self._states = [generator.get_state() for generator in self._generators]
+        self._states = [state_of(generator) for generator in self._generators]
 
     def shared_with(self, other: Replay) -> Replay:
         """This moment, with the states of another one in place of equal ones of its own."""
-        self.held = other.held if self.held == other.held else self.held
+        self.held = other.held if same(self.held, other.held) else self.held
         for i, (generator, state) in enumerate(zip(self._generators, self._states, strict=True)):
             for known, then in zip(other._generators, other._states, strict=True):
                 if known is generator and _same(then, state):
@@ -69,7 +70,7 @@ class Replay:
                 if then != _autocast(kind):
                     enabled, dtype, cache = then
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
-            before = [generator.get_state() for generator in self._generators]
+            before = [state_of(generator) for generator in self._generators]
             everything = self._attributes.everything()
             try:
                 self.rewind()
@@ -81,8 +82,7 @@ class Replay:
                     torch.clear_autocast_cache()
 
     def _set(self, states: Iterable[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+        set_states(zip(self._generators, states, strict=True))
 
 
 class _Global:

@@ -9,6 +9,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import innermost, leaf_level, level_of, levels, storage_of, version
+from invfunc._generators import state_of
 from invfunc._scripted import Scripted
 from invfunc._uncompiled import compiled_within, here
 from invfunc.errors import ClosedOverError, ReplayError
@@ -81,7 +82,7 @@ class Watch(Sight):
 
     def _draws_from(self, generator: torch.Generator) -> None:
         if not any(generator is known for known in self._generators):
-            self.drawn.append((generator, generator.get_state()))
+            self.drawn.append((generator, state_of(generator)))
             self._generators.append(generator)
 
     def _reaching(

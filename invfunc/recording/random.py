@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from invfunc._generators import set_states, state_of
 from invfunc.operations.heard import Function
 
 
@@ -32,7 +33,7 @@ class Draws:
             generators.append(kwargs["generator"])
         for g in generators:
             if g not in self.before_first:
-                self.before_first[g] = g.get_state()
+                self.before_first[g] = state_of(g)
 
     @property
     def drew(self) -> bool:
@@ -40,11 +41,10 @@ class Draws:
 
     def rewind(self) -> dict[torch.Generator, torch.Tensor]:
         """Set the generators to where they were before the run; returns where they were after it."""
-        after = {g: g.get_state() for g in self.before_first}
+        after = {g: state_of(g) for g in self.before_first}
         restore(self.before_first)
         return after
 
 
 def restore(states: dict[torch.Generator, torch.Tensor]) -> None:
-    for generator, state in states.items():
-        generator.set_state(state)
+    set_states(states.items())
