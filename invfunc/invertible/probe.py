@@ -167,27 +167,28 @@ def known_at_once(device: torch.device) -> bool:
 def _errors(then: Sequence[_Entries | None], now: Sequence[_Entries | None], faint: float) -> list[Error]:
     """The errors of tensors; what is that faint beside all of them may be nothing but rounding, as the log-determinant
     of rotations is, and is measured by them."""
-    errors: list[Error] = [0.0] * len(then)
-    measured: dict[int, tuple[torch.device | None, Any, Any]] = {}
-    for i, (was, came) in enumerate(zip(then, now, strict=True)):
-        if was is None or came is None or was[0] != came[0]:
-            continue
-        a, b = was[1], came[1]
-        if isinstance(a, list) and isinstance(b, list):
-            if a != b:
-                measured[i] = None, *_apart(a, b)
-        elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            measured[i] = a.device, *_apart_on_device(a, b)
-    for i, (device, distance, size) in measured.items():
-        if device is None:
-            whole = sum(_apart(b[1], b[1])[1] for b in then if b is not None and isinstance(b[1], list))
-            errors[i] = distance / (max(size, faint * whole) or whole or 1.0)
-        else:
-            there = [b[1] for b in then if b is not None and isinstance(b[1], torch.Tensor) and b[1].device == device]
-            whole = torch.stack([_apart_on_device(b, b)[1] for b in there]).sum()
-            size = torch.maximum(size, faint * whole)
-            errors[i] = torch.where(distance == 0, 0.0, distance / torch.where(size > 0, size, 1.0))
-    return errors
+    kept = [entries[1] for entries in then if entries is not None]
+    return [_error(was, came, kept, faint) for was, came in zip(then, now, strict=True)]
+
+
+def _error(was: _Entries | None, came: _Entries | None, kept: Sequence[Any], faint: float) -> Error:
+    """The error of one tensor, of which there were some entries beside all that were `kept`."""
+    if was is None or came is None or was[0] != came[0]:
+        return 0.0
+    a, b = was[1], came[1]
+    if isinstance(a, list) and isinstance(b, list):
+        if a == b:
+            return 0.0
+        distance, size = _apart(a, b)
+        whole = sum(_apart(entries, entries)[1] for entries in kept if isinstance(entries, list))
+        return distance / (max(size, faint * whole) or whole or 1.0)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        distance, size = _apart_on_device(a, b)
+        there = [entries for entries in kept if isinstance(entries, torch.Tensor) and entries.device == a.device]
+        whole = torch.stack([_apart_on_device(entries, entries)[1] for entries in there]).sum()
+        size = torch.maximum(size, faint * whole)
+        return torch.where(distance == 0, 0.0, distance / torch.where(size > 0, size, 1.0))
+    return 0.0
 
 
 _ROUNDINGS = 16.0
