@@ -151,7 +151,7 @@ HESSIAN = 2**28
 CHECKED = 2**24
 """Numbers of a Hessian up to which a product looks whether it is convex, which takes all of it."""
 
-# What is looked through (passes/evidence.py, recording/held.py, module_copy.py)
+# What is looked through (passes/evidence.py, recording/held.py, module_copy.py, invertible/attributes.py)
 
 COMPARED = 2**22
 """Entries up to which a tensor from elsewhere is kept to compare its numbers; of a larger one, that it is the same
@@ -162,6 +162,12 @@ HELD = 512
 
 SEARCHED = 2_000
 """Objects that are looked through for a reference to a module; whether more of them lead there is seen in calls."""
+
+COPIED = 32
+"""Entries of a list or dict of a module up to which a block keeps a copy of it; of a longer one, its length."""
+
+ENTERED = 1_000
+"""Entries of a container up to which it is looked through for the modules that a block holds."""
 
 # Checks of inverses (invertible/probe.py, invertible/recording.py)
 

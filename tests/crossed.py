@@ -71,6 +71,8 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "COMPARED": (0, FAR),
     "HELD": (0, FAR),
     "SEARCHED": (0, FAR),
+    "COPIED": (0, FAR),
+    "ENTERED": (0, FAR),
     "PROBED": (8, FAR),
     "PROBED_SAVED": (1, FAR),
     "AT_ONCE": ((), ("cpu",)),

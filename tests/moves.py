@@ -88,6 +88,7 @@ SELECTIONS = [
     moved("scatter_add by samples", lambda z: _zeros(z, 2).scatter_add(2, (z > 0).long(), z.exp()), "n.."),
     moved("diagonal", lambda z: (z[:, :, None] * z[:, :, :, None]).diagonal(0, -2, -1).exp(), "n.."),
     moved("diag_embed", lambda z: z.diag_embed().exp(), "n..."),
+    moved("fftshift", lambda z: torch.fft.ifftshift(torch.fft.fftshift(z, 1).exp(), (1, 2)), "n.."),
     moved("rot90", lambda z: z.rot90(1, (1, 2)).exp(), "n.."),
     moved("rot90 of the samples", lambda z: z.rot90(1, (0, 1)).exp(), ".n."),
     moved("fliplr, flipud", lambda z: z.fliplr().exp().flipud().exp().flipud()),

@@ -272,8 +272,6 @@ MIXING: dict[str, Callable] = {
     "cross": lambda z: torch.cross(z.transpose(0, 1)[:, :3], z.exp().transpose(0, 1)[:, :3], dim=1),
     "fft_fftn": lambda z: torch.fft.fftn(z).abs(),
     "fft_rfftn": lambda z: torch.fft.rfftn(z).abs(),
-    "fft_fftshift": lambda z: torch.fft.fftshift(z),
-    "msort": lambda z: z.msort(),
     "quantile": lambda z: z.quantile(0.5),
     "nanquantile": lambda z: z.nanquantile(0.5, dim=0),
     "aminmax": lambda z: z.aminmax().max,

@@ -95,6 +95,7 @@ TOTALS: dict[str, Callable] = {
     "repeat": lambda t: t.repeat(2, 1).tile(1, 2).repeat_interleave(2, 0),
     "index_select": lambda t: t.index_select(1, _first(t, 2)),
     "flip": lambda t: t.flip(0).fliplr().flipud().rot90().roll(1, 0),
+    "fft_fftshift": lambda t: torch.fft.ifftshift(torch.fft.fftshift(t, 0)[:, :2], 1),
     "diagonal": lambda t: t.diagonal(),
     "tril": lambda t: t.tril() + 2 * t.triu(),
     "cumsum": lambda t: t.cumsum(1),

@@ -14,15 +14,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from invfunc import thresholds
 from invfunc.invertible.value import Value, held_by
 
 _STANDARD = vars(nn.Module()).keys()
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, deque, dict, set)
-_FEW = 32
-"""Containers of more entries are not copied in every call: what was added to them at their end is taken off."""
-_MANY = 1000
-"""Containers of more entries are not searched for modules."""
 _LOOKS = 4
 """How many calls look at all that the function holds, to find out what it changes."""
 
@@ -116,7 +113,9 @@ _MISSING = object()
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (type(value) is tuple and len(value) <= _FEW and all(map(_is_plain, value)))
+    return isinstance(value, _PLAIN) or (
+        type(value) is tuple and len(value) <= thresholds.COPIED and all(map(_is_plain, value))
+    )
 
 
 def _entry(name: str, value: Any) -> Entry:
@@ -125,7 +124,7 @@ def _entry(name: str, value: Any) -> Entry:
     if type(value) not in _CONTAINERS:
         return Entry(name, identity=id(value))
     entries = value.values() if isinstance(value, dict) else value
-    if len(value) <= _FEW and all(map(_is_plain, entries)):
+    if len(value) <= thresholds.COPIED and all(map(_is_plain, entries)):
         return Entry(name, value, _copy(value))
     return Entry(name, identity=id(value), length=len(value))
 
@@ -178,5 +177,5 @@ def _sites(of: Any) -> Iterator[Site]:
             waiting += [*value._modules.values(), *(v for _, v in _items(vars(value)))]
         elif isinstance(value, Value):
             waiting += vars(value).values()
-        elif not isinstance(value, _CONTAINERS) or len(value) <= _MANY:
+        elif not isinstance(value, _CONTAINERS) or len(value) <= thresholds.ENTERED:
             waiting += held_by(value)

@@ -105,6 +105,7 @@ class TestState:
             assert_trees_close(came, found, 1e-8)
             assert left == state
 
+    @pytest.mark.filterwarnings("ignore:.*the function leaves a tensor")  # its loss in an attribute
     @pytest.mark.parametrize("kind", KINDS)
     def test_in_torch_func(self, kind):
         def gradients(block):
