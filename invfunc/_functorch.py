@@ -1,13 +1,10 @@
-"""The only file with private torch calls: levels of torch.func, and Python-level functions of torch."""
+"""The only file with private torch calls: levels of torch.func, hooks, memory."""
 
 from __future__ import annotations
 
-import inspect
-import types
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +14,6 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # nor for it
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
-from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch has no public name for it
 from torch.utils._python_dispatch import _disable_current_modes
@@ -70,6 +66,33 @@ def plainly() -> Iterator[None]:
             torch._C._vmapmode_increment_nesting()
 
 
+Gradients = Sequence[torch.Tensor | None]
+
+
+def each_of_batch(fn: Callable[[Gradients], Gradients], tensors: Gradients) -> Gradients:
+    """`fn(tensors)` for each entry of what `torch.autograd.grad(..., is_grads_batched=True)` has batched."""
+    if not any(t is not None and _C.is_legacy_batchedtensor(t) for t in tensors):
+        return fn(tensors)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    legacy: Any = torch
+    in_front = [None if t is None else legacy._remove_batch_dim(t, level, 1, 0) for t in tensors]
+    size = max(len(t) for t in in_front if t is not None)
+    in_front = [t if t is None or len(t) == size else t.expand(size, *t.shape[1:]) for t in in_front]
+    there: list[bool] = []
+
+    def one(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        entries = iter(given)
+        found = fn([None if t is None else next(entries) for t in tensors])
+        there[:] = [t is not None for t in found]
+        return [t for t in found if t is not None]
+
+    each: Any = torch.vmap(one, randomness="same")
+    with plainly():
+        found = iter(each([t for t in in_front if t is not None]))
+    return [legacy._add_batch_dim(next(found), 0, level) if is_there else None for is_there in there]
+
+
 def innermost(x: torch.Tensor) -> torch.Tensor:
     """The plain tensor below all the wrappers of torch.func, batch dimensions of an outer vmap included."""
     return _plain(x.detach())
@@ -94,6 +117,16 @@ def batch_first(x: torch.Tensor) -> torch.Tensor:
     return x if axes == sorted(axes) else x.permute(sorted(range(x.dim()), key=axes.__getitem__))
 
 
+def vmaps_of(x: torch.Tensor) -> set[int]:
+    """The levels of the vmaps for each of whose entries x is another tensor."""
+    found = set[int]()
+    while _C.is_functorch_wrapped_tensor(x):
+        if _C.is_batchedtensor(x):
+            found.add(_C.maybe_get_level(x))
+        x = _C.get_unwrapped(x)
+    return found
+
+
 def checkpointing() -> bool:
     """Whether hooks take the place of saved tensors that know nothing of statistics, as torch.utils.checkpoint's."""
     hooks = saving_hooks()
@@ -105,30 +138,11 @@ def saving_hooks() -> tuple[Callable, Callable] | None:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
-def raised_in(function: Any, error: BaseException) -> bool:
-    """Whether it is this very function of torch that raised an error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code is inspect.unwrap(function).__code__
-
-
 def given_back(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     """How to get a tensor again that autograd has just saved, if the hooks that took it say so."""
     hooks = saving_hooks()
     find = getattr(getattr(hooks[0], "__self__", None), "given_back", None) if hooks is not None else None
     return None if find is None or unwrapped(x) is not None else find(x)
-
-
-class Memory:
-    """Which memory a tensor is in; it is not kept."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._storage = weakref.ref(x.untyped_storage())
-
-    def holds(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is in it."""
-        return self._storage() is x.untyped_storage()
 
 
 def function_of(node: Any) -> type | None:
@@ -137,8 +151,14 @@ def function_of(node: Any) -> type | None:
 
 
 def dual(x: torch.Tensor) -> bool:
-    """Whether a tensor carries a tangent of torch.autograd.forward_ad."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    """Whether a tensor, or what it wraps, carries a tangent of torch.autograd.forward_ad."""
+    inner: torch.Tensor | None = x if forward_ad._current_level >= 0 else None
+    while inner is not None:
+        with _below(level_of(inner) or 0):
+            if not _C.is_batchedtensor(inner) and forward_ad.unpack_dual(inner).tangent is not None:
+                return True
+            inner = unwrapped(inner)
+    return False
 
 
 def under(kind: type, holds: Callable[[Any], bool] = lambda mode: True) -> bool:
@@ -263,7 +283,7 @@ def storage_of(x: torch.Tensor) -> int:
 
 def freed(x: torch.Tensor) -> bool:
     """Whether the memory of a tensor was freed behind its back, as fully_shard does."""
-    return x.numel() > 0 and not memory_of(x).nbytes()
+    return x.layout is torch.strided and x.numel() > 0 and not memory_of(x).nbytes()
 
 
 def memory_of(x: torch.Tensor) -> Any:
@@ -271,7 +291,13 @@ def memory_of(x: torch.Tensor) -> Any:
 
     It lives as long as what is returned does, and knows its `nbytes()`.
     """
-    return handle_torch_function(memory_of, (x,), x) if has_torch_function_unary(x) else _plain(x).untyped_storage()
+    return handle_torch_function(memory_of, (x,), x) if has_torch_function_unary(x) else storage(_plain(x))
+
+
+def storage(x: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of a plain tensor, of a sparse one that of its values."""
+    values = torch.Tensor._values if x.layout is torch.sparse_coo else torch.Tensor.values
+    return (x if x.layout in (torch.strided, torch.jagged) else _plain(values(x))).untyped_storage()
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor | None:
@@ -286,35 +312,3 @@ def unviewed(x: torch.Tensor) -> torch.Tensor:
     gradient edge taken before would no longer lie on the way.
     """
     return torch.ops.aten._unsafe_view(x, x.shape) if base_of(x) is not None else x
-
-
-_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-
-
-@cache
-def opened(func: Callable) -> Callable | None:
-    """A Python function of torch whose body runs under the current function mode, instead of being one call to it.
-
-    Such a function first asks whether it is overridden, which is always so under a mode; the copy does not ask.
-    """
-    if not isinstance(func, types.FunctionType) or not any(name in func.__code__.co_names for name in _CHECKS):
-        return None
-    namespace: dict[str, Any] = dict(func.__globals__)
-    namespace.update({name: lambda *args: False for name in _CHECKS if name in namespace})
-    copy = types.FunctionType(func.__code__, namespace, func.__name__, func.__defaults__, func.__closure__)
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
-def parametrized_anew() -> AbstractContextManager:
-    """A context in which torch does not reuse weights that parametrizations gave outside of it."""
-    return _remembering_nothing() if parametrize._cache_enabled else nullcontext()
-
-
-@contextmanager
-def _remembering_nothing() -> Iterator[None]:
-    kept, parametrize._cache = parametrize._cache, {}
-    try:
-        yield
-    finally:
-        parametrize._cache = kept

@@ -19,7 +19,7 @@ class Kept:
     template: Any = field(compare=False, repr=False)
 
     def rebuilt(self, values: Iterable[Any]) -> Any:
-        if not self.keys:
+        if not self.keys and not issubclass(self.kind, MutableMapping):
             return self.template
         given = dict(zip(self.keys, values, strict=True))
         if issubclass(self.kind, Mapping):
@@ -34,8 +34,11 @@ class Kept:
         found: Any = None
         try:
             found = _shallow(self.template) if issubclass(kind, MutableMapping) else kind(*[given])
-            for key in given if issubclass(kind, MutableMapping) else ():
-                found[key] = given[key]
+            if issubclass(kind, MutableMapping):
+                for key in [key for key in found if key not in given]:  # which came into the template since
+                    del found[key]
+                for key in given:
+                    found[key] = given[key]
         except TypeError:
             pass
         if any(self.template[key] is not before[key] for key in before):  # the copy was none

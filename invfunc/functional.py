@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from invfunc._cached import cached, computed_anew
-from invfunc._functorch import parametrized_anew, transforming
+from invfunc._functorch import transforming
+from invfunc._parametrized import parametrized_anew
 from invfunc._remade import Remade
 from invfunc._scripted import Interpreted
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, InvFuncWarning
@@ -307,8 +308,7 @@ def _signature(forward: Callable) -> inspect.Signature:
         own = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):
         own = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
-    taken = {p.name for p in own}
-    name = next(n for n in ("params", "module_params", "_params") if n not in taken)
+    name = next(n for n in ("params", "module_params", "_params") if n not in {p.name for p in own})
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY), *own])
 
 

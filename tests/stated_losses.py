@@ -210,3 +210,30 @@ SUMS: dict[str, Callable] = {
     "tensordot": lambda z: torch.tensordot(z, z.exp(), 3),
 }
 """What sums over the samples by itself."""
+
+
+def _of_unique(y: torch.Tensor) -> torch.Tensor:
+    _, inverse, counts = torch.unique(y, return_inverse=True, return_counts=True)
+    return counts[inverse].double()
+
+
+CLASSES = 3
+WEIGHTS: dict[str, Callable] = {
+    "bincount": lambda x, y: 1 / torch.bincount(y)[y].to(x.dtype),
+    "bincount of all classes": lambda x, y: (len(y) / (CLASSES * torch.bincount(y, minlength=CLASSES)))[y].to(x.dtype),
+    "histc": lambda x, y: torch.histc(y.to(x.dtype), CLASSES, 0, CLASSES - 1)[y],
+    "unique": lambda x, y: torch.unique(y, return_counts=True)[1][y].to(x.dtype),
+    "inverse": lambda x, y: _of_unique(y),
+    "cov": lambda x, y: (x @ torch.cov(x.T)).square().sum(1),
+    "corrcoef": lambda x, y: (x @ torch.corrcoef(x.T)).square().sum(1),
+}
+"""Weights of samples by what is counted in the data of all of them."""
+
+
+def weighted(weights: Callable) -> Callable:
+    """A loss with such weights."""
+
+    def loss(p: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (F.cross_entropy(x @ p, y, reduction="none") * weights(x, y)).mean()
+
+    return loss

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 import invfunc
-from invfunc import _functorch, _uncompiled
+from invfunc import _functorch, _opened, _uncompiled
 from tests.every import BOTH, LOSS, ROWS
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +23,8 @@ PACKAGE = ROOT / "invfunc"
 FLOORS = [
     {"thresholds"},
     {"errors", "tree", "module_copy", "_functorch", "_pages", "_eager", "_blocks", "_symmetric", "_nodes"}
-    | {"_cached", "_generators", "_remade", "_scripted", "_signed", "_uncompiled", "_values", "_pairwise"},
+    | {"_cached", "_generators", "_remade", "_scripted", "_signed", "_uncompiled", "_values", "_pairwise"}
+    | {"_opened", "_parametrized"},
     {"kronecker", "contract", "plan"},
     {"operations"},
     {"recording"},
@@ -245,7 +246,7 @@ class TestPublicNames:
 
 @pytest.mark.quick
 class TestPrivateTorch:
-    """What `_functorch` relies on: these fail loudly on a torch that changed it."""
+    """What `_functorch` and its like rely on: these fail loudly on a torch that changed it."""
 
     def test_levels_are_seen(self):
         seen = []
@@ -283,6 +284,6 @@ class TestPrivateTorch:
         assert not _functorch.transforming()
 
     def test_python_functions_of_torch_are_opened(self):
-        body = _functorch.opened(torch.nn.functional.multi_head_attention_forward)
+        body = _opened.opened(torch.nn.functional.multi_head_attention_forward)
         assert body is not None and body.__code__ is torch.nn.functional.multi_head_attention_forward.__code__
-        assert _functorch.opened(torch.tanh) is None and _functorch.opened(len) is None
+        assert _opened.opened(torch.tanh) is None and _opened.opened(len) is None

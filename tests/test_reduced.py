@@ -1,5 +1,7 @@
 """reduced: a function of each parameter's quantity in its place, as soon as it is known."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, tree
 from invfunc.testing import assert_trees_close
 from tests.every import BOTH, LEAVES, MODEL, rows
 from tests.laws import composed, in_blocks
-from tests.networks import LOSSES, network, networks, samples_loss, total
+from tests.networks import CLASSES, LOSSES, network, networks, samples_loss, total
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6
@@ -49,6 +51,32 @@ def test_it_is_what_one_would_compute_afterwards(of, net, loss, form, data):
         return ALL[called].make(*functions)
 
     assert_trees_close(of(reduced(t(), weighed))(*args), expected(t(), weighed, args), EXACT, FLOOR)
+
+
+def shifted(p, x):
+    """Whose shifts have as shares what is sent back to them."""
+    return ((x + p["a"]) + p["b"]).tanh() @ p["w"] + p["c"] + p["d"]
+
+
+@pytest.mark.parametrize("form", ["[N]", "mean", "model"])
+@pytest.mark.parametrize("called", ALL)
+def test_it_may_write_to_what_it_is_given(called, form):
+    """To all of the memory: nothing else is there."""
+    if form == "model" and called not in EITHER:
+        return
+    rand = Numbers()
+    params = {name: rand(CLASSES) for name in "abcd"} | {"w": rand(CLASSES, CLASSES)}
+    x = rand(4, CLASSES)
+    net = SimpleNamespace(f=shifted, params=params, x=x, n=len(x))
+    functions, args = arranged(net, LOSSES[0], form)
+
+    def written(path, tensor):
+        number = weighed(path, tensor)
+        tensor.fill_(torch.nan)
+        return number
+
+    found, wanted = (reduced(ALL[called].make(*functions), fn)(*args) for fn in (written, weighed))
+    assert_trees_close(found, wanted, EXACT)
 
 
 @pytest.mark.quick

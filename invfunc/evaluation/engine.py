@@ -14,17 +14,18 @@ from invfunc._generators import state_of
 from invfunc.errors import SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
 from invfunc.evaluation.fold import SLOPE, Fold
-from invfunc.loss.outputs import OutputFinder
+from invfunc.loss.outputs import OutputFinder, searched
 from invfunc.loss.square_root import Columns, Gradient, Units
 from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.passes.by_place import other_again
 from invfunc.passes.certified import check_roots
 from invfunc.passes.loss import Made, Split, at_found, at_given
 from invfunc.passes.run import WHOLE, Run
 from invfunc.passes.runs import Runner
 from invfunc.plan import Options
 from invfunc.recording import Trace
-from invfunc.recording.checks import check_loss
+from invfunc.recording.checks import check_loss, same_values
 from invfunc.recording.problem import Problem
 from invfunc.recording.random import Draws, restore
 from invfunc.recording.scope import Scope
@@ -188,10 +189,10 @@ class Engine:
     def _found_split(self) -> Any:
         """A loss function: run once for its outputs and their cotangents, then its model part again, part by part."""
         n, draws = self.problem.n, Draws(stop=False)
-        finders: list[OutputFinder] = []
+        finders, within = list[OutputFinder](), set[int]()
 
         def found(trace: Trace) -> OutputFinder:
-            finders.append(OutputFinder(trace))
+            finders.append(OutputFinder(trace, within=within))
             return finders[-1]
 
         def followed() -> Run:
@@ -202,7 +203,7 @@ class Engine:
             return run
 
         try:
-            light = self.runner.places.settled(followed, draws, loss=True)
+            light = self.runner.places.settled(lambda: searched(followed, draws), draws, loss=True)
         except SampleAxisError as error:
             if not self.first_order:
                 raise to_be_split(error) if error.unknown and error.reason else error from None
@@ -217,7 +218,7 @@ class Engine:
             if self.plan.asked("samples"):  # a loss for each sample needs no split
                 self.fold.over(lambda: self.runner.loss_parts(light.result, draws), self._ones)
             else:
-                self.fold.over(lambda: [self.runner.loss(draws=draws)], self._ones)
+                self.fold.over(lambda: [self._again(light, draws)], self._ones)
             return light.aux
         made, roots = self._made(split), split.roots
 
@@ -228,6 +229,12 @@ class Engine:
         columns = max(sum(c.count for c in columns) for columns in made.values())
         self.fold.over(lambda: self.runner.parts(roots, columns, draws), made, look)
         return light.aux
+
+    def _again(self, before: Run, draws: Draws) -> Run:
+        run = self.runner.loss(draws=draws)
+        if not same_values(run.result, before.result):
+            raise other_again("another loss")
+        return run
 
     def _each_alone(self, error: SampleAxisError, draws: Draws) -> Any:
         """The losses of the samples, from a function that cannot be followed."""

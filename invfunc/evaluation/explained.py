@@ -16,10 +16,10 @@ from invfunc.recording.problem import Problem
 from invfunc.recording.tags import ParameterUse
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import Accumulator, Quantity
+from invfunc.sparsity.execute import pullbacks
 from invfunc.sparsity.groups import Grouped
-from invfunc.sparsity.report import Explanation, Parameter, Part, chosen_parts
-from invfunc.sparsity.stages import Stages
-from invfunc.sparsity.ways import Chosen, Facts
+from invfunc.sparsity.planner import Way
+from invfunc.sparsity.report import Explanation, Parameter, Part, planned
 
 
 @dataclass
@@ -40,9 +40,12 @@ class Decision:
     """Whether columns take a shorter way, and why."""
 
     why: str
-    way: Chosen | None = None
-    sources: list[Grouped] = field(default_factory=list)
-    facts: Facts | None = None
+    way: Way | None = None
+    columns: list[Grouped] = field(default_factory=list)
+
+    def pullbacks(self, pullback: Pullback) -> list[Pullback]:
+        """What is pulled back in place of all columns."""
+        return pullbacks(pullback, self.way, self.columns)
 
 
 class Report:
@@ -63,15 +66,20 @@ class Report:
                 known = self._operations[i]
                 known[name] = known.get(name, False) or use.recipe.generic
 
-    def on(self, way: Pullback | Stages, group: Sequence[Accumulator], chosen: Decision | None) -> None:
+    def on(self, pullback: Pullback, group: Sequence[Accumulator], decision: Decision) -> None:
         """Note how the columns of some quantities are pulled back."""
-        pullback = way.pullback if isinstance(way, Stages) else way
-        entry = self._entry(group, pullback.total, chosen.why if chosen else "")
-        reductions = [t.reduction for t in group]
-        if isinstance(way, Stages) and chosen is not None and chosen.facts is not None:
-            self._structured(entry, way, chosen.facts, reductions)
-        else:
+        entry, reductions = self._entry(group, pullback.total, decision.why), [t.reduction for t in group]
+        parts = decision.pullbacks(pullback)
+        if decision.way is None or parts[0] is pullback:
             self._pulled(entry, pullback, reductions)
+            return
+        for part in parts:
+            sides = part.sides if part.run is pullback.run else 1  # at a bottleneck, columns are those of a root
+            entry.passes += sides * part.total
+            entry.pullbacks += sides * len(part.passes(reductions)) if part.total else 0
+        told, numbers = planned(decision.way, pullback.total, pullback.run, self.budget, self.problem.name)
+        entry.numbers, entry.cost = max(entry.numbers, numbers), decision.way.cost
+        entry.parts = entry.parts or told
 
     def second_order(
         self, pullback: Pullback, group: Sequence[Accumulator], once: frozenset[int], slope: Gradient
@@ -119,14 +127,6 @@ class Report:
 
     def _parts(self, pullback: Pullback) -> int:
         return -(-self.problem.n // pullback.run.trace.n)
-
-    def _structured(self, entry: Entry, way: Stages, facts: Facts, reductions: Sequence[Reduction]) -> None:
-        """Note that the columns take a shorter way."""
-        parts, most = chosen_parts(facts, way.chosen, self.budget, self.problem.name)
-        passes, pullbacks = way.sent(reductions)
-        entry.passes, entry.pullbacks = entry.passes + passes, entry.pullbacks + pullbacks
-        entry.numbers, entry.cost = max(entry.numbers, most), way.chosen.cost / facts.dense_cost
-        entry.parts = entry.parts or list(parts)
 
     def explanations(self, quantities: Sequence[Quantity]) -> list[Explanation]:
         """The explanation of each quantity."""

@@ -26,10 +26,10 @@ from invfunc.recording.problem import Problem
 from invfunc.recording.scope import Scope
 from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.quantity import Accumulator, Quantity
+from invfunc.sparsity.execute import possible
 from invfunc.sparsity.groups import grouped
 from invfunc.sparsity.pattern import Pattern
 from invfunc.sparsity.planner import Planner
-from invfunc.sparsity.stages import Stages
 
 Look = Callable[[Pattern, Run], Run | None]
 """Runs the model part on one sample under a pattern; None where that is something else than in the batch."""
@@ -48,7 +48,7 @@ class Fold:
         n = problem.n if problem.samples is None else len(problem.samples)
         self.report: Report | None = None
         """Gathers what would be done, where only that is wanted."""
-        self._chosen: dict[Hashable, Decision] = {}
+        self._decisions: dict[Hashable, Decision] = {}
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1])
 
     def over(
@@ -88,34 +88,37 @@ class Fold:
                     self._chain(run, made[key], group, samples)
                     continue
                 pullback = self._pullback(run, made[key], samples, last=last and k + 1 == len(alike))
-                way = self._way(pullback, look, group) if kind.convex else pullback
+                decision = self._decision(pullback, look, group) if kind.convex else Decision("")
                 if self.report is not None:
-                    self.report.on(way, group, self._chosen.get(key))
+                    self.report.on(pullback, group, decision)
                     continue
-                self._fold(way, group)
+                parts = decision.pullbacks(pullback)
+                parts = parts if possible(parts) else [pullback]
+                while parts:
+                    self._fold(parts.pop(0), group)
         if run.trace.n < self.problem.n and self.report is None:
             for t in accumulators:
                 t.end(run.params, samples.count)
 
-    def _fold(self, way: Pullback | Stages, group: list[Accumulator]) -> None:
+    def _fold(self, pullback: Pullback, group: list[Accumulator]) -> None:
         """Reduce what is pulled back; first, what some have to know of all parameters for each sample."""
-        reductions, done = [t.reduction for t in group], partial(self._add, way.run, group)
-        if isinstance(way, Stages) or not any(m.apart for m in reductions):
-            way.folded(reductions, done)
+        reductions, done = [t.reduction for t in group], partial(self._add, pullback.run, group)
+        if not any(m.apart for m in reductions):
+            pullback.folded(reductions, done)
             return
         firsts = {k: t.before for k, t in enumerate(group) if t.before is not None and t.reduction.apart}
-        kept, places = way.kept(reductions), list(firsts)
+        kept, places = pullback.kept(reductions), list(firsts)
         states: dict[int, States] = {k: {} for k in firsts}
 
         def keep(first: int, leaf: int, state: State) -> None:
             firsts[places[first]].add(leaf, state)
             states[places[first]][leaf] = state
 
-        replace(way, last=False).folded([t.reduction for t in firsts.values()], keep, kept)
+        replace(pullback, last=False).folded([t.reduction for t in firsts.values()], keep, kept)
         for k, t in firsts.items():
             if states[k]:
                 reductions[k] = reductions[k].then(states[k], self._found(t))
-        way.folded(reductions, done, kept)
+        pullback.folded(reductions, done, kept)
 
     def _pullback(
         self, run: Run, made: list[Columns], samples: Samples, leaves: frozenset[int] | None = None, last: bool = False
@@ -124,29 +127,23 @@ class Fold:
         plan, name = self.options.plan, self.problem.name
         return Pullback(self.scope, run, made, plan, samples, self.budget, leaves, alone, last, name)
 
-    def _way(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> Pullback | Stages:
-        """A cheaper way than to pull every column back, where there is one."""
+    def _decision(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> Decision:
+        """A cheaper way than to pull every column back, where there is one; that of the first run is that of all."""
         key = group[0].quantity.columns
-        if key not in self._chosen:
-            self._chosen[key] = self._found_way(pullback, look, group)
-        chosen = self._chosen[key]
-        if chosen.way is None or not chosen.way.pattern.fits(pullback.run):
-            return pullback
-        return Stages(pullback, chosen.way, chosen.sources)
+        if key not in self._decisions:
+            self._decisions[key] = self._decided(pullback, look, group)
+        return self._decisions[key]
 
-    def _found_way(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> Decision:
+    def _decided(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> Decision:
         why = self._why_dense(pullback, look, group)
         if why or look is None:
             return Decision(why)
-        sources = [g for c in pullback.made if (g := grouped(c)) is not None]
-        if len(sources) < len(pullback.made):
+        columns = [g for c in pullback.made if (g := grouped(c)) is not None]
+        if len(columns) < len(pullback.made):
             return Decision("the loss mixes the outputs before its criterion")
-        planner = Planner(pullback.run, sources, look, all(t.reduction.shortcuts == "all" for t in group))
-        way = planner.chosen()
-        if way is None:
-            return Decision(planner.why)
-        facts = None if self.report is None else planner.facts  # which hold the run
-        return Decision("by the structure of the function", way, sources, facts)
+        planner = Planner(pullback.run, columns, look, all(t.reduction.shortcuts == "all" for t in group))
+        way = planner.way()
+        return Decision(planner.why if way is None else "by the structure of the function", way, columns)
 
     def _why_dense(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> str:
         """Why every column has to be pulled back, if it has."""

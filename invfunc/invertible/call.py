@@ -11,9 +11,11 @@ import torch
 from invfunc import tree
 from invfunc._functorch import saving_hooks, under, unwatched, version
 from invfunc._generators import set_states
+from invfunc._parametrized import keeping, weights
 from invfunc._scripted import Interpreted
 from invfunc._uncompiled import Uncompiled
 from invfunc.errors import InverseError, InvFuncError, ReplayError
+from invfunc.invertible.containers import Containers
 from invfunc.invertible.left import Left
 from invfunc.invertible.like import Like
 from invfunc.invertible.origins import Origins
@@ -48,10 +50,10 @@ class Call:
         random: bool = True,
         tolerance: float | None = None,
         report: Report | None = None,
+        containers: Containers | None = None,
         closure: Closure | None = None,
     ) -> None:
-        self.pair = pair
-        self._closure = closure
+        self.pair, self._containers, self._closure = pair, containers or Containers(), closure
         self._lifted = len(closure.tensors) if closure is not None else 0
         """How many of the further arguments, at their end, stand for what is closed over."""
         self.report = report or Report()
@@ -110,7 +112,7 @@ class Call:
         self.watch = self._closure = None
         self.report.known.calls += 1
         self.report.known.attributes.ended(self._start.held)
-        self._others, self._uses = watch.outside(len(xs), self._hooks)
+        self._others, self._uses = watch.outside(len(xs), self._hooks if self.tolerance is None else None)
         replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
         for generator, state in watch.drawn if self._random else ():
             for replay in replays:
@@ -120,7 +122,7 @@ class Call:
 
     def closure(self, xs: Tensors, rest: Tensors) -> Closure:
         """What forward closes over. It is evaluated for that, and the random numbers that it draws are taken back."""
-        xs, rest = [t.detach() for t in xs], [t.detach() for t in rest]
+        xs, rest, self._containers = [t.detach() for t in xs], [t.detach() for t in rest], Containers()
         self._start = self._moment((*xs, *rest))
         self.watch = watch = Watch((*xs, *rest), False, self._generators, self.report)
         try:
@@ -151,10 +153,11 @@ class Call:
 
     def _forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, sight: Sight) -> Any:
         rest, lifts = self._own(rest)
-        args, kwargs = self._rest.join(rest)
+        x, (args, kwargs) = self._x.join(xs), self._rest.join(rest)
         shared = Evaluations(evaluate).of(self.pair.shared)
-        with Uncompiled(), Interpreted(), sight.lifting(lifts) if lifts else nullcontext():
-            y = self.pair.forward(*shared, self._x.join(xs), *args, **kwargs)
+        lifting, filled = sight.lifting(lifts) if lifts else nullcontext(), self._containers.follow((x, args, kwargs))
+        with Uncompiled(), Interpreted(), keeping(weights()), lifting, filled:
+            y = self.pair.forward(*shared, x, *args, **kwargs)
         self.pair.apart(y)
         return y
 
@@ -271,12 +274,13 @@ class Call:
 
     def _like_x(self, x: Any, kept: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that the inverse gave, checked to have the form of x."""
-        leaves = self._x.leaves(x)
-        if leaves is None:
-            came = ", ".join("x" + path for path, _ in tree.named_leaves(x)) or "nothing"
-            were = ", ".join("x" + path for path, _ in tree.named_leaves(self._x.join(range(len(self._like)))))
-            raise InverseError(f"the inverse gives another pytree than x: {came}, where x is {were}.")
-        found = []
+        leaves, found = self._x.leaves(x), []
+        if leaves is None:  # a tuple may stand for a list
+            came, were = tree.named_leaves(x), tree.named_leaves(self._x.join(range(len(self._like))))
+            names, wanted = (", ".join("x" + path for path, _ in named) or "nothing" for named in (came, were))
+            if names != wanted:
+                raise InverseError(f"the inverse gives another pytree than x: {names}, where x is {wanted}.")
+            leaves = [leaf for _, leaf in came]
         for i, (place, like) in enumerate(zip(self._x.places, self._like, strict=True)):
             leaf = leaves[place]
             if i in kept:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import dual, levels, raised_in, under
+from invfunc._functorch import dual, levels, under
+from invfunc._opened import raised_in
 from invfunc._scripted import Interpreted
 from invfunc.callables import check_callable, describe
 from invfunc.errors import (
@@ -26,11 +27,13 @@ from invfunc.errors import (
     SampleAxisError,
 )
 from invfunc.invertible.call import Call, Tensors
+from invfunc.invertible.containers import Containers
 from invfunc.invertible.function import noded
 from invfunc.invertible.hooks import hooked
 from invfunc.invertible.pair import Invertible
 from invfunc.invertible.probe import default_tolerance, relative_error
 from invfunc.invertible.report import Known, Report, unbatched, way
+from invfunc.invertible.sparse import any_sparse, separate
 from invfunc.invertible.value import Value
 from invfunc.invertible.watch import Watch
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -70,13 +73,12 @@ def invertible_checkpoint(
         preserve_rng_state: replay the random numbers that f drew, so that dropout draws the same mask again. False
             saves the copies of the generators' states, for an f that draws nothing. (Threads that draw at the same time
             need a `generator=` each, as the numbers of the global one go to whoever comes first.)
-        check: what happens where x does not come back. Some 64 of its entries are kept, and compared when the inverse
-            has computed it: "warn" tells once a block of an error that is more than rounding (the square root of the
-            precision), and raises above a few per cent; "error" raises at once; "off" does not look. Errors
-            are relative to a tensor as a whole: a large channel hides those of small ones. On an accelerator
-            that is told when the backward pass has ended. True compares all: `f_inv(f(x))` with x in every call, while
-            x is in memory, and what f gives when it is evaluated again; a number is the error that is tolerated,
-            relative to the largest entry of each tensor.
+        check: what happens where x does not come back. Some 64 of its entries, and their sum, are kept and compared
+            when the inverse has computed it: "warn" tells once a block of an error that is more than rounding (the
+            square root of the precision), and raises above a few per cent; "error" raises at once; "off" does not look.
+            On an accelerator that is told when the backward pass has ended. True compares all: `f_inv(f(x))` with x in
+            every call, while x is in memory, and what f gives when it is evaluated again; a number is the error that is
+            tolerated, relative to the largest entry of each tensor.
         min_bytes: below this size of x, g is simply f.
         has_aux: of an `Invertible` that hides something: return `(y, hidden)`.
 
@@ -145,8 +147,7 @@ def invertible_checkpoint(
     _check_function(f)
     if isinstance(f_inv, EllipsisType):
         raise ArgumentTypeError(
-            f"invertible_checkpoint({describe(f)}): f_inv is missing. It is the inverse of f; None makes a plain "
-            "checkpoint."
+            f"invertible_checkpoint({describe(f)}): f_inv is missing: the inverse of f, or None for a plain checkpoint."
         )
     if f_inv is None:
         pair = Invertible(f, _no_inverse, name=f"{describe(f)}, None")
@@ -156,10 +157,8 @@ def invertible_checkpoint(
 
 
 _DEFAULTS = {"keep": False, "preserve_rng_state": True, "check": "warn", "min_bytes": 0, "has_aux": False}
-
-
 _DROPPING = "Call the module that holds the block by `functional(module)`, which drops what is written. "
-_WAYS = ("warn", "error", "off")
+_WAYS = "warn", "error", "off"
 _CHECKS = '"warn", "error", "off", True (compare all) or the error that is tolerated'
 
 
@@ -242,9 +241,10 @@ class Checkpointed(Value):
             pair = composition.keeping(self.keep) if self.keep else self.pair
             return pair.forward(x, *args, **kwargs)
         xs, x_form = tree.separate(x)
-        rest, rest_form = tree.separate((args, kwargs))
+        rest, rest_form = separate((args, kwargs))
         kinds = {kind for kind, _ in levels()}
-        small = not xs or sum(t.nbytes for t in xs) < self.min_bytes
+        sparse = any_sparse([*xs, *rest] if kinds or self._known.needs_a_node else xs)
+        small = not xs or sparse or sum(t.nbytes for t in xs) < self.min_bytes
         if small or self._followed_closely(kinds) or not _keeps_a_graph(kinds, (*xs, *rest)):
             with Interpreted() if kinds else nullcontext():
                 return self._forward(x, args, kwargs)
@@ -253,7 +253,8 @@ class Checkpointed(Value):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {len(xs)} of them.")
         tolerance = _tolerance(self.check, xs)
         report = Report(self, way(self.check), tolerance, self._known)
-        made = partial(Call, self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, report)
+        given = Containers((x, args, kwargs))
+        made = partial(Call, self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, report, given)
         call = made()
         if kinds or self._known.needs_a_node:
             y, ys, call, rest = self._noded(call, made, xs, rest)
@@ -292,11 +293,9 @@ class Checkpointed(Value):
 
 def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:
     """Whether there is memory to save: somebody may go backwards, and nobody goes forwards."""
-    if not torch.is_grad_enabled() or any(dual(t) for t in tensors):
+    if not torch.is_grad_enabled() or kinds - {"grad", "vmap"} or any(dual(t) for t in tensors):
         return False
     if under(Watch, lambda watch: watch.closed):  # a node, which we are in, has a graph, and none of our own
-        return False
-    if kinds - {"grad", "vmap"}:
         return False
     return not kinds or "grad" in kinds or any(t.requires_grad for t in tensors)
 

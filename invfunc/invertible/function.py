@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import alive, leaf_level, level_of, levels
+from invfunc._functorch import alive, each_of_batch, leaf_level, level_of, levels
 from invfunc._signed import signed
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
@@ -81,7 +81,7 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.op.backward(ctx, [None if g is None else alive(g) for g in gradients])
+        return None, *each_of_batch(partial(ctx.op.backward, ctx), [None if g is None else alive(g) for g in gradients])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, op: Op, *tensors: torch.Tensor) -> tuple:

@@ -11,20 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import thresholds, tree
-from invfunc._functorch import Memory, backward_pass, plainly, pointer, unwatched
+from invfunc._functorch import backward_pass, plainly, pointer, unwatched
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
+from invfunc.invertible.like import Memory
 from invfunc.invertible.origins import Origins
 from invfunc.invertible.probe import Probe, finite, known_at_once, mean_size, near, rounded
 from invfunc.invertible.recording import Enough, Key, Recording, Saved, Tape
 from invfunc.invertible.report import CHANGES, OTHER
 from invfunc.invertible.sight import OUTSIDE
 from invfunc.invertible.slots import Block, Held, fetch, metadata_of, release
+from invfunc.invertible.sparse import is_sparse
 
 
 class HookedBlock(Block):
@@ -34,12 +37,17 @@ class HookedBlock(Block):
         super().__init__(call.kept, call.report)
         self._call = call
         self._rest = [Held(t) for t in rest]
+        self._beside = [ref(t) for t in rest]
+        self._arguments: dict[int, list[int | None]] = {OUTSIDE: [None] * len(xs) + list(range(len(rest)))}
+        """Which further arguments of f the tensors are that each part is given."""
         self._needs = [t.requires_grad for t in (*xs, *rest)]
+        self._count = len(xs)
         self._shared_needs: dict[int, list[bool]] = {}
         self._tape = Tape()
         self._to_the_end = call.tolerance is not None
         """Whether it is evaluated again to its end, and not until all is saved."""
         self.origins = call.origins = Origins()
+        self.origins.beside = [] if call.tolerance is None else list(rest)  # where it is inverted at once
         self._like: dict[Key, Saved] = {}
         self._probes: dict[Key, Probe] = {}
         self._probed = call.report.check != "off" and (call.report.known.calls <= _FIRST or len(call.kept) == len(xs))
@@ -58,7 +66,7 @@ class HookedBlock(Block):
         place = self._places.get(pointer(tensor))
         self._like[key] = Saved(tensor.shape, tensor.dtype, place, self.origins.place())
         if self._probed and place is None and self._to_be_probed(tensor):
-            self._probes[key] = Probe((tensor,), thresholds.PROBED_SAVED)
+            self._probes[key] = Probe((tensor,), thresholds.PROBED_SAVED, sums=not tensor.is_floating_point())
         if self._memory is not None:
             self._memory[key] = Memory(tensor), _geometry(tensor)
         return self, key
@@ -66,7 +74,8 @@ class HookedBlock(Block):
     def _to_be_probed(self, tensor: torch.Tensor) -> bool:
         watch = self._call.watch
         own = not (tensor.is_leaf and tensor.requires_grad) and not (watch and watch.noisy)
-        return own and tensor.is_floating_point() and known_at_once(tensor.device)
+        values = tensor.is_floating_point() or len(self.kept) == self._count  # of an exact x all are the same again
+        return own and values and known_at_once(tensor.device)
 
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
@@ -87,6 +96,7 @@ class HookedBlock(Block):
         with unwatched():
             given = tree.tensors((args, kwargs))
             self._shared_needs[index] = [t.requires_grad for t in given]
+            self._arguments[index] = [next((i for i, r in enumerate(self._beside) if r() is t), None) for t in given]
         outer = self.origins.enter(index, given)
         try:
             with self._tape.within(index):
@@ -157,6 +167,7 @@ class HookedBlock(Block):
                     self.report.saved(apart, exact, self.dtypes(), lambda: self._rounding(xs, apart))
         for held in self._rest:
             held.let_go()
+        recorded.origins.beside = []
         release(self._ys)
         return recorded.found
 
@@ -167,7 +178,7 @@ class HookedBlock(Block):
 
         def moves(xs: Tensors) -> dict[Key, float]:
             other = self._again(xs)
-            return {key: mean_size(other[key] - found[key]) / size for key, size in sizes.items()}
+            return {key: mean_size(_numbers(other[key]) - _numbers(found[key])) / size for key, size in sizes.items()}
 
         if any(moves(xs).values()):
             return None
@@ -189,6 +200,9 @@ class HookedBlock(Block):
 
     def _recording(self, rest: Tensors, probes: dict[Key, Probe]) -> Recording:
         self._call.origins = origins = self.origins.again()
+        origins.beside = [
+            t if (given := found()) is None else given for found, t in zip(self._beside, rest, strict=True)
+        ]
         return Recording(self._like, probes, _places(rest, self._apart), self._to_the_end, origins, self._call.recalls)
 
     def _invert_recording(self, recorded: Recording) -> tuple[list[torch.Tensor], dict[int, Any], Tell]:
@@ -200,6 +214,7 @@ class HookedBlock(Block):
             tensors = _as_then(tensors, self._shared_needs[index])
             args, kwargs = form.join(tensors)
             with torch.enable_grad(), recorded.part(index, tensors):
+                self._know_beside(recorded, index, tensors)
                 output = fn(*args, **kwargs)
             if OUTSIDE in self._tape.counts or self._call.tolerance is not None or self._call.reads_outside:
                 outputs[index] = output
@@ -220,7 +235,8 @@ class HookedBlock(Block):
             elif outputs is not None:
                 raise self._differs(recorded)
             else:
-                with recorded.part(index, tree.tensors((args, kwargs))):
+                with recorded.part(index, given := tree.tensors((args, kwargs))):
+                    self._know_beside(recorded, index, given)
                     result = fn(*args, **kwargs)
             recorded.origins.know(("result", index), tree.tensors(result))
             return result
@@ -228,11 +244,18 @@ class HookedBlock(Block):
         given = _as_then((*xs, *self._detached()), self._needs)
         try:
             with torch.enable_grad(), recorded.part(OUTSIDE, given):
+                self._know_beside(recorded, OUTSIDE, given)
                 self._call.run(given[: len(xs)], given[len(xs) :], evaluate, bool(outputs), compare)
         except Enough:
             pass
         if recorded.misses():
             raise self._differs(recorded)
+
+    def _know_beside(self, recorded: Recording, part: int, given: Tensors) -> None:
+        """A part may close over what it is given as an argument, too."""
+        beside = recorded.origins.beside
+        same = [t if i is None else beside[i] for t, i in zip(given, self._arguments[part], strict=True)]
+        recorded.origins.know(("given", part), same)
 
     def _differs(self, recorded: Recording) -> ReplayError:
         return ReplayError(
@@ -251,7 +274,13 @@ The values show what no call tells, such as an unseen change of a tensor; how a 
 Geometry = tuple[torch.Size, tuple[int, ...], int, bool]
 
 
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
+
+
 def _geometry(tensor: torch.Tensor) -> Geometry:
+    if is_sparse(tensor):
+        return tensor.shape, (), 0, False
     return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.is_contiguous()
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
+from invfunc._functorch import storage
 from invfunc.errors import InverseError
+from invfunc.invertible.sparse import is_sparse
 
 
-def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
     """The tensor with the strides it had: kernels are chosen by them, and with these what autograd saves."""
-    if tensor.stride() == stride or tensor.numel() == 0:
+    if stride is None or tensor.stride() == stride or tensor.numel() == 0:
         return tensor
     expanded = [dim for dim, (step, size) in enumerate(zip(stride, tensor.shape, strict=True)) if step == 0 < size - 1]
     if expanded:
@@ -26,18 +29,34 @@ def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
+class Memory:
+    """Which memory a tensor is in; it is not kept."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._storage = weakref.ref(storage(x))
+
+    def holds(self, x: torch.Tensor) -> bool:
+        """Whether a tensor is in it."""
+        return self._storage() is storage(x)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return None if is_sparse(tensor) else tensor.stride()
+
+
 class Like(NamedTuple):
     """What a tensor is like that is computed again."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    stride: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    """None of a sparse tensor, which has none."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Like:
         """What a tensor is like."""
-        return cls(tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+        return cls(tensor.shape, tensor.dtype, tensor.device, _strides(tensor))
 
     def given_to(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the dtype, where that may be, and with the strides."""

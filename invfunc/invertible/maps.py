@@ -10,9 +10,11 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import leaf_level, raised_in
+from invfunc._functorch import leaf_level, unwatched, unwrapped, vmaps_of
+from invfunc._opened import raised_in
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Evaluate, Tensors
+from invfunc.invertible.sparse import is_sparse
 from invfunc.operations.heard import Function, Listener
 
 Map = Callable[[Tensors], list[torch.Tensor]]
@@ -127,16 +129,20 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
                 tensors[n_sources : n_sources + n_rest],
                 tensors[n_sources + n_rest :],
             )
+            constant = _among([t for i, t in enumerate(rest, n_xs) if i not in wanted])
             graphs: dict[int, _Graph] = {}
             values: dict[int, tuple[list[torch.Tensor], tree.Form]] = {}
+            zeros: dict[int, list[torch.Tensor]] = {}
 
             def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 inputs, form = tree.separate((args, kwargs))
-                inputs = [enter(t) if differentiable(t) else t for t in inputs]
+                inputs = [enter(t) if not (is_sparse(t) or constant(t)) and differentiable(t) else t for t in inputs]
                 args, kwargs = form.join(inputs)
                 outputs, form = tree.separate(fn(*args, **kwargs))
                 graphs[index] = [*map(edge, inputs)], [*map(edge, outputs)]
                 values[index] = [leave(t) for t in outputs], form
+                with unwatched():
+                    zeros[index] = [leave(t).new_zeros(()) for t in inputs]
                 return form.join(values[index][0])
 
             xs = [leave(x) for x in run.inverse(sources, rest, evaluate)]
@@ -145,7 +151,12 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
             def recall(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 found, form = values.pop(index)
                 found = [enter(t) if differentiable(t) else t for t in found]
-                places[index] = [*map(edge, tree.tensors((args, kwargs)))], [*map(edge, found)]
+                inputs = [
+                    _for_each(t, zero) for t, zero in zip(tree.tensors((args, kwargs)), zeros[index], strict=True)
+                ]
+                if any(t.requires_grad for t in inputs if is_sparse(t)):
+                    raise ReplayError(_SPARSE)
+                places[index] = [*map(edge, inputs)], [*map(edge, found)]
                 return form.join(found)
 
             inputs = [enter(t) if i in wanted else t for i, t in enumerate((*xs, *rest))]
@@ -189,6 +200,12 @@ _PARTS = (
 )
 
 
+_SPARSE = (
+    "a sparse tensor that needs a gradient is an argument of a function that both directions share. Make it within "
+    "that function, of its values: torch.sparse_coo_tensor(indices, values, size)."
+)
+
+
 class _NoHooks(Listener):
     """Refuses hooks of tensors: they belong to one level, and a second derivative takes another way beside it."""
 
@@ -209,6 +226,21 @@ _Graph = tuple[list[Edge | None], list[Edge | None]]
 def differentiable(tensor: torch.Tensor) -> bool:
     """Whether a tensor can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _for_each(tensor: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """The tensor for every entry of the vmaps of a zero; x may be one for all where the inverse gives one for each."""
+    return tensor if vmaps_of(tensor) >= vmaps_of(zero) else tensor + zero
+
+
+def _among(tensors: Tensors) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor is one of these, or its entry of a batch."""
+    ids = set(map(id, tensors))
+
+    def is_one(tensor: torch.Tensor | None) -> bool:
+        return tensor is not None and (id(tensor) in ids or is_one(unwrapped(tensor)))
+
+    return is_one
 
 
 def _left(gradient: torch.Tensor | None, like: torch.Tensor, leave: Callable) -> torch.Tensor:

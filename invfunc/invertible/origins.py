@@ -53,6 +53,8 @@ class Origins:
 
     def __init__(self, names: Names | None = None) -> None:
         self._names: Names = {} if names is None else names
+        self.beside: list[torch.Tensor] = []
+        """Arguments as they were given the first time, which a function may close over too."""
         self._scope: Scope | None = None
         self._read = False
 
@@ -89,6 +91,12 @@ class Origins:
         for t in tensors[len(known) :]:  # that are met for the first time
             known.append(scope.known(t) or _origin(key, len(known)))
             scope.of[id(t)] = ref(t), known[-1]
+
+    def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> None:
+        """A tensor takes the place of another one, which may come from elsewhere."""
+        scope = self._scope
+        if scope is not None and (known := scope.known(of)) is not None:
+            scope.of[id(tensor)] = ref(tensor), known
 
     def call(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> bool:
         """A call that begins; whether it is followed, and `made` is to be told what it gave."""

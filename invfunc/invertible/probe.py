@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,20 +25,43 @@ class Probe:
         tensors: they are not kept.
         most: how many entries of all of them.
         without: the places of those that are not looked at.
+        sums: also compare the sums of all entries, which tell of a few that are far off, as of one sample.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], most: int | None = None, without: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        most: int | None = None,
+        without: Sequence[int] = (),
+        sums: bool = False,
+    ) -> None:
         self._most = max(8, (most or thresholds.PROBED) // max(1, len(tensors)))
         self._without = without
         self._turn = next(_TURNS)
         self._then = [] if dispatched() else self._entries(tensors)
+        self._sums: list[Sum | None] = [None] * len(tensors)
+        if sums and self._then:
+            self._sums = [
+                None if e is None else Sum.of(t, self._most) for t, e in zip(tensors, self._then, strict=True)
+            ]
 
     def errors(self, tensors: Sequence[torch.Tensor]) -> list[Error]:
         """How far the tensors are from those that there were; 0 where nothing can be said."""
         if not self._then or dispatched():
             return [0.0] * len(tensors)
         faint = min(1.0, _ROUNDINGS * precision(t.dtype for t in tensors) ** 0.5)
-        return _errors(self._then, self._entries(tensors), faint)
+        errors = _errors(self._then, self._entries(tensors), faint)
+        return [
+            e if s is None else largest([e, s.error(t)]) for e, s, t in zip(errors, self._sums, tensors, strict=True)
+        ]
+
+    def hidden(self, tensors: Sequence[torch.Tensor]) -> Error:
+        """How far the entries of ordinary size are from what they were, where a few are so large that they hide it."""
+        if not self._then or dispatched():
+            return 0.0
+        pairs = zip(self._then, self._entries(tensors), strict=True)
+        both = [(a[1], b[1]) for a, b in pairs if a is not None and b is not None and a[0] == b[0]]
+        return largest([_hidden(a, b) for a, b in both if isinstance(a, list) == isinstance(b, list)])
 
     def size(self) -> float:
         """The mean size of the entries, which errors are relative to."""
@@ -48,6 +71,53 @@ class Probe:
     def _entries(self, tensors: Sequence[torch.Tensor]) -> list[_Entries | None]:
         with unwatched():
             return [None if i in self._without else _entries(t, self._most, self._turn) for i, t in enumerate(tensors)]
+
+
+class Sum(NamedTuple):
+    """The sum of all entries of a tensor, and their size: the root of the sum of squares."""
+
+    dtype: torch.dtype
+    sum: Any
+    size: Any
+    """Both are numbers, or tensors where these are not known at once."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, seen: int) -> Sum | None:
+        """That of a tensor of which some entries are seen; None where these are all."""
+        tensor = batch_first(tensor)
+        if tensor.numel() <= seen:
+            return None
+        with unwatched(), torch.no_grad():
+            total, size = _sum(tensor), 1.0
+            if tensor.is_floating_point() or tensor.is_complex():
+                size = torch.linalg.vector_norm(tensor, dtype=_wide(tensor))
+                size = size.item() if known_at_once(tensor.device) else size
+            return cls(tensor.dtype, total, size)
+
+    def error(self, tensor: torch.Tensor) -> Error:
+        """The distance of the sum of another tensor, beyond what rounds the sum itself, relative to the size."""
+        tensor = batch_first(tensor)
+        if tensor.dtype != self.dtype or known_at_once(tensor.device) == isinstance(self.sum, torch.Tensor):
+            return 0.0
+        with unwatched(), torch.no_grad():
+            other, rounds = _sum(tensor), 4 * precision([_wide(tensor) or tensor.dtype])
+        beyond = abs(other - self.sum) - rounds * abs(self.sum)
+        if isinstance(beyond, torch.Tensor):
+            size = torch.as_tensor(self.size)
+            return torch.where(size.isfinite() & ~(beyond <= 0), beyond / size, 0.0).nan_to_num(math.inf, math.inf)
+        if beyond <= 0 or not math.isfinite(self.size):
+            return 0.0
+        return beyond / self.size if math.isfinite(beyond) and self.size else math.inf
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype | None:
+    """What entries are added in, where that is not their own dtype."""
+    return torch.float32 if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else None
+
+
+def _sum(tensor: torch.Tensor) -> Any:
+    total = tensor.sum(dtype=_wide(tensor))
+    return total.item() if known_at_once(tensor.device) else total
 
 
 _Entries = tuple[torch.Size, "list[float] | torch.Tensor"]
@@ -209,6 +279,26 @@ def _apart_on_device(then: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tenso
     finite = then.isfinite()
     distance = torch.where(finite, now - then, 0).float().norm()
     return distance.nan_to_num(math.inf, math.inf), torch.where(finite, then, 0).float().norm()
+
+
+def _hidden(then: Any, now: Any) -> Error:
+    if not isinstance(then, torch.Tensor):
+        sizes = [abs(a) for a in then]
+        ranked = sorted(size for size in sizes if 0 < size < math.inf)
+        if not ranked or max(sizes) <= (most := _ORDINARY * ranked[(len(ranked) - 1) // 2]):
+            return 0.0
+        ordinary = [(a, b) for a, b, size in zip(then, now, sizes, strict=True) if size <= most and math.isfinite(b)]
+        distance, size = _apart([a for a, _ in ordinary], [b for _, b in ordinary])
+        return distance / size if distance and size else 0.0
+    sizes = then.abs()
+    most = _ORDINARY * torch.where(sizes > 0, sizes, math.nan).nanmedian()
+    ordinary = (sizes <= most) & now.isfinite()
+    distance, size = (torch.where(ordinary, t, 0).float().norm() for t in (now - then, then))
+    return torch.where((sizes > most).any() & (distance > 0), distance / size, 0.0)
+
+
+_ORDINARY = 16.0
+"""How many times the median of all sizes an entry may have that does not hide others."""
 
 
 def precision(dtypes: Iterable[torch.dtype]) -> float:

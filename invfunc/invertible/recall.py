@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import Memory, freed, leaf, level_of, plainly, unwatched, unwrapped, version
+from invfunc._functorch import freed, leaf, level_of, plainly, under, unwatched, unwrapped, version
 from invfunc.errors import ReplayError
 from invfunc.invertible.left import Left
+from invfunc.invertible.like import Memory
 from invfunc.invertible.origins import Origins
 from invfunc.invertible.outside import SHARDED, Outside, State
 from invfunc.invertible.sight import Sight
@@ -105,8 +106,9 @@ class Recall(Sight):
         left: Left,
     ) -> None:
         self._left = left
-        self._active = followed or bool(others)  # else it sees no call
-        super().__init__(given if self._active else (), origins)
+        self.active = followed or bool(others)
+        """Whether it sees any call."""
+        super().__init__((*given, *(origins.beside if origins else ())) if self.active else (), origins)
         self._followed = followed
         self._others = others
         self._found: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {part: {} for part in others}
@@ -130,21 +132,22 @@ class Recall(Sight):
         func = function.func
         looks = function.called == "__get__"
         read = tree.tensors((args, kwargs))
-        outer = [
-            t for t in read if (self._lifted and self._is_lifted(t)) or (unwrapped(t) is None and not self.knows(t))
-        ]
+        outer = [t for t in read if (self._lifted and self._is_lifted(t)) or not self.knows(t)]
         if looks and all(unwrapped(t) is None for t in outer):
             if not isinstance(result := func(*args, **kwargs), torch.Tensor):
                 return result
         if outer:
             self._calls = func
             instead = {i: self._instead(t) for i, t in {id(t): t for t in outer}.items()}
+            if self.origins is not None:
+                for t in outer:
+                    self.origins.alias(instead[id(t)], t)
             args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
         result = self._run(function, args, kwargs)
         copy, name = self._names.get(id(result), (None, None))
         if copy is not None and copy is result:
             return name  # which a module may take for its new state
-        self.know_all(result)
+        self.know_all(result, outer)
         return result
 
     def _run(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -152,11 +155,13 @@ class Recall(Sight):
         followed = origins if origins is not None and origins.call(function, args, kwargs) else None
         try:
             body = function.composed() if self._followed else None
-            if body is None:
-                result = function.func(*args, **kwargs)
-            else:
+            if body is not None:
                 with self:
                     result = body(*args, **kwargs)
+            elif self._followed and function.forms.once is not None:
+                result = function.forms.once(function.func, *args, **kwargs)
+            else:
+                result = function.func(*args, **kwargs)
         finally:
             self.origins = origins
         if followed is not None:
@@ -164,17 +169,17 @@ class Recall(Sight):
         return result
 
     def __enter__(self) -> Recall:
-        return super().__enter__() if self._active else self
+        return super().__enter__() if self.active else self
 
     def __exit__(self, *error: Any) -> None:
-        if self._active:
+        if self.active:
             super().__exit__(*error)
 
-    def know_all(self, result: Any) -> None:
-        """Note that what a call gave is of the function."""
-        if self._active:
+    def know_all(self, result: Any, outer: Sequence[torch.Tensor] = ()) -> None:
+        """Note that what a call gave, which read these from outside, is of the function."""
+        if self.active:
             for t in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
-                self.know(t)
+                self.make(t, outer)
 
     def check(self, part: int) -> None:
         """What was made an argument was read again; what was read in its place would get no gradient."""
@@ -256,3 +261,8 @@ class Recall(Sight):
 
 def _name(func: Callable) -> str:
     return getattr(func, "__name__", repr(func))
+
+
+def meant(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that stands for another one where a block around us is evaluated again."""
+    return tensor.view_as(tensor) if under(Recall, lambda recall: recall.active) else tensor

@@ -1,4 +1,4 @@
-"""Random numbers, autocast and the plain Python state of a function as they were at one moment."""
+"""Random numbers, autocast, kept weights and the plain Python state of a function as they were at one moment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 
 from invfunc._functorch import dispatched, undispatched
 from invfunc._generators import set_states, state_of
+from invfunc._parametrized import keeping, weights
 from invfunc.invertible.attributes import Attributes, same
 
 
 class Replay:
-    """What a function reads besides its arguments: the states of random number generators, autocast, attributes.
+    """What a function reads besides its arguments: the states of random number generators, autocast, attributes, and
+    the weights that parametrizations gave before it.
 
     Used as a context, the moment of its making comes back for as long; the caller's states are left as they were.
     """
@@ -28,6 +30,7 @@ class Replay:
         attributes: Attributes,
     ) -> None:
         self._attributes, self.held = attributes, attributes.state()
+        self._weights = weights()
         devices = {tensor.device for tensor in tensors}
         kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
         self._autocast = [(kind, _autocast(kind)) for kind in sorted(kinds)]
@@ -66,6 +69,7 @@ class Replay:
     def again(self) -> Iterator[None]:
         """The moment comes back."""
         with ExitStack() as stack:
+            stack.enter_context(keeping(self._weights))
             for kind, then in self._autocast:
                 if then != _autocast(kind):
                     enabled, dtype, cache = then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -120,6 +121,23 @@ class Report:
             return self._judge(which, error, float(before), (*dtypes, *more()), evidence)
         return None
 
+    def hidden(self, error: Error, dtypes: Sequence[torch.dtype]) -> Callable[[], None] | None:
+        """What is to be told of small entries of x that did not come back beside large ones that did, if anything."""
+
+        def judge(error: float, _: float = 0.0) -> None:
+            if error > self.tolerated(dtypes) and not self.known.inexact:
+                self.tell(InverseError, f"{text.format(error)} {HELPS}", self.check == "warn")
+
+        text = (
+            "the inverse gives the small entries of x back with an error of {:.1e} of their size, beside large ones. "
+            "Scale the large ones, or hand them over as a further argument."
+        )
+        if isinstance(error, torch.Tensor):
+            later(error, 0.0, judge)
+        elif error > self.tolerated(dtypes):
+            return lambda: judge(error)
+        return None
+
     def tolerated(self, dtypes: Iterable[torch.dtype]) -> float:
         """The error that is taken for rounding."""
         return precision(dtypes) ** 0.5 if self.tolerance is None else self.tolerance
@@ -136,7 +154,7 @@ class Report:
         if error <= most or (self.known.inexact and self._is_small(error, most)):
             return _nothing
         found = None if evidence is None else evidence()
-        if found is not None and not found.finite:  # nor is the gradient without the block
+        if found is not None and not found.finite and error == math.inf:  # nor is the gradient without the block
             return _nothing
         text = f"the inverse gives {which()} back with an error of {error:.1e}, where up to {most:.1e} is rounding. "
         kind: type[InvFuncError] = InverseError

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._parametrized import keeping, weights
 from invfunc.invertible.like import Like
 from invfunc.invertible.replay import Replay
 from invfunc.invertible.sight import Sight
@@ -58,4 +59,5 @@ def evaluated(sight: Sight, evaluate: Evaluate | None, index: int, fn: Callable,
     """A shared function, of which what it closes over is an argument too."""
     if sight.lifts:
         fn, args = partial(sight.lifted, fn), (sight.lifts, *args)
-    return fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)
+    with keeping(weights()):
+        return fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import unwrapped
+from invfunc._functorch import storage_of, unwrapped
 from invfunc._scripted import Watcher
 from invfunc.invertible.origins import Origins
 from invfunc.operations.heard import Listener
@@ -44,6 +44,10 @@ class Sight(Parts, Watcher, Listener):
         self.origins = origins
         self._given = given
         self._inside: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._made = set[int]()
+        """The memory of what it has made within a transform of torch.func."""
+        self._foreign: set[int] | None = None
+        """The memory of what it was given, or has met from outside."""
         for t in given:
             self.know(t)
 
@@ -55,6 +59,18 @@ class Sight(Parts, Watcher, Listener):
             inner = unwrapped(inner)
         return tensor
 
+    def make(self, tensor: torch.Tensor, outer: Iterable[torch.Tensor] = ()) -> None:
+        """Note that the function has made a tensor, in a call that reads these from outside. Within a vmap its memory
+        is noted too, as another view of that comes out of the vmap, which no call tells of (out_dims=1)."""
+        self.know(tensor)
+        if unwrapped(tensor) is None:
+            return
+        if self._foreign is None:
+            self._foreign = {storage_of(t) for t in self._given}
+        self._foreign.update(map(storage_of, outer))
+        if (memory := storage_of(tensor)) not in self._foreign:
+            self._made.add(memory)
+
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, or what it wraps, is of the function."""
         inner: torch.Tensor | None = tensor
@@ -63,6 +79,9 @@ class Sight(Parts, Watcher, Listener):
             if known is not None and known() is inner:
                 return True
             inner = unwrapped(inner)
+        if self._made and storage_of(tensor) in self._made:
+            self.know(tensor)
+            return True
         return False
 
     def made(self, outputs: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:

@@ -149,7 +149,7 @@ class Block(ABC):
             if len(self.kept) < len(xs):
                 slot.hold(y)
         if self.report.check != "off" and len(self.kept) < len(xs):
-            self._probe = Probe(xs, without=self.kept)
+            self._probe = Probe(xs, without=self.kept, sums=True)
         produced = [slot_of(x) for x in xs]
         if None in produced and any(produced):
             beside = [slot for x in xs if (block := _block_of(x)) is not None for slot in block._ys]
@@ -218,23 +218,22 @@ class Block(ABC):
         error = largest(errors)
         if isinstance(error, torch.Tensor):
             found = [t for slot in self.sources if (t := slot.find()) is not None]
-            error = torch.where(summed_finite(found, error.device), error, 0.0)
+            error = torch.where(summed_finite(found, error.device) | error.isfinite(), error, 0.0)
         elif not error:
             return error, None
         which = (lambda: "x") if isinstance(error, torch.Tensor) else lambda: self.names()[errors.index(error)]
         before = largest([slot.error for slot in self._ys])
         dtypes = [x.dtype for x in xs]
-        return error, self.report.compared(which, error, before, dtypes, self.dtypes, lambda: self._evidence(xs))
+        tell = self.report.compared(which, error, before, dtypes, self.dtypes, lambda: self._evidence(xs))
+        return error, tell or self.report.hidden(probe.hidden(xs), dtypes)
 
     def _evidence(self, xs: Sequence[torch.Tensor]) -> Evidence:
         """What both functions give for y and for an x that did not come back."""
         with torch.no_grad():
             sources = fetch(self.sources)
-            if not finite(sources):
-                return Evidence(finite=False)
             again, ys = self.once_more(sources, xs)
-        apart, error = (largest(Probe(a).errors(b)) for a, b in ((xs, again), (sources[: len(ys)], ys)))
-        return Evidence(apart=float(apart), forth=float(error))
+        apart, error = (largest(Probe(a, sums=True).errors(b)) for a, b in ((xs, again), (sources[: len(ys)], ys)))
+        return Evidence(finite(sources), float(apart), float(error))
 
     @abstractmethod
     def names(self) -> list[str]:

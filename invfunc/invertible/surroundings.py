@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from invfunc._functorch import level_of, version
-from invfunc.errors import ReplayError
+from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.invertible.outside import SHARDED, Outside, State, depends, targets, wrote
-from invfunc.invertible.recall import Other, Use
+from invfunc.invertible.recall import Other, Use, meant
 from invfunc.invertible.sight import OUTSIDE
 from invfunc.invertible.slots import Hooks
+from invfunc.invertible.sparse import any_sparse
 from invfunc.operations.heard import Function
 
 
@@ -104,6 +105,11 @@ class Surroundings:
                     "call of the block under torch.no_grad(), or read what was computed from it (weight.clamp(...))."
                 )
         needed = [o.tensor for o in roots if o.read and not o.written and _has_gradient(o.tensor)]
+        if any_sparse(needed):
+            raise ClosedOverError(
+                "the function closes over a sparse tensor that needs a gradient or belongs to a transform of "
+                "torch.func, as a buffer does that is an argument there. Pass it to the block as an argument."
+            )
         values = {i: o.first.value for i, o in enumerate(written, len(needed))}
         return Closure((*needed, *(o.tensor for o in written)), values)
 
@@ -162,4 +168,5 @@ class Reach:
 
 
 def _has_gradient(tensor: torch.Tensor) -> bool:
+    tensor = meant(tensor)
     return tensor.requires_grad or level_of(tensor) is not None

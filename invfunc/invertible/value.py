@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
+from collections.abc import Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -83,9 +85,9 @@ def held_by(value: Any) -> list[Any]:
         return [value.__self__]
     if type(value) is partial:
         return [value.func, *value.args, *value.keywords.values()]
-    if type(value) in (tuple, list):
+    if isinstance(value, (tuple, list, deque, set, frozenset)):
         return list(value)
-    return list(value.values()) if type(value) is dict else []
+    return list(value.values()) if isinstance(value, Mapping) else []
 
 
 def _contents(cell: CellType) -> list[Any]:

@@ -14,7 +14,7 @@ from invfunc._scripted import Scripted
 from invfunc._uncompiled import compiled_within, here
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.invertible.origins import Origins
-from invfunc.invertible.recall import Other, Use
+from invfunc.invertible.recall import Other, Use, meant
 from invfunc.invertible.report import Report
 from invfunc.invertible.sight import Sight
 from invfunc.invertible.slots import Hooks
@@ -153,13 +153,14 @@ class Watch(Sight):
         for t in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
             source = next((o for o in outer if o is t or storage_of(o) == storage_of(t)), None) if outer else None
             if source is None:
-                self.know(t)
+                self.make(t, outer)
             else:
                 self._around.rename(t, source)
 
     def _refuse(self, function: Function, outer: Iterable[torch.Tensor]) -> None:
-        for t in outer:
-            if t.requires_grad or level_of(t) is not None:
+        for t in map(meant, outer):
+            named = self._around.root(t).tensor  # a view of a constant is of a transform that f uses itself
+            if t.requires_grad or (level_of(t) is not None and level_of(named) is not None):
                 why = "needs a gradient" if t.requires_grad else "belongs to a transform of torch.func"
                 raise ClosedOverError(
                     f"`{function.called}` reads a tensor of shape {list(t.shape)} that {why} and is not an "

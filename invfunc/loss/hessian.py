@@ -35,6 +35,7 @@ def hessian(
     found = structured(scope, result, roots, terms)
     if found is None:
         return [_general(scope, result, roots, n, convex)]
+    found = [(p, c) for p, c in found if p.input.numel()]  # a mask may select no sample
     try:
         return [columns(scope, p, c, [by_ordinal[i] for i in sorted(p.roots)], n, convex) for p, c in found]
     except ConvexityError:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from invfunc import tree
 from invfunc._functorch import version
 from invfunc.errors import SplitError
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
 from invfunc.recording import Trace
 from invfunc.recording.graph import node_of, reaches
+from invfunc.recording.random import Draws
 from invfunc.recording.tags import Sampled
 
+T = TypeVar("T")
 LOSSES = {
     "cross_entropy": "softmax",
     "mse_loss": "elementwise",
@@ -26,6 +29,7 @@ LOSSES = {
     "poisson_nll_loss": "elementwise",
 }
 """Losses that are convex in their input, and the structure of their Hessian."""
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 LOGARITHMS = {"log_softmax": "log_softmax", "log_sigmoid": "elementwise"}
 """What nll_loss and kl_div, linear in their own input, follow."""
 
@@ -68,15 +72,32 @@ class Reached(BaseException):
     """Ends a run on a part of the batch once all outputs are there."""
 
 
+class DifferentiatedWithin(BaseException):
+    """Ends a run in which f itself differentiates what depends on a candidate."""
+
+
+def searched(run: Callable[[], T], draws: Draws) -> T:
+    """A run for outputs; it begins anew where f itself takes a gradient through a candidate, which is none then."""
+    while True:
+        try:
+            return run()
+        except DifferentiatedWithin:
+            draws.rewind()
+
+
 class OutputFinder:
     """Watches a run for outputs, in the order in which they come.
 
     Looking for them (`wanted=None`), each candidate becomes a root: the rest of the function is differentiated there.
     With `wanted`, the run ends when the candidates of these ordinals are there.
+
+    Args:
+        within: the ordinals of those that f itself takes a gradient through, as an attack of an adversary does; more
+            of them are added.
     """
 
-    def __init__(self, trace: Trace, wanted: list[int] | None = None) -> None:
-        self.trace, self.wanted = trace, wanted
+    def __init__(self, trace: Trace, wanted: list[int] | None = None, within: set[int] | None = None) -> None:
+        self.trace, self.wanted, self.within = trace, wanted, set() if within is None else within
         self.count = 0
         self.roots: dict[int, ModelOutput] = {}
         self.behind: dict[int, frozenset[int]] = {}
@@ -90,7 +111,7 @@ class OutputFinder:
         tag = self.trace.tag(value)
         assert isinstance(tag, Sampled)
         ordinal, self.count = self.count, self.count + 1
-        if tag.lost or not isinstance(tag.place, Axis):
+        if tag.lost or not isinstance(tag.place, Axis) or ordinal in self.within:
             return value
         if marked:
             self.marks.add(ordinal)
@@ -121,6 +142,8 @@ class OutputFinder:
     def before_call(
         self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
+        if func in _GRADIENTS and self.wanted is None:
+            self._not_through(func, args, kwargs)
         if name not in LOSSES and name not in LOGARITHMS:
             return None
         value = args[0] if args else kwargs.get("input")
@@ -131,6 +154,20 @@ class OutputFinder:
             return None
         root = self.add(value, name)
         return ((root, *args[1:]), kwargs) if args else (args, {**kwargs, "input": root})
+
+    def _not_through(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        """Begin anew if f takes a gradient through roots, where its graph ends."""
+        inputs = tree.tensors(kwargs.get("inputs", args[1:2] if func is torch.autograd.grad else ()))
+        of = tree.tensors(args[:1] or list(kwargs.values())[:1])
+
+        def above(root: ModelOutput, x: torch.Tensor) -> bool:
+            return reaches(x, {node_of(root.value)}, {})
+
+        through = {i for i, r in self.roots.items() if any(above(r, x) for x in of)}
+        through = {i for i in through if not inputs or not all(above(self.roots[i], x) for x in inputs)}
+        if through:
+            self.within |= through
+            raise DifferentiatedWithin
 
     def after_call(self, trace: Trace, call: Call) -> None:
         """Note what a loss has made of a candidate."""

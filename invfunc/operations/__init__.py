@@ -7,7 +7,7 @@ torch's are missing or wrong; `naming`: what functions and arguments are called;
 `heard`: the door by which calls come in.
 """
 
-# ruff: noqa: F401
+# ruff: noqa: F401  (importing a family fills its entries in)
 
 from invfunc.operations import (
     along,

@@ -88,14 +88,14 @@ def _layer_norm(
 
 
 def _batch_norm(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`batch_norm` or `instance_norm` written out where it normalises by the statistics of its input, and where a
-    sample is by itself; else torch's is right."""
+    """`batch_norm` or `instance_norm` written out where it normalises by the statistics of its input, and where
+    torch's first derivative is wrong, too."""
     instances = func is F.instance_norm
     given = _SIGNATURES[func].bind(input, *args, **kwargs)
     given.apply_defaults()
     options = given.arguments
     running = not options["use_input_stats" if instances else "training"]
-    if running and not _by_itself(func, input):
+    if running and not _misread(func, input):
         return func(input, *args, **kwargs)
     with torch.no_grad():  # checks, and writes the running statistics
         dtype = func(input.detach(), *args, **kwargs).dtype
@@ -106,14 +106,14 @@ def _batch_norm(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) 
     return _standard(input, along, options["eps"], weight, bias, moments if running else None).to(dtype)
 
 
-def _by_itself(func: Callable, input: torch.Tensor) -> bool:
-    """Whether a sample is normalised by itself: there torch's first derivative is wrong, too, where the input and what
-    is sent back lie in memory in different orders (torch 2.13)."""
-    return func is F.instance_norm or input.shape[0] == 1
+def _misread(func: Callable, input: torch.Tensor) -> bool:
+    """Whether torch's first derivative is wrong where the input and what is sent back lie in memory in different
+    orders: where there is one sample, or a size of one beside the channels (torch 2.13)."""
+    return func is F.instance_norm or 1 in (input.shape[0], *input.shape[2:])
 
 
 def _once(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return (partial(_batch_norm, func) if _by_itself(func, input) else func)(input, *args, **kwargs)
+    return (partial(_batch_norm, func) if _misread(func, input) else func)(input, *args, **kwargs)
 
 
 def _low(x: torch.Tensor) -> bool:

@@ -68,6 +68,20 @@ def picked(call: Call) -> Place | list[Place]:
     return [located(samples.reshape(indices.shape), call.n), BATCH_SUM]
 
 
+def counted(call: Call) -> Place | list[Place]:
+    """What is counted over all samples of data: how often each value is there, which are there, and how they vary."""
+    x, axis = call.samples[0]
+    if call.active and x.is_floating_point():
+        raise Mixed("it counts over the sample axis")
+    if call.name in ("cov", "corrcoef") and isinstance(axis, Axis) and axis.dim != x.ndim - 1:
+        raise Mixed("it computes across the sample axis")
+    if call.name == "unique" and isinstance(call.out, tuple) and call.arg("return_inverse", False):
+        if call.arg("dim") is not None:
+            raise Unknown("it looks at slices of a tensor")
+        return [BATCH_SUM, axis, *[BATCH_SUM] * (len(call.out) - 2)]
+    return BATCH_SUM
+
+
 def reduced(step: Step, out: torch.Tensor) -> Rows:
     x = step.args[0]
     if not step.only(x):
@@ -86,3 +100,4 @@ define(
     receptive_field=reduced,
 )
 define("linalg_norm", batch_axis=reduce)
+define("bincount histc unique cov corrcoef", batch_axis=counted)

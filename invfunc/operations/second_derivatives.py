@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import opened
+from invfunc._functorch import checkpointing, forward_mode
+from invfunc._opened import opened
+from invfunc.errors import ArgumentError
 from invfunc.operations.heard import Function, Listener
 
 _OPENED = {"multi_head_attention_forward", "grad"}
@@ -24,6 +26,12 @@ class TwiceDifferentiable(Listener):
     """Whether an operation was replaced."""
 
     def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if checkpointing() and forward_mode():
+            raise ArgumentError(
+                f"f computes `{function.name}` under hooks on saved tensors (torch.utils.checkpoint), which lose the "
+                "tangents of a torch.func.jvp around it. Call the part as it is there, or write "
+                "`invertible_checkpoint(part, None)`, a plain checkpoint that works in torch.func."
+            )
         if function.name in _OPENED:
             with self:
                 return (opened(function.func) or function.func)(*args, **kwargs)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from invfunc import tree
-from invfunc.errors import InvFuncError, SampleAxisError
+from invfunc.errors import InvFuncError, RandomnessError, SampleAxisError
 from invfunc.passes.alone import FOREIGN
 from invfunc.recording.checks import same_values
 from invfunc.recording.problem import Problem
@@ -31,6 +31,13 @@ def other_in_part() -> SampleAxisError:
     return SampleAxisError(
         "the outputs of f on a part of the batch are not those of the whole batch (has it a constant for each sample, "
         f"or does it use the length of the batch?), so it cannot be chunked over samples. {_GIVE}"
+    )
+
+
+def other_again(what: str) -> RandomnessError:
+    return RandomnessError(
+        f"f gives {what} when it runs again: it draws numbers outside of torch, or changes a state that it reads (a "
+        "counter, a moving average). Pass these as arguments."
     )
 
 

@@ -33,6 +33,12 @@ class Pass:
     uses: dict[int, list[ParameterUse]]
     start: int
     stop: int
+    completes: bool = True
+    """Whether no more columns come to its parameters."""
+    source: int = 0
+    """Where groups of columns share passes: those of which kind, and of which classes of its colouring, have their
+    columns of the range in this one."""
+    classes: range = range(1)
 
     @property
     def sites(self) -> list[int]:
@@ -43,6 +49,8 @@ Kept = list[tuple[Pass, PulledBack]]
 """What was pulled back, pass by pass."""
 
 
+Reached = tuple[list[ParameterUse], PulledBack]
+"""What reads a parameter, and the columns there."""
 Roles = dict[int, str]
 """What parameters are to the operations that read them, by their numbers."""
 
@@ -95,17 +103,16 @@ class Pullback:
         passes = self.passes(reductions)
         return list(self._pulled(passes)) if len(passes) == 1 else None
 
-    def passes(self, reductions: Sequence[Reduction], total: int | None = None) -> list[Pass]:
-        """The pullbacks that some reductions ask for, of all columns, or of another number of them."""
-        total = self.total if total is None else total
-        if total == 0:  # a cross entropy over one class
+    def passes(self, reductions: Sequence[Reduction]) -> list[Pass]:
+        """The pullbacks that some reductions ask for."""
+        if self.total == 0:  # a cross entropy over one class
             return []
         passes = []
         for first, last in self.plan.ranges("params", len(self.run.params)):
             if uses := self._uses(first, last):
-                ranges = self._ranges(reductions, uses, total)
-                alone = self.one_by_one and len(ranges) > 1
-                passes += [Pass(some, a, b) for some in (_by_sites(uses) if alone else [uses]) for a, b in ranges]
+                ranges = self._ranges(reductions, uses)
+                groups = _by_sites(uses) if self.one_by_one and len(ranges) > 1 else [uses]
+                passes += [Pass(some, a, b, b == self.total) for some in groups for a, b in ranges]
         return passes
 
     def _uses(self, first: int, last: int) -> dict[int, list[ParameterUse]]:
@@ -114,18 +121,16 @@ class Pullback:
         uses = {i: [t for t in self.run.trace.uses if i in t.derived.leaves] for i in wanted}
         return {i: found for i, found in uses.items() if found}
 
-    def _ranges(
-        self, reductions: Sequence[Reduction], uses: dict[int, list[ParameterUse]], total: int
-    ) -> list[tuple[int, int]]:
+    def _ranges(self, reductions: Sequence[Reduction], uses: dict[int, list[ParameterUse]]) -> list[tuple[int, int]]:
         """Which columns are pulled back together: those that the caller asked for, or as many as there is memory."""
         if self.plan.asked("outputs"):
-            return self.plan.ranges("outputs", total)
+            return self.plan.ranges("outputs", self.total)
         if any("outputs" not in m.axes for m in reductions):
-            return [(0, total)]
+            return [(0, self.total)]
         trace = self.run.trace
         largest = max(trace.sizes[t.site] for found in uses.values() for t in found) * trace.n
         one_by_one = largest >= thresholds.APART and all(m.thin for m in reductions)
-        return even(total, 1 if one_by_one else max(1, self.budget // largest))
+        return even(self.total, 1 if one_by_one else max(1, self.budget // largest))
 
     def _sweep(
         self,
@@ -138,10 +143,15 @@ class Pullback:
         states: list[States] = [{} for _ in reductions]
         for each, columns in pulled:
             for i, uses in _backwards(each.uses):
-                self._keep(states, reductions, i, uses, columns, known.get(i))
-                if each.stop == self.total:
+                for reached, own in self.told_apart(each, i, uses, columns):
+                    self._keep(states, reductions, i, reached, own, known.get(i))
+                if each.completes:
                     self._tell(states, i, done)
             del columns  # before the next pass makes its own
+
+    def told_apart(self, each: Pass, leaf: int, uses: list[ParameterUse], pulled: PulledBack) -> Iterable[Reached]:
+        """What reads a parameter with the columns that reached it, where a pass has one group of columns: all."""
+        return [(uses, pulled)]
 
     @staticmethod
     def _tell(states: list[States], leaf: int, done: Done) -> None:
@@ -244,7 +254,7 @@ class Pullback:
         self, reductions: Sequence[Reduction], states: list[States], only: Pass, known: Roles, done: Done, last: bool
     ) -> None:
         """Reduce each parameter as soon as its cotangent arrives, so that neither this nor what it met is kept."""
-        run, waiting, stop = self.run, dict(only.uses), only.stop
+        run, waiting = self.run, dict(only.uses)
         block = self.block(only)
         pulled = PulledBack([None] * len(run.trace.edges), weight=block.weight)
         sites = only.sites
@@ -254,7 +264,7 @@ class Pullback:
 
         def folded(leaf: int, uses: list[ParameterUse]) -> None:
             self._keep(states, reductions, leaf, uses, pulled, known.get(leaf))
-            if stop == self.total:
+            if only.completes:
                 self._tell(states, leaf, done)
 
         def arrived(site: int, cotangent: torch.Tensor) -> None:

@@ -11,14 +11,14 @@ import torch
 
 from invfunc import thresholds, tree
 from invfunc._functorch import version
-from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, not_alone
+from invfunc.errors import ArgumentError, SampleAxisError, not_alone
 from invfunc.loss.outputs import ModelOutput, OutputFinder, Reached, active
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM
 from invfunc.operations.factors import Part
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.alone import Alone, NotAlone
-from invfunc.passes.by_place import check_parameters, check_part, not_in_parts, other_in_part, runs_on_part
+from invfunc.passes.by_place import check_parameters, check_part, not_in_parts, other_again, other_in_part, runs_on_part
 from invfunc.passes.by_rows import Places
 from invfunc.passes.certified import check_uses
 from invfunc.passes.evidence import Evidence
@@ -288,9 +288,7 @@ class Runner:
             z, axis = run.outputs.get(root.ordinal, (None, root.axis))
             if z is None or not same_in_part(z, axis, run.trace.n, root.value, root.axis, self.problem.n, part):
                 if part is WHOLE:
-                    raise RandomnessError(
-                        "f gives other outputs when it runs again: it draws numbers outside of torch."
-                    )
+                    raise other_again("other outputs")
                 raise other_in_part()
         return run
 

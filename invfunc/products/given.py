@@ -10,7 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.loss.outputs import ModelOutput, OutputFinder, active
+from invfunc.loss.outputs import ModelOutput, OutputFinder, active, searched
 from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.by_rows import Places
@@ -171,13 +171,13 @@ class Given:
         """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are."""
         names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
         given = problem(self.f, None, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
-        draws, places = Draws(stop=False), Places(given, Evidence(given, self.scope))
+        draws, places, within = Draws(stop=False), Places(given, Evidence(given, self.scope)), set[int]()
 
         def run(part: Any) -> _Followed:
             remember = _nonlinear_before_the_loss if calls else None
             trace = Trace(self.scope, given.n, with_uses=False, draws=draws, remember=remember)
             adopting = places.tell(trace)
-            found = _Followed(trace, _Kept(trace), trace.parameters(self.leaves))
+            found = _Followed(trace, _Kept(trace, within=within), trace.parameters(self.leaves))
             try:
                 with active(found.finder), self.mode:
                     found.result, found.aux = given.call(trace, found.params, part, adopting)
@@ -193,7 +193,7 @@ class Given:
             return found
 
         try:
-            found = places.settled(checked, draws, loss=True)
+            found = places.settled(lambda: searched(checked, draws), draws, loss=True)
         except SampleAxisError:
             alone = self._losses(draws, given.n) if losses else None
             if alone is None:
@@ -238,8 +238,8 @@ class _Followed:
 class _Kept(OutputFinder):
     """An output finder that also keeps each output as the model has computed it."""
 
-    def __init__(self, trace: Trace) -> None:
-        super().__init__(trace)
+    def __init__(self, trace: Trace, within: set[int]) -> None:
+        super().__init__(trace, within=within)
         self.before: dict[int, torch.Tensor] = {}
 
     def add(self, value: torch.Tensor, called: str, marked: bool = False) -> torch.Tensor:

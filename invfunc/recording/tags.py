@@ -30,6 +30,8 @@ class Derived:
     """The call at which a tensor of which nothing is known went into it."""
     picked: bool = False
     """Whether each of its entries is one entry of one parameter, which may occur several times."""
+    repeated: bool = False
+    """Whether f may repeat it for the samples, where there is one of them alone, so that it does not show."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ class Tags:
                 continue
             if isinstance(old, Derived) and isinstance(new, Derived):
                 both = old.leaves | new.leaves
-                self.set(y, Derived(both, False, old.of_data or new.of_data, old.untraced_at or new.untraced_at))
+                of_data, untraced_at = old.of_data or new.of_data, old.untraced_at or new.untraced_at
+                self.set(y, Derived(both, False, of_data, untraced_at, repeated=old.repeated or new.repeated))
             elif isinstance(old, Sampled) and isinstance(new, Sampled) and old.active == new.active and old.place:
                 crossed = old.crossed | new.crossed
                 order = old.order if old.order == new.order else MIXED

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import opened, unviewed
-from invfunc.errors import part_mixed, samples_lost
+from invfunc._functorch import unviewed
+from invfunc._opened import opened
+from invfunc.errors import ArgumentError, part_mixed, samples_lost
 from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call, Mixed, Unknown
 from invfunc.operations.batch_axis.orders import MIXED, composed, moved
 from invfunc.operations.calls import picking
 from invfunc.operations.heard import Function, Listener
+from invfunc.operations.operation import known
 from invfunc.operations.recurrent import states
 from invfunc.recording.follower import Follower
 from invfunc.recording.graph import node_of, reaches
@@ -24,7 +26,7 @@ from invfunc.recording.random import Draws
 from invfunc.recording.result import NO_PATH, Result, path
 from invfunc.recording.scope import Scope
 from invfunc.recording.seen import Seen
-from invfunc.recording.steps import Remember, Step, is_view, nonlinear, step
+from invfunc.recording.steps import Remember, Step, any_step, is_view, nonlinear, step
 from invfunc.recording.tags import Derived, Sampled, in_order
 from invfunc.recording.uses import ParameterUses
 
@@ -159,8 +161,10 @@ class Trace(ParameterUses, Listener):
             picked, selected = picks and tags[0].picked, once and len(seen.read) == 1 and tags[0].selected
             of_data = of_data or any(t.of_data for t in tags)
             untraced_at = self.untraced_call(seen) or next((t.untraced_at for t in tags if t.untraced_at), None)
-            derived = Derived(frozenset().union(*(t.leaves for t in tags)), selected, of_data, untraced_at, picked)
-            for x in seen.produced(out):
+            produced, leaves = seen.produced(out), frozenset().union(*(t.leaves for t in tags))
+            repeated = any(t.repeated for t in tags) or (self.n == 1 and self.partial and _repeats(seen.name, produced))
+            derived = Derived(leaves, selected, of_data, untraced_at, picked, repeated)
+            for x in produced:
                 self.set(x, derived if x.is_floating_point() or x.is_complex() else None)
                 if seen.writes:
                     self.known.written(x, derived)
@@ -228,10 +232,17 @@ class Trace(ParameterUses, Listener):
     def _through_view(self, seen: Seen) -> Any:
         """Run a call that writes through a view on a copy, which is then written: autograd makes the base of the view
         anew from what is written, and leaves the result of the call itself aside."""
+        if self.remember is any_step:
+            raise ArgumentError(
+                f"f is not a chain of layers: `{seen.name}` writes into a view in place. Let it work on a copy; `kflr` "
+                "is defined for any model."
+            )
         written = seen.args[0]
         with self:
             copy = written.clone()
             seen.func(copy, *seen.args[1:], **seen.kwargs)
+            if isinstance(self.tag(copy), Sampled) and isinstance(self.tag(written), Derived):
+                self.set(written, None)  # what it held is gone
             written.copy_(copy)
         return written
 
@@ -292,9 +303,15 @@ class Trace(ParameterUses, Listener):
     def check(self, outputs: list[torch.Tensor], params: list[torch.Tensor]) -> None:
         """Check in the graph of autograd that no path from the outputs comes to a parameter but at its uses."""
         targets = {node_of(p) for p in params}
-        known = dict[Any, list[Any]]()
+        beneath = dict[Any, list[Any]]()
         for edge, below in zip(self.edges, self.below, strict=True):
-            known.setdefault(edge.node, []).extend(below)
+            beneath.setdefault(edge.node, []).extend(below)
         for z in outputs:
-            if reaches(z, targets, known) or unseen(z, self.tag(z), self.entered):
+            if reaches(z, targets, beneath) or unseen(z, self.tag(z), self.entered):
                 raise hidden(z, self.calls)
+
+
+def _repeats(name: str, produced: list[torch.Tensor]) -> bool:
+    """Whether an operation may have repeated a parameter for one sample."""
+    fact = known(name)
+    return (fact.picks == "any" or fact.places == "reads") and any(1 in x.shape for x in produced)

@@ -12,6 +12,7 @@ import torch
 
 from invfunc import thresholds
 from invfunc.contract import outer, summed
+from invfunc.errors import ArgumentError
 from invfunc.kronecker import Kronecker, Of
 from invfunc.operations.factors import Part
 from invfunc.per_sample import Shares
@@ -116,6 +117,11 @@ class KroneckerFactors(Block):
         if self.joined and shares.role == "bias":
             return (None,)
         name, shape = shares.name(shares.place), shares.leaf.shape
+        if any(use.derived.repeated for use in shares.uses):
+            raise ArgumentError(
+                f"a part of one sample does not show whether f repeats {name} for the samples (expand, repeat), which "
+                "decides what its K-factors are. Take fewer chunks over samples, so that each has two at least."
+            )
         try:
             return (Kept(name, self._factors(shares)),)
         except Unfactored as why:

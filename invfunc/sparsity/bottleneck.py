@@ -1,188 +1,152 @@
-"""Narrow layers: any R with `R^T R = S^T S` has the same GGN below, so as many columns as the layer is wide will do."""
+"""Bottlenecks of a run: tensors that every path from the outputs to what lies below has to cross."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from invfunc.errors import ArgumentError
-from invfunc.loss.square_root import Block, OutputCotangents
+from invfunc.loss.square_root import OutputCotangents
 from invfunc.operations.axis import Axis
+from invfunc.passes.run import Run
 from invfunc.plan import even
-from invfunc.recording.graph import pulled_back
-from invfunc.sparsity.groups import Grouped, Groups
+from invfunc.recording.graph import node_of, pulled_back
+from invfunc.recording.tags import ParameterUse
 
 
-@dataclass
-class Blocks:
-    """How the entries of a narrow layer fall apart, and which groups of columns reach which block."""
+@dataclass(frozen=True)
+class Bottleneck:
+    """A tensor that an operation with parameters reads and that all paths to the sites `below` cross."""
 
-    places: torch.Tensor
-    """The entries of each block, `[Q, m]`; one behind the last fills a block up."""
-    members: torch.Tensor
-    """The groups that reach it, `[Q, G]`; one behind the last fills up."""
+    use: int
+    """The place among the parameter uses of one that reads it."""
+    site: int
+    read: int
+    """The place of the tensor among those that the operation reads."""
+    width: int
+    """How many entries the tensor has for one sample."""
+    below: frozenset[int]
 
-    @property
-    def width(self) -> int:
-        return self.places.shape[1]
+    def of(self, run: Run) -> tuple[torch.Tensor, Axis]:
+        """The tensor of a run, and where its samples are."""
+        call = run.trace.uses[self.use].call
+        assert call is not None
+        x, axis = call.read[self.read], call.place(call.read[self.read])
+        assert isinstance(axis, Axis)
+        return x, axis
 
-    def ids(self, entries: int) -> torch.Tensor:
-        """The block of each entry; -1 for none."""
-        found = self.places.new_full((entries + 1,), -1)
-        blocks = torch.arange(len(self.places), device=found.device).repeat_interleave(self.width)
-        found[self.places.flatten()] = blocks
-        return found[:-1]
-
-
-@dataclass
-class Narrowed:
-    """Columns at a narrow layer: a triangle for each block of its entries."""
-
-    root: int
-    one: torch.Size
-    blocks: Blocks
-    triangles: torch.Tensor
-    """`[n, Q, rank, m]`, or `[1, ...]` if they are the same for all samples."""
-    n: int
-    start: int = 0
-    """The place of the first sample in the batch."""
-
-    @property
-    def rank(self) -> int:
-        return self.triangles.shape[2]
-
-    rows = rank
-
-    @property
-    def alike(self) -> bool:
-        return len(self.triangles) == 1
-
-    @property
-    def count(self) -> int:
-        return self.blocks.places.shape[0] * self.rank
-
-    @property
-    def groups(self) -> Groups:
-        return {self.root: self.blocks.ids(self.one.numel()).reshape(self.one)}
-
-    def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
-        columns = self.triangles[:, :, start:stop].movedim(2, 0)  # [V, n, Q, m]
-        return {self.root: self._spread(columns.flatten(2), self.blocks.places.flatten())}
-
-    def diagonal(self, part: slice) -> None:
-        return None
-
-    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
-        u = torch.nn.functional.pad(moved[self.root].flatten(2), (0, 1))[:, :, self.blocks.places]  # [d, n, Q, m]
-        if self.alike:
-            return torch.einsum("qrm,dnqm->nqrd", self.triangles[0], u)
-        own = self.triangles[part.start - self.start : part.stop - self.start]
-        return torch.einsum("nqrm,dnqm->nqrd", own.expand(u.shape[1], -1, -1, -1), u)
-
-    def block(self, start: int, stop: int, part: slice) -> Block:
-        """The columns block by block: those of a block are zero outside of it."""
-        found = []
-        for q in range(start // self.rank, -(-stop // self.rank)):
-            a, b = max(start - q * self.rank, 0), min(stop - q * self.rank, self.rank)
-            found.append(self._spread(self.triangles[:, q, a:b].movedim(1, 0), self.blocks.places[q]))
-        return Block({self.root: torch.cat(found)})
-
-    def _spread(self, columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Columns `[V, n, entries]` put at the places of these entries, with zeros elsewhere: `[V, n, *one]`."""
-        target = columns.new_zeros(*columns.shape[:2], self.one.numel() + 1)
-        target[:, :, places] = columns
-        return target[:, :, :-1].expand(-1, self.n, -1).reshape(len(columns), self.n, *self.one)
-
-
-@dataclass
-class Stretch:
-    """The stretch of a run between a narrow layer and the place where the columns come in."""
-
-    outputs: dict[int, tuple[torch.Tensor, Axis]]
-    at: torch.Tensor
-    axis: Axis
-    n: int
-
-    @property
-    def one(self) -> torch.Size:
-        return self.axis.expose(self.at, self.n).shape[1:]
-
-    @property
-    def size(self) -> int:
-        """The entries of the outputs of a sample."""
-        return sum(z.numel() for z, _ in self.outputs.values()) // self.n
-
-    def forward(self, directions: torch.Tensor, budget: int) -> OutputCotangents:
-        """Jacobian vector products of `[d, 1, *one]` for each sample, `[d, n, *one]`.
+    def forward(self, run: Run, directions: torch.Tensor, budget: int) -> OutputCotangents:
+        """Jacobian vector products of `[d, 1, *one]` for each sample, up to the outputs of a run: `[d, n, *one]`.
 
         They are the derivative of a pullback in its cotangent, so that no other run is needed.
         """
-        given = self.axis.restore(directions.expand(-1, self.n, *self.one), self.n, 1)
-        weights = {i: torch.zeros_like(z).requires_grad_() for i, (z, _) in self.outputs.items() if z.requires_grad}
-        (slope,) = torch.autograd.grad(
-            [self.outputs[i][0] for i in weights], [self.at], list(weights.values()), create_graph=True
-        )
+        (x, axis), n = self.of(run), run.trace.n
+        given = axis.restore(directions.expand(-1, n, *directions.shape[2:]), n, 1)
+        weights = {i: torch.zeros_like(z).requires_grad_() for i, (z, _) in run.outputs.items() if z.requires_grad}
+        zs = [run.outputs[i][0] for i in weights]
+        (slope,) = torch.autograd.grad(zs, [x], list(weights.values()), create_graph=True)
         found: list[list[torch.Tensor]] = [[] for _ in weights]
-        for a, b in even(len(directions), max(1, budget // (self.n * self.size))):
+        for a, b in even(len(directions), max(1, budget // (n * output_size(run)))):
             options = {"is_grads_batched": True, "retain_graph": True}
             moved = pulled_back([slope], list(weights.values()), [given[a:b]], **options)
             for k, (w, u) in enumerate(zip(weights.values(), moved, strict=True)):
                 u = w.new_zeros(b - a, *w.shape) if u is None else u.detach()
                 found[k].append(u.to(torch.promote_types(u.dtype, torch.float32)))
-        return {i: self.outputs[i][1].expose(torch.cat(u), self.n, 1) for i, u in zip(weights, found, strict=True)}
+        return {i: run.outputs[i][1].expose(torch.cat(u), n, 1) for i, u in zip(weights, found, strict=True)}
 
-    def transposed(self, moved: OutputCotangents, places: torch.Tensor) -> bool:
+    def transposed(self, run: Run, moved: OutputCotangents, places: torch.Tensor) -> bool:
         """Whether what was moved forwards is right for every sample, checked against one pullback of random numbers.
 
         torch differentiates some backward passes wrongly, and f may treat the places of a batch differently.
         """
+        (x, axis), n = self.of(run), run.trace.n
         generator = torch.Generator()  # of its own, with torch's own seed
-        numbers = {
-            i: torch.randn(z.shape, generator=generator).to(z) for i, (z, _) in self.outputs.items() if i in moved
-        }
-        zs = [self.outputs[i][0] for i in moved]
-        (back,) = torch.autograd.grad(zs, [self.at], list(numbers.values()), retain_graph=True)
+        zs = {i: z for i, (z, _) in run.outputs.items() if i in moved}
+        numbers = {i: torch.randn(z.shape, generator=generator).to(z) for i, z in zs.items()}
+        (back,) = torch.autograd.grad([zs[i] for i in moved], [x], list(numbers.values()), retain_graph=True)
         wide = next(iter(moved.values())).dtype
-        theirs = torch.nn.functional.pad(self.axis.expose(back, self.n).flatten(1).to(wide), (0, 1))
+        theirs = torch.nn.functional.pad(axis.expose(back, n).flatten(1).to(wide), (0, 1))
         theirs = theirs[:, places].sum(1)  # [n, m]
         ours, bound = torch.zeros_like(theirs), torch.zeros_like(theirs)
         for i, u in moved.items():
-            w = self.outputs[i][1].expose(numbers[i], self.n).flatten(1).to(wide)
+            w = run.outputs[i][1].expose(numbers[i], n).flatten(1).to(wide)
             flat = u.flatten(2)
             product = w @ flat[:, 0].T if flat.shape[1] == 1 else torch.einsum("dnk,nk->nd", flat, w)
             ours, bound = ours + product, bound + w.norm(dim=1)[:, None] * flat.norm(dim=2).T
         return bool(((ours - theirs).abs() <= 1000 * torch.finfo(back.dtype).eps * bound).all())
 
 
-def narrowed(
-    sources: Sequence[Grouped], stretch: Stretch, alone: Stretch, root: int, blocks: Blocks, part: slice, budget: int
-) -> Narrowed | None:
-    """The triangles of the columns that arrive at a narrow layer, for the samples of a part.
+def output_size(run: Run) -> int:
+    """How many entries the outputs of a sample have."""
+    return sum(z.numel() for z, _ in run.outputs.values()) // run.trace.n
 
-    The seeds are moved forwards through the stretch `alone`; if that is of one sample, it stands for all. None if they
-    cannot be moved.
+
+def _reads(use: ParameterUse) -> list[tuple[int, torch.Tensor]]:
+    """What the operation of a parameter use reads of the samples, and its places there."""
+    call = use.call
+    if call is None or use.recomputed:
+        return []
+    found = {id(x): (k, x) for k, x in enumerate(call.read) if x.requires_grad and isinstance(call.place(x), Axis)}
+    return list(found.values())
+
+
+def paths(run: Run) -> tuple[list[list[int]], list[Bottleneck]]:
+    """The sites through which a path from the outputs to each site may lead, and the bottlenecks, the upper ones first.
+
+    They are those of the graph that autograd recorded, so that nothing is assumed about the function.
     """
-    one, n = stretch.one, stretch.n
-    seeds = torch.zeros(blocks.width, one.numel() + 1, dtype=stretch.at.dtype, device=stretch.at.device)
-    seeds = seeds.scatter(1, blocks.places.T, 1)[:, :-1].reshape(blocks.width, 1, *one)
-    try:
-        moved = alone.forward(seeds, budget)
-    except (RuntimeError, ArgumentError):  # no second derivative, as of fused attention, or no batching rule
-        return None
-    if not stretch.transposed(moved, blocks.places):
-        return None
-    start, same = part.start or 0, alone.n < n or n == 1
-    count = 1 if same and all(s.alike for s in sources) else n
-    triangles = []
-    for a, b in even(count, max(1, budget // (blocks.width * stretch.size))):
-        taken = moved if same else {i: u[:, a:b] for i, u in moved.items()}
-        made = [s.products(taken, slice(start + a, start + b)) for s in sources]  # [n, groups, rows, m]
-        rows = torch.cat([x.flatten(1, 2) for x in made], 1) if len(made) > 1 else made[0]
-        if len(made) > 1 or len(blocks.members) == 1:
-            rows = rows.reshape(len(rows), 1, -1, blocks.width)
-        elif not torch.equal(blocks.members, torch.arange(rows.shape[1], device=rows.device)[:, None]):
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, 1))[:, blocks.members].flatten(2, 3)
-        triangles.append(torch.linalg.qr(rows, mode="r").R)  # not a Gram matrix, which squares what is small
-    return Narrowed(root, one, blocks, torch.cat(triangles), n, start)
+    sites: dict[Any, list[int]] = {}
+    for s, edge in enumerate(run.trace.edges):
+        sites.setdefault(edge.node, []).append(s)
+    parents, order = _sorted([z for z, _ in run.outputs.values() if z.requires_grad])
+    lower: dict[Any, frozenset[int]] = {}  # the sites at a node or below it
+    for node in reversed(order):
+        lower[node] = frozenset(sites.get(node, ())).union(*(lower[p] for p, _ in parents[node]))
+    above: list[list[int]] = [[] for _ in run.trace.edges]
+    for node, own in sites.items():
+        for low in lower.get(node, ()):
+            above[low] += [s for s in own if s != low]
+    return above, _bottlenecks(run, parents, order, lower)
+
+
+def _sorted(outputs: list[torch.Tensor]) -> tuple[dict[Any, list[tuple[Any, int]]], list[Any]]:
+    """The nodes of the graph, each before those that it leads to."""
+    parents: dict[Any, list[tuple[Any, int]]] = {}
+    order: list[Any] = []
+    waiting = [(node_of(z), False) for z in outputs]
+    while waiting:
+        node, left = waiting.pop()
+        if left:
+            order.append(node)
+        elif node not in parents:
+            parents[node] = [(p, nr) for p, nr in node.next_functions if p is not None]
+            waiting.append((node, True))
+            waiting += [(p, False) for p, _ in parents[node] if p not in parents]
+    return parents, order[::-1]
+
+
+def _bottlenecks(run: Run, parents: dict, order: list, lower: dict[Any, frozenset[int]]) -> list[Bottleneck]:
+    """The bottlenecks of the graph. Walk down with all edges that are reached but not passed: a single one is one."""
+    candidates: dict[Any, tuple[int, int, torch.Tensor]] = {}
+    for i, use in enumerate(run.trace.uses):
+        for k, x in _reads(use):
+            candidates.setdefault(node_of(x), (i, k, x))
+    reached = {(node_of(z), z.output_nr) for z, _ in run.outputs.values() if z.requires_grad}
+    readers: dict[Any, int] = {}
+    for node in order:
+        for p, _ in parents[node]:
+            readers[p] = readers.get(p, 0) + 1
+    open_edges = {edge for edge in reached if lower[edge[0]]}
+    found = []
+    for node in order:
+        if not lower[node]:
+            continue
+        own = {edge for edge in open_edges if edge[0] == node}
+        if own == open_edges and len(own) == 1 and node in candidates and readers.get(node) == 1:
+            use, read, x = candidates[node]
+            if x.output_nr == next(iter(own))[1]:
+                found.append(Bottleneck(use, run.trace.uses[use].site, read, x.numel() // run.trace.n, lower[node]))
+        open_edges -= own
+        open_edges |= {edge for edge in parents[node] if lower[edge[0]]}
+    return found

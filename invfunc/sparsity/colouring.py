@@ -36,7 +36,7 @@ def _numbered(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclass
-class Colouring:
+class Intervals:
     """The intervals of one axis, of which those of one colour are disjoint."""
 
     lo: torch.Tensor
@@ -51,7 +51,7 @@ class Colouring:
         return int(self.colour.max()) + 1 if len(self.colour) else 0
 
     @classmethod
-    def along(cls, lo: torch.Tensor, hi: torch.Tensor) -> Colouring:
+    def along(cls, lo: torch.Tensor, hi: torch.Tensor) -> Intervals:
         """Colour intervals greedily from left to right, which takes as few colours as possible."""
         code, of = _numbered(lo.double() * _FAR + hi.double())
         first = torch.empty_like(code, dtype=torch.long).scatter(0, of, torch.arange(len(lo), device=lo.device))
@@ -72,14 +72,14 @@ class Colouring:
         return torch.where((at >= 0) & (self.hi[place] >= hi), place, -1)
 
 
-class Colours:
+class Colouring:
     """Groups in classes: in a class, boxes are disjoint or equal; equal ones are told apart by their `copy`."""
 
     def __init__(self, boxes: torch.Tensor) -> None:
         """Colour the boxes `[2, k, Q]` of groups."""
         some = ~empty(boxes)
         lo, hi = -boxes[0][:, some], boxes[1][:, some]
-        self.axes = [Colouring.along(a, b) for a, b in zip(lo, hi, strict=True)]
+        self.axes = [Intervals.along(a, b) for a, b in zip(lo, hi, strict=True)]
         code = colour = torch.zeros_like(lo[0], dtype=torch.long)
         for axis in self.axes:
             code = code * len(axis.lo) + axis.of
@@ -152,3 +152,14 @@ def positions_of(cells: torch.Tensor) -> torch.Tensor:
     index = cells.new_full((count, max(1, int(per_class.max())), max(1, int(sizes.max()) if len(sizes) else 1)), p)
     index[klass[of], number[of], within] = order % p
     return index
+
+
+def members_of(of: torch.Tensor, count: int, filling: int) -> torch.Tensor:
+    """The members of each of several sets, `[count, most]`, given the set of each; -1 is in none."""
+    order = of.argsort(stable=True)
+    order = order[of[order] >= 0]
+    sizes = torch.bincount(of[order], minlength=count)
+    within = torch.arange(len(order), device=of.device) - (sizes.cumsum(0) - sizes)[of[order]]
+    found = of.new_full((count, max(1, int(sizes.max()))), filling)
+    found[of[order], within] = order
+    return found

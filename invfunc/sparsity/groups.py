@@ -40,10 +40,15 @@ class Grouped(Protocol):
     @property
     def rows(self) -> int:
         """How many `products` gives for a group."""
-        ...
+        return self.rank
 
     @property
     def groups(self) -> Groups: ...
+
+    @property
+    def alike(self) -> bool:
+        """Whether the columns of all samples are equal."""
+        return False
 
     def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
         """Columns `start` to `stop` of every group at once, for some samples: `[V, n, *one]`."""
@@ -51,7 +56,7 @@ class Grouped(Protocol):
 
     def diagonal(self, part: slice) -> OutputCotangents | None:
         """The root of the diagonal of the Hessian, `[n, *one]`, where it is known without the columns."""
-        ...
+        return None
 
     def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
         """`S^T u` of directions `[d, n, *one]`, for some samples: `[n, groups, rows, d]`.
@@ -60,19 +65,16 @@ class Grouped(Protocol):
         """
         ...
 
-    @property
-    def alike(self) -> bool:
-        """Whether the columns of all samples are equal."""
-        ...
-
 
 @dataclass
-class OfEntries:
+class OfEntries(Grouped):
     """A diagonal Hessian: each entry is a group with one column."""
 
     inner: Elementwise
 
-    rank = rows = 1
+    @property
+    def rank(self) -> int:
+        return 1
 
     @property
     def groups(self) -> Groups:
@@ -96,11 +98,10 @@ class OfEntries:
 
 
 @dataclass
-class OfPositions:
+class OfPositions(Grouped):
     """A softmax at each position: the classes there are a group."""
 
     inner: Softmax
-    alike = False
 
     @property
     def rank(self) -> int:
@@ -156,18 +157,15 @@ class OfPositions:
 
 
 @dataclass
-class Together:
+class Together(Grouped):
     """A Hessian without known structure: all entries are one group."""
 
     inner: General
     """The square root of the Hessian."""
-    alike = False
 
     @property
     def rank(self) -> int:
         return self.inner.count
-
-    rows = rank
 
     @property
     def groups(self) -> Groups:
@@ -177,9 +175,6 @@ class Together:
     def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
         return self.inner.block(start, stop, part).left
 
-    def diagonal(self, part: slice) -> None:
-        return None
-
     def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
         flat = torch.cat([moved[i].flatten(2) for i in self.inner.shapes], 2)
         return torch.einsum(
@@ -188,7 +183,7 @@ class Together:
 
 
 @dataclass
-class Moved:
+class Moved(Grouped):
     """Groups of entries that are picked from the root, moved and scaled."""
 
     inner: Grouped

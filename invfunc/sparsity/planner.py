@@ -2,90 +2,285 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
 
 from invfunc import thresholds
+from invfunc.operations.receptive_fields.propagation import Labels
 from invfunc.passes.run import Run
+from invfunc.sparsity.bottleneck import Bottleneck, paths
+from invfunc.sparsity.cells import layout_at
+from invfunc.sparsity.colouring import Colouring, empty, hulls, members_of
 from invfunc.sparsity.groups import Grouped
-from invfunc.sparsity.paths import Bottleneck, Paths, paths
-from invfunc.sparsity.pattern import ALL, INPUTS, LAST, Frame, Pattern
-from invfunc.sparsity.search import Search
-from invfunc.sparsity.ways import Chosen, Facts
+from invfunc.sparsity.narrowed import Blocks
+from invfunc.sparsity.pattern import Frame, Pattern, positions_apart
 
 
-def pays(columns: int, cost: float, dense: float) -> bool:
-    """Whether a way of some cost is to be preferred to that of all columns."""
-    return columns >= thresholds.FEW and cost < thresholds.PAYS * dense
+@dataclass
+class Source:
+    """Groups of columns where they come in: at the outputs, or at a bottleneck."""
+
+    rank: int
+    rows: int
+    """How many rows the products with directions have for each group."""
+    at: list[tuple[torch.Tensor, torch.Tensor]]
+    """The tensors of the run of one sample, and the group of each of their entries."""
+
+    @property
+    def count(self) -> int:
+        return max(int(ids.max()) for _, ids in self.at) + 1
+
+    def boxes(self, labels: Labels) -> torch.Tensor:
+        """The boxes of the groups, `[2, k, groups]`."""
+        found = None
+        for x, ids in self.at:
+            if (rows := labels.of(x)) is not None:
+                hull = hulls(rows, ids)
+                hull = torch.nn.functional.pad(hull, (0, self.count - hull.shape[2]), value=-torch.inf)
+                found = hull if found is None else torch.maximum(found, hull)
+        return torch.full((2, 1, self.count), -torch.inf) if found is None else found
+
+
+@dataclass
+class Stage:
+    """What lies between where columns come in and a bottleneck, or the end."""
+
+    sites: frozenset[int]
+    leaves: frozenset[int]
+    """The parameters that are read nowhere else."""
+    frame: Frame | None
+    colourings: list[Colouring] | None
+    """Those of each kind of columns that comes in; None if each column has a pass of its own."""
+    passes: int
+    cost: float
+    end: Blocks | None = None
+    """What is left of the columns at the bottleneck."""
+
+
+@dataclass
+class Way:
+    """What is done: the last operation with parameters by itself, stages, and parameters that take every column."""
+
+    pattern: Pattern
+    closed: frozenset[int]
+    """The parameters whose shares need no columns but the diagonal of the Hessian."""
+    stages: list[Stage]
+    dense: frozenset[int]
+    cost: float
+    """Its estimated time, as a fraction of that for pulling back every column."""
 
 
 class Planner:
     """Looks at a run and at the columns that are sent back through it."""
 
+    pattern: Pattern
+
     def __init__(
-        self, run: Run, sources: Sequence[Grouped], look: Callable[[Pattern, Run], Run | None], local: bool
+        self, run: Run, columns: Sequence[Grouped], look: Callable[[Pattern, Run], Run | None], local: bool
     ) -> None:
         """`look` runs the function on one sample under a pattern; `local` says whether positions may be told apart."""
-        self.facts, self.look = Facts(run, sources, local), look
+        self.run, self.columns, self.look, self.local = run, columns, look, local
+        self.n, self.work, self.sites = run.trace.n, _work(run), _sites(run)
+        self.everything = frozenset(range(len(self.work)))
+        self.total = sum(g.rank * max(1, _count(g)) for g in columns)
+        """How many columns a sample has."""
+        self.all_cost = self.total * (self.n * sum(self.work) + thresholds.COLUMN)
+        """The estimated cost of pulling back every column."""
         self.why = ""
         """Why every column is to be pulled back, if so."""
 
-    def chosen(self) -> Chosen | None:
+    def way(self) -> Way | None:
         """The cheapest way, or None if that is to take every column."""
-        if any(t.recomputed for t in self.facts.run.trace.uses):
-            self.why = "what the operations read is computed again"
+        if not self.work or any(t.recomputed for t in self.run.trace.uses):
+            self.why = "what the operations read is computed again" if self.work else "no parameter is read"
             return None
-        sizes = self.facts.run.trace.sizes
+        sizes = self.run.trace.sizes
         look = len(sizes) * thresholds.LOOK + sum(sizes) * thresholds.LOOK_ENTRY
-        if not pays(self.facts.total, thresholds.LOOKS * look, self.facts.dense_cost):
-            self.why = "there are few columns" if self.facts.total < thresholds.FEW else "all columns are little work"
+        if not self._pays(thresholds.LOOKS * look):
+            self.why = "there are few columns" if self.total < thresholds.FEW else "all columns are little work"
             return None
-        found_paths = paths(self.facts.run)
-        bottlenecks = self._candidates(found_paths)
-        pattern = self._pattern(found_paths, bottlenecks)
-        found = self.look(pattern, self.facts.run)
-        if found is None or pattern.labels.lost is not None:
-            lost = pattern.labels.lost
+        above, found = paths(self.run)
+        bottlenecks = self._candidates(found)
+        self.pattern = self._pattern(above, bottlenecks)
+        run, lost = self.look(self.pattern, self.run), self.pattern.labels.lost
+        if run is None or lost is not None:
             self.why = f"`{lost}` hides the pattern" if lost else "one sample does not run as it does in the batch"
             return None
-        pattern.run = found
-        if not pattern.complete:
+        self.pattern.run = run
+        if not self.pattern.complete:
             self.why = "an output has no pattern"
             return None
         self.why = "the structure would save nothing"
-        search = Search(self.facts, pattern)
-        ways = [some for k in range(len(bottlenecks) + 1) for some in combinations(bottlenecks, k)]
-        best = min((made for some in ways if (made := search.chosen(some))), key=lambda c: c.cost)
-        return best if pays(self.facts.total, best.cost, self.facts.dense_cost) else None
+        outputs = [
+            Source(g.rank, g.rows, [(run.outputs[i][0], ids) for i, ids in g.groups.items()]) for g in self.columns
+        ]
+        ways = [self._way(stages) for stages in self._ways(frozenset(), outputs, bottlenecks)]
+        cost, _, best = min(((cost, len(way.stages), way) for cost, way in ways), key=lambda found: found[:2])
+        return best if self._pays(cost) else None
 
-    def _candidates(self, ways: Paths) -> list[Bottleneck]:
-        """The narrowest of those bottlenecks that are narrower than what comes before them."""
-        found, width = [], self.facts.total
-        for bottleneck in ways.bottlenecks:
+    def _pays(self, cost: float) -> bool:
+        """Whether a way of some cost is to be preferred to that of all columns."""
+        return self.total >= thresholds.FEW and cost < thresholds.PAYS * self.all_cost
+
+    def _candidates(self, bottlenecks: list[Bottleneck]) -> list[Bottleneck]:
+        """The narrowest of those that are narrower than what comes before them."""
+        found, width = [], self.total
+        for bottleneck in bottlenecks:
             if bottleneck.width < thresholds.NARROWER * width and bottleneck.below:
                 found.append(bottleneck)
                 width = bottleneck.width
         return sorted(sorted(found, key=lambda c: c.width)[: thresholds.NARROWEST], key=lambda c: -c.width)
 
-    def _pattern(self, ways: Paths, bottlenecks: list[Bottleneck]) -> Pattern:
-        """A pattern with a frame for the parameter uses above each bottleneck, one for all parameter uses, and one for
-        the last operation by itself."""
-        everything, frames, at = self.facts.everything, list[Frame](), {}
-        if self.facts.local:
-            frames.append(self._frame(ALL, everything, ways, INPUTS))
-            top = max(everything)
-            frames.append(Frame(LAST, frozenset({top}), frozenset({top}), INPUTS, hulls=False))
-        for j, bottleneck in enumerate(bottlenecks):
-            at[bottleneck.site] = (3 + 2 * j, bottleneck)
-            if self.facts.local and everything - bottleneck.below:
-                frames.append(self._frame(4 + 2 * j, everything - bottleneck.below, ways, 3 + 2 * j))
-        return Pattern(frames, at)
+    def _pattern(self, above: list[list[int]], bottlenecks: list[Bottleneck]) -> Pattern:
+        """A pattern with labels at each bottleneck, and with frames where positions may be told apart."""
 
-    @staticmethod
-    def _frame(number: int, sites: frozenset[int], ways: Paths, base: int) -> Frame:
-        lower = {s: False for s in sites}
-        for s in sites:
-            for other in ways.above[s]:
-                if other in lower:
-                    lower[other] = True  # it has a site of the frame below it
-        return Frame(number, sites, frozenset(s for s in sites if not lower[s]), base)
+        def frame(sites: frozenset[int], base: Labels) -> Frame:
+            over = {other for s in sites for other in above[s]}  # those that have a site of the frame below them
+            return Frame(sites, sites - over, base)
+
+        inputs, at = Labels(axes=1), {b: Labels(self._axes(b)) for b in bottlenecks}
+        if not self.local:
+            return Pattern(inputs, None, None, at, {})
+        everything, top = frame(self.everything, inputs), frozenset({max(self.everything)})
+        inputs.axes = 3 if len(everything.first) > 1 else 1
+        frames = {b: frame(self.everything - b.below, at[b]) for b in bottlenecks if self.everything - b.below}
+        return Pattern(inputs, everything, Frame(top, top, inputs, hulls=False), at, frames)
+
+    def _axes(self, bottleneck: Bottleneck) -> int:
+        """Along how many axes the entries of a sample lie there."""
+        x, axis = bottleneck.of(self.run)
+        return max(1, sum(size > 1 for size in axis.expose(x, self.n).shape[1:]))
+
+    # All ways through the pattern
+
+    def _ways(
+        self, above: frozenset[int], sources: list[Source], bottlenecks: list[Bottleneck]
+    ) -> Iterator[list[Stage]]:
+        """The stages below some sites, to the end or through some of the bottlenecks."""
+        sites = self.everything - above
+        yield [self._stage(sources, sites, self.pattern.everything)]
+        for k, bottleneck in enumerate(bottlenecks):
+            stage = self._stage(sources, sites - bottleneck.below, self.pattern.above.get(bottleneck))
+            blocks = stage.end = self._blocks(sources, bottleneck, first=not above)
+            size = (1 if blocks.shared and all(g.alike for g in self.columns) else self.n) * blocks.numbers
+            if size > thresholds.FACTORED:
+                continue
+            runs, crossed = 1 if blocks.shared else self.n, sum(self.work[s] for s in sites - bottleneck.below)
+            stage.cost += thresholds.FACTORED_COST * size * blocks.width + runs * blocks.width * crossed
+            below = Source(blocks.rank, blocks.rank, [(bottleneck.of(self.pattern.run)[0], blocks.ids)])
+            for rest in self._ways(self.everything - bottleneck.below, [below], bottlenecks[k + 1 :]):
+                yield [stage, *rest]
+
+    def _way(self, stages: list[Stage]) -> tuple[float, Way]:
+        """The way through some stages, and its cost."""
+        closed = frozenset(i for i, own in self.sites.items() if own == {self.closed})
+        dense = frozenset(self.sites) - closed.union(*(stage.leaves for stage in stages))
+        touched = frozenset[int]().union(*(self.sites[i] for i in dense))
+        cost = sum(s.cost for s in stages) + self.total * self.n * sum(self.work[s] for s in touched)
+        return cost, Way(self.pattern, closed, stages, dense, cost / self.all_cost)
+
+    def _stage(self, sources: list[Source], crossed: frozenset[int], frame: Frame | None) -> Stage:
+        sites = crossed - {self.closed}
+        leaves = frozenset(i for i, own in self.sites.items() if own <= sites)
+        passes, colourings = sum(s.rank * s.count for s in sources) if sites else 0, None
+        if frame is not None and sites:
+            found = _colourings([s.boxes(frame.labels) for s in sources])
+            shared = sum(s.rank * c.passes for s, c in zip(sources, found, strict=False))
+            passes, colourings = (shared, found) if found and shared < passes else (passes, None)
+        work = self.n / 2 * sum(self.work[s] for s in [*sites, *crossed])
+        cost = passes * (work + thresholds.COLUMN) * (1.0 if colourings is None else thresholds.SHARED)
+        cost += sum(c.count for c in colourings or []) * len(sites) * thresholds.CLASS
+        return Stage(sites, leaves, frame, colourings, passes, cost)
+
+    def _blocks(self, sources: list[Source], bottleneck: Bottleneck, first: bool) -> Blocks:
+        """How the entries at a bottleneck fall apart, and how many rows each block gets."""
+        labels, shared = self.pattern.at[bottleneck], first and self.pattern.affine(bottleneck)
+        rows = labels.of(bottleneck.of(self.pattern.run)[0])
+        assert rows is not None
+        if len(sources) == 1:
+            (source,) = sources
+            found = Colouring(source.boxes(labels))
+            if found.count == 1 and len(found.codes) > 1:
+                places = members_of(found.cells(rows.flatten(2), range(1))[0], len(found.codes), bottleneck.width)
+                members = members_of(found.box, len(found.codes), len(found.box))
+                return Blocks(bottleneck, places, members, members.shape[1] * source.rows, shared)
+        groups = torch.arange(sum(s.count for s in sources), device=rows.device)
+        places = torch.arange(bottleneck.width, device=rows.device)
+        return Blocks(bottleneck, places[None], groups[None], sum(s.rows * s.count for s in sources), shared)
+
+    # The last operation by itself
+
+    @cached_property
+    def closed(self) -> int | None:
+        """The last site, if each column that reaches a row of its parameter does so at a single position, else None."""
+        top = len(self.work) - 1
+        own = [i for i, sites in self.sites.items() if top in sites]
+        uses = [t for t in self.run.trace.uses if t.site == top]
+        if self.pattern.last is None or any(self.sites[i] != {top} for i in own) or len(own) < len(uses):
+            return None
+        layouts = self.pattern.layouts[top]
+        if any(positions_apart(self.run, self.pattern, [t]) is None for t in uses) or None in layouts:
+            return None
+        found, last = [known.entries for known in layouts if known is not None], self.pattern.last
+        return top if all(self._apart(g, last, last.boxes[top].shape[2:], found) for g in self.columns) else None
+
+    def _apart(self, columns: Grouped, last: Frame, shape: torch.Size, layouts: list[torch.Tensor]) -> bool:
+        """Whether each entry at the last site reaches one output, and those at a position ones of different groups."""
+        if columns.diagonal(slice(0, 1)) is None:
+            return False
+        group = torch.full((shape.numel(),), -1, device=self.run.params[0].device)
+        for i, ids in columns.groups.items():
+            found = last.labels.of(self.pattern.run.outputs[i][0])
+            if found is None:
+                continue
+            lo, hi, ids = -found[0].flatten(1), found[1].flatten(1), ids.flatten()
+            some = (ids >= 0) & ~empty(found).flatten()
+            lo, hi, ids = lo[:, some], hi[:, some], ids[some]
+            if not torch.equal(lo, hi):
+                return False
+            entry = torch.zeros_like(ids)
+            for at, size in zip(lo, [s for s in shape if s > 1] or [1], strict=True):
+                entry = entry * size + at.long()
+            if len(entry.unique()) < len(entry) or bool((group[entry] >= 0).any()):
+                return False
+            group[entry] = ids
+        for entries in layouts:
+            met = group[entries]
+            alone = torch.where(met < 0, -1 - torch.arange(met.shape[1], device=met.device), met).sort(1).values
+            if bool((alone[:, 1:] == alone[:, :-1]).any()):
+                return False
+        return True
+
+
+def _colourings(boxes: list[torch.Tensor]) -> list[Colouring]:
+    """Those of the boxes of several kinds of groups; none if no column can share a pass with another."""
+    return [] if all(bool((b == b[:, :, :1]).all()) for b in boxes) else [Colouring(b) for b in boxes]
+
+
+def _count(columns: Grouped) -> int:
+    """How many groups there are."""
+    return max(int(ids.max()) for ids in columns.groups.values()) + 1
+
+
+def _sites(run: Run) -> dict[int, frozenset[int]]:
+    """The sites of each parameter."""
+    found: dict[int, set[int]] = {}
+    for use in run.trace.uses:
+        for i in use.derived.leaves:
+            found.setdefault(i, set()).add(use.site)
+    return {i: frozenset(s) for i, s in found.items()}
+
+
+def _work(run: Run) -> list[float]:
+    """The multiplications for a column of a sample at each site: once through the operation, once for its share."""
+    work = [0.0] * len(run.trace.edges)
+    for use in run.trace.uses:
+        sent = run.trace.sizes[use.site]
+        known = layout_at(run, use, "meta")
+        outs = use.param.shape[0] if use.param.ndim > 1 else min(sent, use.param.numel())
+        outs = known.outs if known is not None else outs  # which meet the parameter at each position
+        work[use.site] += 2.0 * max(sent, sent // max(1, outs) * use.param.numel())
+    return work

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from invfunc.passes.run import Run
-from invfunc.sparsity.stages import columns_at_once
-from invfunc.sparsity.ways import Chosen, Facts, Stage
+from invfunc.sparsity.execute import columns_at_once
+from invfunc.sparsity.planner import Stage, Way
 
 
 @dataclass(frozen=True)
@@ -91,30 +91,23 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("s") else "s")
 
 
-def chosen_parts(
-    facts: Facts, chosen: Chosen, budget: int, called: Callable[[int], str]
-) -> tuple[tuple[Part, ...], int]:
-    """The parts of a way that was chosen by the structure, and about how many numbers its columns have."""
-    run, columns, parts, most = facts.run, facts.total, list[Part](), 0
-    for stage, leaves in zip(chosen.stages, chosen.leaves, strict=True):
-        if leaves:
-            way = "local" if stage.classes is not None else "dense" if columns == facts.total else "narrow"
-            parts.append(Part(way, tuple(called(i) for i in sorted(leaves)), columns, stage.passes))
+def planned(way: Way, columns: int, run: Run, budget: int, called: Callable[[int], str]) -> tuple[list[Part], int]:
+    """The parts of a way by the structure, for so many columns, and about how many numbers its columns have."""
+
+    def part(how: str, leaves: frozenset[int], columns: int, passes: int) -> list[Part]:
+        return [Part(how, tuple(called(i) for i in sorted(leaves)), columns, passes)] if leaves else []
+
+    found, most, given = part("closed form", way.closed, columns, 0), 0, columns
+    for stage in way.stages:
+        how = "local" if stage.colourings is not None else "dense" if given == columns else "narrow"
+        found += part(how, stage.leaves, given, stage.passes)
         most = max(most, _numbers(run, stage, budget))
-        if stage.bottleneck is not None and stage.blocks is not None:
-            columns = min(stage.rows, stage.blocks.width) * len(stage.blocks.places)
-    if chosen.closed is not None:
-        own = sorted(i for i, sites in facts.sites.items() if sites == {chosen.closed})
-        parts.insert(0, Part("closed form", tuple(called(i) for i in own), facts.total, 0))
-    if chosen.dense:
-        parts.append(Part("dense", tuple(called(i) for i in sorted(chosen.dense)), facts.total, facts.total))
-    return tuple(parts), most
+        given = given if stage.end is None else stage.end.count
+    return found + part("dense", way.dense, columns, columns), most
 
 
 def _numbers(run: Run, stage: Stage, budget: int) -> int:
     """How many numbers a stage keeps at once: in its columns, or in the factors at its bottleneck if those are more."""
     n, sizes = run.trace.n, [run.trace.sizes[s] for s in stage.sites]
-    found = min(stage.passes, columns_at_once(max(sizes), n, budget)) * max(sizes) * n if sizes else 0
-    if stage.bottleneck is not None and stage.blocks is not None:
-        found = max(found, (1 if stage.shared else n) * len(stage.blocks.places) * stage.rows * stage.blocks.width)
-    return found
+    found = min(stage.passes, columns_at_once(max(sizes) * n, budget)) * max(sizes) * n if sizes else 0
+    return found if stage.end is None else max(found, (1 if stage.end.shared else n) * stage.end.numbers)

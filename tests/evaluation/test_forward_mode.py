@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, jacfwd, jvp
+from torch.utils.checkpoint import checkpoint
 
 import invfunc
 from invfunc import tree
@@ -69,3 +70,32 @@ def test_columns_of_a_jacobian():
         return invfunc.diag_ggn(f, F.mse_loss)(params, X, Y)["w"]
 
     assert_trees_close(jacfwd(value)(PARAMS), torch.func.jacrev(value)(PARAMS), 1e-9, 1e-6)
+
+
+def in_parts(part):
+    return lambda params, x: part(lambda x, w: (x @ w).tanh(), x, params["w"]) + params["b"]
+
+
+def checkpointed(f, x, w):
+    return checkpoint(f, x, w, use_reentrant=False)
+
+
+def on_cpu(f, x, w):
+    with torch.autograd.graph.save_on_cpu():
+        return f(x, w)
+
+
+@pytest.mark.parametrize("part", [checkpointed, on_cpu], ids=lambda part: part.__name__)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_hooks_on_saved_tensors_that_lose_tangents_are_told_of(name, part):
+    """The error names a checkpoint that keeps them."""
+
+    def of(part):
+        t = TRANSFORMS[name](lambda params, x, y: F.mse_loss(in_parts(part)(params, x), y))
+        return lambda params: total(tree.leaves(t(params, X, Y)))
+
+    with pytest.raises(invfunc.ArgumentError, match=r"hooks on saved tensors .* `invertible_checkpoint\(part, None\)`"):
+        jvp(of(part), (PARAMS,), (V,))
+    wanted = jvp(of(lambda f, x, w: f(x, w)), (PARAMS,), (V,))
+    found = jvp(of(lambda f, x, w: invfunc.invertible_checkpoint(f, None)(x, w)), (PARAMS,), (V,))
+    assert_trees_close(found, wanted, 1e-9, 1e-6)

@@ -19,7 +19,7 @@ from invfunc.invertible.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
 from tests.invertible.test_couplings import RTOL, dense_log_det, summed, volume
 from tests.laws import FLOOR, moved
-from tests.layers.test_invertible_layers import conditioned
+from tests.layers.test_invertible_layers import conditioned, there
 from tests.strategies import Numbers
 
 N, WIDTH = 3, 4
@@ -70,10 +70,13 @@ KINDS: dict[str, Callable[[Numbers], Block]] = {
     "two functions": lambda rand: Block(invertible_checkpoint(stretched, shrunk), rand(1, 1), stretched),
     "kept": lambda rand: Block(invertible_checkpoint(stretched, shrunk, keep=True, check=True), rand(1, 1), stretched),
 }
+HIDING: dict[str, Callable[[Numbers], Block]] = {
+    "hidden": lambda rand: Block(layers.batch_norm(), None, lambda x: F.batch_norm(x, None, None, training=True)),
+}
 NO_WAY_BACK: dict[str, Callable[[Numbers], Block]] = {
     "plain": lambda rand: Block(mixed, rand(WIDTH, WIDTH), mixed),
     "plain alone": lambda rand: Block(torch.sin, None, torch.sin),
-    "hidden": lambda rand: Block(layers.batch_norm(), None, lambda x: F.batch_norm(x, None, None, training=True)),
+    **HIDING,
 }
 
 
@@ -143,6 +146,15 @@ class TestChain:
 
         wanted = [grad(summed(lambda x: x))(x), *(torch.zeros_like(t) for t in tree.tensors(params))]
         assert_trees_close(gradients(roundtrip, x, params), wanted, 1000 * RTOL[dtype], 1.0)
+
+    @few
+    @given(data=st.data())
+    def test_has_an_inverse_of_y_and_what_its_blocks_hide(self, device, dtype, data):
+        case = data.draw(blocks(KINDS | HIDING))
+        x, params = moved((Numbers(1)(N, WIDTH), case.params), dtype, device)
+        y, hidden = there(case.block, x, (params,))
+        assert_trees_close(y, case.plain(x, params), RTOL[dtype], FLOOR)
+        assert_trees_close(case.block.inverse(y, *hidden, params), x, 100 * RTOL[dtype])
 
     def test_hands_further_arguments_to_blocks_with_parameters(self):
         seen = []

@@ -266,21 +266,27 @@ class TestModulesInTrainMode:
 
 
 class TestTheRest:
-    def test_a_pullback_after_other_parameters_were_put_in(self):
-        """Those of an outer derivative are in the module when the pullback evaluates its blocks again: never silent."""
-        net = Net("modules", True)
-        _, pullback = vjp(lambda p: called(net)(p, X), own(net))
+    @pytest.mark.parametrize("kind", [kind for kind in Net.KINDS if "state" not in kind])
+    def test_a_pullback_after_other_parameters_were_put_in(self, kind):
+        """Those of an outer derivative are in the module when the pullback evaluates its blocks again."""
 
         class Within(nn.Module):
-            def __init__(self):
+            def __init__(self, net, pullback):
                 super().__init__()
-                self.net = net
+                self.net, self.pullback = net, pullback
 
-            def forward(self):
-                return pullback(torch.ones(len(X), dtype=X.dtype))[0]["F.bias"].sum()
+            def forward(self, scale):
+                gradients = self.pullback(scale * torch.ones(len(X), dtype=X.dtype))[0]
+                return gradients["F.bias"].sin().sum() + self.net(X).sum()
 
-        with pytest.raises(ReplayError, match="others of another transform of torch.func. Pass them as arguments"):
-            grad(lambda p: functional_call(Within(), p, ()))({f"net.{name}": t for name, t in own(net).items()})
+        def of(wrapped):
+            torch.manual_seed(0)
+            net = Net(kind, wrapped)
+            _, pullback = vjp(lambda p: called(net)(p, X), own(net))
+            p, scale = {f"net.{name}": 2 * t for name, t in own(net).items()}, torch.ones((), dtype=X.dtype)
+            return grad(lambda p, scale: functional_call(Within(net, pullback), p, (scale,)), (0, 1))(p, scale)
+
+        assert_trees_close(of(True), of(False), rtol=1e-8)
 
     def test_memory_does_not_grow_with_depth(self):
         def peak(depth):

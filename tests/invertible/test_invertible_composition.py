@@ -10,7 +10,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from invfunc import tree
@@ -103,6 +104,11 @@ def batched_grads(h, x, p):
     return torch.autograd.grad(y, tree.leaves((x, p)), cotangents, is_grads_batched=True)
 
 
+def computed(h):
+    """At an x that nobody holds, so that it is the inverse that gives it."""
+    return lambda x, p: h(tree.map_leaves(lambda t: t + 0.1 * t.sin(), x), p)
+
+
 def of_vmap(h, x, p):
     x, p = live(steps(x), p)
     y = vmap(h, (0, None))(x, p)
@@ -114,6 +120,21 @@ def of_vmap(h, x, p):
 
 def of_vmap_twice(h, x, p):
     return orders(vmap(h), steps(x), steps(p), 2)
+
+
+def of_vmap_over_params_twice(h, x, p):
+    return orders(vmap(computed(h), (None, 0)), x, steps(p), 2)
+
+
+def dual_numbers(h, x, p):
+    """Forward mode of plain autograd, also around what torch.func does."""
+
+    def tangents(fn, *given):
+        with forward_ad.dual_level():
+            duals = tree.map_leaves(lambda t: forward_ad.make_dual(t, turned(t)), given)
+            return tree.map_leaves(lambda t: forward_ad.unpack_dual(t).tangent, fn(*duals))
+
+    return tangents(h, x, p), tangents(slope(h), x, p), tangents(vmap(h, (0, None)), steps(x), p)
 
 
 def of_func_grad(h, x, p):
@@ -184,6 +205,8 @@ PLAIN = {
     "is_grads_batched": batched_grads,
     "backward of vmap, twice": of_vmap,
     "two orders of vmap": of_vmap_twice,
+    "two orders of vmap over params": of_vmap_over_params_twice,
+    "dual numbers": dual_numbers,
     "autograd of grad": of_func_grad,
     "torch's checkpoint around": checkpointed,
     "autograd.functional.hessian": functional_hessian,
@@ -245,11 +268,19 @@ FUNC = {
     "jacrev": lambda h, x, p: jacrev(lambda x, p: some(h(x, p)), BOTH)(x, p),
     "jacrev, in chunks": lambda h, x, p: jacrev(lambda p: some(h(x, p), 3), chunk_size=2)(p),
     "jacfwd": lambda h, x, p: jacfwd(lambda x: h(x, p))(x),
+    "linearize of grad": lambda h, x, p: linearize(slope(h), x, p)[1](turned(x), turned(p)),
+    "jvp of vmap": lambda h, x, p: linear(vmap(h, (0, None)), steps(x), p),
+    "jvp of vmap over params": lambda h, x, p: linear(vmap(h, (None, 0)), x, steps(p)),
+    "jacfwd of vmap": lambda h, x, p: jacfwd(lambda p: vmap(h, (0, None))(steps(x), p))(p),
+    "hessian of vmap": lambda h, x, p: hessian(lambda p: summed(h, (0, None))(steps(x), p))(p),
+    "linearize of vmap": lambda h, x, p: linearize(lambda p: vmap(h, (0, None))(steps(x), p), p)[1](turned(p)),
     "hessian": lambda h, x, p: hessian(lambda x: total(h(x, p)))(x),
     "jacrev of jacrev": lambda h, x, p: jacrev(jacrev(lambda x: total(h(x, p))))(x),
     "jvp of grad": lambda h, x, p: jvp(slope(h), (x, p), (turned(x), turned(p))),
     "grad of jvp": lambda h, x, p: grad(lambda p: squares(linear(h, x, p)))(p),
     "grad of grad": lambda h, x, p: grad(curved(h), BOTH)(x, p),
+    "grad of vmap over params, at one computed x": lambda h, x, p: slope(vmap(computed(h), (None, 0)))(x, steps(p)),
+    "grad of grad of vmap over params": lambda h, x, p: grad(curved(vmap(computed(h), (None, 0))), BOTH)(x, steps(p)),
     "three grads": lambda h, x, p: grad(lambda x, p: squares(grad(curved(h), BOTH)(x, p)), BOTH)(x, p),
     "functional_call": called_functionally,
     "vmap": lambda h, x, p: vmap(h, (0, None))(steps(x), p),
@@ -275,7 +306,7 @@ FUNC = {
         steps(x), p
     ),
 }
-REFUSED = [of_vmap, of_vmap_twice, of_func_grad]
+REFUSED = [of_vmap, of_vmap_twice, of_vmap_over_params_twice, dual_numbers, of_func_grad]
 """Where torch's checkpoint does not run."""
 
 EVERYWHERE = ["additive", "functions of a dict"]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 import invfunc
-from invfunc import Invertible, ModifiedError, ReplayError, additive_coupling, invertible_checkpoint, tree
+from invfunc import Invertible, ModifiedError, ReplayError, additive_coupling, invertible_checkpoint, leapfrog, tree
 from invfunc.testing import assert_trees_close
 
 RTOL = 1e-9
@@ -286,6 +286,29 @@ class TestInsideOfTorchFunc:
             return torch.autograd.grad((a * b).sum(), [*layer.parameters()])
 
         assert_trees_close(gradients(block), gradients(pair), 1e-4)
+
+    @pytest.mark.parametrize("inside", [False, True])
+    @pytest.mark.parametrize("view", [lambda w: w, lambda w: w.t(), lambda w: w[0], lambda w: w.view(-1)[3:6]])
+    def test_a_gradient_within_f_may_read_views_of_a_constant(self, view, inside):
+        constant, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+        scale = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+        def energy(z):
+            seen = view(constant)
+            return ((z @ seen if seen.dim() == 2 else z * seen).tanh() * scale).sum()
+
+        def found(wrap):
+            block = wrap(leapfrog(torch.func.grad(energy), 0.1))
+
+            def loss(x):
+                y = block(block((x.sin(), x.cos())))
+                return (y[0] * y[1]).sum()
+
+            if inside:
+                return torch.func.grad(loss)(x)
+            return torch.autograd.grad(loss(x), scale)[0]
+
+        assert_trees_close(found(invertible_checkpoint), found(lambda pair: pair), 1e-9)
 
     @pytest.mark.parametrize("inplace", [False, True])
     @pytest.mark.parametrize("kind", ["dropout", "alpha_dropout", "feature_alpha_dropout", "dropout2d"])

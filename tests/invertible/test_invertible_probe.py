@@ -26,6 +26,8 @@ from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
 X = Numbers()(6, 5)
+WEIGHT = Numbers(1)(5, 5)
+TABLE = Numbers(2)(7).requires_grad_()
 
 
 def warned(run, *args):
@@ -172,6 +174,27 @@ class TestChanges:
             with pytest.raises((ReplayError, InexactWarning), match="computes other numbers.*something that changes"):
                 backward(block)
 
+    def test_of_masks_and_indices_that_are_saved(self):
+        """Beside a number that f reads from x, after which no numbers are compared."""
+        draws = random.Random(0)
+
+        def masked(x):
+            scale = x.abs().max().item()
+            return torch.where(torch.rand_like(x) < draws.random(), x.sin() / scale, 0.0)
+
+        ids = np.arange(30)
+
+        def looked_up(x):
+            return x * TABLE[torch.from_numpy(ids) % 7 + 0].view(6, 5)
+
+        for f in (masked, looked_up):
+            block = invertible_checkpoint(f, None)
+            x = X.clone().requires_grad_()
+            y = block(x)
+            ids += 1
+            with pytest.raises(ReplayError, match="computes other numbers.*something that changes"):
+                y.sum().backward()
+
     def test_that_do_not_matter_for_the_gradient_are_let_be(self):
         """A factor in the graph is that of the first time."""
         counter = Counter()
@@ -216,6 +239,73 @@ WIDE = Numbers()(4, 32)
 def _around_one(x):
     """Ends with a tensor that is saved, and nothing but rounding."""
     return x.sin() + (x.softmax(-1).sum(-1, keepdim=True) - 1).square()
+
+
+class TestHidden:
+    """Drift that is small beside all of x, or that stands beside what is no number."""
+
+    @staticmethod
+    def told(blocks, x):
+        """What is told of, in a warning or in an error."""
+        try:
+            return " ".join(warned(lambda: backward(*blocks, x=x)))
+        except InverseError as error:
+            return str(error)
+
+    @staticmethod
+    def carrying(value, gamma=0.7):
+        """Steps of a drifting recurrence, which carry an entry along."""
+        step = momentum(lambda x: torch.tanh(x @ WEIGHT.to(x.dtype)), gamma=gamma)
+
+        def f(x):
+            return step(x[:2]) + x[2:]
+
+        def f_inv(y):
+            return step.inverse(*step.shared, y[:2]) + y[2:]
+
+        carried = torch.zeros(5)
+        carried[1] = value
+        return [invertible_checkpoint(f, f_inv) for _ in range(40)], (X.float(), 0 * X.float(), carried)
+
+    @pytest.mark.parametrize("value", [0.0, float("-inf"), float("inf"), float("nan")])
+    def test_what_is_no_number_hides_nothing(self, value):
+        blocks, x = self.carrying(value)
+        assert "rounding errors drift" in self.told(blocks, x)
+
+    @pytest.mark.parametrize("large", [1e3, 1e6, -1e9])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_a_large_channel_hides_nothing(self, large, dtype):
+        step = momentum(lambda x: torch.tanh((x / scale) @ WEIGHT.to(dtype)) * moved, gamma=0.6)
+        scale = torch.tensor([large, 1, 1, 1, 1], dtype=dtype)
+        moved = torch.tensor([0, 1, 1, 1, 1], dtype=dtype)
+        blocks = [invertible_checkpoint(step) for _ in range(24 if dtype is torch.float32 else 40)]
+        x = (X.to(dtype) * scale, 0 * X.to(dtype))
+        told = self.told(blocks, x)
+        assert told
+        if abs(large) * torch.finfo(dtype).eps ** 0.5 > 10:  # so that it is below what is told of all of x
+            assert "small entries of x" in told
+
+    @pytest.mark.parametrize("wrong", [1.0, float("nan"), 1e-2])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_one_sample_of_many_is_not_missed(self, dtype, wrong):
+        """Where the inverse fails for one sample, which is larger than the others, as an outlier is."""
+        x = Numbers()(300, 64).to(dtype)
+        x[217] *= 30
+
+        def back(y):
+            return torch.where(torch.arange(300)[:, None] == 217, (y / 2) * (1 + wrong), y / 2)
+
+        block = invertible_checkpoint(lambda x: x * 2 + 0 * x.sin(), back)
+        assert all(self.told([invertible_checkpoint(block.pair)], x) for _ in range(8))
+
+    def test_a_large_channel_beside_what_comes_back_is_not_told_of(self):
+        blocks, x = deep(20, torch.float32), WIDE.float().clone()
+        x[:, 0] = 1e6
+        calm = invertible_checkpoint(additive_coupling(torch.tanh, torch.tanh, split_dim=1))
+        for dtype in (torch.float32, torch.float64):
+            mixed = torch.cat([x[:, :1], WIDE.float()[:, :3]], 1).to(dtype)
+            assert not warned(lambda mixed=mixed, dtype=dtype: backward(calm, calm, x=mixed, dtype=dtype))
+        assert not warned(lambda: backward(*blocks, x=WIDE.float()))
 
 
 class TestHonest:

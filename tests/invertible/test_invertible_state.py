@@ -8,7 +8,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import grad
 
-from invfunc import Invertible, ModifiedError, ReplayError, additive_coupling, chain, invertible_checkpoint
+from invfunc import (
+    Invertible,
+    ModifiedError,
+    ReplayError,
+    additive_coupling,
+    chain,
+    functional,
+    invertible_checkpoint,
+    state_first,
+)
+from invfunc.testing import assert_trees_close
 from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
 
 
@@ -312,3 +322,52 @@ class TestWrittenSince:
         with torch.no_grad():
             write(y)
         return h(y, w)
+
+
+class OfFunctional(nn.Module):
+    """A coupling of `functional(module)`, a part that writes running statistics."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        torch.manual_seed(0)
+        self.part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh())
+        part = state_first(functional(self.part)[0])
+        self.block = wrap(additive_coupling(part, part, split_dim=1))
+
+    def forward(self, x):
+        params = dict(self.part.named_parameters())
+        return self.block(self.block(x, (params, params)), (params, params))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_within_functional_of_functional(order, dtype, device):
+    """What is written there is dropped, and is no tensor that needs a gradient."""
+    x = torch.linspace(-1, 2, 12, dtype=dtype, device=device).reshape(3, 4)
+
+    def gradients_of(wrap):
+        f, params = functional(OfFunctional(wrap).to(device, dtype))
+
+        def slope(params):
+            return grad(lambda p: f(p, x).sin().sum())(params)
+
+        if order == 1:
+            return slope(params)
+        return grad(lambda p: sum(g.square().sum() for g in slope(p).values()))(params)
+
+    assert_trees_close(gradients_of(invertible_checkpoint), gradients_of(lambda pair: pair), 1e-6, 1e-2)
+
+
+@pytest.mark.parametrize("check", ["warn", "error", True])
+def test_a_block_within_a_block_is_checked(check, dtype, device):
+    """At once, while the other one is being evaluated, by states that are in its care."""
+    x = torch.linspace(-1, 2, 12, dtype=dtype, device=device).reshape(3, 4)
+
+    def gradients_of(inner, outer):
+        torch.manual_seed(0)
+        part = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh()).to(device, dtype)
+        block = inner(additive_coupling(part, part, split_dim=1))
+        outer(lambda x: block(2 * x))(x).sin().sum().backward()
+        return [p.grad for p in part.parameters()], [*part.buffers()]
+
+    found = gradients_of(lambda p: invertible_checkpoint(p, check=check), lambda f: invertible_checkpoint(f, None))
+    assert_trees_close(found, gradients_of(lambda p: p, lambda f: f), 1e-3 if dtype == torch.float32 else 1e-9, 1e-2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from torch.func import grad, vmap
 
@@ -18,7 +18,9 @@ from invfunc.testing import assert_trees_close
 from tests.every import BOTH, FACTORS, FIRST_ORDER, LEAVES, LOSS, MODEL, WHOLE, Row, rows
 from tests.invertible.test_invertible_composition import Module, steps, turned
 from tests.invertible_cases import FLOOR, RTOL, Sizes, Twins, sizes, twins
+from tests.laws import moved
 from tests.strategies import Numbers
+from tests.torch_layers import LAYERS
 
 CLASSES = 3
 
@@ -154,3 +156,25 @@ def test_of_a_module_that_uses_blocks(of, dtype, device):
         return of(lambda params, x: torch.cat(tree.leaves(f(params, x)), 1)[:, :CLASSES])(params, pair.x, y)
 
     assert_trees_close(found(pair.g), found(pair.f), RTOL[dtype], FLOOR)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_of_each_layer_in_a_block(layer, dtype, device):
+    """What a statistic writes out, or evaluates by another form, is evaluated so again."""
+    case = find(LAYERS[layer], lambda case: True, settings=settings(derandomize=True, database=None))
+    params, *inputs = moved((case.params, *case.inputs), dtype, device)
+
+    def added(f: Callable, y: torch.Tensor, *args: Any) -> torch.Tensor:
+        return y + f(*args)
+
+    def taken(f: Callable, y: torch.Tensor, *args: Any) -> torch.Tensor:
+        return y - f(*args)
+
+    def through(h: Callable) -> Callable:
+        return lambda p, *xs: h(torch.ones_like(like), p, *xs).flatten(1).square().sum(1).mean()
+
+    like = case.f(params, *inputs).detach()
+    pair = i.Invertible(added, taken, (case.f,))
+    block = i.invertible_checkpoint(pair)
+    found, wanted = (i.batch_grad(through(h), in_dims=case.in_dims)(params, *inputs) for h in (block, pair))
+    assert_trees_close(found, wanted, RTOL[dtype], FLOOR)

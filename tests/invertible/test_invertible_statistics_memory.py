@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
-from invfunc import additive_coupling, chunked, invertible_checkpoint
+from invfunc import additive_coupling, chunked, invertible_checkpoint, thresholds
 from invfunc.testing import assert_trees_close, peak_memory, return_freed_memory
 from tests.strategies import Numbers
 
-SHALLOW, DEEP, N, WIDTH, CLASSES = 4, 12, 2048, 32, 4  # 65536 numbers a column: pulled back one by one on a CPU
+SHALLOW, DEEP, N, WIDTH, CLASSES = 4, 8, 2048, 32, 4  # 65536 numbers a column: pulled back one by one on a CPU
+FEW = 64
+"""Samples where it is not memory that is measured."""
 
 
 def cross_entropy(f):
@@ -28,7 +30,7 @@ STATISTICS = {
     "variance": lambda f: invfunc.variance(cross_entropy(f)),
     "diag_ggn, drawn": lambda f: invfunc.diag_ggn(f, F.cross_entropy, mc_samples=1, generator=torch.Generator()),
     "diag_ggn, in passes of a column": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), CLASSES - 1),
-    "diag_ggn of chunks of samples": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), N // 512, over="samples"),
+    "diag_ggn of chunks of samples": lambda f: chunked(invfunc.diag_ggn(f, F.cross_entropy), 4, over="samples"),
 }
 LEAN = list(STATISTICS)[:-1]
 """Whose columns come one by one."""
@@ -37,7 +39,7 @@ LEAN = list(STATISTICS)[:-1]
 class Network:
     """Couplings as wide as the batch is long, and how often their parts are evaluated."""
 
-    def __init__(self, depth, dtype, device, tied=False):
+    def __init__(self, depth, dtype, device, tied=False, n=N):
         numbers = Numbers()
 
         def rand(*shape):
@@ -45,8 +47,8 @@ class Network:
 
         self.params = [tuple((rand(WIDTH, WIDTH) / 8, rand(WIDTH)) for _ in "FG") for _ in range(1 if tied else depth)]
         self.depth, self.evaluated, self.tied = depth, 0, tied
-        self.x = rand(N, 2 * WIDTH)
-        self.y = torch.arange(N, device=device) % CLASSES
+        self.x = rand(n, 2 * WIDTH)
+        self.y = torch.arange(n, device=device) % CLASSES
         self.pair = additive_coupling(self.part, self.part)
 
     def part(self, b, p):
@@ -72,15 +74,18 @@ def as_it_is(pair):
 WRAPS = {"plain": as_it_is, "invertible": invertible_checkpoint}
 
 
+def running(statistic, wrap, network):
+    return partial(STATISTICS[statistic](network.model(wrap)), network.params, network.x, network.y)
+
+
 def peaks():
     """In states of the network, of each statistic, with and without checkpoints, at two depths."""
     found = {}
     for statistic, (name, wrap), depth in itertools.product(LEAN, WRAPS.items(), (SHALLOW, DEEP)):
-        network = Network(depth, torch.float64, "cpu")
-        run = partial(STATISTICS[statistic](network.model(wrap)), network.params, network.x, network.y)
         if depth == SHALLOW:
-            run()  # what is allocated by a first call and stays
-        found[f"{statistic}, {name}, {depth}"] = peak_memory(run)[1] / network.x.nbytes
+            running(statistic, wrap, Network(1, torch.float64, "cpu"))()  # what is allocated by a first call and stays
+        network = Network(depth, torch.float64, "cpu")
+        found[f"{statistic}, {name}, {depth}"] = peak_memory(running(statistic, wrap, network))[1] / network.x.nbytes
     return found
 
 
@@ -106,14 +111,15 @@ def test_memory_does_not_grow_with_depth():
 
 @pytest.mark.parametrize("statistic", STATISTICS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_time_grows_as_depth_does(statistic, tied, dtype, device):
+def test_time_grows_as_depth_does(statistic, tied, dtype, device, monkeypatch):
+    monkeypatch.setattr(thresholds, "APART", FEW * WIDTH)  # one by one here, too
     counts = []
     for depth in (2, 4, 6):
-        network = Network(depth, dtype, device, tied)
-        result = STATISTICS[statistic](network.model(invertible_checkpoint))(network.params, network.x, network.y)
+        network = Network(depth, dtype, device, tied, FEW)
+        result = running(statistic, invertible_checkpoint, network)()
         counts.append(network.evaluated)
         if "drawn" not in statistic:
-            plain = STATISTICS[statistic](network.model(as_it_is))(network.params, network.x, network.y)
+            plain = running(statistic, as_it_is, network)()
             assert_trees_close(result, plain, rtol=1e-9 if dtype == torch.float64 else 1e-3)
     assert counts[2] - counts[1] <= 1.1 * (counts[1] - counts[0])
 

@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -198,6 +199,10 @@ def averaged(model: nn.Module) -> nn.Module:
     return AveragedModel(model).module
 
 
+def _entries(parts):
+    return parts.values() if isinstance(parts, dict) else parts
+
+
 class TestCopies:
     @pytest.mark.parametrize("copied", [pickled, copy.deepcopy, saved])
     @settings(max_examples=40)
@@ -308,6 +313,17 @@ class TestOfAModuleThatHoldsABlock:
         net, x = Net(way), torch.randn(3, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
         y = net(x)
         assert_trees_close(net.double()(x.double()).float(), y, 1e-5)
+
+    @pytest.mark.parametrize("kind", [list, tuple, deque, OrderedDict, frozenset])
+    def test_whatever_holds_the_parts(self, kind):
+        part = nn.Linear(2, 2).double()
+        parts = OrderedDict(part=part) if kind is OrderedDict else kind([part])
+        pair = additive_coupling(lambda b: next(iter(_entries(parts)))(b), torch.sin, split_dim=1)
+        twin, x = copy.deepcopy(pair), torch.ones(1, 4, dtype=torch.float64)
+        with torch.no_grad():
+            before = twin(x)
+            part.weight.zero_()
+        assert torch.equal(twin(x), before)
 
     def test_what_functions_share_is_shared_by_their_copies(self):
         m = nn.Linear(2, 2)

@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.distributions as D
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 
 from invfunc import ArgumentError, SampleAxisError, batch_grad, chunked, variance
 from invfunc.testing import assert_trees_close, loop_batch_grad
+from tests.every import BOTH, LOSS, ROWS
 from tests.strategies import Numbers
 
 W, X, Y = Numbers()(3, 3), Numbers(1)(4, 3), Numbers(2)(4, 3)
@@ -53,6 +56,41 @@ def test_of_distributions(called):
         return -PREDICTIVE[called](x @ w, y)
 
     assert_shares(losses, lambda how: lambda *args: getattr(losses(*args), how)(), W, X, Y)
+
+
+TERMS = {
+    "mse_loss": lambda z, y: F.mse_loss(z, y, reduction="sum"),
+    "cross_entropy": lambda z, y: F.cross_entropy(z, y.argmax(1), reduction="sum"),
+    "binary_cross_entropy_with_logits": lambda z, y: F.binary_cross_entropy_with_logits(
+        z, y.sigmoid(), reduction="sum"
+    ),
+    "nll_loss": lambda z, y: F.nll_loss(z.log_softmax(1), y.argmax(1), reduction="sum"),
+    "huber_loss": lambda z, y: F.huber_loss(z, y, reduction="sum"),
+}
+OF_A_LOSS = {name: row for name, row in ROWS.items() if BOTH in row.forms and not row.drawn}
+
+
+@pytest.mark.parametrize("called", OF_A_LOSS)
+@given(terms=st.lists(st.sampled_from(list(TERMS)), min_size=2, max_size=2), first=st.booleans())
+def test_a_mask_may_select_no_sample(called, terms, first):
+    """Of two terms one gets all samples, as with a batch without labels."""
+    row, (one, other) = OF_A_LOSS[called], (TERMS[t] for t in terms)
+
+    def loss(z, target):
+        y, m = target
+        return (one(z[m], y[m]) + other(z[~m], y[~m])) / len(z)
+
+    def alone(z, target):
+        return (one if first else other)(z, target[0]) / len(z)
+
+    args = ([W], X, (Y, torch.full((len(X),), first)))
+    for form in row.forms:
+        if form == LOSS and called == "kfra":  # for which f has one output
+            continue
+        found, wanted = (row.of(lambda p, x: x @ p[0], some, form)(*args) for some in (loss, alone))
+        if called == "sqrt_ggn":  # a root with as many columns, or another one
+            found, wanted = (torch.einsum("vnij,vnkl->nijkl", s, s) for (s,) in (found, wanted))
+        assert_trees_close(found, wanted, EXACT, 1e-6)
 
 
 def test_rows_that_are_no_samples_are_not_taken_for_them():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from invfunc.operations.operation import having, known
 from invfunc.operations.pointwise import entrywise
 from invfunc.operations.receptive_fields import propagation as module
-from invfunc.operations.receptive_fields.propagation import Labels
+from invfunc.operations.receptive_fields.propagation import Following, Labels
 from tests.graphs import FOLDED, NONLINEAR, POSITIVE, SMOOTH, WIDE, Graph, graphs
 from tests.labelled import ELSEWHERE, LINEAR, OTHERS
 from tests.stated_common import of_torch
@@ -35,19 +35,18 @@ def coordinates(x):
     return [torch.arange(float(s)).view(-1, *[1] * (len(sizes) - 1 - a)) for a, s in enumerate(sizes)]
 
 
-def followed(graph, x, frames=(0,)):
+def followed(graph, x):
     """The result of a graph, and the labels."""
     labels = Labels()
-    for frame in frames:
-        labels.enter(x, coordinates(x), frame)
-    with labels:
+    labels.enter(x, coordinates(x))
+    with Following(labels):
         y = graph(x)
     return y, labels
 
 
-def boxes(y, labels, frame=0):
+def boxes(y, labels):
     """`lo, hi`, each `[k, *y.shape]`; nothing is from infinity to minus infinity."""
-    rows = labels.of(y, frame)
+    rows = labels.of(y)
     if rows is None:
         return torch.inf, -torch.inf
     return -rows[0], rows[1]
@@ -98,7 +97,7 @@ def test_every_other_operation_keeps_to_them(name, inference, device, dtype):
     with torch.inference_mode(inference), mock.patch.object(module, "_UNKNOWN", (KeyError,) if inference else ()):
         assert_within_boxes(graph, device, dtype)
     y, labels = followed(graph, IMAGE.to(device, dtype))
-    if labels.affine(y, 0):
+    if labels.affine(y):
         assert_affine(graph, y, IMAGE.to(y), IMAGE.flip(-1).to(y))
     else:
         assert name not in LINEAR
@@ -137,7 +136,7 @@ def test_what_reads_a_shape_depends_on_nothing(name, device, dtype):
     more = {"full_like": (2.0,), "randint_like": (5,), "new_full": ((2,), 1.0), "new_empty_strided": ((2,), (1,))}
     given = more.get(name, ((2,),) if name.startswith("new") else ())
     y, labels = followed(lambda x: getattr(torch.ops.aten, name)(x, *given), x)
-    assert labels.of(y, 0) is None
+    assert labels.of(y) is None
 
 
 @settings(max_examples=100)
@@ -145,40 +144,37 @@ def test_what_reads_a_shape_depends_on_nothing(name, device, dtype):
 def test_boxes_are_no_larger_than_what_is_read(graph, device, dtype):
     x = graph.x.to(device, dtype)
     y, labels = followed(graph, x)
-    rows = torch.full_like(labels.of(y, 0), -torch.inf)
+    rows = torch.full_like(labels.of(y), -torch.inf)
     for place, changed in readers(graph, x):
         for axis, at in enumerate(place):
             rows[0, axis][changed] = rows[0, axis][changed].clamp(min=-at)
             rows[1, axis][changed] = rows[1, axis][changed].clamp(min=at)
-    assert torch.equal(labels.of(y, 0), rows)
+    assert torch.equal(labels.of(y), rows)
 
 
 @settings(max_examples=30)
 @given(graph=graphs(ALL, WIDE), data=st.data())
-def test_frames_do_not_disturb_each_other(graph, data, device, dtype):
-    """Roots at the input and in the middle, all at once, one at a time, and after one of them was closed."""
+def test_several_labels_do_not_disturb_each_other(graph, data, device, dtype):
+    """Roots at the input and in the middle, all at once and one at a time."""
     x = graph.x.to(device, dtype)
     cut = data.draw(st.integers(0, len(graph.parts)))
     before, behind = Graph(graph.parts[:cut], x), Graph(graph.parts[cut:], x)
 
-    def run(frames, closed=()):
-        labels = Labels()
-        if 7 in frames:
-            labels.enter(x, coordinates(x), 7)
-        with labels:
+    def run(whole, within):
+        first, second = Labels(), Labels()
+        if whole:
+            first.enter(x, coordinates(x))
+        with Following(first, second):
             middle = before(x).clone()
-            for frame in closed:
-                labels.close(frame)
-            if 3 in frames:
+            if within:
                 count = torch.arange(float(middle.numel())).view(middle.shape)
-                labels.enter(middle, [count.to(device), -count.to(device), 5 * torch.ones(1, device=device)], 3)
+                second.enter(middle, [count.to(device), -count.to(device), 5 * torch.ones(1, device=device)])
             y = behind(middle)
-        return [None if (rows := labels.of(t, frame)) is None else rows for t in (middle, y) for frame in (7, 3)]
+        return [labels.of(t) for t in (middle, y) for labels in (first, second)]
 
-    both, first, second, closed = run((7, 3)), run((7,)), run((3,)), run((7, 3), closed=(7,))
+    both, first, second = run(True, True), run(True, False), run(False, True)
     for ours, theirs in zip(both, [first[0], second[1], first[2], second[3]], strict=True):
         assert torch.equal(ours, theirs)
-    assert torch.equal(closed[0], first[0]) and torch.equal(closed[3], both[3])
     assert first[1] is None and first[3] is None and second[0] is None and second[2] is None
 
 
@@ -188,7 +184,7 @@ def test_what_is_said_to_be_affine_is_affine(graph, seed, device, dtype):
     rand = torch.Generator().manual_seed(seed)
     a, b = (4 * torch.randn(graph.x.shape, generator=rand).to(device, dtype) for _ in "ab")
     y, labels = followed(graph, a)
-    if labels.affine(y, 0):
+    if labels.affine(y):
         assert_affine(graph, y, a, b)
 
 
@@ -205,7 +201,7 @@ def assert_affine(graph, y, a, b):
 )
 def test_affine_operations_are_seen_to_be_affine(graph, device, dtype):
     y, labels = followed(graph, graph.x.to(device, dtype))
-    assert labels.affine(y, 0)
+    assert labels.affine(y)
 
 
 @pytest.mark.parametrize("name", sorted(NONLINEAR))
@@ -215,25 +211,36 @@ def test_others_are_not(name, data, device, dtype):
     graph = data.draw(graphs({name: NONLINEAR[name]}, most=1))
     x = graph.x.to(device, dtype)
     y, labels = followed(graph, x)
-    assert labels.of(y, 0) is not None and not labels.affine(y, 0)
+    assert labels.of(y) is not None and not labels.affine(y)
 
 
-def test_a_coefficient_with_a_label_of_any_frame_is_no_constant(device, dtype):
+def test_a_coefficient_with_any_label_is_no_constant(device, dtype):
     x, z, c = (torch.rand(1, 2, 3, device=device, dtype=dtype) for _ in "xzc")
-    labels = Labels()
-    labels.enter(x, coordinates(x), 0)
-    labels.enter(z, coordinates(z), 1)
-    with labels:
+    first, second, third = several = [Labels() for _ in range(3)]
+    first.enter(x, coordinates(x))
+    second.enter(z, coordinates(z))
+    with Following(*several):
         product, total, scaled = x * z, x + z * z, x * c + z
-        labels.close(1)
-        late, root, kept = z * 2, torch.zeros_like(x), x * c
-        labels.enter(root, coordinates(root), 2)
-        again = root * late
-    assert not labels.affine(product, 0) and not labels.affine(product, 1)
-    assert labels.affine(total, 0) and not labels.affine(total, 1)
-    assert labels.affine(scaled, 0) and labels.affine(scaled, 1) and labels.affine(kept, 0)
-    assert labels.affine(root, 2) and not labels.affine(again, 2) and not labels.affine(late, 1)
-    assert labels.affine(c, 0) and not labels.affine(c, 1)
+        root = torch.zeros_like(x)
+        third.enter(root, coordinates(root))
+        again = root * (z * 2)
+    assert not first.affine(product) and not second.affine(product)
+    assert first.affine(total) and not second.affine(total)
+    assert first.affine(scaled) and second.affine(scaled)
+    assert third.affine(root) and not third.affine(again) and not second.affine(again)
+    assert first.affine(c) and second.affine(c)
+
+
+def test_an_index_with_any_label_is_no_constant(device, dtype):
+    """What it picks is something else for other samples."""
+    x, z = (torch.rand(1, 2, 3, device=device, dtype=dtype) for _ in "xz")
+    at, ours, theirs = torch.tensor([2, 0, 1], device=device).expand(x.shape), Labels(), Labels()
+    ours.enter(x, coordinates(x))
+    theirs.enter(z, coordinates(z))
+    with Following(ours, theirs):
+        constant, picked = x.gather(-1, at), x.gather(-1, z.argsort(-1))
+    assert [boxes(constant, ours)[side][0, 0, 0].tolist() for side in (0, 1)] == [[2, 0, 1], [2, 0, 1]]
+    assert [boxes(picked, ours)[side][0, 0, 0].tolist() for side in (0, 1)] == [[0, 0, 0], [2, 2, 2]]
 
 
 LOST = {
@@ -261,31 +268,32 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", LOST)
-@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
-def test_values_that_become_numbers_or_shapes_are_told(name, closed, device, dtype):
-    x = 2 * torch.rand(1, 2, 3, device=device, dtype=dtype)
+def lost(f, x):
+    """The operation by which a function loses labels."""
     labels = Labels()
-    labels.enter(x, coordinates(x), 0)
-    with labels:
-        if closed:
-            labels.close(0)
-        LOST[name](x + 1)
-    assert labels.lost
+    labels.enter(x, coordinates(x))
+    with (following := Following(Labels(), labels)):
+        f(x + 1)
+    return following.lost
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_values_that_become_numbers_or_shapes_are_told(name, device, dtype):
+    assert lost(LOST[name], 2 * torch.rand(1, 2, 3, device=device, dtype=dtype))
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_and_others_are_not_lost(name, device, dtype):
     x = torch.rand(1, 2, 3, device=device, dtype=dtype)
-    assert followed(KEPT[name], x)[1].lost is None
+    assert lost(KEPT[name], x) is None
 
 
 def test_labels_are_those_of_the_memory(device, dtype):
     """Views and writes see each other; `set` and `enter` write a part; of what was overwritten nothing is left."""
     x = torch.rand(1, 2, 4, device=device, dtype=dtype)
     labels = Labels()
-    labels.enter(x, coordinates(x), 0)
-    with labels:
+    labels.enter(x, coordinates(x))
+    with Following(labels):
         y = torch.zeros(2, 4, device=device, dtype=dtype)
         view = y.T[1:3]
         y[0] = x[0, 1]
@@ -293,13 +301,13 @@ def test_labels_are_those_of_the_memory(device, dtype):
         y[:, 2:].zero_()
         y[1].add_(1)
     none = -torch.inf
-    assert labels.of(view, 0)[1, 0].tolist() == [[1, none], [none, none]]
-    assert labels.of(z, 0)[1, 0].tolist() == [[0, 1, 2, 3], [none] * 4]
-    labels.set(view, torch.full((2, 1, 2, 2), 9.0, device=device), 0)
-    assert labels.of(y, 0)[1, 0].tolist() == [[0, 9, 9, none], [none, 9, 9, none]]
-    labels.enter(y[0], [torch.arange(4.0, device=device)], 0)
-    assert labels.of(y, 0)[1, 0].tolist() == [[0, 1, 2, 3], [none, 9, 9, none]]
-    assert labels.of(y, 1) is None and labels.of(torch.zeros(1), 0) is None
+    assert labels.of(view)[1, 0].tolist() == [[1, none], [none, none]]
+    assert labels.of(z)[1, 0].tolist() == [[0, 1, 2, 3], [none] * 4]
+    labels.set(view, torch.full((2, 1, 2, 2), 9.0, device=device))
+    assert labels.of(y)[1, 0].tolist() == [[0, 9, 9, none], [none, 9, 9, none]]
+    labels.enter(y[0], [torch.arange(4.0, device=device)])
+    assert labels.of(y)[1, 0].tolist() == [[0, 1, 2, 3], [none, 9, 9, none]]
+    assert labels.of(torch.zeros(1)) is None
 
 
 def test_grad_mode_and_random_numbers_stay_as_they_are(device, dtype):
@@ -312,11 +320,11 @@ def test_grad_mode_and_random_numbers_stay_as_they_are(device, dtype):
     torch.manual_seed(0)
     y, labels = followed(f, x)
     torch.manual_seed(0)
-    assert torch.equal(y, f(x)) and y.requires_grad and not labels.of(y, 0).requires_grad
+    assert torch.equal(y, f(x)) and y.requires_grad and not labels.of(y).requires_grad
     with torch.no_grad():
         torch.manual_seed(0)
         again, others = followed(f, x)
-    assert torch.equal(labels.of(y, 0), others.of(again, 0))
+    assert torch.equal(labels.of(y), others.of(again))
 
 
 def to_the_middle(right):

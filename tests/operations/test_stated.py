@@ -200,6 +200,8 @@ def met() -> list[Call]:
             batch_grad(stated_losses.of_total(move))(Numbers(1)(2, 3), Numbers()(4, 2, 3))
         for loss in [*stated_losses.LOSSES.values(), *stated_losses.SUMS.values()]:
             batch_grad(reduced(loss))(Numbers(1)(2, 3), Numbers()(4, 2, 3))
+        for weights in stated_losses.WEIGHTS.values():
+            batch_grad(stated_losses.weighted(weights))(Numbers(1)(2, 3), Numbers()(6, 2), torch.arange(6) % 3)
     return found
 
 

@@ -106,8 +106,8 @@ def assert_all(called: str, kind: torch.dtype, way: Any = lambda t: t) -> None:
 
 
 class TestTheFile:
-    OTHERS = {"_GROWTH", "_PASSES"}
-    """A tolerance, and how many backward passes that failed are remembered."""
+    OTHERS = {"_GROWTH", "_PASSES", "_ORDINARY"}
+    """Two tolerances, and how many backward passes that failed are remembered."""
 
     def test_every_threshold_has_two_sides(self):
         names = {name for name in vars(thresholds) if name.isupper()}

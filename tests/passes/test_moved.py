@@ -237,6 +237,18 @@ class TestRowsAreChecked:
             with pytest.raises(SampleAxisError, match="at `embedding`, rows that changed places are not of"):
                 statistic(*self.args(dtype))
 
+    @pytest.mark.parametrize("n", [2, 17, 129, 257])
+    def test_or_refused_however_many_there_are_between_them(self, wrong_for_good, dtype, n):
+        """Two rows in each other's place; scales are few, those of float16 the fewest, and samples many."""
+        r = torch.Generator().manual_seed(0)
+        w, x = (torch.randn(size, D, generator=r, dtype=torch.float64).to(dtype) for size in (D, n))
+        k = torch.arange(n)
+        k[[0, -1]] = k[[-1, 0]]
+        i = torch.zeros(n, dtype=torch.long)
+        i[0] = 1
+        with pytest.raises(SampleAxisError, match="at `embedding`, rows that changed places are not of"):
+            batch_grad(twice("embedding", "index_add"))(w, x, i, k)
+
     def test_which_the_order_of_the_arguments_mends(self, wrong_for_good, dtype):
         losses, (w, x, i, k) = twice("embedding", "index_add"), self.args(dtype)
         q = k.argsort()

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invfunc import SampleAxisError, batch_diag_ggn, batch_grad, diag_ggn, diag_hessian, variance
+from invfunc import ArgumentError, SampleAxisError, batch_diag_ggn, batch_grad, diag_ggn, diag_hessian, kfra, variance
+from invfunc.errors import InvFuncError
 from invfunc.recording.seen import Seen
 from invfunc.testing import assert_trees_close, dense_diag_ggn, dense_diag_hessian, loop_batch_grad, loop_variance
 from tests.strategies import Numbers
@@ -88,6 +89,36 @@ def test_what_writes_unseen_or_into_several(write, named):
     assert_trees_close(batch_grad(losses)(P, X, Y), loop_batch_grad(losses)(P, X, Y), rtol=1e-10)
 
 
+REPEATED = {
+    "+=": lambda b, z: b[:, 0].__iadd__(z[:, 0]),
+    "item +=": lambda b, z: b.__setitem__((slice(None), 0), b[:, 0].add_(z[:, 0])),
+    "*=": lambda b, z: b[:, 0].mul_(z[:, 0]),
+    "copy_": lambda b, z: b[:, 0].copy_(z[:, 0]),
+    "[:, 0] =": lambda b, z: b.__setitem__((slice(None), 0), z[:, 0]),
+}
+
+
+@pytest.mark.parametrize("called", REPEATED)
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("form", ["[N]", "sum"])
+def test_what_is_written_into_a_repeated_parameter(called, n, form):
+    """Right, or an error of ours."""
+
+    def losses(p, x):
+        b = p["b"].repeat(len(x), 1)
+        REPEATED[called](b, x @ p["w"])
+        return b.square().sum(1)
+
+    params, x = {"w": Numbers(1)(3, 2), "b": Numbers(2)(2)}, Numbers(3)(n, 3)
+    for make in (batch_grad, diag_hessian):
+        try:
+            found = make(losses if form == "[N]" else lambda p, x: losses(p, x).sum())(params, x)
+        except InvFuncError:
+            continue
+        wanted = loop_batch_grad if make is batch_grad else dense_diag_hessian
+        assert_trees_close(found, wanted(losses)(params, x), 1e-10)
+
+
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 class TestWrittenViews:
@@ -112,6 +143,10 @@ class TestWrittenViews:
         assert_trees_close(diag_ggn(f, F.cross_entropy)(P, X, Y), wanted, rtol=1e-10)
         each = batch_diag_ggn(f, F.cross_entropy)(P, X, Y)
         assert_trees_close({k: v.sum(0) for k, v in each.items()}, wanted, rtol=1e-10)
+
+    def test_is_no_step_of_a_chain(self, view, write):
+        with pytest.raises(ArgumentError, match="not a chain of layers: .* Let it work on a copy"):
+            kfra(model(view, write), F.cross_entropy)(P, X, Y)
 
     def test_hessian(self, view, write):
         f = model(view, write)

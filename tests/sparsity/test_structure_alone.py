@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from invfunc import batch_diag_ggn, diag_ggn, ggn_trace
 from invfunc.operations.operation import OPERATIONS, known_of_aten
 from invfunc.operations.receptive_fields import propagation
-from invfunc.sparsity import paths, planner
-from invfunc.sparsity.colouring import Colours
+from invfunc.sparsity import planner
+from invfunc.sparsity.bottleneck import Bottleneck, paths
+from invfunc.sparsity.colouring import Colouring
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.laws import composed
 from tests.sparsity.test_structure import EXACT, assert_as_dense
@@ -155,8 +156,8 @@ def test_a_wrong_rule_is_caught(name):
 @pytest.mark.quick
 def test_wrong_cells_are_caught():
     rand = Numbers(7)
-    real, args = Colours.cells, (CONVOLUTIONS, rand(2, 1, 6, 6), rand(2, 3, 6, 6))
-    with mock.patch.object(Colours, "cells", lambda *given: real(*given).index_fill(1, torch.tensor([8]), -1)):
+    real, args = Colouring.cells, (CONVOLUTIONS, rand(2, 1, 6, 6), rand(2, 3, 6, 6))
+    with mock.patch.object(Colouring, "cells", lambda *given: real(*given).index_fill(1, torch.tensor([8]), -1)):
         with pytest.raises(AssertionError, match="is off by"):
             assert_as_dense(partial(diag_ggn, convolutions, F.mse_loss), args)
 
@@ -169,11 +170,11 @@ def around(p, x):
 
 @pytest.mark.quick
 def test_a_wrong_bottleneck_is_caught():
-    rand, found = Numbers(7), paths.paths
+    rand = Numbers(7)
     args = ([rand(12, 30), rand(30, 2), rand(2, 60), rand(30, 60)], rand(3, 12), rand(3, 60))
     assert_as_dense(partial(diag_ggn, around, F.mse_loss), args)
-    wrong = [paths.Bottleneck(2, 2, 0, 2, frozenset({0, 1}))]
-    with mock.patch.object(planner, "paths", lambda run: replace(found(run), bottlenecks=wrong)):
+    wrong = [Bottleneck(2, 2, 0, 2, frozenset({0, 1}))]
+    with mock.patch.object(planner, "paths", lambda run: (paths(run)[0], wrong)):
         with pytest.raises(AssertionError, match="is off by"):
             assert_as_dense(partial(diag_ggn, around, F.mse_loss), args)
 

@@ -11,11 +11,12 @@ from torch import nn
 
 import invfunc
 from invfunc import chunked, diag_ggn, functional, reduced, together, tree
+from invfunc.testing import assert_trees_close
 from tests.laws import RTOL, composed, moved
-from tests.sparsity.test_structure import STATISTICS, arranged, assert_as_dense
+from tests.sparsity.test_structure import EXACT, FLOOR, STATISTICS, arranged, assert_as_dense
 from tests.strategies import Numbers
 from tests.structure_layers import FEW
-from tests.structures import MOVED, NETWORKS
+from tests.structures import MOVED, NETWORKS, always
 
 ANY = st.one_of(*NETWORKS.values())
 
@@ -46,6 +47,38 @@ def test_in_chunks(over, data):
         return chunked(make(*functions, method=method), n, over=over)
 
     assert_as_dense(divided, args, refusable=net.called in MOVED)
+
+
+REPEATED = {
+    "bmm(x, W.expand)": lambda w, x: torch.bmm(x, w.expand(len(x), -1, -1)),
+    "bmm(x, W.repeat)": lambda w, x: torch.bmm(x, w.repeat(len(x), 1, 1)),
+    "bmm(x, stack)": lambda w, x: torch.bmm(x, torch.stack([w] * len(x))),
+    "baddbmm": lambda w, x: torch.baddbmm(x, x, w.expand(len(x), -1, -1)),
+    "einsum": lambda w, x: torch.einsum("nts,nsd->ntd", x, w.expand(len(x), -1, -1)),
+    "queries": lambda w, x: F.scaled_dot_product_attention(w.expand(len(x), -1, -1), x, x),
+    "x * W.expand": lambda w, x: x * w.expand(len(x), -1, -1),
+    "x + W[0].repeat": lambda w, x: x + w[0].repeat(len(x), 1)[:, None],
+    "cat([W.expand, x])": lambda w, x: torch.cat([w[:1].expand(len(x), -1, -1), x], 1),
+}
+
+
+@given(how=st.sampled_from(list(REPEATED)), n=st.integers(1, 6), parts=st.integers(1, 6), width=st.integers(1, 4))
+@pytest.mark.parametrize("make", [name for name in STATISTICS if not name.startswith("kflr")])
+def test_a_parameter_that_is_repeated_for_the_samples_in_chunks_of_any_length(make, how, n, parts, width):
+    """In a chunk of one sample it is read elsewhere than in a chunk of several."""
+    rand = Numbers(7)
+    params, x = {"W": rand(width, width), "V": rand(width, width)}, rand(n, width, width)
+
+    def f(p, x):
+        return torch.tanh(REPEATED[how](p["W"], x)) @ p["V"]
+
+    def divided(method):
+        return chunked(STATISTICS[make](f, F.mse_loss, method=method), parts, over="samples")
+
+    args = (params, x, rand(*f(params, x).shape))
+    assert_as_dense(divided, args)
+    with always():
+        assert_trees_close(divided("auto")(*args), STATISTICS[make](f, F.mse_loss)(*args), EXACT, FLOOR)
 
 
 @settings(max_examples=20)

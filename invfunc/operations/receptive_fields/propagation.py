@@ -1,4 +1,4 @@
-"""Following from which entries of root tensors each entry of each tensor can depend, while a function runs."""
+"""Following on which entries of root tensors each entry of each tensor can depend, while a function runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from invfunc._functorch import TorchDispatchMode, memory_of, storage_of, unwatched
 from invfunc.operations.operation import Operation, known_of_aten
 from invfunc.operations.receptive_fields.affine import affine
-from invfunc.operations.receptive_fields.regions import Frames, Region
+from invfunc.operations.receptive_fields.regions import Region
 from invfunc.operations.receptive_fields.step import Rows, Step
 
 _LEAVING = {"is_nonzero", "masked_select", "nonzero_static", "to_sparse", "_to_sparse", "equal"}
@@ -20,7 +20,8 @@ _LEAVING = {"is_nonzero", "masked_select", "nonzero_static", "to_sparse", "_to_s
 _MASKS = (torch.bool, torch.uint8)
 _UNKNOWN = (RuntimeError, IndexError, KeyError, TypeError, ValueError, AttributeError)
 """What a rule raises at an overload that it does not know."""
-_Found = list[tuple[torch.Tensor, Region]]
+_Given = list[tuple[torch.Tensor, int]]
+"""Tensors with their memory, as often as they are there."""
 
 
 @dataclass(frozen=True)
@@ -74,165 +75,137 @@ def _called(func: Any) -> _Called:
     )
 
 
-class Labels(TorchDispatchMode):
-    """Boxes of root coordinates for the entries of all tensors of a run, in several frames at once.
+class Labels:
+    """Boxes of root coordinates for the entries of all tensors of a run: each may be too large, but not too small."""
 
-    They follow from the operations alone, never from values, and may be too large but not too small.
+    def __init__(self, axes: int = 0) -> None:
+        self.axes = axes
+        """How many coordinates a root has; 0 before there is one."""
+        self.regions: dict[int, Region] = {}
+
+    def enter(self, x: torch.Tensor, coordinates: Sequence[torch.Tensor]) -> None:
+        """Give the entries of x fresh labels, in the place of those that they had.
+
+        The coordinates of the entries along each axis broadcast to the shape of x.
+        """
+        with unwatched(), torch.no_grad():
+            self.axes = len(coordinates)
+            at = [c.detach().to(x.device, torch.float32).expand(x.shape) for c in coordinates]
+            whole = x.is_contiguous() and x.numel() * x.element_size() == memory_of(x).nbytes()
+            region = self._written(x, torch.stack([*(-c for c in at), *at]))
+            region.affine |= whole
+
+    def set(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write `[2, k, *x.shape]` as the labels of x, for all tensors in its memory."""
+        with unwatched(), torch.no_grad():
+            new = storage_of(x) not in self.regions
+            region = self._written(x, rows.detach().to(x.device, torch.float32).flatten(0, 1))
+            region.affine &= not new
+
+    def _written(self, x: torch.Tensor, rows: torch.Tensor) -> Region:
+        key = storage_of(x)
+        if key not in self.regions:
+            self.regions[key] = Region.blank(x, len(rows))
+            self.regions[key].affine = True
+        self.regions[key].write(x, rows)
+        return self.regions[key]
+
+    def of(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The labels `[2, k, *x.shape]`: -lo and hi along each axis, -inf where an entry depends on no root.
+
+        None if nothing in the memory of x has a label.
+        """
+        region = self.regions.get(storage_of(x))
+        if region is None:
+            return None
+        with unwatched(), torch.no_grad():
+            return region.of(x).unflatten(0, (2, self.axes)).clone()
+
+    def affine(self, x: torch.Tensor) -> bool:
+        """Whether x is known to be affine in the roots, with coefficients that depend on no label."""
+        region = self.regions.get(storage_of(x))
+        return region is None or region.affine
+
+    def has(self, given: _Given) -> bool:
+        """Whether something in the memory of any of these tensors has a label."""
+        return any(key in self.regions for _, key in given)
+
+    def follow(self, step: Step, op: _Called, read: _Given, targets: list[torch.Tensor], affine: bool) -> None:
+        """Label what a call gave and what it wrote. `read` has labels, if only others; `affine` is about all of it."""
+        found = [(x, self.regions.get(key)) for x, key in read]
+        step.reads(found, 2 * self.axes)
+        own = [region for _, region in found if region is not None]
+        affine = affine and all(region.affine for region in own)
+        for x, rows in zip(targets, _labels(step, op, targets), strict=True):
+            self._label(x, rows, affine, own)
+
+    def _label(self, x: torch.Tensor, rows: Rows, affine: bool, read: list[Region]) -> None:
+        """Label a tensor that an operation gave or wrote."""
+        key = storage_of(x)
+        region = self.regions.get(key)
+        if region is not None:
+            region.write(x, rows)
+            region.affine &= affine
+        elif rows is not None:
+            region = self.regions[key] = Region.holding(x, rows)
+            memory = storage_of(region.rows)
+            for other in read:
+                if storage_of(other.rows) == memory:
+                    other.owned = False
+            region.affine = affine
+
+
+class Following(TorchDispatchMode):
+    """Several labels of one run, each with roots of its own; they follow from the operations alone, never from values.
+
+    What has a label of any of them is no constant for the others: neither a coefficient, nor an index of entries.
     """
 
-    lost: str | None
-    """The operation by which labelled values became numbers of Python or shapes; None if there was none."""
-
-    def __init__(self) -> None:
+    def __init__(self, *labels: Labels) -> None:
         super().__init__()
-        self.lost = None
-        self._regions: dict[int | None, Region] = {}
-        self._axes: dict[int, int] = {}
-        self._heights: dict[int, int] = {}
-        self._closed: set[int] = set()
+        self.labels = labels
+        self.lost: str | None = None
+        """The operation by which labelled values became numbers of Python or shapes; None if there was none."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """A hook of torch: what asks the compiler to leave us alone would import it, which takes two seconds."""
         return False
 
-    def enter(self, x: torch.Tensor, coordinates: Sequence[torch.Tensor], frame: int) -> None:
-        """Give the entries of x fresh labels in a frame, in the place of those that they had there.
-
-        The coordinates of the entries along each axis of the frame broadcast to the shape of x.
-        """
-        with unwatched(), torch.no_grad():
-            self._axes[frame] = len(coordinates)
-            self._heights[frame] = 2 * len(coordinates)
-            at = [c.detach().to(x.device, torch.float32).expand(x.shape) for c in coordinates]
-            rows = torch.stack([*(-c for c in at), *at])
-            new = frame not in self._region(x).frames
-            whole = x.is_contiguous() and x.numel() * x.element_size() == memory_of(x).nbytes()
-            self._put(x, rows, frame)
-            region = self._region(x)
-            if new or whole:
-                region.affine |= {frame}
-
-    def set(self, x: torch.Tensor, rows: torch.Tensor, frame: int) -> None:
-        """Write `[2, k, *x.shape]` as the labels of x, for all tensors in its memory."""
-        with unwatched(), torch.no_grad():
-            new = frame not in self._region(x).frames
-            self._put(x, rows.detach().to(x.device, torch.float32).flatten(0, 1), frame)
-            if new:
-                self._region(x).affine -= {frame}
-
-    def of(self, x: torch.Tensor, frame: int) -> torch.Tensor | None:
-        """The labels `[2, k, *x.shape]`: -lo and hi along each axis, -inf where an entry depends on no root.
-
-        None if nothing in the memory of x has a label in the frame.
-        """
-        region = self._regions.get(storage_of(x))
-        if region is None or frame not in region.frames:
-            return None
-        with unwatched(), torch.no_grad():
-            return region.of(x, (frame,)).unflatten(0, (2, self._axes[frame])).clone()
-
-    def close(self, frame: int) -> None:
-        """Label no further tensors in a frame; those that have labels keep them."""
-        self._closed.add(frame)
-
-    def affine(self, x: torch.Tensor, frame: int) -> bool:
-        """Whether x is known to be affine in the roots of a frame, with coefficients that depend on no label."""
-        region = self._regions.get(storage_of(x))
-        if self.lost is not None:
-            return False
-        if region is None or frame not in region.frames:
-            return frame not in self._closed
-        return frame in region.affine
-
-    def _region(self, x: torch.Tensor) -> Region:
-        key = storage_of(x)
-        if key not in self._regions:
-            self._regions[key] = Region.blank(x, (), self._heights)
-        return self._regions[key]
-
-    def _put(self, x: torch.Tensor, rows: torch.Tensor, frame: int) -> None:
-        self._region(x).write(x, rows, (frame,))
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self._regions:
-            found = self._found(args, kwargs)
-            if found:
-                operation = _called(func)
-                if not operation.skipped:
-                    with unwatched(), torch.no_grad():
-                        self._follow(Step(func, args, kwargs), operation, out, found)
+        given = _given((*args, *kwargs.values()))
+        if any(labels.has(given) for labels in self.labels):
+            operation = _called(func)
+            if not operation.skipped:
+                with unwatched(), torch.no_grad():
+                    self._follow(Step(func, args, kwargs), operation, given, out)
         return out
 
-    def _found(self, args: tuple, kwargs: dict) -> _Found:
-        """The tensors with labels among arguments, as often as they are there."""
-        pairs = [(x, self._regions.get(_key(x))) for x in _tensors((*args, *kwargs.values()))]
-        return [(x, region) for x, region in pairs if region is not None]
-
-    def _follow(self, step: Step, op: _Called, out: Any, found: _Found) -> None:
+    def _follow(self, step: Step, op: _Called, given: _Given, out: Any) -> None:
         """Label what a call gave and what it wrote."""
-        read = self._found(step.args[1:], step.kwargs) if op.known.fills else found
-        frames = self._frames([region for _, region in found])
-        step.reads(read, frames, sum([self._heights[f] for f in frames]))
-        if op.loses(step.labelled):
-            self.lost = self.lost or op.name
+        read = [(x, key) for x, key in (given[1:] if op.known.fills else given) if self._known(key)]
+        step.labelled = [x for x, _ in read if x.numel()]
         targets = self._targets(step, op, out)
-        if not targets:
-            return
-        labels = _labels(step, op, targets)
-        kept = _still_affine(step, op, targets, frames, [region for _, region in read])
-        for x, rows in zip(targets, labels, strict=True):
-            self._label(x, rows, frames, kept, op.name, read)
+        if op.loses(step.labelled) or len(_given(targets)) < len(targets):
+            self.lost = self.lost or op.name
+        targets = [x for x, _ in _given(targets)]
+        if targets:
+            kept = not step.labelled or affine(step, op.known, targets)
+            for labels in self.labels:
+                if labels.has(given):
+                    labels.follow(step, op, read, targets, kept)
+
+    def _known(self, key: int | None) -> bool:
+        return any(key in labels.regions for labels in self.labels)
 
     def _targets(self, step: Step, op: _Called, out: Any) -> list[torch.Tensor]:
         """The tensors that a call gave, unless they are in the memory of others, and those that it wrote."""
         written = op.written(step)
         known = {_key(x) for x in written}
-        fresh = [x for x in _tensors(out) if x.numel() and (key := _key(x)) not in self._regions and key not in known]
+        fresh = [x for x in _tensors(out) if x.numel() and not self._known(key := _key(x)) and key not in known]
         return [*written[:1], *fresh] if op.inside else [*fresh, *written]
-
-    def _frames(self, regions: list[Region]) -> Frames:
-        """The open frames in which something in these regions has labels."""
-        first = regions[0].frames
-        if not self._closed and all(region.frames == first for region in regions):
-            return first
-        return tuple(f for f in self._heights if f not in self._closed and any(f in r.frames for r in regions))
-
-    def _label(
-        self, x: torch.Tensor, rows: Rows, frames: Frames, kept: frozenset[int], name: str, found: _Found
-    ) -> None:
-        """Label a tensor that an operation gave or wrote."""
-        key = _key(x)
-        if key is None:
-            self.lost = self.lost or name
-            return
-        region = self._regions.get(key)
-        if region is None and rows is not None:
-            region = Region.holding(x, rows, frames, self._heights)
-            memory = storage_of(region.rows)
-            for _, other in found:
-                if storage_of(other.rows) == memory:
-                    other.owned = False
-            region.affine = kept
-        elif region is None:
-            if not found:
-                return
-            region = Region.blank(x, (), self._heights)  # depends on closed frames only
-        else:
-            region.write(x, rows, frames)
-            region.affine &= kept
-        self._regions[key] = region
-
-
-def _still_affine(
-    step: Step, op: _Called, targets: list[torch.Tensor], frames: Frames, regions: list[Region]
-) -> frozenset[int]:
-    """The frames in which what a call gives is affine, as all that it reads is."""
-    if step.labelled and not affine(step, op.known, targets):
-        return frozenset()
-    return frozenset(f for f in frames if all(f in r.affine for r in regions if f in r.frames))
 
 
 def _labels(step: Step, op: _Called, targets: list[torch.Tensor]) -> list[Rows]:
@@ -265,9 +238,14 @@ def _fits(rows: torch.Tensor, x: torch.Tensor) -> bool:
 def _key(x: torch.Tensor) -> int | None:
     """Which memory a tensor is in; None if it has no such thing."""
     try:
-        return storage_of(x)
-    except (RuntimeError, NotImplementedError):
+        return storage_of(x) if x.layout in (torch.strided, torch.jagged) else None
+    except (RuntimeError, NotImplementedError):  # a functional or opaque tensor, which torch tells so
         return None
+
+
+def _given(x: Any) -> _Given:
+    """The tensors in something that have a memory."""
+    return [(x, key) for x in _tensors(x) if (key := _key(x)) is not None]
 
 
 def _tensors(x: Any) -> Iterator[torch.Tensor]:

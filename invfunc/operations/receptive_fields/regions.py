@@ -11,101 +11,60 @@ from invfunc._functorch import memory_of
 
 NONE = -math.inf
 """The label of what depends on no root."""
-Frames = tuple[int, ...]
 
 
 class Region:
-    """One storage and its labels, `[rows, elements]`, those of a frame next to each other; a larger label is wider."""
+    """One storage and its labels, `[rows, elements]`; a larger label is wider."""
 
-    __slots__ = ("memory", "itemsize", "count", "frames", "rows", "heights", "affine", "owned", "blurred")
+    __slots__ = ("memory", "itemsize", "count", "rows", "affine", "owned", "blurred")
 
-    def __init__(self, x: torch.Tensor, frames: Frames, rows: torch.Tensor, heights: dict[int, int]) -> None:
+    def __init__(self, x: torch.Tensor, rows: torch.Tensor) -> None:
         self.memory = memory_of(x)  # kept: the memory of a tensor that died would be another's
         self.itemsize = x.element_size()
         self.count = self.memory.nbytes() // self.itemsize
-        self.frames, self.rows, self.heights = frames, rows, heights
-        self.affine: frozenset[int] = frozenset()
+        self.rows = rows
+        self.affine = False  # whether all elements are affine in the roots
         self.owned = False  # whether no other region has the same rows
         self.blurred = False  # whether all elements share one label
 
     @classmethod
-    def blank(cls, x: torch.Tensor, frames: Frames, heights: dict[int, int]) -> Region:
+    def blank(cls, x: torch.Tensor, height: int) -> Region:
         """A region for the memory of x in which nothing has a label yet."""
-        count = memory_of(x).nbytes() // x.element_size()
-        region = cls(x, frames, blank(x, (sum(heights[f] for f in frames), count)), heights)
+        region = cls(x, blank(x, (height, memory_of(x).nbytes() // x.element_size())))
         region.owned = True
         return region
 
     @classmethod
-    def holding(cls, x: torch.Tensor, rows: torch.Tensor, frames: Frames, heights: dict[int, int]) -> Region:
+    def holding(cls, x: torch.Tensor, rows: torch.Tensor) -> Region:
         """A region for a new tensor x, with labels that broadcast to `[rows, *x.shape]`."""
         wanted = (rows.shape[0], *x.shape)
         if x.is_contiguous() and x.numel() * x.element_size() == memory_of(x).nbytes():
-            return cls(x, frames, rows.expand(wanted).reshape(rows.shape[0], -1).contiguous(), heights)
-        region = cls.blank(x, frames, heights)
+            return cls(x, rows.expand(wanted).reshape(rows.shape[0], -1).contiguous())
+        region = cls.blank(x, rows.shape[0])
         _view(region.rows, x).copy_(rows.expand(wanted))
         return region
 
-    def of(self, x: torch.Tensor, frames: Frames) -> torch.Tensor:
+    def of(self, x: torch.Tensor) -> torch.Tensor:
         """The labels `[rows, *x.shape]` of a tensor in this memory."""
         self._fit(x)
-        rows = self.rows if frames == self.frames else self._aligned(frames)
         if self.blurred:
-            return rows.view(-1, *[1] * x.ndim).expand(-1, *x.shape)
-        return _view(rows, x)
+            return self.rows.view(-1, *[1] * x.ndim).expand(-1, *x.shape)
+        return _view(self.rows, x)
 
-    def write(self, x: torch.Tensor, rows: torch.Tensor | None, frames: Frames) -> None:
+    def write(self, x: torch.Tensor, rows: torch.Tensor | None) -> None:
         """Put labels in the place of those that a tensor in this memory had; None: it depends on nothing."""
         self._fit(x)
-        self._widen(frames)
         if not self.owned:
             self.rows, self.owned = self.rows.clone(), True
         if rows is None:
-            rows = blank(self.rows, (1, *[1] * x.ndim)).expand(self._height(frames), *[1] * x.ndim)
+            rows = blank(self.rows, (1, *[1] * x.ndim)).expand(len(self.rows), *[1] * x.ndim)
         rows = rows.expand(rows.shape[0], *x.shape)
         if self.blurred:
             if rows.numel():
-                rows = rows.flatten(1).amax(1, keepdim=True)
-                for mine, theirs in self._pairs(self.rows, rows, frames):
-                    torch.maximum(mine, theirs, out=mine)
+                torch.maximum(self.rows, rows.flatten(1).amax(1, keepdim=True), out=self.rows)
             return
         x, rows = _unexpanded(x, rows)
-        for mine, theirs in self._pairs(_view(self.rows, x), rows, frames):
-            mine.copy_(theirs)
-
-    def _pairs(self, mine: torch.Tensor, theirs: torch.Tensor, frames: Frames):
-        if frames == self.frames:
-            yield mine, theirs
-            return
-        at = 0
-        for frame in frames:
-            start, size = self._start(frame), self.heights[frame]
-            yield mine[start : start + size], theirs[at : at + size]
-            at += size
-
-    def _height(self, frames: Frames) -> int:
-        return sum(self.heights[f] for f in frames)
-
-    def _start(self, frame: int) -> int:
-        return self._height(self.frames[: self.frames.index(frame)])
-
-    def _aligned(self, frames: Frames) -> torch.Tensor:
-        """The rows of labels of these frames, in the given order."""
-        blocks = []
-        for frame in frames:
-            if frame in self.frames:
-                blocks.append(self.rows.narrow(0, self._start(frame), self.heights[frame]))
-            else:
-                blocks.append(blank(self.rows, (self.heights[frame], self.rows.shape[1])))
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-
-    def _widen(self, frames: Frames) -> None:
-        """Make room for these frames."""
-        more = tuple(f for f in frames if f not in self.frames)
-        if more:
-            self.rows = torch.cat([self.rows, blank(self.rows, (self._height(more), self.rows.shape[1]))])
-            self.frames, self.owned = (*self.frames, *more), True
-            self.affine |= set(more)
+        _view(self.rows, x).copy_(rows)
 
     def _fit(self, x: torch.Tensor) -> None:
         """Adapt to a storage that has grown, or is read as elements of another size."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from invfunc.operations.receptive_fields.regions import Frames, Region, blank
+from invfunc.operations.receptive_fields.regions import Region, blank
 
 Rows = torch.Tensor | None
 """Labels `[rows, *shape]`; None: of nothing."""
@@ -34,14 +34,12 @@ class Step:
         """The arguments with labels, as often as they are there."""
         self.height = 0
         """How many rows labels have."""
-        self._frames: Frames = ()
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, Region | None] = {}
 
-    def reads(self, found: Sequence[tuple[torch.Tensor, Region]], frames: Frames, height: int) -> None:
-        """Set which arguments have labels, and in which frames they are followed."""
+    def reads(self, found: Sequence[tuple[torch.Tensor, Region | None]], height: int) -> None:
+        """Set which arguments have labels, of how many rows; one without a region has others, and here blank ones."""
         self.labelled = [x for x, _ in found if x.numel()]
-        self.height, self._frames = height, frames
-        self._regions = {id(x): region for x, region in found} if frames else {}
+        self.height, self._regions = height, {id(x): region for x, region in found}
 
     def __getitem__(self, name: str) -> Any:
         """An argument by its name in the operation's schema."""
@@ -55,8 +53,10 @@ class Step:
 
     def rows(self, x: Any) -> Rows:
         """The labels of an argument; None if it has none (or is not a tensor)."""
-        region = self._regions.get(id(x)) if isinstance(x, torch.Tensor) and x.numel() else None
-        return None if region is None else region.of(x, self._frames)
+        if not isinstance(x, torch.Tensor) or not x.numel() or id(x) not in self._regions:
+            return None
+        region = self._regions[id(x)]
+        return blank(x, (self.height, *x.shape)) if region is None else region.of(x)
 
     def filled(self, x: torch.Tensor) -> torch.Tensor:
         """The labels of an argument, also if it has none."""

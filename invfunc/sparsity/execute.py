@@ -1,0 +1,191 @@
+"""A way that was planned, as pullbacks of other parameters each: plain ones, and those of several groups at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from invfunc import thresholds
+from invfunc.loss.square_root import Block
+from invfunc.passes.pullback import Pass, Pullback, Reached
+from invfunc.passes.run import WHOLE
+from invfunc.per_sample.cotangents import Columns as PulledBack
+from invfunc.per_sample.cotangents import Cotangents
+from invfunc.plan import even
+from invfunc.recording.tags import ParameterUse
+from invfunc.reductions import Reduction
+from invfunc.sparsity.cells import Layout, Memory, celled
+from invfunc.sparsity.colouring import Colouring, positions_of
+from invfunc.sparsity.groups import Grouped
+from invfunc.sparsity.narrowed import Narrowed
+from invfunc.sparsity.pattern import Frame, Pattern, positions_apart
+from invfunc.sparsity.planner import Way
+
+
+def pullbacks(pullback: Pullback, way: Way | None, columns: Sequence[Grouped]) -> list[Pullback]:
+    """What is pulled back in place of all columns; what is to be factored at bottlenecks waits until it is used."""
+    if way is None or not way.pattern.fits(pullback.run):
+        return [pullback]
+    found, at, sources = list[Pullback](), replace(pullback, last=False), columns
+    for stage in way.stages:
+        part = replace(at, leaves=stage.leaves)
+        if stage.colourings is not None and stage.frame is not None:
+            told = {"sources": sources, "pattern": way.pattern, "colourings": stage.colourings, "frame": stage.frame}
+            part = Shared(**vars(part), **told)
+        found += [part] if stage.leaves else []
+        if stage.end is not None:
+            narrowed = Narrowed(sources, at.run, way.pattern.run, stage.end, pullback.budget)
+            below = replace(pullback.run, outputs={0: stage.end.bottleneck.of(pullback.run)})
+            at, sources = replace(at, run=below, made=[narrowed]), [narrowed]
+    if way.closed:
+        closed = replace(pullback, leaves=way.closed, last=False)
+        found.append(Closed(**vars(closed), sources=columns, pattern=way.pattern))
+    return [*found, replace(pullback, leaves=way.dense)] if way.dense else found
+
+
+def possible(pullbacks: Sequence[Pullback]) -> bool:
+    """Whether all columns at bottlenecks can be had."""
+    return all(c.triangles is not None for p in pullbacks for c in p.made if isinstance(c, Narrowed))
+
+
+@dataclass(kw_only=True)
+class Closed(Pullback):
+    """The last operation: each position has columns of its own, and the sum of their squares is the diagonal of the
+    Hessian."""
+
+    sources: Sequence[Grouped]
+    pattern: Pattern
+
+    @property
+    def total(self) -> int:
+        return 0
+
+    def passes(self, reductions: Sequence[Reduction]) -> list[Pass]:
+        uses, count = self._uses(0, len(self.run.params)), len(self.sources)
+        return [Pass(uses, k, k + 1, completes=k + 1 == count, source=k) for k in range(count)]
+
+    def block(self, each: Pass) -> Block:
+        diagonal = self.sources[each.source].diagonal(self.run.part)
+        assert diagonal is not None
+        return Block({i: d[None] for i, d in diagonal.items()})
+
+    def told_apart(self, each: Pass, leaf: int, uses: list[ParameterUse], pulled: PulledBack) -> Iterable[Reached]:
+        (use,) = uses
+        known = positions_apart(self.run, self.pattern, uses)
+        assert known is not None
+        index = torch.arange(known.entries.shape[1], device=use.param.device).reshape(1, -1, 1)
+        recipe = celled(known, index) if known.inner else known.recipe
+        return [([replace(use, recipe=recipe)], PulledBack(pulled.left))]
+
+
+@dataclass(kw_only=True)
+class Shared(Pullback):
+    """Groups of columns that share passes, as they were coloured; they are told apart cell by cell."""
+
+    sources: Sequence[Grouped]
+    pattern: Pattern
+    colourings: list[Colouring]
+    """Those of each of the sources."""
+    frame: Frame
+    _layouts: dict[int, Layout | None] = field(default_factory=dict)
+    """How the cotangents of each parameter fall apart."""
+    _memory: dict[tuple[int, int], Memory] = field(default_factory=dict)
+    """By source and parameter."""
+    _index: dict[tuple[int, int, range], list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    """The cells of some positions, by source, site and classes."""
+
+    @property
+    def total(self) -> int:
+        return sum(s.rank * c.passes for s, c in zip(self.sources, self.colourings, strict=True))
+
+    @property
+    def sides(self) -> int:
+        return 1
+
+    def passes(self, reductions: Sequence[Reduction]) -> list[Pass]:
+        uses = self._uses(0, len(self.run.params))
+        passes = [p for k in range(len(self.sources)) for p in self._of_source(k, uses)]
+        return [replace(p, completes=p is passes[-1]) for p in passes]
+
+    def _of_source(self, source: int, uses: dict[int, list[ParameterUse]]) -> list[Pass]:
+        """Ranges of colours, and of the columns of their groups."""
+        colouring, rank, trace = self.colourings[source], self.sources[source].rank, self.run.trace
+        if not colouring.count or not rank:
+            return []
+        size = max(trace.sizes[s] for s in Pass(uses, 0, 0).sites) * trace.n
+        columns, width = columns_at_once(size, self.budget), colouring.copies * rank
+        if width <= columns:
+            some = even(colouring.count, columns // width)
+            return [Pass(uses, 0, rank, source=source, classes=range(a, b)) for a, b in some]
+        ranges, each = even(rank, max(1, columns // colouring.copies)), range(colouring.count)
+        return [Pass(uses, a, b, source=source, classes=range(k, k + 1)) for k in each for a, b in ranges]
+
+    def block(self, each: Pass) -> Block:
+        """Cotangents `[classes * copies * columns, n, *one]`: zero but where the groups of a class are."""
+        source, colouring = self.sources[each.source], self.colourings[each.source]
+        layers, some, columns = source.layer(each.start, each.stop, self.run.part), each.classes, {}
+        copies = int(colouring.copy[(colouring.klass >= some.start) & (colouring.klass < some.stop)].max()) + 1
+        for i, ids in source.groups.items():
+            layer, flat = layers[i], ids.flatten()
+            klass = torch.where(flat < 0, -1, colouring.klass[flat])
+            copy = torch.where(flat < 0, -1, colouring.copy[flat])
+            masks = [(klass == k) & (copy == c) for k in some for c in range(copies)]
+            mask = torch.stack(masks).to(layer.dtype).reshape(len(masks), 1, 1, *ids.shape)
+            columns[i] = (layer * mask).flatten(0, 1)
+        return Block(columns)
+
+    def told_apart(self, each: Pass, leaf: int, uses: list[ParameterUse], pulled: PulledBack) -> Iterator[Reached]:
+        """The shares of each group by itself."""
+        if leaf not in self._layouts:
+            self._layouts[leaf] = positions_apart(self.run, self.pattern, uses)
+        layout, uses = self._layouts[leaf], [t for t in uses if pulled.left[t.site] is not None]
+        if not uses:
+            return
+        if layout is None:
+            for cotangents in self._boxed(each, uses, pulled.left):
+                yield uses, PulledBack(cotangents)
+            return
+        (use,), recipe = uses, layout.recipe
+        if layout.inner:
+            recurs = each.stop - each.start < self.sources[each.source].rank
+            memory = self._memory.setdefault((each.source, leaf), Memory(recurs))
+            recipe = celled(layout, self._positions(each, use.site, layout), memory)
+        yield [replace(use, recipe=recipe)], PulledBack(pulled.left)
+
+    def _positions(self, each: Pass, site: int, layout: Layout) -> torch.Tensor:
+        """The positions in each cell; all that is sent back at one position has the same box in the pattern."""
+        known = self._index.setdefault((each.source, site, each.classes), [])
+        for positions, index in known:
+            if torch.equal(positions, layout.entries[0]):
+                return index
+        known.append((layout.entries[0], positions_of(self._cells(each, site, layout.entries[0]))))
+        return known[-1][1]
+
+    def _cells(self, each: Pass, site: int, entries: Any = WHOLE) -> torch.Tensor:
+        """The box in which each entry of a site lies, for each class."""
+        rows = self.frame.boxes[site].flatten(2)[:, :, entries]
+        return self.colourings[each.source].cells(rows, each.classes)
+
+    def _boxed(self, each: Pass, uses: list[ParameterUse], cotangents: Cotangents) -> Iterator[Cotangents]:
+        """The columns of each group separate again: what lies in its box, and zeros elsewhere."""
+        found = {t.site: cotangents[t.site] for t in uses}
+        wholes = {s: x.unflatten(0, (len(each.classes), -1)) for s, x in found.items() if x is not None}
+        cells = {site: self._cells(each, site) for site in wholes}
+        largest = max(x[0, 0].numel() for x in wholes.values())
+        for k in range(len(each.classes)):
+            boxes = torch.cat([c[k] for c in cells.values()]).unique()
+            boxes = boxes[boxes >= 0]
+            for a, b in even(len(boxes), max(1, self.budget // largest)):
+                own: Cotangents = [None] * len(cotangents)
+                for site, x in wholes.items():
+                    mask = (cells[site][k] == boxes[a:b, None]).to(x.dtype).reshape(b - a, 1, 1, *x.shape[3:])
+                    own[site] = (x[k] * mask).flatten(0, 1)
+                yield own
+
+
+def columns_at_once(size: int, budget: int) -> int:
+    """How many columns are pulled back together through a site of so many numbers."""
+    return max(1, min(thresholds.TOGETHER, budget) // size)

@@ -1,0 +1,97 @@
+"""K-factors of samples with different numbers of positions, some perhaps with none, against their definition."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from invfunc import ArgumentError, chunked, kflr
+from invfunc.testing import assert_trees_close
+from tests.laws import in_blocks
+from tests.reductions.test_kfac import FLOOR, SHARINGS
+from tests.strategies import Numbers
+
+EXACT, READ, K = 1e-10, 2, 3
+PICK = {
+    "a mask": lambda x, there: x[there],
+    "indices": lambda x, there: x[there.nonzero(as_tuple=True)],
+    "a flat list": lambda x, there: x.flatten(0, 1)[there.flatten().nonzero()[:, 0]],
+}
+APPLY = {
+    "linear": lambda p, rows: F.linear(rows, p["w"], p["b"]),
+    "product": lambda p, rows: F.linear(rows, p["w"]) + p["b"],
+    "column": lambda p, rows: F.linear(F.pad(rows, (0, 1), value=1.0), p["wb"]),
+}
+"""A layer; in the last, its bias is a column of its weight."""
+
+
+def model(pick, layer):
+    """The sum, for each sample, of what a layer makes of its positions."""
+
+    def f(p, x, there):
+        rows, owner = PICK[pick](x, there), there.nonzero()[:, 0]
+        return x.new_zeros(len(x), K).index_add(0, owner, APPLY[layer](p, rows).tanh())
+
+    return f
+
+
+def looped(w, b, x, there, sharing):
+    """`B (x) A` of the weight and of the weight with its bias, sample by sample."""
+    n, samples = len(x), [a[own] for a, own in zip(x, there, strict=True)]
+    B, A, with_positions = x.new_zeros(K, K), x.new_zeros(READ + 1, READ + 1), 0
+    for a in samples:
+        if not len(a):
+            continue
+        sent = (2 / (n * K)) ** 0.5 * torch.diag_embed(1 - F.linear(a, w, b).tanh().square())  # [R, V, K]
+        read = torch.cat([a, torch.ones_like(a[:, :1])], 1)
+        with_positions += 1
+        B += (sent.mT @ sent).sum(0) if sharing == "expand" else sent.sum(0).T @ sent.sum(0)
+        A += torch.outer(read.mean(0), read.mean(0)) if sharing == "reduce" else read.T @ read
+    A /= {"expand": there.sum(), "reduce": with_positions, "backpack": n}[sharing]
+    return (B, A[:-1, :-1]), (B, A)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("pick", PICK)
+@pytest.mark.parametrize("sharing", SHARINGS)
+@given(lengths=st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any))
+def test_are_of_the_positions_that_are_there(pick, sharing, lengths):
+    """Also those of a bias that is one more input, which is 1 where there is a position."""
+    rand, steps = Numbers(), max(lengths)
+    x, y, w, b = rand(len(lengths), steps, READ), rand(len(lengths), K), rand(K, READ), rand(K)
+    there = torch.arange(steps) < torch.tensor(lengths)[:, None]
+    apart, joint = looped(w, b, x, there, sharing)
+    for layer in APPLY:
+        p = {"wb": torch.cat([w, b[:, None]], 1)} if layer == "column" else {"w": w, "b": b}
+        for together in (False, True):
+            wanted = joint if layer == "column" or (together and layer == "linear") else apart
+            t = kflr(model(pick, layer), F.mse_loss, weight_sharing=sharing, joint=together)
+            for of in (t, in_blocks(t)):
+                found = of(p, x, there, y)
+                assert_trees_close(found["wb" if layer == "column" else "w"].factors, wanted, EXACT, FLOOR)
+
+
+@pytest.mark.parametrize("repeated", ["repeat", "expand", "stack"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_parameter_that_is_repeated_for_the_samples_in_chunks(repeated, n):
+    """A part of one sample does not show that it is repeated; parts of two or more do."""
+    params = {"W": Numbers()(3, 3), "b": Numbers(1)(3), "V": Numbers(2)(3, 3)}
+    x, y = Numbers(3)(4, 2, 3), Numbers(4)(4, 3)
+
+    def f(p, x):
+        b = {
+            "repeat": lambda: p["b"].repeat(len(x), 1),
+            "expand": lambda: p["b"].expand(len(x), -1),
+            "stack": lambda: torch.stack([p["b"]] * len(x)),
+        }[repeated]()
+        return torch.tanh(x @ p["W"] + b[:, None]).mean(1) @ p["V"]
+
+    statistic = kflr(f, F.mse_loss)
+    if n > 2:
+        with pytest.raises(ArgumentError, match=r"repeats .*\['b'\] for the samples.*fewer chunks"):
+            chunked(statistic, n, over="samples")(params, x, y)
+        return
+    whole, parts = statistic(params, x, y), chunked(statistic, n, over="samples")(params, x, y)
+    for name in params:
+        assert_trees_close(parts[name].dense(), whole[name].dense(), 1e-9)
