@@ -19,9 +19,10 @@ from invfunc._functorch import transforming
 from invfunc._parametrized import parametrized_anew
 from invfunc._remade import Remade
 from invfunc._scripted import Interpreted
+from invfunc._weak import WeakIdSet
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, InvFuncWarning
 from invfunc.module_copy import EntangledError, ModuleCopy, Reach, modules_of
-from invfunc.strays import Computed, RecomputedError, StaleError, StrayError, Strays, kept
+from invfunc.strays import RecomputedError, StaleError, StrayError, Strays, kept
 
 
 def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
@@ -101,7 +102,7 @@ class Functional(Remade):
         self._warned: set[str] = set()
         self._proven: set[Any] = set()
         """The modes of the modules and the parameters with which f has run on a copy and read nothing else."""
-        self._computed: dict[Any, Computed] = {}
+        self._computed: dict[Any, WeakIdSet] = {}
         """What a first call has computed from its parameters, where it has left some of it on the module."""
         self._entangled: dict[Any, str] = {}
         """The modes and parameters with which f cannot run on a copy, and why."""
@@ -144,34 +145,33 @@ class Functional(Remade):
         call, why = partial(getattr(module_copy.root, self._method), *args, **kwargs), ""
         if mode in self._proven:
             result = call()
-        else:
-            strays = Strays(names, given=given.values(), kept=kept(parts, self._computed.get(mode)))
-            try:
-                result = strays.run(call)
-            except StaleError as error:
-                raise ArgumentError(
-                    f"{self!r}: {error} was computed from parameters by an earlier call, and is read in this one, "
-                    "which may have others. Take it off the module, and let forward compute it in each call, or make "
-                    "it a functools.cached_property, which each call computes once."
-                ) from None
-            except InvFuncError:
-                raise
-            except _WHERE_A_COPY_IS_NOT_KNOWN as error:
-                said = f"keeps {strays.met!r} or its module" if strays.met else f"raises {error!r}"
-                why = f"something that {said}"
-            if why:
-                strays.rewind()
-                with _SWAPPING:
-                    result = self._in_place(partial(self._swapped(given), args, kwargs), names, mode, why)
-                self._entangled[mode] = why
-                return result
             self._leave(module_copy)
-            if mode not in self._computed and kept(parts, strays.computed):  # which the next call is not to read
-                self._computed[mode] = strays.computed
-            else:
-                self._proven.add(mode)
+            return result
+        strays = Strays(names, given=given.values(), kept=kept(parts, self._computed.get(mode)))
+        try:
+            result = strays.run(call)
+        except StaleError as error:
+            raise ArgumentError(
+                f"{self!r}: {error} was computed from parameters by an earlier call, and is read in this one, "
+                "which may have others. Take it off the module, and let forward compute it in each call, or make "
+                "it a functools.cached_property, which each call computes once."
+            ) from None
+        except InvFuncError:
+            raise
+        except _WHERE_A_COPY_IS_NOT_KNOWN as error:
+            said = f"keeps {strays.met!r} or its module" if strays.met else f"raises {error!r}"
+            why = f"something that {said}"
+        if why:
+            strays.rewind()
+            with _SWAPPING:
+                result = self._in_place(partial(self._swapped(given), args, kwargs), names, mode, why)
+            self._entangled[mode] = why
             return result
         self._leave(module_copy)
+        if mode not in self._computed and kept(parts, strays.computed):  # which the next call is not to read
+            self._computed[mode] = strays.computed
+        else:
+            self._proven.add(mode)
         return result
 
     def _in_place(self, swapped: Callable[[], Any], names: dict[int, str], mode: Any, why: str) -> Any:

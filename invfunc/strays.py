@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from invfunc import tree
 from invfunc._functorch import checkpointing
+from invfunc._weak import WeakIdSet
 from invfunc.operations.calls import read_by
 from invfunc.operations.heard import Function, Listener
 from invfunc.recording.random import Draws
@@ -43,7 +43,8 @@ class Strays(Listener):
         """`replaced` has the names of tensors, by their ids; `in_place` says that they come back after the run. `given`
         are the tensors in their places, `kept` has the names of what was computed from such ones by an earlier run."""
         super().__init__()
-        self.computed = Computed(given)
+        self.computed = WeakIdSet(x for x in given if isinstance(x, torch.Tensor))
+        """What the run has computed from these, and these."""
         self._kept = kept or {}
         self.recomputing = not in_place or checkpointing()
         self.replaced, self.met, self._draws = replaced, "", Draws(stop=False)
@@ -63,7 +64,7 @@ class Strays(Listener):
                     raise StaleError(self._kept[id(x)])
             if not function.entry.constant and any(x in self.computed for x in read):
                 result = func(*args, **kwargs)
-                self.computed.add(tree.tensors(result))
+                self.computed.update(tree.tensors(result))
                 return result
         return func(*args, **kwargs)
 
@@ -79,35 +80,7 @@ class Strays(Listener):
         self._draws.rewind()
 
 
-class Computed:
-    """The tensors that a run has computed from some, as long as anybody has them, and these."""
-
-    def __init__(self, tensors: Iterable[Any]) -> None:
-        self._known: dict[int, weakref.ref] = {}
-        self._alive = _FEW
-        self.add(tensors)
-
-    def __reduce__(self) -> tuple:
-        return Computed, ((),)
-
-    def add(self, tensors: Iterable[Any]) -> None:
-        self._known.update({id(x): weakref.ref(x) for x in tensors if isinstance(x, torch.Tensor)})
-        if len(self._known) > 2 * self._alive:  # the others make place
-            self._known = {key: known for key, known in self._known.copy().items() if known() is not None}
-            self._alive = max(len(self._known), _FEW)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (x for known in self._known.copy().values() if (x := known()) is not None)
-
-    def __contains__(self, x: torch.Tensor) -> bool:
-        known = self._known.get(id(x))
-        return known is not None and known() is x
-
-
-_FEW = 100
-
-
-def kept(parts: Iterable[nn.Module], computed: Computed | None) -> dict[int, str]:
+def kept(parts: Iterable[nn.Module], computed: WeakIdSet | None) -> dict[int, str]:
     """The names, by their ids, of tensors that attributes of modules keep and that were computed from parameters:
     in a run, or by the modules themselves with a graph."""
     parts, found = list(parts), dict[int, str]()

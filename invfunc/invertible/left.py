@@ -12,22 +12,22 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from invfunc._weak import WeakIdSet
 from invfunc.errors import ReplayError
 from invfunc.invertible.sight import Sight
-from invfunc.strays import Computed
 
 
 class LeftByAll:
     """What the calls of a block have left behind, which it may not read in another one."""
 
     def __init__(self) -> None:
-        self._own = Computed(())
+        self._own = WeakIdSet()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note what a call has left behind."""
         tensors = list(tensors)
-        self._own.add(tensors)
-        _LEFT.add(t for t in tensors if not t.requires_grad)
+        self._own.update(tensors)
+        _LEFT.update(t for t in tensors if not t.requires_grad)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor in self._own
@@ -39,7 +39,7 @@ class LeftByAll:
             raise _made_before(tensor)
 
 
-_LEFT = Computed(())
+_LEFT = WeakIdSet()
 """What all blocks have left behind that needs no gradient."""
 
 
@@ -52,14 +52,14 @@ class Left:
 
     def __init__(self, by_all: LeftByAll) -> None:
         self._by_all = by_all
-        self._own = Computed(())
+        self._own = WeakIdSet()
         self._kinds = set[tuple]()
 
     def first(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note what the first evaluation has left behind."""
         tensors = list(tensors)
         self._kinds = set(map(_kind, tensors))
-        self._own.add(tensors)
+        self._own.update(tensors)
         self._by_all.add(tensors)
 
     @contextmanager
@@ -69,7 +69,7 @@ class Left:
             with sight:
                 yield
         finally:
-            self._own.add(sight.made())
+            self._own.update(sight.made())
 
     def may_not_be_read(self) -> None:
         """What evaluations again have left behind is that of a call that is yet to be differentiated."""

@@ -12,6 +12,7 @@ from invfunc._functorch import innermost, leaf_level, level_of, levels, storage_
 from invfunc._generators import state_of
 from invfunc._scripted import Scripted
 from invfunc._uncompiled import compiled_within, here
+from invfunc._weak import WeakIdSet
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.invertible.origins import Origins
 from invfunc.invertible.recall import Other, Use, meant
@@ -20,7 +21,6 @@ from invfunc.invertible.sight import Sight
 from invfunc.invertible.slots import Hooks
 from invfunc.invertible.surroundings import Closure, Reach, Surroundings
 from invfunc.operations.heard import Function
-from invfunc.strays import Computed
 
 
 class Watch(Sight):
@@ -50,7 +50,7 @@ class Watch(Sight):
         self._generators = generators
         self._report = report
         own = given[: len(given) - len(self._around.closure.tensors)]
-        self._computed = Computed(own if closed else ())
+        self._computed = WeakIdSet(own if closed else ())
         """What was computed from arguments, inside of torch.func; what it closes over is not enough, as modules keep
         what they compute of their parameters alone (weight_norm of old)."""
         self._versions = [version(tensor) for tensor in given]
@@ -137,7 +137,7 @@ class Watch(Sight):
             origins.made(result)
         if self.closed and function.called != "detach":
             if any(t in self._computed for t in tree.tensors((args, kwargs))):
-                self._computed.add(tree.tensors(result))
+                self._computed.update(tree.tensors(result))
         self.noisy = False
         return result
 

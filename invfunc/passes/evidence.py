@@ -67,7 +67,6 @@ class Recorder(UntracedTensors):
         self.scope, self.draws = scope, draws
         self.found: list[Untraced] = []
         self.constants: list[tuple[str, list[Any]]] = []
-        self._of: dict[int, int] = {}
 
     def parameter(self, x: torch.Tensor) -> torch.Tensor:
         return self._given(self.scope.enter(x), _PARAMETERS)
@@ -76,12 +75,11 @@ class Recorder(UntracedTensors):
         return self._given(self.scope.alias(x), _SAMPLES)
 
     def _given(self, x: torch.Tensor, of: int) -> torch.Tensor:
-        self.know(x)
-        self._of[id(x)] = of
+        self.know(x, of)
         return x
 
     def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
-        self._of[id(x)] = _STRANGE
+        self.know(x, _STRANGE)
         self.found.append(Untraced(x, version(x), x.detach().clone() if x.numel() <= thresholds.COMPARED else None))
 
     def run(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -93,14 +91,14 @@ class Recorder(UntracedTensors):
             self.constants.append((name, [_value(x) for x in leaves if self._constant(x)]))
         out = function.func(*args, **kwargs)
         for x in tree.tensors(out):
-            self._of[id(x)] = of & ~_STRANGE
+            self.know(x, of & ~_STRANGE)
         return out
 
     def _kind(self, x: torch.Tensor) -> int:
-        return self._of[id(x)] if self.knows(x) else 0
+        return self._known.get(x) or 0
 
     def _constant(self, x: Any) -> bool:
-        return not isinstance(x, torch.Tensor) or (self.knows(x) and not self._of[id(x)])
+        return not isinstance(x, torch.Tensor) or self._known.get(x) == 0
 
 
 class Evidence:

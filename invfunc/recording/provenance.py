@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import level_of, levels, version
+from invfunc._weak import WeakIdMap
 from invfunc.errors import Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call
@@ -28,29 +28,22 @@ class Constants:
     """Tensors that depend on no sample, as long as nobody writes to them."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref, int]] = {}
+        self._versions = WeakIdMap[int]()
 
     def add(self, x: torch.Tensor) -> None:
-        self._of[id(x)] = weakref.ref(x), version(x)
+        self._versions.set(x, version(x))
 
     def update(self, tensors: Iterable[torch.Tensor]) -> None:
         for x in tensors:
             self.add(x)
 
     def __contains__(self, x: torch.Tensor) -> bool:
-        found = self._of.get(id(x))
-        return found is not None and found[0]() is x and found[1] == version(x)
+        then = self._versions.get(x)
+        return then is not None and then == version(x)
 
 
-class Proven(Constants):
-    """Constants that earlier calls have proven to be such, for as long as they live."""
-
-    def add(self, x: torch.Tensor) -> None:
-        key = id(x)
-        self._of[key] = weakref.ref(x, lambda _: self._of.pop(key, None)), version(x)
-
-
-PROVEN = Proven()
+PROVEN = Constants()
+"""What earlier calls have proven to be constants."""
 
 
 class UntracedTensors(Listener):
@@ -59,15 +52,15 @@ class UntracedTensors(Listener):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-        self._known: dict[int, weakref.ref] = {}
+        self._known = WeakIdMap[int]()
         self._level = max((level for _, level in levels()), default=0)
 
-    def know(self, x: torch.Tensor) -> None:
-        self._known[id(x)] = weakref.ref(x)
+    def know(self, x: torch.Tensor, of: int = 0) -> None:
+        """Note that a tensor is not untraced, and what it depends on."""
+        self._known.set(x, of)
 
     def knows(self, x: torch.Tensor) -> bool:
-        found = self._known.get(id(x))
-        return found is not None and found() is x
+        return x in self._known
 
     def met(self, x: torch.Tensor, ordinal: int, name: str) -> None:
         """Called when an untraced tensor is read for the first time, by the call of this name."""
@@ -81,7 +74,8 @@ class UntracedTensors(Listener):
                 self.met(x, self.count - 1, function.name)
         out = self.run(function, args, kwargs)
         for x in produced_by(out):
-            self.know(x)
+            if not self.knows(x):
+                self.know(x)
         return out
 
     def run(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import base_of, storage_of
+from invfunc._weak import WeakIdMap
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BatchSum, Call
 from invfunc.operations.batch_axis.orders import MIXED, Order, joined
@@ -100,23 +100,13 @@ class ParameterUse:
         return id(self.param), call.func, self.axis.kind, tuple(call.out.shape), arguments, self.recipe.output
 
 
-class Tags:
-    """What is known of each tensor that is alive."""
+class Tags(WeakIdMap[Derived | Sampled]):
+    """What is known of each tensor."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref, Derived | Sampled]] = {}
+        super().__init__()
         self._memory: set[int] = set()
         """What samples were written to, under whatever name it is read."""
-
-    def get(self, x: torch.Tensor) -> Derived | Sampled | None:
-        found = self._of.get(id(x))
-        return found[1] if found is not None and found[0]() is x else None
-
-    def set(self, x: torch.Tensor, tag: Derived | Sampled | None) -> None:
-        if tag is None:
-            self._of.pop(id(x), None)
-        else:
-            self._of[id(x)] = (weakref.ref(x), tag)
 
     def holds_samples(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether samples were written into the memory of one of these tensors, of which nothing is known."""
@@ -130,9 +120,8 @@ class Tags:
         memory = storage_of(x)
         if isinstance(new, Sampled):
             self._memory.add(memory)
-        for reference, old in list(self._of.values()):
-            y = reference()
-            if y is None or y is x or storage_of(y) != memory:
+        for y, old in self.items():
+            if y is x or storage_of(y) != memory:
                 continue
             if isinstance(old, Derived) and isinstance(new, Derived):
                 both = old.leaves | new.leaves
