@@ -14,6 +14,7 @@ from invfunc.errors import ConvexityError, SplitError
 from invfunc.loss.outputs import LossTerm, ModelOutput
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
 from invfunc.operations.losses import reduction
+from invfunc.operations.operation import known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.graph import node_of, reaches
 from invfunc.recording.scope import Scope
@@ -92,26 +93,18 @@ def columns(
     return Affine(made, term.root, [r.ordinal for r in roots], pull)
 
 
-_CORNERED = {"huber_loss", "smooth_l1_loss"}
-"""Losses whose second derivative is the outcome of a comparison; torch's is 0 at NaN."""
-_PREDICTIVE = {
-    "mse_loss": "normal",
-    **dict.fromkeys(("binary_cross_entropy_with_logits", "log_sigmoid"), "bernoulli"),
-}
-
-
 def _elementwise(scope: Scope, term: LossTerm, slope: torch.Tensor, n: int, convex: bool) -> Elementwise:
-    x, output = _wide(term)
+    (x, output), entry = _wide(term), known(term.call.name)
     (first,) = scope.grad([output], [x], [slope.to(output.dtype)], batched=False, create_graph=True)
     assert first is not None
     (second,) = scope.grad([first], [x], [torch.ones_like(first)], batched=False)
     second = torch.zeros_like(x) if second is None else second
-    second = second.masked_fill(first.isnan(), torch.nan) if term.call.name in _CORNERED else second
+    second = second.masked_fill(first.isnan(), torch.nan) if entry.cornered else second
     diagonal = scope.leave(second)
     if convex:
         _check_sign(diagonal, term.call.name)
     logits = term.axis.expose(scope.leave(term.input), n)
-    return Elementwise(term.root, term.axis.expose(diagonal, n), _PREDICTIVE.get(term.call.name, "signs"), logits)
+    return Elementwise(term.root, term.axis.expose(diagonal, n), entry.predictive, logits)
 
 
 def _wide(term: LossTerm) -> tuple[torch.Tensor, torch.Tensor]:

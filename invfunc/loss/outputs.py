@@ -14,24 +14,14 @@ from invfunc._functorch import version
 from invfunc.errors import SplitError
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
+from invfunc.operations.naming import argument
+from invfunc.operations.operation import known
 from invfunc.recording import Trace
 from invfunc.recording.graph import node_of, reaches
 from invfunc.recording.random import Draws
 from invfunc.recording.tags import Sampled
 
 T = TypeVar("T")
-LOSSES = {
-    "cross_entropy": "softmax",
-    "mse_loss": "elementwise",
-    "binary_cross_entropy_with_logits": "elementwise",
-    "huber_loss": "elementwise",
-    "smooth_l1_loss": "elementwise",
-    "poisson_nll_loss": "elementwise",
-}
-"""Losses that are convex in their input, and the structure of their Hessian."""
-_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
-LOGARITHMS = {"log_softmax": "log_softmax", "log_sigmoid": "elementwise"}
-"""What nll_loss and kl_div, linear in their own input, follow."""
 
 
 @dataclass(eq=False)
@@ -142,9 +132,10 @@ class OutputFinder:
     def before_call(
         self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        if func in _GRADIENTS and self.wanted is None:
+        entry = known(name)
+        if entry.differentiates and self.wanted is None:
             self._not_through(func, args, kwargs)
-        if name not in LOSSES and name not in LOGARITHMS:
+        if entry.loss not in ("convex", "logarithm"):
             return None
         value = args[0] if args else kwargs.get("input")
         if not isinstance(value, torch.Tensor):
@@ -157,7 +148,7 @@ class OutputFinder:
 
     def _not_through(self, func: Callable, args: tuple, kwargs: dict) -> None:
         """Begin anew if f takes a gradient through roots, where its graph ends."""
-        inputs = tree.tensors(kwargs.get("inputs", args[1:2] if func is torch.autograd.grad else ()))
+        inputs = tree.tensors(argument(func, args, kwargs, "inputs"))
         of = tree.tensors(args[:1] or list(kwargs.values())[:1])
 
         def above(root: ModelOutput, x: torch.Tensor) -> bool:
@@ -177,21 +168,21 @@ class OutputFinder:
         tag = trace.tag(value) if isinstance(value, torch.Tensor) else None
         if not isinstance(tag, Sampled) or not isinstance(tag.place, Axis):
             return
-        if call.name in ("nll_loss", "kl_div") and tag.logarithm:
+        entry = known(call.name)
+        if entry.loss == "of logarithm" and tag.logarithm:
             self.confirmed |= tag.crossed
-        kind = LOSSES.get(call.name) or LOGARITHMS.get(call.name)
-        if kind is None or not tag.crossed or not tag.crossed <= self.roots.keys():
+        if entry.hessian == "unknown" or not tag.crossed or not tag.crossed <= self.roots.keys():
             return
         at_root = any(self.roots[i].shown is value for i in tag.crossed) and version(value) == 0
-        if at_root and call.name in LOSSES:
+        if at_root and entry.loss == "convex":
             self.confirmed |= tag.crossed
-        if call.name in LOGARITHMS:
+        if entry.loss == "logarithm":
             seen = trace.tag(call.out)
             assert isinstance(seen, Sampled)
             trace.set(call.out, replace(seen, logarithm=True))
         if tag.affine and _others_constant(trace, call):
             written = version(call.out)
-            self.terms.append(LossTerm(kind, tag.crossed, value, tag.place, call.out, call, at_root, written))
+            self.terms.append(LossTerm(entry.hessian, tag.crossed, value, tag.place, call.out, call, at_root, written))
 
     def selected(self, tag: Sampled) -> list[int]:
         """The ordinals of the outputs that a result depends on: those marked by hand, or those of known losses."""

@@ -81,7 +81,8 @@ def _glu(step: Step, out: torch.Tensor) -> Rows:
     return joined(*step.filled(step["self"]).chunk(2, behind(step["dim"], out.ndim)[0]))
 
 
-define("softmax log_softmax", batch_axis=along, receptive_field=along_field)
+define("softmax", batch_axis=along, receptive_field=along_field)
+define("log_softmax", batch_axis=along, receptive_field=along_field, loss="logarithm", hessian="log_softmax")
 define("_softmax _log_softmax _safe_softmax", receptive_field=along_field)
 define("softmin", batch_axis=along)
 define("cumsum", batch_axis=along, receptive_field=_cumulated, linear="all")

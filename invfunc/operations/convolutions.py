@@ -172,6 +172,6 @@ def _spaced(rows: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 for _d in (1, 2, 3):
     _axis = partial(leading, trailing=_d + 1)
-    define(f"conv{_d}d", batch_axis=_axis, factor=convolution, linear="each")
-    define(f"conv_transpose{_d}d", batch_axis=_axis, factor=transposed_convolution, linear="each")
+    define(f"conv{_d}d", batch_axis=_axis, factor=convolution, linear="each", biased=True)
+    define(f"conv_transpose{_d}d", batch_axis=_axis, factor=transposed_convolution, linear="each", biased=True)
 define("convolution", receptive_field=_convolution, linear="each", added=["bias"])

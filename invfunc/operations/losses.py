@@ -140,13 +140,17 @@ def _bound(func: Callable, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
 
 
 _ENTRIES = {"batch_axis": loss, "paired": entry_by_entry, "receptive_field": elementwise}
-define("mse_loss", twice=_mse, **_ENTRIES)
-define("huber_loss", twice=_huber, **_ENTRIES)
+_DIAGONAL: dict[str, Any] = {"loss": "convex", "hessian": "elementwise"}
+define("mse_loss", twice=_mse, predictive="normal", **_DIAGONAL, **_ENTRIES)
+define("huber_loss", twice=_huber, cornered=True, **_DIAGONAL, **_ENTRIES)
 define("soft_margin_loss", twice=_soft_margin, **_ENTRIES)
 define("l1_loss", linear="all", piecewise=True, **_ENTRIES)
-define("smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits", **_ENTRIES)
-define("kl_div nll_loss", batch_axis=loss, linear=1)
-define("poisson_nll_loss cross_entropy", batch_axis=loss)
+define("smooth_l1_loss", cornered=True, **_DIAGONAL, **_ENTRIES)
+define("binary_cross_entropy", **_ENTRIES)
+define("binary_cross_entropy_with_logits", predictive="bernoulli", **_DIAGONAL, **_ENTRIES)
+define("kl_div nll_loss", batch_axis=loss, linear=1, loss="of logarithm")
+define("poisson_nll_loss", batch_axis=loss, **_DIAGONAL)
+define("cross_entropy", batch_axis=loss, loss="convex", hessian="softmax")
 define("margin_ranking_loss hinge_embedding_loss gaussian_nll_loss", batch_axis=elementwise_loss)
 define(_ROWS, batch_axis=row_loss)
 define("multi_margin_loss", composed=multi_margin_loss, twice=not_torchs(multi_margin_loss), only_nn=True)

@@ -53,6 +53,20 @@ class Operation:
     """The name of an argument with which it is not linear."""
     added: Sequence[str] = ()
     """The names of the arguments that it adds to a product of the others, if it is linear in each of these."""
+    biased: bool = False
+    """Whether it adds its argument `bias` to a product with its argument `weight`, of d dimensions, along the last
+    dimension of the result but d - 2."""
+    loss: Literal["no", "convex", "logarithm", "of logarithm"] = "no"
+    """What it is to a model whose outputs are its first argument: a loss that is convex in them, the logarithm of
+    likelihoods, or a loss that is linear in such a logarithm."""
+    hessian: Literal["unknown", "elementwise", "softmax", "log_softmax"] = "unknown"
+    """The structure of its second derivative in its first argument: diagonal, or `k (diag p - p p^T)` over the classes
+    with p their softmax; k is the weight of a target of a cross entropy, or minus the sum of its slopes."""
+    predictive: Literal["signs", "normal", "bernoulli"] = "signs"
+    """What targets are drawn from if its second derivative is diagonal, and the variance of the slopes there: a normal
+    distribution, 0 and 1 with its first argument as logits, or random signs, which serve all."""
+    cornered: bool = False
+    """Whether its second derivative is the outcome of a comparison, so that torch's is 0 at NaN."""
     picks: Literal["no", "any", "once"] = "no"
     """Whether each entry of the result is one of the first floating-point argument, and whether none is there twice."""
     places: Literal["no", "reads", "writes"] = "no"
@@ -80,6 +94,8 @@ class Operation:
     """Whether its form in place writes no values."""
     constant: bool = False
     """Whether its result has no derivative."""
+    differentiates: bool = False
+    """Whether it takes derivatives of its first argument."""
     registers: bool = False
     """Whether it registers something for the backward pass, and reads no values."""
     exits: bool = False

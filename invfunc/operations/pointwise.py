@@ -112,12 +112,13 @@ define(
     **ENTRYWISE,
 )
 define(
-    "hardswish softsign tanhshrink log_sigmoid int long bool floor_divide square special_expit "
+    "hardswish softsign tanhshrink int long bool floor_divide square special_expit "
     "greater less greater_equal less_equal not_equal isclose and or xor invert lshift rshift complex polar conj "
     "conj_physical resolve_conj resolve_neg real imag angle get:imag rdiv rpow pow _prelu_kernel "
     "log_sigmoid_forward",
     **ENTRYWISE,
 )
+define("log_sigmoid", loss="logarithm", hessian="elementwise", predictive="bernoulli", **ENTRYWISE)
 define(
     "prelu",
     batch_axis=_prelu_axis,

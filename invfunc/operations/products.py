@@ -78,7 +78,15 @@ def _linear(step: Step, out: torch.Tensor) -> Rows:
     )
 
 
-define("linear", batch_axis=product, equation=equations.linear, receptive_field=_linear, linear="each", added=["bias"])
+define(
+    "linear",
+    batch_axis=product,
+    equation=equations.linear,
+    receptive_field=_linear,
+    linear="each",
+    added=["bias"],
+    biased=True,
+)
 define("matmul", batch_axis=product, equation=equations.matmul, linear="each")
 define("rmatmul", batch_axis=product, equation=equations.rmatmul, linear="each")
 define("mm bmm", batch_axis=product, equation=equations.mm, receptive_field=_mm, linear="each")

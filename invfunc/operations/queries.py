@@ -1,4 +1,4 @@
-"""What does not compute: it asks something about a tensor, hands out its memory or its values, or registers hooks."""
+"""What does not compute: it asks about a tensor, hands out its memory or values, registers hooks or differentiates."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ define(
 )
 define("get:_version get:_cdata get:_base data_ptr untyped_storage", asks="memory")
 define("register_hook register_post_accumulate_grad_hook retain_grad", registers=True)
+define("grad backward", differentiates=True)
 define("set dlpack", exits=True)
 define("get:data get:grad item tolist numpy new_tensor deepcopy", constant=True)
 define("share_memory", keeps=True)

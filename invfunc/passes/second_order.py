@@ -18,10 +18,11 @@ from invfunc._functorch import version
 from invfunc._values import anywhere, fake
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.loss.hessian import columns
-from invfunc.loss.outputs import LOGARITHMS, LOSSES, LossTerm
+from invfunc.loss.outputs import LossTerm
 from invfunc.loss.square_root import Block, Columns, Elementwise, Gradient, Softmax, Units
 from invfunc.operations.axis import Axis
 from invfunc.operations.heard import function_of
+from invfunc.operations.operation import known
 from invfunc.operations.pointwise import entrywise
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.run import Run
@@ -167,8 +168,9 @@ def kind_of(step: Step) -> str | None:
     """The structure of the Hessian of a call, where it is known."""
     if len(step.inputs) > 1 or len(step.outputs) > 1:
         return None
-    if step.call.name in LOSSES or step.call.name in LOGARITHMS:
-        return LOSSES.get(step.call.name) or LOGARITHMS[step.call.name]
+    hessian = known(step.call.name).hessian
+    if hessian != "unknown":
+        return hessian
     pointwise = entrywise(step.call.name) and not hasattr(step.call.func, "follow")
     return "elementwise" if pointwise and step.outputs[0].shape == step.inputs[0].shape else None
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from invfunc.operations.batch_axis import Call
+from invfunc.operations.operation import known
 from invfunc.recording.tags import ParameterUse
-
-_WITH_BIAS = {"linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3))}
 
 
 def _channels(call: Call) -> int:
@@ -19,7 +18,7 @@ def _channels(call: Call) -> int:
 def _layers(weight: torch.Tensor, uses: list[ParameterUse]) -> list[Call]:
     """The calls that read a parameter, if it is the weight of all of them."""
     calls = [use.call for use in uses if use.call is not None and use.param is weight]
-    calls = [c for c in calls if c.name in _WITH_BIAS and c.arg("weight") is weight]
+    calls = [c for c in calls if known(c.name).biased and c.arg("weight") is weight]
     return calls if len(calls) == len(uses) else []
 
 

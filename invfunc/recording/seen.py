@@ -14,6 +14,7 @@ from invfunc.errors import ArgumentError, Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, BatchSum, Call
 from invfunc.operations.calls import produced_by, spelled
+from invfunc.operations.equations import equation
 from invfunc.operations.heard import Function
 from invfunc.operations.operation import linear
 from invfunc.recording.tags import Derived, Sampled
@@ -137,7 +138,8 @@ def cannot_meet(
         return f"`{call.name}`: a parameter takes the places of all samples, of which it leaves nothing"
     if found is not BATCH_SUM:
         return None
-    sums = call.name in ("add", "sub", "rsub", "subtract")
+    terms = equation(call.name, call.args, call.kwargs)
+    sums = terms is not None and not terms.operands
     why = next((why for tag in params if (why := not_shared(tag, escaped))), None) if apart or not sums else None
     if sums or isinstance(why, Unseen):
         return why

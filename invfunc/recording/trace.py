@@ -147,7 +147,7 @@ class Trace(ParameterUses, Listener):
         if isinstance(tag, Sampled) and tag.place is not None:
             if isinstance(out, torch.Tensor):
                 self.set(out, Sampled(tag.place, tag.lost, order=tag.order))
-            elif self.partial and seen.name in ("item", "tolist", "numpy"):
+            elif self.partial and out is not None:  # `item` and its like
                 raise part_mixed(seen.name)
         if not isinstance(out, torch.Tensor):
             self.values_left(seen)
