@@ -78,7 +78,7 @@ class Explained(Transform):
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Explanation, Any]:
         whole, members = self.statistic, self.statistic.members
-        each = whole.engine(args, kwargs, names).explained()
+        each = whole.engine(args, kwargs, names, explaining=True).explained()
         if not members:
             return replace(each[0], name=repr(whole)), None
         each = [replace(e, name=repr(m)) for m, e in zip(members, each, strict=True)]

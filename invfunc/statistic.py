@@ -47,11 +47,11 @@ class Statistic(Transform):
         results, aux = self.engine(args, kwargs, names).result()
         return tuple(results) if self.members else results[0], aux
 
-    def engine(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Engine:
-        """The evaluation at these arguments."""
+    def engine(self, args: tuple, kwargs: dict[str, Any], names: Any, explaining: bool = False) -> Engine:
+        """The evaluation at these arguments; `explaining` says that it is only asked how it would be done."""
         dims = self.in_dims, self.out_dims
         given = problem(self.f, self.loss, args, kwargs, self.argnums, *dims, self.has_aux, names, self.samples)
-        return Engine(given, self.options, [s.quantity for s in self.members or (self,)])
+        return Engine(given, self.options, [s.quantity for s in self.members or (self,)], explaining)
 
     @property
     def quantity(self) -> Quantity:

@@ -46,7 +46,10 @@ def budget(device: torch.device) -> int:
 class Engine:
     """One evaluation of one statistic, or of several of the same function together."""
 
-    def __init__(self, problem: Problem, options: Options, quantities: Sequence[Quantity]) -> None:
+    def __init__(
+        self, problem: Problem, options: Options, quantities: Sequence[Quantity], explaining: bool = False
+    ) -> None:
+        """`explaining` says that it is not evaluated, but only asked how it would be."""
         self.problem, self.plan, self.quantities = problem, options.plan, quantities
         kinds = {q.kind for q in quantities}
         averaged = any(k.averaged for k in kinds)
@@ -54,12 +57,13 @@ class Engine:
         constants = [x for q in quantities for x in q.reduction.constants]
         self.scope = Scope([*problem.tensors(), *constants], twice=self.second_order)
         limit = budget(problem.leaves[0].device)
-        self.fold = Fold(problem, self.scope, options, quantities, limit)
         remember = any_step if averaged else nonlinear if self.second_order else None
         thin = all(q.reduction.phases[0].thin for q in quantities)
         whole = options.reduce is not None or averaged or thin
         apart = problem.samples is not None or any(not q.kind.second_order or q.reduction.each for q in quantities)
         self.runner = Runner(problem, self.scope, options, limit, remember, whole, apart)
+        self.report = Report(problem, limit, any(self.plan.splits.values())) if explaining else None
+        self.fold = Fold(problem, self.scope, options, quantities, limit, self.runner.places, self.report)
 
     def result(self) -> tuple[list[Any], Any]:
         """What is asked for, and aux."""
@@ -69,13 +73,13 @@ class Engine:
 
     def explained(self) -> list[Explanation]:
         """How the columns of each quantity would be pulled back, and those of all together."""
-        report = self.fold.report = Report(self.problem, self.fold.budget, any(self.plan.splits.values()))
+        assert self.report is not None
         drawn = {q.drawing.generator: state_of(q.drawing.generator) for q in self.quantities if q.drawing}
         devices = {leaf.device.index for leaf in self.problem.leaves if leaf.device.type == "cuda"}
         with torch.random.fork_rng([i for i in devices if i is not None]), self.scope:
             self._run()
         restore(drawn)
-        return report.explanations(self.quantities)
+        return self.report.explanations(self.quantities)
 
     # Of what: each folds over the runs of the function and returns aux
 
@@ -129,7 +133,7 @@ class Engine:
         """A unit column for each output. Also notes what the result has to know of the outputs."""
         values = {i: axis.expose(self.scope.leave(z), run.trace.n) for i, (z, axis) in run.outputs.items()}
         units = Units(values)
-        self.fold.found.columns, self.fold.found.structure, self.fold.found.outputs = units.count, run.result, []
+        self.fold.found.structure, self.fold.found.outputs = run.result, []
         for z, _ in run.outputs.values():
             shape = list(z.shape)
             del shape[self.problem.out_dims]
@@ -146,7 +150,7 @@ class Engine:
             self.runner.check_part(runs[-1])
         else:
             runs = self.runner.blocks(self._few, draws)
-        trace = Trace(self.scope, problem.n, with_uses=False)
+        trace = Trace(self.scope, problem.n, with_uses=False, watcher=OutputFinder())
         joined, target = self._joined(runs), problem.target(trace)
         split = at_given(trace, joined, runs[0].result, self._lost, target, partial(problem.drawn, trace))
         check_roots(self.scope, trace, split.result, split.roots)
@@ -189,17 +193,14 @@ class Engine:
     def _found_split(self) -> Any:
         """A loss function: run once for its outputs and their cotangents, then its model part again, part by part."""
         n, draws = self.problem.n, Draws(stop=False)
-        finders, within = list[OutputFinder](), set[int]()
-
-        def found(trace: Trace) -> OutputFinder:
-            finders.append(OutputFinder(trace, within=within))
-            return finders[-1]
+        within = set[int]()
 
         def followed() -> Run:
-            run = self.runner.run(WHOLE, n, with_uses=False, draws=draws, finder=found)
+            finder = OutputFinder(within=within)
+            run = self.runner.run(WHOLE, n, with_uses=False, draws=draws, finder=finder)
             check_loss(run.trace, run.result)
             self.runner.check_places(run, draws)
-            check_roots(self.scope, run.trace, run.result, list(finders[-1].roots.values()))
+            check_roots(self.scope, run.trace, run.result, list(finder.roots.values()))
             return run
 
         try:
@@ -208,10 +209,11 @@ class Engine:
             if not self.first_order:
                 raise to_be_split(error) if error.unknown and error.reason else error from None
             return self._each_alone(error, draws)
-        tag, finder = check_loss(light.trace, light.result), next(s for s in finders if s.trace is light.trace)
-        wanted = finder.selected(tag)
+        trace, finder = light.trace, light.trace.watcher
+        assert isinstance(finder, OutputFinder)
+        wanted = finder.selected(check_loss(trace, light.result), self.scope.wanted)
         try:
-            split = at_found(finder, wanted, light.result, light.params, in_chunks=self.first_order)
+            split = at_found(trace, finder, wanted, light.result, light.params, in_chunks=self.first_order)
         except SplitError:
             if any(q.kind.convex for q in self.quantities) or (self.plan.asked("samples") and not light.result.ndim):
                 raise

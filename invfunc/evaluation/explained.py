@@ -87,10 +87,8 @@ class Report:
         """Note how a Hessian is computed: columns of the loss and of each nonlinear call, or entries one by one."""
         entry, reductions = self._entry(group, pullback.total, ""), [t.reduction for t in group]
         others = {i for t in pullback.run.trace.uses for i in t.derived.leaves} - once
-        second_order = (
-            second_order_columns(pullback.scope, pullback.run, slope) if pullback.run.trace.steps and once else []
-        )
-        made = [*pullback.made, *second_order]
+        steps = pullback.run.trace.steps if once else []
+        made = [*pullback.made, *second_order_columns(pullback.scope, pullback.run, steps, slope)]
         entry.columns = sum(c.count for c in made)
         self._pulled(entry, replace(pullback, made=made, leaves=once), reductions)
         if others:

@@ -14,6 +14,7 @@ from invfunc import tree
 from invfunc._values import fake
 from invfunc.evaluation.explained import Decision, Report
 from invfunc.loss.square_root import Columns, Gradient
+from invfunc.passes.by_rows import Places
 from invfunc.passes.kfra import averaged, not_a_chain
 from invfunc.passes.loss import Made
 from invfunc.passes.pullback import Pullback, check_versions
@@ -41,13 +42,20 @@ class Fold:
     """What several quantities keep of the runs of one function."""
 
     def __init__(
-        self, problem: Problem, scope: Scope, options: Options, quantities: Sequence[Quantity], budget: int
+        self,
+        problem: Problem,
+        scope: Scope,
+        options: Options,
+        quantities: Sequence[Quantity],
+        budget: int,
+        places: Places,
+        report: Report | None,
     ) -> None:
+        """`places` says where the samples are in a run; `report` gathers what would be done, if only that is wanted."""
         self.problem, self.scope, self.options, self.budget = problem, scope, options, budget
+        self.places, self.report = places, report
         self.accumulators = [Accumulator(q, q.reduction) for q in quantities]
         n = problem.n if problem.samples is None else len(problem.samples)
-        self.report: Report | None = None
-        """Gathers what would be done, where only that is wanted."""
         self._decisions: dict[Hashable, Decision] = {}
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1])
 
@@ -174,7 +182,7 @@ class Fold:
             self.report.second_order(self._pullback(run, made, samples), group, read_once(run), slope)
             return
         reductions, once = [t.reduction for t in group], read_once(run)
-        second_order = second_order_columns(self.scope, run, slope) if run.trace.steps and once else []
+        second_order = second_order_columns(self.scope, run, run.trace.steps if once else [], slope)
         self._pullback(run, [*made, *second_order], samples, once).folded(reductions, partial(self._add, run, group))
         others = [i for i in range(len(run.params)) if i not in once]
         kept: dict[tuple[int, int], State] = {}
@@ -207,7 +215,7 @@ class Fold:
 
     def _samples(self, run: Run) -> Samples:
         """Those that the caller chose among those of the run, in their order there."""
-        n, chosen = run.trace.n, self.problem.chosen
+        n, chosen = run.trace.n, self.places.chosen
         if chosen is None:
             return Samples(n)
         chosen = sorted(i - run.start for i in chosen if run.start <= i < run.start + n)
@@ -261,12 +269,11 @@ class Fold:
         accumulator.results[place] = result
 
     def _found(self, accumulator: Accumulator) -> Found:
-        self.found.columns = accumulator.columns
-        return self.found
+        return replace(self.found, columns=accumulator.columns)
 
     def _delivered(self, reduction: Reduction, results: list[Any], found: Found, dtype: torch.dtype) -> list[Any]:
         """Results in the precision of the parameters, with the samples in the order in which they were chosen."""
-        chosen, order = self.problem.chosen, None
+        chosen, order = self.places.chosen, None
         if chosen is not None and chosen != sorted(chosen):
             order = sorted(range(len(chosen)), key=chosen.__getitem__)
             order = torch.tensor(sorted(order, key=order.__getitem__), device=self.problem.leaves[0].device)

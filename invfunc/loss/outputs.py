@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -14,12 +15,12 @@ from invfunc._functorch import version
 from invfunc.errors import SplitError
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
-from invfunc.operations.naming import argument
 from invfunc.operations.operation import known
-from invfunc.recording import Trace
 from invfunc.recording.graph import node_of, reaches
 from invfunc.recording.random import Draws
+from invfunc.recording.seen import Seen
 from invfunc.recording.tags import Sampled
+from invfunc.recording.uses import ParameterUses
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ def searched(run: Callable[[], T], draws: Draws) -> T:
 
 
 class OutputFinder:
-    """Watches a run for outputs, in the order in which they come.
+    """Watches one run for outputs, in the order in which they come.
 
     Looking for them (`wanted=None`), each candidate becomes a root: the rest of the function is differentiated there.
     With `wanted`, the run ends when the candidates of these ordinals are there.
@@ -86,8 +87,8 @@ class OutputFinder:
             of them are added.
     """
 
-    def __init__(self, trace: Trace, wanted: list[int] | None = None, within: set[int] | None = None) -> None:
-        self.trace, self.wanted, self.within = trace, wanted, set() if within is None else within
+    def __init__(self, wanted: list[int] | None = None, within: set[int] | None = None) -> None:
+        self.wanted, self.within = wanted, set() if within is None else within
         self.count = 0
         self.roots: dict[int, ModelOutput] = {}
         self.behind: dict[int, frozenset[int]] = {}
@@ -96,9 +97,9 @@ class OutputFinder:
         self.marks: set[int] = set()
         self.terms: list[LossTerm] = []
 
-    def add(self, value: torch.Tensor, called: str, marked: bool = False) -> torch.Tensor:
+    def add(self, run: ParameterUses, value: torch.Tensor, called: str, marked: bool = False) -> torch.Tensor:
         """A candidate for outputs; returns what the rest of the run is to compute with."""
-        tag = self.trace.tag(value)
+        tag = run.tag(value)
         assert isinstance(tag, Sampled)
         ordinal, self.count = self.count, self.count + 1
         if tag.lost or not isinstance(tag.place, Axis) or ordinal in self.within:
@@ -107,49 +108,41 @@ class OutputFinder:
             self.marks.add(ordinal)
         self.behind[ordinal] = tag.crossed
         if self.wanted is not None:
-            self.trace.set(value, replace(tag, crossed=frozenset({ordinal})))
+            run.set(value, replace(tag, crossed=frozenset({ordinal})))
             if ordinal in self.wanted:
                 self.roots[ordinal] = ModelOutput(ordinal, value, value, tag.place, marked, called)
                 if len(self.roots) == len(self.wanted):
                     raise Reached
             return value
-        root = self.trace.scope.enter(self.trace.scope.leave(value))
-        shown = root.clone()
-        self.trace.entered.append(root)
-        self.trace.set(shown, Sampled(tag.place, crossed=frozenset({ordinal}), affine=True))
-        self.roots[ordinal] = ModelOutput(ordinal, root, shown, tag.place, marked, called)
-        return shown
-
-    def shown(self, root: ModelOutput) -> torch.Tensor:
-        """A root for another run of the loss."""
-        value = root.value.clone()
-        self.trace.set(value, Sampled(root.axis, crossed=frozenset({root.ordinal}), affine=True))
-        return value
+        root = run.scope.enter(run.scope.leave(value))
+        given = root.clone()
+        run.entered.append(root)
+        self.roots[ordinal] = found = ModelOutput(ordinal, root, given, tag.place, marked, called)
+        return shown(run, found, given)
 
     def marked_before(self, tag: Sampled) -> bool:
         return not self.marks.isdisjoint(tag.crossed)
 
-    def before_call(
-        self, trace: Trace, name: str, func: Callable, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict] | None:
-        entry = known(name)
+    def before_call(self, run: ParameterUses, seen: Seen) -> Seen:
+        entry, args, kwargs = seen.function.entry, seen.args, seen.kwargs
         if entry.differentiates and self.wanted is None:
-            self._not_through(func, args, kwargs)
+            self._not_through(seen)
         if entry.loss not in ("convex", "logarithm"):
-            return None
+            return seen
         value = args[0] if args else kwargs.get("input")
         if not isinstance(value, torch.Tensor):
-            return None
-        tag = trace.tag(value)
+            return seen
+        tag = run.tag(value)
         if not isinstance(tag, Sampled) or not tag.active or self.marked_before(tag):
-            return None
-        root = self.add(value, name)
-        return ((root, *args[1:]), kwargs) if args else (args, {**kwargs, "input": root})
+            return seen
+        root = self.add(run, value, seen.name)
+        changed = ((root, *args[1:]), kwargs) if args else (args, {**kwargs, "input": root})
+        return run.seen(seen.function, *changed)
 
-    def _not_through(self, func: Callable, args: tuple, kwargs: dict) -> None:
+    def _not_through(self, seen: Seen) -> None:
         """Begin anew if f takes a gradient through roots, where its graph ends."""
-        inputs = tree.tensors(argument(func, args, kwargs, "inputs"))
-        of = tree.tensors(args[:1] or list(kwargs.values())[:1])
+        inputs = tree.tensors(seen.function.argument(seen.args, seen.kwargs, "inputs"))
+        of = tree.tensors(seen.args[:1] or list(seen.kwargs.values())[:1])
 
         def above(root: ModelOutput, x: torch.Tensor) -> bool:
             return reaches(x, {node_of(root.value)}, {})
@@ -160,12 +153,12 @@ class OutputFinder:
             self.within |= through
             raise DifferentiatedWithin
 
-    def after_call(self, trace: Trace, call: Call) -> None:
+    def after_call(self, run: ParameterUses, call: Call) -> None:
         """Note what a loss has made of a candidate."""
         if self.wanted is not None:
             return
         value = call.first
-        tag = trace.tag(value) if isinstance(value, torch.Tensor) else None
+        tag = run.tag(value) if isinstance(value, torch.Tensor) else None
         if not isinstance(tag, Sampled) or not isinstance(tag.place, Axis):
             return
         entry = known(call.name)
@@ -177,18 +170,19 @@ class OutputFinder:
         if at_root and entry.loss == "convex":
             self.confirmed |= tag.crossed
         if entry.loss == "logarithm":
-            seen = trace.tag(call.out)
+            seen = run.tag(call.out)
             assert isinstance(seen, Sampled)
-            trace.set(call.out, replace(seen, logarithm=True))
-        if tag.affine and _others_constant(trace, call):
+            run.set(call.out, replace(seen, logarithm=True))
+        if tag.affine and _others_constant(run, call):
             written = version(call.out)
             self.terms.append(LossTerm(entry.hessian, tag.crossed, value, tag.place, call.out, call, at_root, written))
 
-    def selected(self, tag: Sampled) -> list[int]:
-        """The ordinals of the outputs that a result depends on: those marked by hand, or those of known losses."""
+    def selected(self, tag: Sampled, wanted: bool) -> list[int]:
+        """The ordinals of the outputs that a result depends on: those marked by hand, or those of known losses;
+        `wanted` says that the result has to be differentiable."""
         marked = [i for i, root in self.roots.items() if root.marked]
         found = [i for i in marked or sorted(self.confirmed) if i in tag.crossed]
-        if self.trace.scope.wanted and any(not self.behind[i].isdisjoint(found) for i in found):
+        if wanted and any(not self.behind[i].isdisjoint(found) for i in found):
             raise SplitError(
                 "outputs depend on other outputs (one known loss of another?), and the derivative of the result cannot "
                 "keep them apart. Mark the outputs with `outputs(z)`."
@@ -196,10 +190,16 @@ class OutputFinder:
         return found
 
 
-def _others_constant(trace: Trace, call: Call) -> bool:
+def shown(run: ParameterUses, root: ModelOutput, value: torch.Tensor) -> torch.Tensor:
+    """A copy of a root, as a run of the loss gets it."""
+    run.set(value, Sampled(root.axis, crossed=frozenset({root.ordinal}), affine=True))
+    return value
+
+
+def _others_constant(run: ParameterUses, call: Call) -> bool:
     """Whether only the first argument depends on the parameters."""
     others = [x for x in (*call.args[1:], *call.kwargs.values()) if isinstance(x, torch.Tensor)]
-    tags = [trace.tag(x) for x in others if x is not call.first]
+    tags = [run.tag(x) for x in others if x is not call.first]
     return all(tag is None or (isinstance(tag, Sampled) and not tag.active) for tag in tags)
 
 
@@ -244,26 +244,18 @@ _active = threading.local()
 
 def mark(z: torch.Tensor) -> torch.Tensor:
     """What `outputs` does to one tensor inside a run."""
-    finder: OutputFinder | None = getattr(_active, "finder", None)
-    tag = finder.trace.tag(z) if finder is not None else None
-    if finder is None or not isinstance(tag, Sampled) or finder.marked_before(tag):
+    run: ParameterUses | None = getattr(_active, "run", None)
+    finder, tag = (None, None) if run is None else (run.watcher, run.tag(z))
+    if run is None or not isinstance(finder, OutputFinder) or not isinstance(tag, Sampled) or finder.marked_before(tag):
         return z
-    return finder.add(z, "outputs", marked=True)
+    return finder.add(run, z, "outputs", marked=True)
 
 
-class active:
-    """Makes an output finder the one that `outputs` reports to, and that sees the calls of its run."""
-
-    def __init__(self, finder: OutputFinder | None) -> None:
-        self.finder = finder
-
-    def __enter__(self) -> None:
-        self.before = getattr(_active, "finder", None)
-        _active.finder = finder = self.finder
-        if finder is not None:
-            finder.trace.watcher, finder.trace.after = finder.before_call, finder.after_call
-
-    def __exit__(self, *error: Any) -> None:
-        _active.finder = self.before
-        if self.finder is not None:
-            self.finder.trace.watcher = self.finder.trace.after = None  # no cycle that keeps the outputs alive
+@contextmanager
+def marking(run: ParameterUses) -> Iterator[None]:
+    """Makes a run the one whose output finder `outputs` reports to; there may be none."""
+    before, _active.run = getattr(_active, "run", None), run
+    try:
+        yield
+    finally:
+        _active.run = before

@@ -12,7 +12,7 @@ from invfunc.passes.evidence import Evidence, checks
 from invfunc.recording import Trace
 from invfunc.recording.checks import one_order, order_of
 from invfunc.recording.problem import Problem
-from invfunc.recording.provenance import Adopting
+from invfunc.recording.provenance import Beforehand
 from invfunc.recording.random import Draws, restore
 
 
@@ -31,14 +31,23 @@ class Places:
 
     def __init__(self, problem: Problem, evidence: Evidence) -> None:
         self.problem, self.evidence = problem, evidence
+        self.order: list[int] | None = None
+        """Where f puts each sample, if not where it is in the batch."""
         self.by_rows = False
         self.moved = False
         """Whether data were put in another order in a run."""
 
-    def tell(self, trace: Trace) -> Adopting | None:
-        """Tell a run that is about to begin how to follow data; returns the mode that tells it more, or None."""
-        trace.by_rows = self.by_rows
-        return self.evidence.tell(trace)
+    @property
+    def chosen(self) -> list[int] | None:
+        """Where the chosen samples are in a run of f; None for all in their order."""
+        order, samples = self.order, self.problem.samples
+        if order is None:
+            return samples
+        return [order[i] for i in (range(self.problem.n) if samples is None else samples)]
+
+    def beforehand(self, n: int) -> Beforehand:
+        """What is known before a run of so many samples."""
+        return self.evidence.beforehand(n, self.by_rows)
 
     def hear(self, trace: Trace) -> None:
         """Take from a run that has ended whether data were put in another order."""
@@ -48,7 +57,7 @@ class Places:
     def check(self, found: Run, draws: Draws, again: Callable[[torch.Tensor], Run]) -> None:
         """Check that the samples have places in a scalar loss, and remember these; `again` runs it on other samples."""
         trace, result = found.trace, found.result
-        self.problem.places = order_of(trace, result)
+        self.order = order_of(trace, result)
         for check, places in [] if result.ndim else checks(trace):
             order, after = torch.tensor(places, device=result.device), draws.rewind()
             other = again(order).trace
@@ -73,12 +82,12 @@ class Places:
         return found if again is None else again
 
     def _by_rows(self, attempt: Callable[[], T], draws: Draws) -> T | None:
-        places, after = self.problem.places, draws.rewind()
+        order, after = self.order, draws.rewind()
         self.by_rows = True
         try:
             return attempt()
         except (SampleAxisError, ArgumentError):
-            self.by_rows, self.problem.places = False, places
+            self.by_rows, self.order = False, order
             restore(after)
             return None
 

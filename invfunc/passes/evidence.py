@@ -7,7 +7,7 @@ together leave no other order of the rows, and no sum over them, unnoticed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import isclose
 from operator import or_
@@ -25,7 +25,7 @@ from invfunc.recording import Trace
 from invfunc.recording.checks import same_values
 from invfunc.recording.held import held_by
 from invfunc.recording.problem import Problem
-from invfunc.recording.provenance import LOST, PROVEN, Adopting, ConstantsMet, Lost, UntracedTensors
+from invfunc.recording.provenance import LOST, NOTHING, PROVEN, Beforehand, ConstantsMet, Lost, UntracedTensors
 from invfunc.recording.random import Draws
 from invfunc.recording.scope import Scope
 
@@ -42,23 +42,6 @@ class Untraced:
     value: torch.Tensor | None
 
 
-@dataclass
-class Learned:
-    """What is known of the untraced tensors of a function, in their order, and of the numbers that meet its
-    parameters."""
-
-    places: list[Axis | Lost | None] = field(default_factory=list)
-    """Where the samples are in each tensor; None for a constant."""
-    constant: bool = False
-    """Whether the numbers are the same for other samples."""
-
-    def tell(self, trace: Trace) -> Adopting:
-        """Give a run that is about to begin what was learned; returns the mode that tells it of its tensors."""
-        alone = [Axis(None) if isinstance(place, Axis) and trace.n == 1 else place for place in self.places]
-        trace.trusting = self.constant
-        return Adopting(trace, alone)
-
-
 class Recorder(UntracedTensors):
     """A run of which only the untraced tensors are remembered, and the constants that meet parameters alone."""
 
@@ -73,6 +56,10 @@ class Recorder(UntracedTensors):
 
     def samples(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         return self._given(self.scope.alias(x), _SAMPLES)
+
+    @property
+    def adopting(self) -> None:
+        return None
 
     def _given(self, x: torch.Tensor, of: int) -> torch.Tensor:
         self.know(x, of)
@@ -106,7 +93,7 @@ class Evidence:
 
     def __init__(self, problem: Problem, scope: Scope) -> None:
         self.problem, self.scope = problem, scope
-        self.learned: Learned | None = None
+        self.learned: Beforehand | None = None
         self.doubtful = False
         self.held: list[torch.Tensor] | None = None  # before the first run
 
@@ -122,12 +109,13 @@ class Evidence:
             self.learned = learn(self.problem, self.scope)
             return run()
 
-    def tell(self, trace: Trace) -> Adopting | None:
-        """Give a run that is about to begin what is known; returns the mode that tells it more, if there is one."""
-        trace.constants.update(self.problem.fixed())
+    def beforehand(self, n: int, by_rows: bool) -> Beforehand:
+        """What is known before a run of n samples."""
         self.held = held_by(self.problem.f) if self.held is None else self.held
-        trace.constants.update(self.held)
-        return None if self.learned is None else self.learned.tell(trace)
+        known = replace(self.learned or NOTHING, constants=[*self.problem.fixed(), *self.held], by_rows=by_rows)
+        if n > 1 or known.places is None:
+            return known
+        return replace(known, places=[Axis(None) if isinstance(place, Axis) else place for place in known.places])
 
     def hear(self, trace: Trace) -> None:
         """Take from a run that has ended whether it read tensors of which nothing is known."""
@@ -174,8 +162,8 @@ def same_rows(trace: Trace, other: Trace, places: torch.Tensor) -> None:
             raise samples_unseen(f"{name}, which reads a tensor that has not the rows of its samples")
 
 
-def learn(problem: Problem, scope: Scope) -> Learned:
-    """Run f on some batches of its samples."""
+def learn(problem: Problem, scope: Scope) -> Beforehand:
+    """Run f on some batches of its samples, to know of its untraced tensors and numbers."""
     n, device = problem.n, problem.leaves[0].device
     draws, runs = Draws(stop=False), list[Recorder]()
     each = torch.arange(n, device=device)
@@ -185,15 +173,16 @@ def learn(problem: Problem, scope: Scope) -> Learned:
         try:
             problem.call(recorder, [recorder.parameter(leaf) for leaf in problem.leaves], places)
         except Exception:  # f may not run on repeated samples: then nothing is learned of what it reads
-            return Learned()
+            return Beforehand(places=[])
         finally:
             draws.rewind()
         runs.append(recorder)
     seen = list(zip(*(r.found for r in runs), strict=False))
     if any(len(r.found) != len(seen) for r in runs):
-        return Learned()
+        return Beforehand(places=[])
     constant = all(_same_constants(runs[0], r) for r in runs[1:])
-    return Learned([_place(untraced_tensors, batches) for untraced_tensors in seen], constant)
+    places = [_place(untraced_tensors, batches) for untraced_tensors in seen]
+    return Beforehand(places=places, trusting=constant)
 
 
 def _same_constants(a: Recorder, b: Recorder) -> bool:

@@ -12,7 +12,7 @@ from invfunc import tree
 from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import Drawn, drawn
 from invfunc.loss.hessian import gradient, hessian
-from invfunc.loss.outputs import LossTerm, ModelOutput, OutputFinder, active, check_seen, check_split
+from invfunc.loss.outputs import LossTerm, ModelOutput, OutputFinder, check_seen, check_split, marking, shown
 from invfunc.loss.square_root import Columns, Gradient, rooted
 from invfunc.operations.axis import Axis
 from invfunc.recording import Trace
@@ -94,38 +94,44 @@ def at_given(
 ) -> Split:
     """Run a loss that is given apart on the outputs of the model; `seen` is a drawn target as the trace has to see it.
 
-    The trace knows where the samples are, or takes all of them for one.
+    The trace, which the output finder watches, knows where the samples are, or takes all of them for one.
     """
-    finder, shown = OutputFinder(trace), []
+    finder, given = trace.watcher, []
+    assert isinstance(finder, OutputFinder)
     for z, axis in outputs:
         trace.set(z, Sampled(axis))
-        shown.append(finder.add(z, "f", marked=True))
+        given.append(finder.add(trace, z, "f", marked=True))
 
-    def lost(shown: list[torch.Tensor], target: Any) -> torch.Tensor:
+    def lost(given: list[torch.Tensor], target: Any) -> torch.Tensor:
         with trace:
-            result = loss(tree.unflatten(shown, structure), target)
+            result = loss(tree.unflatten(given, structure), target)
         check_loss(trace, result, "the loss")
         return result
 
     def again(sample: Sampler) -> torch.Tensor:
         with torch.no_grad():
             target = sample(tree.unflatten([r.value.detach() for r in roots], structure))
-        return lost([finder.shown(r) for r in roots], seen(target))
+        return lost([shown(trace, r, r.value.clone()) for r in roots], seen(target))
 
-    with active(finder):
-        result = lost(shown, target)
+    with marking(trace):
+        result = lost(given, target)
     roots = list(finder.roots.values())
     return Split(trace.scope, trace.n, result, roots, finder.terms, again)
 
 
 def at_found(
-    finder: OutputFinder, wanted: list[int], result: torch.Tensor, params: list[torch.Tensor], in_chunks: bool = False
+    trace: Trace,
+    finder: OutputFinder,
+    wanted: list[int],
+    result: torch.Tensor,
+    params: list[torch.Tensor],
+    in_chunks: bool = False,
 ) -> Split:
     """Split the result of a loss function at the outputs that were found, of which those of these ordinals count.
 
     Raises SplitError where a path from the parameters to the result does not cross them.
     """
-    trace, roots = finder.trace, [finder.roots[i] for i in wanted]
+    roots = [finder.roots[i] for i in wanted]
     check_split(check_loss(trace, result), finder, wanted, in_chunks)
     check_seen(result, params, roots, finder)
     return Split(trace.scope, trace.n, result, roots, finder.terms)

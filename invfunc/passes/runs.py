@@ -12,7 +12,7 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError, SampleAxisError, not_alone
-from invfunc.loss.outputs import ModelOutput, OutputFinder, Reached, active
+from invfunc.loss.outputs import ModelOutput, OutputFinder, Reached, marking
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM
 from invfunc.operations.factors import Part
@@ -64,24 +64,23 @@ class Runner:
         with_uses: bool = True,
         partial: bool = False,
         draws: Draws | None = None,
-        finder: Callable[[Trace], OutputFinder] | None = None,
+        finder: OutputFinder | None = None,
         pattern: Follower | None = None,
     ) -> Run:
         told: dict[str, Any] = {"with_uses": with_uses, "partial": partial, "draws": draws, "pattern": pattern}
-        remember = self.remember if with_uses else None
-        trace = Trace(self.scope, n, fast=self.fast, apart=self.apart and n > 1, remember=remember, **told)
-        adopting = self.places.tell(trace)
-        watching = finder(trace) if finder is not None else None
-        params = trace.parameters(self.problem.leaves, enter=with_uses or watching is not None)
+        told |= {"remember": self.remember if with_uses else None, "watcher": finder}
+        apart, known = self.apart and n > 1, self.places.beforehand(n)
+        trace = Trace(self.scope, n, fast=self.fast, apart=apart, beforehand=known, **told)
+        params = trace.parameters(self.problem.leaves, enter=with_uses or finder is not None)
         run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
         before = [version(x) for x in self.problem.tensors()]
         try:
             twice = TwiceDifferentiable() if self.scope.create_graph or self.scope.twice else nullcontext()
-            with active(watching), nullcontext() if pattern is None else pattern.labels, twice:
-                run.result, run.aux = self.problem.call(trace, params, part, adopting)
+            with marking(trace), nullcontext() if pattern is None else pattern.labels, twice:
+                run.result, run.aux = self.problem.call(trace, params, part)
         except Reached:
-            assert watching is not None
-            run.outputs = {i: (r.value, r.axis) for i, r in watching.roots.items()}
+            assert finder is not None
+            run.outputs = {i: (r.value, r.axis) for i, r in finder.roots.items()}
         finally:
             self.places.hear(trace)
         if before != [version(x) for x in self.problem.tensors()]:
@@ -252,7 +251,7 @@ class Runner:
 
         def outputs(runner: Runner, places: list[int]) -> list[torch.Tensor]:
             wanted = [r.ordinal for r in roots]
-            return exposed(runner.run(self._at(places), len(places), finder=lambda trace: OutputFinder(trace, wanted)))
+            return exposed(runner.run(self._at(places), len(places), finder=OutputFinder(wanted)))
 
         if any(self.plan.splits.values()) or draws.drew or few or self.whole:
             if len(parts) > 1:
@@ -280,7 +279,7 @@ class Runner:
         after, wanted = draws.rewind(), [r.ordinal for r in roots]
         try:
             with runs_on_part(part is not WHOLE):
-                run = self.run(part, n, finder=lambda trace: OutputFinder(trace, wanted), pattern=pattern)
+                run = self.run(part, n, finder=OutputFinder(wanted), pattern=pattern)
         finally:
             restore(after)
         check_uses(self.scope, run.trace, [*run.outputs.values()])

@@ -7,6 +7,7 @@ downstream of itself, has more: there the entries are differentiated one by one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,13 +75,15 @@ class Local:
         return self.inner.block(start, stop, slice(None))
 
 
-def second_order_columns(scope: Scope, run: Run, gradient: Gradient) -> list[Local]:
-    """The columns of all nonlinear calls of a run; their inputs join the outputs of the run."""
-    edges = [edge for step in run.trace.steps for edge in step.edges]
+def second_order_columns(scope: Scope, run: Run, steps: Sequence[Step], gradient: Gradient) -> list[Local]:
+    """The columns of the nonlinear calls of a run; their inputs join the outputs of the run."""
+    if not steps:
+        return []
+    edges = [edge for step in steps for edge in step.edges]
     outputs, given = cotangents(run, gradient)
     found = iter(scope.grad(outputs, edges, given, batched=False))
     made: list[Local] = []
-    for step in run.trace.steps:
+    for step in steps:
         slopes = [None if g is None else scope.leave(g) for g in [next(found) for _ in step.edges]]
         if any(g is not None for g in slopes):
             made += _columns(scope, run, step, slopes)

@@ -10,7 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.loss.outputs import ModelOutput, OutputFinder, active, searched
+from invfunc.loss.outputs import ModelOutput, OutputFinder, marking, searched
 from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.by_rows import Places
@@ -23,6 +23,7 @@ from invfunc.recording.random import Draws
 from invfunc.recording.scope import Scope
 from invfunc.recording.seen import Seen
 from invfunc.recording.steps import Step, nonlinear
+from invfunc.recording.uses import ParameterUses
 
 
 @dataclass
@@ -118,14 +119,14 @@ class Given:
         draws = Draws(stop=False)
         try:
             n = batch_size(self.args, dims, self.names)
-            trace = Trace(self.scope, n, with_uses=False, draws=draws)
+            trace = Trace(self.scope, n, with_uses=False, draws=draws, watcher=OutputFinder())
             axes = [output_axis(trace, z, self.out_dims) for z in values]
             return self._followed(trace, values, structure, axes, dims[len(self.args) - 1])
         except (ArgumentError, SampleAxisError):
             if each:
                 raise
         draws.rewind()
-        whole = Trace(self.scope, 1, with_uses=False, draws=draws)
+        whole = Trace(self.scope, 1, with_uses=False, draws=draws, watcher=OutputFinder())
         try:
             return self._followed(whole, values, structure, [Axis(None)] * len(values), 0)
         except (ArgumentError, SampleAxisError):
@@ -149,7 +150,7 @@ class Given:
         named, structure = tree.outputs(result)
         values, dims = [z for _, z in named], batch_dims(in_dims, [*range(1, len(self.args))])
         axes = [output_axis(trace, z, out_dims, path) for path, z in named]
-        whole = Trace(self.scope, given.n, with_uses=False)
+        whole = Trace(self.scope, given.n, with_uses=False, watcher=OutputFinder())
         split = self._followed(whole, values, structure, axes, dims[len(self.args) - 1])
         return replace(split, steps=trace.steps)
 
@@ -174,13 +175,19 @@ class Given:
         draws, places, within = Draws(stop=False), Places(given, Evidence(given, self.scope)), set[int]()
 
         def run(part: Any) -> _Followed:
-            remember = _nonlinear_before_the_loss if calls else None
-            trace = Trace(self.scope, given.n, with_uses=False, draws=draws, remember=remember)
-            adopting = places.tell(trace)
-            found = _Followed(trace, _Kept(trace, within=within), trace.parameters(self.leaves))
+            trace = Trace(
+                self.scope,
+                given.n,
+                with_uses=False,
+                draws=draws,
+                remember=_nonlinear_before_the_loss if calls else None,
+                watcher=(finder := _Kept(within=within)),
+                beforehand=places.beforehand(given.n),
+            )
+            found = _Followed(trace, finder, trace.parameters(self.leaves))
             try:
-                with active(found.finder), self.mode:
-                    found.result, found.aux = given.call(trace, found.params, part, adopting)
+                with marking(trace), self.mode:
+                    found.result, found.aux = given.call(trace, found.params, part)
             finally:
                 places.hear(trace)
             return found
@@ -206,8 +213,8 @@ class Given:
         if losses and result.ndim:
             above = list(bottlenecks.values())
             return RecordedSplit(self.scope, given.n, result, [], values=[result], bottlenecks=above)
-        wanted = finder.selected(tag)
-        split = at_found(finder, wanted, result, self.params)
+        wanted = finder.selected(tag, self.scope.wanted)
+        split = at_found(trace, finder, wanted, result, self.params)
         above = [bottleneck for i, bottleneck in bottlenecks.items() if i < wanted[-1]]
         return RecordedSplit.of(split, [finder.before[i] for i in wanted], bottlenecks=above, steps=trace.steps)
 
@@ -238,13 +245,13 @@ class _Followed:
 class _Kept(OutputFinder):
     """An output finder that also keeps each output as the model has computed it."""
 
-    def __init__(self, trace: Trace, within: set[int]) -> None:
-        super().__init__(trace, within=within)
+    def __init__(self, within: set[int]) -> None:
+        super().__init__(within=within)
         self.before: dict[int, torch.Tensor] = {}
 
-    def add(self, value: torch.Tensor, called: str, marked: bool = False) -> torch.Tensor:
+    def add(self, run: ParameterUses, value: torch.Tensor, called: str, marked: bool = False) -> torch.Tensor:
         ordinal = self.count
-        shown = super().add(value, called, marked)
+        shown = super().add(run, value, called, marked)
         if ordinal in self.roots:
             self.before[ordinal] = value
         return shown

@@ -26,12 +26,10 @@ def of_positive_hessian(given: Given, modify: str) -> Linear:
                 "sign to be changed. `ggn_block_product` does without it."
             )
     outputs = {r.ordinal: (z, r.axis) for r, z in zip(split.roots, split.values, strict=True)}
-    trace = Trace(scope, n)
-    trace.steps = split.steps
-    run = Run(trace, given.params, WHOLE, dict(outputs))
+    run = Run(Trace(scope, n), given.params, WHOLE, dict(outputs))
     with given.mode.back(split.result.device):
         check_convex(scope, split)
-        made = second_order_columns(scope, run, gradient(scope, split.result, split.roots, n))
+        made = second_order_columns(scope, run, split.steps, gradient(scope, split.result, split.roots, n))
         slopes = Pull(scope, graph=True)([split.result], roots, [torch.ones_like(split.result)])
     weights = []
     for local in made:

@@ -29,6 +29,11 @@ class Watching(AbstractContextManager, Protocol):
         """The tensor that f gets in place of a batch tensor."""
         ...
 
+    @property
+    def adopting(self) -> AbstractContextManager | None:
+        """A mode beside it, if there is one."""
+        ...
+
 
 @dataclass
 class Problem:
@@ -50,8 +55,6 @@ class Problem:
     n: int
     samples: list[int] | None = None
     """The samples that the caller chose, as places in the batch."""
-    places: list[int] | None = None
-    """Where f puts each sample, if not where it is in the batch."""
 
     @property
     def inputs(self) -> range:
@@ -68,19 +71,13 @@ class Problem:
         """What a parameter is called in an error."""
         return "params" + self.paths[place]
 
-    def call(
-        self,
-        trace: Watching,
-        params: list[torch.Tensor],
-        part: slice | torch.Tensor,
-        adopting: AbstractContextManager | None = None,
-    ) -> tuple[Any, Any]:
-        """f under a mode that watches it, on some of the samples: its result and aux; `adopting` is a second mode."""
+    def call(self, trace: Watching, params: list[torch.Tensor], part: slice | torch.Tensor) -> tuple[Any, Any]:
+        """f under a mode that watches it, on some of the samples: its result and aux."""
         trees = tree.unflatten(params, self.structure)
         given = [
             trees[self.argnums.index(i)] if i in self.argnums else self._samples(trace, i, part) for i in self.inputs
         ]
-        with Uncompiled(), trace, adopting or nullcontext():
+        with Uncompiled(), trace, trace.adopting or nullcontext():
             try:
                 result = self.f(*given, **self.kwargs)
             except SystemError as error:  # torch's own code makes one of what we raise where it calls us
@@ -109,13 +106,6 @@ class Problem:
             return trace.samples(x, Axis(d))
 
         return tree.map_tensors(seen, self.args[position])
-
-    @property
-    def chosen(self) -> list[int] | None:
-        """Where the chosen samples are in a run of f; None for all in their order."""
-        if self.places is None:
-            return self.samples
-        return [self.places[i] for i in (range(self.n) if self.samples is None else self.samples)]
 
     def fixed(self) -> list[torch.Tensor]:
         """The tensors that all samples share."""

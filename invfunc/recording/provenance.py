@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,23 @@ class Lost:
 LOST = Lost()
 
 
+@dataclass(frozen=True)
+class Beforehand:
+    """What is known before a run."""
+
+    constants: Sequence[torch.Tensor] = ()
+    """Tensors that are no samples, nor computed from such."""
+    places: Sequence[Axis | Lost | None] | None = None
+    """Where the samples are in each untraced tensor, in their order; None for a constant."""
+    trusting: bool = False
+    """Whether numbers are the same for other samples."""
+    by_rows: bool = False
+    """Whether data that were put in another order are followed row by row."""
+
+
+NOTHING = Beforehand()
+
+
 @dataclass
 class ConstantsMet:
     """The constants in a call that computes on all samples, or on a sum over some."""
@@ -102,14 +119,15 @@ class ConstantsMet:
 class Provenance:
     """What a run knows of each tensor, and what it may not know."""
 
-    def __init__(self, apart: bool) -> None:
+    def __init__(self, apart: bool, beforehand: Beforehand) -> None:
         super().__init__()
-        self.apart = apart
+        self.apart, self.beforehand = apart, beforehand
         self.known = Tags()
         self.tag, self.set = self.known.get, self.known.set
         self.calls: list[str] = []
         self.entered: list[torch.Tensor] = []  # what is differentiated: parameters, outputs of the model
         self.constants = Constants()
+        self.constants.update(beforehand.constants)
         self.read = False  # whether values of single samples are numbers of Python
         self.escaped: str | None = None  # how samples went where they are not seen
         self.untraced_at: str | None = None  # where a parameter met a tensor of which nothing is known
@@ -117,12 +135,17 @@ class Provenance:
         self.aligned: list[
             tuple[str, torch.Tensor, int]
         ] = []  # what met samples row by row, with an untraced tensor in it
-        self.trusting = False  # numbers are known to be the same for other samples
 
     @property
     def left(self) -> str | None:
         """The call through which samples may have gone into what seems to be constant; None if there is none."""
-        return None if self.trusting else self.escaped
+        return None if self.beforehand.trusting else self.escaped
+
+    @property
+    def adopting(self) -> Adopting | None:
+        """A mode that tells the run of its untraced tensors, where these are known beforehand."""
+        places = self.beforehand.places
+        return None if places is None else Adopting(self, places)
 
     def seen(self, function: Function, args: tuple, kwargs: dict) -> Seen:
         """Return a call with what is known of what it reads."""
@@ -193,7 +216,7 @@ class Provenance:
 class Adopting(UntracedTensors):
     """Tells a run what its untraced tensors are, where that was learned."""
 
-    def __init__(self, run: Provenance, places: list[Axis | Lost | None]) -> None:
+    def __init__(self, run: Provenance, places: Sequence[Axis | Lost | None]) -> None:
         super().__init__()
         self.provenance, self.places = run, places
 

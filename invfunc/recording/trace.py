@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,14 @@ from invfunc.operations.recurrent import states
 from invfunc.recording.follower import Follower
 from invfunc.recording.graph import node_of, reaches
 from invfunc.recording.hidden import hidden, unseen
+from invfunc.recording.provenance import NOTHING, Beforehand
 from invfunc.recording.random import Draws
 from invfunc.recording.result import NO_PATH, Result, path
 from invfunc.recording.scope import Scope
 from invfunc.recording.seen import Seen
 from invfunc.recording.steps import Remember, Step, any_step, is_view, nonlinear, step
 from invfunc.recording.tags import Derived, Sampled, in_order
-from invfunc.recording.uses import ParameterUses
+from invfunc.recording.uses import ParameterUses, Watcher
 
 
 class Trace(ParameterUses, Listener):
@@ -43,6 +44,8 @@ class Trace(ParameterUses, Listener):
         apart: whether it matters how samples share a term.
         remember: which calls become `steps`.
         pattern: follows entries of tensors beside the run.
+        watcher: watches the calls that read parameters or samples.
+        beforehand: what is known before the run.
     """
 
     def __init__(
@@ -57,10 +60,11 @@ class Trace(ParameterUses, Listener):
         apart: bool = True,
         remember: Remember | None = None,
         pattern: Follower | None = None,
+        watcher: Watcher | None = None,
+        beforehand: Beforehand = NOTHING,
     ) -> None:
-        super().__init__(scope, n, fast, with_uses, apart, remember, pattern)
+        super().__init__(scope, n, fast, with_uses, apart, remember, pattern, watcher, beforehand)
         self.draws, self.partial = draws, partial
-        self.watcher: Callable[[Trace, str, Callable, tuple, dict], tuple[tuple, dict] | None] | None = None
         self.steps: list[Step] = []
 
     def parameters(self, leaves: Sequence[torch.Tensor], enter: bool = True) -> list[torch.Tensor]:
@@ -83,8 +87,8 @@ class Trace(ParameterUses, Listener):
     # The run
 
     def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-        func, name = function.func, function.name
-        self.calls.append(name)
+        func = function.func
+        self.calls.append(function.name)
         if function.entry.registers:
             return func(*args, **kwargs)
         if self.draws is not None and function.entry.draws is not False:
@@ -96,8 +100,7 @@ class Trace(ParameterUses, Listener):
         if function.entry.constant and not seen.writes:
             return self._of_constants(seen)
         if self.watcher is not None:
-            changed = self.watcher(self, name, func, args, kwargs)
-            seen = seen if changed is None else self.seen(function, *changed)
+            seen = self.watcher.before_call(self, seen)
         body = function.composed() or (opened(func) if function.entry.batch_axis is None else None)
         if body is not None:
             self._tag_states(seen)
@@ -186,7 +189,7 @@ class Trace(ParameterUses, Listener):
         if kept is not None:
             params.pop(id(seen.args[0]), None)
             seen.read_instead(kept)
-        call = seen.call(out, self.n, self.partial, self.by_rows)
+        call = seen.call(out, self.n, self.partial, self.beforehand.by_rows)
         if not (produced[0].is_floating_point() or produced[0].is_complex()):
             params = {}
         result = self._followed(call, seen, params, lost)
@@ -297,8 +300,8 @@ class Trace(ParameterUses, Listener):
             self.set(x, tag if place is not None or tag.lost or tag.active else None)
             if seen.writes:
                 self.known.written(x, tag)
-        if self.after is not None:
-            self.after(self, call)
+        if self.watcher is not None:
+            self.watcher.after_call(self, call)
 
     def check(self, outputs: list[torch.Tensor], params: list[torch.Tensor]) -> None:
         """Check in the graph of autograd that no path from the outputs comes to a parameter but at its uses."""

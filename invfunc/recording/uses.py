@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,12 +22,24 @@ from invfunc.operations.factors.recomputed import Recomputed, read_of, reader, r
 from invfunc.recording.follower import Follower
 from invfunc.recording.graph import node_of
 from invfunc.recording.hidden import hidden
-from invfunc.recording.provenance import Provenance
+from invfunc.recording.provenance import Beforehand, Provenance
 from invfunc.recording.result import Result
 from invfunc.recording.scope import Scope
 from invfunc.recording.seen import Seen, cannot_meet
 from invfunc.recording.steps import Remember
 from invfunc.recording.tags import Derived, ParameterUse, Sampled, in_order
+
+
+class Watcher(Protocol):
+    """Watches the calls of a run that read parameters or samples."""
+
+    def before_call(self, run: ParameterUses, seen: Seen) -> Seen:
+        """The call that is to be made in place of another one."""
+        ...
+
+    def after_call(self, run: ParameterUses, call: Call) -> None:
+        """Called when a call on samples was made."""
+        ...
 
 
 class ParameterUses(Provenance):
@@ -42,13 +54,14 @@ class ParameterUses(Provenance):
         apart: bool,
         remember: Remember | None,
         pattern: Follower | None,
+        watcher: Watcher | None,
+        beforehand: Beforehand,
     ) -> None:
-        super().__init__(apart)
+        super().__init__(apart, beforehand)
         self.scope, self.n, self.fast, self.with_uses = scope, n, fast, with_uses
-        self.remember, self.pattern = remember, pattern
+        self.remember, self.pattern, self.watcher = remember, pattern, watcher
         self.unknown = False
         """Whether an operation without a rule, rather than one that mixes, has lost the samples."""
-        self.after: Callable[[Any, Call], None] | None = None  # sees each call on samples
         self.uses: list[ParameterUse] = []
         self.edges: list[Any] = []
         self.below: list[Sequence[Any]] = []  # the nodes of what the operation at each site reads beside parameters
@@ -57,7 +70,6 @@ class ParameterUses(Provenance):
         self.complex = False  # whether complex numbers depend on parameters and samples
         self.orders: dict[Order, str] = {}  # those in which samples meet parameters, and a call where they do
         self.moved = False  # whether data were put in another order
-        self.by_rows = False  # whether they are followed there, row by row
         self.displaced = False  # whether what depends on parameters was selected or moved
         self.sums: list[tuple[torch.Tensor, Axis]] = []  # what was summed over the samples since then
 
@@ -143,7 +155,7 @@ class ParameterUses(Provenance):
         below = [node_of(x) for x in call.read if self._active(x)]
         call = replace(call, out=torch.empty(call.out.shape, device="meta"))  # its values need not be kept
         rule = factors.find(call) if self.fast and not out.is_complex() else None
-        once = rule and self.remember is None and self.after is None and not self.scope.create_graph
+        once = rule and self.remember is None and self.watcher is None and not self.scope.create_graph
         lean, recomputed = released(call, params) if once else (call, [])
         for x in params.values():
             tag = self.tag(x)

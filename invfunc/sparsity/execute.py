@@ -21,13 +21,13 @@ from invfunc.sparsity.cells import Layout, Memory, celled
 from invfunc.sparsity.colouring import Colouring, positions_of
 from invfunc.sparsity.groups import Grouped
 from invfunc.sparsity.narrowed import Narrowed
-from invfunc.sparsity.pattern import Frame, Pattern, positions_apart
+from invfunc.sparsity.pattern import Frame, Pattern, positions_apart, same_calls
 from invfunc.sparsity.planner import Way
 
 
 def pullbacks(pullback: Pullback, way: Way | None, columns: Sequence[Grouped]) -> list[Pullback]:
     """What is pulled back in place of all columns; what is to be factored at bottlenecks waits until it is used."""
-    if way is None or not way.pattern.fits(pullback.run):
+    if way is None or not same_calls(pullback.run, way.alone):
         return [pullback]
     found, at, sources = list[Pullback](), replace(pullback, last=False), columns
     for stage in way.stages:
@@ -37,7 +37,7 @@ def pullbacks(pullback: Pullback, way: Way | None, columns: Sequence[Grouped]) -
             part = Shared(**vars(part), **told)
         found += [part] if stage.leaves else []
         if stage.end is not None:
-            narrowed = Narrowed(sources, at.run, way.pattern.run, stage.end, pullback.budget)
+            narrowed = Narrowed(sources, at.run, way.alone, stage.end, pullback.budget)
             below = replace(pullback.run, outputs={0: stage.end.bottleneck.of(pullback.run)})
             at, sources = replace(at, run=below, made=[narrowed]), [narrowed]
     if way.closed:

@@ -75,9 +75,6 @@ def root(labels: Labels, x: torch.Tensor) -> None:
 class Pattern:
     """What a run of one sample tells, in several frames."""
 
-    run: Run
-    """The run of one sample, once it was."""
-
     def __init__(
         self,
         inputs: Labels,
@@ -122,19 +119,14 @@ class Pattern:
 
     # What is asked afterwards
 
-    def affine(self, bottleneck: Bottleneck) -> bool:
+    def affine(self, bottleneck: Bottleneck, alone: Run) -> bool:
         """Whether the outputs are affine in what is at a bottleneck, with the same coefficients for all samples."""
         affine = self.at[bottleneck].affine
-        return all(affine(z) for z, _ in self.run.outputs.values())
+        return all(affine(z) for z, _ in alone.outputs.values())
 
-    def fits(self, run: Run) -> bool:
-        """Whether a run of other samples calls the same functions, and uses the parameters at the same places."""
-        return same_calls(run, self.run)
-
-    @property
-    def complete(self) -> bool:
+    def complete(self, alone: Run) -> bool:
         """Whether all outputs with a derivative have labels."""
-        active = [z for z, _ in self.run.outputs.values() if z.requires_grad]
+        active = [z for z, _ in alone.outputs.values() if z.requires_grad]
         return self.everything is None or all(self.everything.labels.of(z) is not None for z in active)
 
 

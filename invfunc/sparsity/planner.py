@@ -65,6 +65,8 @@ class Way:
     """What is done: the last operation with parameters by itself, stages, and parameters that take every column."""
 
     pattern: Pattern
+    alone: Run
+    """The run of one sample under the pattern."""
     closed: frozenset[int]
     """The parameters whose shares need no columns but the diagonal of the Hessian."""
     stages: list[Stage]
@@ -77,6 +79,7 @@ class Planner:
     """Looks at a run and at the columns that are sent back through it."""
 
     pattern: Pattern
+    alone: Run
 
     def __init__(
         self, run: Run, columns: Sequence[Grouped], look: Callable[[Pattern, Run], Run | None], local: bool
@@ -109,8 +112,8 @@ class Planner:
         if run is None or lost is not None:
             self.why = f"`{lost}` hides the pattern" if lost else "one sample does not run as it does in the batch"
             return None
-        self.pattern.run = run
-        if not self.pattern.complete:
+        self.alone = run
+        if not self.pattern.complete(run):
             self.why = "an output has no pattern"
             return None
         self.why = "the structure would save nothing"
@@ -170,7 +173,7 @@ class Planner:
                 continue
             runs, crossed = 1 if blocks.shared else self.n, sum(self.work[s] for s in sites - bottleneck.below)
             stage.cost += thresholds.FACTORED_COST * size * blocks.width + runs * blocks.width * crossed
-            below = Source(blocks.rank, blocks.rank, [(bottleneck.of(self.pattern.run)[0], blocks.ids)])
+            below = Source(blocks.rank, blocks.rank, [(bottleneck.of(self.alone)[0], blocks.ids)])
             for rest in self._ways(self.everything - bottleneck.below, [below], bottlenecks[k + 1 :]):
                 yield [stage, *rest]
 
@@ -180,7 +183,7 @@ class Planner:
         dense = frozenset(self.sites) - closed.union(*(stage.leaves for stage in stages))
         touched = frozenset[int]().union(*(self.sites[i] for i in dense))
         cost = sum(s.cost for s in stages) + self.total * self.n * sum(self.work[s] for s in touched)
-        return cost, Way(self.pattern, closed, stages, dense, cost / self.all_cost)
+        return cost, Way(self.pattern, self.alone, closed, stages, dense, cost / self.all_cost)
 
     def _stage(self, sources: list[Source], crossed: frozenset[int], frame: Frame | None) -> Stage:
         sites = crossed - {self.closed}
@@ -197,8 +200,8 @@ class Planner:
 
     def _blocks(self, sources: list[Source], bottleneck: Bottleneck, first: bool) -> Blocks:
         """How the entries at a bottleneck fall apart, and how many rows each block gets."""
-        labels, shared = self.pattern.at[bottleneck], first and self.pattern.affine(bottleneck)
-        rows = labels.of(bottleneck.of(self.pattern.run)[0])
+        labels, shared = self.pattern.at[bottleneck], first and self.pattern.affine(bottleneck, self.alone)
+        rows = labels.of(bottleneck.of(self.alone)[0])
         assert rows is not None
         if len(sources) == 1:
             (source,) = sources
@@ -233,7 +236,7 @@ class Planner:
             return False
         group = torch.full((shape.numel(),), -1, device=self.run.params[0].device)
         for i, ids in columns.groups.items():
-            found = last.labels.of(self.pattern.run.outputs[i][0])
+            found = last.labels.of(self.alone.outputs[i][0])
             if found is None:
                 continue
             lo, hi, ids = -found[0].flatten(1), found[1].flatten(1), ids.flatten()
