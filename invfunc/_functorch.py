@@ -45,6 +45,12 @@ def unwrapped(x: torch.Tensor) -> torch.Tensor | None:
     return _C.get_unwrapped(x) if _C.is_functorch_wrapped_tensor(x) else None
 
 
+def wrapped_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor in the wrapper of another one."""
+    level, dim = _C.maybe_get_level(like), _C.maybe_get_bdim(like)
+    return _C._wrap_for_grad(x, level) if dim < 0 else _C._add_batch_dim(x, dim, level)
+
+
 def alive(x: torch.Tensor) -> torch.Tensor:
     """The tensor without the wrappers of transforms that have ended."""
     while _C.is_functorch_wrapped_tensor(x) and level_of(x) is None:

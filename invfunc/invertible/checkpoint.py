@@ -21,14 +21,13 @@ from invfunc.callables import check_callable, describe
 from invfunc.errors import (
     ArgumentError,
     ArgumentTypeError,
-    ClosedOverError,
     InverseError,
     InvFuncError,
     SampleAxisError,
 )
 from invfunc.invertible.call import Call, Tensors
+from invfunc.invertible.closing import closing_over
 from invfunc.invertible.containers import Containers
-from invfunc.invertible.function import noded
 from invfunc.invertible.hooks import hooked
 from invfunc.invertible.pair import Invertible
 from invfunc.invertible.probe import default_tolerance, relative_error
@@ -157,7 +156,6 @@ def invertible_checkpoint(
 
 
 _DEFAULTS = {"keep": False, "preserve_rng_state": True, "check": "warn", "min_bytes": 0, "has_aux": False}
-_DROPPING = "Call the module that holds the block by `functional(module)`, which drops what is written. "
 _WAYS = "warn", "error", "off"
 _CHECKS = '"warn", "error", "off", True (compare all) or the error that is tolerated'
 
@@ -243,9 +241,15 @@ class Checkpointed(Value):
         xs, x_form = tree.separate(x)
         rest, rest_form = separate((args, kwargs))
         kinds = {kind for kind, _ in levels()}
-        sparse = any_sparse([*xs, *rest] if kinds or self._known.needs_a_node else xs)
+        in_node = bool(kinds or self._known.needs_a_node)
+        sparse = any_sparse([*xs, *rest] if in_node else xs)
         small = not xs or sparse or sum(t.nbytes for t in xs) < self.min_bytes
-        if small or self._followed_closely(kinds) or not _keeps_a_graph(kinds, (*xs, *rest)):
+        if (
+            small
+            or (in_node and self._known.as_it_is)
+            or self._followed_closely(kinds)
+            or not _keeps_a_graph(kinds, (*xs, *rest))
+        ):
             with Interpreted() if kinds else nullcontext():
                 return self._forward(x, args, kwargs)
         kept = tuple(range(len(xs))) if self.keep is True else self.keep or ()
@@ -256,34 +260,23 @@ class Checkpointed(Value):
         given = Containers((x, args, kwargs))
         made = partial(Call, self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, report, given)
         call = made()
-        if kinds or self._known.needs_a_node:
-            y, ys, call, rest = self._noded(call, made, xs, rest)
+        if in_node:
+            found = closing_over(call, made, xs, rest)
         else:
             try:
-                y, ys = hooked(call, xs, rest)
+                found = *hooked(call, xs, rest), call, rest
             except RuntimeError as error:
                 if not raised_in(disable_saved_tensors_hooks, error):  # a transform of torch.func did
                     raise
                 call.take_back("uses torch.func")
-                y, ys, call, rest = self._noded(made(), made, xs, rest)
+                found = closing_over(made(), made, xs, rest)
                 self._known.needs_a_node = True
+        if found is None:
+            return self._forward(x, args, kwargs)
+        y, ys, call, rest = found
         if tolerance is not None and len(kept) < len(xs):
             _check(call, xs, ys, rest, tolerance)
         return y
-
-    def _noded(
-        self, call: Call, made: Callable[..., Call], xs: Tensors, rest: Tensors
-    ) -> tuple[Any, Tensors, Call, Tensors]:
-        """The result of a node, whose further arguments are also the tensors that f closes over."""
-        if not self._known.closes_over:
-            try:
-                return *noded(call, xs, rest), call, rest
-            except ClosedOverError:
-                call.take_back("closes over tensors that need a gradient", _DROPPING)
-        closure = made().closure(xs, rest)
-        self._known.closes_over = bool(closure.tensors)
-        call, rest = made(closure=closure), [*rest, *closure.arguments()]
-        return *noded(call, xs, rest), call, rest
 
     def _followed_closely(self, kinds: set[str]) -> bool:
         """Whether a statistic looks on that would not see into a node, or writes out for its second derivative what the

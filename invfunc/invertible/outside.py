@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import freed, level_of, plainly
+from invfunc._functorch import freed, level_of, plainly, unwrapped, vmaps_of, wrapped_like
 from invfunc._scripted import Scripted
 from invfunc.operations.heard import Function
 
@@ -44,6 +44,8 @@ class Outside:
         self.crossed = False
         """Whether one part wrote it while another was using it."""
         self.lift: int | None = None
+        self.wrapped = False
+        """Whether a transform of torch.func that the function uses itself was given it."""
         self.first = self.now = State()
         self._seen: dict[int, State] = {}
 
@@ -62,6 +64,23 @@ class Outside:
         if state is self.now:
             state.keep(self.holder)
         return state.value is not None and level_of(state.value) is None
+
+
+def bare(tensor: torch.Tensor, above: int = 0) -> torch.Tensor:
+    """The tensor without the wrappers of the transforms of torch.func above a level; itself where it has none."""
+    while (level_of(tensor) or 0) > above and (inner := unwrapped(tensor)) is not None:
+        tensor = inner
+    return tensor
+
+
+def rewrapped(instead: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor | None:
+    """What takes the place of a bare tensor, in the wrappers; None where a transform differentiates in one of them."""
+    inner = unwrapped(tensor)
+    if inner is None:
+        return instead
+    found = rewrapped(instead, inner)
+    differentiated = tensor.requires_grad and level_of(tensor) not in vmaps_of(tensor)
+    return None if found is None or differentiated else wrapped_like(found, tensor)
 
 
 def targets(function: Function, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:

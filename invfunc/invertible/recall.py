@@ -15,7 +15,7 @@ from invfunc.errors import ReplayError
 from invfunc.invertible.left import Left
 from invfunc.invertible.like import Memory
 from invfunc.invertible.origins import Origins
-from invfunc.invertible.outside import SHARDED, Outside, State
+from invfunc.invertible.outside import SHARDED, Outside, State, bare, rewrapped
 from invfunc.invertible.sight import Sight
 from invfunc.invertible.slots import Held, Hooks
 from invfunc.operations.heard import Function
@@ -32,7 +32,7 @@ class Other:
         self._tensor = weakref.ref(tensor)
         self.number = id(used)
         """A number that all states of a tensor share."""
-        self.lift, self.written = used.lift, used.written
+        self.lift, self.written, self.wrapped = used.lift, used.written, used.wrapped
         self.state = used.written and used.read
         """Whether what it holds matters, and changes."""
         held = tensor if used.lift is None and not used.written else None if state is None else state.value
@@ -113,6 +113,7 @@ class Recall(Sight):
         self._others = others
         self._found: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {part: {} for part in others}
         self._all = [other for order in others.values() for other in order]
+        self._wrapped = [other for other in self._all if other.wrapped]
         self._lifted = [other for other in self._all if other.lift is not None]
         self._met: set[tuple[int, int | None]] = set()
         self._calls: Callable  # the operation that is called
@@ -237,7 +238,25 @@ class Recall(Sight):
             self._names[id(copy)] = copy, tensor
         return self.unfamiliar[id(tensor)][1]
 
+    def _within_its_own(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What takes the place of a tensor that a transform of the function's own was given; None for others."""
+        source = bare(tensor)
+        if source is tensor or self._is_lifted(tensor) or not any(o.like(source) for o in self._wrapped):
+            return None
+        again = self._instead(source)
+        if any(other.is_(source) for other in self._wrapped):
+            return tensor  # which holds what it held, as it was not written since
+        wrapped = None if self._calls is torch.Tensor.requires_grad_ else rewrapped(again, tensor)
+        if wrapped is None:
+            raise ReplayError(
+                f"evaluated again, the function differentiates in another tensor of shape {list(tensor.shape)} from "
+                "outside than the first time. Pass it as an argument."
+            )
+        return self.know(wrapped)
+
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._wrapped and (own := self._within_its_own(tensor)) is not None:
+            return own
         found = self._found.get(self.part)
         if found is None:
             return self._of_inverse(tensor)

@@ -26,6 +26,8 @@ class Known:
     """Whether f turned out to use torch.func itself, beside which saved tensors have no hooks."""
     closes_over: bool = False
     """Whether f turned out to close over tensors that need a gradient inside of torch.func."""
+    as_it_is: bool = False
+    """Whether f is taken as it is, as it turned out to give what it closes over to transforms of torch.func."""
     calls: int = 0
     """How often it was called; the first time compiled parts are told of."""
     left: LeftByAll = field(default_factory=LeftByAll)
@@ -79,6 +81,17 @@ class Report:
             "invertible block: what is computed again in the backward pass has to be the same, operation by "
             "operation. Leave it uncompiled to be without this warning; to have compiled code, compile the function "
             "that calls the blocks, which then keeps all activations.",
+            InvFuncWarning,
+            stacklevel=2,
+        )
+
+    def as_it_is(self, tensor: torch.Tensor) -> None:
+        """Tell of a tensor that no block can make an argument of its own: from now on f is taken as it is."""
+        self.known.as_it_is = True
+        warnings.warn(
+            f"{self.block!r}: the function closes over a tensor of shape {list(tensor.shape)} that needs a gradient, "
+            "and gives it to a transform of torch.func (grad, vmap) as an argument. The block is right, but saves no "
+            "memory. To save it, pass the tensor to the block as an argument.",
             InvFuncWarning,
             stacklevel=2,
         )

@@ -10,7 +10,7 @@ import torch
 
 from invfunc._functorch import level_of, version
 from invfunc.errors import ClosedOverError, ReplayError
-from invfunc.invertible.outside import SHARDED, Outside, State, depends, targets, wrote
+from invfunc.invertible.outside import SHARDED, Outside, State, bare, depends, targets, wrote
 from invfunc.invertible.recall import Other, Use, meant
 from invfunc.invertible.sight import OUTSIDE
 from invfunc.invertible.slots import Hooks
@@ -25,6 +25,11 @@ class Closure:
     tensors: tuple[torch.Tensor, ...] = ()
     written: Mapping[int, torch.Tensor | None] = field(default_factory=dict)
     """Which of them it writes, with what they held before, where that matters; an argument is copied first."""
+
+    constants: tuple[torch.Tensor, ...] = ()
+    """What needs no gradient, and is given to transforms of torch.func that the function uses itself."""
+    wrapped: torch.Tensor | None = None
+    """What does need one and is given to them; it cannot be made an argument."""
 
     def arguments(self) -> list[torch.Tensor]:
         """The arguments that stand for the tensors: views, as a statistic that records f sees how they are made."""
@@ -45,10 +50,11 @@ class Surroundings:
 
     Args:
         closure: what the function is known to close over.
+        closed: whether it is evaluated in a node.
     """
 
-    def __init__(self, closure: Closure) -> None:
-        self.closure = closure
+    def __init__(self, closure: Closure, closed: bool) -> None:
+        self.closure, self._closed = closure, closed
         self._outside: dict[int, Outside] = {}
         self._order: dict[int, dict[int, tuple[Outside, State]]] = {}
         self._uses: list[tuple[Outside, Callable]] = []
@@ -73,6 +79,26 @@ class Surroundings:
             root.holder = lifts[lift].detach().clone()
             self._outside[id(root.holder)] = Outside(root.holder, root)
         return root.holder
+
+    def wrapped(self, tensor: torch.Tensor, above: int) -> torch.Tensor:
+        """The tensor that a transform which the function uses itself was given; itself for any other.
+
+        Its level is above those around the function. In a node these are not there: it is one that is known.
+        """
+        if id(tensor) in self._outside:
+            root = self.root(tensor)
+            return root.tensor if root.wrapped else tensor
+        source = bare(tensor, above)
+        if source is tensor or (self._closed and not self.constant(source)):
+            return tensor
+        self.rename(tensor, source)
+        self.root(source).wrapped = True
+        return source
+
+    def constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, or what it is a name of, is known to need no gradient."""
+        named = self._outside[id(tensor)].root.tensor if id(tensor) in self._outside else tensor
+        return any(named is known for known in self.closure.constants)
 
     def note(self, tensor: torch.Tensor, part: int, func: Callable) -> None:
         """Note that a call of a part uses a tensor."""
@@ -111,7 +137,10 @@ class Surroundings:
                 "torch.func, as a buffer does that is an argument there. Pass it to the block as an argument."
             )
         values = {i: o.first.value for i, o in enumerate(written, len(needed))}
-        return Closure((*needed, *(o.tensor for o in written)), values)
+        wrapped = [o.tensor for o in roots if o.wrapped]
+        constants = tuple(t for t in wrapped if not _has_gradient(t))
+        of_gradient = next((t for t in wrapped if _has_gradient(t)), None)
+        return Closure((*needed, *(o.tensor for o in written)), values, constants, of_gradient)
 
     @property
     def wrote(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, leaf_level, level_of, levels, storage_of, version
+from invfunc._functorch import innermost, leaf_level, level_of, levels, storage_of, unwrapped, version
 from invfunc._generators import state_of
 from invfunc._scripted import Scripted
 from invfunc._uncompiled import compiled_within, here
@@ -44,7 +44,7 @@ class Watch(Sight):
         origins: Origins | None = None,
     ) -> None:
         super().__init__(given, origins)
-        self._around = Surroundings(closure or Closure())
+        self._around = Surroundings(closure or Closure(), closed)
         self._lifted = bool(self._around.closure.tensors)
         self.closed = closed
         self._generators = generators
@@ -95,12 +95,13 @@ class Watch(Sight):
         if instead:
             args, kwargs = tree.map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
         used = [t for t in read if id(t) in instead or not self.knows(t)]
-        self._not_left(used)
+        used_here = [self._around.wrapped(t, self._above) if unwrapped(t) is not None else t for t in used]
+        self._not_left(used_here)
         outer = [t for t in (instead.get(id(t), t) for t in used) if not self.knows(t)]
         if self.closed:
             self._refuse(function, outer)
         reach = Reach(self._around, outer, function, args, kwargs)
-        for t in used:  # in the order in which it will be read again
+        for t in used_here:  # in the order in which it will be read again
             self._around.note(t, self.part, function.func)
         result = self._run(function, args, kwargs)
         self._written(reach.made(self.part, result, looks))
@@ -143,11 +144,19 @@ class Watch(Sight):
 
     def __enter__(self) -> Watch:
         self._entered = 0 if self._report.known.calls else here()
+        self._above = max((level for _, level in levels()), default=0)
         return super().__enter__()
 
     def closure(self) -> Closure:
         """What gradients may be asked for that the function was not given, and what it writes."""
-        return self._around.closed_over()
+        closure = self._around.closed_over()
+        if closure.wrapped is not None and self.wrote():
+            raise ReplayError(
+                f"the function gives a tensor of shape {list(closure.wrapped.shape)} that it closes over to a "
+                "transform of torch.func, so that it has to be evaluated in another way, but has written a state "
+                "before. Pass the tensor as an argument of the block."
+            )
+        return closure
 
     def _enter(self, result: Any, outer: Sequence[torch.Tensor] = ()) -> None:
         for t in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
@@ -158,7 +167,7 @@ class Watch(Sight):
                 self._around.rename(t, source)
 
     def _refuse(self, function: Function, outer: Iterable[torch.Tensor]) -> None:
-        for t in map(meant, outer):
+        for t in (meant(t) for t in outer if not self._around.constant(t)):
             named = self._around.root(t).tensor  # a view of a constant is of a transform that f uses itself
             if t.requires_grad or (level_of(t) is not None and level_of(named) is not None):
                 why = "needs a gradient" if t.requires_grad else "belongs to a transform of torch.func"
