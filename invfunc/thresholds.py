@@ -169,7 +169,7 @@ COPIED = 32
 ENTERED = 1_000
 """Entries of a container up to which it is looked through for the modules that a block holds."""
 
-# Checks of inverses (invertible/probe.py, invertible/recording.py)
+# Checks of inverses (invertible/probe.py, invertible/rounding.py, invertible/recording.py)
 
 PROBED, PROBED_SAVED = 64, 8
 """Entries up to which all of x, and of what autograd saves, are compared; of a larger tensor, so many."""

@@ -30,8 +30,8 @@ from invfunc.invertible.closing import closing_over
 from invfunc.invertible.containers import Containers
 from invfunc.invertible.hooks import hooked
 from invfunc.invertible.pair import Invertible
-from invfunc.invertible.probe import default_tolerance, relative_error
 from invfunc.invertible.report import Known, Report, unbatched, way
+from invfunc.invertible.rounding import default_tolerance, relative_error
 from invfunc.invertible.sparse import any_sparse, separate
 from invfunc.invertible.value import Value
 from invfunc.invertible.watch import Watch

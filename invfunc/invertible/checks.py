@@ -15,7 +15,7 @@ from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.call import Call
 from invfunc.invertible.chain import repeated
 from invfunc.invertible.pair import Invertible, as_pair
-from invfunc.invertible.probe import default_tolerance, relative_error
+from invfunc.invertible.rounding import default_tolerance, relative_error
 from invfunc.transform import told
 
 

@@ -22,9 +22,10 @@ from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
 from invfunc.invertible.like import Memory
 from invfunc.invertible.origins import Origins
-from invfunc.invertible.probe import Probe, finite, known_at_once, mean_size, near, rounded
+from invfunc.invertible.probe import Probe
 from invfunc.invertible.recording import Enough, Key, Recording, Saved, Tape
 from invfunc.invertible.report import CHANGES, OTHER
+from invfunc.invertible.rounding import finite, known_at_once, mean_size, near, rounded
 from invfunc.invertible.sight import OUTSIDE
 from invfunc.invertible.slots import Block, Held, fetch, metadata_of, release
 from invfunc.invertible.sparse import is_sparse

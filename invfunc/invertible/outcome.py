@@ -10,8 +10,9 @@ import torch
 from invfunc import tree
 from invfunc._functorch import innermost
 from invfunc.errors import ReplayError
-from invfunc.invertible.probe import Probe, largest
+from invfunc.invertible.probe import Probe
 from invfunc.invertible.report import CHANGES, HELPS, Report
+from invfunc.invertible.rounding import largest
 
 Means = list[tuple[float, float]]
 """The mean, and the mean of magnitudes, of the entries of each tensor of a result."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import batch_first, dispatched, innermost, is_zero, unwatched
-
-Error = float | torch.Tensor
-"""The distance of some entries from what they were, relative to their size; a tensor where a device has not told it."""
+from invfunc._functorch import batch_first, dispatched, is_zero, unwatched
+from invfunc.invertible.rounding import Error, known_at_once, largest, mean_size, precision
+from invfunc.invertible.sums import Sum
 
 
 class Probe:
@@ -51,8 +50,12 @@ class Probe:
             return [0.0] * len(tensors)
         faint = min(1.0, _ROUNDINGS * precision(t.dtype for t in tensors) ** 0.5)
         errors = _errors(self._then, self._entries(tensors), faint)
+        if not any(self._sums):
+            return errors
+        sizes = [_size(e) if s is None else s.size for e, s in zip(self._then, self._sums, strict=True)]
         return [
-            e if s is None else largest([e, s.error(t)]) for e, s, t in zip(errors, self._sums, tensors, strict=True)
+            e if s is None else largest([e, s.error(t, faint, sizes)])
+            for e, s, t in zip(errors, self._sums, tensors, strict=True)
         ]
 
     def hidden(self, tensors: Sequence[torch.Tensor]) -> Error:
@@ -71,53 +74,6 @@ class Probe:
     def _entries(self, tensors: Sequence[torch.Tensor]) -> list[_Entries | None]:
         with unwatched():
             return [None if i in self._without else _entries(t, self._most, self._turn) for i, t in enumerate(tensors)]
-
-
-class Sum(NamedTuple):
-    """The sum of all entries of a tensor, and their size: the root of the sum of squares."""
-
-    dtype: torch.dtype
-    sum: Any
-    size: Any
-    """Both are numbers, or tensors where these are not known at once."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, seen: int) -> Sum | None:
-        """That of a tensor of which some entries are seen; None where these are all."""
-        tensor = batch_first(tensor)
-        if tensor.numel() <= seen:
-            return None
-        with unwatched(), torch.no_grad():
-            total, size = _sum(tensor), 1.0
-            if tensor.is_floating_point() or tensor.is_complex():
-                size = torch.linalg.vector_norm(tensor, dtype=_wide(tensor))
-                size = size.item() if known_at_once(tensor.device) else size
-            return cls(tensor.dtype, total, size)
-
-    def error(self, tensor: torch.Tensor) -> Error:
-        """The distance of the sum of another tensor, beyond what rounds the sum itself, relative to the size."""
-        tensor = batch_first(tensor)
-        if tensor.dtype != self.dtype or known_at_once(tensor.device) == isinstance(self.sum, torch.Tensor):
-            return 0.0
-        with unwatched(), torch.no_grad():
-            other, rounds = _sum(tensor), 4 * precision([_wide(tensor) or tensor.dtype])
-        beyond = abs(other - self.sum) - rounds * abs(self.sum)
-        if isinstance(beyond, torch.Tensor):
-            size = torch.as_tensor(self.size)
-            return torch.where(size.isfinite() & ~(beyond <= 0), beyond / size, 0.0).nan_to_num(math.inf, math.inf)
-        if beyond <= 0 or not math.isfinite(self.size):
-            return 0.0
-        return beyond / self.size if math.isfinite(beyond) and self.size else math.inf
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype | None:
-    """What entries are added in, where that is not their own dtype."""
-    return torch.float32 if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else None
-
-
-def _sum(tensor: torch.Tensor) -> Any:
-    total = tensor.sum(dtype=_wide(tensor))
-    return total.item() if known_at_once(tensor.device) else total
 
 
 _Entries = tuple[torch.Size, "list[float] | torch.Tensor"]
@@ -182,58 +138,6 @@ def _spread(shape: torch.Size, places: Sequence[int]) -> float:
     return spread
 
 
-def largest(errors: Sequence[Error]) -> Error:
-    """The largest of some errors."""
-    there = [e for e in errors if isinstance(e, torch.Tensor)]
-    if not there:
-        return max(errors, default=0.0)
-    return torch.stack([torch.as_tensor(e, device=there[0].device) for e in errors]).max()
-
-
-def finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all entries of some tensors are finite."""
-    return all(bool(innermost(t).isfinite().all()) for t in tensors)
-
-
-def summed_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Whether the sums of some tensors are finite, on a device that is not waited for; sums that overflow are not."""
-    sums = [innermost(t).sum(dtype=torch.float32).isfinite().to(device) for t in tensors if t.is_floating_point()]
-    return torch.stack([torch.ones((), dtype=torch.bool, device=device), *sums]).all()
-
-
-def mean_size(tensor: torch.Tensor) -> float:
-    """The root of the mean square of the entries that are numbers."""
-    wide = tensor.abs().double()
-    return math.sqrt(torch.where(wide.isfinite(), wide, 0).square().mean().item()) if tensor.numel() else 0.0
-
-
-def rounded(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """The tensors, each of whose entries is moved by some roundings to either side."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def moved(t: torch.Tensor) -> torch.Tensor:
-        sign = torch.randint(0, 2, t.shape, generator=generator).to(t.device) * 2 - 1
-        return t + (t * (ROUNDED * torch.finfo(t.dtype).eps * sign)).to(t.dtype)
-
-    return [moved(t.detach()) if t.is_floating_point() or t.is_complex() else t for t in tensors]
-
-
-def near(error: float, moved: float) -> bool:
-    """Whether an error is as that by which another rounding moves a number."""
-    return error <= _NEAR * moved
-
-
-_NEAR = 8.0
-"""How many times farther one rounding may move it than another."""
-ROUNDED = 4.0
-"""How many roundings a value is moved by."""
-
-
-def known_at_once(device: torch.device) -> bool:
-    """Whether reading a number does not make anybody wait."""
-    return device.type in thresholds.AT_ONCE
-
-
 def _errors(then: Sequence[_Entries | None], now: Sequence[_Entries | None], faint: float) -> list[Error]:
     """The errors of tensors; what is that faint beside all of them may be nothing but rounding, as the log-determinant
     of rotations is, and is measured by them."""
@@ -263,6 +167,13 @@ def _error(was: _Entries | None, came: _Entries | None, kept: Sequence[Any], fai
 
 _ROUNDINGS = 16.0
 """How many roundings of all tensors an error of a faint one may be."""
+
+
+def _size(entries: _Entries | None) -> Any:
+    if entries is None:
+        return 0.0
+    there = entries[1]
+    return _apart(there, there)[1] if isinstance(there, list) else _apart_on_device(there, there)[1]
 
 
 def _apart(then: list, now: list) -> tuple[float, float]:
@@ -299,21 +210,3 @@ def _hidden(then: Any, now: Any) -> Error:
 
 _ORDINARY = 16.0
 """How many times the median of all sizes an entry may have that does not hide others."""
-
-
-def precision(dtypes: Iterable[torch.dtype]) -> float:
-    """The precision of the coarsest dtype; 0 where all are whole numbers."""
-    return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0)
-
-
-def default_tolerance(x: torch.Tensor) -> float:
-    """The error of an inverse that is taken for rounding, relative to the largest entry."""
-    return precision([x.dtype]) ** 0.5
-
-
-def relative_error(came: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference, relative to the largest entry of what was wanted; over all entries of any vmap."""
-    wide = torch.complex128 if wanted.is_complex() else torch.float64
-    came, wanted = came.to(wide), wanted.to(wide)
-    error, size = innermost((came - wanted).abs()), innermost(wanted.abs())
-    return error.max().item() / (size.max().item() or 1.0) if size.numel() else 0.0

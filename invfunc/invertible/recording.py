@@ -14,8 +14,9 @@ from invfunc._functorch import pointer, version
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.invertible.origins import Following, Origins, Place
 from invfunc.invertible.outside import SHARDED
-from invfunc.invertible.probe import Error, Probe
+from invfunc.invertible.probe import Probe
 from invfunc.invertible.report import CHANGES
+from invfunc.invertible.rounding import Error
 from invfunc.invertible.sight import OUTSIDE, Parts
 
 

@@ -14,7 +14,7 @@ from invfunc._functorch import after_backward, backward_pass, levels
 from invfunc.errors import ArgumentError, InexactWarning, InverseError, InvFuncError, InvFuncWarning, ReplayError
 from invfunc.invertible.attributes import Attributes
 from invfunc.invertible.left import LeftByAll
-from invfunc.invertible.probe import ROUNDED, Error, near, precision
+from invfunc.invertible.rounding import ROUNDED, Error, near, precision
 from invfunc.transform import told
 
 

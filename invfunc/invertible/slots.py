@@ -23,8 +23,9 @@ import torch
 
 from invfunc._functorch import saving_hooks, version
 from invfunc.errors import ModifiedError
-from invfunc.invertible.probe import Error, Probe, finite, largest, summed_finite
+from invfunc.invertible.probe import Probe
 from invfunc.invertible.report import Evidence, Report
+from invfunc.invertible.rounding import Error, finite, largest, summed_finite
 
 
 class Slot:

@@ -19,6 +19,7 @@ from invfunc import (
     affine_coupling,
     invertible_checkpoint,
     momentum,
+    thresholds,
     tree,
 )
 from invfunc.invertible import probe
@@ -397,8 +398,7 @@ class TestOnADevice:
 
     @pytest.fixture(autouse=True)
     def unknown(self, monkeypatch):
-        monkeypatch.setattr(probe, "known_at_once", lambda device: False)
-        monkeypatch.setattr("invfunc.invertible.hooks.known_at_once", lambda device: False)
+        monkeypatch.setattr(thresholds, "AT_ONCE", ())
 
     @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
     def test_wrong_inverses_are_told_of_in_the_end(self, run):
@@ -415,6 +415,25 @@ class TestOnADevice:
         assert not warned(lambda: backward(*blocks, x=x))
         pair = affine_coupling(lambda b: (b, b), lambda a: (a, a), split_dim=0)
         assert not warned(lambda: backward(invertible_checkpoint(pair), x=torch.zeros(4, 3)))
+
+    def test_zeros_beside_numbers(self):
+        zeros_beside_numbers()
+
+
+def zeros_beside_numbers():
+    """A state that begins at zeros, whose sum has no size of its own, comes back with roundings of the other one."""
+    step = invertible_checkpoint(momentum(lambda b, w: torch.tanh(b @ w)))
+    for dtype in (torch.float32, torch.float64):
+        x = Numbers()(64, 8).to(dtype)
+        weights = [(0.3 * Numbers(i)(8, 8).to(dtype)).requires_grad_() for i in range(4)]
+        state = x * 1, torch.zeros_like(x)
+        for w in weights:
+            state = step(state, w)
+        assert not warned(state[0].square().sum().backward)
+
+
+def test_zeros_beside_numbers():
+    zeros_beside_numbers()
 
 
 @pytest.mark.parametrize("layout", [lambda t: t, lambda t: t.mT, lambda t: t[:, ::2], lambda t: t[:, :1].expand(8, 5)])
