@@ -1,5 +1,6 @@
 """An x that does not come back is told of, with the cause; honest nets are not."""
 
+import itertools
 import random
 import warnings
 
@@ -177,7 +178,7 @@ class TestChanges:
 
     def test_of_masks_and_indices_that_are_saved(self):
         """Beside a number that f reads from x, after which no numbers are compared."""
-        shares = iter((0.8, 0.2))
+        shares = itertools.cycle((0.8, 0.2))
 
         def masked(x):
             scale = x.abs().max().item()
