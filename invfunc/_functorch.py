@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -111,15 +111,13 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def batch_first(x: torch.Tensor) -> torch.Tensor:
-    """x without its vmaps: their batch dimensions come in front, that of the innermost vmap last."""
-    x = x.detach()
-    if not _C.is_functorch_wrapped_tensor(x):
-        return x
+    """x without its wrappers; the batch dimensions of vmaps come in front, that of the innermost last."""
     axes = list(range(x.dim()))
     while _C.is_functorch_wrapped_tensor(x):
         if _C.is_batchedtensor(x):
             axes.insert(_C.maybe_get_bdim(x), min([0, *axes]) - 1)
         x = _C.get_unwrapped(x)
+    x = x.detach()
     return x if axes == sorted(axes) else x.permute(sorted(range(x.dim()), key=axes.__getitem__))
 
 
@@ -156,14 +154,14 @@ def function_of(node: Any) -> type | None:
     return getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
 
 
-def dual(x: torch.Tensor) -> bool:
-    """Whether a tensor, or what it wraps, carries a tangent of torch.autograd.forward_ad."""
-    inner: torch.Tensor | None = x if forward_ad._current_level >= 0 else None
-    while inner is not None:
-        with _below(level_of(inner) or 0):
-            if not _C.is_batchedtensor(inner) and forward_ad.unpack_dual(inner).tangent is not None:
+def dual(*tensors: torch.Tensor) -> bool:
+    """Whether one of some tensors, or of what they wrap, carries a tangent of torch.autograd.forward_ad."""
+    waiting = list(tensors) if forward_ad._current_level >= 0 else []
+    for x in waiting:  # which grows by what each wraps
+        with _below(level_of(x) or 0):
+            if not _C.is_batchedtensor(x) and forward_ad.unpack_dual(x).tangent is not None:
                 return True
-            inner = unwrapped(inner)
+            waiting += [] if (inner := unwrapped(x)) is None else [inner]
     return False
 
 
@@ -248,7 +246,7 @@ def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
 
         def at_the_level(change: Callable, x: torch.Tensor) -> torch.Tensor:
             x, layers = peel(x)
-            with _below(level):
+            with _below(level) if _C.maybe_current_level() != level else nullcontext():
                 x = change(unwrap(x))
             return put_back(x, layers)
 
@@ -277,9 +275,10 @@ def version(x: torch.Tensor) -> int:
 def pointer(x: torch.Tensor) -> int:
     """Where a tensor begins in memory; 0 for one without, such as a FakeTensor or the zeros of a jvp."""
     plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
-    with suppress(RuntimeError):
+    try:
         return x.data_ptr() if plain or x.untyped_storage().device.type != "meta" else 0
-    return 0
+    except RuntimeError:
+        return 0
 
 
 def storage_of(x: torch.Tensor) -> int:

@@ -35,8 +35,16 @@ def parametrized_anew() -> AbstractContextManager:
 def keeping(before: Weights | None) -> AbstractContextManager:
     """A context in which these weights are kept, and what a function computes is kept no longer than it lasts."""
     if before is None and not parametrize._cache_enabled:
-        return nullcontext()
+        return _AS_IT_IS
     return _with(before is not None, _Own(before or {}))
+
+
+def keeping_own() -> AbstractContextManager:
+    """A context in which what a function computes is kept no longer than it lasts."""
+    return keeping(weights()) if parametrize._cache_enabled else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 @contextmanager

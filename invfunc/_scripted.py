@@ -37,12 +37,13 @@ class Interpreted:
         for kind in _KINDS:
             if getattr(kind.__dict__["__call__"], "__module__", None) != __name__:
                 _install(kind)
-        jit: Any = torch.jit
-        self._plain = jit.optimized_execution(False)
-        self._plain.__enter__()
+        jit: Any = torch
+        self._optimised = jit._C._get_graph_executor_optimize()
+        jit._C._set_graph_executor_optimize(False)
 
     def __exit__(self, *error: Any) -> None:
-        self._plain.__exit__(None, None, None)
+        jit: Any = torch
+        jit._C._set_graph_executor_optimize(self._optimised)
 
 
 _lock = threading.Lock()

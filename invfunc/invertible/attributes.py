@@ -90,12 +90,14 @@ class Attributes:
     def everything(self) -> list[tuple[Site, str, Any, Any]]:
         """All values, as long as the function is evaluated again."""
         found = [(site, name, value, _copy(value)) for site in self._sites for name, value in _items(site)]
-        _again.whole = [*_whole(), {id(value): content for *_, value, content in found if type(value) is list}]
+        if found:
+            _again.whole = [*_whole(), {id(value): content for *_, value, content in found if type(value) is list}]
         return found
 
     def restore(self, everything: list[tuple[Site, str, Any, Any]]) -> None:
         """All that was there is there again."""
-        _again.whole = _whole()[:-1]
+        if everything:
+            _again.whole = _whole()[:-1]
         for site, name, value, content in everything:
             if site.get(name, _MISSING) is not value:
                 site[name] = value

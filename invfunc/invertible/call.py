@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from invfunc import tree
 from invfunc._functorch import saving_hooks, under, unwatched, version
 from invfunc._generators import set_states
-from invfunc._parametrized import keeping, weights
+from invfunc._parametrized import keeping_own
 from invfunc._scripted import Interpreted
 from invfunc._uncompiled import Uncompiled
 from invfunc.errors import InverseError, InvFuncError, ReplayError
@@ -102,7 +102,7 @@ class Call:
             with watch.within(index):
                 result = evaluated(watch, evaluate, index, fn, args, kwargs)
             with unwatched():
-                self.moments.append(Moment(fn, like, before, self._moment(tensors).shared_with(before)))
+                self.moments.append(Moment(fn, like, before, before.later()))
             return result
 
         self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, self.origins)
@@ -155,8 +155,8 @@ class Call:
         rest, lifts = self._own(rest)
         x, (args, kwargs) = self._x.join(xs), self._rest.join(rest)
         shared = Evaluations(evaluate).of(self.pair.shared)
-        lifting, filled = sight.lifting(lifts) if lifts else nullcontext(), self._containers.follow((x, args, kwargs))
-        with Uncompiled(), Interpreted(), keeping(weights()), lifting, filled:
+        filled = self._containers.follow((x, *args, *kwargs.values()))
+        with Uncompiled(), Interpreted(), keeping_own(), sight.lifting(lifts), filled:
             y = self.pair.forward(*shared, x, *args, **kwargs)
         self.pair.apart(y)
         return y

@@ -257,7 +257,7 @@ class Checkpointed(Value):
             raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {len(xs)} of them.")
         tolerance = _tolerance(self.check, xs)
         report = Report(self, way(self.check), tolerance, self._known)
-        given = Containers((x, args, kwargs))
+        given = Containers((x, *args, *kwargs.values()))
         made = partial(Call, self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, report, given)
         call = made()
         if in_node:
@@ -286,7 +286,7 @@ class Checkpointed(Value):
 
 def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:
     """Whether there is memory to save: somebody may go backwards, and nobody goes forwards."""
-    if not torch.is_grad_enabled() or kinds - {"grad", "vmap"} or any(dual(t) for t in tensors):
+    if not torch.is_grad_enabled() or kinds - {"grad", "vmap"} or dual(*tensors):
         return False
     if under(Watch, lambda watch: watch.closed):  # a node, which we are in, has a graph, and none of our own
         return False

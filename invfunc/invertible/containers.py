@@ -4,43 +4,60 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any
+
+import torch
 
 _LISTS = (list, deque)
 
 
 class Containers:
-    """The containers in a tree that a function is given copies of.
+    """The containers among some arguments that a function is given copies of.
 
     Args:
-        tree: as the caller has it; its structure is that of its copies.
+        arguments: as the caller has them; their structure is that of the copies.
     """
 
-    def __init__(self, tree: Any = None) -> None:
-        self._tree = tree
+    def __init__(self, arguments: tuple = ()) -> None:
+        self._arguments = arguments if _holds(arguments) else ()
+
+    def follow(self, copies: tuple) -> AbstractContextManager:
+        """A context after which what was changed in the first copies is changed in the caller's containers too."""
+        return self._following(list(_nodes(self._arguments, copies))) if self._arguments else nullcontext()
 
     @contextmanager
-    def follow(self, copy: Any) -> Iterator[None]:
-        """A context after which what was changed in the first copy is changed in the caller's containers too."""
-        pairs = list(_pairs(self._tree, copy))
-        before = [(a, b, then) for a, b in pairs if a is not b and (then := _content(b)) is not None]
+    def _following(self, nodes: list[_Node]) -> Iterator[None]:
         yield
-        known = {id(b): a for a, b in pairs}
-        for a, b, then in before:
-            if not _same(then, now := _content(b) or {}):
+        known = {id(b): a for a, b, _, _ in nodes}
+        known |= {id(then[key]): of_a[key] for _, _, of_a, then in nodes for key in then.keys() & of_a.keys()}
+        for a, b, _, then in nodes:
+            if not isinstance(b, tuple) and not _same(then, now := _content(b) or {}):
                 _fill(a, {key: known.get(id(value), value) for key, value in now.items()})
-        self._tree = None
+        self._arguments = ()
 
 
-def _pairs(a: Any, b: Any) -> Iterator[tuple[Any, Any]]:
-    """What is the same thing in a tree and in its copy."""
-    yield a, b
-    if a is not b:
-        of_a, of_b = (_content(value) or dict(enumerate(value if isinstance(value, tuple) else ())) for value in (a, b))
+_Node = tuple[Any, Any, dict[Any, Any], dict[Any, Any]]
+"""A container or a tuple, its copy, and what is in both."""
+
+
+def _holds(value: Any) -> bool:
+    """Whether there is a container in it that can be changed."""
+    if isinstance(value, tuple):
+        return any(map(_holds, value))
+    return not isinstance(value, torch.Tensor) and _content(value) is not None
+
+
+def _nodes(a: Any, b: Any) -> Iterator[_Node]:
+    """What is the same container in a tree and in its copy."""
+    if a is b or isinstance(a, torch.Tensor):
+        return
+    of_a, of_b = (dict(enumerate(v)) if isinstance(v, tuple) else _content(v) for v in (a, b))
+    if of_a is not None and of_b is not None:
+        yield a, b, of_a, of_b
         for key in of_a.keys() & of_b.keys():
-            yield from _pairs(of_a[key], of_b[key])
+            yield from _nodes(of_a[key], of_b[key])
 
 
 def _content(value: Any) -> dict[Any, Any] | None:

@@ -132,7 +132,7 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
             constant = _among([t for i, t in enumerate(rest, n_xs) if i not in wanted])
             graphs: dict[int, _Graph] = {}
             values: dict[int, tuple[list[torch.Tensor], tree.Form]] = {}
-            zeros: dict[int, list[torch.Tensor]] = {}
+            zeros: dict[int, list[torch.Tensor | None]] = {}
 
             def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 inputs, form = tree.separate((args, kwargs))
@@ -142,7 +142,7 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
                 graphs[index] = [*map(edge, inputs)], [*map(edge, outputs)]
                 values[index] = [leave(t) for t in outputs], form
                 with unwatched():
-                    zeros[index] = [leave(t).new_zeros(()) for t in inputs]
+                    zeros[index] = [leave(t).new_zeros(()) if vmaps_of(t) else None for t in inputs]
                 return form.join(values[index][0])
 
             xs = [leave(x) for x in run.inverse(sources, rest, evaluate)]
@@ -228,9 +228,9 @@ def differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _for_each(tensor: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+def _for_each(tensor: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
     """The tensor for every entry of the vmaps of a zero; x may be one for all where the inverse gives one for each."""
-    return tensor if vmaps_of(tensor) >= vmaps_of(zero) else tensor + zero
+    return tensor if zero is None or vmaps_of(tensor) >= vmaps_of(zero) else tensor + zero
 
 
 def _among(tensors: Tensors) -> Callable[[torch.Tensor], bool]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import batch_first, dispatched, is_zero, unwatched
+from invfunc._functorch import batch_first, dispatched, is_zero, plainly, transforming, unwatched
 from invfunc.invertible.rounding import Error, known_at_once, largest, mean_size, precision
 from invfunc.invertible.sums import Sum
 
@@ -35,62 +36,88 @@ class Probe:
         sums: bool = False,
     ) -> None:
         self._most = max(8, (most or thresholds.PROBED) // max(1, len(tensors)))
-        self._without = without
+        self._without, self._sums = without, sums
         self._turn = next(_TURNS)
-        self._then = [] if dispatched() else self._entries(tensors)
-        self._sums: list[Sum | None] = [None] * len(tensors)
-        if sums and self._then:
-            self._sums = [
-                None if e is None else Sum.of(t, self._most) for t, e in zip(tensors, self._then, strict=True)
-            ]
+        self._then = self._look(tensors, sized=True)
+
+    def _look(self, tensors: Sequence[torch.Tensor], sized: bool) -> list[Look | None]:
+        if dispatched():
+            return [None] * len(tensors)
+        how = self._most, self._turn, self._sums, sized
+        with unwatched(), torch.no_grad(), plainly() if transforming() else nullcontext():
+            return [None if i in self._without else _look(t, *how) for i, t in enumerate(tensors)]
+
+    def compare(self, tensors: Sequence[torch.Tensor]) -> Comparison:
+        """The tensors beside those that there were."""
+        faint = min(1.0, _ROUNDINGS * precision(t.dtype for t in tensors) ** 0.5)
+        return Comparison(self._then, self._look(tensors, sized=False), faint)
 
     def errors(self, tensors: Sequence[torch.Tensor]) -> list[Error]:
         """How far the tensors are from those that there were; 0 where nothing can be said."""
-        if not self._then or dispatched():
-            return [0.0] * len(tensors)
-        faint = min(1.0, _ROUNDINGS * precision(t.dtype for t in tensors) ** 0.5)
-        errors = _errors(self._then, self._entries(tensors), faint)
-        if not any(self._sums):
-            return errors
-        sizes = [_size(e) if s is None else s.size for e, s in zip(self._then, self._sums, strict=True)]
-        return [
-            e if s is None else largest([e, s.error(t, faint, sizes)])
-            for e, s, t in zip(errors, self._sums, tensors, strict=True)
-        ]
-
-    def hidden(self, tensors: Sequence[torch.Tensor]) -> Error:
-        """How far the entries of ordinary size are from what they were, where a few are so large that they hide it."""
-        if not self._then or dispatched():
-            return 0.0
-        pairs = zip(self._then, self._entries(tensors), strict=True)
-        both = [(a[1], b[1]) for a, b in pairs if a is not None and b is not None and a[0] == b[0]]
-        return largest([_hidden(a, b) for a, b in both if isinstance(a, list) == isinstance(b, list)])
+        return self.compare(tensors).errors()
 
     def size(self) -> float:
         """The mean size of the entries, which errors are relative to."""
-        numbers = [a for entries in self._then if entries for a in torch.as_tensor(entries[1]).tolist()]
+        numbers = [a for look in self._then if look for a in torch.as_tensor(look.entries).tolist()]
         return mean_size(torch.tensor(numbers, dtype=torch.float64)) or 1.0
 
-    def _entries(self, tensors: Sequence[torch.Tensor]) -> list[_Entries | None]:
-        with unwatched():
-            return [None if i in self._without else _entries(t, self._most, self._turn) for i, t in enumerate(tensors)]
+
+class Look(NamedTuple):
+    """What is seen of a tensor."""
+
+    shape: torch.Size
+    entries: Any
+    """Some of them: a list of numbers, or where these are not known yet another tensor."""
+    sum: Sum | None
+    """That of all, where it is asked for and these are not all."""
 
 
-_Entries = tuple[torch.Size, "list[float] | torch.Tensor"]
-"""The shape of a tensor, and some of its entries: numbers, or where these are not known yet another tensor."""
+class Comparison:
+    """What is seen of tensors, beside what was seen of others.
+
+    What is `faint` beside all of them may be nothing but rounding, as the log-determinant of rotations is, and is
+    measured by them.
+    """
+
+    def __init__(self, then: Sequence[Look | None], now: Sequence[Look | None], faint: float) -> None:
+        self._kept = [look for look in then if look is not None]
+        self._pairs = [_pair(was, came) for was, came in zip(then, now, strict=True)]
+        self._faint = faint
+
+    def errors(self) -> list[Error]:
+        """How far each tensor is from the other; 0 where nothing can be said."""
+        return [0.0 if pair is None else self._error(*pair) for pair in self._pairs]
+
+    def _error(self, was: Look, came: Look) -> Error:
+        error = _error(was.entries, came.entries, [look.entries for look in self._kept], self._faint)
+        if was.sum is None or came.sum is None:
+            return error
+        sizes = [_size(look.entries) if look.sum is None else look.sum.size for look in self._kept]
+        return largest([error, was.sum.error(came.sum, self._faint, sizes)])
+
+    def hidden(self) -> Error:
+        """How far the entries of ordinary size are from what they were, where a few are so large that they hide it."""
+        return largest([_hidden(was.entries, came.entries) for was, came in filter(None, self._pairs)])
+
+
+def _pair(was: Look | None, came: Look | None) -> tuple[Look, Look] | None:
+    if was is None or came is None or was.shape != came.shape:
+        return None
+    return (was, came) if isinstance(was.entries, list) == isinstance(came.entries, list) else None
 
 
 _TURNS = itertools.count()
 """Each probe looks at other places than the one before."""
 
 
-def _entries(tensor: torch.Tensor, most: int, turn: int) -> _Entries | None:
+def _look(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized: bool) -> Look | None:
+    """What is seen of a tensor; None if nothing can be said of it."""
     tensor = batch_first(tensor)
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    shape = tensor.shape
+    shape, at_once = tensor.shape, known_at_once(tensor.device)
     count, step, left = _places(shape, most)
-    if count == 0 or tensor.is_quantized or is_zero(tensor):
+    if count == 0 or tensor.is_quantized or is_zero(tensor) or (not at_once and _capturing(tensor.device)):
         return None
     start = turn * _FAR % left
     if tensor.is_contiguous():
@@ -99,11 +126,10 @@ def _entries(tensor: torch.Tensor, most: int, turn: int) -> _Entries | None:
         part = tensor[torch.unravel_index(torch.arange(count, device=tensor.device) * step + start, shape)]
     if part.is_complex():
         part = torch.view_as_real(part.resolve_conj()).flatten()
-    if known_at_once(tensor.device):
-        return shape, part.tolist()
-    if _capturing(tensor.device):
-        return None
-    return shape, part.to(torch.float32 if part.dtype.itemsize < 4 else part.dtype, copy=True)
+    total = Sum.of(tensor, sized) if sums and shape.numel() > most else None
+    if at_once:
+        return Look(shape, part.tolist(), total)
+    return Look(shape, part.to(torch.float32 if part.dtype.itemsize < 4 else part.dtype, copy=True), total)
 
 
 def _capturing(device: torch.device) -> bool:
@@ -138,42 +164,31 @@ def _spread(shape: torch.Size, places: Sequence[int]) -> float:
     return spread
 
 
-def _errors(then: Sequence[_Entries | None], now: Sequence[_Entries | None], faint: float) -> list[Error]:
-    """The errors of tensors; what is that faint beside all of them may be nothing but rounding, as the log-determinant
-    of rotations is, and is measured by them."""
-    kept = [entries[1] for entries in then if entries is not None]
-    return [_error(was, came, kept, faint) for was, came in zip(then, now, strict=True)]
-
-
-def _error(was: _Entries | None, came: _Entries | None, kept: Sequence[Any], faint: float) -> Error:
-    """The error of one tensor, of which there were some entries beside all that were `kept`."""
-    if was is None or came is None or was[0] != came[0]:
-        return 0.0
-    a, b = was[1], came[1]
-    if isinstance(a, list) and isinstance(b, list):
-        if a == b:
-            return 0.0
-        distance, size = _apart(a, b)
-        whole = sum(_apart(entries, entries)[1] for entries in kept if isinstance(entries, list))
-        return distance / (max(size, faint * whole) or whole or 1.0)
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        distance, size = _apart_on_device(a, b)
-        there = [entries for entries in kept if isinstance(entries, torch.Tensor) and entries.device == a.device]
-        whole = torch.stack([_apart_on_device(entries, entries)[1] for entries in there]).sum()
+def _error(then: Any, now: Any, kept: Sequence[Any], faint: float) -> Error:
+    """The error of some entries, beside all that were `kept`."""
+    if isinstance(then, torch.Tensor):
+        distance, size = _apart_on_device(then, now)
+        there = [entries for entries in kept if isinstance(entries, torch.Tensor) and entries.device == then.device]
+        whole = torch.stack(list(map(_size, there))).sum()
         size = torch.maximum(size, faint * whole)
         return torch.where(distance == 0, 0.0, distance / torch.where(size > 0, size, 1.0))
-    return 0.0
+    if then == now:
+        return 0.0
+    distance, size = _apart(then, now)
+    whole = sum(_size(entries) for entries in kept if isinstance(entries, list))
+    return distance / (max(size, faint * whole) or whole or 1.0)
 
 
 _ROUNDINGS = 16.0
 """How many roundings of all tensors an error of a faint one may be."""
 
 
-def _size(entries: _Entries | None) -> Any:
-    if entries is None:
-        return 0.0
-    there = entries[1]
-    return _apart(there, there)[1] if isinstance(there, list) else _apart_on_device(there, there)[1]
+def _size(entries: Any) -> Any:
+    """The root of the sum of squares of entries that are finite."""
+    if isinstance(entries, torch.Tensor):
+        return _apart_on_device(entries, entries)[1]
+    size = math.hypot(*entries)
+    return size if math.isfinite(size) else math.hypot(*filter(math.isfinite, entries))
 
 
 def _apart(then: list, now: list) -> tuple[float, float]:
@@ -194,8 +209,8 @@ def _apart_on_device(then: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tenso
 
 def _hidden(then: Any, now: Any) -> Error:
     if not isinstance(then, torch.Tensor):
-        sizes = [abs(a) for a in then]
-        ranked = sorted(size for size in sizes if 0 < size < math.inf)
+        sizes = list(map(abs, then))
+        ranked = sorted(filter(math.isfinite, filter(None, sizes)))
         if not ranked or max(sizes) <= (most := _ORDINARY * ranked[(len(ranked) - 1) // 2]):
             return 0.0
         ordinary = [(a, b) for a, b, size in zip(then, now, sizes, strict=True) if size <= most and math.isfinite(b)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._parametrized import keeping, weights
+from invfunc._parametrized import keeping_own
 from invfunc.invertible.like import Like
 from invfunc.invertible.replay import Replay
 from invfunc.invertible.sight import Sight
@@ -59,5 +59,5 @@ def evaluated(sight: Sight, evaluate: Evaluate | None, index: int, fn: Callable,
     """A shared function, of which what it closes over is an argument too."""
     if sight.lifts:
         fn, args = partial(sight.lifted, fn), (sight.lifts, *args)
-    with keeping(weights()):
+    with keeping_own():
         return fn(*args, **kwargs) if evaluate is None else evaluate(index, fn, args, kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,14 +23,23 @@ class Parts:
 
     part = OUTSIDE
 
-    @contextmanager
-    def within(self, part: int) -> Iterator[None]:
+    def within(self, part: int) -> _Within:
         """A context in which a part is evaluated."""
-        outer, self.part = self.part, part
-        try:
-            yield
-        finally:
-            self.part = outer
+        return _Within(self, part)
+
+
+class _Within:
+    def __init__(self, parts: Parts, part: int) -> None:
+        self._parts, self._part = parts, part
+
+    def __enter__(self) -> None:
+        self._outer, self._parts.part = self._parts.part, self._part
+
+    def __exit__(self, *error: Any) -> None:
+        self._parts.part = self._outer
+
+
+_AS_IT_IS = nullcontext()
 
 
 class Sight(Parts, Watcher, Listener):
@@ -95,9 +104,12 @@ class Sight(Parts, Watcher, Listener):
         made = [found() for found in self._inside.values()]
         return [t for t in made if t is not None and id(t) not in known]
 
+    def lifting(self, lifts: Sequence[torch.Tensor]) -> AbstractContextManager:
+        """A context in which these arguments, if there are any, stand for what is closed over."""
+        return self._lifting(lifts) if lifts else _AS_IT_IS
+
     @contextmanager
-    def lifting(self, lifts: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context in which these arguments stand for what is closed over."""
+    def _lifting(self, lifts: Sequence[torch.Tensor]) -> Iterator[None]:
         outer, self.lifts = self.lifts, lifts
         for t in lifts:
             self.know(t)

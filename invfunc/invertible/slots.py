@@ -215,7 +215,8 @@ class Block(ABC):
             tell()
 
     def _compared(self, probe: Probe, xs: Sequence[torch.Tensor]) -> tuple[Error, Callable[[], None] | None]:
-        errors = probe.errors(xs)
+        comparison = probe.compare(xs)
+        errors = comparison.errors()
         error = largest(errors)
         if isinstance(error, torch.Tensor):
             found = [t for slot in self.sources if (t := slot.find()) is not None]
@@ -226,7 +227,7 @@ class Block(ABC):
         before = largest([slot.error for slot in self._ys])
         dtypes = [x.dtype for x in xs]
         tell = self.report.compared(which, error, before, dtypes, self.dtypes, lambda: self._evidence(xs))
-        return error, tell or self.report.hidden(probe.hidden(xs), dtypes)
+        return error, tell or self.report.hidden(comparison.hidden(), dtypes)
 
     def _evidence(self, xs: Sequence[torch.Tensor]) -> Evidence:
         """What both functions give for y and for an x that did not come back."""

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from invfunc._functorch import batch_first, unwatched
 from invfunc.invertible.rounding import Error, known_at_once, precision
 
 
@@ -21,27 +20,22 @@ class Sum(NamedTuple):
     """Both are numbers, or tensors where these are not known at once."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, seen: int) -> Sum | None:
-        """That of a tensor of which some entries are seen; None where these are all."""
-        tensor = batch_first(tensor)
-        if tensor.numel() <= seen:
-            return None
-        with unwatched(), torch.no_grad():
-            total, size = _sum(tensor), 1.0
-            if tensor.is_floating_point() or tensor.is_complex():
-                size = torch.linalg.vector_norm(tensor, dtype=_wide(tensor))
-                size = size.item() if known_at_once(tensor.device) else size
-            return cls(tensor.dtype, total, size)
+    def of(cls, tensor: torch.Tensor, sized: bool) -> Sum:
+        """That of a plain tensor; its size only where that is asked for."""
+        at_once, size = known_at_once(tensor.device), 1.0
+        total = tensor.sum(dtype=_wide(tensor.dtype))
+        if sized and (tensor.is_floating_point() or tensor.is_complex()):
+            size = torch.linalg.vector_norm(tensor, dtype=_wide(tensor.dtype))
+            size = size.item() if at_once else size
+        return cls(tensor.dtype, total.item() if at_once else total, size)
 
-    def error(self, tensor: torch.Tensor, faint: float, sizes: Sequence[Any]) -> Error:
-        """The distance of the sum of another tensor, beyond what rounds the sum itself, relative to the size; of a
-        faint one, as zeros are, relative to the sizes of all."""
-        tensor = batch_first(tensor)
-        if tensor.dtype != self.dtype or known_at_once(tensor.device) == isinstance(self.sum, torch.Tensor):
+    def error(self, other: Sum, faint: float, sizes: Sequence[Any]) -> Error:
+        """The distance of another sum, beyond what rounds the sum itself, relative to the size; of a faint one, as
+        zeros are, relative to the sizes of all."""
+        if other.dtype != self.dtype or isinstance(self.sum, torch.Tensor) != isinstance(other.sum, torch.Tensor):
             return 0.0
-        with unwatched(), torch.no_grad():
-            other, rounds = _sum(tensor), 4 * precision([_wide(tensor) or tensor.dtype])
-        beyond = abs(other - self.sum) - rounds * abs(self.sum)
+        rounds = 4 * precision([_wide(self.dtype) or self.dtype])
+        beyond = abs(other.sum - self.sum) - rounds * abs(self.sum)
         if isinstance(beyond, torch.Tensor):
             size = torch.as_tensor(self.size)
             there = [s for s in sizes if isinstance(s, torch.Tensor) and s.device == size.device]
@@ -54,11 +48,6 @@ class Sum(NamedTuple):
         return beyond / size if math.isfinite(beyond) and size else math.inf
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype | None:
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
     """What entries are added in, where that is not their own dtype."""
-    return torch.float32 if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else None
-
-
-def _sum(tensor: torch.Tensor) -> Any:
-    total = tensor.sum(dtype=_wide(tensor))
-    return total.item() if known_at_once(tensor.device) else total
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else None

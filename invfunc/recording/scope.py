@@ -34,7 +34,7 @@ class Scope:
             )
         self.twice = twice
         self.plain = not transforming()
-        if self.plain and any(dual(x) for x in tensors):
+        if self.plain and dual(*tensors):
             raise ArgumentError(
                 "an argument carries a tangent of torch.autograd.forward_ad, which is not followed; use jvp."
             )
