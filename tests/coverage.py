@@ -17,7 +17,7 @@ from invfunc.evaluation import fold
 from invfunc.passes import alone
 from invfunc.passes.second_order import entries
 from invfunc.recording import uses
-from tests.forms import GENERIC
+from tests.forms import OTHERS
 from tests.laws import OF_LOSSES, OF_MODELS, composed, squares
 from tests.strategies import Case, Numbers, formed
 from tests.torch_layers import LAYERS, refused
@@ -94,7 +94,7 @@ def rows() -> Iterator[tuple[str, dict[str, str]]]:
     """Of each layer the first case that is drawn, which has most of its options; what is not fast; what is refused."""
     for name, strategy in LAYERS.items():
         yield name, cells(find(strategy, lambda case: True, settings=FIRST))
-    for form in GENERIC:
+    for form in OTHERS:
         found = cells(find(formed(form), _spread, settings=settings(FIRST, max_examples=100)))
         if set(found.values()) != {"fast"}:
             yield form.called, found

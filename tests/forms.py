@@ -103,7 +103,7 @@ ELEMENTWISE = [
     Form("x / w", "na", "a", "na", lambda x, w: x / (w.square() + 1)),
     Form("w / x", "na", "a", "na", lambda x, w: w / (x.square() + 1)),
 ]
-GENERIC = [
+OTHERS = [
     Form("layer_norm", "nabc", "bc bc", "nabc", lambda x, w, b: F.layer_norm(x, w.shape, w, b)),
     Form("layer_norm, time first", "tnc", "c", "tnc", lambda x, w: F.layer_norm(x, w.shape, w)),
     Form("rms_norm", "nac", "c", "nac", lambda x, w: F.rms_norm(x, w.shape, w)),
@@ -248,7 +248,7 @@ TIED = [
         lambda x, w, b: F.layer_norm(x @ w + b, b.shape, b, eps=1),
     ),
 ]
-FORMS = {"products": PRODUCTS, "elementwise": ELEMENTWISE, "generic": GENERIC, "tied": TIED}
+FORMS = {"products": PRODUCTS, "elementwise": ELEMENTWISE, "others": OTHERS, "tied": TIED}
 
 
 def _running(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

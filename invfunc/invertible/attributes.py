@@ -30,9 +30,9 @@ class Entry(NamedTuple):
     name: str
     value: Any = None
     content: Any = None
-    identity: int = 0
+    identity: int | None = None
     """Of a value that is not kept itself, so that it is not kept alive."""
-    length: int = -1
+    length: int | None = None
 
 
 Site = dict[str, Any]
@@ -76,9 +76,9 @@ class Attributes:
             now = dict(_items(site))
             for name, value, content, identity, length in entries:
                 current = now.pop(name, _MISSING)
-                if length >= 0 and id(current) == identity:
+                if length is not None and id(current) == identity:
                     _resize(current, length)
-                elif not identity:
+                elif identity is None:
                     if current is not value:
                         site[name] = value
                     if content is not None:

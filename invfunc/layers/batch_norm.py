@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError
 from invfunc.invertible.pair import Invertible, Law
 from invfunc.invertible.state import wide
-from invfunc.layers.common import for_each, need_axes, need_number, need_size, need_tensor, shape
+from invfunc.layers.common import for_each, need_axes, need_number, need_pair, need_size, shape
 
 Params = tuple[torch.Tensor, torch.Tensor] | None
 Statistics = tuple[torch.Tensor, torch.Tensor]
@@ -70,7 +70,7 @@ def batch_norm(eps: float = 1e-5, *, statistics: Statistics | None = None) -> In
     if statistics is None:
         return _OfBatch(called, eps).pair(called, hidden=True)
     called = f"{called[:-1]}{'' if eps == 1e-5 else ', '}statistics=...)"
-    return _Given(called, eps, _pair(called, "statistics", statistics, ("mean", "var"))).pair(called)
+    return _Given(called, eps, need_pair(called, "statistics", statistics, ("mean", "var"))).pair(called)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class _OfBatch(Law):
 
     def inverse(self, y: torch.Tensor, statistics: Statistics, params: Params = None) -> torch.Tensor:
         call = f"{self.called}.inverse(y, statistics, params)"
-        return _back(call, y, _pair(call, "statistics", statistics, ("mean", "var")), params, self.eps)
+        return _back(call, y, need_pair(call, "statistics", statistics, ("mean", "var")), params, self.eps)
 
     def log_det(self, x: torch.Tensor, params: Params = None) -> torch.Tensor:
         call = f"{self.called}.log_det(x, params)"
@@ -148,21 +148,8 @@ def _read(call: str, name: str, x: Any, statistics: Statistics, params: Params) 
     need_axes(call, name, x, "[N, C, ...]", 2)
     pairs = {"mean": statistics[0], "var": statistics[1]}
     if params is not None:
-        pairs["weight"], pairs["bias"] = _pair(call, "params", params, ("weight", "bias"))
+        pairs["weight"], pairs["bias"] = need_pair(call, "params", params, ("weight", "bias"))
     for which, v in pairs.items():
         need_size(call, which, v, 0, x.shape[1], f"as {name} has shape {shape(x)}")
     shaped = [wide(v).reshape(-1, *[1] * (x.ndim - 2)) for v in pairs.values()]
     return tuple(shaped[:2]), tuple(shaped[2:]) or (None, None)
-
-
-def _pair(call: str, name: str, given: Any, names: tuple[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
-    form = f"({names[0]}, {names[1]})"
-    if not isinstance(given, (tuple, list)):
-        kind = type(given).__name__
-        raise ArgumentTypeError(f"{call}: {name} is of type {kind}, but has to be {form}, both [C].")
-    if len(given) != 2:
-        raise ArgumentError(f"{call}: {name} has {len(given)} entries, but has to be {form}, both [C].")
-    for which, v in zip(names, given, strict=True):
-        need_tensor(call, which, v)
-        need_axes(call, which, v, "[C]", 1, 1)
-    return given[0], given[1]

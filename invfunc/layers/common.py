@@ -53,6 +53,19 @@ def need_size(call: str, name: str, x: torch.Tensor, axis: int, size: int, why: 
         raise ArgumentError(f"{call}: {name} has shape {shape(x)}, but {place} has to have size {size}, {why}.")
 
 
+def need_pair(call: str, name: str, given: Any, names: tuple[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors of these names, each with a number for each channel."""
+    form = f"({names[0]}, {names[1]})"
+    if not isinstance(given, (tuple, list)):
+        kind = type(given).__name__
+        raise ArgumentTypeError(f"{call}: {name} is of type {kind}, but has to be {form}, both [C].")
+    if len(given) != 2:
+        raise ArgumentError(f"{call}: {name} has {len(given)} entries, but has to be {form}, both [C].")
+    for which, v in zip(names, given, strict=True):
+        need_axes(call, which, v, "[C]", 1, 1)
+    return given[0], given[1]
+
+
 def need_number(call: str, name: str, value: Any) -> None:
     """A finite number above 0."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -89,6 +89,11 @@ class Shares:
             return summed(f.norms() for f in self.factors)
         return torch.cat([self._dense(part)[0].reshape(length(part), -1).square().sum(1) for part in self._blocks()])
 
+    def along(self, direction: torch.Tensor) -> torch.Tensor:
+        """`sum_p G[n, p] direction[p]` of the only column: `[count]`."""
+        flat = direction.flatten()
+        return torch.cat([self._dense(part)[0].reshape(length(part), -1).mv(flat) for part in self._blocks()])
+
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
         if self._apart:

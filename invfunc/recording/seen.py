@@ -38,7 +38,7 @@ class Seen:
     @property
     def through_view(self) -> bool:
         """Whether it writes to a view of what has a derivative, or will have one."""
-        if not self.writes or self.name == "setitem" or not isinstance(self.args[0], torch.Tensor):
+        if not self.writes or not isinstance(self.args[0], torch.Tensor):
             return False
         return base_of(self.args[0]) is not None
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import base_of, storage_of, version
-from invfunc.errors import ArgumentError, RandomnessError
+from invfunc._functorch import storage_of, version
+from invfunc.errors import RandomnessError
 from invfunc.operations.batch_axis import Call, Place
 from invfunc.operations.equations import equation
 from invfunc.operations.operation import linear
@@ -68,11 +68,6 @@ def step(seen: Seen, call: Call, produced: list[torch.Tensor], place: Place) -> 
     """Remember a call, so that it can be run again."""
     if seen.function.draws(seen.args, seen.kwargs):
         raise RandomnessError(f"`{seen.name}` draws random numbers, so it cannot be run again for its derivatives.")
-    if seen.writes and base_of(produced[0]) is not None:
-        raise ArgumentError(
-            f"`{seen.name}` writes into a view in place, so its second derivative cannot be followed; let it work on a "
-            "copy."
-        )
     inputs, outputs = _active(seen), [x for x in produced if x.is_floating_point() and x.requires_grad]
     device = inputs[0].device.type
     return Step(

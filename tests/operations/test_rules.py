@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize(
-    "form", forms.PRODUCTS + forms.ELEMENTWISE + forms.GENERIC + forms.TIED + moves.MEETINGS, ids=str
+    "form", forms.PRODUCTS + forms.ELEMENTWISE + forms.OTHERS + forms.TIED + moves.MEETINGS, ids=str
 )
 @settings(max_examples=5)
 @given(data=st.data())

@@ -43,9 +43,8 @@ class Cosines(Reduction):
         return leaf.new_zeros(2, n), leaf.new_zeros(())
 
     def step(self, shares):
-        total, share = self.total[shares.place], shares.dense()[0]
-        along = (share * total).reshape(len(share), -1).sum(1)
-        return torch.stack([along, shares.norms()]), total.square().sum()
+        total = self.total[shares.place]
+        return torch.stack([shares.along(total), shares.norms()]), total.square().sum()
 
     def merge(self, a, b, over):
         if over != "samples":
