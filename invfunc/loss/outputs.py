@@ -85,10 +85,12 @@ class OutputFinder:
     Args:
         within: the ordinals of those that f itself takes a gradient through, as an attack of an adversary does; more
             of them are added.
+        keep: whether roots are `kept` as the model has computed them, with its graph.
     """
 
-    def __init__(self, wanted: list[int] | None = None, within: set[int] | None = None) -> None:
-        self.wanted, self.within = wanted, set() if within is None else within
+    def __init__(self, wanted: list[int] | None = None, within: set[int] | None = None, keep: bool = False) -> None:
+        self.wanted, self.within, self.keep = wanted, set() if within is None else within, keep
+        self.kept: dict[int, torch.Tensor] = {}
         self.count = 0
         self.roots: dict[int, ModelOutput] = {}
         self.behind: dict[int, frozenset[int]] = {}
@@ -117,6 +119,8 @@ class OutputFinder:
         root = run.scope.enter(run.scope.leave(value))
         given = root.clone()
         run.entered.append(root)
+        if self.keep:
+            self.kept[ordinal] = value
         self.roots[ordinal] = found = ModelOutput(ordinal, root, given, tag.place, marked, called)
         return shown(run, found, given)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -12,26 +11,27 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from invfunc import tree
-from invfunc._functorch import level_of, levels, version
+from invfunc._functorch import version
 from invfunc._values import anywhere
 from invfunc.contract import Term, summed
 from invfunc.errors import InvFuncError, RandomnessError
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
-from invfunc.operations.calls import produced_by
 from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors import Part, Recipe
-from invfunc.operations.heard import Function, Listener
+from invfunc.operations.heard import Function
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.certified import some_cotangent
+from invfunc.passes.run import Run
 from invfunc.recording import Trace
 from invfunc.recording.checks import same_values
 from invfunc.recording.graph import functions_below, leaves_below
 from invfunc.recording.hidden import reentrant
 from invfunc.recording.problem import Problem, with_aux
+from invfunc.recording.provenance import UntracedTensors
 from invfunc.recording.random import Draws
 from invfunc.recording.scope import Scope
-from invfunc.recording.tags import Derived, Sampled, Tags
+from invfunc.recording.tags import Derived, Sampled
 
 FOREIGN = (RuntimeError, ValueError, TypeError, IndexError)
 """What a function raises that does not run on some of its samples."""
@@ -39,16 +39,6 @@ FOREIGN = (RuntimeError, ValueError, TypeError, IndexError)
 
 class NotAlone(Exception):
     """Raised where a function cannot be evaluated on each sample alone; says why, unless it does not return samples."""
-
-
-@dataclass
-class Ran:
-    """A run on some samples; if they are to be differentiated, with copies `[n, *p]` of the parameters for each."""
-
-    trace: Trace
-    params: list[torch.Tensor]
-    outputs: list[torch.Tensor]
-    copies: list[torch.Tensor] = field(default_factory=list)
 
 
 class Alone:
@@ -67,10 +57,8 @@ class Alone:
             (x, Axis(d % x.ndim) if isinstance(x, torch.Tensor) and d is not None else None)
             for x, d in zip(flat, dims, strict=True)
         ]
-        trace, seen = Trace(scope, problem.n), _Seen(problem.tensors())
-        params = trace.parameters(problem.leaves)
-        for x in params:
-            seen.made.set(x, Sampled(None))
+        params = Trace(scope, problem.n).parameters(problem.leaves)
+        seen = _Seen(problem.tensors(), params)
         with seen:
             result, self.aux = self._called(params, self._samples(slice(None)))
         values, self.structure = _outputs(result)
@@ -81,18 +69,18 @@ class Alone:
         self._values = values if scope.create_graph else [z.detach() for z in values]
         self._way, self._ran = self._verified(values, params)
 
-    def without_uses(self, part: slice | torch.Tensor, n: int) -> Ran:
+    def without_uses(self, part: slice | torch.Tensor, n: int) -> Run:
         """The outputs of some samples as they are in the batch, without parameter uses."""
         trace = Trace(self.scope, n)
         outputs = [a.restore(z, n) for a, z in zip(self.axes, self._exposed(self._values, part), strict=True)]
-        return Ran(trace, trace.parameters(self.problem.leaves), self._tagged(trace, outputs))
+        return self._returned(trace, trace.parameters(self.problem.leaves), part, outputs)
 
-    def with_uses(self, part: slice, n: int) -> Ran:
+    def with_uses(self, part: slice, n: int) -> Run:
         """Some samples alone, each using its copy of the parameters."""
         if n == self.problem.n and self._ran is not None:
             ran, self._ran = self._ran, None
             return ran
-        return self._run(self._way, part, n)
+        return self._run(self._way, part, n)[0]
 
     # The function
 
@@ -128,17 +116,18 @@ class Alone:
         if seen.wrote():
             raise NotAlone("it writes into an argument, or a tensor from outside, in place; let it work on a copy")
         for x in leaves_below(seen.outside.values()):
-            if seen.made.get(x) is None:
+            if id(x) in seen.outside or not seen.knows(x):
                 self.scope.closes_over(x)
 
-    def _tagged(self, trace: Trace, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _returned(self, trace: Trace, params: list[torch.Tensor], part: Any, outputs: list[torch.Tensor]) -> Run:
         for z, axis in zip(outputs, self.axes, strict=True):
             trace.set(z, Sampled(Axis(None) if trace.n == 1 else axis, around="f"))
-        return outputs
+        start = (part.start or 0) if isinstance(part, slice) else 0
+        return Run(trace, params, part, {}, start, tree.unflatten(outputs, self.structure), self.aux)
 
     # Sample by sample
 
-    def _verified(self, values: list[torch.Tensor], params: list[torch.Tensor]) -> tuple[Way, Ran | None]:
+    def _verified(self, values: list[torch.Tensor], params: list[torch.Tensor]) -> tuple[Way, Run | None]:
         """The way of evaluating samples alone that gives the same as in the batch, with its run on all of them."""
         one = [some_cotangent(z) for z in values]
         wanted, why = self.scope.grad(values, params, one, batched=False), ""
@@ -146,14 +135,14 @@ class Alone:
             self._check_twice(values, params, one)
         for way in (self._vmapped, self._looped):
             try:
-                ran = self._run(way, slice(None), self.problem.n)
-                found = self.scope.grad(ran.outputs, ran.copies, one, batched=False)
+                ran, outputs, copies = self._run(way, slice(None), self.problem.n)
+                found = self.scope.grad(outputs, copies, one, batched=False)
             except FOREIGN as error:
                 if isinstance(error, InvFuncError):
                     raise
                 why = f"it does not run on one sample ({type(error).__name__}: {error})"
                 continue
-            if not all(same_values(a, z) for a, z in zip(ran.outputs, values, strict=True)):
+            if not all(same_values(a, z) for a, z in zip(outputs, values, strict=True)):
                 why = "a sample alone gives something else than in the batch"
             elif not _same_slopes(found, wanted):
                 why = "the derivative of a sample alone is not that in the batch"
@@ -179,7 +168,8 @@ class Alone:
                 "has to be here"
             )
 
-    def _run(self, way: Way, part: slice, n: int) -> Ran:
+    def _run(self, way: Way, part: slice, n: int) -> tuple[Run, list[torch.Tensor], list[torch.Tensor]]:
+        """A run on some samples, its outputs, and the copies `[n, *p]` of the parameters that it has used."""
         trace = Trace(self.scope, n)
         params = trace.parameters(self.problem.leaves)
         copies = [p.expand(n, *p.shape) for p in params]
@@ -187,7 +177,7 @@ class Alone:
         for i, (leaf, copy) in enumerate(zip(params, copies, strict=True)):
             call = Call("f", self.problem.f, (leaf,), {}, copy, {}, n, True, [leaf])
             trace.use(leaf, Derived(frozenset({i}), True), of_copies(leaf), copy, Axis(0), call)
-        return Ran(trace, params, self._tagged(trace, outputs), copies)
+        return self._returned(trace, params, part, outputs), outputs, copies
 
     def _vmapped(self, copies: list[torch.Tensor], part: slice, n: int) -> list[torch.Tensor]:
         count, values = len(copies), self._samples(part)
@@ -251,26 +241,24 @@ def _same_slope(
     return not anywhere(~(near | ~apart.isfinite() & ~whole.isfinite()))
 
 
-class _Seen(Listener):
-    """Sees what a function made, and what it took from outside: whether it wrote there, and whether it drew."""
+class _Seen(UntracedTensors):
+    """Sees what a function took from outside, whether it wrote there, and whether it drew."""
 
-    def __init__(self, outside: list[torch.Tensor]) -> None:
+    def __init__(self, given: list[torch.Tensor], params: list[torch.Tensor]) -> None:
         super().__init__()
-        self.draws, self.made = Draws(stop=False), Tags()
-        self.outside = {id(x): x for x in outside}
-        self._versions = {i: version(x) for i, x in self.outside.items()}
-        self._level = max((level for _, level in levels()), default=0)
+        self.draws, self.outside = Draws(stop=False), dict[int, torch.Tensor]()
+        self._versions: dict[int, int] = {}
+        for x in (*given, *params):
+            self.know(x)
+        for x in given:
+            self.met(x)
 
-    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def met(self, x: torch.Tensor, ordinal: int = 0, name: str = "") -> None:
+        self.outside[id(x)], self._versions[id(x)] = x, version(x)
+
+    def run(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.draws.before(function, args, kwargs)
-        for x in tree.tensors((args, kwargs)):
-            if self.made.get(x) is None and id(x) not in self.outside and (level_of(x) or 0) <= self._level:
-                self.outside[id(x)], self._versions[id(x)] = x, version(x)
-        out = function.func(*args, **kwargs)
-        for x in produced_by(out):
-            if id(x) not in self.outside:
-                self.made.set(x, Sampled(None))
-        return out
+        return super().run(function, args, kwargs)
 
     def wrote(self) -> bool:
         return any(version(x) != self._versions[i] for i, x in self.outside.items())

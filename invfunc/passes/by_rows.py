@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.passes.evidence import Evidence, checks
+from invfunc.passes.run import Run
 from invfunc.recording import Trace
 from invfunc.recording.checks import one_order, order_of
 from invfunc.recording.problem import Problem
 from invfunc.recording.provenance import Beforehand
 from invfunc.recording.random import Draws, restore
-
-
-class Run(Protocol):
-    """What a function returned, and what was seen of it."""
-
-    trace: Trace
-    result: Any
-
 
 T = TypeVar("T", bound=Run)
 

@@ -18,6 +18,7 @@ from invfunc.operations.axis import Axis
 from invfunc.recording import Trace
 from invfunc.recording.checks import check_loss
 from invfunc.recording.scope import Scope
+from invfunc.recording.steps import Step
 from invfunc.recording.tags import Sampled
 from invfunc.reductions.quantity import Drawing, Quantity
 
@@ -39,6 +40,12 @@ class Split:
     terms: list[LossTerm] = field(default_factory=list)
     again: Callable[[Sampler], torch.Tensor] | None = None
     """The loss at another target; None where it is not known which argument that is."""
+    values: list[torch.Tensor] = field(default_factory=list)
+    """The outputs as the model gives them, if its graph is kept to be differentiated."""
+    bottlenecks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """The places where that graph is split, from first to last: what goes on, and what came before."""
+    steps: list[Step] = field(default_factory=list)
+    """The nonlinear calls of the model, where they were to be remembered."""
 
     def gradient(self) -> Gradient:
         return gradient(self.scope, self.result, self.roots, self.n)

@@ -148,9 +148,7 @@ class Runner:
         return run
 
     def _run_alone(self, alone: Alone, part: Part, n: int, with_uses: bool = True) -> Run:
-        ran = alone.with_uses(part, n) if with_uses and isinstance(part, slice) else alone.without_uses(part, n)
-        start = (part.start or 0) if isinstance(part, slice) else 0
-        return Run(ran.trace, ran.params, part, {}, start, tree.unflatten(ran.outputs, alone.structure), alone.aux)
+        return alone.with_uses(part, n) if with_uses and isinstance(part, slice) else alone.without_uses(part, n)
 
     def model(
         self,

@@ -11,7 +11,8 @@ from invfunc import thresholds
 from invfunc.errors import SampleAxisError, SplitError
 from invfunc.loss.hessian import hessian, structured
 from invfunc.loss.square_root import Columns
-from invfunc.products.given import Given, RecordedSplit
+from invfunc.passes.loss import Split
+from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear, Pull, Steps, Vectors, Way
 from invfunc.recording.scope import Scope
 from invfunc.reductions.quantity import Drawing
@@ -64,7 +65,7 @@ def of_fisher(given: Given, drawing: Drawing | None = None) -> Linear:
 def of_jacobian(given: Given) -> tuple[Linear, list[torch.Tensor], Any]:
     """`J v` with its transpose, the outputs and their structure."""
     values, structure = given.outputs()
-    jacobian = _Jacobian.recorded(given, RecordedSplit(given.scope, 1, values[0], [], values=values))
+    jacobian = _Jacobian.recorded(given, Split(given.scope, 1, values[0], [], values=values))
     there = Way(jacobian.forth, [Kind.of(z) for z in values])
     return Linear(given.scope, given.mode, there, Way(jacobian.back, _kinds(given))), values, structure
 
@@ -90,7 +91,7 @@ class _Jacobian:
     """`J^T u` of the dummies u: what is linear in u has `v -> J v` for the transpose of its derivative."""
 
     @staticmethod
-    def recorded(given: Given, split: RecordedSplit) -> _Jacobian:
+    def recorded(given: Given, split: Split) -> _Jacobian:
         scope = given.scope
         dummies = [scope.enter(scope.leave(torch.ones_like(z))) for z in split.values]
         found = _Jacobian(split.values, given.params, split.bottlenecks, dummies, [])
@@ -116,7 +117,7 @@ class _Jacobian:
         return replace(self, params=self.params[i : i + 1], rows=self.rows[i : i + 1])
 
 
-def sandwich(given: Given, split: RecordedSplit, middle: Steps, blocks: bool = False) -> Linear:
+def sandwich(given: Given, split: Split, middle: Steps, blocks: bool = False) -> Linear:
     """`J^T (...) J v`; with `blocks`, in each parameter alone."""
     jacobian = _Jacobian.recorded(given, split)
 
@@ -131,7 +132,7 @@ def sandwich(given: Given, split: RecordedSplit, middle: Steps, blocks: bool = F
     return _symmetric(given, steps)
 
 
-def check_convex(scope: Scope, split: RecordedSplit) -> None:
+def check_convex(scope: Scope, split: Split) -> None:
     """That a GGN exists, unless the Hessian of the loss is too large to be looked at."""
     n, roots = split.n, split.roots
     outputs = sum(r.value.numel() for r in roots) // n
@@ -141,7 +142,7 @@ def check_convex(scope: Scope, split: RecordedSplit) -> None:
         hessian(scope, split.result, roots, terms, n)
 
 
-def _squares(split: RecordedSplit, columns: list[Columns]) -> Steps:
+def _squares(split: Split, columns: list[Columns]) -> Steps:
     """`t -> sum_m S[m, n] (S[m, n] . t[n])` for columns S at the outputs."""
     n, places = split.n, [(r.ordinal, r.axis) for r in split.roots]
     blocks = [made.block(0, made.count, slice(None)).left for made in columns]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,31 +16,14 @@ from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.by_rows import Places
 from invfunc.passes.evidence import Evidence
 from invfunc.passes.loss import Split, at_found, at_given
+from invfunc.passes.run import WHOLE, Run
 from invfunc.recording import Trace
 from invfunc.recording.checks import check_loss, no_outputs, output_axis
 from invfunc.recording.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.recording.random import Draws
 from invfunc.recording.scope import Scope
 from invfunc.recording.seen import Seen
-from invfunc.recording.steps import Step, nonlinear
-from invfunc.recording.uses import ParameterUses
-
-
-@dataclass
-class RecordedSplit(Split):
-    """A split whose model part is to be differentiated: its graph is kept."""
-
-    values: list[torch.Tensor] = field(default_factory=list)
-    """The outputs, as the model gives them."""
-    bottlenecks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """The places where the graph of the model is split, from first to last: what goes on, and what came before."""
-    steps: list[Step] = field(default_factory=list)
-    """The nonlinear calls of the model, where they were to be remembered."""
-
-    @classmethod
-    def of(cls, split: Split, values: list[torch.Tensor], **more: Any) -> RecordedSplit:
-        """A split, with what the model part gives."""
-        return cls(**vars(split), values=values, **more)
+from invfunc.recording.steps import nonlinear
 
 
 class Given:
@@ -112,7 +95,7 @@ class Given:
 
     # Splits
 
-    def given_split(self, each: bool) -> RecordedSplit:
+    def given_split(self, each: bool) -> Split:
         """Split a model function from its loss. Only with `each` the loss has to keep the samples apart."""
         dims = batch_dims(self.in_dims, list(range(1, len(self.args))))
         values, structure = self.outputs()
@@ -135,9 +118,9 @@ class Given:
         roots = [ModelOutput(i, z, z.clone(), Axis(None), True, "f") for i, z in enumerate(bottleneck)]
         result = self._called(tree.unflatten([r.shown for r in roots], structure))
         _tell_constants(self.scope, result, bottleneck)
-        return RecordedSplit(self.scope, 1, _checked_value(result, "the loss"), roots, values=values)
+        return Split(self.scope, 1, _checked_value(result, "the loss"), roots, values=values)
 
-    def followed_split(self) -> RecordedSplit:
+    def followed_split(self) -> Split:
         """Split a model function from its loss, or a loss function, and remember the nonlinear calls of the model."""
         if self.loss is None:
             return self.found_split(calls=True)
@@ -154,9 +137,7 @@ class Given:
         split = self._followed(whole, values, structure, axes, dims[len(self.args) - 1])
         return replace(split, steps=trace.steps)
 
-    def _followed(
-        self, trace: Trace, values: list[torch.Tensor], structure: Any, axes: list[Axis], dim: Any
-    ) -> RecordedSplit:
+    def _followed(self, trace: Trace, values: list[torch.Tensor], structure: Any, axes: list[Axis], dim: Any) -> Split:
         """The loss under a trace that knows the samples, or takes all of them for one."""
 
         def seen(target: Any, dim: int | None = 0) -> Any:
@@ -166,25 +147,25 @@ class Given:
 
         outputs = [(self.scope.alias(z), axis) for z, axis in zip(values, axes, strict=True)]  # one may come twice
         split = at_given(trace, outputs, structure, self._called, seen(self.args[-1], dim), seen)
-        return RecordedSplit.of(split, values)
+        return replace(split, values=values)
 
-    def found_split(self, losses: bool = False, calls: bool = False) -> RecordedSplit:
+    def found_split(self, losses: bool = False, calls: bool = False) -> Split:
         """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are."""
         names, in_dims, out_dims = self.names, self.in_dims, self.out_dims
         given = problem(self.f, None, self.args, self.kwargs, 0, in_dims, out_dims, self.has_aux, names)
         draws, places, within = Draws(stop=False), Places(given, Evidence(given, self.scope)), set[int]()
 
-        def run(part: Any) -> _Followed:
+        def run(part: Any) -> Run:
             trace = Trace(
                 self.scope,
                 given.n,
                 with_uses=False,
                 draws=draws,
                 remember=_nonlinear_before_the_loss if calls else None,
-                watcher=(finder := _Kept(within=within)),
+                watcher=OutputFinder(within=within, keep=True),
                 beforehand=places.beforehand(given.n),
             )
-            found = _Followed(trace, finder, trace.parameters(self.leaves))
+            found = Run(trace, trace.parameters(self.leaves), part, {})
             try:
                 with marking(trace), self.mode:
                     found.result, found.aux = given.call(trace, found.params, part)
@@ -192,8 +173,8 @@ class Given:
                 places.hear(trace)
             return found
 
-        def checked() -> _Followed:
-            found = run(slice(None))
+        def checked() -> Run:
+            found = run(WHOLE)
             check_loss(found.trace, found.result)
             if losses:
                 places.check(found, draws, run)
@@ -207,54 +188,29 @@ class Given:
                 raise
             return alone
         self.params, self.aux = found.params, found.aux
-        trace, finder, result = found.trace, found.finder, found.result
+        trace, finder, result = found.trace, found.trace.watcher, found.result
+        assert isinstance(finder, OutputFinder)
         tag = check_loss(trace, result)
-        bottlenecks = {i: (r.value, finder.before[i]) for i, r in finder.roots.items() if r.value.is_leaf}
+        bottlenecks = {i: (r.value, finder.kept[i]) for i, r in finder.roots.items() if r.value.is_leaf}
         if losses and result.ndim:
             above = list(bottlenecks.values())
-            return RecordedSplit(self.scope, given.n, result, [], values=[result], bottlenecks=above)
+            return Split(self.scope, given.n, result, [], values=[result], bottlenecks=above)
         wanted = finder.selected(tag, self.scope.wanted)
         split = at_found(trace, finder, wanted, result, self.params)
         above = [bottleneck for i, bottleneck in bottlenecks.items() if i < wanted[-1]]
-        return RecordedSplit.of(split, [finder.before[i] for i in wanted], bottlenecks=above, steps=trace.steps)
+        return replace(split, values=[finder.kept[i] for i in wanted], bottlenecks=above, steps=trace.steps)
 
-    def _losses(self, draws: Draws, n: int) -> RecordedSplit | None:
+    def _losses(self, draws: Draws, n: int) -> Split | None:
         """The `[N]` losses of a function that cannot be followed; None of a scalar."""
         draws.rewind()
         result = self.run()
         if not isinstance(result, torch.Tensor) or result.shape != (n,) or not result.is_floating_point():
             return None
-        return RecordedSplit(self.scope, n, result, [], values=[result])
+        return Split(self.scope, n, result, [], values=[result])
 
 
 def _nonlinear_before_the_loss(seen: Seen) -> bool:
     return nonlinear(seen) and not any(tag.crossed for tag in seen.sampled)
-
-
-@dataclass
-class _Followed:
-    """A run of a loss function."""
-
-    trace: Trace
-    finder: _Kept
-    params: list[torch.Tensor]
-    result: Any = None
-    aux: Any = None
-
-
-class _Kept(OutputFinder):
-    """An output finder that also keeps each output as the model has computed it."""
-
-    def __init__(self, within: set[int]) -> None:
-        super().__init__(within=within)
-        self.before: dict[int, torch.Tensor] = {}
-
-    def add(self, run: ParameterUses, value: torch.Tensor, called: str, marked: bool = False) -> torch.Tensor:
-        ordinal = self.count
-        shown = super().add(run, value, called, marked)
-        if ordinal in self.roots:
-            self.before[ordinal] = value
-        return shown
 
 
 def _checked_value(result: Any, name: str) -> torch.Tensor:
