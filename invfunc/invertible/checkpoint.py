@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import dual, levels, under
+from invfunc._functorch import dual, levels, saving_hooks, under
 from invfunc._opened import raised_in
 from invfunc._scripted import Interpreted
 from invfunc.callables import check_callable, describe
@@ -280,8 +280,10 @@ class Checkpointed(Value):
 
     def _followed_closely(self, kinds: set[str]) -> bool:
         """Whether a statistic looks on that would not see into a node, or writes out for its second derivative what the
-        evaluation in the backward pass would not."""
-        return under(TwiceDifferentiable) or (bool(kinds or self._known.needs_a_node) and under(Trace))
+        evaluation in the backward pass would not; where hooks save (torch.utils.checkpoint), both evaluate a block."""
+        if under(TwiceDifferentiable) and saving_hooks() is None:
+            return True
+        return bool(kinds or self._known.needs_a_node) and under(Trace)
 
 
 def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:

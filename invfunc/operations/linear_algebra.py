@@ -12,6 +12,7 @@ from invfunc._functorch import memory_of
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
 from invfunc.operations.batch_axis.samples import located, samples_of
+from invfunc.operations.compositions import step_by_step
 from invfunc.operations.operation import define, not_torchs
 from invfunc.operations.pointwise import pointwise
 from invfunc.operations.receptive_fields.step import elementwise
@@ -187,4 +188,4 @@ define("aminmax", batch_axis=along_given, receptive_field=reduced)
 define("renorm", batch_axis=renorm)
 define("as_strided", batch_axis=as_strided)
 define("cosine_similarity pairwise_distance", batch_axis=_compared)
-define("cdist", composed=cdist, twice=not_torchs(cdist))
+define("cdist", composed=cdist, composed_if=step_by_step, twice=not_torchs(cdist))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from invfunc._functorch import forward_mode
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
+from invfunc.operations.compositions import step_by_step
 from invfunc.operations.operation import define, not_torchs
 from invfunc.operations.pointwise import entry_by_entry, pointwise, side_by_side
 from invfunc.operations.receptive_fields.step import elementwise
@@ -153,4 +154,10 @@ define("poisson_nll_loss", batch_axis=loss, **_DIAGONAL)
 define("cross_entropy", batch_axis=loss, loss="convex", hessian="softmax")
 define("margin_ranking_loss hinge_embedding_loss gaussian_nll_loss", batch_axis=elementwise_loss)
 define(_ROWS, batch_axis=row_loss)
-define("multi_margin_loss", composed=multi_margin_loss, twice=not_torchs(multi_margin_loss), only_nn=True)
+define(
+    "multi_margin_loss",
+    composed=multi_margin_loss,
+    composed_if=step_by_step,
+    twice=not_torchs(multi_margin_loss),
+    only_nn=True,
+)

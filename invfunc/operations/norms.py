@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from invfunc import tree
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, leading
+from invfunc.operations.compositions import step_by_step
 from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors.recipe import Part, Recipe, Site
 from invfunc.operations.factors.scales import scale, shift
@@ -199,4 +200,4 @@ define("local_response_norm", batch_axis=_over_channels)
 define("native_group_norm", batch_axis=_over_channels, receptive_field=_group_norm)
 define("native_batch_norm", batch_axis=_over_channels, **_BATCH)
 define("cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit", **_BATCH)
-define("_weight_norm", composed=weight_norm, twice=not_torchs(weight_norm))
+define("_weight_norm", composed=weight_norm, composed_if=step_by_step, twice=not_torchs(weight_norm))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import reduce
 from typing import Any
 
@@ -20,7 +19,6 @@ from invfunc.operations.batch_axis import Call
 from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors import Part, Recipe
 from invfunc.operations.heard import Function
-from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.certified import some_cotangent
 from invfunc.passes.run import Run
 from invfunc.recording import Trace
@@ -88,7 +86,7 @@ class Alone:
         problem = self.problem
         trees, rest = tree.unflatten(list(params), problem.structure), tree.unflatten(list(values), self._form)
         given = [trees[problem.argnums.index(i)] if i in problem.argnums else rest[i] for i in problem.inputs]
-        with TwiceDifferentiable() if self.scope.create_graph or self.scope.twice else nullcontext():
+        with self.scope.evaluating():
             result = problem.f(*given, **problem.kwargs)
         return with_aux(result) if problem.has_aux else (result, None)
 

@@ -16,7 +16,6 @@ from invfunc.loss.outputs import ModelOutput, OutputFinder, Reached, marking
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM
 from invfunc.operations.factors import Part
-from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.alone import Alone, NotAlone
 from invfunc.passes.by_place import check_parameters, check_part, not_in_parts, other_again, other_in_part, runs_on_part
 from invfunc.passes.by_rows import Places
@@ -75,8 +74,7 @@ class Runner:
         run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
         before = [version(x) for x in self.problem.tensors()]
         try:
-            twice = TwiceDifferentiable() if self.scope.create_graph or self.scope.twice else nullcontext()
-            with marking(trace), nullcontext() if pattern is None else pattern.labels, twice:
+            with marking(trace), nullcontext() if pattern is None else pattern.labels, self.scope.evaluating():
                 run.result, run.aux = self.problem.call(trace, params, part)
         except Reached:
             assert finder is not None

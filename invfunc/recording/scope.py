@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from invfunc import tree
 from invfunc._functorch import dual, grad_level, level_of, transforming
 from invfunc.errors import ArgumentError
+from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.graph import lowest, pulled_back
 
 
@@ -41,6 +42,8 @@ class Scope:
         self.outside = torch.is_grad_enabled()
         self.wanted = self.outside and any(x.requires_grad for x in tensors)
         """Whether the caller can differentiate the result by plain autograd."""
+        self._again: AbstractContextManager = nullcontext()
+        """What was around f, as a backward pass may evaluate parts of it again (torch.utils.checkpoint)."""
         self._stack = ExitStack()
         self._enter: Callable[[torch.Tensor], torch.Tensor]
         self._leave: Callable[[torch.Tensor], torch.Tensor]
@@ -58,6 +61,15 @@ class Scope:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context for f, whose operations run in a form that can be differentiated as often as they will be."""
+        mode = TwiceDifferentiable()
+        with mode if self.create_graph or self.twice else nullcontext():
+            yield
+        if mode.used:
+            self._again = mode
 
     @property
     def create_graph(self) -> bool:
@@ -109,7 +121,7 @@ class Scope:
             return [None] * len(inputs)
         graph = self.create_graph if create_graph is None else create_graph
         columns = [c for _, c in reached]
-        pull = partial(pulled_back, [y for y, _ in reached], inputs, retain_graph=True, create_graph=graph)
+        pull = partial(self._pulled_back, [y for y, _ in reached], inputs, retain_graph=True, create_graph=graph)
         if not batched:
             return list(pull(columns))
         simple = self.plain and not graph
@@ -121,6 +133,10 @@ class Scope:
             except RuntimeError:  # no batching rule for a derivative
                 pass
         return _one_by_one(pull, columns)
+
+    def _pulled_back(self, *given: Any, **options: Any) -> Sequence[torch.Tensor | None]:
+        with self._again:
+            return pulled_back(*given, **options)
 
     def push(self, y: torch.Tensor, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
         """The Jacobian-vector product of a y that is linear in x: how a pullback depends on its cotangent."""
@@ -159,7 +175,8 @@ class Scope:
         ]
         try:
             ys, columns = [y for y, _ in reached], [c for _, c in reached]
-            found = torch.autograd.grad(ys, list(ends.values()), columns, allow_unused=True, retain_graph=retain)
+            with self._again:
+                found = torch.autograd.grad(ys, list(ends.values()), columns, allow_unused=True, retain_graph=retain)
         finally:
             for handle in handles:
                 handle.remove()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from invfunc import batch_diag_hessian, chunked, diag_ggn, diag_hessian, functional, ggnvp, hvp, tree
+from invfunc import SampleAxisError, batch_diag_hessian, chunked, diag_ggn, diag_hessian, functional, ggnvp, hvp, tree
 from invfunc.operations.heard import function_of
 from invfunc.operations.operation import OPERATIONS, having, known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -198,6 +198,21 @@ def test_a_checkpoint_runs_the_same_again(device, called, product, requires_grad
         return checkpoint(f, p, x, use_reentrant=False)
 
     assert_near(matrices.of(product(again, F.mse_loss), params, x, y, along=along), wanted, 1e-12)
+
+
+@models
+def test_a_checkpoint_runs_the_same_again_in_a_diagonal(device, called):
+    f, params, x, y = arranged(called, device)
+
+    def again(p, x):
+        return checkpoint(f, p, x, use_reentrant=False)
+
+    try:
+        found = diag_hessian(again, F.mse_loss)(params, x, y)
+    except SampleAxisError as error:
+        assert "checkpoint" in str(error) or "train mode" in str(error)  # followed in steps
+        return
+    assert_trees_close(found, diag_hessian(f, F.mse_loss)(params, x, y), 1e-12)
 
 
 @models
