@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import level_of, version
+from invfunc._functorch import level_of, levels, version
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.invertible.outside import SHARDED, Outside, State, bare, depends, targets, wrote
 from invfunc.invertible.recall import Other, Use, meant
@@ -83,13 +83,15 @@ class Surroundings:
     def wrapped(self, tensor: torch.Tensor, above: int) -> torch.Tensor:
         """The tensor that a transform which the function uses itself was given; itself for any other.
 
-        Its level is above those around the function. In a node these are not there: it is one that is known.
+        Its level is above those around the function, and there now. In a node the former are not there, and it is one
+        that is known; where a block around this one is evaluated again, they may be above what is there.
         """
         if id(tensor) in self._outside:
             root = self.root(tensor)
             return root.tensor if root.wrapped else tensor
         source = bare(tensor, above)
-        if source is tensor or (self._closed and not self.constant(source)):
+        gone = (level_of(tensor) or 0) > max((level for _, level in levels()), default=0)
+        if gone or source is tensor or (self._closed and not self.constant(source)):
             return tensor
         self.rename(tensor, source)
         self.root(source).wrapped = True
