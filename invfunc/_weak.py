@@ -1,4 +1,4 @@
-"""What is known of tensors, by their identity, for as long as they are alive.
+"""What is known of tensors, by their identity or their memory, for as long as they are alive.
 
 `torch.utils.weak` has such a dictionary, too; a look-up takes it ten times as long, and each call of f makes several.
 """
@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import torch
+
+from invfunc._functorch import memory_of
 
 V = TypeVar("V")
 
@@ -65,6 +67,26 @@ class WeakIdSet(WeakIdMap[bool]):
     def update(self, tensors: Iterable[torch.Tensor]) -> None:
         for x in tensors:
             self.set(x, True)
+
+
+class WeakMemories:
+    """The memory of some tensors; another tensor gets its address when it is freed."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._of: dict[int, ref[Any]] = {}
+        self.update(tensors)
+
+    def update(self, tensors: Iterable[torch.Tensor]) -> None:
+        for x in tensors:
+            memory = memory_of(x)
+            self._of[memory._cdata] = ref(memory)
+
+    def __contains__(self, x: torch.Tensor) -> bool:
+        if not self._of:
+            return False
+        memory = memory_of(x)
+        found = self._of.get(memory._cdata)
+        return found is not None and found() is memory
 
 
 _FEW = 200

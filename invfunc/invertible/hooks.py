@@ -20,7 +20,7 @@ from invfunc import thresholds, tree
 from invfunc._functorch import backward_pass, plainly, pointer, unwatched
 from invfunc.errors import ReplayError
 from invfunc.invertible.call import Call, Tensors
-from invfunc.invertible.like import Memory
+from invfunc.invertible.like import Geometry, Memory, all_of, geometry
 from invfunc.invertible.origins import Origins
 from invfunc.invertible.probe import Probe
 from invfunc.invertible.recording import Enough, Key, Recording, Saved, Tape
@@ -28,7 +28,6 @@ from invfunc.invertible.report import CHANGES, OTHER
 from invfunc.invertible.rounding import finite, known_at_once, mean_size, near, rounded
 from invfunc.invertible.sight import OUTSIDE
 from invfunc.invertible.slots import Block, Held, fetch, metadata_of, release
-from invfunc.invertible.sparse import is_sparse
 
 
 class HookedBlock(Block):
@@ -64,12 +63,13 @@ class HookedBlock(Block):
         """What autograd saves in place of a tensor: this block, and the key under which it gives the tensor back."""
         key = self._tape.next()
         self._to_the_end |= self._call.watch is not None and self._call.watch.noisy  # is filled when it was saved
-        place = self._places.get(pointer(tensor))
-        self._like[key] = Saved(tensor.shape, tensor.dtype, place, self.origins.place())
+        place, call = self._places.get(pointer(tensor)), self.origins.place()
+        self._like[key] = Saved(tensor.shape, tensor.dtype, place, call)
         if self._probed and place is None and self._to_be_probed(tensor):
-            self._probes[key] = Probe((tensor,), thresholds.PROBED_SAVED, sums=not tensor.is_floating_point())
+            most = thresholds.PROBED if call.kinked else thresholds.PROBED_SAVED
+            self._probes[key] = Probe((tensor,), most, sums=not tensor.is_floating_point())
         if self._memory is not None:
-            self._memory[key] = Memory(tensor), _geometry(tensor)
+            self._memory[key] = Memory(tensor), geometry(tensor)
         return self, key
 
     def _to_be_probed(self, tensor: torch.Tensor) -> bool:
@@ -80,8 +80,8 @@ class HookedBlock(Block):
 
     def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
-        for key, (memory, geometry) in reversed((self._memory or {}).items()):
-            if memory.holds(tensor) and (geometry == _geometry(tensor) or _all_of(tensor, geometry)):
+        for key, (memory, laid) in reversed((self._memory or {}).items()):
+            if memory.holds(tensor) and (laid == geometry(tensor) or all_of(tensor, laid)):
                 shape = tensor.shape
                 return lambda: self.looked_up(key).reshape(shape)
         return None
@@ -160,6 +160,8 @@ class HookedBlock(Block):
             if outputs is None or outputs or recorded.misses() or self._call.reads_outside:
                 self._run_recording(recorded, xs, outputs)
             recorded.check()
+            if (kink := recorded.kink()) is not None:
+                self.report.kink(kink)
             if tell is not None:
                 tell()
             else:  # of an inexact x all has been told
@@ -272,24 +274,10 @@ _FIRST = 4
 """How many calls compare values of what is saved, if x comes from the inverse; x itself is compared in all of them.
 The values show what no call tells, such as an unseen change of a tensor; how a tensor came about is always compared.
 """
-Geometry = tuple[torch.Size, tuple[int, ...], int, bool]
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
-
-
-def _geometry(tensor: torch.Tensor) -> Geometry:
-    if is_sparse(tensor):
-        return tensor.shape, (), 0, False
-    return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.is_contiguous()
-
-
-def _all_of(tensor: torch.Tensor, geometry: Geometry) -> bool:
-    """Whether a tensor has the same entries in the same order, in another shape."""
-    shape, _, offset, contiguous = geometry
-    same = tensor.numel() == shape.numel() and tensor.storage_offset() == offset
-    return same and contiguous and tensor.is_contiguous()
 
 
 def _places(rest: Tensors, indices: Sequence[int]) -> dict[int, int]:

@@ -40,6 +40,23 @@ class Memory:
         return self._storage() is storage(x)
 
 
+Geometry = tuple[torch.Size, tuple[int, ...], int, bool]
+
+
+def geometry(tensor: torch.Tensor) -> Geometry:
+    """How a tensor lies in its memory."""
+    if is_sparse(tensor):
+        return tensor.shape, (), 0, False
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.is_contiguous()
+
+
+def all_of(tensor: torch.Tensor, laid: Geometry) -> bool:
+    """Whether a tensor has the same entries in the same order, in another shape."""
+    shape, _, offset, contiguous = laid
+    same = tensor.numel() == shape.numel() and tensor.storage_offset() == offset
+    return same and contiguous and tensor.is_contiguous()
+
+
 def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return None if is_sparse(tensor) else tensor.stride()
 

@@ -27,6 +27,8 @@ class Place(NamedTuple):
     origin: Origin
     read: bool
     """Whether numbers were read from tensors before, which may have the rounding errors of x."""
+    kinked: bool = False
+    """Whether its derivative jumps."""
 
     def same(self, other: Place) -> bool:
         """Whether two calls are the same, with the same fractions where these cannot come from x."""
@@ -67,7 +69,7 @@ class Origins:
         scope = self._scope
         if scope is None:
             return Place("", (0, 0), self._read)
-        return Place(scope.name, scope.now, self._read)
+        return Place(scope.name, scope.now, self._read, scope.kinked)
 
     def enter(self, part: int, given: Sequence[torch.Tensor]) -> Scope | None:
         """A part is evaluated at these tensors; which one it was, for `switch`."""
@@ -111,6 +113,7 @@ class Origins:
         if kwargs:
             scope.spell(kwargs, steps, fractions)
         number = hash(tuple(steps))
+        scope.kinked = function.entry.piecewise
         scope.name, scope.now = function.name, (number, hash((number, *fractions)) if fractions else number)
         in_order = function.renews or function.inplace_at is not None or function.entry.draws is not False
         if in_order or (kwargs and ("out" in kwargs or "generator" in kwargs)):
@@ -153,7 +156,7 @@ class Scope:
     def __init__(self) -> None:
         self.of: dict[int, tuple[ref[torch.Tensor], Origin]] = {}
         self._outside = 0
-        self.name, self.now = "", (0, 0)
+        self.name, self.now, self.kinked = "", (0, 0), False
         """The last call."""
         self.order = 0
         """The last call that may have written or drawn: before it and after it calls are not the same."""

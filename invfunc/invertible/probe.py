@@ -56,6 +56,15 @@ class Probe:
         """How far the tensors are from those that there were; 0 where nothing can be said."""
         return self.compare(tensors).errors()
 
+    def crossed(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """How many entries of the only tensor, such as zeros, are on another side of zero than they were, of how
+        many."""
+        (then,), (now,) = self._then, self._entries((tensor,))
+        if then is None or now is None or then[0] != now[0]:
+            return 0, 0
+        pairs = list(zip(torch.as_tensor(then[1]).tolist(), torch.as_tensor(now[1]).tolist(), strict=True))
+        return sum((a > 0) != (b > 0) for a, b in pairs), len(pairs)
+
     def size(self) -> float:
         """The mean size of the entries, which errors are relative to."""
         numbers = [a for look in self._then if look for a in torch.as_tensor(look.entries).tolist()]

@@ -82,6 +82,9 @@ class Recording:
         self.found: dict[Key, torch.Tensor] = {}
         self._apart: dict[Key, tuple[Error, Probe]] = {}
         """How far saved tensors are from what they were, and what they are."""
+        self._crossed = self._looked_at = 0
+        """How many entries are on another side of a kink than they were, of how many."""
+        self._kink = ""
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._stopped: tuple[type[Exception], tuple] | None = None
         """The error that ends an evaluation; it is not kept itself, as it knows what it came from."""
@@ -105,6 +108,15 @@ class Recording:
 
     def given_back(self, tensor: torch.Tensor) -> None:
         """Nothing: a statistic looked on the first time."""
+
+    def _cross(self, call: Place, crossed: int, looked_at: int) -> None:
+        self._kink = call.call if crossed else self._kink
+        self._crossed += crossed
+        self._looked_at += looked_at
+
+    def kink(self) -> str | None:
+        """The call whose derivative is that of another side of a kink, for many entries; None where there is none."""
+        return self._kink if self._crossed >= max(2, self._looked_at / 32) else None
 
     def misses(self) -> bool:
         return len(self.found) < len(self._like)
@@ -151,6 +163,8 @@ class Recording:
         self._apart.pop(key, None)
         if key in self._probes and (error := self._probes[key].errors((tensor,))[0]):
             self._apart[key] = error, Probe((tensor,), thresholds.PROBED_SAVED)
+            if like.call.kinked:
+                self._cross(like.call, *self._probes[key].crossed(tensor))
         scope = self.origins.switch(None)  # which need not see this, where hooks are called between the calls of f
         self.found[key] = found = tensor.detach()  # of another, where an evaluation around puts one in its place
         self.origins.switch(scope)

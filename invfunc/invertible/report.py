@@ -151,6 +151,16 @@ class Report:
             return lambda: judge(error)
         return None
 
+    def kink(self, call: str) -> None:
+        """Tell of zeros that have come back with a rounding, at a kink of the function."""
+        if not self.known.inexact:
+            text = (
+                f"many entries are exactly 0 at the kink of `{call}` and come back with a rounding error, on either "
+                "side of it, so that the gradient is another one than without the block. Let x have no zeros (of a "
+                "relu, dropout or padding before it), or take a coupling with exact=True, or keep=True."
+            )
+            self.tell(InverseError, text, self.check == "warn")
+
     def tolerated(self, dtypes: Iterable[torch.dtype]) -> float:
         """The error that is taken for rounding."""
         return precision(dtypes) ** 0.5 if self.tolerance is None else self.tolerance

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import storage_of, unwrapped
+from invfunc._functorch import unwrapped
 from invfunc._scripted import Watcher
+from invfunc._weak import WeakMemories
 from invfunc.invertible.origins import Origins
 from invfunc.operations.heard import Listener
 
@@ -53,9 +54,9 @@ class Sight(Parts, Watcher, Listener):
         self.origins = origins
         self._given = given
         self._inside: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._made = set[int]()
+        self._made = WeakMemories()
         """The memory of what it has made within a transform of torch.func."""
-        self._foreign: set[int] | None = None
+        self._foreign: WeakMemories | None = None
         """The memory of what it was given, or has met from outside."""
         for t in given:
             self.know(t)
@@ -75,10 +76,10 @@ class Sight(Parts, Watcher, Listener):
         if unwrapped(tensor) is None:
             return
         if self._foreign is None:
-            self._foreign = {storage_of(t) for t in self._given}
-        self._foreign.update(map(storage_of, outer))
-        if (memory := storage_of(tensor)) not in self._foreign:
-            self._made.add(memory)
+            self._foreign = WeakMemories(self._given)
+        self._foreign.update(outer)
+        if tensor not in self._foreign:
+            self._made.update((tensor,))
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, or what it wraps, is of the function."""
@@ -88,7 +89,7 @@ class Sight(Parts, Watcher, Listener):
             if known is not None and known() is inner:
                 return True
             inner = unwrapped(inner)
-        if self._made and storage_of(tensor) in self._made:
+        if tensor in self._made:
             self.know(tensor)
             return True
         return False

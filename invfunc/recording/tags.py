@@ -10,7 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import base_of, storage_of
-from invfunc._weak import WeakIdMap
+from invfunc._weak import WeakIdMap, WeakMemories
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BatchSum, Call
 from invfunc.operations.batch_axis.orders import MIXED, Order, joined
@@ -105,12 +105,12 @@ class Tags(WeakIdMap[Derived | Sampled]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._memory: set[int] = set()
+        self._memory = WeakMemories()
         """What samples were written to, under whatever name it is read."""
 
     def holds_samples(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether samples were written into the memory of one of these tensors, of which nothing is known."""
-        return bool(self._memory) and any(storage_of(x) in self._memory for x in tensors)
+        return any(x in self._memory for x in tensors)
 
     def written(self, x: torch.Tensor, new: Derived | Sampled) -> None:
         """Tag all tensors that share the memory of one that was written to: it is written into them, too."""
@@ -119,7 +119,7 @@ class Tags(WeakIdMap[Derived | Sampled]):
             self.set(base, Derived(frozenset(), False) if isinstance(new, Derived) else Sampled(None))
         memory = storage_of(x)
         if isinstance(new, Sampled):
-            self._memory.add(memory)
+            self._memory.update((x,))
         for y, old in self.items():
             if y is x or storage_of(y) != memory:
                 continue

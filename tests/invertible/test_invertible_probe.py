@@ -421,6 +421,38 @@ class TestOnADevice:
         zeros_beside_numbers()
 
 
+class TestKinks:
+    """Zeros come back with a rounding, and at a kink that is another gradient."""
+
+    @staticmethod
+    def told(first, bias, dtype):
+        stem = nn.Sequential(nn.Linear(8, 32), first).to(dtype)
+        parts = half(0, bias).to(dtype), half(1, bias).to(dtype)
+        blocks = [invertible_checkpoint(additive_coupling(*parts, split_dim=1)) for _ in range(3)]
+        x = stem(Numbers()(64, 8).to(dtype))
+        for block in blocks:
+            x = block(x)
+        return warned(x.square().sum().backward)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_are_told_of(self, dtype):
+        told = self.told(nn.ReLU(), 0.0, dtype)
+        assert told and all("exactly 0 at the kink of `relu`" in text for text in told)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("first, bias", [(nn.Tanh(), 0.0), (nn.ReLU(), 0.1)])
+    def test_without_zeros_there_are_none(self, first, bias, dtype):
+        assert not self.told(first, bias, dtype)
+
+
+def half(seed, bias):
+    """A pre-activation unit: a bias, a relu and a linear map."""
+    torch.manual_seed(seed)
+    shift = nn.BatchNorm1d(16).eval()
+    nn.init.constant_(shift.bias, bias)
+    return nn.Sequential(shift, nn.ReLU(), nn.Linear(16, 16))
+
+
 def zeros_beside_numbers():
     """A state that begins at zeros, whose sum has no size of its own, comes back with roundings of the other one."""
     step = invertible_checkpoint(momentum(lambda b, w: torch.tanh(b @ w)))

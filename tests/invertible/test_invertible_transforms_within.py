@@ -130,6 +130,27 @@ class TestParts:
 
         assert_trees_close(spread(invertible_checkpoint), spread(without), 1e-8)
 
+    def test_may_write_a_state_beside_them(self):
+        """Memory that a transform has freed may be that of the state's copy later."""
+
+        def run(block, i):
+            torch.manual_seed(i)
+            weight = torch.randn(6, 6, dtype=torch.float64).requires_grad_()
+            net = nn.utils.spectral_norm(nn.Linear(6, 6).double())
+            force = grad(lambda z: (z @ weight).cos().sum())
+            step = affine_coupling(lambda b: (force(b), b), lambda a: (0.5 * net(a), a))
+            step = invertible_checkpoint(step) if block else step
+            state = torch.randn(2, 5, 6, dtype=torch.float64).requires_grad_().unbind(0)
+            for _ in range(2):
+                state = step(state)
+            return [
+                *torch.autograd.grad(state[0].sin().sum() + state[1].sum(), [weight, *net.parameters()]),
+                net.weight_u,
+            ]
+
+        for i in range(20):
+            assert_trees_close(run(True, i), run(False, i), 1e-8)
+
     @pytest.mark.parametrize("way", ["jvp", "vmap", "vmap of jvp"])
     def test_may_use_them_where_gradients_are_batched(self, way):
         """`is_grads_batched` runs a backward pass within a vmap, which is none of those that begin in the part."""
