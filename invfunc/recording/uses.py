@@ -99,6 +99,15 @@ class ParameterUses(Provenance):
         if self.pattern is not None:
             self.pattern.used(at, out, recipe)
 
+    def check_hook(self, x: torch.Tensor) -> None:
+        """Raise where a hook is given to a tensor whose gradient is taken as it was before the hook."""
+        if not self.with_uses or not x.requires_grad:
+            return
+        edge = torch.autograd.graph.get_gradient_edge(x)
+        if edge in self.edges or any(x is p for p in self.entered):
+            what = "a parameter" if x.is_leaf else "what an operation with a parameter gives"
+            raise samples_lost(f"`register_hook` of {what} (of a copy of it, as x * 1, it is seen)", unknown=True)
+
     def _active(self, x: torch.Tensor) -> bool:
         tag = self.tag(x)
         return isinstance(tag, Sampled) and tag.active and x.requires_grad
