@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from itertools import compress
@@ -56,15 +56,6 @@ class Probe:
         """How far the tensors are from those that there were; 0 where nothing can be said."""
         return self.compare(tensors).errors()
 
-    def crossed(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """How many entries of the only tensor, such as zeros, are on another side of zero than they were, of how
-        many."""
-        (then,), (now,) = self._then, self._entries((tensor,))
-        if then is None or now is None or then[0] != now[0]:
-            return 0, 0
-        pairs = list(zip(torch.as_tensor(then[1]).tolist(), torch.as_tensor(now[1]).tolist(), strict=True))
-        return sum((a > 0) != (b > 0) for a, b in pairs), len(pairs)
-
     def size(self) -> float:
         """The mean size of the entries, which errors are relative to."""
         numbers = [a for look in self._then if look for a in torch.as_tensor(look.entries).tolist()]
@@ -107,6 +98,15 @@ class Comparison:
     def hidden(self) -> Error:
         """How far the entries of ordinary size are from what they were, where a few are so large that they hide it."""
         return largest([_hidden(was.entries, came.entries) for was, came in filter(None, self._pairs)])
+
+    def crossed(self) -> tuple[int, int]:
+        """How many entries, such as zeros, are on another side of zero than they were, of how many."""
+        both = [ab for was, came in filter(None, self._pairs) for ab in _numbers(was, came)]
+        return sum((a > 0) != (b > 0) for a, b in both), len(both)
+
+
+def _numbers(was: Look, came: Look) -> Iterable[tuple[float, float]]:
+    return zip(*(torch.as_tensor(look.entries).tolist() for look in (was, came)), strict=True)
 
 
 def _pair(was: Look | None, came: Look | None) -> tuple[Look, Look] | None:

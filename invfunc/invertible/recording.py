@@ -109,10 +109,15 @@ class Recording:
     def given_back(self, tensor: torch.Tensor) -> None:
         """Nothing: a statistic looked on the first time."""
 
-    def _cross(self, call: Place, crossed: int, looked_at: int) -> None:
-        self._kink = call.call if crossed else self._kink
-        self._crossed += crossed
-        self._looked_at += looked_at
+    def _compare(self, key: Key, tensor: torch.Tensor, call: Place) -> None:
+        compared = self._probes[key].compare((tensor,))
+        if error := compared.errors()[0]:
+            self._apart[key] = error, Probe((tensor,), thresholds.PROBED_SAVED)
+            if call.kinked:
+                crossed, looked_at = compared.crossed()
+                self._kink = call.call if crossed else self._kink
+                self._crossed += crossed
+                self._looked_at += looked_at
 
     def kink(self) -> str | None:
         """The call whose derivative is that of another side of a kink, for many entries; None where there is none."""
@@ -161,10 +166,8 @@ class Recording:
             instead = call.instead_of(like.call)
             raise ReplayError(f"evaluated again, the function computes other numbers: {instead}. {CHANGES} {SHARDED}")
         self._apart.pop(key, None)
-        if key in self._probes and (error := self._probes[key].errors((tensor,))[0]):
-            self._apart[key] = error, Probe((tensor,), thresholds.PROBED_SAVED)
-            if like.call.kinked:
-                self._cross(like.call, *self._probes[key].crossed(tensor))
+        if key in self._probes:
+            self._compare(key, tensor, like.call)
         scope = self.origins.switch(None)  # which need not see this, where hooks are called between the calls of f
         self.found[key] = found = tensor.detach()  # of another, where an evaluation around puts one in its place
         self.origins.switch(scope)
