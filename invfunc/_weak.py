@@ -79,13 +79,13 @@ class WeakMemories:
     def update(self, tensors: Iterable[torch.Tensor]) -> None:
         for x in tensors:
             memory = memory_of(x)
-            self._of[memory._cdata] = ref(memory)
+            self._of[id(memory)] = ref(memory)
 
     def __contains__(self, x: torch.Tensor) -> bool:
         if not self._of:
             return False
         memory = memory_of(x)
-        found = self._of.get(memory._cdata)
+        found = self._of.get(id(memory))
         return found is not None and found() is memory
 
 

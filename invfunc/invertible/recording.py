@@ -121,7 +121,7 @@ class Recording:
 
     def kink(self) -> str | None:
         """The call whose derivative is that of another side of a kink, for many entries; None where there is none."""
-        return self._kink if self._crossed >= max(2, self._looked_at / 32) else None
+        return self._kink if self._crossed >= max(2, _MANY * self._looked_at) else None
 
     def misses(self) -> bool:
         return len(self.found) < len(self._like)
@@ -178,3 +178,7 @@ class Recording:
 
 def _never(packed: None) -> torch.Tensor:
     raise AssertionError("this graph is never run backwards")
+
+
+_MANY = 0.03
+"""The share of entries that does not cross a kink by chance."""

@@ -90,8 +90,7 @@ class Trace(ParameterUses, Listener):
         func = function.func
         self.calls.append(function.name)
         if function.entry.registers:
-            self.check_hook(args[0])
-            return func(*args, **kwargs)
+            return self.register(func, *args, **kwargs)
         if self.draws is not None and function.entry.draws is not False:
             self.draws.before(function, args, kwargs)
         seen = self.seen(function, args, kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -99,14 +99,13 @@ class ParameterUses(Provenance):
         if self.pattern is not None:
             self.pattern.used(at, out, recipe)
 
-    def check_hook(self, x: torch.Tensor) -> None:
-        """Raise where a hook is given to a tensor whose gradient is taken as it was before the hook."""
-        if not self.with_uses or not x.requires_grad:
-            return
-        edge = torch.autograd.graph.get_gradient_edge(x)
-        if edge in self.edges or any(x is p for p in self.entered):
+    def register(self, func: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Register a hook; raise at a tensor whose gradient is taken as it was before the hook."""
+        at_use = x.requires_grad and torch.autograd.graph.get_gradient_edge(x) in self.edges
+        if self.with_uses and (at_use or any(x is p for p in self.entered)):
             what = "a parameter" if x.is_leaf else "what an operation with a parameter gives"
             raise samples_lost(f"`register_hook` of {what} (of a copy of it, as x * 1, it is seen)", unknown=True)
+        return func(x, *args, **kwargs)
 
     def _active(self, x: torch.Tensor) -> bool:
         tag = self.tag(x)
