@@ -38,15 +38,7 @@ def factor(rand, k, diagonal=False):
 def kroneckers(draw, values=True, count=None, blocks=True):
     """Any groups of dims, also mixed or empty ones, with matrices and diagonals over them, perhaps in blocks."""
     if blocks and draw(st.booleans()):
-        count, parts = count or draw(st.integers(1, 2)), draw(st.lists(st.integers(1, 2), max_size=3))
-        alike = kroneckers(values=values, count=count, blocks=False)
-        one = draw(alike.filter(lambda K: len(K.shape) == len(parts) and K.shape.numel() < 9))
-        each = [tree.map_leaves(lambda f, c=c: f * c, one) for c in range(1, 1 + math.prod(parts))]
-        each = [K if one.values is None else replace(one, values=K.values) for K in each]
-        factors = tuple(torch.stack(fs) for fs in zip(*(K.factors for K in each), strict=True))
-        stacked = None if one.values is None else torch.stack([K.values for K in each])
-        shape = torch.Size(n * k for n, k in zip(one.shape, parts, strict=True))
-        return Kronecker(factors, one.groups, shape, stacked, tuple(parts))
+        return draw(in_blocks(values, count or draw(st.integers(1, 2)), draw(st.lists(st.integers(1, 2), max_size=3))))
     rand, shape = Numbers(draw(st.integers(0, 9))), draw(st.lists(st.integers(1, 3), max_size=4))
     count = count or draw(st.integers(1, 3))
     owner = [draw(st.integers(0, count - 1)) for _ in shape]
@@ -59,6 +51,19 @@ def kroneckers(draw, values=True, count=None, blocks=True):
         torch.ones(k).double() if f.ndim == 1 else torch.linalg.qr(f).Q for k, f in zip(sizes, factors, strict=True)
     ]
     return Kronecker(tuple(vectors), groups, torch.Size(shape), 0.5 + torch.sigmoid(rand(*sizes)))
+
+
+@st.composite
+def in_blocks(draw, values, count, parts):
+    """So many blocks along each dim, of products of the same form."""
+    alike = kroneckers(values=values, count=count, blocks=False)
+    one = draw(alike.filter(lambda K: len(K.shape) == len(parts) and K.shape.numel() < 9))
+    each = [tree.map_leaves(lambda f, c=c: f * c, one) for c in range(1, 1 + math.prod(parts))]
+    each = [K if one.values is None else replace(one, values=K.values) for K in each]
+    factors = tuple(torch.stack(fs) for fs in zip(*(K.factors for K in each), strict=True))
+    stacked = None if one.values is None else torch.stack([K.values for K in each])
+    shape = torch.Size(n * k for n, k in zip(one.shape, parts, strict=True))
+    return Kronecker(factors, one.groups, shape, stacked, tuple(parts))
 
 
 def small(*kinds, seed=0):

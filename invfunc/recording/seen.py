@@ -13,11 +13,11 @@ from invfunc._functorch import base_of, version
 from invfunc.errors import ArgumentError, Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, BatchSum, Call
-from invfunc.operations.calls import produced_by, spelled
+from invfunc.operations.calls import picking, produced_by, spelled
 from invfunc.operations.equations import equation
 from invfunc.operations.heard import Function
 from invfunc.operations.operation import linear
-from invfunc.recording.tags import Derived, Sampled
+from invfunc.recording.tags import Derived, Sampled, derived_from
 
 
 class Seen:
@@ -91,6 +91,22 @@ class Seen:
         outputs = [x for x, _ in moved]
         keeps = not self.function.entry.piecewise and linear(self.func, self.args, self.kwargs, self.read, outputs)
         return keeps and all(t.affine for _, t in moved), keeps and len(moved) == 1 and moved[0][1].logarithm
+
+    def derived(self, produced: list[torch.Tensor], of_data: bool, untraced_at: str | None, alone: bool) -> Derived:
+        """What is known of the results of a call that reads parameters, sums of data (`of_data`) and perhaps a tensor
+        of which nothing is known; `alone` says that it is of one sample of several."""
+        tags = [tag for tag in self.tags.values() if isinstance(tag, Derived)]
+        picks, once = (False, False) if self.writes or len(tags) > 1 else picking(self.name, self.args)
+        entry, found = self.function.entry, derived_from(tags)
+        repeats = (entry.picks == "any" or entry.places == "reads") and any(1 in x.shape for x in produced)
+        return replace(
+            found,
+            selected=once and len(self.read) == 1 and tags[0].selected,
+            of_data=of_data or found.of_data,
+            untraced_at=untraced_at or found.untraced_at,
+            picked=picks and tags[0].picked,
+            repeated=found.repeated or (alone and repeats),
+        )
 
     def read_instead(self, kept: torch.Tensor) -> None:
         """A copy of the first argument, from before it was written to."""

@@ -34,6 +34,13 @@ class Derived:
     """Whether f may repeat it for the samples, where there is one of them alone, so that it does not show."""
 
 
+def derived_from(tags: Sequence[Derived]) -> Derived:
+    """What is known of what is computed from several tensors; no entry of it is taken for one of theirs."""
+    leaves, untraced_at = frozenset().union(*(t.leaves for t in tags)), (t.untraced_at for t in tags if t.untraced_at)
+    of_data, repeated = any(t.of_data for t in tags), any(t.repeated for t in tags)
+    return Derived(leaves, False, of_data, next(untraced_at, None), repeated=repeated)
+
+
 @dataclass(frozen=True)
 class Sampled:
     """A tensor that depends on the samples: where they lie, or why that is lost, and how it depends on parameters."""
@@ -121,16 +128,16 @@ class Tags(WeakIdMap[Derived | Sampled]):
         if isinstance(new, Sampled):
             self._memory.update((x,))
         for y, old in self.items():
-            if y is x or storage_of(y) != memory:
-                continue
-            if isinstance(old, Derived) and isinstance(new, Derived):
-                both = old.leaves | new.leaves
-                of_data, untraced_at = old.of_data or new.of_data, old.untraced_at or new.untraced_at
-                self.set(y, Derived(both, False, of_data, untraced_at, repeated=old.repeated or new.repeated))
-            elif isinstance(old, Sampled) and isinstance(new, Sampled) and old.active == new.active and old.place:
-                crossed = old.crossed | new.crossed
-                order = old.order if old.order == new.order else MIXED
-                self.set(y, Sampled(old.place, old.lost or new.lost, old.around or new.around, crossed, order=order))
-            else:
-                around, crossed = getattr(new, "around", "a parameter"), getattr(new, "crossed", frozenset())
-                self.set(y, Sampled(None, "an in-place write through a view", around, crossed))
+            if y is not x and storage_of(y) == memory:
+                self.set(y, _overwritten(old, new))
+
+
+def _overwritten(old: Derived | Sampled, new: Derived | Sampled) -> Derived | Sampled:
+    """What is known of a tensor once something of another one is written into it."""
+    if isinstance(old, Derived) and isinstance(new, Derived):
+        return derived_from([old, new])
+    if isinstance(old, Sampled) and isinstance(new, Sampled) and old.active == new.active and old.place:
+        crossed, order = old.crossed | new.crossed, old.order if old.order == new.order else MIXED
+        return Sampled(old.place, old.lost or new.lost, old.around or new.around, crossed, order=order)
+    around, crossed = getattr(new, "around", "a parameter"), getattr(new, "crossed", frozenset())
+    return Sampled(None, "an in-place write through a view", around, crossed)

@@ -15,9 +15,7 @@ from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call, Mixed, Unknown
 from invfunc.operations.batch_axis.orders import MIXED, composed, moved
-from invfunc.operations.calls import picking
 from invfunc.operations.heard import Function, Listener
-from invfunc.operations.operation import known
 from invfunc.operations.recurrent import states
 from invfunc.recording.follower import Follower
 from invfunc.recording.graph import node_of, reaches
@@ -159,14 +157,9 @@ class Trace(ParameterUses, Listener):
     def _of_parameters(self, seen: Seen, of_data: bool) -> Any:
         out = seen.run()
         if torch.is_grad_enabled():
-            tags = [tag for tag in seen.tags.values() if isinstance(tag, Derived)]
-            picks, once = (False, False) if seen.writes or len(tags) > 1 else picking(seen.name, seen.args)
-            picked, selected = picks and tags[0].picked, once and len(seen.read) == 1 and tags[0].selected
-            of_data = of_data or any(t.of_data for t in tags)
-            untraced_at = self.untraced_call(seen) or next((t.untraced_at for t in tags if t.untraced_at), None)
-            produced, leaves = seen.produced(out), frozenset().union(*(t.leaves for t in tags))
-            repeated = any(t.repeated for t in tags) or (self.n == 1 and self.partial and _repeats(seen.name, produced))
-            derived = Derived(leaves, selected, of_data, untraced_at, picked, repeated)
+            produced = seen.produced(out)
+            alone = self.n == 1 and self.partial
+            derived = seen.derived(produced, of_data, self.untraced_call(seen), alone)
             for x in produced:
                 self.set(x, derived if x.is_floating_point() or x.is_complex() else None)
                 if seen.writes:
@@ -312,9 +305,3 @@ class Trace(ParameterUses, Listener):
         for z in outputs:
             if reaches(z, targets, beneath) or unseen(z, self.tag(z), self.entered):
                 raise hidden(z, self.calls)
-
-
-def _repeats(name: str, produced: list[torch.Tensor]) -> bool:
-    """Whether an operation may have repeated a parameter for one sample."""
-    fact = known(name)
-    return (fact.picks == "any" or fact.places == "reads") and any(1 in x.shape for x in produced)
