@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from invfunc.errors import samples_lost
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.index import Index, spelled
 from invfunc.operations.batch_axis.indices import advanced
-from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, Unknown
+from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
 from invfunc.operations.batch_axis.samples import NONE, agree, located, ordered, samples_of, spread
 from invfunc.operations.operation import define
 from invfunc.operations.receptive_fields.step import Rows, Step, behind
@@ -190,6 +191,20 @@ def along_index(call: Call) -> Place:
     return written(call, spelled(call, x, (*[slice(None)] * dim, index)), source)
 
 
+def added(rule: Callable[[Call], Place]) -> Callable[[Call], Place]:
+    """The rule of what writes, for what adds: where several samples meet in an entry of a constant, it is their sum."""
+
+    def place(call: Call) -> Place:
+        try:
+            return rule(call)
+        except Mixed:
+            if call.place(call.first) is not None:
+                raise
+            return BATCH_SUM
+
+    return place
+
+
 def scattered(call: Call) -> Place:
     """`x[i, index[i, j]] = source[i, j]`, or added to it."""
     x, index, axis = call.first, call.arg("index"), call.place(call.first)
@@ -292,9 +307,9 @@ define(
     permutes=True,
 )
 define("take_along_dim", batch_axis=gather, linear="all", picks="any", places="reads", permutes=True)
-define("index_add", batch_axis=along_index, linear="all", places="writes")
+define("index_add", batch_axis=added(along_index), linear="all", places="writes")
 define("index_copy index_fill", batch_axis=along_index, places="writes")
 define("index_reduce", batch_axis=along_index)
-define("scatter_add", batch_axis=scattered, linear="all", places="writes")
+define("scatter_add", batch_axis=added(scattered), linear="all", places="writes")
 define("scatter", batch_axis=scattered, places="writes")
 define("scatter_reduce", batch_axis=scattered)
