@@ -162,19 +162,19 @@ class Forward(Op):
         given = [i for i, g in enumerate(of_ys) if g is not None]
         gs = [g for g in of_ys if g is not None]
 
-        start = None
+        start, idle = None, set[int]()
         with self._run.call.named():
             sources = ctx.block.xs()
             if sources is None:
                 sources = fetch(ctx.block.sources)
-                start = unwound(self._run, (len(sources), self._count, len(rest)), wanted, given)
+                start = unwound(self._run, (len(sources), self._count, len(rest)), wanted, given, idle)
             forward = partial(self._forward, exact=start is None and ctx.block.exact())
-            outputs = derivative(forward, ghosts, sources, rest, gs, wanted, given, level, ctx.around, start)
+            outputs = derivative(forward, ghosts, sources, rest, gs, wanted, given, idle, level, ctx.around, start)
         if start is not None:
             with self._run.call.named():
                 ctx.block.give_back_and_tell([x.detach() for x in outputs[: self._count]])
             outputs = outputs[self._count :]
-        found = dict(zip(wanted, outputs, strict=True))
+        found = {i: g for i, g in zip(wanted, outputs, strict=True) if i not in idle}  # as .grad stays None
         for i, g in enumerate(of_ghosts):
             if g is not None:
                 found[i] = found[i] + g if i in found else g
@@ -262,9 +262,8 @@ class Step(Op):
         of_slope = gradients if self._start is None else gradients[self._n_xs :]
         given = [i for i, g in enumerate(of_slope) if g is not None]
         gs = [g for g in of_slope if g is not None]
-        found = dict(
-            zip(wanted, derivative(self._slope, ghosts, xs, tail, gs, wanted, given, level, ctx.around), strict=True)
-        )
+        slope = derivative(self._slope, ghosts, xs, tail, gs, wanted, given, set(), level, ctx.around)
+        found = dict(zip(wanted, slope, strict=True))
         of_ghosts = [found.get(i) for i in range(self._n_xs)]
         return *of_ghosts, *[None] * self._n_sources, *(found.get(i) for i in range(self._n_xs, len(needs)))
 
@@ -285,12 +284,13 @@ def derivative(
     gs: Tensors,
     wanted: Sequence[int],
     given: Sequence[int],
+    idle: set[int],
     level: int | None,
     around: Sequence[int],
     start: Map | None = None,
 ) -> Sequence[torch.Tensor]:
     """The gradients of a map, as one more node for the levels below that of the one that asks."""
-    slope = pulled(fn, len(ghosts) + len(rest), wanted, given)
+    slope = pulled(fn, len(ghosts) + len(rest), wanted, given, idle)
     return Node.apply(Step(slope, start, (len(ghosts), len(sources)), level, around), *ghosts, *sources, *rest, *gs)
 
 

@@ -84,13 +84,14 @@ def batched(fn: Map, has: Sequence[bool], randomness: str) -> Map:
     return lambda tensors: cast(Any, torch.vmap(fn, in_dims=dims, randomness=randomness))(list(tensors))
 
 
-def pulled(fn: Map, number: int, wanted: Sequence[int], given: Sequence[int]) -> Map:
+def pulled(fn: Map, number: int, wanted: Sequence[int], given: Sequence[int], idle: set[int]) -> Map:
     """The gradients of a map: `(inputs, gradients of outputs) -> gradients of inputs`.
 
     Args:
         fn: a map of `number` inputs.
         wanted: the inputs whose gradients are asked for.
         given: the outputs that have a gradient; that of the others is zero.
+        idle: grows by the inputs that no such output depends on, whose gradients are zeros.
     """
 
     def slope(tensors: Tensors) -> list[torch.Tensor]:
@@ -102,12 +103,13 @@ def pulled(fn: Map, number: int, wanted: Sequence[int], given: Sequence[int]) ->
             back = [(edge(outputs[i]), g) for i, g in zip(given, tensors[number:], strict=True)]
             del inputs, outputs  # autograd knows what it needs of them
             found = _gradients(back, asked, create_graph)
+            idle.update(i for i, g in zip(wanted, found, strict=True) if g is None)
             return [_left(g, tensors[i], leave) for i, g in zip(wanted, found, strict=True)]
 
     return slope
 
 
-def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given: Sequence[int]) -> Map:
+def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given: Sequence[int], idle: set[int]) -> Map:
     """A step back: `(sources, rest, gradients of ys) -> (xs, gradients of xs and rest)`.
 
     Every shared function is evaluated once, for the inverse, and its graph serves the gradients as well. What remains
@@ -118,6 +120,7 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
         counts: how many sources, xs and tensors of rest there are.
         wanted: the inputs (xs, then rest) whose gradients are asked for.
         given: the ys that have a gradient; that of the others is zero.
+        idle: grows by the inputs that no such y depends on.
     """
     n_sources, n_xs, n_rest = counts
 
@@ -172,6 +175,7 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
                 of_inner = _gradients(pairs, within, create_graph)
                 back += [(place, g) for place, g in zip(inner, of_inner, strict=True) if g is not None]
             found = _gradients(back, asked, create_graph)
+            idle.update(i for i, g in zip(wanted, found, strict=True) if g is None)
             given_in = (*xs, *rest)
             return xs + [_left(g, given_in[i], leave) for i, g in zip(wanted, found, strict=True)]
 

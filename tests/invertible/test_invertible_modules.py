@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad
 
-from invfunc import chain, functional, invertible_checkpoint
+from invfunc import chain, functional, invertible_checkpoint, leapfrog
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -88,3 +88,16 @@ def test_modules_without_an_inverse_are_blocks_of_chains():
     inputs = [x, *layer.parameters()]
     found = torch.autograd.grad(chained(x, [None, None]).square().sum(), inputs)
     assert_trees_close(found, torch.autograd.grad(layer(x).tanh().square().sum(), inputs), rtol=1e-9)
+
+
+@pytest.mark.parametrize("block", [lambda step: step, invertible_checkpoint])
+def test_what_has_no_influence_has_no_gradient(block):
+    """The last bias of an energy of which only the gradient matters: an optimiser is to leave it alone."""
+    energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    step = block(leapfrog(lambda q: -grad(lambda q: energy(q).sum())(q), 0.1))
+    state = Numbers()(6, 4), Numbers(1)(6, 4)
+    for _ in range(2):
+        state = step(state)
+    state[0].square().sum().backward()
+    assert energy[2].bias.grad is None
+    assert all(p.grad is not None for p in (energy[0].weight, energy[0].bias, energy[2].weight))
