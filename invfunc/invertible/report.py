@@ -274,9 +274,10 @@ def unbatched(error: BaseException) -> ArgumentError | None:
 
 CHANGES = (
     "It reads something that changes: random numbers of Python or numpy, a counter, the mode of a module (train, "
-    "eval), a parameter that it writes (clamp_, an initialisation by data), whether a tensor has a gradient or a "
-    "tangent (requires_grad, forward_ad). Draw with torch, whose numbers are replayed (preserve_rng_state=True), write "
-    "parameters before (by one call of the block under torch.no_grad()), or pass what changes as an argument."
+    "eval), what is chosen around the forward pass alone (sdpa_kernel, a default dtype), a parameter that it writes "
+    "(clamp_, an initialisation by data), whether a tensor has a gradient or a tangent (requires_grad, forward_ad). "
+    "Draw with torch, whose numbers are replayed (preserve_rng_state=True), write parameters before (by one call of "
+    "the block under torch.no_grad()), or pass what changes as an argument."
 )
 HELPS = (
     "Keep some of the states (anchor_every=, keep=True), compute in float64, or take a coupling with exact=True. "
