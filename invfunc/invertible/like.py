@@ -57,10 +57,6 @@ def all_of(tensor: torch.Tensor, laid: Geometry) -> bool:
     return same and contiguous and tensor.is_contiguous()
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return None if is_sparse(tensor) else tensor.stride()
-
-
 class Like(NamedTuple):
     """What a tensor is like that is computed again."""
 
@@ -73,7 +69,7 @@ class Like(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Like:
         """What a tensor is like."""
-        return cls(tensor.shape, tensor.dtype, tensor.device, _strides(tensor))
+        return cls(tensor.shape, tensor.dtype, tensor.device, None if is_sparse(tensor) else tensor.stride())
 
     def given_to(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the dtype, where that may be, and with the strides."""

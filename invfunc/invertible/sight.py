@@ -72,9 +72,10 @@ class Sight(Parts, Watcher, Listener):
     def make(self, tensor: torch.Tensor, outer: Iterable[torch.Tensor] = ()) -> None:
         """Note that the function has made a tensor, in a call that reads these from outside. Within a vmap its memory
         is noted too, as another view of that comes out of the vmap, which no call tells of (out_dims=1)."""
-        self.know(tensor)
-        if unwrapped(tensor) is None:
+        self._inside[id(tensor)] = weakref.ref(tensor)
+        if (inner := unwrapped(tensor)) is None:
             return
+        self.know(inner)
         if self._foreign is None:
             self._foreign = WeakMemories(self._given)
         self._foreign.update(outer)
