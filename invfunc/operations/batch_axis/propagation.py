@@ -85,8 +85,9 @@ def propagate(call: Call) -> Place | list[Place]:
     if summed and len(alone) + places.count(BATCH_SUM) == len(places):
         return total(call)
     if summed:
-        what = "a sum over the samples" if BATCH_SUM in places else "one sample"
-        raise Mixed(f"it combines {what} with tensors that keep them apart")
+        if BATCH_SUM in places:
+            raise Mixed("it combines a sum over the samples with tensors that keep them apart")
+        raise Unknown("it combines one sample with tensors that seem to keep them apart")
     of_mask = call.name == "where" and not isinstance(call.out, torch.Tensor)
     found = getattr(call.func, "follow", None) or known("nonzero" if of_mask else call.name).batch_axis
     if found is None:

@@ -55,7 +55,7 @@ def located(samples: torch.Tensor, n: int, *more: torch.Tensor, some: bool = Fal
     for dim in range(samples.ndim):
         rows = _rows(given, dim)
         if rows is not None:
-            axis = Axis(dim, rows=rows)
+            axis = Axis(dim, rows=rows) if len(set(rows)) > 1 else Axis(None, rows=rows[:1])
             if agree(spread(axis, samples.shape, n, samples.device), given):
                 return axis
     only = _only(given, each=False)
