@@ -17,9 +17,11 @@ def opened(func: Callable) -> Callable | None:
 
     Such a function first asks whether it is overridden, which is always so under a mode; the copy does not ask.
     """
-    if not isinstance(func, types.FunctionType) or not any(name in func.__code__.co_names for name in _CHECKS):
+    if not isinstance(func, types.FunctionType):
         return None
     namespace: dict[str, Any] = dict(func.__globals__)
+    if not any(name in func.__code__.co_names and name in namespace for name in _CHECKS):
+        return None  # one that asks torch.overrides (nn.init) would ask again, and without end
     namespace.update({name: lambda *args: False for name in _CHECKS if name in namespace})
     copy = types.FunctionType(func.__code__, namespace, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import unwrapped
+from invfunc._functorch import base_of, unwrapped
 from invfunc._scripted import Watcher
 from invfunc._weak import WeakMemories
 from invfunc.invertible.origins import Origins
@@ -90,10 +90,16 @@ class Sight(Parts, Watcher, Listener):
             if known is not None and known() is inner:
                 return True
             inner = unwrapped(inner)
-        if tensor in self._made:
+        if tensor in self._made or self._comes_out_of_vmap(tensor):
             self.know(tensor)
             return True
         return False
+
+    def _comes_out_of_vmap(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of one that the function has made, which a vmap gives out for all its entries."""
+        base = base_of(tensor)
+        known = None if base is None else self._inside.get(id(base))
+        return known is not None and known() is base and all(base is not t for t in self._given)
 
     def made(self, outputs: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
         """What the function has made that somebody still has, but these outputs."""

@@ -86,6 +86,8 @@ class Listener(TorchFunctionMode):
         function = Function(func) if type(func) is Scripted else function_of(func)
         if function.entry.asks == "form":
             return func(*args, **(kwargs or {}))
+        if not args and kwargs and "tensor" in kwargs:  # of torch.nn.init, which names what it writes
+            args, kwargs = (kwargs["tensor"],), {name: value for name, value in kwargs.items() if name != "tensor"}
         return self.heard(function, args, kwargs or {})
 
     def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:

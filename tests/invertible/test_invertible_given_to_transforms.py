@@ -134,3 +134,17 @@ def test_what_needs_one_is_told_once():
         in_autograd(model, rand(3))
         in_autograd(model, rand(3))
     assert len([w for w in told if issubclass(w.category, InvFuncWarning)]) == 1
+
+
+def test_what_is_the_same_for_all_entries_of_a_vmap_is_not_left_behind():
+    def f(x, w):
+        return x + vmap(lambda r: x[0].sin())(x) * w
+
+    rand = Numbers(5)
+    x, w = rand(4, 2), rand(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InvFuncWarning)
+        found, wanted = (
+            grad(lambda x, w, g=g: g(x, w).sin().sum(), (0, 1))(x, w) for g in (invertible_checkpoint(f, None), f)
+        )
+    assert_trees_close(found, wanted, 1e-12)
