@@ -17,6 +17,7 @@ bottleneck: a layer that all paths cross, narrower than there are columns.
 pattern, colouring: which outputs depend on which entries, and which columns can therefore share a pass.
 pass: one pullback, of some columns, samples or parameters; a chunk is what the caller made one.
 pair: an invertible function with its inverse. A block is a pair under a checkpoint; its slot holds its output.
+recomputation: a call of a block once more, and all that makes it the same call.
 """
 
 from invfunc import layers
@@ -43,15 +44,15 @@ from invfunc.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import InverseReport, check_inverse, drift
-from invfunc.invertible.couplings import additive_coupling, affine_coupling
-from invfunc.invertible.exact import Grid
-from invfunc.invertible.integrators import leapfrog, momentum
-from invfunc.invertible.log_det import with_log_det
-from invfunc.invertible.pair import Invertible, invert
-from invfunc.invertible.state_first import state_first
 from invfunc.kronecker import Kronecker
 from invfunc.operation import operation
 from invfunc.outputs import outputs
+from invfunc.pairs.couplings import additive_coupling, affine_coupling
+from invfunc.pairs.exact import Grid
+from invfunc.pairs.integrators import leapfrog, momentum
+from invfunc.pairs.log_det import with_log_det
+from invfunc.pairs.pair import Invertible, invert
+from invfunc.pairs.state_first import state_first
 from invfunc.products.estimate import Estimate
 from invfunc.products.estimate_diagonal import estimate_diagonal
 from invfunc.products.estimate_trace import estimate_trace

@@ -151,7 +151,7 @@ HESSIAN = 2**28
 CHECKED = 2**24
 """Numbers of a Hessian up to which a product looks whether it is convex, which takes all of it."""
 
-# What is looked through (passes/evidence.py, recording/held.py, module_copy.py, invertible/attributes.py)
+# What is looked through (passes/evidence.py, recording/held.py, module_copy.py, recomputation/attributes.py)
 
 COMPARED = 2**22
 """Entries up to which a tensor from elsewhere is kept to compare its numbers; of a larger one, that it is the same
@@ -169,7 +169,7 @@ COPIED = 32
 ENTERED = 1_000
 """Entries of a container up to which it is looked through for the modules that a block holds."""
 
-# Checks of inverses (invertible/probe.py, invertible/rounding.py, invertible/recording.py)
+# Checks of inverses (recomputation/probe.py, recomputation/rounding.py, recomputation/recording.py)
 
 PROBED, PROBED_SAVED = 64, 8
 """Entries up to which all of x, and of what autograd saves, are compared; of a larger tensor, so many."""

@@ -1,8 +1,12 @@
 """`--device` and `--dtype` for the laws, and one way to draw examples: the same ones on every run."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.invertible_same import assert_same
 
 settings.register_profile("laws", derandomize=True, deadline=None, max_examples=20, database=None)
 settings.load_profile("laws")
@@ -30,3 +34,9 @@ def device(request) -> torch.device:
 @pytest.fixture(scope="session")
 def dtype(request) -> torch.dtype:
     return getattr(torch, request.config.getoption("--dtype"))
+
+
+@pytest.fixture
+def same(dtype, device):
+    """`assert_same`, of an invertible block and its function, where the laws are tested."""
+    return partial(assert_same, dtype, device)

@@ -12,7 +12,7 @@ import torch
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.invertible.checkpoint import Checkpointed, invertible_checkpoint
-from invfunc.invertible.pair import Composition, Invertible, invert
+from invfunc.pairs.pair import Composition, Invertible, invert
 
 Step = tuple[Checkpointed, Any]
 """A block and its parameters."""

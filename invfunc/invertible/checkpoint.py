@@ -25,17 +25,17 @@ from invfunc.errors import (
     InvFuncError,
     SampleAxisError,
 )
-from invfunc.invertible.call import Call, Tensors
-from invfunc.invertible.closing import closing_over
-from invfunc.invertible.containers import Containers
-from invfunc.invertible.hooks import hooked
-from invfunc.invertible.pair import Invertible
-from invfunc.invertible.report import Known, Report, unbatched, way
-from invfunc.invertible.rounding import default_tolerance, relative_error
-from invfunc.invertible.sparse import any_sparse, separate
-from invfunc.invertible.value import Value
-from invfunc.invertible.watch import Watch
 from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.pairs.pair import Invertible
+from invfunc.pairs.value import Value
+from invfunc.recomputation.call import Call, Tensors
+from invfunc.recomputation.closing import closing_over
+from invfunc.recomputation.containers import Containers
+from invfunc.recomputation.hooks import hooked
+from invfunc.recomputation.report import Known, Report, unbatched, way
+from invfunc.recomputation.rounding import default_tolerance, relative_error
+from invfunc.recomputation.sparse import any_sparse, separate
+from invfunc.recomputation.watch import Watch
 from invfunc.recording.trace import Trace
 from invfunc.transform import told
 

@@ -12,10 +12,10 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
-from invfunc.invertible.call import Call
 from invfunc.invertible.chain import repeated
-from invfunc.invertible.pair import Invertible, as_pair
-from invfunc.invertible.rounding import default_tolerance, relative_error
+from invfunc.pairs.pair import Invertible, as_pair
+from invfunc.recomputation.call import Call
+from invfunc.recomputation.rounding import default_tolerance, relative_error
 from invfunc.transform import told
 
 

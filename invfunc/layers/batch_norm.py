@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError
-from invfunc.invertible.pair import Invertible, Law
-from invfunc.invertible.state import wide
 from invfunc.layers.common import for_each, need_axes, need_number, need_pair, need_size, shape
+from invfunc.pairs.pair import Invertible, Law
+from invfunc.pairs.state import wide
 
 Params = tuple[torch.Tensor, torch.Tensor] | None
 Statistics = tuple[torch.Tensor, torch.Tensor]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from invfunc.errors import ArgumentError
-from invfunc.invertible.pair import Invertible, Law
 from invfunc.layers.common import keeps_volume, need_axes, need_tensor, shape
+from invfunc.pairs.pair import Invertible, Law
 
 
 def flatten(start_dim: int = 1, end_dim: int = -1) -> Invertible:

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.errors import ArgumentError
-from invfunc.invertible.pair import Invertible
 from invfunc.layers.common import keeps_volume, need_axes, shape
 from invfunc.layers.pixel_shuffle import squeezed
+from invfunc.pairs.pair import Invertible
 
 
 def haar() -> Invertible:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from invfunc.invertible.pair import Invertible
 from invfunc.layers.common import keeps_volume
+from invfunc.pairs.pair import Invertible
 
 
 def identity() -> Invertible:

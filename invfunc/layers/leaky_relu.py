@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from invfunc.invertible.pair import Invertible, Law
-from invfunc.invertible.state import wide
 from invfunc.layers.common import need_axes, need_number, need_tensor
+from invfunc.pairs.pair import Invertible, Law
+from invfunc.pairs.state import wide
 
 
 def leaky_relu(negative_slope: float = 0.01) -> Invertible:

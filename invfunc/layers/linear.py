@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from invfunc.invertible.pair import Invertible
 from invfunc.layers.common import at_full_precision, for_each, need_axes, need_size, shape
 from invfunc.layers.weights import log_abs_det, matrix_and_bias, no_determinant, solved
+from invfunc.pairs.pair import Invertible
 
 
 def linear() -> Invertible:

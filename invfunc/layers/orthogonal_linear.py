@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from invfunc.invertible.pair import Invertible
-from invfunc.invertible.state import wide
 from invfunc.layers.common import at_full_precision, keeps_volume, need_axes, need_size, shape
 from invfunc.layers.weights import matrix_and_bias, rotation
+from invfunc.pairs.pair import Invertible
+from invfunc.pairs.state import wide
 
 
 def orthogonal_linear() -> Invertible:

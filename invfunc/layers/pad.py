@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.errors import ArgumentError
-from invfunc.invertible.pair import Invertible
 from invfunc.layers.common import need_axes, need_integers, shape
+from invfunc.pairs.pair import Invertible
 
 
 def pad(padding: Sequence[int], value: float = 0.0) -> Invertible:

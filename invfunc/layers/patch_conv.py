@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.errors import ArgumentError
-from invfunc.invertible.pair import Invertible
 from invfunc.layers.common import at_full_precision, for_each, need_axes, need_size, shape
 from invfunc.layers.weights import log_abs_det, no_determinant, no_way_back, solved, weight_and_bias
+from invfunc.pairs.pair import Invertible
 
 CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from invfunc.errors import ArgumentError
-from invfunc.invertible.pair import Invertible
 from invfunc.layers.common import keeps_volume, need_axes, need_count, shape
+from invfunc.pairs.pair import Invertible
 
 
 def pixel_shuffle(r: int) -> Invertible:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from invfunc.errors import ArgumentError
-from invfunc.invertible.pair import Invertible, Law
 from invfunc.layers.common import keeps_volume, need_axes, need_integers, need_tensor, shape
+from invfunc.pairs.pair import Invertible, Law
 
 
 def unflatten(dim: int, sizes: Sequence[int]) -> Invertible:

@@ -15,11 +15,11 @@ from torch.func import grad
 from invfunc import additive_coupling, affine_coupling, invertible_checkpoint, layers, tree, with_log_det
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.invertible.chain import chain, repeated
-from invfunc.invertible.pair import Invertible, invert
+from invfunc.pairs.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
-from tests.invertible.test_couplings import RTOL, dense_log_det, summed, volume
 from tests.laws import FLOOR, moved
 from tests.layers.test_invertible_layers import conditioned, there
+from tests.pairs.test_couplings import RTOL, dense_log_det, summed, volume
 from tests.strategies import Numbers
 
 N, WIDTH = 3, 4

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from invfunc import Grid, additive_coupling, affine_coupling, check_inverse, drift, invertible_checkpoint, layers, tree
 from invfunc.errors import ArgumentTypeError, InverseError
 from invfunc.invertible.chain import chain, repeated
-from invfunc.invertible.integrators import leapfrog
-from invfunc.invertible.pair import Invertible, invert
+from invfunc.pairs.integrators import leapfrog
+from invfunc.pairs.pair import Invertible, invert
 from tests.invertible.test_chain import ADDITIVE, AFFINE, KINDS, WIDTH, added, blocks, gradients, looped, mixed
 from tests.laws import moved
 from tests.strategies import Numbers

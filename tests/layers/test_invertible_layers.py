@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.func import jacrev
 
 from invfunc import layers, tree
-from invfunc.invertible.pair import Invertible, invert
+from invfunc.pairs.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
 from tests.laws import moved
 from tests.strategies import Numbers

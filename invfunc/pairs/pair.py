@@ -1,0 +1,200 @@
+"""A function and its inverse, as one value."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from invfunc.callables import describe
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs.value import Value
+
+
+class Composition(Value, ABC):
+    """What an `Invertible` is composed of."""
+
+    @abstractmethod
+    def steps(self, params: Any) -> list[tuple[Callable, Any]]:
+        """The blocks for some parameters, with those of each."""
+
+    @abstractmethod
+    def changed(self, change: Callable[[Any], Any]) -> Invertible:
+        """The composition of changed blocks."""
+
+    @abstractmethod
+    def inverted(self, name: str) -> Invertible:
+        """The inverses of the blocks, the other way round."""
+
+    @abstractmethod
+    def keeping(self, keep: bool | tuple[int, ...]) -> Invertible:
+        """This composition, with blocks that keep these tensors of x in memory."""
+
+
+@dataclass(frozen=True, repr=False)
+class Invertible(Value):
+    """A function `forward(x, *args, **kwargs) -> y` with its inverse `inverse(y, *args, **kwargs) -> x`.
+
+    It is called as its forward function, and taken wherever a pair `(f, f_inv)` is. x and y are any pytrees; the
+    arguments behind them are the same for both directions.
+
+    Args:
+        forward: the function.
+        inverse: gives x back from y, for the same further arguments.
+        shared: expensive functions that both directions evaluate at the same arguments, the inverse in the reverse
+            order. Both get them in front of x or y; in the backward pass each is evaluated once for the inverse and
+            the derivative together. That is what makes a coupling cost four evaluations in place of five.
+        hidden: whether forward returns `(y, hidden)`. The inverse gets it as its second argument, the caller does not
+            see it. It stays in memory, so it had better be small.
+        log_det: `log_det(x, *args, **kwargs) -> [N]`, the logarithm of the absolute determinant of dy/dx for each
+            entry of the leading axis. It gets `shared` in front too, and evaluates them in the order of forward.
+        name: what `repr` says.
+        composition: what it is composed of, as `chain` does; it frees what it can by itself.
+
+    Raises:
+        ArgumentTypeError: a part that has to be a function is none.
+        ArgumentError: `hidden`, but forward returns no pair.
+
+    Example:
+        >>> import torch, invfunc
+        >>> double = invfunc.Invertible(lambda x: 2 * x, lambda y: y / 2)
+        >>> double(torch.ones(2)), invfunc.invert(double)(torch.ones(2))
+        (tensor([2., 2.]), tensor([0.5000, 0.5000]))
+    """
+
+    forward: Callable
+    inverse: Callable
+    shared: tuple[Callable, ...] = ()
+    hidden: bool = False
+    log_det: Callable | None = None
+    name: str = ""
+    composition: Composition | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shared, tuple):
+            kind = type(self.shared).__name__
+            raise ArgumentTypeError(f"{self!r}: shared is of type {kind}, but has to be a tuple of functions.")
+        parts = {"forward": self.forward, "inverse": self.inverse}
+        parts |= {f"shared[{i}]": part for i, part in enumerate(self.shared)}
+        if self.log_det is not None:
+            parts["log_det"] = self.log_det
+        for name, part in parts.items():
+            if not callable(part):
+                kind = type(part).__name__
+                raise ArgumentTypeError(f"{self!r}: {name} is of type {kind}, but has to be a function.")
+
+    def __repr__(self) -> str:
+        return self.name or f"Invertible({describe(self.forward)}, {describe(self.inverse)})"
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.apart(self.forward(*self.shared, x, *args, **kwargs))[0]
+
+    def apart(self, y: Any) -> tuple[Any, tuple]:
+        """What forward returns for the caller, and what it hides."""
+        if not self.hidden:
+            return y, ()
+        if not isinstance(y, tuple) or len(y) != 2:
+            raise ArgumentError(f"{self!r}: forward has to return (y, hidden), but returns {type(y).__name__}.")
+        return y[0], (y[1],)
+
+
+def as_pair(call: str, pair: Any, more: str = "") -> Invertible:
+    """An `Invertible`, or that of a checkpointed one."""
+    found = getattr(pair, "pair", pair)
+    if not isinstance(found, Invertible):
+        raise ArgumentTypeError(f"{call}: pair is of type {type(pair).__name__}, but has to be an Invertible{more}.")
+    return found
+
+
+def invert(pair: Invertible) -> Invertible:
+    """The same pair the other way round: `invert(pair)(y, *args) == x` where `pair(x, *args) == y`.
+
+    Args:
+        pair: an `Invertible`. For two functions f and f_inv, `Invertible(f_inv, f)` is the same.
+
+    Returns:
+        An `Invertible` from y to x, with the negated log-determinant.
+
+    Raises:
+        ArgumentTypeError: `pair` is not an `Invertible`.
+        ArgumentError: the inverse needs what forward hides, which y alone does not tell (batch statistics, a shape).
+        InverseError: a block of a chain has no inverse.
+
+    Example:
+        >>> import torch, invfunc
+        >>> step = invfunc.Invertible(lambda x, by: x + by, lambda y, by: y - by)
+        >>> invfunc.invert(step)(torch.tensor([3.0]), 1.0)
+        tensor([2.])
+
+    Composes with: `invertible_checkpoint`, `chain`, and every transform of torch.func.
+
+    Cost: that of the inverse.
+
+    Source: invtorch's `reversed`.
+    """
+    pair = as_pair("invert(pair)", pair, ". Of two functions: Invertible(f_inv, f)")
+    if pair.hidden:
+        raise ArgumentError(
+            f"invert({pair!r}): its inverse needs what forward hides beside y, so that it is not a function of y alone."
+        )
+    if pair.composition is not None:
+        return pair.composition.inverted(f"invert({pair!r})")
+    log_det = None if pair.log_det is None else _Negated(pair).log_det
+    return Invertible(pair.inverse, pair.forward, pair.shared, log_det=log_det, name=f"invert({pair!r})")
+
+
+@dataclass(frozen=True, eq=False)
+class _Negated(Value):
+    """The log-determinant of the other way."""
+
+    pair: Invertible
+
+    def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
+        pair, number = self.pair, len(self.pair.shared)
+        assert pair.log_det is not None
+        shared, (y, *args) = Remembered(given[:number]), given[number:]
+        x = pair.inverse(*shared.functions, y, *args, **kwargs)
+        return -pair.log_det(*shared.recalled(backwards=True), x, *args, **kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Law(Value, ABC):
+    """The two directions of a pair and its log-determinant, for some options."""
+
+    @abstractmethod
+    def forward(self, *given: Any, **kwargs: Any) -> Any:
+        """y of x."""
+
+    @abstractmethod
+    def inverse(self, *given: Any, **kwargs: Any) -> Any:
+        """x of y."""
+
+    @abstractmethod
+    def log_det(self, *given: Any, **kwargs: Any) -> torch.Tensor:
+        """[N]"""
+
+    def pair(self, name: str, shared: tuple[Callable, ...] = (), hidden: bool = False) -> Invertible:
+        """The `Invertible` of both directions."""
+        return Invertible(self.forward, self.inverse, shared, hidden, self.log_det, name)
+
+
+class Remembered:
+    """Functions whose results are remembered, in order, to be recalled in place of evaluating them again."""
+
+    def __init__(self, functions: tuple[Callable, ...]) -> None:
+        self._results: list[Any] = []
+        self.functions = tuple(partial(_kept, self._results, fn) for fn in functions)
+
+    def recalled(self, backwards: bool) -> tuple[Callable, ...]:
+        """The functions for the same evaluations once more, in the same or in the reverse order."""
+        results = iter(self._results[::-1] if backwards else self._results)
+        return tuple(lambda *args, **kwargs: next(results) for _ in self.functions)
+
+
+def _kept(results: list[Any], fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    results.append(fn(*args, **kwargs))
+    return results[-1]

@@ -1,0 +1,320 @@
+"""One call of an invertible function, on flat lists of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import saving_hooks, under, unwatched, version
+from invfunc._generators import set_states
+from invfunc._parametrized import keeping_own
+from invfunc._scripted import Interpreted
+from invfunc._uncompiled import Uncompiled
+from invfunc.errors import InverseError, InvFuncError, ReplayError
+from invfunc.pairs.pair import Invertible
+from invfunc.recomputation.containers import Containers
+from invfunc.recomputation.left import Left
+from invfunc.recomputation.like import Like
+from invfunc.recomputation.origins import Origins
+from invfunc.recomputation.outcome import Outcome
+from invfunc.recomputation.recall import INVERSE, Exchanged, Other, Recall, Use
+from invfunc.recomputation.replay import Replay
+from invfunc.recomputation.report import Report
+from invfunc.recomputation.shared import Evaluate, Evaluations, Moment, evaluated
+from invfunc.recomputation.sight import OUTSIDE, Sight
+from invfunc.recomputation.surroundings import Closure
+from invfunc.recomputation.watch import Watch
+from invfunc.recording.trace import Trace
+from invfunc.transform import told
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Call:
+    """`y = forward(x, *args, **kwargs)` and what it takes to do it again, or backwards.
+
+    `xs` are the tensors of x, `rest` those of args and kwargs, `ys` those of y (and of what is hidden); `sources` are
+    what the inverse reads, the ys and those of xs that are kept.
+    """
+
+    def __init__(
+        self,
+        pair: Invertible,
+        x: tree.Form,
+        rest: tree.Form,
+        kept: Sequence[int] = (),
+        random: bool = True,
+        tolerance: float | None = None,
+        report: Report | None = None,
+        containers: Containers | None = None,
+        closure: Closure | None = None,
+    ) -> None:
+        self.pair, self._containers, self._closure = pair, containers or Containers(), closure
+        self._lifted = len(closure.tensors) if closure is not None else 0
+        """How many of the further arguments, at their end, stand for what is closed over."""
+        self.report = report or Report()
+        self.report.known.attributes.begins(pair)
+        self.left = Left(self.report.known.left)
+        self.kept = kept
+        self._x = x
+        self._rest = rest
+        self.tolerance = tolerance
+        """The error up to which forward has to give the same another time; None where that is not looked at."""
+        self._outcome: Outcome
+        self._random = random
+        self._generators = [leaf for leaf in (*x.others, *rest.others) if isinstance(leaf, torch.Generator)]
+        self._start: Replay
+        self.watch: Watch | None = None
+        """What looks on while forward is evaluated for the first time."""
+        self.origins: Origins | None = None
+        """How tensors come about in the evaluation that is compared with the first one, or is that one."""
+        self._hooks = saving_hooks()
+        self.followed = under(Trace)
+        """Whether a statistic looks on, which writes some operations out."""
+        self.moments: list[Moment] = []
+        """The evaluations of shared functions."""
+        self._y: tree.Form
+        self._like: list[Like] = []
+        self._others: dict[int, list[Other]] = {}
+        self._uses: list[Use] = []
+
+    def _moment(self, tensors: Tensors) -> Replay:
+        return Replay(tensors, self._generators, self._random, self.report.known.attributes)
+
+    def _last(self) -> Replay:
+        return self.moments[-1].after if self.moments else self._start
+
+    def first(self, xs: Tensors, rest: Tensors, closed: bool, evaluate: Evaluate | None = None) -> Any:
+        """Evaluate forward for the first time, and note what it reads and writes besides its arguments."""
+        self._like = [Like.of(x) for x in xs]
+        given = (*xs, *rest)
+        self._start = self._moment(given)
+
+        def noted(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+            with unwatched():
+                tensors = tree.tensors((args, kwargs))
+                like = [Like.of(t) for t in tensors]
+                before = self._moment(tensors).shared_with(self._last())
+            with watch.within(index):
+                result = evaluated(watch, evaluate, index, fn, args, kwargs)
+            with unwatched():
+                self.moments.append(Moment(fn, like, before, before.later()))
+            return result
+
+        self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, self.origins)
+        with watch:
+            y = self._forward(xs, rest, noted, watch)
+        self.left.first(watch.left(tree.tensors(y)))
+        self.watch = self._closure = None
+        self.report.known.calls += 1
+        self.report.known.attributes.ended(self._start.held)
+        self._others, self._uses = watch.outside(len(xs), self._hooks if self.tolerance is None else None)
+        replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
+        for generator, state in watch.drawn if self._random else ():
+            for replay in replays:
+                replay.add(generator, state)
+        self._outcome = Outcome(y, self.report, kept=len(self.kept) == len(xs), alone=closed)
+        return y
+
+    def closure(self, xs: Tensors, rest: Tensors) -> Closure:
+        """What forward closes over. It is evaluated for that, and the random numbers that it draws are taken back."""
+        xs, rest, self._containers = [t.detach() for t in xs], [t.detach() for t in rest], Containers()
+        self._start = self._moment((*xs, *rest))
+        self.watch = watch = Watch((*xs, *rest), False, self._generators, self.report)
+        try:
+            with torch.enable_grad(), watch:
+                self._forward(xs, rest, None, watch)
+        finally:
+            self._start.rewind()
+            set_states(watch.drawn)
+        self.left.first(watch.left(()))
+        return watch.closure()
+
+    def take_back(self, why: str, way_out: str = "") -> None:
+        """Take back the random numbers that were drawn in an attempt that failed."""
+        assert self.watch is not None
+        if self.watch.wrote():
+            raise ReplayError(
+                f"the function {why}, so that it has to be evaluated in another way, but has written a state before "
+                f"(running statistics?). {way_out}Pass the state as an argument and return its new value, or use eval "
+                "mode."
+            ) from None
+        self._start.rewind()
+        set_states(self.watch.drawn)
+
+    def _own(self, rest: Tensors) -> tuple[Tensors, Tensors]:
+        """The further arguments, and those that stand for what is closed over."""
+        number = len(rest) - self._lifted
+        return rest[:number], rest[number:]
+
+    def _forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, sight: Sight) -> Any:
+        rest, lifts = self._own(rest)
+        x, (args, kwargs) = self._x.join(xs), self._rest.join(rest)
+        shared = Evaluations(evaluate).of(self.pair.shared)
+        filled = self._containers.follow((x, *args, *kwargs.values()))
+        with Uncompiled(), Interpreted(), keeping_own(), sight.lifting(lifts), filled:
+            y = self.pair.forward(*shared, x, *args, **kwargs)
+        self.pair.apart(y)
+        return y
+
+    def run(
+        self,
+        xs: Tensors,
+        rest: Tensors,
+        evaluate: Evaluate | None,
+        known: bool = False,
+        compare: bool = True,
+        exact: bool = False,
+    ) -> Any:
+        """The result of forward, with the hidden part beside it where there is one, another time.
+
+        `known` says that `evaluate` knows the results of shared functions, and does not evaluate them; `compare` that
+        the result is held against that of the first time, where that is asked for or x is `exact`.
+        """
+        y, _ = self._again(xs, rest, evaluate, known)
+        if compare:
+            self._outcome.compare(y, exact, self.dtypes(), lambda: self.run(xs, rest, None, compare=False))
+        return y
+
+    def _again(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool) -> tuple[Any, Recall]:
+        recall = Recall((*xs, *rest), self._others, self.followed, self._uses, {}, self.origins, self.left)
+
+        def again(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+            moment = self.moments[index]
+            with unwatched() if known else recall.within(index):
+                result = evaluated(recall, evaluate, index, fn, args, kwargs)
+            if not known:
+                recall.check(index)
+            recall.know_all(result)
+            moment.after.rewind()  # whether it drew its random numbers or its result was known
+            return result
+
+        with self._start.again(), self.left.again(recall):
+            y = self._forward(xs, rest, again, recall)
+        recall.check(OUTSIDE)
+        return y, recall
+
+    def flat(self, y: Any) -> list[torch.Tensor]:
+        """The tensors of a result; its form is kept for the inverse."""
+        ys, self._y = tree.separate(y)
+        return ys
+
+    def joined(self, ys: Tensors) -> Any:
+        """The result with these tensors in its structure."""
+        return self._y.join(ys)
+
+    def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None = None) -> list[torch.Tensor]:
+        """The tensors of x, from those of y; what the inverse closes over may have been exchanged since.
+
+        What was there is found out by evaluating forward, if at a wrong x.
+        """
+        xs, recall = self._inverse(sources, rest, evaluate, {})
+        if not recall.unfamiliar:
+            return xs
+        _, at_it = self._again(xs, rest, None, known=False)
+        if any(i in at_it.exchanged for i in recall.unfamiliar):
+            xs, recall = self._inverse(sources, rest, evaluate, at_it.exchanged)
+        if at_it.exchanged and any(t.requires_grad for t, _ in recall.unfamiliar.values()):
+            raise ReplayError(
+                "the inverse closes over tensors that forward does not read, and what forward reads has been exchanged "
+                "since (functional_call puts parameters into a module only while it is called). Pass them as arguments."
+            )
+        return xs
+
+    def _inverse(
+        self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None, exchanged: Exchanged
+    ) -> tuple[list[torch.Tensor], Recall]:
+        count = len(self._y.places)
+        ys, kept = sources[:count], dict(zip(self.kept, sources[count:], strict=True))
+        given = self._y.join(ys)
+        own, lifts = self._own(rest)
+        args, kwargs = self._rest.join(own)
+        number = len(self.moments)
+        recall = Recall((*sources, *rest), self._others, self.followed, self._uses, exchanged, self.origins, self.left)
+
+        def backwards(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+            if index >= number:
+                raise InverseError(
+                    f"the inverse evaluates its shared functions more often than forward ({number} times)."
+                )
+            moment = self.moments[number - 1 - index]
+            tensors, form = tree.separate((args, kwargs))
+            if fn is not moment.fn or [t.shape for t in tensors] != [like.shape for like in moment.like]:
+                raise InverseError(
+                    f"evaluation {index} of the inverse is that of another shared function, or of other shapes, than "
+                    f"evaluation {number - 1 - index} of forward. The inverse evaluates them in reverse order."
+                )
+            laid = [like.given_to(t) for t, like in zip(tensors, moment.like, strict=True)]
+            args, kwargs = form.join(laid)
+            with recall.within(number - 1 - index):
+                result = moment.again(lambda: evaluated(recall, evaluate, number - 1 - index, fn, args, kwargs))
+            recall.check(number - 1 - index)
+            recall.know_all(result)
+            return result
+
+        evaluations = Evaluations(backwards)
+        shared = evaluations.of(self.pair.shared)
+        before = [version(t) for t in (*sources, *rest)]
+        with self._start.again(), self.left.again(recall), recall.lifting(lifts), recall.within(INVERSE):
+            with Uncompiled(), Interpreted():
+                x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
+        if [version(t) for t in (*sources, *rest)] != before:
+            raise ReplayError(
+                "the inverse writes into y or a further argument in place. Write y = y - z in place of y -= z."
+            )
+        if evaluations.count != number:
+            raise InverseError(
+                f"the inverse evaluates its shared functions {evaluations.count} times, forward {number}."
+            )
+        return self._like_x(x, kept), recall
+
+    def _like_x(self, x: Any, kept: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that the inverse gave, checked to have the form of x."""
+        leaves, found = self._x.leaves(x), []
+        if leaves is None:  # a tuple may stand for a list
+            came, were = tree.named_leaves(x), tree.named_leaves(self._x.join(range(len(self._like))))
+            names, wanted = (", ".join("x" + path for path, _ in named) or "nothing" for named in (came, were))
+            if names != wanted:
+                raise InverseError(f"the inverse gives another pytree than x: {names}, where x is {wanted}.")
+            leaves = [leaf for _, leaf in came]
+        for i, (place, like) in enumerate(zip(self._x.places, self._like, strict=True)):
+            leaf = leaves[place]
+            if i in kept:
+                found.append(kept[i])
+                continue
+            if isinstance(leaf, torch.Tensor) and like.is_like(leaf):
+                found.append(like.given_to(leaf))
+                continue
+            raise like.instead(leaf, self.names()[i], i)
+        return found
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """A context in which errors name the call."""
+        try:
+            yield
+        except InvFuncError as error:
+            raise told(error, f"invertible_checkpoint({self.pair!r}), in the backward pass") from error.__cause__
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of x, and those that autocast computes in."""
+        return [*(like.dtype for like in self._like), *self._start.dtypes()]
+
+    @property
+    def recalls(self) -> bool:
+        """Whether what is evaluated again is seen, to put in place what it used."""
+        return self.followed or bool(self._others)
+
+    @property
+    def reads_outside(self) -> bool:
+        """Whether forward reads tensors from outside beside its shared functions, which the inverse may read too."""
+        return bool(self._others.get(OUTSIDE))
+
+    def names(self) -> list[str]:
+        """The tensors of x as one would write them."""
+        named = tree.named_leaves(self._x.join(range(len(self._like))))
+        return ["x" + named[place][0] for place in self._x.places]

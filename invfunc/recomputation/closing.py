@@ -1,0 +1,46 @@
+"""The result of a node, whose further arguments are also the tensors that f closes over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from invfunc.errors import ClosedOverError, InvFuncError
+from invfunc.recomputation.call import Call, Tensors
+from invfunc.recomputation.function import noded
+
+_CLOSES_OVER = "closes over tensors that need a gradient"
+_DROPPING = "Call the module that holds the block by `functional(module)`, which drops what is written. "
+
+
+def closing_over(
+    call: Call, made: Callable[..., Call], xs: Tensors, rest: Tensors
+) -> tuple[Any, Tensors, Call, Tensors] | None:
+    """The result and its tensors, the call that gave it and its further arguments; None if f has to be taken as it is.
+
+    Args:
+        call: the call, if f closes over nothing that needs a gradient.
+        made: makes another one.
+        xs: the tensors of x.
+        rest: the further arguments.
+    """
+    known, torch_refused = call.report.known, None
+    if not known.closes_over:
+        try:
+            return *noded(call, xs, rest), call, rest
+        except ClosedOverError:
+            call.take_back(_CLOSES_OVER, _DROPPING)
+        except RuntimeError as error:  # may be torch's, of a transform that f gives a tensor of one around us
+            if isinstance(error, InvFuncError) or call.watch is None or call.watch.wrote():
+                raise
+            call.take_back(_CLOSES_OVER)
+            torch_refused = error
+    closure = made().closure(xs, rest)
+    if closure.wrapped is not None:
+        call.report.as_it_is(closure.wrapped)
+        return None
+    if torch_refused is not None:
+        raise torch_refused
+    known.closes_over = bool(closure.tensors or closure.constants)
+    call, rest = made(closure=closure), [*rest, *closure.arguments()]
+    return *noded(call, xs, rest), call, rest

@@ -1,0 +1,307 @@
+"""Checkpointing in plain autograd: hooks in the place of saved tensors, so that the graph is that of f itself.
+
+The graph of `y = f(x)` saves nothing. The first of its nodes that asks for a saved tensor has the block rebuilt: x from
+the slot of y by the inverse, and what f saves by evaluating f at it again; what shared functions save is taken from
+their evaluation by the inverse. Tensors that f closes over get their gradients as ever, as it is f's own graph that is
+run backwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from invfunc import thresholds, tree
+from invfunc._functorch import backward_pass, plainly, pointer, unwatched
+from invfunc.errors import ReplayError
+from invfunc.recomputation.call import Call, Tensors
+from invfunc.recomputation.like import Geometry, Memory, all_of, geometry
+from invfunc.recomputation.origins import Origins
+from invfunc.recomputation.probe import Probe
+from invfunc.recomputation.recording import Enough, Key, Recording, Saved, Tape
+from invfunc.recomputation.report import CHANGES, OTHER
+from invfunc.recomputation.rounding import finite, known_at_once, mean_size, near, rounded
+from invfunc.recomputation.sight import OUTSIDE
+from invfunc.recomputation.slots import Block, Held, fetch, metadata_of, release
+
+
+class HookedBlock(Block):
+    """A call of f in plain autograd."""
+
+    def __init__(self, call: Call, xs: Tensors, rest: Tensors) -> None:
+        super().__init__(call.kept, call.report)
+        self._call = call
+        self._rest = [Held(t) for t in rest]
+        self._beside = [ref(t) for t in rest]
+        self._arguments: dict[int, list[int | None]] = {OUTSIDE: [None] * len(xs) + list(range(len(rest)))}
+        """Which further arguments of f the tensors are that each part is given."""
+        self._needs = [t.requires_grad for t in (*xs, *rest)]
+        self._count = len(xs)
+        self._shared_needs: dict[int, list[bool]] = {}
+        self._tape = Tape()
+        self._to_the_end = call.tolerance is not None
+        """Whether it is evaluated again to its end, and not until all is saved."""
+        self.origins = call.origins = Origins()
+        self.origins.beside = [] if call.tolerance is None else list(rest)  # where it is inverted at once
+        self._like: dict[Key, Saved] = {}
+        self._probes: dict[Key, Probe] = {}
+        self._probed = call.report.check != "off" and (call.report.known.calls <= _FIRST or len(call.kept) == len(xs))
+        inputs = {pointer(x) for x in xs}
+        self._apart = [i for i, t in enumerate(rest) if t.numel() and pointer(t) not in inputs]
+        self._places = _places(rest, self._apart)
+        self._saved: dict[Key, torch.Tensor] = {}
+        self._pass = -1
+        """The backward pass in which they were computed."""
+        self._memory: dict[Key, tuple[Memory, Geometry]] | None = {} if call.followed else None
+
+    def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
+        """What autograd saves in place of a tensor: this block, and the key under which it gives the tensor back."""
+        key = self._tape.next()
+        self._to_the_end |= self._call.watch is not None and self._call.watch.noisy  # is filled when it was saved
+        place, call = self._places.get(pointer(tensor)), self.origins.place()
+        self._like[key] = Saved(tensor.shape, tensor.dtype, place, call)
+        if self._probed and place is None and self._to_be_probed(tensor):
+            most = thresholds.PROBED if call.kinked else thresholds.PROBED_SAVED
+            self._probes[key] = Probe((tensor,), most, sums=not tensor.is_floating_point())
+        if self._memory is not None:
+            self._memory[key] = Memory(tensor), geometry(tensor)
+        return self, key
+
+    def _to_be_probed(self, tensor: torch.Tensor) -> bool:
+        watch = self._call.watch
+        own = not (tensor.is_leaf and tensor.requires_grad) and not (watch and watch.noisy)
+        values = tensor.is_floating_point() or len(self.kept) == self._count  # of an exact x all are the same again
+        return own and values and known_at_once(tensor.device)
+
+    def given_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """A function that computes a saved tensor again, for a statistic that records f; None if it was not saved."""
+        for key, (memory, laid) in reversed((self._memory or {}).items()):
+            if memory.holds(tensor) and (laid == geometry(tensor) or all_of(tensor, laid)):
+                shape = tensor.shape
+                return lambda: self.looked_up(key).reshape(shape)
+        return None
+
+    def looked_up(self, key: Key) -> torch.Tensor:
+        """A saved tensor, which autograd may ask for as well."""
+        if key not in self._saved:
+            self._saved = self._rebuild()
+        return self._saved[key]
+
+    def evaluate(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Evaluate a function that f shares with its inverse, for the first time."""
+        with unwatched():
+            given = tree.tensors((args, kwargs))
+            self._shared_needs[index] = [t.requires_grad for t in given]
+            self._arguments[index] = [next((i for i, r in enumerate(self._beside) if r() is t), None) for t in given]
+        outer = self.origins.enter(index, given)
+        try:
+            with self._tape.within(index):
+                result = fn(*args, **kwargs)
+        finally:
+            self.origins.switch(outer)
+        self.origins.know(("result", index), tree.tensors(result))
+        return result
+
+    def invert(self) -> None:
+        with plainly(), torch.no_grad(), self._call.named():
+            xs = self._call.inverse(fetch(self.sources), self._detached())
+            if self._call.reads_outside:
+                self._call.run(xs, self._detached(), None)  # which says if it reads something else by now
+            self.give_back_and_tell(xs)
+
+    def names(self) -> list[str]:
+        return self._call.names()
+
+    def dtypes(self) -> list[torch.dtype]:
+        return [*self._call.dtypes(), *(saved.dtype for saved in self._like.values())]
+
+    def once_more(self, sources: Tensors, xs: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        back = self._call.inverse(sources, self._detached())
+        return back, tree.tensors(self._call.run(xs, self._detached(), None, compare=False))
+
+    def _detached(self) -> list[torch.Tensor]:
+        return [held.get().detach() for held in self._rest]
+
+    def saved(self, key: Key) -> torch.Tensor:
+        """A saved tensor; it is handed out once, and computed again for whoever asks again."""
+        if self._saved and self._pass != backward_pass():
+            self._detached()  # raises if an argument was written to since: what is left may be a view of one
+        tensor = self._saved.pop(key, None)
+        if tensor is None:
+            found = self._rebuild()
+            tensor = found.pop(key)
+            self._saved = found
+        return tensor
+
+    def forget(self) -> None:
+        """Let go of what was computed again."""
+        self._saved = {}
+
+    def _rebuild(self) -> dict[Key, torch.Tensor]:
+        if not self._ys:
+            raise ReplayError("the function differentiates within itself by torch.autograd; let it use torch.func.")
+        for block in self.behind():
+            if isinstance(block, HookedBlock):
+                block.forget()  # autograd is done with it
+        self._pass = backward_pass()
+        rest = self._detached()
+        with plainly(), self._call.named():
+            xs = self.xs()
+            exact = xs is not None and self.exact()
+            recorded = self._recording(rest, self._probes)
+            outputs, tell = None, None
+            if xs is None:
+                xs, outputs, tell = self._invert_recording(recorded)
+            if outputs is None or outputs or recorded.misses() or self._call.reads_outside:
+                self._run_recording(recorded, xs, outputs)
+            recorded.check()
+            if (kink := recorded.kink()) is not None:
+                self.report.kink(kink)
+            if tell is not None:
+                tell()
+            else:  # of an inexact x all has been told
+                apart = recorded.apart(self.report.tolerated(self.dtypes()) if exact else OTHER)
+                if apart and (max(apart.values()) < math.inf or finite((*xs, *fetch(self._ys)))):
+                    self.report.saved(apart, exact, self.dtypes(), lambda: self._rounding(xs, apart))
+        for held in self._rest:
+            held.let_go()
+        recorded.origins.beside = []
+        release(self._ys)
+        return recorded.found
+
+    def _rounding(self, xs: Tensors, errors: dict[Key, float]) -> dict[Key, float] | None:
+        """How far saved tensors move where x is rounded in other ways; None if they are others at this very x."""
+        sizes = {key: self._probes[key].size() for key in errors}
+        found = self._again(xs)
+
+        def moves(xs: Tensors) -> dict[Key, float]:
+            other = self._again(xs)
+            return {key: mean_size(_numbers(other[key]) - _numbers(found[key])) / size for key, size in sizes.items()}
+
+        if any(moves(xs).values()):
+            return None
+        most = dict.fromkeys(errors, 0.0)
+        for seed in range(_ROUNDINGS):
+            try:
+                most = {key: max(most[key], move) for key, move in moves(rounded(xs, seed)).items()}
+            except ReplayError:  # even what is saved depends on it
+                return dict.fromkeys(errors, math.inf)
+            if all(map(near, errors.values(), most.values())):
+                break
+        return most
+
+    def _again(self, xs: Tensors) -> dict[Key, torch.Tensor]:
+        """The tensors that f saves at some x."""
+        recorded = self._recording(self._detached(), {})
+        self._run_recording(recorded, xs, None, compare=False)
+        return recorded.found
+
+    def _recording(self, rest: Tensors, probes: dict[Key, Probe]) -> Recording:
+        self._call.origins = origins = self.origins.again()
+        origins.beside = [
+            t if (given := found()) is None else given for found, t in zip(self._beside, rest, strict=True)
+        ]
+        return Recording(self._like, probes, _places(rest, self._apart), self._to_the_end, origins, self._call.recalls)
+
+    def _invert_recording(self, recorded: Recording) -> tuple[list[torch.Tensor], dict[int, Any], Tell]:
+        """Invert; what the shared functions save meanwhile is what they saved in forward."""
+        outputs: dict[int, Any] = {}
+
+        def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+            tensors, form = tree.separate((args, kwargs))
+            tensors = _as_then(tensors, self._shared_needs[index])
+            args, kwargs = form.join(tensors)
+            with torch.enable_grad(), recorded.part(index, tensors):
+                self._know_beside(recorded, index, tensors)
+                output = fn(*args, **kwargs)
+            if OUTSIDE in self._tape.counts or self._call.tolerance is not None or self._call.reads_outside:
+                outputs[index] = output
+            return tree.map_tensors(torch.Tensor.detach, output)
+
+        with torch.no_grad():
+            xs = self._call.inverse(fetch(self.sources), self._detached(), evaluate)
+        return xs, outputs, self.give_back(xs)
+
+    def _run_recording(
+        self, recorded: Recording, xs: Tensors, outputs: dict[int, Any] | None, compare: bool = True
+    ) -> None:
+        """Evaluate f again, with the known outputs of shared functions, as long as something saved is missing."""
+
+        def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+            if outputs:
+                result = tree.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs[index])
+            elif outputs is not None:
+                raise self._differs(recorded)
+            else:
+                with recorded.part(index, given := tree.tensors((args, kwargs))):
+                    self._know_beside(recorded, index, given)
+                    result = fn(*args, **kwargs)
+            recorded.origins.know(("result", index), tree.tensors(result))
+            return result
+
+        given = _as_then((*xs, *self._detached()), self._needs)
+        try:
+            with torch.enable_grad(), recorded.part(OUTSIDE, given):
+                self._know_beside(recorded, OUTSIDE, given)
+                self._call.run(given[: len(xs)], given[len(xs) :], evaluate, bool(outputs), compare)
+        except Enough:
+            pass
+        if recorded.misses():
+            raise self._differs(recorded)
+
+    def _know_beside(self, recorded: Recording, part: int, given: Tensors) -> None:
+        """A part may close over what it is given as an argument, too."""
+        beside = recorded.origins.beside
+        same = [t if i is None else beside[i] for t, i in zip(given, self._arguments[part], strict=True)]
+        recorded.origins.know(("given", part), same)
+
+    def _differs(self, recorded: Recording) -> ReplayError:
+        return ReplayError(
+            f"autograd saved {len(self._like)} tensors when the function was evaluated, and {len(recorded.found)} "
+            f"when it was evaluated again: it does not do the same thing twice. {CHANGES}"
+        )
+
+
+Tell = Callable[[], None] | None
+_ROUNDINGS = 16
+"""How many ways to round x are tried at most."""
+_FIRST = 4
+"""How many calls compare values of what is saved, if x comes from the inverse; x itself is compared in all of them.
+The values show what no call tells, such as an unseen change of a tensor; how a tensor came about is always compared.
+"""
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
+
+
+def _places(rest: Tensors, indices: Sequence[int]) -> dict[int, int]:
+    """The numbers of further arguments by their places in memory."""
+    return {pointer(rest[i]): i for i in reversed(indices)}
+
+
+def _as_then(tensors: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor]:
+    return [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+
+
+def _unpack(packed: tuple[HookedBlock, Key]) -> torch.Tensor:
+    block, key = packed
+    return block.saved(key)
+
+
+def hooked(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tensor]]:
+    """The result of a call whose graph saves nothing, and its tensors."""
+    block = HookedBlock(call, xs, rest)
+    with saved_tensors_hooks(block.pack, _unpack):
+        block.origins.enter(OUTSIDE, (*xs, *rest))
+        y = call.first(xs, rest, closed=False, evaluate=block.evaluate)
+        block.origins.switch(None)
+    ys = call.flat(y)
+    if any(t.requires_grad for t in ys):
+        block.connect(xs, ys, [metadata_of(t) for t in ys])
+    return y, ys

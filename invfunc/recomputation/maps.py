@@ -1,0 +1,275 @@
+"""Functions of flat lists of tensors: a call forwards and backwards, its derivative, and any of them for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+from invfunc import tree
+from invfunc._functorch import leaf_level, unwatched, unwrapped, vmaps_of
+from invfunc._opened import raised_in
+from invfunc.errors import ReplayError
+from invfunc.operations.heard import Function, Listener
+from invfunc.recomputation.call import Call, Evaluate, Tensors
+from invfunc.recomputation.sparse import is_sparse
+
+Map = Callable[[Tensors], list[torch.Tensor]]
+
+
+class Run:
+    """A call, as functions of flat lists of tensors."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def first(self, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
+        """The tensors of y, for the first time."""
+        return self.call.flat(self.call.first(xs, rest, closed=True))
+
+    def forward(
+        self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True, exact: bool = False
+    ) -> list[torch.Tensor]:
+        """The tensors of y, another time, perhaps with known results of shared functions; `exact` says that x is."""
+        return self.call.flat(self.call.run(xs, rest, known, known is not None, compare, exact))
+
+    def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
+        """The tensors of x."""
+        return self.call.inverse(sources, rest, evaluate)
+
+
+class BatchedRun(Run):
+    """A run for every entry of a batch, which some of xs and rest have in front."""
+
+    def __init__(self, run: Run, xs: Sequence[bool], rest: Sequence[bool], randomness: str) -> None:
+        super().__init__(run.call)
+        self._run = run
+        self._xs = _dims(xs)
+        self._rest = _dims(rest)
+        self._randomness = randomness
+
+    def first(self, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
+        return self._each(self._run.first, self._xs)(list(xs), list(rest))
+
+    def forward(
+        self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True, exact: bool = False
+    ) -> list[torch.Tensor]:
+        return self._each(lambda a, b: self._run.forward(a, b, known, compare, exact), self._xs)(list(xs), list(rest))
+
+    def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
+        kept = [self._xs[i] for i in self.call.kept]
+        dims = [0] * (len(sources) - len(kept)) + kept
+        inverse = self._each(lambda a, b: self._run.inverse(a, b, evaluate), dims)
+        return unbatched(inverse(list(sources), list(rest)), [dim == 0 for dim in self._xs])
+
+    def _each(self, fn: Callable, dims: Sequence[int | None]) -> Callable[[list, list], list[torch.Tensor]]:
+        return cast(Any, torch.vmap(fn, in_dims=(list(dims), self._rest), randomness=self._randomness))
+
+
+def _dims(has: Sequence[bool]) -> list[int | None]:
+    return [0 if h else None for h in has]
+
+
+def unbatched(tensors: Tensors, has: Sequence[bool]) -> list[torch.Tensor]:
+    """One entry of what is the same for all of a batch, and is not to have it in front."""
+    return [t if h else t.select(0, 0) for t, h in zip(tensors, has, strict=True)]
+
+
+def batched(fn: Map, has: Sequence[bool], randomness: str) -> Map:
+    """A map for every entry of a batch, which some of its inputs have in front."""
+    dims = (_dims(has),)
+    return lambda tensors: cast(Any, torch.vmap(fn, in_dims=dims, randomness=randomness))(list(tensors))
+
+
+def pulled(fn: Map, number: int, wanted: Sequence[int], given: Sequence[int], idle: set[int]) -> Map:
+    """The gradients of a map: `(inputs, gradients of outputs) -> gradients of inputs`.
+
+    Args:
+        fn: a map of `number` inputs.
+        wanted: the inputs whose gradients are asked for.
+        given: the outputs that have a gradient; that of the others is zero.
+        idle: grows by the inputs that no such output depends on, whose gradients are zeros.
+    """
+
+    def slope(tensors: Tensors) -> list[torch.Tensor]:
+        create_graph = torch.is_grad_enabled()
+        with _differentiating(create_graph, tensors) as (tensors, (enter, edge, leave)):
+            inputs = [enter(t) if i in wanted else t for i, t in enumerate(tensors[:number])]
+            asked = [edge(inputs[i]) for i in wanted]
+            outputs = fn(inputs)
+            back = [(edge(outputs[i]), g) for i, g in zip(given, tensors[number:], strict=True)]
+            del inputs, outputs  # autograd knows what it needs of them
+            found = _gradients(back, asked, create_graph)
+            idle.update(i for i, g in zip(wanted, found, strict=True) if g is None)
+            return [_left(g, tensors[i], leave) for i, g in zip(wanted, found, strict=True)]
+
+    return slope
+
+
+def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given: Sequence[int], idle: set[int]) -> Map:
+    """A step back: `(sources, rest, gradients of ys) -> (xs, gradients of xs and rest)`.
+
+    Every shared function is evaluated once, for the inverse, and its graph serves the gradients as well. What remains
+    of forward is evaluated between them, with their known outputs.
+
+    Args:
+        run: a call forwards and backwards.
+        counts: how many sources, xs and tensors of rest there are.
+        wanted: the inputs (xs, then rest) whose gradients are asked for.
+        given: the ys that have a gradient; that of the others is zero.
+        idle: grows by the inputs that no such y depends on.
+    """
+    n_sources, n_xs, n_rest = counts
+
+    def step(tensors: Tensors) -> list[torch.Tensor]:
+        create_graph = torch.is_grad_enabled()
+        with _differentiating(create_graph, tensors) as (tensors, (enter, edge, leave)):
+            sources, rest, gs = (
+                tensors[:n_sources],
+                tensors[n_sources : n_sources + n_rest],
+                tensors[n_sources + n_rest :],
+            )
+            constant = _among([t for i, t in enumerate(rest, n_xs) if i not in wanted])
+            graphs: dict[int, _Graph] = {}
+            values: dict[int, tuple[list[torch.Tensor], tree.Form]] = {}
+            zeros: dict[int, list[torch.Tensor | None]] = {}
+
+            def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+                inputs, form = tree.separate((args, kwargs))
+                inputs = [enter(t) if not (is_sparse(t) or constant(t)) and differentiable(t) else t for t in inputs]
+                args, kwargs = form.join(inputs)
+                outputs, form = tree.separate(fn(*args, **kwargs))
+                graphs[index] = [*map(edge, inputs)], [*map(edge, outputs)]
+                values[index] = [leave(t) for t in outputs], form
+                with unwatched():
+                    zeros[index] = [leave(t).new_zeros(()) if vmaps_of(t) else None for t in inputs]
+                return form.join(values[index][0])
+
+            xs = [leave(x) for x in run.inverse(sources, rest, evaluate)]
+            places: dict[int, _Graph] = {}
+
+            def recall(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+                found, form = values.pop(index)
+                found = [enter(t) if differentiable(t) else t for t in found]
+                inputs = [
+                    _for_each(t, zero) for t, zero in zip(tree.tensors((args, kwargs)), zeros[index], strict=True)
+                ]
+                if any(t.requires_grad for t in inputs if is_sparse(t)):
+                    raise ReplayError(_SPARSE)
+                places[index] = [*map(edge, inputs)], [*map(edge, found)]
+                return form.join(found)
+
+            inputs = [enter(t) if i in wanted else t for i, t in enumerate((*xs, *rest))]
+            asked = [edge(inputs[i]) for i in wanted]
+            ys = run.forward(inputs[:n_xs], inputs[n_xs:], recall)
+            back = [(edge(ys[i]), g) for i, g in zip(given, gs, strict=True)]
+            del inputs, ys  # autograd knows what it needs of them
+            for index in sorted(graphs, reverse=True):
+                (inner, outer), (own_inner, own_outer) = places.pop(index), graphs.pop(index)
+                of_outer = _gradients(back, outer, create_graph, retain=True)
+                within = [own if place is not None else None for place, own in zip(inner, own_inner, strict=True)]
+                pairs = [(place, g) for place, g in zip(own_outer, of_outer, strict=True) if g is not None]
+                of_inner = _gradients(pairs, within, create_graph)
+                back += [(place, g) for place, g in zip(inner, of_inner, strict=True) if g is not None]
+            found = _gradients(back, asked, create_graph)
+            idle.update(i for i, g in zip(wanted, found, strict=True) if g is None)
+            given_in = (*xs, *rest)
+            return xs + [_left(g, given_in[i], leave) for i, g in zip(wanted, found, strict=True)]
+
+    return step
+
+
+@contextmanager
+def _differentiating(create_graph: bool, tensors: Tensors) -> Iterator[tuple[Tensors, Any]]:
+    """A level of our own, and the tensors; below it gradients are enabled, too, for kernels that ask (mkldnn's LSTM),
+    but there is no graph unless one is to be created."""
+    hooks = _NoHooks() if create_graph else nullcontext()
+    try:
+        with torch.enable_grad(), disable_saved_tensors_hooks(_PARTS), leaf_level() as level, hooks:
+            yield tensors if create_graph else [t.detach() for t in tensors], level
+    except RuntimeError as error:
+        if not (str(error) == _PARTS or raised_in(torch.autograd.Function.apply, error)):
+            raise
+        raise ReplayError(_PARTS) from error
+
+
+_PARTS = (
+    "a block that uses torch.func is differentiated by torch.func, which takes no torch.utils.checkpoint or other "
+    "hooks for saved tensors, no full backward hooks of modules and no autograd.Function without setup_context. Give "
+    "the Function a setup_context, leave out a checkpoint (the block frees what it saves), or put the parts that use "
+    "torch.func and the others into blocks of their own."
+)
+
+
+_SPARSE = (
+    "a sparse tensor that needs a gradient is an argument of a function that both directions share. Make it within "
+    "that function, of its values: torch.sparse_coo_tensor(indices, values, size)."
+)
+
+
+class _NoHooks(Listener):
+    """Refuses hooks of tensors: they belong to one level, and a second derivative takes another way beside it."""
+
+    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function.func is torch.Tensor.register_hook:
+            raise ReplayError(
+                "a block that uses torch.func has no second derivatives beside a hook of a tensor (register_hook), "
+                "which would not reach them. Leave out the hook, or put the part with it into a block of its own."
+            )
+        return function.func(*args, **kwargs)
+
+
+Edge = torch.autograd.graph.GradientEdge
+_Graph = tuple[list[Edge | None], list[Edge | None]]
+"""Where the inputs and the outputs of an evaluation are in the graph; None where they have none."""
+
+
+def differentiable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _for_each(tensor: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    """The tensor for every entry of the vmaps of a zero; x may be one for all where the inverse gives one for each."""
+    return tensor if zero is None or vmaps_of(tensor) >= vmaps_of(zero) else tensor + zero
+
+
+def _among(tensors: Tensors) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor is one of these, or its entry of a batch."""
+    ids = set(map(id, tensors))
+
+    def is_one(tensor: torch.Tensor | None) -> bool:
+        return tensor is not None and (id(tensor) in ids or is_one(unwrapped(tensor)))
+
+    return is_one
+
+
+def _left(gradient: torch.Tensor | None, like: torch.Tensor, leave: Callable) -> torch.Tensor:
+    return leave(torch.zeros_like(like) if gradient is None else gradient)
+
+
+def _gradients(
+    outputs: Sequence[tuple[Edge | None, torch.Tensor]],
+    inputs: Sequence[Edge | None],
+    create_graph: bool,
+    retain: bool = False,
+) -> list[torch.Tensor | None]:
+    """`torch.autograd.grad` where nothing has to depend on anything."""
+    ends = [(edge, g) for edge, g in outputs if edge is not None]
+    asked = [i for i, edge in enumerate(inputs) if edge is not None]
+    found: list[torch.Tensor | None] = [None] * len(inputs)
+    if ends and asked:
+        gradients = torch.autograd.grad(
+            [edge for edge, _ in ends],
+            [edge for edge in inputs if edge is not None],
+            [g for _, g in ends],
+            retain_graph=retain or create_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+        for i, gradient in zip(asked, gradients, strict=True):
+            found[i] = gradient
+    return found

@@ -1,0 +1,184 @@
+"""The tensors that autograd saves in an evaluation of f, and in one that is done again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from invfunc import thresholds
+from invfunc._functorch import pointer, version
+from invfunc.errors import ModifiedError, ReplayError
+from invfunc.recomputation.origins import Following, Origins, Place
+from invfunc.recomputation.outside import SHARDED
+from invfunc.recomputation.probe import Probe
+from invfunc.recomputation.report import CHANGES
+from invfunc.recomputation.rounding import Error
+from invfunc.recomputation.sight import OUTSIDE, Parts
+
+
+class Saved(NamedTuple):
+    """What is known of a saved tensor, whatever its values: it is that one of its call."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    argument: int | None
+    """Which of the further arguments it is, if it is one."""
+    call: Place
+
+
+Key = tuple[int, int]
+"""Which saved tensor: of the evaluation of a shared function (-1: of f beside them), and which one there."""
+
+
+class Tape(Parts):
+    """The tensors that autograd saves in one evaluation of f, in order."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+
+    def next(self) -> Key:
+        """The key of the tensor that is saved now."""
+        index = self.counts.get(self.part, 0)
+        self.counts[self.part] = index + 1
+        return self.part, index
+
+
+class Enough(Exception):
+    """Raised when all that was saved is there, so that the evaluation need not go on."""
+
+
+class Recording:
+    """Saved tensors of an evaluation that is done again.
+
+    Args:
+        like: what is known of them.
+        probes: some of their values.
+        places: which further arguments are where in memory.
+        to_the_end: whether the evaluation goes on when all are there.
+        origins: how they come about.
+        seen: whether others look on, and tell these.
+    """
+
+    def __init__(
+        self,
+        like: dict[Key, Saved],
+        probes: dict[Key, Probe],
+        places: dict[int, int],
+        to_the_end: bool,
+        origins: Origins,
+        seen: bool,
+    ) -> None:
+        self.origins = origins
+        self._seen = seen
+        self._like = like
+        self._probes = probes
+        self._places = places
+        self._to_the_end = to_the_end
+        self._tape = Tape()
+        self.found: dict[Key, torch.Tensor] = {}
+        self._apart: dict[Key, tuple[Error, Probe]] = {}
+        """How far saved tensors are from what they were, and what they are."""
+        self._crossed = self._looked_at = 0
+        """How many entries are on another side of a kink than they were, of how many."""
+        self._kink = ""
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._stopped: tuple[type[Exception], tuple] | None = None
+        """The error that ends an evaluation; it is not kept itself, as it knows what it came from."""
+
+    def check(self) -> None:
+        """Check that what was saved was not written to afterwards."""
+        for tensor, then in self._versions:
+            if version(tensor) != then:
+                raise ModifiedError(
+                    f"a tensor of shape {list(tensor.shape)} that is needed for the gradient of the function has been "
+                    "modified within it by an inplace operation."
+                )
+
+    def apart(self, most: float) -> dict[Key, float]:
+        """The errors above some of what was saved. What an operation of torch writes afterwards is left out."""
+        return {
+            key: float(error)
+            for key, (error, probe) in self._apart.items()
+            if error > most and not any(probe.errors((self.found[key],)))
+        }
+
+    def given_back(self, tensor: torch.Tensor) -> None:
+        """Nothing: a statistic looked on the first time."""
+
+    def _compare(self, key: Key, tensor: torch.Tensor, call: Place) -> None:
+        compared = self._probes[key].compare((tensor,))
+        if error := compared.errors()[0]:
+            self._apart[key] = error, Probe((tensor,), thresholds.PROBED_SAVED)
+            if call.kinked:
+                crossed, looked_at = compared.crossed()
+                self._kink = call.call if crossed else self._kink
+                self._crossed += crossed
+                self._looked_at += looked_at
+
+    def kink(self) -> str | None:
+        """The call whose derivative is that of another side of a kink, for many entries; None where there is none."""
+        return self._kink if self._crossed >= max(2, _MANY * self._looked_at) else None
+
+    def misses(self) -> bool:
+        return len(self.found) < len(self._like)
+
+    @contextmanager
+    def part(self, index: int, given: Sequence[torch.Tensor]) -> Iterator[None]:
+        """A context in which a part is evaluated at these tensors, and what it saves is kept."""
+        self._tape.counts.pop(index, None)  # an inverse may be evaluated once more
+        outer, seen = self.origins.enter(index, given), self._seen
+        look = nullcontext() if seen else Following(self.origins)
+        self._seen = True
+        try:
+            with self._tape.within(index), saved_tensors_hooks(self._pack, _never), look:
+                yield
+        except RuntimeError:
+            if self._stopped is None:
+                raise
+            kind, told = self._stopped
+            raise kind(*told) from None  # of which torch.jit has made an error of its own
+        finally:
+            self._seen = seen
+            self.origins.switch(outer)
+
+    def _pack(self, tensor: torch.Tensor) -> None:
+        try:
+            self._record(tensor)
+        except Exception as error:
+            self._stopped = type(error), error.args
+            raise
+
+    def _record(self, tensor: torch.Tensor) -> None:
+        key = self._tape.next()
+        like = self._like.get(key)
+        call = self.origins.place()
+        if like is None or like[:3] != (tensor.shape, tensor.dtype, self._places.get(pointer(tensor))):
+            then = "nothing" if like is None else f"{list(like.shape)} {like.dtype}"
+            raise ReplayError(
+                f"autograd saves a tensor {list(tensor.shape)} {tensor.dtype} where it saved {then} the first time: "
+                f"the function does not do the same thing twice. {CHANGES}"
+            )
+        if not call.same(like.call):
+            instead = call.instead_of(like.call)
+            raise ReplayError(f"evaluated again, the function computes other numbers: {instead}. {CHANGES} {SHARDED}")
+        self._apart.pop(key, None)
+        if key in self._probes:
+            self._compare(key, tensor, like.call)
+        scope = self.origins.switch(None)  # which need not see this, where hooks are called between the calls of f
+        self.found[key] = found = tensor.detach()  # of another, where an evaluation around puts one in its place
+        self.origins.switch(scope)
+        self._versions.append((found, version(found)))
+        if key[0] == OUTSIDE and not self._to_the_end and not self.misses():
+            raise Enough
+
+
+def _never(packed: None) -> torch.Tensor:
+    raise AssertionError("this graph is never run backwards")
+
+
+_MANY = 0.03
+"""The share of entries that does not cross a kink by chance."""

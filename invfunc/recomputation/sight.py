@@ -1,0 +1,132 @@
+"""A look at every call of torch that a function makes while it is evaluated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from invfunc._functorch import base_of, unwrapped
+from invfunc._scripted import Watcher
+from invfunc._weak import WeakMemories
+from invfunc.operations.heard import Listener
+from invfunc.recomputation.origins import Origins
+
+OUTSIDE = -1
+"""The part of a function that is in none of its shared functions; these are counted from 0."""
+
+
+class Parts:
+    """Knows which part of a function is being evaluated."""
+
+    part = OUTSIDE
+
+    def within(self, part: int) -> _Within:
+        """A context in which a part is evaluated."""
+        return _Within(self, part)
+
+
+class _Within:
+    def __init__(self, parts: Parts, part: int) -> None:
+        self._parts, self._part = parts, part
+
+    def __enter__(self) -> None:
+        self._outer, self._parts.part = self._parts.part, self._part
+
+    def __exit__(self, *error: Any) -> None:
+        self._parts.part = self._outer
+
+
+_AS_IT_IS = nullcontext()
+
+
+class Sight(Parts, Watcher, Listener):
+    """Sees every call of torch while a function runs, and which tensors it made or was given."""
+
+    lifts: Sequence[torch.Tensor] = ()
+    """The arguments that stand, at the moment, for tensors that the function closes over."""
+
+    def __init__(self, given: Sequence[torch.Tensor], origins: Origins | None = None) -> None:
+        super().__init__()
+        self.origins = origins
+        self._given = given
+        self._inside: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._made = WeakMemories()
+        """The memory of what it has made within a transform of torch.func."""
+        self._foreign: WeakMemories | None = None
+        """The memory of what it was given, or has met from outside."""
+        for t in given:
+            self.know(t)
+
+    def know(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note that a tensor is of the function, and with it what it wraps."""
+        inner: torch.Tensor | None = tensor
+        while inner is not None:
+            self._inside[id(inner)] = weakref.ref(inner)
+            inner = unwrapped(inner)
+        return tensor
+
+    def make(self, tensor: torch.Tensor, outer: Iterable[torch.Tensor] = ()) -> None:
+        """Note that the function has made a tensor, in a call that reads these from outside. Within a vmap its memory
+        is noted too, as another view of that comes out of the vmap, which no call tells of (out_dims=1)."""
+        self._inside[id(tensor)] = weakref.ref(tensor)
+        if (inner := unwrapped(tensor)) is None:
+            return
+        self.know(inner)
+        if self._foreign is None:
+            self._foreign = WeakMemories(self._given)
+        self._foreign.update(outer)
+        if tensor not in self._foreign:
+            self._made.update((tensor,))
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, or what it wraps, is of the function."""
+        inner: torch.Tensor | None = tensor
+        while inner is not None:
+            known = self._inside.get(id(inner))
+            if known is not None and known() is inner:
+                return True
+            inner = unwrapped(inner)
+        if tensor in self._made or self._comes_out_of_vmap(tensor):
+            self.know(tensor)
+            return True
+        return False
+
+    def _comes_out_of_vmap(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of one that the function has made, which a vmap gives out for all its entries."""
+        base = base_of(tensor)
+        known = None if base is None else self._inside.get(id(base))
+        return known is not None and known() is base and all(base is not t for t in self._given)
+
+    def made(self, outputs: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """What the function has made that somebody still has, but these outputs."""
+        known = set[int]()
+        for t in (*self._given, *outputs):
+            inner: torch.Tensor | None = t
+            while inner is not None:
+                known.add(id(inner))
+                inner = unwrapped(inner)
+        made = [found() for found in self._inside.values()]
+        return [t for t in made if t is not None and id(t) not in known]
+
+    def lifting(self, lifts: Sequence[torch.Tensor]) -> AbstractContextManager:
+        """A context in which these arguments, if there are any, stand for what is closed over."""
+        return self._lifting(lifts) if lifts else _AS_IT_IS
+
+    @contextmanager
+    def _lifting(self, lifts: Sequence[torch.Tensor]) -> Iterator[None]:
+        outer, self.lifts = self.lifts, lifts
+        for t in lifts:
+            self.know(t)
+        try:
+            yield
+        finally:
+            self.lifts = outer
+
+    def lifted(self, fn: Callable, lifts: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """The function as one of what it closes over, too."""
+        with self.lifting(lifts):
+            return fn(*args, **kwargs)

@@ -1,0 +1,309 @@
+"""Where the tensors between blocks are: in memory, or behind the block that took them over.
+
+A block `y = f(x)` has a slot for every tensor of x and of y. The slots of a chain are its memory:
+
+    x1 --f1--> x2 --f2--> x3            a block knows the slots of its y, a slot the block that took its tensor over
+      slot 1     slot 2     slot 3      only slot 3 holds a tensor: it was taken over by nobody
+
+When f2 takes x2 over, slot 2 lets go of it: whoever needs it asks f2, which inverts itself from slot 3. In a backward
+pass each block fills the slots of its x, which is where the block before it looks for its y.
+
+Nothing here refers in circles: a slot refers to the block behind it, and that block to the slot only weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from types import EllipsisType
+from typing import cast
+
+import torch
+
+from invfunc._functorch import saving_hooks, version
+from invfunc.errors import ModifiedError
+from invfunc.recomputation.probe import Probe
+from invfunc.recomputation.report import Evidence, Report
+from invfunc.recomputation.rounding import Error, finite, largest, summed_finite
+
+
+class Slot:
+    """One tensor of x or y. It is held until a block takes it over; a tensor that the user holds is found anyway."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._version = version(tensor)
+        self._users = weakref.ref(tensor)
+        self._within = _within()
+        self._held: Held | None = None
+        self.block: Block | None = None
+        """The block that took the tensor over."""
+        self.error: Error = 0.0
+        """The error of the tensor that the block gave back."""
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keep the tensor in memory, unless a block can give it back."""
+        if self.block is None and self._held is None:
+            self._held = Held(tensor)
+
+    def find(self) -> torch.Tensor | None:
+        """The tensor, where it is in memory as it was."""
+        users = self._users()
+        if users is not None and version(users) == self._version:
+            return users.detach()
+        return None if self._held is None else self._held.get()
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is as it was when the slot was made, and it was made within the same evaluation."""
+        return version(tensor) == self._version and self._within == _within()
+
+    def take_over(self, block: Block) -> None:
+        """Let go of the tensor, which the block can give back."""
+        self.block, self._held = block, None
+
+    def fill(self, tensor: torch.Tensor, error: Error) -> None:
+        """Hold a tensor that was given back."""
+        self._held = Held(tensor, users=False)
+        self.error = error
+
+    def release(self) -> None:
+        """Let go of a tensor that can be given back again."""
+        if self.block is not None:
+            self._held = None
+        elif self._held is not None:
+            self._held.let_go()
+
+    def is_slot_of(self, tensor: torch.Tensor) -> bool:
+        """Whether this very tensor was put in."""
+        return self._users() is tensor and self.is_of(tensor)
+
+
+def _within() -> Callable | None:
+    """The hook that saved tensors go through: that of a block or checkpoint whose function is being evaluated."""
+    hooks = saving_hooks()
+    return None if hooks is None else hooks[0]
+
+
+Hooks = tuple[Callable, Callable]
+
+
+class Held:
+    """A tensor in memory, detached, or in the care of the hooks that take the place of saved tensors around us."""
+
+    def __init__(self, tensor: torch.Tensor, users: bool = True, hooks: Hooks | None | EllipsisType = ...) -> None:
+        if isinstance(hooks, EllipsisType):
+            hooks = saving_hooks() if users else None
+        self._ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Block)
+        self._tensor = tensor.detach() if hooks is None else None
+        self._version = version(self._tensor) if users and self._tensor is not None else None
+        """None where the caller has it not, and cannot write into it."""
+        if hooks is not None:
+            pack, self._unpack = hooks
+            origins = getattr(getattr(pack, "__self__", None), "origins", None)
+            scope = None if origins is None else origins.switch(None)  # it is saved by no call
+            self._packed = pack(tensor)
+            if origins is not None:
+                origins.switch(scope)
+
+    def get(self) -> torch.Tensor:
+        """The tensor, as it was."""
+        if self._tensor is None:
+            self._tensor = self._unpack(self._packed).detach()
+        if self._version is not None and version(self._tensor) != self._version:
+            raise ModifiedError(
+                f"a tensor of shape {list(self._tensor.shape)} that is needed for a gradient has been modified by an "
+                "inplace operation: an argument of an invertible block, or the output from which its input is "
+                "computed. Write y = y + z in place of y += z."
+            )
+        return self._tensor
+
+    def let_go(self) -> None:
+        """Forget a tensor that a block around us can give back any number of times."""
+        if self._ours:
+            self._tensor = None
+
+
+class Block(ABC):
+    """A call `y = f(x)` at one level of differentiation, with its slots.
+
+    Args:
+        kept: which tensors of x stay in memory, as the inverse does not give them back.
+        report: how it is told if what the inverse gives back is something else.
+    """
+
+    def __init__(self, kept: Sequence[int], report: Report) -> None:
+        self.kept = kept
+        self.report = report
+        self._probe: Probe | None = None
+        self._xs: list[Callable[[], Slot | None]] = []
+        self._taken: set[int] = set()
+        self._ys: list[Slot] = []
+
+    def connect(self, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor], metadata: Sequence[dict | None]) -> None:
+        """Take the slots of x over, and give out those of y by the metadata of the nodes they come from."""
+        for output, (y, of_node) in enumerate(zip(ys, metadata, strict=True)):
+            slot = slot_of(y) or Slot(y)
+            self._ys.append(slot)
+            if of_node is not None:
+                number = output if y.grad_fn is None else y.output_nr
+                of_node.setdefault(_KEY, {})[number] = weakref.ref(slot), weakref.ref(self)
+            if len(self.kept) < len(xs):
+                slot.hold(y)
+        if self.report.check != "off" and len(self.kept) < len(xs):
+            self._probe = Probe(xs, without=self.kept, sums=True)
+        produced = [slot_of(x) for x in xs]
+        if None in produced and any(produced):
+            beside = [slot for x in xs if (block := _block_of(x)) is not None for slot in block._ys]
+            produced = [
+                p or next((s for s in beside if s.is_slot_of(x)), None) for p, x in zip(produced, xs, strict=True)
+            ]
+        for i, (x, slot) in enumerate(zip(xs, produced, strict=True)):
+            self._xs.append(self._source(i, x, slot))
+
+    def _source(self, i: int, x: torch.Tensor, produced: Slot | None) -> Callable[[], Slot | None]:
+        slot = produced or Slot(x)
+        if i in self.kept:
+            slot.hold(x)
+        elif produced is None:
+            self._taken.add(i)
+        elif produced.block in (None, self) and not any(produced is y for y in self._ys):
+            produced.take_over(self)
+            self._taken.add(i)
+            return weakref.ref(produced)
+        return lambda: slot
+
+    @property
+    def sources(self) -> list[Slot]:
+        """The slots that the inverse reads: those of y, and those of x that are kept."""
+        return [*self._ys, *(slot for i in self.kept if (slot := self._xs[i]()) is not None)]
+
+    def xs(self) -> list[torch.Tensor] | None:
+        """The tensors of x, or None where some have to be computed by the inverse."""
+        found: list[torch.Tensor] = []
+        for i, source in enumerate(self._xs):
+            slot = source()
+            tensor = None if slot is None else slot.find()
+            if tensor is None:
+                if i in self._taken or slot is None:
+                    return None
+                (tensor,) = fetch([slot])
+            found.append(tensor)
+        return found
+
+    def exact(self) -> bool:
+        """Whether x, where it is in memory, is as it was, and was not given back with an error."""
+        slots = [source() for source in self._xs]
+        return all(slot is not None and isinstance(slot.error, float) and slot.error == 0 for slot in slots)
+
+    def give_back(self, xs: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        """Fill the slots of x, for the blocks that they come from; what can be given back again is let go of.
+
+        What is returned tells that they are not what they were.
+        """
+        error, tell = (0.0, None) if self._probe is None else self._compared(self._probe, xs)
+        for i in self._taken:
+            slot = self._xs[i]()
+            if slot is not None and slot.block is self:
+                slot.fill(xs[i], error)
+        release(self._ys)
+        return tell
+
+    def give_back_and_tell(self, xs: Sequence[torch.Tensor]) -> None:
+        """Fill the slots of x as `give_back` does, and tell at once if they are not what they were."""
+        tell = self.give_back(xs)
+        if tell is not None:
+            tell()
+
+    def _compared(self, probe: Probe, xs: Sequence[torch.Tensor]) -> tuple[Error, Callable[[], None] | None]:
+        comparison = probe.compare(xs)
+        errors = comparison.errors()
+        error = largest(errors)
+        if isinstance(error, torch.Tensor):
+            found = [t for slot in self.sources if (t := slot.find()) is not None]
+            error = torch.where(summed_finite(found, error.device) | error.isfinite(), error, 0.0)
+        elif not error:
+            return error, None
+        which = (lambda: "x") if isinstance(error, torch.Tensor) else lambda: self.names()[errors.index(error)]
+        before = largest([slot.error for slot in self._ys])
+        dtypes = [x.dtype for x in xs]
+        tell = self.report.compared(which, error, before, dtypes, self.dtypes, lambda: self._evidence(xs))
+        return error, tell or self.report.hidden(comparison.hidden(), dtypes)
+
+    def _evidence(self, xs: Sequence[torch.Tensor]) -> Evidence:
+        """What both functions give for y and for an x that did not come back."""
+        with torch.no_grad():
+            sources = fetch(self.sources)
+            again, ys = self.once_more(sources, xs)
+        apart, error = (largest(Probe(a, sums=True).errors(b)) for a, b in ((xs, again), (sources[: len(ys)], ys)))
+        return Evidence(finite(sources), float(apart), float(error))
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The tensors of x."""
+
+    @abstractmethod
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes that the function computes in, as far as they are known."""
+
+    @abstractmethod
+    def once_more(
+        self, sources: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The inverse of the sources, and f of xs, as at the first time."""
+
+    def behind(self) -> list[Block]:
+        """The blocks that took over what comes out of this one."""
+        return [slot.block for slot in self._ys if slot.block is not None]
+
+    @abstractmethod
+    def invert(self) -> None:
+        """Give the tensors of x back, from the sources, which are in memory."""
+
+
+def fetch(slots: Sequence[Slot]) -> list[torch.Tensor]:
+    """The tensors of some slots; blocks that took them over are inverted, from the last one on."""
+    blocks: list[Block] = []
+    needed = slots
+    while True:
+        found = [slot.find() for slot in needed]
+        lost = next((slot for slot, tensor in zip(needed, found, strict=True) if tensor is None), None)
+        if lost is not None:
+            assert lost.block is not None
+            blocks.append(lost.block)
+            needed = lost.block.sources
+        elif blocks:
+            blocks.pop().invert()
+            needed = blocks[-1].sources if blocks else slots
+        else:
+            return [tensor for tensor in found if tensor is not None]
+
+
+def release(slots: Iterable[Slot]) -> None:
+    """Let go of what can be given back again."""
+    for slot in slots:
+        slot.release()
+
+
+_KEY = "invfunc.slots"
+
+
+def slot_of(tensor: torch.Tensor) -> Slot | None:
+    """The slot of a tensor that a block gave out, found from the node of autograd that it comes from."""
+    slot = _given_out(tensor)[0]
+    return slot if slot is not None and slot.is_of(tensor) else None
+
+
+def _block_of(tensor: torch.Tensor) -> Block | None:
+    """The block that gave a tensor out. Those of its tensors that have no node are found among its slots."""
+    return _given_out(tensor)[1]
+
+
+def _given_out(tensor: torch.Tensor) -> tuple[Slot | None, Block | None]:
+    metadata = metadata_of(tensor)
+    found = None if metadata is None else metadata.get(_KEY, {}).get(tensor.output_nr)
+    return (None, None) if found is None else (found[0](), found[1]())
+
+
+def metadata_of(tensor: torch.Tensor) -> dict | None:
+    """What may be noted on the node of autograd that a tensor comes from."""
+    return None if tensor.grad_fn is None else cast(dict, tensor.grad_fn.metadata)

@@ -1,0 +1,199 @@
+"""Statistics of a checkpointed network are those of the network, as is chunking them or taking many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, find, given, settings
+from hypothesis import strategies as st
+from torch.func import grad, vmap
+
+import invfunc as i
+from invfunc import tree
+from invfunc.testing import assert_trees_close
+from tests.every import BOTH, FACTORS, FIRST_ORDER, LEAVES, LOSS, MODEL, WHOLE, Row, rows
+from tests.invertible.test_composition import Module, steps, turned
+from tests.invertible_cases import FLOOR, RTOL, Sizes, Twins, sizes, twins
+from tests.laws import moved
+from tests.strategies import Numbers
+from tests.torch_layers import LAYERS
+
+CLASSES = 3
+
+
+def loss(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(z, y)
+
+
+def model(h: Callable) -> Callable:
+    """`f(params, x) -> [N, CLASSES]`, whose last parameter is a linear layer behind the network."""
+
+    def f(params: Any, x: Any) -> torch.Tensor:
+        y = [t if t.ndim > 1 else t[:, None] for t in tree.leaves(h(x, params[0]))]
+        return torch.cat(y, 1) @ params[1]
+
+    f.__name__ = "model"
+    return f
+
+
+def of_loss(f: Callable) -> Callable:
+    return lambda params, x, y: loss(f(params, x), y)
+
+
+def of_losses(f: Callable) -> Callable:
+    return lambda params, x, y: F.cross_entropy(f(params, x), y, reduction="none")
+
+
+def along(product: Callable) -> Callable:
+    """A product with a matrix, as a function of the parameters and the batch."""
+    return lambda params, *batch: product(params, turned(params), *batch)
+
+
+def both(f: Callable) -> Callable:
+    return i.together(i.variance(f), i.diag_ggn(f))
+
+
+def each_loss(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def made(some: dict[str, Row], form: str | None = None) -> dict[str, Callable]:
+    """Statistics as functions of a model; of several results that are first-order, the losses are those of samples."""
+    return {
+        name: lambda f, row=row: row.of(f, each_loss if row.of_shares and row.gives != WHOLE else loss, form)
+        for name, row in some.items()
+    }
+
+
+FIRST = {"grad": lambda f: grad(of_loss(f)), **made(FIRST_ORDER, LOSS), **made(rows(form=MODEL), MODEL)}
+CURVATURE = {
+    **{name: lambda f, of=of: lambda *args: of(f)(*args) for name, of in made(rows(LEAVES, WHOLE, form=BOTH)).items()},
+    "diag_ggn of f": lambda f: i.diag_ggn(of_loss(f)),
+    "hvp": lambda f: along(i.hvp(of_loss(f))),
+    "ggnvp": lambda f: along(i.ggnvp(f, loss)),
+}
+CHUNKED = {
+    "variance over samples": lambda f: i.chunked(i.variance(of_loss(f)), 2),
+    "variance over params": lambda f: i.chunked(i.variance(of_loss(f)), 2, over="params"),
+    "diag_ggn over outputs": lambda f: i.chunked(i.diag_ggn(f, loss), 2),
+    "diag_ggn over samples": lambda f: i.chunked(i.diag_ggn(f, loss), 2, over="samples"),
+    "diag_ggn over params": lambda f: i.chunked(i.diag_ggn(of_loss(f)), 3, over="params"),
+    "gradients over samples": lambda f: (
+        lambda params, x, y: i.chunked(
+            lambda params, x, y: grad(lambda p: F.cross_entropy(f(p, x), y, reduction="sum"))(params), 2, fold="sum"
+        )(params, x, y)
+    ),
+    "together": lambda f: both(of_loss(f)),
+    "together over params": lambda f: i.chunked(both(of_loss(f)), 2, over="params"),
+}
+COMPOSED = {
+    "vmap of variance": lambda f: lambda p, x, y: vmap(i.variance(of_loss(f)), (0, None, None))(steps(p), x, y),
+    "vmap of diag_ggn over data": lambda f: lambda p, x, y: vmap(i.diag_ggn(f, loss), (None, 0, None))(p, steps(x), y),
+    "grad of variance": lambda f: grad(lambda p, x, y: total_of(i.variance(of_loss(f))(p, x, y))),
+    "grad of diag_ggn": lambda f: grad(lambda p, x, y: total_of(i.diag_ggn(f, loss)(p, x, y))),
+}
+KRONECKER = {
+    name: lambda f, of=of: lambda *args: of(f)(*args)
+    for name, of in made({name: row for name, row in rows(FACTORS).items() if row.axes}).items()
+}
+"""Of all but chains."""
+TABLE = FIRST | CURVATURE | CHUNKED | COMPOSED
+ALL = ["additive", "affine", "functions of a dict", "no inverse", "repeated, stacked, anchored", "nested"]
+"""Whose samples do not meet."""
+
+
+def total_of(found: Any) -> torch.Tensor:
+    return sum((t.sin().sum() for t in tree.leaves(found)), torch.zeros(()))
+
+
+def arguments(pair: Twins) -> tuple[Any, Any, torch.Tensor]:
+    rand = Numbers(11)
+    leaves = tree.leaves(pair.f(pair.x, pair.params))
+    width = sum(t.shape[1] if t.ndim > 1 else 1 for t in leaves)
+    n = len(leaves[0])
+    return (pair.params, rand(width, CLASSES) / width**0.5), pair.x, rand.below(CLASSES, n)
+
+
+def assert_same(of: Callable, form: str, s: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    pair = twins(form, s)
+    (params, last), x, y = arguments(pair)
+    pair = Twins(form, pair.f, pair.g, x, (params, last)).to(dtype, device)
+    found, wanted = (of(model(h))(pair.params, pair.x, y.to(device)) for h in (pair.g, pair.f))
+    assert_trees_close(found, wanted, RTOL[dtype], FLOOR)
+
+
+@pytest.mark.parametrize("of", TABLE.values(), ids=TABLE)
+@pytest.mark.parametrize("form", ALL)
+def test_equals_that_of_the_function(form, of, dtype, device):
+    assert_same(of, form, Sizes(n=4), dtype, device)
+
+
+@pytest.mark.parametrize("of", KRONECKER.values(), ids=KRONECKER)
+@pytest.mark.parametrize("form", ["additive", "affine", "no inverse", "repeated"])
+def test_kronecker_factors_equal_those_of_the_function(form, of, dtype, device):
+    assert_same(of, form, Sizes(n=4), dtype, device)
+
+
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_equals_that_of_the_function_at_any_size(data, dtype, device):
+    form, of = data.draw(st.sampled_from(ALL)), data.draw(st.sampled_from(list(TABLE)))
+    assert_same(TABLE[of], form, data.draw(sizes()), dtype, device)
+
+
+@pytest.mark.parametrize("of", (FIRST | CURVATURE).values(), ids=FIRST | CURVATURE)
+def test_of_a_module_that_uses_blocks(of, dtype, device):
+    """Its own parameters, as `functional` finds them."""
+    pair = twins("additive", Sizes(n=4)).to(dtype, device)
+    y = Numbers(11).below(CLASSES, 4).to(device)
+
+    def found(h: Callable) -> Any:
+        f, params = i.functional(Module(h, pair.params))
+        return of(lambda params, x: torch.cat(tree.leaves(f(params, x)), 1)[:, :CLASSES])(params, pair.x, y)
+
+    assert_trees_close(found(pair.g), found(pair.f), RTOL[dtype], FLOOR)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_of_each_layer_in_a_block(layer, dtype, device):
+    """What a statistic writes out, or evaluates by another form, is evaluated so again."""
+    case = find(LAYERS[layer], lambda case: True, settings=settings(derandomize=True, database=None))
+    params, *inputs = moved((case.params, *case.inputs), dtype, device)
+
+    def added(f: Callable, y: torch.Tensor, *args: Any) -> torch.Tensor:
+        return y + f(*args)
+
+    def taken(f: Callable, y: torch.Tensor, *args: Any) -> torch.Tensor:
+        return y - f(*args)
+
+    def through(h: Callable) -> Callable:
+        return lambda p, *xs: h(torch.ones_like(like), p, *xs).flatten(1).square().sum(1).mean()
+
+    like = case.f(params, *inputs).detach()
+    pair = i.Invertible(added, taken, (case.f,))
+    block = i.invertible_checkpoint(pair)
+    found, wanted = (i.batch_grad(through(h), in_dims=case.in_dims)(params, *inputs) for h in (block, pair))
+    assert_trees_close(found, wanted, RTOL[dtype], FLOOR)
+
+
+def test_a_part_may_make_a_module_and_put_other_weights_into_it():
+    """`torch.nn.init` hands over what it writes by name, where a function of torch has it in the first place."""
+
+    def part(b, w):
+        layer = torch.nn.Linear(2, 2, bias=False)
+        layer.weight = torch.nn.Parameter(torch.ones_like(layer.weight, dtype=b.dtype))
+        return layer(b) * w
+
+    def plain(x, w):
+        return x + part(x, w).sin()
+
+    rand = Numbers(4)
+    w, x = rand(2), rand(5, 2)
+    block = i.invertible_checkpoint(plain, None)
+    found = i.batch_grad(lambda w, x: block(x, w).square().sum())(w, x)
+    wanted = torch.stack([torch.func.grad(lambda w, r=r: plain(r[None], w).square().sum())(w) for r in x])
+    assert_trees_close(found, wanted, 1e-12)

@@ -1,0 +1,318 @@
+"""Couplings: the formulas of their docstrings, the way back, and their log-determinants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, jacrev, vmap
+
+from invfunc import additive_coupling, affine_coupling, invertible_checkpoint, layers, leapfrog, momentum, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.invertible.chain import chain
+from invfunc.pairs.log_det import with_log_det
+from invfunc.pairs.pair import Invertible, invert
+from invfunc.testing import assert_trees_close
+from tests.laws import FLOOR, moved
+from tests.strategies import Numbers
+
+RTOL = {torch.float64: 1e-10, torch.float32: 1e-4}
+few = settings(max_examples=8)
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A pair with arguments, and the formulas of its docstring."""
+
+    pair: Invertible
+    there: Callable
+    back: Callable
+    x: Any
+    args: tuple = ()
+    functions: int = 2
+    """How many evaluations of functions one direction takes."""
+
+    def __repr__(self) -> str:
+        shapes = tree.map_tensors(lambda t: tuple(t.shape), (self.x, self.args))
+        return f"{self.pair!r} of {shapes}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis shows."""
+        printer.text(repr(self))
+
+
+def mixing(axis: int, number: int = 1, own: list[torch.Tensor] | None = None) -> Callable:
+    """A function that mixes the entries of an axis with each of its weights; `own` if it takes none."""
+
+    def mix(x: torch.Tensor, *given: Any) -> Any:
+        weights, more = (own, given) if own is not None else (given[0], given[1:])
+        made = [torch.tanh((x.movedim(axis, -1) @ w.to(x)).movedim(-1, axis)) for w in weights]
+        made = [m * more[0] for m in made] if more else made
+        return made[0] if number == 1 else tuple(made)
+
+    return mix
+
+
+def additive_formulas(F: Callable, G: Callable) -> tuple[Callable, Callable]:
+    def there(a, b, p, q, given):
+        a = a + F(b, *p, *given)
+        return a, b + G(a, *q, *given)
+
+    def back(a, b, p, q, given):
+        b = b - G(a, *q, *given)
+        return a - F(b, *p, *given), b
+
+    return there, back
+
+
+def affine_formulas(F: Callable, G: Callable, log_scale: Callable) -> tuple[Callable, Callable]:
+    def there(a, b, p, q, given):
+        s, t = F(b, *p, *given)
+        a = a * torch.exp(log_scale(s)) + t
+        s, t = G(a, *q, *given)
+        return a, b * torch.exp(log_scale(s)) + t
+
+    def back(a, b, p, q, given):
+        s, t = G(a, *q, *given)
+        b = (b - t) / torch.exp(log_scale(s))
+        s, t = F(b, *p, *given)
+        return (a - t) / torch.exp(log_scale(s)), b
+
+    return there, back
+
+
+def opened(formula: Callable, split: int | None) -> Callable:
+    """A formula as the pair is called."""
+
+    def called(x, params=None, *given):
+        a, b = x if split is None else x.tensor_split(2, split)
+        p, q = ((), ()) if params is None else ((params[0],), (params[1],))
+        y = formula(a, b, p, q, given)
+        return y if split is None else torch.cat(y, split)
+
+    return called
+
+
+@st.composite
+def couplings(draw, affine: bool) -> Case:
+    """Parts of different sizes, one tensor or two, with and without parameters and further arguments."""
+    rand, number, split = Numbers(), 1 + affine, draw(st.booleans())
+    shape = draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
+    axis = draw(st.integers(1, len(shape) - 1)) - len(shape)
+    size = draw(st.integers(2, 5))
+    first = size - size // 2 if split else draw(st.integers(1, size - 1))
+    shape[axis] = size
+    a, b = rand(*shape).split([first, size - first], axis)
+    weights = [[rand(i, j) / 2 for _ in range(number)] for i, j in ((size - first, first), (first, size - first))]
+    own, given = draw(st.booleans()), draw(st.sampled_from([(), (0.5,), (rand(),)]))
+    F, G = (mixing(axis, number, w if own else None) for w in weights)
+    dim = axis + draw(st.sampled_from([0, len(shape)])) if split else None
+    if affine:
+        log_scale = draw(st.sampled_from([torch.tanh, torch.sin, lambda s: s]))
+        there, back = affine_formulas(F, G, log_scale)
+        plain = log_scale is torch.tanh  # the default
+        pair = affine_coupling(F, G, split_dim=dim, **({} if plain else {"log_scale": log_scale}))
+    else:
+        (there, back), pair = additive_formulas(F, G), additive_coupling(F, G, split_dim=dim)
+    x = torch.cat([a, b], axis) if split else draw(st.sampled_from([tuple, list]))((a, b))
+    params = None if own else tuple(weights)
+    args = () if own and not given else (params, *given)
+    return Case(pair, opened(there, dim), opened(back, dim), x, args)
+
+
+@st.composite
+def dynamics(draw, kind: str) -> Case:
+    """Momentum and leapfrog."""
+    rand, shape = Numbers(), draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))
+    weights, own = [rand(shape[-1], shape[-1]) / 2], draw(st.booleans())
+    f, c = mixing(-1, 1, weights if own else None), draw(st.sampled_from([0.25, 0.5, 0.9]))
+
+    def there(x, v, p):
+        if kind == "momentum":
+            v = c * v + (1 - c) * f(x, *p)
+            return x + v, v
+        w = v + c / 2 * f(x, *p)
+        x = x + c * w
+        return x, w + c / 2 * f(x, *p)
+
+    def back(x, v, p):
+        if kind == "momentum":
+            x = x - v
+            return x, (v - (1 - c) * f(x, *p)) / c
+        w = v - c / 2 * f(x, *p)
+        x = x - c * w
+        return x, w - c / 2 * f(x, *p)
+
+    def called(formula):
+        return lambda state, *p: formula(*state, p)
+
+    pair = momentum(f, gamma=c) if kind == "momentum" else leapfrog(f, step=c)
+    args = () if own else (weights,)
+    x = (rand(*shape), rand(*shape))
+    return Case(pair, called(there), called(back), x, args, functions=1 if kind == "momentum" else 2)
+
+
+KINDS = {
+    "additive": couplings(affine=False),
+    "affine": couplings(affine=True),
+    "momentum": dynamics("momentum"),
+    "leapfrog": dynamics("leapfrog"),
+}
+of_each = pytest.mark.parametrize("cases", KINDS.values(), ids=KINDS)
+
+
+def placed(case: Case, dtype: torch.dtype, device: torch.device) -> Case:
+    x, args = moved((case.x, case.args), dtype, device)
+    return replace(case, x=x, args=args)
+
+
+def summed(f: Callable) -> Callable:
+    """A number whose gradient tells the entries of all tensors apart."""
+    return lambda *args: sum((t.sin() * t.flatten(0).cumsum(0).view_as(t)).sum() for t in tree.tensors(f(*args)))
+
+
+def volume(pair: Invertible, x: Any, *args: Any) -> torch.Tensor:
+    return pair.log_det(*pair.shared, x, *args)
+
+
+def dense_log_det(f: Callable, x: Any) -> torch.Tensor:
+    """From the Jacobian of each entry of the leading axis."""
+    found = []
+    for n in range(len(tree.tensors(x)[0])):
+        tensors, form = tree.separate(tree.map_tensors(lambda t, n=n: t[n : n + 1], x))
+        sizes, shapes = [t.numel() for t in tensors], [t.shape for t in tensors]
+
+        def flat(v, form=form, sizes=sizes, shapes=shapes):
+            y = f(form.join(part.view(s) for part, s in zip(v.split(sizes), shapes, strict=True)))
+            return torch.cat([t.flatten() for t in tree.tensors(y)])
+
+        found.append(torch.linalg.slogdet(jacrev(flat)(torch.cat([t.flatten() for t in tensors]))).logabsdet)
+    return torch.stack(found)
+
+
+@pytest.mark.quick
+class TestFormula:
+    @of_each
+    @given(data=st.data())
+    def test_is_that_of_the_docstring_in_both_directions(self, device, dtype, cases, data):
+        case = placed(data.draw(cases), dtype, device)
+        kept = [t.clone() for t in tree.tensors((case.x, case.args))]
+        assert_trees_close(tree.leaves(case.pair(case.x, *case.args)), tree.leaves(case.there(case.x, *case.args)), 0)
+        back = invert(case.pair)(case.x, *case.args)  # any state is the image of another
+        assert_trees_close(tree.leaves(back), tree.leaves(case.back(case.x, *case.args)), RTOL[dtype])
+        assert_trees_close(tree.tensors((case.x, case.args)), kept, 0)  # nothing of the caller's was written
+
+    @of_each
+    @pytest.mark.parametrize("kind", [torch.float64, torch.float32], ids=str)
+    @given(data=st.data())
+    def test_inverse_restores_the_state(self, device, kind, cases, data):
+        case = placed(data.draw(cases), kind, device)
+        y = case.pair(case.x, *case.args)
+        assert {t.dtype for t in tree.tensors(y)} == {kind}
+        restored = invert(case.pair)(y, *case.args)
+        assert_trees_close(tree.leaves(restored), tree.leaves(case.x), RTOL[kind] / 100)
+        assert_trees_close(tree.leaves(invert(invert(case.pair))(case.x, *case.args)), tree.leaves(y), 0)
+
+    @pytest.mark.parametrize("affine", [False, True])
+    @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+    def test_odd_sizes_are_split_on_every_axis(self, dim, affine):
+        x, make = Numbers()(3, 5, 7), affine_coupling if affine else additive_coupling
+        second, first = sorted([x.shape[dim] // 2, (x.shape[dim] + 1) // 2])
+        weights = [[Numbers(s)(*shape) for s in range(1 + affine)] for shape in ((second, first), (first, second))]
+        F, G = (mixing(dim, 1 + affine, w) for w in weights)
+        y = make(F, G, split_dim=dim)(x)
+        assert_trees_close(y, torch.cat(make(F, G)((x.narrow(dim, 0, first), x.narrow(dim, first, second))), dim), 0)
+        assert_trees_close(invert(make(F, G, split_dim=dim))(y), x, 1e-12)
+
+
+class TestDerivatives:
+    @of_each
+    @few
+    @given(data=st.data())
+    def test_checkpointed_equal_those_of_the_formula(self, device, dtype, cases, data):
+        case = placed(data.draw(cases), dtype, device)
+        g = invertible_checkpoint(case.pair)
+        wanted = grad(summed(case.there), 0)(case.x, *case.args)
+        assert_trees_close(grad(summed(g), 0)(case.x, *case.args), wanted, RTOL[dtype], FLOOR)
+        leaves = tree.map_tensors(lambda t: t.clone().requires_grad_(), (case.x, *case.args))
+        found = torch.autograd.grad(summed(g)(*leaves), tree.tensors(leaves), allow_unused=True)
+        leaves = tree.map_tensors(lambda t: t.detach().requires_grad_(), leaves)
+        wanted = torch.autograd.grad(summed(case.there)(*leaves), tree.tensors(leaves), allow_unused=True)
+        pairs = zip(found, wanted, strict=True)
+        assert all(f is None or not f.any() if w is None else torch.allclose(f, w, RTOL[dtype]) for f, w in pairs)
+
+    @of_each
+    @pytest.mark.parametrize("functional", [True, False])
+    @few
+    @given(data=st.data())
+    def test_every_function_is_evaluated_once_more(self, cases, functional, data):
+        """That is what merging the inverse and the derivative saves: peers evaluate it twice more."""
+        case, calls = data.draw(cases), []
+
+        def counted(fn):
+            return lambda *args, **kwargs: (calls.append(fn), fn(*args, **kwargs))[1]
+
+        pair = replace(case.pair, shared=tuple(counted(fn) for fn in case.pair.shared))
+        loss = summed(invertible_checkpoint(pair))
+        if functional:
+            grad(loss)(case.x, *case.args)
+        else:
+            loss(tree.map_tensors(lambda t: t.requires_grad_(), case.x), *case.args).backward()
+        assert len(calls) == 2 * case.functions
+
+    @of_each
+    @few
+    @given(data=st.data())
+    def test_vmap_is_the_loop(self, device, dtype, cases, data):
+        """Over the state alone, and with the parameters; both directions and the log-determinant."""
+        case = placed(data.draw(cases), dtype, device)
+        pair, args = case.pair, case.args
+
+        def all_of(x, *args):
+            return tree.leaves((pair(x, *args), invert(pair)(x, *args), volume(pair, x, *args)))
+
+        each = [tree.map_tensors(lambda t, s=s: s * t, (case.x, *args)) for s in (1.0, 0.5)]
+        stacked = tree.map_leaves(lambda *ts: torch.stack(ts) if isinstance(ts[0], torch.Tensor) else ts[0], *each)
+        dims = tree.map_leaves(lambda t: 0 if isinstance(t, torch.Tensor) else None, stacked)
+        for behind in (tree.map_leaves(lambda _: None, dims[1:]), dims[1:]):
+            batched = behind == dims[1:]
+            given = stacked[1:] if batched else args
+            looped = [all_of(one[0], *(one[1:] if batched else args)) for one in each]
+            wanted = [torch.stack(rows) for rows in zip(*looped, strict=True)]
+            assert_trees_close(vmap(all_of, (dims[0], *behind))(stacked[0], *given), wanted, RTOL[dtype], FLOOR)
+
+
+class TestLogDeterminant:
+    @of_each
+    @given(data=st.data())
+    def test_is_that_of_the_jacobian_of_each_sample(self, device, dtype, cases, data):
+        case = placed(data.draw(cases), dtype, device)
+        found = volume(case.pair, case.x, *case.args)
+        wanted = dense_log_det(lambda x: case.there(x, *case.args), case.x)
+        assert found.dtype == dtype and found.shape == (len(tree.tensors(case.x)[0]),)
+        assert_trees_close(found, wanted, 10 * RTOL[dtype], FLOOR)
+        y = case.pair(case.x, *case.args)
+        assert_trees_close(volume(invert(case.pair), y, *case.args), -wanted, 10 * RTOL[dtype], FLOOR)
+
+    @pytest.mark.parametrize("dim", [0, -2])
+    @pytest.mark.parametrize("make", [additive_coupling, affine_coupling])
+    def test_has_no_samples_where_their_axis_is_split(self, make, dim):
+        pair = make(*[lambda t: (t, t) if make is affine_coupling else t] * 2, split_dim=dim)
+        with pytest.raises(ArgumentError, match=f"split_dim={dim}"):
+            volume(pair, torch.ones(4, 3))
+
+    def test_of_some_there_are_none(self):
+        for pair, told in [
+            (layers.pad((1, 1)), "has no log_det"),
+            (layers.batch_norm(), "hides something"),
+            (chain(leapfrog(torch.sin, 0.5), torch.sin), "has no log_det"),
+        ]:
+            with pytest.raises(ArgumentError, match=rf"^with_log_det\(.*the pair {told}"):
+                with_log_det(pair)
+        with pytest.raises(ArgumentTypeError, match=r"^with_log_det\(pair\): pair is of type function"):
+            with_log_det(summed)

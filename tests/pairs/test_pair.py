@@ -1,0 +1,322 @@
+"""A function with its inverse as one value, and what couplings of them refuse."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.func import grad
+
+from invfunc import (
+    additive_coupling,
+    affine_coupling,
+    functional,
+    invertible_checkpoint,
+    layers,
+    leapfrog,
+    momentum,
+    state_first,
+    variance,
+)
+from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
+from invfunc.pairs.pair import Invertible, invert
+from invfunc.testing import assert_trees_close
+from tests.laws import moved
+from tests.strategies import Numbers
+
+
+def there(x, by, *, times=1.0):
+    return {name: times * t * by for name, t in x.items()}
+
+
+def back(y, by, *, times=1.0):
+    return {name: t / by / times for name, t in y.items()}
+
+
+def volume(x, by, *, times=1.0):
+    return sum(t.abs().log().sum() * 0 for t in x.values()) + len(x) * (torch.as_tensor(by) * times).log()
+
+
+class TestInvertible:
+    @given(by=st.floats(0.5, 2), times=st.sampled_from([1.0, 4.0]), names=st.sets(st.sampled_from("abc"), min_size=1))
+    def test_is_its_forward_function(self, device, dtype, by, times, names):
+        rand = Numbers()
+        x = moved({name: rand(3) for name in sorted(names)}, dtype, device)
+        pair = Invertible(there, back, log_det=volume)
+        for p in (pair, invert(invert(pair))):
+            y = p(x, by, times=times)
+            assert_trees_close(y, there(x, by, times=times), 0)
+            assert_trees_close(p.inverse(y, by, times=times), back(y, by, times=times), 0)
+            assert_trees_close(invert(p)(y, by, times=times), x, 1e-5 if dtype == torch.float32 else 1e-12)
+            assert_trees_close(p.log_det(x, by, times=times), volume(x, by, times=times), 1e-5)
+            assert_trees_close(invert(p).log_det(y, by, times=times), -volume(x, by, times=times), 1e-5)
+
+    def test_hands_its_shared_functions_to_both_directions(self):
+        pair = Invertible(
+            lambda f, x, p: x + f(p), lambda f, y, p: y - f(p), (torch.exp,), log_det=lambda f, x, p: f(p)
+        )
+        x, p = torch.ones(2), torch.zeros(2)
+        assert torch.equal(pair(x, p), x + 1) and torch.equal(invert(pair)(x, p), x - 1)
+        assert invert(pair).shared == pair.shared
+        assert torch.equal(invert(pair).log_det(torch.exp, x, p), -torch.ones(2))
+
+    def test_says_what_it_is(self):
+        assert repr(Invertible(there, back)) == "Invertible(there, back)"
+        assert repr(Invertible(there, back, name="mine")) == "mine"
+        assert repr(invert(Invertible(there, back, name="mine"))) == "invert(mine)"
+        assert repr(invertible_checkpoint(Invertible(there, back, name="mine"))) == "invertible_checkpoint(mine)"
+        assert repr(invertible_checkpoint(there, back)) == "invertible_checkpoint(there, back)"
+
+    @pytest.mark.parametrize("name", [f.name for f in fields(Invertible)])
+    def test_cannot_be_changed(self, name):
+        pair = Invertible(there, back)
+        with pytest.raises(FrozenInstanceError):
+            setattr(pair, name, None)
+        assert pair == Invertible(there, back) and hash(pair) == hash(Invertible(there, back))
+
+    @pytest.mark.parametrize(
+        "parts, told",
+        [
+            ({"forward": None, "inverse": back}, "forward is of type NoneType"),
+            ({"forward": there, "inverse": 3}, "inverse is of type int"),
+            ({"forward": there, "inverse": back, "shared": (there, "F")}, r"shared\[1\] is of type str"),
+            ({"forward": there, "inverse": back, "log_det": torch.ones(2)}, "log_det is of type Tensor"),
+        ],
+    )
+    def test_refuses_what_is_no_function(self, parts, told):
+        with pytest.raises(ArgumentTypeError, match=f"^Invertible.*: {told}, but has to be a function"):
+            Invertible(**parts)
+
+    @pytest.mark.parametrize("given_out", [torch.ones(2), (torch.ones(2),), [torch.ones(2), None], {"a": 1, "b": 2}])
+    def test_that_hides_gives_a_pair(self, given_out):
+        """A tensor of two rows would be taken for y and what is hidden."""
+        pair = Invertible(lambda x: given_out, lambda y, hidden: y, hidden=True)
+        for call in (pair, invertible_checkpoint(pair)):
+            with pytest.raises(ArgumentError, match=r"forward has to return \(y, hidden\)"):
+                call(torch.ones(2, requires_grad=True))
+
+    @pytest.mark.parametrize("pair", [there, (there, back), None], ids=["a function", "functions", "None"])
+    def test_invert_takes_only_pairs(self, pair):
+        with pytest.raises(ArgumentTypeError, match=r"^invert\(pair\): pair is of type .* has to be an Invertible"):
+            invert(pair)
+
+    def test_invert_refuses_what_the_inverse_cannot_know(self):
+        with pytest.raises(ArgumentError, match=r"^invert\(batch_norm\(\)\): its inverse needs what forward hides"):
+            invert(layers.batch_norm())
+
+
+def centred(x, w):
+    mean = (w * x).mean(0, keepdim=True)
+    return x - mean, {"mean": mean, "note": "kept"}
+
+
+CENTRE = Invertible(centred, lambda y, hidden, w: y + hidden["mean"], hidden=True, name="centre")
+
+
+class TestHidden:
+    def test_is_seen_with_has_aux_alone(self):
+        rand = Numbers()
+        x, w = rand(4, 3).requires_grad_(), rand(3)
+        y, hidden = invertible_checkpoint(CENTRE, has_aux=True)(x, w)
+        assert_trees_close(hidden["mean"], (w * x).mean(0, keepdim=True), 1e-12)
+        assert hidden["note"] == "kept"
+        for g in (CENTRE, invertible_checkpoint(CENTRE)):
+            assert_trees_close(g(x, w), y, 0)
+        with pytest.raises(ArgumentError, match=r"^invertible_checkpoint\(.*has_aux=True shows what a pair hides"):
+            invertible_checkpoint(Invertible(there, back), has_aux=True)
+
+    def test_has_gradients_of_its_own(self):
+        rand = Numbers()
+        x, w = rand(4, 3), rand(3)
+
+        def loss(f):
+            def value(x, w):
+                y, hidden = f(x, w)
+                y, more = f(y, 2 * w)
+                return (y.sin() * (hidden["mean"] + more["mean"].exp())).sum()
+
+            return value
+
+        g = invertible_checkpoint(CENTRE, has_aux=True)
+        wanted = grad(loss(centred), (0, 1))(x, w)
+        assert_trees_close(grad(loss(g), (0, 1))(x, w), wanted, 1e-10)
+        leaves = x.requires_grad_(), w.requires_grad_()
+        assert_trees_close(torch.autograd.grad(loss(g)(*leaves), leaves), wanted, 1e-10)
+
+    def test_is_what_the_inverse_gets(self):
+        """x is computed from it: with a wrong hidden part the gradient is wrong."""
+        x, w = Numbers()(4, 3), Numbers(1)(3)
+        wrong = Invertible(lambda x, w: (centred(x, w)[0], {"mean": x[:1] * 0}), CENTRE.inverse, hidden=True)
+
+        def slope(g, **options):
+            return grad(lambda w: invertible_checkpoint(g, **options)(x, w).sin().sum())(w)
+
+        assert not torch.allclose(slope(CENTRE), slope(wrong, check="off"))
+        with pytest.raises(InverseError, match="not an inverse of f"):
+            slope(wrong)
+
+
+def first(b, p):
+    return (b @ p).tanh()
+
+
+def second(a, q):
+    return (a @ q).sin()
+
+
+def coupled(F, G, x, params):
+    a = x[0] + F(x[1], params[0])
+    return a, x[1] + G(a, params[1])
+
+
+def uncoupled(F, G, y, params):
+    b = y[1] - G(y[0], params[1])
+    return y[0] - F(b, params[0]), b
+
+
+def again(F, G, y, params):
+    G(y[0], params[1])
+    return uncoupled(F, G, y, params)
+
+
+def by_itself(F, G, y, params):
+    return uncoupled(F, second, y, params)
+
+
+def in_order(F, G, y, params):
+    x = uncoupled(F, second, y, params)
+    G(y[0], params[1])
+    return x
+
+
+class TestShared:
+    @pytest.mark.parametrize("functional", [True, False])
+    @pytest.mark.parametrize("inverse", [again, by_itself, in_order])
+    def test_are_evaluated_by_the_inverse_as_often_and_in_reverse_order(self, inverse, functional):
+        """Else the graph of one evaluation would serve another."""
+        rand = Numbers()
+        x, params = (rand(4, 3), rand(4, 3)), (rand(3, 3), rand(3, 3))
+
+        def backwards(pair):
+            def loss(params):
+                g = invertible_checkpoint(pair)
+                a, b = g(g(x, params), params)  # what is between them is not in memory
+                return (a * b).sin().sum()
+
+            if functional:
+                return grad(loss)(params)
+            leaves = [p.clone().requires_grad_() for p in params]
+            return tuple(torch.autograd.grad(loss(leaves), leaves))
+
+        def plain(params):
+            a, b = coupled(first, second, coupled(first, second, x, params), params)
+            return (a * b).sin().sum()
+
+        wanted = grad(plain)(params)
+        assert_trees_close(backwards(Invertible(coupled, uncoupled, (first, second))), wanted, 1e-10)
+        with pytest.raises(InverseError, match="shared function"):
+            backwards(Invertible(coupled, inverse, (first, second)))
+
+
+class TestStateFirst:
+    def test_swaps_two_arguments(self):
+        def f(params, x, *more, **named):
+            return params, x, more, named
+
+        assert state_first(f)(1, 2, 3, named=4) == (2, 1, (3,), {"named": 4})
+        assert state_first(state_first(f))(1, 2, 3, named=4) == f(1, 2, 3, named=4)
+        assert state_first(f).__name__ == "state_first(f)"
+        assert repr(invertible_checkpoint(state_first(f), None)).startswith("invertible_checkpoint(state_first(f)")
+
+    def test_makes_model_functions_of_invertible_ones(self):
+        rand = Numbers()
+        x, w = rand(5, 3), rand(3)
+        g = state_first(invertible_checkpoint(lambda x, w: x * w.exp(), lambda y, w: y * (-w).exp()))
+        found = variance(lambda w, x: g(w, x).sin().sum(1))(w, x)
+        assert_trees_close(found, variance(lambda w, x: (x * w.exp()).sin().sum(1))(w, x), 1e-10)
+
+    def test_refuses_what_is_no_function(self):
+        model = torch.nn.Linear(2, 2)
+        for f, told in ((3, "int"), (None, "NoneType"), (model, "functional")):
+            with pytest.raises(ArgumentTypeError, match=rf"^state_first\(f\): .*{told}"):
+                state_first(f)
+        f, params = functional(model)
+        assert_trees_close(state_first(f)(torch.ones(2), params), model(torch.ones(2)), 0)
+
+
+class TestCouplings:
+    @pytest.mark.parametrize("make", [additive_coupling, affine_coupling])
+    def test_of_couplings(self, make):
+        pair = make(torch.sin, torch.cos)
+        name = f"{make.__name__}(sin, cos)"
+        ones, one = torch.ones(2, 3), torch.ones(2, 1)
+        for call, told in [
+            (
+                lambda: pair(ones),
+                f"{name}: x has to be a pair of tensors, but is Tensor.",
+            ),
+            (lambda: invert(pair)((ones,)), f"{name}: y has to be a pair of tensors, but is tuple"),
+            (
+                lambda: pair((ones, ones), ones),
+                f"{name}: the parameters have to be a pair, of F and of G, but are Tensor",
+            ),
+            (lambda: pair((ones, ones), [1, 2, 3]), f"{name}: the parameters have to be a pair"),
+            (lambda: make(torch.sin, torch.cos, split_dim=1)(one), f"{name[:-1]}, split_dim=1): x is [2, 1]"),
+            (lambda: make(torch.sin, torch.cos, split_dim=2)(one), f"{name[:-1]}, split_dim=2): x is [2, 1]"),
+            (lambda: make(torch.sin, torch.cos, split_dim=-1)((one, one)), f"{name[:-1]}, split_dim=-1): x is tuple"),
+        ]:
+            with pytest.raises(ArgumentError) as error:
+                call()
+            assert told in str(error.value)
+        for F, G in ((None, torch.sin), (torch.sin, 3)):
+            with pytest.raises(ArgumentTypeError, match=make.__name__):
+                make(F, G)
+
+    def test_of_the_scale_and_of_dynamics(self):
+        with pytest.raises(ArgumentTypeError, match="affine_coupling"):
+            affine_coupling(torch.sin, torch.sin, log_scale=2.0)  # pyright: ignore[reportArgumentType]: so it is
+        for gamma in (0.0, 1.0, -0.5, 2, float("nan")):
+            with pytest.raises(ArgumentError, match=r"momentum\(sin, gamma=.*between 0 and 1"):
+                momentum(torch.sin, gamma)
+        for pair in (momentum(torch.sin), leapfrog(torch.sin, 0.1)):
+            with pytest.raises(ArgumentError, match="x has to be a pair of tensors, but is Tensor"):
+                pair(torch.ones(2))
+        for make in (momentum, leapfrog):
+            with pytest.raises(ArgumentTypeError, match=make.__name__):
+                make(None, 0.5)
+
+    @pytest.mark.parametrize(
+        "pair, name",
+        [
+            (additive_coupling(torch.sin, torch.cos), "additive_coupling(sin, cos)"),
+            (affine_coupling(torch.sin, torch.cos, split_dim=-1), "affine_coupling(sin, cos, split_dim=-1)"),
+            (momentum(torch.sin), "momentum(sin, gamma=0.9)"),
+            (leapfrog(torch.sin, 0.5), "leapfrog(sin, step=0.5)"),
+        ],
+    )
+    def test_name_the_pair(self, pair, name):
+        assert repr(pair) == name and name in repr(invert(pair))
+
+    def test_further_arguments_go_to_both_functions(self):
+        seen = []
+
+        def spy(x, *given, **named):
+            seen.append((given, named))
+            return x.sin()
+
+        def twice(*given, **named):
+            return (spy(*given, **named),) * 2
+
+        x = (torch.ones(2), torch.ones(2))
+        for pair in (additive_coupling(spy, spy), affine_coupling(twice, twice)):
+            y = pair(x, ("p", "q"), 7, None, mask="m")
+            invert(pair)(y, ("p", "q"), 7, None, mask="m")
+            assert seen == [((p, 7, None), {"mask": "m"}) for p in "pqqp"]
+            seen.clear()
+        for pair in (momentum(spy), leapfrog(spy, 0.1)):
+            invert(pair)(pair(x, "p", 7, mask="m"), "p", 7, mask="m")
+            assert seen and all(s == (("p", 7), {"mask": "m"}) for s in seen)
+            seen.clear()
