@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from invfunc._functorch import forward_mode
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
 from invfunc.operations.compositions import step_by_step
-from invfunc.operations.operation import define, not_torchs
+from invfunc.operations.operation import define, known, not_torchs
 from invfunc.operations.pointwise import entry_by_entry, pointwise, side_by_side
 from invfunc.operations.receptive_fields.step import elementwise
 
@@ -35,6 +36,11 @@ def reduction(call: Call) -> str:
 def elementwise_loss(call: Call) -> Place:
     side_by_side(call)
     return pointwise(call) if call.out.ndim else BATCH_SUM
+
+
+def _by_dimension(args: tuple, kwargs: dict[str, Any], x: torch.Tensor, dim: int, param: torch.Tensor) -> int | None:
+    """The same dimension of a parameter with as many of them: a variance with fewer has one value for each row."""
+    return dim if param.ndim == x.ndim else None
 
 
 _ROWS = {"triplet_margin_loss": 3, "cosine_embedding_loss": 2, "multilabel_margin_loss": 2}
@@ -69,6 +75,32 @@ def loss(call: Call) -> Place:
     if other not in (None, entries if target.ndim < x.ndim else axis):
         raise Mixed(f"it combines outputs with samples along {axis} with targets with samples along {other}")
     return BATCH_SUM if reduction(call) != "none" else entries
+
+
+def entries(call: Call) -> torch.Tensor | None:
+    """What each sample adds to a loss."""
+    if any(isinstance(a, (str, bool)) for a in call.args) or any(call.kwargs.get(a) is not None for a in _OLD):
+        return None
+    kwargs = {**call.kwargs, "reduction": "none"}
+    losses = call.func(*call.args, **kwargs)
+    rule = known(call.name).batch_axis
+    place = rule and rule(replace(call, kwargs=kwargs, out=losses))
+    added = place.expose(losses, call.n).flatten(1).sum(1) if isinstance(place, Axis) else None
+    return added if added is None or reduction(call) == "sum" else added / _count(call, losses)
+
+
+def _count(call: Call, losses: torch.Tensor) -> Any:
+    """What a mean of losses divides their sum by."""
+    target = call.arg("target")
+    if reduction(call) == "batchmean":
+        return len(call.first)
+    if call.name not in ("cross_entropy", "nll_loss") or target.is_floating_point():
+        return losses.numel()
+    counted, weight = target != call.arg("ignore_index", -100), call.arg("weight")
+    return counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
+
+
+_OLD = ("size_average", "reduce")
 
 
 # In forms that can be differentiated twice
@@ -135,12 +167,17 @@ def _bound(func: Callable, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
         return None
     given = _SIGNATURES[func].bind(*args, **kwargs)
     given.apply_defaults()
-    old = ("size_average", "reduce", "weight")
+    old = (*_OLD, "weight")
     rest = {name: value for name, value in given.arguments.items() if name not in old}
     return rest if all(given.arguments.get(name) is None for name in old) else None
 
 
-_ENTRIES = {"batch_axis": loss, "paired": entry_by_entry, "receptive_field": elementwise}
+_ENTRIES: dict[str, Any] = {
+    "batch_axis": loss,
+    "entries": entries,
+    "paired": entry_by_entry,
+    "receptive_field": elementwise,
+}
 _DIAGONAL: dict[str, Any] = {"loss": "convex", "hessian": "elementwise"}
 define("mse_loss", twice=_mse, predictive="normal", **_DIAGONAL, **_ENTRIES)
 define("huber_loss", twice=_huber, cornered=True, **_DIAGONAL, **_ENTRIES)
@@ -149,10 +186,11 @@ define("l1_loss", linear="all", piecewise=True, **_ENTRIES)
 define("smooth_l1_loss", cornered=True, **_DIAGONAL, **_ENTRIES)
 define("binary_cross_entropy", **_ENTRIES)
 define("binary_cross_entropy_with_logits", predictive="bernoulli", **_DIAGONAL, **_ENTRIES)
-define("kl_div nll_loss", batch_axis=loss, linear=1, loss="of logarithm")
-define("poisson_nll_loss", batch_axis=loss, **_DIAGONAL)
-define("cross_entropy", batch_axis=loss, loss="convex", hessian="softmax")
-define("margin_ranking_loss hinge_embedding_loss gaussian_nll_loss", batch_axis=elementwise_loss)
+define("kl_div nll_loss", batch_axis=loss, entries=entries, linear=1, loss="of logarithm")
+define("poisson_nll_loss", batch_axis=loss, entries=entries, **_DIAGONAL)
+define("cross_entropy", batch_axis=loss, entries=entries, loss="convex", hessian="softmax")
+define("margin_ranking_loss hinge_embedding_loss", batch_axis=elementwise_loss, entries=entries)
+define("gaussian_nll_loss", batch_axis=elementwise_loss, entries=entries, paired=_by_dimension)
 define(_ROWS, batch_axis=row_loss)
 define(
     "multi_margin_loss",

@@ -31,6 +31,8 @@ class Operation:
     """From a `Site` and a parameter that it reads there to the `Recipe` of its share."""
     receptive_field: Rule | None = None
     """From a `Step` of aten's operation to what the entries of its result depend on."""
+    entries: Rule | None = None
+    """From a `Call` that sums over the samples to what each of them adds to the sum, `[N, *sum]`, or None."""
     composed: Rule | None = None
     """The operations that it is composed of, where it is better followed in those, as its own derivative is fragile or
     its insides move the samples: takes its arguments."""

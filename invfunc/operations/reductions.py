@@ -46,6 +46,16 @@ def reduce(call: Call) -> Place | list[Place]:
     raise Unknown("it reduces over dimensions that cannot be read off the call")
 
 
+def entries(call: Call) -> torch.Tensor | None:
+    """What each sample adds to a sum or a mean."""
+    (x, axis), *others = call.samples
+    if others or not isinstance(axis, Axis):
+        return None
+    dims = [d + 1 for d in dims_of(x, call.arg("dim"))]
+    added = axis.expose(x, call.n).sum(dims, bool(call.arg("keepdim", False)), dtype=call.out.dtype)
+    return added if call.name == "sum" else added * (call.out.numel() / max(1, x.numel()))
+
+
 _PICK = {"max", "min", "median", "nanmedian", "kthvalue", "mode"}
 """Which, along one dimension, give entries and their places."""
 _NUMBERS = {"argmax", "argmin", "any", "all", "count_nonzero"}
@@ -90,7 +100,7 @@ def reduced(step: Step, out: torch.Tensor) -> Rows:
     return most(step.filled(x), axes).reshape(-1, *out.shape)
 
 
-define("sum mean", batch_axis=reduce, receptive_field=reduced, linear="all")
+define("sum mean", batch_axis=reduce, entries=entries, receptive_field=reduced, linear="all")
 define("nanmean", batch_axis=reduce, linear="all", piecewise=True)
 define("nansum amax amin max min", batch_axis=reduce, receptive_field=reduced, linear="all", piecewise=True)
 define("median nanmedian kthvalue", batch_axis=reduce, receptive_field=reduced, linear="all", piecewise=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -29,6 +30,8 @@ class Places:
         self.by_rows = False
         self.moved = False
         """Whether data were put in another order in a run."""
+        self.entries, self.multiplied = False, False
+        """Whether what each sample adds to sums is kept, and whether a parameter met such a sum in a run."""
 
     @property
     def chosen(self) -> list[int] | None:
@@ -40,12 +43,13 @@ class Places:
 
     def beforehand(self, n: int) -> Beforehand:
         """What is known before a run of so many samples."""
-        return self.evidence.beforehand(n, self.by_rows)
+        return replace(self.evidence.beforehand(n, self.by_rows), entries=self.entries)
 
     def hear(self, trace: Trace) -> None:
         """Take from a run that has ended whether data were put in another order."""
         self.evidence.hear(trace)
         self.moved = self.moved or trace.moved
+        self.multiplied = self.multiplied or trace.multiplied
 
     def check(self, found: Run, draws: Draws, again: Callable[[torch.Tensor], Run]) -> None:
         """Check that the samples have places in a scalar loss, and remember these; `again` runs it on other samples."""
@@ -62,7 +66,14 @@ class Places:
         rows cannot be followed."""
 
         def attempt() -> T:
-            return self.evidence.settled(run, draws) if loss else run()
+            try:
+                return self.evidence.settled(run, draws) if loss else run()
+            except SampleAxisError:
+                if self.entries or not self.multiplied:
+                    raise
+                draws.rewind()
+                self.entries = True
+                return self.evidence.settled(run, draws) if loss else run()
 
         try:
             found = attempt()

@@ -101,6 +101,8 @@ class Beforehand:
     """Whether numbers are the same for other samples."""
     by_rows: bool = False
     """Whether data that were put in another order are followed row by row."""
+    entries: bool = False
+    """Whether it is kept what each sample adds to sums over them, for parameters that multiply these."""
 
 
 NOTHING = Beforehand()

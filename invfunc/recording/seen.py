@@ -159,6 +159,10 @@ def cannot_meet(
     why = next((why for tag in params if (why := not_shared(tag, escaped))), None) if apart or not sums else None
     if sums or isinstance(why, Unseen):
         return why
+    if BATCH_SUM in call.places.values():
+        return (
+            f"`{call.name}`: a parameter meets a sum to which it is not known what each sample adds (let it meet those)"
+        )
     alone = "a parameter that has met none is in every term (does f close over its inputs?)"
     return f"`{call.name}`: it sums over the samples, and {alone}"
 

@@ -174,6 +174,10 @@ class Trace(ParameterUses, Listener):
             self.pattern.before(len(self.edges), seen)
         if seen.through_view and (params or self._remembers(seen)):
             return self._through_view(seen)
+        product = self.product(seen, params)
+        if product is not None:
+            with self:
+                return product()
         out, kept, remembered = self._run(seen, bool(params))
         produced = seen.produced(out)
         if not produced:
@@ -186,9 +190,12 @@ class Trace(ParameterUses, Listener):
         if not (produced[0].is_floating_point() or produced[0].is_complex()):
             params = {}
         result = self._followed(call, seen, params, lost)
-        if self.displaced and result.found is BATCH_SUM and not (params or seen.writes or "out" in seen.kwargs):
-            out = call.out = self._summed(seen)
-            produced = seen.produced(out)
+        if result.found is BATCH_SUM and not (params or seen.writes or "out" in seen.kwargs):
+            again = self.kept_apart(call, seen) if call.active and not remembered else None
+            again = self._summed(seen) if again is None and self.displaced else again
+            if again is not None:
+                out = call.out = again
+                produced = seen.produced(out)
         if self.read and self.apart and result.lost is None:
             self.note(call, result.found)
         if params:

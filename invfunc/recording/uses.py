@@ -10,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import version
+from invfunc._weak import WeakIdMap
 from invfunc.errors import samples_lost
 from invfunc.operations import factors
 from invfunc.operations.axis import Axis, Everyone
@@ -19,13 +20,14 @@ from invfunc.operations.calls import alignment
 from invfunc.operations.factors import Recipe, Site
 from invfunc.operations.factors.generic import generic
 from invfunc.operations.factors.recomputed import Recomputed, read_of, reader, released
+from invfunc.recording import entries
 from invfunc.recording.follower import Follower
 from invfunc.recording.graph import node_of
 from invfunc.recording.hidden import hidden
 from invfunc.recording.provenance import Beforehand, Provenance
-from invfunc.recording.result import Result
+from invfunc.recording.result import Result, path
 from invfunc.recording.scope import Scope
-from invfunc.recording.seen import Seen, cannot_meet
+from invfunc.recording.seen import Seen, cannot_meet, not_shared
 from invfunc.recording.steps import Remember
 from invfunc.recording.tags import Derived, ParameterUse, Sampled, in_order
 
@@ -71,6 +73,8 @@ class ParameterUses(Provenance):
         self.orders: dict[Order, str] = {}  # those in which samples meet parameters, and a call where they do
         self.moved = False  # whether data were put in another order
         self.displaced = False  # whether what depends on parameters was selected or moved
+        self.multiplied = False  # whether parameters met sums over the samples
+        self._added = WeakIdMap[tuple[torch.Tensor, int]]()  # what each sample adds to a sum, and the version of that
         self.sums: list[tuple[torch.Tensor, Axis]] = []  # what was summed over the samples since then
 
     def use(
@@ -137,6 +141,31 @@ class ParameterUses(Provenance):
             return seen
         return self.seen(seen.function, *tree.map_tensors(lambda t: new.get(id(t), t), (seen.args, seen.kwargs)))
 
+    def added(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What each sample adds to a sum over the samples, `[N, *sum]`; None where that is not known."""
+        found, then = self._added.get(x) or (None, 0)
+        return found if then == version(x) else None
+
+    def kept_apart(self, call: Call, seen: Seen) -> torch.Tensor | None:
+        """The result of a call that sums over the samples, once it is kept what each of them adds to it."""
+        wanted = self.beforehand.entries and self.watcher is None and not in_order(seen.sampled)
+        found = entries.added(call, self.added) if wanted else None
+        if found is None:
+            return None
+        if self.displaced:
+            found = found.view_as(found)
+            self.sums.append((found, Axis(0)))
+        out = found.sum(0)
+        self._added.set(out, (found, version(out)))
+        self.set(found, Sampled(Axis(0), None, *path(seen, False)))
+        return out
+
+    def product(self, seen: Seen, params: dict[int, torch.Tensor]) -> Callable[[], torch.Tensor] | None:
+        """A product of parameters with a sum over the samples, by what each sample adds to the sum."""
+        if not (params and self.beforehand.entries) or any(not_shared(seen.tags[i], self.left) for i in params):
+            return None
+        return entries.product(seen, self.added)
+
     def meet(
         self,
         call: Call,
@@ -147,6 +176,7 @@ class ParameterUses(Provenance):
     ) -> None:
         """Note the parameter uses of a call, or raise why the parameters have no shares there."""
         tags = [seen.tags.get(i) for i in params]
+        self.multiplied |= result.found is BATCH_SUM and BATCH_SUM in call.places.values()
         result.lost = result.lost or cannot_meet(call, produced, result.found, tags, self.apart, self.left)
         if result.lost is not None:
             if self.with_uses or result.found is None:
