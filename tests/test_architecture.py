@@ -122,12 +122,13 @@ class TestImports:
         if name_of(file) in ("invfunc._functorch", "invfunc.tree"):
             return
         names = [f"{m}.{name}" for m, name in imported(file) if m.split(".")[0] == "torch"]
-        names += [ast.unparse(n) for n in ast.walk(parsed(file)) if isinstance(n, ast.Attribute)]
+        attributes = [n for n in ast.walk(parsed(file)) if isinstance(n, ast.Attribute)]
+        names += [ast.unparse(n) for n in attributes if n.attr.startswith("_")]
         private = [name for name in names if name.startswith("torch.") and re.search(r"\._[a-zA-Z]", name)]
         tensors = {name for name in dir(torch.Tensor) if re.match(r"_[a-z]", name)}
         own = {"self", "cls"}
-        for node in ast.walk(parsed(file)):
-            if isinstance(node, ast.Attribute) and node.attr in tensors and ast.unparse(node.value) not in own:
+        for node in attributes:
+            if node.attr in tensors and ast.unparse(node.value) not in own:
                 private.append(ast.unparse(node))
         assert not private
 

@@ -325,8 +325,10 @@ def assert_same(composed: Callable, form: str, s: Sizes, dtype: torch.dtype, dev
     assert_trees_close(found, wanted, RTOL[dtype], FLOOR)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(("form", "composed"), TABLE)
+@pytest.mark.parametrize(
+    ("form", "composed"),
+    [pytest.param(*each, marks=[pytest.mark.quick] * ("linearize" not in each[1])) for each in TABLE],  # which traces
+)
 def test_equals_the_function(form, composed, dtype, device):
     assert_same((PLAIN | FUNC)[composed], form, Sizes(), dtype, device)
 

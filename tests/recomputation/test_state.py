@@ -70,7 +70,6 @@ def residual(part):
     return Invertible(lambda x: x + part(x), inverse)
 
 
-@pytest.mark.quick
 class TestState:
     NORMS = {
         "batch norm": lambda: nn.BatchNorm1d(3),

@@ -52,7 +52,6 @@ def looped(w, b, x, there, sharing):
     return (B, A[:-1, :-1]), (B, A)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("pick", PICK)
 @pytest.mark.parametrize("sharing", SHARINGS)
 @given(lengths=st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any))
