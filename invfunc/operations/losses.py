@@ -96,7 +96,8 @@ def _count(call: Call, losses: torch.Tensor) -> Any:
         return len(call.first)
     if call.name not in ("cross_entropy", "nll_loss") or target.is_floating_point():
         return losses.numel()
-    counted, weight = target != call.arg("ignore_index", -100), call.arg("weight")
+    ignored, weight = call.arg("ignore_index", -100), call.arg("weight")
+    counted = target != ignored
     return counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
 
 

@@ -10,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import version
+from invfunc._values import near
 from invfunc._weak import WeakIdMap
 from invfunc.errors import samples_lost
 from invfunc.operations import factors
@@ -151,6 +152,8 @@ class ParameterUses(Provenance):
         wanted = self.beforehand.entries and self.watcher is None and not in_order(seen.sampled)
         found = entries.added(call, self.added) if wanted else None
         if found is None:
+            return None
+        if not near(found.detach().sum(0), call.out.detach(), found.detach().abs().sum(0)):
             return None
         if self.displaced:
             found = found.view_as(found)
