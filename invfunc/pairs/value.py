@@ -20,8 +20,13 @@ class Value:
     go on evaluating the F of the original.
     """
 
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        vars(made)  # Python 3.11 makes it when it is first asked for, and crashes where two threads ask at once
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = made = object.__new__(type(self))
+        memo[id(self)] = made = Value.__new__(type(self))
         for name, value in vars(self).items():
             object.__setattr__(made, name, copied(value, memo))
         return made

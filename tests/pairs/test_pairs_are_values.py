@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
@@ -500,3 +501,11 @@ class TestShapes:
         for fn in (pair.forward, pair.inverse, pair.log_det):
             with pytest.raises(ArgumentTypeError, match=r"pair.log_det\(\*pair.shared, x, params\)"):
                 fn(self.X)
+
+
+def test_attributes_are_there_before_threads_ask():
+    """Python 3.11 makes the dict of an instance late, and crashes where two threads ask for it at once."""
+    block = invertible_checkpoint(additive_coupling(nn.Linear(2, 2), nn.Linear(2, 2)))
+    for value in (block, copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        for held in (value, value.pair, *value.pair.shared):
+            assert any(isinstance(known, dict) for known in gc.get_referents(held))
