@@ -93,7 +93,7 @@ def written(call: Call, index: Index, value: Any) -> Place:
         return axis
     if not isinstance(axis, Axis):
         axis = _masked(call, index, read) or _located_by(call, index, read)
-    if axis is not None and not agree(spread(axis, x.shape, call.n, x.device)[index.key], read):
+    if isinstance(axis, Axis) and not agree(spread(axis, x.shape, call.n, x.device)[index.key], read):
         raise Mixed("it writes entries of one sample into those of another")
     return axis
 
@@ -107,17 +107,13 @@ def _masked(call: Call, index: Index, read: list[torch.Tensor]) -> Axis | None:
     return None
 
 
-def _located_by(call: Call, index: Index, read: list[torch.Tensor]) -> Axis | None:
+def _located_by(call: Call, index: Index, read: list[torch.Tensor]) -> Place:
     """Where the samples are in what had none, after some entries were written."""
     x = call.first
-    if not any(samples.numel() for samples in read):
-        return None
     blank = torch.full(x.shape, NONE, device=x.device)
     for samples in read:
         blank[index.key] = samples
-    axis = located(blank, call.n, some=True)
-    assert isinstance(axis, Axis)
-    return axis
+    return located(blank, call.n, some=True)
 
 
 def masked_select(call: Call) -> Place:
@@ -224,14 +220,11 @@ def scattered(call: Call) -> Place:
     given = [samples_of(call, t) for t in constants_met if call.place(t) is not None]
     given = [samples[tuple(map(slice, index.shape))] for samples in given]
     if not isinstance(axis, Axis):
-        if not index.numel():
-            return None
         blank = torch.full(x.shape, NONE, device=x.device)
         for samples in given:
             blank = blank.scatter(dim, index, torch.where(samples < 0, blank.gather(dim, index), samples))
         axis = located(blank, call.n, some=True)
-        assert isinstance(axis, Axis)
-    if not agree(spread(axis, x.shape, call.n, x.device).gather(dim, index), given):
+    if isinstance(axis, Axis) and not agree(spread(axis, x.shape, call.n, x.device).gather(dim, index), given):
         raise Mixed("it writes entries of one sample into those of another")
     return axis
 

@@ -232,8 +232,7 @@ class Recall(Sight):
         """A copy, as the tensor may not be written in the place of another."""
         self._left.refuse(tensor)
         if id(tensor) not in self.unfamiliar:
-            with plainly() if level_of(tensor) is None else nullcontext():
-                copy = self.know(tensor.detach().clone())
+            copy = self.know(tensor.detach().clone())
             self.unfamiliar[id(tensor)] = tensor, copy
             self._names[id(copy)] = copy, tensor
         return self.unfamiliar[id(tensor)][1]

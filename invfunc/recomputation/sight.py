@@ -96,8 +96,10 @@ class Sight(Parts, Watcher, Listener):
         return False
 
     def _comes_out_of_vmap(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of one that the function has made, which a vmap gives out for all its entries."""
+        """Whether a tensor repeats one that the function has made, as a vmap gives it out for all its entries."""
         base = base_of(tensor)
+        if base is not None and 0 not in tensor.stride():
+            return False
         known = None if base is None else self._inside.get(id(base))
         return known is not None and known() is base and all(base is not t for t in self._given)
 

@@ -46,6 +46,7 @@ WAYS = {
     "scatter": lambda h, e: torch.zeros_like(h).scatter(0, along(h, e), 1.0) * h,
     "index_put": lambda h, e: torch.zeros_like(h).index_put((e[1],), h[e[0]], accumulate=True),
     "index_put of nothing": lambda h, e: torch.zeros_like(h).index_put((e[1][:0],), h[e[0]][:0]) + h,
+    "index_add of nothing": lambda h, e: torch.zeros_like(h).index_add(0, e[1][:0], h[e[0]][:0]).movedim(0, 1).T + h,
     "adjacency": adjacency,
     "mask": by_mask,
     "degree": by_degree,

@@ -77,6 +77,8 @@ class Call:
 def propagate(call: Call) -> Place | list[Place]:
     """Where the samples are in the result of a call."""
     places = [place for _, place in call.samples]
+    if not places:  # of what nothing of a sample was written into
+        return None
     alone = [place for place in places if isinstance(place, Axis) and place.dim is None]
     if alone and all(place == alone[0] for place in places):  # nothing to mix: everything is of the one sample
         if call.n == 1 or known(call.name).places != "writes":

@@ -61,6 +61,8 @@ def located(samples: torch.Tensor, n: int, *more: torch.Tensor, some: bool = Fal
     only = _only(given, each=False)
     if only is not None:
         return only
+    if _true(*(s < 0 for s in given)):
+        return None
     raise Mixed("it puts entries of several samples into one place")
 
 
