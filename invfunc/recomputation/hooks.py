@@ -23,7 +23,7 @@ from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.like import Geometry, Memory, all_of, geometry
 from invfunc.recomputation.origins import Origins
 from invfunc.recomputation.probe import Probe
-from invfunc.recomputation.recording import Enough, Key, Recording, Saved, Tape
+from invfunc.recomputation.recording import Enough, Found, Key, Recording, Saved, Tape
 from invfunc.recomputation.report import CHANGES, OTHER
 from invfunc.recomputation.rounding import finite, known_at_once, mean_size, near, rounded
 from invfunc.recomputation.sight import OUTSIDE
@@ -54,7 +54,7 @@ class HookedBlock(Block):
         inputs = {pointer(x) for x in xs}
         self._apart = [i for i, t in enumerate(rest) if t.numel() and pointer(t) not in inputs]
         self._places = _places(rest, self._apart)
-        self._saved: dict[Key, torch.Tensor] = {}
+        self._saved: dict[Key, Found] = {}
         self._pass = -1
         """The backward pass in which they were computed."""
         self._memory: dict[Key, tuple[Memory, Geometry]] | None = {} if call.followed else None
@@ -90,7 +90,7 @@ class HookedBlock(Block):
         """A saved tensor, which autograd may ask for as well."""
         if key not in self._saved:
             self._saved = self._rebuild()
-        return self._saved[key]
+        return self._given_out(self._saved[key])
 
     def evaluate(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Evaluate a function that f shares with its inverse, for the first time."""
@@ -129,20 +129,21 @@ class HookedBlock(Block):
 
     def saved(self, key: Key) -> torch.Tensor:
         """A saved tensor; it is handed out once, and computed again for whoever asks again."""
-        if self._saved and self._pass != backward_pass():
-            self._detached()  # raises if an argument was written to since: what is left may be a view of one
-        tensor = self._saved.pop(key, None)
-        if tensor is None:
-            found = self._rebuild()
-            tensor = found.pop(key)
-            self._saved = found
-        return tensor
+        found = self._saved.pop(key, None)
+        if found is None:
+            self._saved = self._rebuild()
+            found = self._saved.pop(key)
+        return self._given_out(found)
+
+    def _given_out(self, found: Found) -> torch.Tensor:
+        with self._call.named():
+            return found.get()
 
     def forget(self) -> None:
         """Let go of what was computed again."""
         self._saved = {}
 
-    def _rebuild(self) -> dict[Key, torch.Tensor]:
+    def _rebuild(self) -> dict[Key, Found]:
         if not self._ys:
             raise ReplayError("the function differentiates within itself by torch.autograd; let it use torch.func.")
         for block in self.behind():
@@ -159,7 +160,6 @@ class HookedBlock(Block):
                 xs, outputs, tell = self._invert_recording(recorded)
             if outputs is None or outputs or recorded.misses() or self._call.reads_outside:
                 self._run_recording(recorded, xs, outputs)
-            recorded.check()
             if (kink := recorded.kink()) is not None:
                 self.report.kink(kink)
             if tell is not None:
@@ -199,7 +199,7 @@ class HookedBlock(Block):
         """The tensors that f saves at some x."""
         recorded = self._recording(self._detached(), {})
         self._run_recording(recorded, xs, None, compare=False)
-        return recorded.found
+        return {key: found.tensor for key, found in recorded.found.items()}
 
     def _recording(self, rest: Tensors, probes: dict[Key, Probe]) -> Recording:
         self._call.origins = origins = self.origins.again()

@@ -47,6 +47,22 @@ class Tape(Parts):
         return self.part, index
 
 
+class Found(NamedTuple):
+    """A tensor that was saved again, as it was then."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def get(self) -> torch.Tensor:
+        """The tensor, for the one who asks: as in plain autograd only what is asked for may not be written."""
+        if version(self.tensor) != self.version:
+            raise ModifiedError(
+                f"a tensor of shape {list(self.tensor.shape)} that is needed for the gradient of the function has been "
+                "modified by an inplace operation, within it or since. Write y = y + z in place of y += z."
+            )
+        return self.tensor
+
+
 class Enough(Exception):
     """Raised when all that was saved is there, so that the evaluation need not go on."""
 
@@ -79,31 +95,21 @@ class Recording:
         self._places = places
         self._to_the_end = to_the_end
         self._tape = Tape()
-        self.found: dict[Key, torch.Tensor] = {}
+        self.found: dict[Key, Found] = {}
         self._apart: dict[Key, tuple[Error, Probe]] = {}
         """How far saved tensors are from what they were, and what they are."""
         self._crossed = self._looked_at = 0
         """How many entries are on another side of a kink than they were, of how many."""
         self._kink = ""
-        self._versions: list[tuple[torch.Tensor, int]] = []
         self._stopped: tuple[type[Exception], tuple] | None = None
         """The error that ends an evaluation; it is not kept itself, as it knows what it came from."""
-
-    def check(self) -> None:
-        """Check that what was saved was not written to afterwards."""
-        for tensor, then in self._versions:
-            if version(tensor) != then:
-                raise ModifiedError(
-                    f"a tensor of shape {list(tensor.shape)} that is needed for the gradient of the function has been "
-                    "modified within it by an inplace operation."
-                )
 
     def apart(self, most: float) -> dict[Key, float]:
         """The errors above some of what was saved. What an operation of torch writes afterwards is left out."""
         return {
             key: float(error)
             for key, (error, probe) in self._apart.items()
-            if error > most and not any(probe.errors((self.found[key],)))
+            if error > most and not any(probe.errors((self.found[key].tensor,)))
         }
 
     def given_back(self, tensor: torch.Tensor) -> None:
@@ -169,9 +175,9 @@ class Recording:
         if key in self._probes:
             self._compare(key, tensor, like.call)
         scope = self.origins.switch(None)  # which need not see this, where hooks are called between the calls of f
-        self.found[key] = found = tensor.detach()  # of another, where an evaluation around puts one in its place
+        found = tensor.detach()  # of another, where an evaluation around puts one in its place
         self.origins.switch(scope)
-        self._versions.append((found, version(found)))
+        self.found[key] = Found(found, version(found))
         if key[0] == OUTSIDE and not self._to_the_end and not self.misses():
             raise Enough
 

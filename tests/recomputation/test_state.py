@@ -49,12 +49,29 @@ class Whitening(nn.Module):
         return z - self.mean[1].clone() / 2
 
 
+class Quantising(nn.Module):
+    """A codebook that follows its samples: cdist saves it for a gradient that nobody asks for, as argmin has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("codes", torch.randn(4, 3))
+
+    def forward(self, x):
+        z = self.linear(x)
+        q = self.codes[torch.cdist(z, self.codes).argmin(1)]
+        with torch.no_grad():
+            self.codes.copy_(0.9 * self.codes + 0.1 * z.mean(0))
+        return z + (q - z).detach()
+
+
 STATES = {
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
     "of old": lambda: nn.utils.spectral_norm(nn.Linear(3, 3), n_power_iterations=2),
     "cumulative average": lambda: nn.BatchNorm1d(3, momentum=None),
     "a count": Counting,
     "a running mean": Whitening,
+    "a codebook": Quantising,
 }
 
 
@@ -289,6 +306,29 @@ class TestWrittenSince:
             w.mul_(3)
         with pytest.raises(ModifiedError, match="modified by an inplace operation"):
             torch.autograd.grad(s, x)
+
+    def test_is_an_error_where_a_part_closes_over_what_is_left_of_a_partial_gradient(self):
+        x, w = leaves()
+        left, right = invertible_checkpoint(lambda x: (x * w, x * w.detach()), None)(x * 1)
+        torch.autograd.grad(left.sum(), w, retain_graph=True)
+        with torch.no_grad():
+            w.mul_(3)
+        with pytest.raises(ModifiedError, match="modified by an inplace operation"):
+            torch.autograd.grad(right.sum(), x)
+
+    @pytest.mark.parametrize("wrap", [lambda f, f_inv: f, invertible_checkpoint], ids=["plain", "block"])
+    def test_is_an_error_where_an_optimiser_writes_it_in_the_backward_pass(self, wrap):
+        """As soon as its gradient is there; what reads it without one still needs what it held."""
+        x, w = leaves()
+
+        def step(w):
+            with torch.no_grad():
+                w.sub_(w.grad)
+
+        w.register_post_accumulate_grad_hook(step)
+        y = wrap(lambda x: (x * w.detach()).tanh() * w, None)(x * 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
     @pytest.mark.parametrize("is_argument", [True, False])
     def test_data_that_takes_the_place_of_a_parameters(self, same, is_argument):
