@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.stated_common import constants, rows
 
@@ -108,6 +109,7 @@ TOTALS: dict[str, Callable] = {
     "masked_fill": lambda t: t.masked_fill(torch.ones_like(t, dtype=torch.bool).triu(), 2.0),
     "where": lambda t: torch.where(torch.ones_like(t, dtype=torch.bool).triu(), t, 3.0),
     "pad": lambda t: F.pad(t, (1, 0), value=2.0),
+    "pad_sequence": lambda t: pad_sequence([t[0], t[1, :1]], padding_value=2.0),
     "index_add": lambda t: torch.zeros_like(t).index_add(0, _first(t, t.shape[0]), t),
     "scatter_add": lambda t: torch.zeros_like(t).scatter_add(0, _first(t, *t.shape), t),
     "index_put": lambda t: t.index_put((_first(t, 1),), 2 * t[:1]),

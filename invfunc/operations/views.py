@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from invfunc import tree
 from invfunc.operations.axis import Axis
@@ -105,12 +106,15 @@ def repeat_interleave(call: Call) -> Place | list[Place]:
         if dim is not None:
             same = dim % call.first.ndim == axis.dim
             return Axis(axis.dim, axis.outer, axis.inner * (times if same else 1))
+    if times is None or times is call.first:  # their numbers, each as often as it says
+        return located(samples_of(call, call.first).repeat_interleave(call.first), call.n)
     if not isinstance(times, torch.Tensor):
         return moved(call)
-    if not isinstance(axis, Axis):
-        raise Mixed("it repeats constants as often as samples say")
-    options = {key: value for key, value in call.kwargs.items() if key not in ("input", "repeats")}
-    return located(torch.repeat_interleave(samples_of(call, call.first), times, *call.args[2:], **options), call.n)
+    own, along = samples_of(call, call.first), 0 if dim is None else dim % max(call.first.ndim, 1)
+    own = own.flatten() if dim is None else own
+    said = samples_of(call, times).expand(own.shape[along])  # an entry is also of the sample that says how often it is
+    said = said.reshape([-1 if d == along else 1 for d in range(own.ndim)]).expand(own.shape)
+    return located(own.repeat_interleave(times, along), call.n, said.repeat_interleave(times, along))
 
 
 def movement(call: Call) -> Place | list[Place]:
@@ -118,6 +122,9 @@ def movement(call: Call) -> Place | list[Place]:
 
 
 def _pad_axis(call: Call) -> Place:
+    axis = call.place(call.first)
+    if isinstance(axis, Axis) and axis.rows == () and call.out.shape[axis.dim or 0]:
+        return None  # nothing of a sample was padded
     return leading(call, len(call.arg("pad")) // 2)
 
 
@@ -170,6 +177,17 @@ def placed(site: Site, param: torch.Tensor) -> Recipe | None:
         return None
     start = sum(x.shape[dim] for x in tensors[: at[0]])
     return Recipe(labels, labels, lambda cotangent, part: cotangent.narrow(2 + dim, start, param.shape[dim]))
+
+
+def pad_sequence(
+    sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+) -> torch.Tensor:
+    """`pad_sequence` as what pads each of the sequences to the length of the longest, and stacks them."""
+    longest, side, dim = max(len(x) for x in sequences), padding_side == "right", 0 if batch_first else 1
+    missing = [[0, 0] * (x.ndim - 1) + [0, longest - len(x)][:: 1 if side else -1] for x in sequences]
+    return torch.stack(
+        [F.pad(x, pad, value=padding_value) if any(pad) else x for x, pad in zip(sequences, missing, strict=True)], dim
+    )
 
 
 def broadcast_tensors(*given: Any) -> tuple[torch.Tensor, ...]:
@@ -231,4 +249,5 @@ define(
     receptive_field=_reflected,
     linear="all",
 )
+define("pad_sequence", composed=pad_sequence)
 define("broadcast_tensors", composed=broadcast_tensors)
