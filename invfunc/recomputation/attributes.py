@@ -17,7 +17,9 @@ from torch import nn
 from invfunc import thresholds
 from invfunc.pairs.value import Value, held_by
 
-_STANDARD = vars(nn.Module()).keys()
+_REGISTERED = "_modules", "_parameters"
+"""Where a module may put what it makes in its first call."""
+_STANDARD = vars(nn.Module()).keys() - set(_REGISTERED)
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, deque, dict, set)
 _LOOKS = 4
@@ -25,7 +27,7 @@ _LOOKS = 4
 
 
 class Entry(NamedTuple):
-    """A name with its value; of a container its entries, or else their number."""
+    """A name with its value; of a container its entries, or else their number, and which that is registered is None."""
 
     name: str
     value: Any = None
@@ -78,6 +80,8 @@ class Attributes:
                 current = now.pop(name, _MISSING)
                 if length is not None and id(current) == identity:
                     _resize(current, length)
+                    if content is not None:
+                        current.update(content)
                 elif identity is None:
                     if current is not value:
                         site[name] = value
@@ -128,11 +132,12 @@ def _entry(name: str, value: Any) -> Entry:
     entries = value.values() if isinstance(value, dict) else value
     if len(value) <= thresholds.COPIED and all(map(_is_plain, entries)):
         return Entry(name, value, _copy(value))
-    return Entry(name, identity=id(value), length=len(value))
+    content = {key: None for key, entry in value.items() if entry is None} if name in _REGISTERED else None
+    return Entry(name, None, content or None, id(value), len(value))
 
 
 def _items(site: Site) -> list[tuple[str, Any]]:
-    return [item for item in list(site.items()) if item[0] not in _STANDARD]
+    return [(name, value) for name, value in list(site.items()) if name not in _STANDARD]
 
 
 def _copy(value: Any) -> Any:
@@ -176,7 +181,7 @@ def _sites(of: Any) -> Iterator[Site]:
         seen.add(id(value))
         if isinstance(value, nn.Module):
             yield vars(value)
-            waiting += [*value._modules.values(), *(v for _, v in _items(vars(value)))]
+            waiting += [*value._modules.values(), *(v for name, v in _items(vars(value)) if name not in _REGISTERED)]
         elif isinstance(value, Value):
             waiting += vars(value).values()
         elif not isinstance(value, _CONTAINERS) or len(value) <= thresholds.ENTERED:

@@ -20,7 +20,7 @@ from invfunc.recomputation.containers import Containers
 from invfunc.recomputation.left import Left
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.origins import Origins
-from invfunc.recomputation.outcome import Outcome
+from invfunc.recomputation.outcome import Outcome, without_graph
 from invfunc.recomputation.recall import INVERSE, Exchanged, Other, Recall, Use
 from invfunc.recomputation.replay import Replay
 from invfunc.recomputation.report import Report
@@ -85,9 +85,6 @@ class Call:
     def _moment(self, tensors: Tensors) -> Replay:
         return Replay(tensors, self._generators, self._random, self.report.known.attributes)
 
-    def _last(self) -> Replay:
-        return self.moments[-1].after if self.moments else self._start
-
     def first(self, xs: Tensors, rest: Tensors, closed: bool, evaluate: Evaluate | None = None) -> Any:
         """Evaluate forward for the first time, and note what it reads and writes besides its arguments."""
         self._like = [Like.of(x) for x in xs]
@@ -98,7 +95,7 @@ class Call:
             with unwatched():
                 tensors = tree.tensors((args, kwargs))
                 like = [Like.of(t) for t in tensors]
-                before = self._moment(tensors).shared_with(self._last())
+                before = self._moment(tensors).shared_with(self.moments[-1].after if self.moments else self._start)
             with watch.within(index):
                 result = evaluated(watch, evaluate, index, fn, args, kwargs)
             with unwatched():
@@ -108,6 +105,7 @@ class Call:
         self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, self.origins)
         with watch:
             y = self._forward(xs, rest, noted, watch)
+        y = without_graph(y) if closed else y
         self.left.first(watch.left(tree.tensors(y)))
         self.watch = self._closure = None
         self.report.known.calls += 1

@@ -10,6 +10,7 @@ import torch
 from invfunc import tree
 from invfunc._functorch import innermost
 from invfunc.errors import ReplayError
+from invfunc.recomputation.outside import bare
 from invfunc.recomputation.probe import Probe
 from invfunc.recomputation.report import CHANGES, HELPS, Report
 from invfunc.recomputation.rounding import largest
@@ -65,6 +66,11 @@ class Outcome:
                     f"that it reads has been changed since. {HELPS}"
                 )
             raise ReplayError(text)
+
+
+def without_graph(y: Any) -> Any:
+    """A result without the graph of layers that the function has made itself, which would keep what they compute."""
+    return tree.map_tensors(lambda t: t.detach() if bare(t).requires_grad else t, y)
 
 
 def means(y: Any) -> Means:

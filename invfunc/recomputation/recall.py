@@ -148,7 +148,7 @@ class Recall(Sight):
         copy, name = self._names.get(id(result), (None, None))
         if copy is not None and copy is result:
             return name  # which a module may take for its new state
-        self.know_all(result, outer)
+        self.know_all(result, outer, not outer and self.new(read))
         return result
 
     def _run(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -176,11 +176,11 @@ class Recall(Sight):
         if self.active:
             super().__exit__(*error)
 
-    def know_all(self, result: Any, outer: Sequence[torch.Tensor] = ()) -> None:
+    def know_all(self, result: Any, outer: Sequence[torch.Tensor] = (), new: bool = False) -> None:
         """Note that what a call gave, which read these from outside, is of the function."""
         if self.active:
             for t in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
-                self.make(t, outer)
+                self.make(t, outer, new)
 
     def check(self, part: int) -> None:
         """What was made an argument was read again; what was read in its place would get no gradient."""

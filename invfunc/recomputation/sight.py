@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from invfunc._functorch import base_of, unwrapped
 from invfunc._scripted import Watcher
@@ -55,7 +56,8 @@ class Sight(Parts, Watcher, Listener):
         self._given = given
         self._inside: dict[int, weakref.ref[torch.Tensor]] = {}
         self._made = WeakMemories()
-        """The memory of what it has made within a transform of torch.func."""
+        """The memory of what it has made within a transform of torch.func, or out of nothing that it was given: in the
+        latter are the parameters of a module that it makes, whose making no call tells."""
         self._foreign: WeakMemories | None = None
         """The memory of what it was given, or has met from outside."""
         for t in given:
@@ -69,10 +71,16 @@ class Sight(Parts, Watcher, Listener):
             inner = unwrapped(inner)
         return tensor
 
-    def make(self, tensor: torch.Tensor, outer: Iterable[torch.Tensor] = ()) -> None:
+    def new(self, read: Sequence[torch.Tensor]) -> bool:
+        """Whether a call that reads these, all of the function, makes something out of nothing that it was given."""
+        return not read or (read[0] in self._made and all(t in self._made for t in read))
+
+    def make(self, tensor: torch.Tensor, outer: Iterable[torch.Tensor] = (), new: bool = False) -> None:
         """Note that the function has made a tensor, in a call that reads these from outside. Within a vmap its memory
         is noted too, as another view of that comes out of the vmap, which no call tells of (out_dims=1)."""
         self._inside[id(tensor)] = weakref.ref(tensor)
+        if new:
+            self._made.update((tensor,))
         if (inner := unwrapped(tensor)) is None:
             return
         self.know(inner)
@@ -104,7 +112,7 @@ class Sight(Parts, Watcher, Listener):
         return known is not None and known() is base and all(base is not t for t in self._given)
 
     def made(self, outputs: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """What the function has made that somebody still has, but these outputs."""
+        """What the function has made that somebody still has, but these outputs, and parameters, which are no state."""
         known = set[int]()
         for t in (*self._given, *outputs):
             inner: torch.Tensor | None = t
@@ -112,7 +120,7 @@ class Sight(Parts, Watcher, Listener):
                 known.add(id(inner))
                 inner = unwrapped(inner)
         made = [found() for found in self._inside.values()]
-        return [t for t in made if t is not None and id(t) not in known]
+        return [t for t in made if t is not None and id(t) not in known and not isinstance(t, nn.Parameter)]
 
     def lifting(self, lifts: Sequence[torch.Tensor]) -> AbstractContextManager:
         """A context in which these arguments, if there are any, stand for what is closed over."""

@@ -73,7 +73,7 @@ class Watch(Sight):
         if self._lifted or function.renews or "out" in kwargs or not all(map(self.knows, read)):
             return self._reaching(function, args, kwargs, list({id(t): t for t in read}.values()), looks)
         result = self._run(function, args, kwargs)  # as most calls are
-        self._enter(result)
+        self._enter(result, new=self.new(read))
         return result
 
     def _of_a_level(self, tensor: torch.Tensor) -> bool:
@@ -105,7 +105,7 @@ class Watch(Sight):
             self._around.note(t, self.part, function.func)
         result = self._run(function, args, kwargs)
         self._written(reach.made(self.part, result, looks))
-        self._enter(result, outer)
+        self._enter(result, outer, not used and self.new(read))
         return self._around.named(result)
 
     def _not_left(self, read: Iterable[torch.Tensor]) -> None:
@@ -158,23 +158,29 @@ class Watch(Sight):
             )
         return closure
 
-    def _enter(self, result: Any, outer: Sequence[torch.Tensor] = ()) -> None:
+    def _enter(self, result: Any, outer: Sequence[torch.Tensor] = (), new: bool = False) -> None:
         for t in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
             source = next((o for o in outer if o is t or storage_of(o) == storage_of(t)), None) if outer else None
             if source is None:
-                self.make(t, outer)
+                self.make(t, outer, new)
             else:
                 self._around.rename(t, source)
 
     def _refuse(self, function: Function, outer: Iterable[torch.Tensor]) -> None:
         for t in (meant(t) for t in outer if not self._around.constant(t)):
-            named = self._around.root(t).tensor  # a view of a constant is of a transform that f uses itself
-            if t.requires_grad or (level_of(t) is not None and level_of(named) is not None):
+            root = self._around.root(t)  # a view of a constant is of a transform that f uses itself
+            if t.requires_grad or (level_of(t) is not None and level_of(root.tensor) is not None):
+                if root.lift is not None:
+                    raise ReplayError(
+                        f"`{function.called}` reads a tensor of shape {list(t.shape)} that the function writes as well "
+                        "and that belongs to torch.func.vmap, where it cannot be kept as it was. Pass it as an "
+                        "argument and return its new value; of a module in train mode, use eval mode."
+                    )
                 why = "needs a gradient" if t.requires_grad else "belongs to a transform of torch.func"
                 raise ClosedOverError(
-                    f"`{function.called}` reads a tensor of shape {list(t.shape)} that {why} and is not an "
-                    "argument. Inside of torch.func only arguments get gradients: pass it as one (of a module: "
-                    "functional(model)), or detach it."
+                    f"`{function.called}` reads a tensor of shape {list(t.shape)} that {why}, is not an argument and "
+                    "is another one each time. Inside of torch.func only arguments get gradients: pass it as one (of a "
+                    "module: functional(model)), or make it before the block is called (of a module that f copies)."
                 )
 
     def left(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
