@@ -144,11 +144,6 @@ LAYERS: dict[str, SearchStrategy[Case]] = {
 # What is refused, and the operation that the error names
 
 
-def _packed(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    packed = nn.utils.rnn.pack_padded_sequence(x, [2, 1, 1], batch_first=True)
-    return m(packed)[1][0][0]
-
-
 def refused() -> dict[str, tuple[str, Case]]:
     rand = Numbers()
     tokens, bag, x = rand.below(3, 4, 2), nn.EmbeddingBag, rand(3, 2)
@@ -160,6 +155,5 @@ def refused() -> dict[str, tuple[str, Case]]:
         "EmbeddingBag(max_norm)": ("embedding_bag", case(bag(3, 2, max_norm=0.1), tokens)),
         "EmbeddingBag with offsets": ("embedding_bag", case(apart, tokens.flatten(), torch.arange(4), dims=(None, 0))),
         "BatchNorm in train mode": ("batch_norm", case(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).train(), x)),
-        "a packed sequence": ("lstm|pack_padded_sequence", case(Called(nn.LSTM(2, 2), _packed), rand(3, 2, 2))),
         "products of samples": ("matmul", case(Called(nn.Linear(2, 2), lambda m, x: m(x) @ m(x).T), x)),
     }

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from invfunc.errors import SampleAxisError
 from invfunc.operations.compositions import step_by_step
 from invfunc.operations.operation import define
 
@@ -83,7 +82,45 @@ def _unroll(step: Cell, x: torch.Tensor, state: Tensors, w: Weights, backwards: 
     return torch.stack(outputs[::-1] if backwards else outputs), state
 
 
+def _unroll_packed(
+    step: Cell, x: torch.Tensor, state: Tensors, w: Weights, backwards: bool, sizes: list[int]
+) -> tuple[torch.Tensor, Tensors]:
+    """The same of a packed sequence, in which so many of the samples, the first ones, have each step."""
+    added = _gates(step, x, w)
+    parts = [part.split(sizes) for part in added]
+    state = _like(added, tuple(torch.where(x[: sizes[0], :1] == 0, h, h) for h in state))  # whose the rows of x are
+    first, ended, outputs = state, list[Tensors](), list[torch.Tensor]()
+    state = tuple(h[: sizes[-1]] for h in state) if backwards else state
+    for t in reversed(range(len(sizes))) if backwards else range(len(sizes)):
+        many, before = sizes[t], len(state[0])
+        if many < before:  # these have ended
+            ended.append(tuple(h[many:] for h in state))
+            state = tuple(h[:many] for h in state)
+        elif many > before:  # these begin
+            state = tuple(torch.cat([h, begun[before:many]]) for h, begun in zip(state, first, strict=True))
+        state = step(tuple(part[t] for part in parts), state, w)
+        outputs.append(state[0])
+    last = tuple(torch.cat(h) if ended else h[0] for h in zip(state, *ended[::-1], strict=True))
+    return torch.cat(outputs[::-1] if backwards else outputs), last
+
+
 def _layers(name: str, step: Cell) -> Callable[..., Tensors]:
+    def packed(
+        data: torch.Tensor,
+        batch_sizes: torch.Tensor,
+        hx: Any,
+        params: Sequence[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+    ) -> Tensors:
+        sizes = batch_sizes.tolist()
+        if any(h.shape[1] != sizes[0] for h in ((hx,) if name != "lstm" else hx)):  # torch does not broadcast either
+            raise ValueError(f"{name}: one state for each of the {sizes[0]} samples is wanted.")
+        return layers(data, hx, params, has_biases, num_layers, dropout, train, bidirectional, sizes)
+
     def run(
         input: torch.Tensor,
         hx: Any,
@@ -95,16 +132,26 @@ def _layers(name: str, step: Cell) -> Callable[..., Tensors]:
         bidirectional: bool,
         batch_first: bool,
     ) -> Tensors:
-        states = (hx,) if name != "lstm" else hx
-        if isinstance(params, torch.Tensor) or isinstance(states, torch.Tensor):  # batch_sizes come second
-            raise SampleAxisError(
-                f"`{name}`: a packed sequence holds the samples of each step together, where they cannot be followed. "
-                "Pad the sequences to the same length and mask the loss."
-            )
         x = input.transpose(0, 1) if batch_first else input
+        states = (hx,) if name != "lstm" else hx
         if x.ndim != 3 or any(h.shape[1:2] != x.shape[1:2] for h in states):  # torch does not broadcast either
             shapes = ", ".join(str(tuple(y.shape)) for y in (input, *states))
             raise ValueError(f"{name}: the input has three dimensions and one state for each sample; got {shapes}.")
+        x, *last = layers(x, hx, params, has_biases, num_layers, dropout, train, bidirectional)
+        return (x.transpose(0, 1) if batch_first else x, *last)
+
+    def layers(
+        x: torch.Tensor,
+        hx: Any,
+        params: Sequence[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        sizes: list[int] | None = None,
+    ) -> Tensors:
+        states = (hx,) if name != "lstm" else hx
         directions = 2 if bidirectional else 1
         width = len(params) // (num_layers * directions)
         first = list(zip(*(h.unbind() for h in states), strict=True))
@@ -114,15 +161,21 @@ def _layers(name: str, step: Cell) -> Callable[..., Tensors]:
                 x = F.dropout(x, dropout)
             outputs = []
             for backwards in (False, True)[:directions]:
-                weights = _weights(params[len(last) * width :][:width], has_biases)
-                output, state = _unroll(step, x, first[len(last)], weights, backwards)
+                weights, begun = _weights(params[len(last) * width :][:width], has_biases), first[len(last)]
+                if sizes is None:
+                    output, state = _unroll(step, x, begun, weights, backwards)
+                else:
+                    output, state = _unroll_packed(step, x, begun, weights, backwards, sizes)
                 outputs.append(output)
                 last.append(state)
             x = torch.cat(outputs, -1) if bidirectional else outputs[0]
-        x = x.transpose(0, 1) if batch_first else x
         return (x, *(torch.stack(h) for h in zip(*last, strict=True)))
 
-    return run
+    def either(input: torch.Tensor, second: Any, third: Any, *others: Any) -> Tensors:
+        """Batch sizes come second, and the parameters fourth, if the input is packed."""
+        return (packed if not isinstance(others[0], bool) else run)(input, second, third, *others)
+
+    return either
 
 
 def _weights(params: Sequence[torch.Tensor], has_biases: bool) -> Weights:
@@ -148,6 +201,31 @@ def _cell(name: str, step: Cell) -> Callable[..., Any]:
     return run
 
 
+# Packed sequences
+
+
+def pack_padded_sequence(input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Tensors:
+    """The rows of all samples that have a first step, then of all that have a second one, and so on."""
+    ordered = lengths.sort(descending=True, stable=True).values
+    if not lengths.numel() or bool((lengths != ordered).any()) or bool((lengths <= 0).any()):
+        raise RuntimeError("pack_padded_sequence: lengths are positive, and in decreasing order if enforce_sorted.")
+    x = input.transpose(0, 1) if batch_first else input
+    steps = torch.arange(int(lengths.max()), device=lengths.device)
+    there = steps[:, None] < lengths
+    return x[: len(steps)][there.to(x.device)], there.sum(1).cpu()
+
+
+def pad_packed_sequence(
+    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> Tensors:
+    """The rows of each sample one after the other, and how many there are."""
+    numbers = torch.arange(int(batch_sizes[0]))
+    step, sample = (numbers < batch_sizes[:, None]).nonzero(as_tuple=True)
+    padded = data.new_full((total_length, len(numbers), *data.shape[1:]), padding_value)
+    padded = padded.index_put((step.to(data.device), sample.to(data.device)), data)
+    return padded.transpose(0, 1) if batch_first else padded, sample.bincount()
+
+
 def _recurrent(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """A recurrent layer without cuDNN, whose kernels have no second derivative."""
     with torch.backends.cudnn.flags(enabled=False):
@@ -162,6 +240,8 @@ def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:
     name = getattr(func, "__name__", "")
     if name.removesuffix("_cell") not in _STEPS:
         return []
+    if not name.endswith("cell") and not isinstance(args[3], bool):  # packed, after batch sizes
+        return []
     hx = args[1] if isinstance(args[1], (tuple, list)) else args[1:2]
     return [(h, 0 if name.endswith("cell") else 1) for h in hx]
 
@@ -174,3 +254,5 @@ def _drops(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 for _name, _step in _STEPS.items():
     define(_name, composed=_layers(_name, _step), composed_if=step_by_step, twice=_recurrent, draws=_drops)
     define(f"{_name}_cell", composed=_cell(f"{_name}_cell", _step), composed_if=step_by_step)
+define("_pack_padded_sequence", composed=pack_padded_sequence)
+define("_pad_packed_sequence", composed=pad_packed_sequence)

@@ -35,6 +35,9 @@ def reduce(call: Call) -> Place | list[Place]:
             return BATCH_SUM
         if not isinstance(call.out, torch.Tensor) and call.name in _PICK:
             return picked(call)
+        if call.name in _WHOSE:
+            whose = f"`{_WHOSE[call.name]}(0).values` of a vector is of one sample"
+            raise Mixed(f"it gives an entry along the sample axis without its place there; {whose}")
         if call.name not in ("sum", "mean", "nansum"):
             raise Mixed("it reduces over the sample axis")
         return BATCH_SUM
@@ -58,6 +61,8 @@ def entries(call: Call) -> torch.Tensor | None:
 
 _PICK = {"max", "min", "median", "nanmedian", "kthvalue", "mode"}
 """Which, along one dimension, give entries and their places."""
+_WHOSE = {"max": "max", "amax": "max", "min": "min", "amin": "min", "median": "median", "nanmedian": "nanmedian"}
+"""Which give entries without their places, and what gives them with these."""
 _NUMBERS = {"argmax", "argmin", "any", "all", "count_nonzero"}
 """Which have no derivative."""
 

@@ -109,7 +109,7 @@ class Trace(ParameterUses, Listener):
     def _tag_states(self, seen: Seen) -> None:
         """Tag the initial states of a recurrent module, zeros that have an entry for each sample."""
         for x, dim in states(seen.func, seen.args):
-            if isinstance(x, torch.Tensor) and self.tag(x) is None:
+            if isinstance(x, torch.Tensor) and self.tag(x) is None and self.n in (1, x.shape[dim]):
                 self.scope.closes_over(x)
                 self.set(x, Sampled(Axis(None) if self.n == 1 else Axis(dim)))
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from invfunc import SampleAxisError, tree
@@ -34,6 +35,7 @@ CELLS = {
     "rnn_tanh_cell": (nn.RNNCell, {"nonlinearity": "tanh"}),
     "rnn_relu_cell": (nn.RNNCell, {"nonlinearity": "relu"}),
 }
+OPTIONS = st.tuples(st.integers(1, 2), st.booleans())
 MODES = ["sum", "weighted", "mean", "max"]
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
@@ -117,6 +119,24 @@ def layers(draw, name: str) -> Calls:
 
 
 @st.composite
+def packed(draw, name: str) -> Calls:
+    """A recurrent module on sequences of different lengths, with initial states or without."""
+    rand, (make, options) = Numbers(), LAYERS[name]
+    lengths, width, number, two = draw(st.lists(SIZES, min_size=1, max_size=4)), draw(SIZES), *draw(OPTIONS)
+    options = options | {"num_layers": number, "bidirectional": two, "dropout": 0.4 if number > 1 else 0.0}
+    module = make(width, 3, **options).train(draw(st.booleans()))
+    f, weights = with_weights(module, rand)
+    data, sizes, *_ = pack_sequence([rand(length, width) for length in lengths], enforce_sorted=False)
+    h = [rand(number * (1 + two), len(lengths), 3) for _ in range(draw(st.integers(0, 1)) * (1 + (name == "lstm")))]
+
+    def call(weights: dict[str, torch.Tensor], data: torch.Tensor, *h: torch.Tensor) -> Any:
+        found, last = f(weights, PackedSequence(data, sizes), *([h if name == "lstm" else h[0]] if h else []))
+        return found.data, last
+
+    return Calls(f"{module}, train={module.training}, {len(h)} states, {lengths}", call, [weights, data, *h])
+
+
+@st.composite
 def cells(draw, name: str) -> Calls:
     """A cell with drawn options, batched or not, with a state or without."""
     rand, (make, options) = Numbers(), CELLS[name]
@@ -156,6 +176,13 @@ def test_layers_equal_torch(name, data, device, dtype):
     calls.assert_equals_torch(name, device, dtype)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+@given(data=st.data())
+def test_layers_of_packed_sequences_equal_torch(name, data, device, dtype):
+    if device.type == "cpu":
+        data.draw(packed(name)).assert_equals_torch(name, device, dtype)
+
+
 @pytest.mark.parametrize("name", CELLS)
 @given(data=st.data())
 def test_cells_equal_torch(name, data, device, dtype):
@@ -169,13 +196,21 @@ def test_bags_equal_torch(mode, data, device, dtype):
     data.draw(bags(mode)).assert_equals_torch("embedding_bag", device, dtype)
 
 
-LABELS = torch.tensor([2, 0, 1, 1])
+LABELS, LENGTHS = torch.tensor([2, 0, 1, 1]), torch.tensor([3, 3, 1])
+ROWS = (Numbers()(2, 2), Numbers(1)(0, 2), Numbers(2)(3, 2))
 OTHERS = {
     "embedding": Calls("embedding", partial(F.embedding, LABELS, padding_idx=1), (Numbers()(3, 2),)),
     "broadcast_tensors": Calls("broadcast_tensors", torch.broadcast_tensors, (Numbers()(3, 1), Numbers(1)(2))),
     "_weight_norm": Calls("weight_norm", torch._weight_norm, (Numbers()(3, 2), Numbers(1)(3, 1))),
     "prelu": Calls("prelu", F.prelu, (Numbers()(4, 2, 3), Numbers(1)(2))),
     "cdist": Calls("cdist", torch.cdist, (Numbers()(2, 4, 3), Numbers(1)(2, 5, 3))),
+    "pad_sequence": Calls("pad_sequence", lambda *rows: pad_sequence(rows, padding_value=2.0), ROWS),
+    "_pack_padded_sequence": Calls(
+        "pack", lambda x: pack_padded_sequence(x, LENGTHS, True).data, (Numbers()(3, 4, 2),)
+    ),
+    "_pad_packed_sequence": Calls(
+        "pad", lambda x: pad_packed_sequence(PackedSequence(x, LENGTHS), False, 2.0, 4)[0], (Numbers()(7, 2),)
+    ),
     "msort": Calls("msort", torch.msort, (Numbers()(4, 3),)),
     "multi_margin_loss": Calls("margin", partial(F.multi_margin_loss, target=LABELS, p=2), (Numbers()(4, 3),)),
 }
@@ -268,14 +303,6 @@ REFUSED = {
 
 
 class TestErrors:
-    @pytest.mark.parametrize("name", LAYERS)
-    def test_packed_sequences_are_refused(self, name):
-        module = LAYERS[name][0](2, 3, **LAYERS[name][1])
-        packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-        text = f"`{name}`: a packed sequence.*Pad the sequences to the same length and mask the loss"
-        with WrittenOut(), pytest.raises(SampleAxisError, match=text):
-            module(packed)
-
     @pytest.mark.parametrize("options, text", REFUSED.values(), ids=REFUSED)
     def test_bags_that_mix_samples_are_refused(self, options, text):
         pattern = ".*".join(re.escape(words) for words in f"`embedding_bag`:  ... {text}".split(" ... "))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import pad_sequence, unpad_sequence
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence, unpad_sequence
 
-from invfunc import InvFuncError, SampleAxisError, batch_grad, diag_ggn, variance
+from invfunc import InvFuncError, SampleAxisError, batch_grad, diag_ggn, functional, variance
 from invfunc.operations.operation import known
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
@@ -239,3 +241,78 @@ def test_rows_of_other_samples_are_refused(wrong, at):
     for loss in (model, lambda *args: model(*args).mean()):
         with pytest.raises(SampleAxisError, match=f"`{at}`"):
             batch_grad(loss)(params, x, lengths, torch.tensor([0, 1, 1]))
+
+
+PACKED = st.tuples(st.sampled_from([nn.RNN, nn.LSTM, nn.GRU]), st.booleans(), st.booleans(), st.booleans())
+
+
+def recurrent(kind: type, two: bool, first: bool, sort: bool, use: str) -> nn.Module:
+    """A classifier of packed sequences that are sorted in it, by torch or by itself."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(2, 2, 2 - two, bidirectional=two, batch_first=first)
+            self.head = nn.Linear(2 + 2 * two, 2)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            by = lengths.argsort(descending=True, stable=True)
+            x, sizes = (x[by], lengths[by]) if sort else (x, lengths)
+            packed = pack_padded_sequence(x if first else x.transpose(0, 1), sizes, first, enforce_sorted=sort)
+            output, state = self.layer(packed)
+            if use == "state":
+                z = (state[0] if isinstance(state, tuple) else state)[-1 - two :].transpose(0, 1).flatten(1)
+            else:
+                z, of = pad_packed_sequence(output, batch_first=True)
+                z = z[numbered(z), of - 1] if use == "last" else z.sum(1) / of[:, None]
+            return self.head(z[by.argsort()] if sort else z)
+
+    return Classifier().double()
+
+
+@pytest.mark.parametrize("use", ["state", "last", "mean"])
+@settings(max_examples=8)
+@given(lengths=st.lists(st.integers(1, MOST), min_size=1, max_size=4), options=PACKED)
+def test_packed_sequences_are_those_of_their_samples(use, lengths, options):
+    module, rand, n, of = recurrent(*options, use), Numbers(), len(lengths), torch.tensor(lengths)
+    f, params = functional(module)
+    params = {name: rand(*p.shape) for name, p in params.items()}
+    x, y = rand(n, MOST, 2), rand.below(2, n)
+    each = lambda p, x, of, y: losses(f(p, x, of), y)  # noqa: E731
+    leaves = {name: p.requires_grad_() for name, p in params.items()}  # torch.func does not run torch's own
+    alone = [torch.autograd.grad(each(leaves, x[i], of[i], y[i]), [*leaves.values()]) for i in numbered(x)[:, None]]
+    params = {name: p.detach() for name, p in leaves.items()}
+    wanted = {name: torch.stack(g) for name, g in zip(params, zip(*alone, strict=True), strict=True)}
+    assert_trees_close(batch_grad(each)(params, x, of, y), wanted, EXACT)
+    assert_trees_close(batch_grad(lambda *args: each(*args).sum())(params, x, of, y), wanted, EXACT)
+    assert_trees_close(variance(each)(params, x, of, y), {k: g.var(0, correction=0) for k, g in wanted.items()}, EXACT)
+    diagonals = [diag_ggn(each)(params, x[i], of[i], y[i]) for i in numbered(x)[:, None]]
+    total = {name: sum(d[name] for d in diagonals) for name in params}
+    assert_trees_close(diag_ggn(f, partial(F.cross_entropy, reduction="sum"))(params, x, of, y), total, EXACT)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_runs_on_each_sample_by_itself(kind):
+    rand, of = Numbers(), torch.tensor([3, 1, 4])
+    f, params = functional(kind(2, 2, batch_first=True).double())
+    x = rand(3, MOST, 2)
+
+    def by_itself(p, x, of):
+        return torch.stack([f(p, own[None])[0].sum() for own in sequences(x, of)])
+
+    def masked(p, x, of):
+        return (f(p, x)[0] * mask_of(x, of)[..., None]).sum((1, 2))
+
+    wanted = batch_grad(masked)(params, x, of)
+    assert_trees_close(batch_grad(by_itself)(params, x, of), wanted, EXACT)
+    assert_trees_close(batch_grad(lambda *args: by_itself(*args).sum())(params, x, of), wanted, EXACT)
+
+
+def test_a_packed_sequence_has_the_lengths_that_torch_takes():
+    x, of = Numbers()(3, MOST, 2), torch.tensor([1, 3, 2])
+    for lengths, sort in ((of, True), (of - 1, False), (of - 1, True)):
+        model = lambda p, x, of, s=sort: pack_padded_sequence(x, of, True, s)[0].sum() * p  # noqa: E731
+        with pytest.raises(RuntimeError, match="decreasing order|greater than 0|positive"):
+            model(torch.ones(()), x, lengths)
+        with pytest.raises(RuntimeError, match="lengths are positive"):
+            batch_grad(model)(torch.ones(()), x, lengths)

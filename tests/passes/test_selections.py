@@ -1,5 +1,7 @@
 """Samples and entries that are selected: each has the share of what was selected of it, and none if nothing was."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from invfunc import (
     ArgumentError,
     InvFuncError,
+    SampleAxisError,
     batch_diag_ggn,
     batch_grad,
     batch_jacobian,
@@ -86,6 +89,29 @@ LOSSES = {
     "-log_softmax[arange, y]": lambda z, t: -z.log_softmax(1)[numbered(z), t[0]][t[1]].mean(),
     "logsumexp - z[range, y]": lambda z, t: (z.logsumexp(1) - z[range(len(z)), t[0].long()])[t[1]].mean(),
 }
+
+
+PICKED = {
+    "max": (torch.max, torch.argmax),
+    "amax": (torch.amax, torch.argmax),
+    "min": (torch.min, torch.argmin),
+    "amin": (torch.amin, torch.argmin),
+    "median": (torch.median, lambda z: z.median(0).indices),
+    "nanmedian": (torch.nanmedian, lambda z: z.nanmedian(0).indices),
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_the_error_of_an_entry_that_is_picked_names_what_tells_whose_it_is(name):
+    pick, at = PICKED[name]
+    params, x, y, _ = drawn(5, 3)
+    with pytest.raises(SampleAxisError, match=r"`(\w+)\(0\)\.values` of a vector is of one sample") as error:
+        batch_grad(lambda p, x, y: pick(each(model(p, x), y)))(params, x, y)
+    named = re.search(r"`(\w+)\(0\)\.values`", str(error.value))
+    found = batch_grad(lambda p, x, y: getattr(each(model(p, x), y), named[1])(0).values)(params, x, y)
+    picked = F.one_hot(at(each(model(params, x), y)), 5).to(x)
+    wanted = batch_grad(lambda p, x, y: each(model(p, x), y) * picked)(params, x, y)
+    assert_trees_close(found, wanted, EXACT)
 
 
 MOVES = {

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from invfunc import SampleAxisError, batch_grad, chunked, diag_ggn, functional
+from invfunc import SampleAxisError, batch_grad, chunked, diag_ggn
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.strategies import Numbers
 
@@ -30,28 +29,6 @@ def test_ctc():
     with pytest.raises(SampleAxisError, match=r"at `ctc_loss`.* or return the \[N\] losses of the samples from"):
         batch_grad(lambda p, x, y: ctc(p, x, y, "mean"))(P, x, y)
     assert_trees_close(batch_grad(ctc)(P, x, y), apart(ctc, P, x, y), EXACT)
-
-
-def test_packed_sequences():
-    x, lengths = Numbers(3)(N, T, 3), torch.tensor([2, 4, 1, 3])
-    f, params = functional(nn.LSTM(3, 2, batch_first=True).double())
-
-    def packed(p, x, lengths):
-        given = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return f(p, given)[1][0][0].square().sum(1)
-
-    def padded(p, x, lengths):
-        z, _ = f(p, x)
-        return z[torch.arange(len(x)), lengths - 1].square().sum(1)
-
-    for loss in (packed, lambda *args: packed(*args).mean()):
-        with pytest.raises(SampleAxisError, match=r"Pad the sequences to the same length and mask the loss\.$"):
-            batch_grad(loss)(params, x, lengths)
-    weights = {name: p.clone().requires_grad_() for name, p in params.items()}
-    rows = [torch.autograd.grad(one, list(weights.values()), retain_graph=True) for one in packed(weights, x, lengths)]
-    wanted = {name: torch.stack(g) for name, g in zip(weights, zip(*rows, strict=True), strict=True)}
-    assert_trees_close(batch_grad(padded)(params, x, lengths), wanted, EXACT)
-    assert_trees_close(batch_grad(lambda *args: N * padded(*args).mean())(params, x, lengths), wanted, EXACT)
 
 
 def test_linearized_functions_of_data():
