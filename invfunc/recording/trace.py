@@ -64,6 +64,7 @@ class Trace(ParameterUses, Listener):
         super().__init__(scope, n, fast, with_uses, apart, remember, pattern, watcher, beforehand)
         self.draws, self.partial = draws, partial
         self.steps: list[Step] = []
+        self.within: str | None = None  # the call of f that is followed in those that it is made of
 
     def parameters(self, leaves: Sequence[torch.Tensor], enter: bool = True) -> list[torch.Tensor]:
         """The leaves as this run is to see them, differentiable or not."""
@@ -102,8 +103,12 @@ class Trace(ParameterUses, Listener):
         body = function.composed() or (opened(func) if function.entry.batch_axis is None else None)
         if body is not None:
             self._tag_states(seen)
-            with self:
-                return body(*seen.args, **seen.kwargs)
+            outer, self.within = self.within, self.within or seen.name
+            try:
+                with self:
+                    return body(*seen.args, **seen.kwargs)
+            finally:
+                self.within = outer
         return self._of_followed(seen)
 
     def _tag_states(self, seen: Seen) -> None:
@@ -280,7 +285,7 @@ class Trace(ParameterUses, Listener):
                 if params and seen.name == "setitem":
                     raise Mixed("it writes parameters into a tensor in place")
             except Mixed as reason:
-                lost = f"`{seen.name}`: {reason}"
+                lost = f"`{self.within}`, by `{seen.name}`: {reason}" if self.within else f"`{seen.name}`: {reason}"
                 self.unknown |= isinstance(reason, Unknown)
         if self.partial and (found is BATCH_SUM or (lost is not None and not self.unknown)):
             raise part_mixed(seen.name)

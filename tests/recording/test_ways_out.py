@@ -132,3 +132,8 @@ def test_one_system_has_a_right_side_for_each_sample(solved):
 def test_what_is_solved_along_the_samples_is_refused():
     with pytest.raises(SampleAxisError, match="computes across the sample axis"):
         batch_grad(lambda p, x: torch.linalg.solve(x[:3] @ p, x[:3]).sum())(P, X)
+
+
+def test_the_call_of_f_is_named_where_it_is_followed_in_others():
+    with pytest.raises(SampleAxisError, match="at `cdist`, by `sub`: it combines samples"):
+        batch_grad(lambda p, x: torch.cdist(x @ p, x @ p).mean())(P, X)
