@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from invfunc.errors import samples_lost
 from invfunc.operations import equations
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
@@ -40,6 +41,23 @@ def _kron(call: Call) -> Place:
         raise Mixed("it multiplies samples with each other")
     factors = [samples_of(call, a) - NONE if call.place(a) is not None else torch.ones_like(a.long()) for a in (x, y)]
     return located(torch.kron(*factors) + NONE, call.n)
+
+
+def grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The rows up to each of the ends `offs`, as the tokens of each expert are, times a matrix of their own."""
+    if mat_a.ndim != 2 or mat_b.ndim != 3 or offs is None or bias is not None:
+        raise samples_lost("`grouped_mm` (only groups of rows are followed, without a bias)", unknown=True)
+    ends = offs.tolist()
+    groups = [mat_a[start:end] @ own for start, end, own in zip([0, *ends], ends, mat_b.unbind(), strict=False)]
+    rest = mat_a.new_zeros(len(mat_a) - ends[-1], mat_b.shape[-1])  # which torch leaves as they are
+    found = torch.cat([*groups, rest] if len(rest) else groups)
+    return found if out_dtype is None else found.to(out_dtype)
 
 
 # Receptive fields
@@ -103,3 +121,4 @@ define("bilinear", batch_axis=product, equation=equations.bilinear, linear="each
 define("tensordot", batch_axis=product, equation=equations.tensordot, linear="each")
 define("einsum", batch_axis=product, equation=equations.einsum, linear="each")
 define("kron", batch_axis=_kron, linear="each")
+define("_grouped_mm", composed=grouped_mm)

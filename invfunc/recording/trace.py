@@ -287,6 +287,7 @@ class Trace(ParameterUses, Listener):
             except Mixed as reason:
                 lost = f"`{self.within}`, by `{seen.name}`: {reason}" if self.within else f"`{seen.name}`: {reason}"
                 self.unknown |= isinstance(reason, Unknown)
+                self.moved |= seen.function.entry.permutes and not call.active  # whose rows may still be followed
         if self.partial and (found is BATCH_SUM or (lost is not None and not self.unknown)):
             raise part_mixed(seen.name)
         return Result(found, lost, order)

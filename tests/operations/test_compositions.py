@@ -222,8 +222,16 @@ def test_others_equal_torch(name, device, dtype):
         OTHERS[name].assert_equals_torch(name, device, dtype)
 
 
+def test_grouped_products_equal_torch(device):
+    """Torch has none of float64, and leaves rows behind the last end as they are."""
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32, device=device)
+    calls = Calls("grouped_mm", partial(F.grouped_mm, offs=ends), (Numbers()(5, 4), Numbers(1)(3, 4, 4)))
+    if device.type == "cpu":
+        calls.assert_equals_torch("_grouped_mm", device, torch.float32)
+
+
 def test_every_composition_has_a_law():
-    assert {*LAYERS, *CELLS, *OTHERS, "embedding_bag"} == set(COMPOSITIONS)
+    assert {*LAYERS, *CELLS, *OTHERS, "embedding_bag", "_grouped_mm"} == set(COMPOSITIONS)
 
 
 def test_dropout_draws(device):
