@@ -7,7 +7,7 @@ together leave no other order of the rows, and no sum over them, unnoticed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from math import isclose
 from operator import or_
@@ -112,10 +112,11 @@ class Evidence:
     def beforehand(self, n: int, by_rows: bool) -> Beforehand:
         """What is known before a run of n samples."""
         self.held = held_by(self.problem.f) if self.held is None else self.held
-        known = replace(self.learned or NOTHING, constants=[*self.problem.fixed(), *self.held], by_rows=by_rows)
-        if n > 1 or known.places is None:
-            return known
-        return replace(known, places=[Axis(None) if isinstance(place, Axis) else place for place in known.places])
+        learned, constants = self.learned or NOTHING, [*self.problem.fixed(), *self.held]
+        places = learned.places
+        if n == 1 and places is not None:
+            places = [Axis(None) if isinstance(place, Axis) else place for place in places]
+        return Beforehand(constants, places, learned.trusting, by_rows)
 
     def hear(self, trace: Trace) -> None:
         """Take from a run that has ended whether it read tensors of which nothing is known."""

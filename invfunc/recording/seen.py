@@ -97,16 +97,10 @@ class Seen:
         of which nothing is known; `alone` says that it is of one sample of several."""
         tags = [tag for tag in self.tags.values() if isinstance(tag, Derived)]
         picks, once = (False, False) if self.writes or len(tags) > 1 else picking(self.name, self.args)
-        entry, found = self.function.entry, derived_from(tags)
+        entry = self.function.entry
         repeats = (entry.picks == "any" or entry.places == "reads") and any(1 in x.shape for x in produced)
-        return replace(
-            found,
-            selected=once and len(self.read) == 1 and tags[0].selected,
-            of_data=of_data or found.of_data,
-            untraced_at=untraced_at or found.untraced_at,
-            picked=picks and tags[0].picked,
-            repeated=found.repeated or (alone and repeats),
-        )
+        selected = once and len(self.read) == 1 and tags[0].selected
+        return derived_from(tags, selected, of_data, untraced_at, picks and tags[0].picked, alone and repeats)
 
     def read_instead(self, kept: torch.Tensor) -> None:
         """A copy of the first argument, from before it was written to."""

@@ -34,11 +34,23 @@ class Derived:
     """Whether f may repeat it for the samples, where there is one of them alone, so that it does not show."""
 
 
-def derived_from(tags: Sequence[Derived]) -> Derived:
-    """What is known of what is computed from several tensors; no entry of it is taken for one of theirs."""
-    leaves, untraced_at = frozenset().union(*(t.leaves for t in tags)), (t.untraced_at for t in tags if t.untraced_at)
-    of_data, repeated = any(t.of_data for t in tags), any(t.repeated for t in tags)
-    return Derived(leaves, False, of_data, next(untraced_at, None), repeated=repeated)
+def derived_from(
+    tags: Sequence[Derived],
+    selected: bool = False,
+    of_data: bool = False,
+    untraced_at: str | None = None,
+    picked: bool = False,
+    repeated: bool = False,
+) -> Derived:
+    """What is known of what is computed from tensors with these tags; the rest is what the computation adds."""
+    return Derived(
+        frozenset().union(*(t.leaves for t in tags)),
+        selected,
+        of_data or any(t.of_data for t in tags),
+        untraced_at or next((t.untraced_at for t in tags if t.untraced_at), None),
+        picked,
+        repeated or any(t.repeated for t in tags),
+    )
 
 
 @dataclass(frozen=True)
