@@ -106,9 +106,9 @@ class Sight(Parts, Watcher, Listener):
     def _comes_out_of_vmap(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor repeats one that the function has made, as a vmap gives it out for all its entries."""
         base = base_of(tensor)
-        if base is not None and 0 not in tensor.stride():
+        if base is None or 0 not in tensor.stride():
             return False
-        known = None if base is None else self._inside.get(id(base))
+        known = self._inside.get(id(base))
         return known is not None and known() is base and all(base is not t for t in self._given)
 
     def made(self, outputs: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
