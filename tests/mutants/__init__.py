@@ -1,0 +1,6 @@
+"""Planted faults: small changes to the library, each of which the tests have to find.
+
+    python -m tests.mutants [--part 1/4] [--only WORD] [--processes 2]
+
+`fault` says what a fault is and runs it; `statistics`, `operations` and `blocks` list them.
+"""

@@ -1,0 +1,245 @@
+"""Faults in pairs, in layers, and in what is computed again."""
+
+from tests.mutants.fault import Fault
+
+PAIRS = "pairs layers invertible/test_check_inverse.py"
+LAYERS = "layers"
+AGAIN = "recomputation invertible"
+
+BLOCKS = [
+    # Pairs and layers
+    Fault(
+        "an additive coupling goes back in the order of forward",
+        "pairs/couplings.py",
+        """        b = b - fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
+        a = a - fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
+""",
+        """        a = a - fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
+        b = b - fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
+""",
+        PAIRS,
+    ),
+    Fault(
+        "the log-determinant of an affine coupling leaves its second half out",
+        "pairs/couplings.py",
+        "return first + per_sample(s)",
+        "return first",
+        PAIRS,
+    ),
+    Fault("a grid does not round", "pairs/exact.py", "scaled.round_().mul_", "scaled.mul_", PAIRS + " " + AGAIN),
+    Fault(
+        "the range of a grid is twice as long",
+        "pairs/exact.py",
+        "return 2.0 ** (_MANTISSA[self.dtype] - self.fraction_bits)",
+        "return 2.0 ** (_MANTISSA[self.dtype] - self.fraction_bits + 1)",
+        PAIRS,
+    ),
+    Fault(
+        "a step back takes the force of the step",
+        "pairs/integrators.py",
+        "return self._moved(-self.step, force",
+        "return self._moved(self.step, force",
+        PAIRS,
+    ),
+    Fault(
+        "momentum has the log-determinant of its inverse",
+        "pairs/integrators.py",
+        "math.log(self.gamma)",
+        "-math.log(self.gamma)",
+        PAIRS,
+    ),
+    Fault(
+        "going back adds the log-determinant",
+        "pairs/log_det.py",
+        "return x, s - log_det(",
+        "return x, s + log_det(",
+        PAIRS,
+    ),
+    Fault(
+        "the log-determinant of a normalisation leaves its weight out",
+        "layers/batch_norm.py",
+        "(logs if weight is None else logs + weight.abs().log())",
+        "logs",
+        LAYERS,
+    ),
+    Fault(
+        "going back through a normalisation takes the root of the variance alone",
+        "layers/batch_norm.py",
+        "return (x * (var + eps).sqrt() + mean).to(y.dtype)",
+        "return (x * var.sqrt() + mean).to(y.dtype)",
+        LAYERS,
+    ),
+    Fault(
+        "the log-determinant of a leaky ReLU counts zeros as above",
+        "layers/leaky_relu.py",
+        "wide(x).le(0)",
+        "wide(x).lt(0)",
+        LAYERS,
+    ),
+    Fault(
+        "a wavelet swaps two of its channels",
+        "layers/haar.py",
+        "p, q, r, s = a + b, c + d,",
+        "p, q, r, s = c + d, a + b,",
+        LAYERS,
+    ),
+    Fault(
+        "patches count twice in a log-determinant",
+        "layers/patch_conv.py",
+        "patches * log_abs_det(weight.flatten(1))",
+        "2 * patches * log_abs_det(weight.flatten(1))",
+        LAYERS,
+    ),
+    Fault(
+        "a rotation is a reflection",
+        "layers/weights.py",
+        "return -torch.linalg.householder_product(",
+        "return torch.linalg.householder_product(",
+        LAYERS,
+    ),
+    # What is held and given back
+    Fault(
+        "a tensor that was written to is taken as it was",
+        "recomputation/slots.py",
+        "if users is not None and version(users) == self._version:",
+        "if users is not None:",
+        AGAIN,
+    ),
+    Fault(
+        "what is held may be written to",
+        "recomputation/slots.py",
+        "if self._version is not None and version(self._tensor) != self._version:",
+        "if False:",
+        AGAIN,
+    ),
+    Fault(
+        "a block keeps what it can give back",
+        "recomputation/slots.py",
+        "self.block, self._held = block, None",
+        "self.block = block",
+        "invertible/test_memory.py " + AGAIN,
+    ),
+    Fault(
+        "blocks are inverted from the first one on",
+        "recomputation/slots.py",
+        "blocks.pop().invert()",
+        "blocks.pop(0).invert()",
+        AGAIN,
+    ),
+    Fault(
+        "a tensor that was given back has no error",
+        "recomputation/slots.py",
+        "slot.fill(xs[i], error)",
+        "slot.fill(xs[i], 0.0)",
+        AGAIN,
+    ),
+    Fault(
+        "arguments do not need the gradients that they needed",
+        "recomputation/hooks.py",
+        "return [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]",
+        "return [t.detach().requires_grad_(True) for t, need in zip(tensors, needs, strict=True)]",
+        AGAIN,
+    ),
+    Fault(
+        "what a backward pass has left is handed to the next one",
+        "recomputation/hooks.py",
+        "if self._saved and self._pass != backward_pass():",
+        "if False:",
+        AGAIN,
+    ),
+    Fault(
+        "an evaluation that saves less is not told",
+        "recomputation/hooks.py",
+        "        if recorded.misses():\n            raise",
+        "        if False:\n            raise",
+        AGAIN,
+    ),
+    # What is around an evaluation
+    Fault(
+        "random numbers are not drawn again",
+        "recomputation/replay.py",
+        "        self._set(self._states)\n        self._attributes",
+        "        self._attributes",
+        AGAIN,
+    ),
+    Fault(
+        "the caller's random numbers go on from those of the block",
+        "recomputation/replay.py",
+        "                self._set(before)\n",
+        "",
+        AGAIN,
+    ),
+    Fault(
+        "autocast is not what it was",
+        "recomputation/replay.py",
+        "others = [(kind, then) for kind, then in self._autocast if then != _autocast(kind)]",
+        "others = []",
+        AGAIN,
+    ),
+    Fault(
+        "attributes are not put back",
+        "recomputation/replay.py",
+        "                self._attributes.restore(everything)\n",
+        "",
+        AGAIN,
+    ),
+    Fault(
+        "a state is not written as the first time",
+        "recomputation/recall.py",
+        "return tensor.clone() if self.written else tensor",
+        "return tensor",
+        AGAIN,
+    ),
+    Fault(
+        "another module in the same place is taken for the first one",
+        "recomputation/call.py",
+        "if fn is not moment.fn or [t.shape for t in tensors] != [like.shape for like in moment.like]:",
+        "if False:",
+        AGAIN,
+    ),
+    Fault(
+        "the inverse takes the moments of forward in their order",
+        "recomputation/call.py",
+        "            moment = self.moments[number - 1 - index]\n            tensors, form",
+        "            moment = self.moments[index]\n            tensors, form",
+        AGAIN,
+    ),
+    # What is compared
+    Fault(
+        "an inverse that is none is not told",
+        "recomputation/probe.py",
+        "    return distance / (max(size, faint * whole) or whole or 1.0)\n",
+        "    return 0.0\n",
+        AGAIN,
+    ),
+    Fault(
+        "sums of all entries are not compared",
+        "recomputation/probe.py",
+        "if was.sum is None or came.sum is None:",
+        "if True:",
+        AGAIN,
+    ),
+    # Inside of torch.func
+    Fault(
+        "gradients of shared functions are pulled in the order of forward",
+        "recomputation/maps.py",
+        "for index in sorted(graphs, reverse=True):",
+        "for index in sorted(graphs):",
+        AGAIN,
+    ),
+    Fault(
+        "what has no influence has a gradient of zeros",
+        "recomputation/maps.py",
+        """            idle.update(i for i, g in zip(wanted, found, strict=True) if g is None)
+            given_in""",
+        "            given_in",
+        AGAIN,
+    ),
+    Fault(
+        "each entry of a batch draws the same numbers",
+        "recomputation/maps.py",
+        "in_dims=(list(dims), self._rest), randomness=self._randomness)",
+        'in_dims=(list(dims), self._rest), randomness="same")',
+        AGAIN,
+    ),
+]

@@ -1,0 +1,128 @@
+"""Faults in single operations, in samples that change places, and in products and chunks."""
+
+from tests.mutants.fault import Fault
+
+OPERATIONS = [
+    # Operations
+    Fault(
+        "the padding of a lookup is read",
+        "operations/lookup.py",
+        "return tokens.masked_fill(tokens == padding, count)",
+        "return tokens",
+        "operations/test_rules.py operations",
+    ),
+    Fault(
+        "a mean of bags counts their padding",
+        "operations/lookup.py",
+        "total / padding.logical_not().sum(1).clamp(min=1)",
+        "total / padding.shape[1]",
+        "operations",
+    ),
+    Fault(
+        "the reset gate leaves the hidden bias alone",
+        "operations/recurrent.py",
+        "n = torch.addcmul(x[2], r, h_n).tanh()",
+        "n = (x[2] + h_n).tanh()",
+        "operations",
+    ),
+    Fault(
+        "a transposed convolution does not mirror its kernel",
+        "operations/convolutions.py",
+        "*sizes, found.shape[-1]).flip(-2))]",
+        "*sizes, found.shape[-1]))]",
+        "operations/test_rules.py",
+    ),
+    Fault(
+        "patches of groups are those of one",
+        "operations/convolutions.py",
+        "if groups != 1 or any(s != 1 for s in stride):",
+        "if any(s != 1 for s in stride):",
+        "operations reductions",
+    ),
+    Fault(
+        "a batch norm of one sample keeps torch's wrong derivative",
+        "operations/norms.py",
+        "return func is F.instance_norm or 1 in (input.shape[0], *input.shape[2:])",
+        "return False",
+        "operations",
+    ),
+    Fault(
+        "a part of a concatenation begins one place late",
+        "operations/views.py",
+        "start = sum(x.shape[dim] for x in tensors[: at[0]])",
+        "start = sum(x.shape[dim] for x in tensors[: at[0] - 1])",
+        "operations/test_rules.py",
+    ),
+    # Samples that change places
+    Fault(
+        "what one sample was written into is of several",
+        "operations/batch_axis/samples.py",
+        "if len(set(rows)) > 1 else Axis(None, rows=rows[:1])",
+        "",
+        "passes/test_written_within.py",
+    ),
+    Fault(
+        "rows that changed places are not compared",
+        "passes/certified.py",
+        "if not trace.displaced or trace.n == 1:",
+        "if True:",
+        "passes recording",
+    ),
+    Fault(
+        "all rows are compared with one scale",
+        "passes/certified.py",
+        "scales = [sign * 2.0**k for k in range(-most, most) for sign in (1, -1)]",
+        "scales = [2.0] * (4 * most)",
+        "passes recording",
+    ),
+    Fault(
+        "another order of the rows is no evidence",
+        "passes/evidence.py",
+        "if a.shape != b.shape or not (_equal(a, b) or _equal(a.index_select(dim, places), b)):",
+        "if a.shape != b.shape:",
+        "passes recording",
+    ),
+    Fault(
+        "samples alone are not compared with the batch",
+        "passes/alone.py",
+        "elif not _same_slopes(found, wanted):",
+        "elif False:",
+        "passes recording",
+    ),
+    # Products, chunks, sparsity
+    Fault(
+        "the mean of ragged chunks weighs them alike",
+        "chunked.py",
+        "[x * (size / total) for x, size in zip(xs, sizes, strict=True)]",
+        "[x / len(xs) for x, size in zip(xs, sizes, strict=True)]",
+        "test_chunked.py",
+    ),
+    Fault(
+        "an estimate tells the spread in place of the error of its mean",
+        "products/estimate.py",
+        "safe_root(s / (count * (count - 1)))",
+        "safe_root(s / (count - 1))",
+        "products/test_estimators.py",
+    ),
+    Fault(
+        "the part of a bottleneck is lost",
+        "products/curvature.py",
+        "found = [a if b is None else b if a is None else a + b",
+        "found = [a if b is None else b if a is None else b",
+        "products evaluation",
+    ),
+    Fault(
+        "columns whose boxes touch share a pass",
+        "sparsity/colouring.py",
+        "if end < start)",
+        "if end <= start)",
+        "sparsity",
+    ),
+    Fault(
+        "cells that are filled up read their last position again",
+        "sparsity/cells.py",
+        "        if filled:\n",
+        "        if False:\n",
+        "sparsity",
+    ),
+]

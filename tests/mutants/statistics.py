@@ -1,0 +1,248 @@
+"""Faults in per-sample gradients, curvature and products."""
+
+from tests.mutants.fault import Fault
+
+FIRST = "statistics/test_first_order.py per_sample/test_clipped_grad.py"
+CROSSED = "operations/test_thresholds.py"
+KFAC = "reductions/test_kfac.py reductions/test_kfac_exact.py reductions/test_kfac_lengths.py"
+DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo_sample.py"
+
+STATISTICS = [
+    # What crosses a threshold of size
+    Fault(
+        "half of a symmetric product is not mirrored",
+        "contract.py",
+        "found[:start, start:stop] = rows[:, :start].mT",
+        "found[:start, start:stop] = 0",
+        "operations/test_autocorrelation.py " + CROSSED,
+    ),
+    Fault(
+        "long sums of products are doubled",
+        "contract.py",
+        "return torch.addbmm(x.new_zeros(k, k)",
+        "return 2 * torch.addbmm(x.new_zeros(k, k)",
+        CROSSED,
+    ),
+    Fault(
+        "products as the gradient of a convolution are doubled",
+        "contract.py",
+        "lambda x, y: conv1d_weight(",
+        "lambda x, y: 2 * conv1d_weight(",
+        CROSSED,
+    ),
+    Fault("bfloat16 is not widened", "contract.py", "low = (torch.float16, torch.bfloat16)", "low = ()", "per_sample"),
+    Fault(
+        "each block of a weighted sum has the first weights",
+        "per_sample/factor.py",
+        "            start += length(part)\n",
+        "",
+        FIRST + " " + CROSSED,
+    ),
+    Fault(
+        "blocks of samples are not mirrored in inner products",
+        "per_sample/factor.py",
+        "rows[j][i].permute(2, 3, 0, 1)",
+        "rows[j][i]",
+        "reductions/test_gram_jacobian.py " + CROSSED,
+    ),
+    # Per-sample gradients
+    Fault(
+        "a share that is the cotangent is not copied",
+        "per_sample/factor.py",
+        "share = share.clone() if len(terms) == 1 and self.recipe.joins else share",
+        "share = share",
+        "evaluation/test_memory_of_results.py per_sample evaluation statistics/test_first_order.py",
+    ),
+    Fault(
+        "shifted moments forget the shift",
+        "per_sample/factor.py",
+        "return total + n * shift, centred",
+        "return total, centred",
+        FIRST + " " + CROSSED,
+    ),
+    Fault(
+        "samples that do not touch a row do not count in its variance",
+        "per_sample/factor.py",
+        "summed(squared) + (n - summed(visits)) * mean[:-1].square()",
+        "summed(squared)",
+        FIRST + " operations/test_rules.py",
+    ),
+    Fault(
+        "what lands behind the last row is added to it",
+        "per_sample/factor.py",
+        "return target.index_add(0, rows, share.flatten(0, 1))[:-1]",
+        "return target.index_add(0, rows.clamp(max=len(target) - 2), share.flatten(0, 1))[:-1]",
+        FIRST + " operations/test_rules.py",
+    ),
+    Fault(
+        "entries that are read twice are squared apart",
+        "per_sample/gradients.py",
+        "return not anywhere(read > 1.5)",
+        "return True",
+        "operations/test_rules.py statistics",
+    ),
+    Fault(
+        "variances are merged without the distance of the means",
+        "reductions/gradients.py",
+        "centred + more + apart.square() * (m * n / (m + n))",
+        "centred + more",
+        FIRST + " test_chunked.py",
+    ),
+    Fault(
+        "the correction of a variance is dropped",
+        "reductions/gradients.py",
+        "found.n - self.correction",
+        "found.n",
+        FIRST,
+    ),
+    Fault(
+        "small gradients are scaled up to max_norm",
+        "reductions/gradients.py",
+        ".clamp(min=1).reciprocal()",
+        ".reciprocal()",
+        FIRST,
+    ),
+    Fault(
+        "samples that were chosen twice count once",
+        "passes/second_order.py",
+        "torch.bincount(chosen, minlength=n)",
+        "torch.bincount(chosen, minlength=n).clamp(max=1)",
+        "per_sample/test_samples.py statistics",
+    ),
+    # Losses
+    Fault(
+        "a mean over the classes' weights divides by their number",
+        "loss/hessian.py",
+        "        size = drawn.sum()\n",
+        "        size = valid.sum()\n",
+        "loss/test_losses.py statistics/test_diag_ggn.py",
+    ),
+    Fault(
+        "label smoothing forgets the classes' weights",
+        "loss/hessian.py",
+        "torch.where(valid, w.sum() * smoothing / classes, 0)",
+        "torch.where(valid, smoothing, 0)",
+        "loss/test_losses.py statistics/test_diag_ggn.py",
+    ),
+    Fault(
+        "targets that are ignored count",
+        "loss/hessian.py",
+        "valid = target != ignore",
+        "valid = target == target",
+        "loss/test_losses.py statistics/test_diag_ggn.py",
+    ),
+    Fault(
+        "a loss that is not convex is not told",
+        "loss/hessian.py",
+        "if anywhere(raw < -16 * torch.finfo(raw.dtype).eps * largest):",
+        "if False:",
+        "loss statistics passes",
+    ),
+    Fault(
+        "the last column of the softmax points elsewhere",
+        "loss/square_root.py",
+        "q * (unit - own * (q + last) / (1 + q[:, -1:]))",
+        "q * (unit - own * (q + last) / (1 + q[:, :1]))",
+        "loss/test_losses.py statistics/test_diag_ggn.py",
+    ),
+    Fault(
+        "negative eigenvalues keep their size",
+        "loss/square_root.py",
+        "values.clamp(min=0).sqrt()",
+        "values.abs().sqrt()",
+        "loss statistics reductions",
+    ),
+    Fault(
+        "targets are drawn with too few columns in the scale",
+        "loss/drawn.py",
+        "safe_root(columns.diagonal) * count**-0.5",
+        "safe_root(columns.diagonal)",
+        DRAWN,
+    ),
+    Fault(
+        "classes are drawn from the first of them alone",
+        "loss/drawn.py",
+        "target = (below <= number).sum(2)",
+        "target = 0 * (below <= number).sum(2)",
+        DRAWN,
+    ),
+    Fault(
+        "a sure prediction has noise",
+        "loss/drawn.py",
+        "none = variance <= 0\n    noise",
+        "none = variance < 0\n    noise",
+        DRAWN + " per_sample/test_nan.py loss",
+    ),
+    # Curvature
+    Fault(
+        "the Hessian of a call is taken for its gradient",
+        "passes/second_order.py",
+        "nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is not None and reaches(s, nodes, {})}",
+        "nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is None}",
+        "statistics/test_diag_hessian.py",
+    ),
+    Fault(
+        "a parameter that is read again counts as read once",
+        "passes/second_order.py",
+        "if len(uses[i]) == 1 or not _downstream(run.params[i], uses[i])",
+        "if True",
+        "statistics/test_diag_hessian.py statistics/test_diag_hessian_composed.py",
+    ),
+    Fault(
+        "KFRA averages over one sample too many",
+        "passes/kfra.py",
+        "return matrix * (d.mT @ d) / len(d)",
+        "return matrix * (d.mT @ d) / (len(d) + 1)",
+        "reductions",
+    ),
+    Fault(
+        "autocast is not what it was where a call runs again",
+        "passes/second_order.py",
+        "torch.autocast(device, step.autocast) if step.autocast is not None else nullcontext()",
+        "nullcontext()",
+        "per_sample/test_half_precision.py statistics",
+    ),
+    # Kronecker factors
+    Fault(
+        "a joint bias counts at samples that are missing",
+        "per_sample/operands.py",
+        "ones if self.use.axis.rows is None else self._real(part).reshape(ones.shape)",
+        "ones",
+        KFAC,
+    ),
+    Fault(
+        "averages over positions divide by those of the longest sample",
+        "reductions/kronecker_factors.py",
+        "if len(set(counts)) == 1:",
+        "if counts:",
+        KFAC,
+    ),
+    Fault(
+        "positions do not divide A",
+        "reductions/kronecker_factors.py",
+        "a = a * (found.samples / (found.positions or found.samples))",
+        "a = a * 1",
+        KFAC,
+    ),
+    Fault(
+        "B of a product of two columns is not symmetric",
+        "reductions/kronecker_factors.py",
+        "return b if same else (b + b.mT) / 2",
+        "return b",
+        "reductions",
+    ),
+    Fault(
+        "damping is split the other way round",
+        "kronecker.py",
+        "return [(damping * ratio).sqrt(), (damping / ratio).sqrt()]",
+        "return [(damping / ratio).sqrt(), (damping * ratio).sqrt()]",
+        "test_kronecker.py test_kronecker_transforms.py",
+    ),
+    Fault(
+        "eigenvectors are applied without being transposed",
+        "kronecker.py",
+        "_blocks.product(self.factors, x, transposed=True)",
+        "_blocks.product(self.factors, x)",
+        "test_kronecker.py test_kronecker_transforms.py",
+    ),
+]

@@ -1,0 +1,21 @@
+"""The planted faults of `python -m tests.mutants` are changes to what stands today."""
+
+import ast
+
+import pytest
+
+from tests.mutants.__main__ import FAULTS
+from tests.mutants.fault import ROOT
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_can_be_planted(fault):
+    """Its text stands once in the file, what comes of it is Python, and its tests are there."""
+    ast.parse(fault.planted((ROOT / "invfunc" / fault.file).read_text()))
+    assert all((ROOT / "tests" / word).exists() for word in fault.tests.split())
+
+
+def test_have_names_of_their_own():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 60
