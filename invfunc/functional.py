@@ -21,6 +21,7 @@ from invfunc._remade import Remade
 from invfunc._scripted import Interpreted
 from invfunc._weak import WeakIdSet
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, InvFuncWarning
+from invfunc.left_behind import left, put_back
 from invfunc.module_copy import EntangledError, ModuleCopy, Reach, modules_of
 from invfunc.strays import RecomputedError, StaleError, StrayError, Strays, kept
 
@@ -82,9 +83,8 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
     return Functional(model, method, places), params
 
 
-_WHERE_A_COPY_IS_NOT_KNOWN = (StrayError, AttributeError, LookupError, ReferenceError, TypeError)
+_NO_COPY = (StrayError, AttributeError, LookupError, ReferenceError, TypeError)
 """What is raised where something outside of the modules knows them, and does not know a copy."""
-
 _SWAPPING = threading.RLock()
 """Held while parameters are in a module itself, and while a copy of one is made."""
 
@@ -158,7 +158,7 @@ class Functional(Remade):
             ) from None
         except InvFuncError:
             raise
-        except _WHERE_A_COPY_IS_NOT_KNOWN as error:
+        except _NO_COPY as error:
             said = f"keeps {strays.met!r} or its module" if strays.met else f"raises {error!r}"
             why = f"something that {said}"
         if why:
@@ -168,6 +168,7 @@ class Functional(Remade):
             self._entangled[mode] = why
             return result
         self._leave(module_copy)
+        put_back(module_copy, repr(self))
         if mode not in self._computed and kept(parts, strays.computed):  # which the next call is not to read
             self._computed[mode] = strays.computed
         else:
@@ -275,14 +276,13 @@ class Functional(Remade):
 
     def _leave(self, module_copy: ModuleCopy) -> None:
         """Attributes that forward has set are set on the module, unless other threads may be at work there."""
-        left = module_copy.left()
-        if not left:
+        if not (found := left(module_copy)):
             return
         if threading.current_thread() is not threading.main_thread():
-            name, kind = left[0][1], type(left[0][0]).__name__
+            name, kind = found[0][1], type(found[0][0]).__name__
             self._warn_once("left", f"the call of {kind} sets its attribute {name!r}, which is not kept")
             return
-        for module, name, part, value in left:
+        for module, name, part, value in found:
             (vars(module) if part is None else vars(module)[part])[name] = value
 
     def _warn_once(self, key: str, text: str) -> None:

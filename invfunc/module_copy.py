@@ -8,7 +8,6 @@ copy of the module tree.
 
 from __future__ import annotations
 
-import operator
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -25,13 +24,12 @@ from invfunc import thresholds
 from invfunc._cached import cached, computed_apart
 from invfunc._remade import Remade
 
-_PLAIN = {
+PLAIN = {
     *(int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size),
     *(torch.Generator, types.ModuleType, types.BuiltinFunctionType, types.CodeType),
 }
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
-_STANDARD = vars(nn.Module()).keys()
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+STANDARD = vars(nn.Module()).keys()
 _COMPILED = ("_compiled_call_impl", "dynamo_ctx")
 _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -51,7 +49,7 @@ class Reach:
         if id(x) in targets or isinstance(x, (type, torch.Tensor)):
             return id(x) in targets
         if isinstance(x, _CONTAINERS):  # they may be filled later
-            return not set(map(type, _references(x))) <= _PLAIN and self._search(x, targets)
+            return not set(map(type, _references(x))) <= PLAIN and self._search(x, targets)
         known, holds = self._known.get(id(x)), _held(x)
         if known is None or known[0]() is not x or not _same(known[1], holds):
             verdict = self._search(x, targets)
@@ -76,7 +74,7 @@ class Reach:
         waiting, seen = [x], set()
         while waiting:
             one = waiting.pop()
-            if type(one) in _PLAIN or id(one) in seen:
+            if type(one) in PLAIN or id(one) in seen:
                 continue
             if id(one) in targets:
                 return True
@@ -149,12 +147,12 @@ class Rewiring:
     def __init__(self, known: Mapping[int, Any], targets: Mapping[int, Any], reach: Reach) -> None:
         """`known` has what is put in place of the objects of these ids, `targets` all that is to be replaced."""
         self.known, self.targets, self.reach = dict(known), targets, reach
-        self._made: list[tuple[Any, Any, dict[str, Any], set[str]]] = []
+        self.made: list[tuple[Any, Any, dict[str, Any], set[str]]] = []
         """What was copied, the copies, the attributes that these began with, and the names of those not to be left."""
 
     def of(self, x: Any) -> Any:
         kind = type(x)
-        if kind in _PLAIN or (kind in (tuple, list) and _PLAIN.issuperset(map(type, x))):
+        if kind in PLAIN or (kind in (tuple, list) and PLAIN.issuperset(map(type, x))):
             return x
         if id(x) in self.known:
             return self.known[id(x)]
@@ -225,7 +223,7 @@ class Rewiring:
             raise EntangledError(f"an object of {kind.__name__}") from None
         self.known[id(x)] = rebuilt
         vars(rebuilt).update({name: self.of(value) for name, value in parts.items()})
-        self._made.append((x, rebuilt, vars(rebuilt).copy(), set(cached(kind))))
+        self.made.append((x, rebuilt, vars(rebuilt).copy(), set(cached(kind))))
         return rebuilt
 
 
@@ -255,11 +253,11 @@ class ModuleCopy(Rewiring):
         if old["_forward_pre_hooks"]:
             hooks = self.of(old["_forward_pre_hooks"])
             attributes["_forward_pre_hooks"] = OrderedDict((key, _noted(hook, own)) for key, hook in hooks.items())
-        for name in old.keys() - _STANDARD:
-            if type(old[name]) not in _PLAIN and (rewired := self.of(old[name])) is not old[name]:
+        for name in old.keys() - STANDARD:
+            if type(old[name]) not in PLAIN and (rewired := self.of(old[name])) is not old[name]:
                 attributes[name] = rewired
                 own.add(name)
-        self._made.append((module, copied, attributes.copy(), own))
+        self.made.append((module, copied, attributes.copy(), own))
         return copied
 
     def _check_methods(self, kind: type) -> None:
@@ -271,23 +269,6 @@ class ModuleCopy(Rewiring):
             for fn in vars(base).values() if not base.__module__.startswith("torch.") else ():
                 if isinstance(fn, types.FunctionType) and self.reach(fn, self.targets):
                     raise EntangledError(f"{fn.__qualname__}, by a name from outside of the module,")
-
-    def left(self) -> list[tuple[Any, str, str | None, Any]]:
-        """What forward, but no hook, has left on the copies: `(original, name, part of a module or None, value)`."""
-        found: list[tuple[Any, str, str | None, Any]] = []
-        for original, copied, began, own in self._made:
-            now, before = copied.__dict__, original.__dict__
-            if len(now) != len(began) or not all(map(operator.is_, now.values(), began.values())):
-                changed = [(n, v) for n, v in now.items() if began.get(n, began) is not v and n not in own]
-                found += [(original, name, None, value) for name, value in changed]
-            for kind in _REGISTERED if isinstance(copied, nn.Module) else ():
-                if len(now[kind]) > len(before[kind]):
-                    found += [(original, n, kind, now[kind][n]) for n in now[kind].keys() - before[kind].keys()]
-        if not found:
-            return found
-        back = {id(copied): original for original, copied, *_ in self._made}
-        home = Rewiring(back, back, Reach())
-        return [(original, name, kind, home.of(value)) for original, name, kind, value in found]
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:

@@ -11,11 +11,10 @@ from torch import nn
 from invfunc import tree
 from invfunc._functorch import checkpointing
 from invfunc._weak import WeakIdSet
+from invfunc.module_copy import STANDARD
 from invfunc.operations.calls import read_by
 from invfunc.operations.heard import Function, Listener
 from invfunc.recording.random import Draws
-
-_STANDARD = vars(nn.Module()).keys()
 
 
 class StrayError(Exception):
@@ -87,7 +86,7 @@ def kept(parts: Iterable[nn.Module], computed: WeakIdSet | None) -> dict[int, st
     own = {id(p) for m in parts for p in m._parameters.values() if p is not None}
     for module in parts:
         for name, value in vars(module).items():
-            if name in _STANDARD:
+            if name in STANDARD:
                 continue
             for x in tree.tensors(value):
                 if (computed is not None and x in computed) or _reaches(x, own):

@@ -32,7 +32,7 @@ FLOORS = [
     {"reductions"},
     {"passes"},
     {"sparsity"},
-    {"evaluation", "strays"},
+    {"evaluation", "strays", "left_behind"},
     {
         "callables",
         "transform",

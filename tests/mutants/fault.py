@@ -26,7 +26,7 @@ class Fault:
     old: str
     new: str
     tests: str
-    """Files below `tests`, and options of pytest."""
+    """Files and folders of `tests`."""
 
     def planted(self, source: str) -> str:
         """The source of the file with the fault."""
@@ -69,8 +69,8 @@ def run(fault: Fault, where: Path) -> Outcome:
 
 
 def _tested(fault: Fault, where: Path) -> tuple[str, str]:
-    options = [f"tests/{word}" if "/" in word or word.endswith(".py") else word for word in fault.tests.split()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *options]
+    files = [f"tests/{file}" for file in fault.tests.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *files]
     around = {"PYTHONPATH": str(where), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
