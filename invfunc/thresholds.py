@@ -83,6 +83,9 @@ BLOCK_BATCH, BLOCK_COLUMNS = 3, 4
 BLOCK_SAMPLES, BLOCK_WIDTH = 4, 32
 """Samples of the first block, from which sizes are known, and of others at least; columns that fit at most."""
 
+PARTS_CHECKED = 4
+"""Blocks of samples of which about so many are compared with what f gives for some of their samples alone."""
+
 OPERANDS = 16
 """Budgets that what is read of a block may take where nothing larger is made of it: a limit of memory."""
 

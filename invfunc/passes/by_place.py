@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -52,17 +52,39 @@ def runs_on_part(partial: bool) -> Iterator[None]:
         raise not_in_parts(str(error)) from error
 
 
-def check_part(part: slice, total: int, found: Values, again: Callable[[list[int]], Values]) -> None:
-    """Check that the outputs `found` of a part do not depend on how many samples, or which, are beside each."""
+def check_part(
+    part: slice,
+    total: int,
+    found: Values,
+    again: Callable[[list[int]], Values],
+    beside: Sequence[tuple[int, Values]] = (),
+) -> None:
+    """Check that the outputs `found` of a part do not depend on how many samples, or which, are beside each; nor those
+    of the samples at some other places."""
     start, stop, n = part.start, part.stop, part.stop - part.start
     picked = {1: [(start + 1) % total, start], 2: [stop - 1], 3: [stop - 1, start]}
     places = picked.get(n, [stop - 1, start + n // 2, start])
-    for whole, alone in zip(found, again(places), strict=True):
-        if not all(same_values(whole[p - start], alone[i]) for i, p in enumerate(places) if start <= p < stop):
+    known = [[z[p - start] for z in found] if start <= p < stop else None for p in places]
+    places, known = [*places, *(place for place, _ in beside)], [*known, *(values for _, values in beside)]
+    came = again(places)
+    for i, one in enumerate(known):
+        if one is not None and not all(same_values(z, alone[i]) for z, alone in zip(one, came, strict=True)):
             raise SampleAxisError(
                 "the outputs of a sample depend on how many are beside it, or on its place (does f use the length "
                 f"of the batch?), so f cannot be chunked over samples. {_GIVE}"
             )
+
+
+def check_again(found: Values, whole: Values, again: Callable[[], Values]) -> None:
+    """Check that the first samples alone have the same outputs once more, if these are others than in the batch."""
+
+    def same(others: Values) -> bool:
+        return all(
+            a[0].shape == b[0].shape and same_values(a, b[: len(a)]) for a, b in zip(found, others, strict=False)
+        )
+
+    if not same(whole) and not same(again()):
+        raise other_again("other outputs")
 
 
 def check_parameters(problem: Problem, most: int, outputs: Callable[[Problem, list[int]], Values]) -> None:

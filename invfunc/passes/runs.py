@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,15 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM
 from invfunc.operations.factors import Part
 from invfunc.passes.alone import Alone, NotAlone
-from invfunc.passes.by_place import check_parameters, check_part, not_in_parts, other_again, other_in_part, runs_on_part
+from invfunc.passes.by_place import (
+    check_again,
+    check_parameters,
+    check_part,
+    not_in_parts,
+    other_again,
+    other_in_part,
+    runs_on_part,
+)
 from invfunc.passes.by_rows import Places
 from invfunc.passes.certified import check_uses
 from invfunc.passes.evidence import Evidence
@@ -198,15 +206,17 @@ class Runner:
         with run.trace:
             return z + zero
 
-    def check_part(self, run: Run) -> None:
-        """The outputs of a sample must not depend on how many samples, or which, are beside it."""
+    def check_part(self, run: Run, before: Sequence[Run] = ()) -> None:
+        """The outputs of a sample must not depend on how many are beside it; `before` are runs on earlier parts."""
         if run.trace.n == self.problem.n:
             return
-        check_part(run.part, self.problem.n, exposed(run), lambda places: self._modelled(self, places))
+        some = before[:: max(1, len(before) // thresholds.PARTS_CHECKED)]
+        beside = [(run.part.start, [z[0] for z in exposed(run)]) for run in some]
+        check_part(run.part, self.problem.n, exposed(run), lambda places: self._modelled(self, places), beside)
         self._check_parameters(run.trace.n, self._modelled)
 
-    def _modelled(self, runner: Runner, places: list[int]) -> list[torch.Tensor]:
-        return exposed(runner.model(self._at(places), len(places), with_uses=False))
+    def _modelled(self, runner: Runner, at: list[int]) -> list[torch.Tensor]:
+        return exposed(runner.model(self._at(at), len(at), with_uses=False))
 
     def _at(self, places: list[int]) -> torch.Tensor:
         return torch.tensor(places, device=self.problem.leaves[0].device)
@@ -223,20 +233,19 @@ class Runner:
         divided = any(self.plan.asked(over) for over in ("outputs", "params"))
         if few or self.whole or divided or self.problem.has_aux or n < thresholds.BLOCK_BATCH:
             return [self.model(WHOLE, n, draws=draws)]
-        try:
-            first = min(n, thresholds.BLOCK_SAMPLES)
-            run = self.model(slice(0, first), first)
-            if first == n:
-                return [run]
-            size = self._block_size(run.trace, sum(z.numel() for z, _ in run.outputs.values()) // first)
-            if n <= size:
-                return [self.model(WHOLE, n, draws=draws)]
-            rest = even(n - first, size)
-            runs = [run, *(self.model(slice(first + a, first + b), b - a) for a, b in rest if a < b)]
-            self.check_part(runs[-1])
-            return runs
-        except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
-            return [self.model(WHOLE, n, draws=draws)]
+        runs, first = list[Run](), min(n, thresholds.BLOCK_SAMPLES)
+        with suppress(Exception):  # f may not run on a part (a constant of size N), else the fault comes again
+            runs.append(self.model(slice(0, first), first))
+            size = self._block_size(runs[0].trace, sum(z.numel() for z, _ in runs[0].outputs.values()) // first)
+            rest = [] if first < n <= size else even(n - first, size)
+            runs += [self.model(slice(first + a, first + b), b - a) for a, b in rest if a < b]
+            if sum(run.trace.n for run in runs) == n:
+                self.check_part(runs[-1], runs[:-1])
+                return runs
+        whole = self.model(WHOLE, n, draws=draws)
+        if runs:
+            check_again(exposed(runs[0]), exposed(whole), lambda: self._modelled(self, [*range(first)]))
+        return [whole]
 
     def parts(self, roots: list[ModelOutput], columns: int, draws: Draws) -> Iterable[Run]:
         """The model part up to the roots: chunks one by one, or blocks where nobody asked for passes of their own."""

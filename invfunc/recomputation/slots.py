@@ -157,16 +157,17 @@ class Block(ABC):
             produced = [
                 p or next((s for s in beside if s.is_slot_of(x)), None) for p, x in zip(produced, xs, strict=True)
             ]
+        lasting = [*self._ys, *(produced[i] for i in self.kept)]  # a tensor that is kept may be given twice
         for i, (x, slot) in enumerate(zip(xs, produced, strict=True)):
-            self._xs.append(self._source(i, x, slot))
+            self._xs.append(self._source(i, x, slot, lasting))
 
-    def _source(self, i: int, x: torch.Tensor, produced: Slot | None) -> Callable[[], Slot | None]:
+    def _source(self, i: int, x: torch.Tensor, produced: Slot | None, lasting: list) -> Callable[[], Slot | None]:
         slot = produced or Slot(x)
         if i in self.kept:
             slot.hold(x)
         elif produced is None:
             self._taken.add(i)
-        elif produced.block in (None, self) and not any(produced is y for y in self._ys):
+        elif produced.block in (None, self) and not any(produced is slot for slot in lasting):
             produced.take_over(self)
             self._taken.add(i)
             return weakref.ref(produced)

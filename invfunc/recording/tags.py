@@ -148,7 +148,7 @@ def _overwritten(old: Derived | Sampled, new: Derived | Sampled) -> Derived | Sa
     """What is known of a tensor once something of another one is written into it."""
     if isinstance(old, Derived) and isinstance(new, Derived):
         return derived_from([old, new])
-    if isinstance(old, Sampled) and isinstance(new, Sampled) and old.active == new.active and old.place:
+    if isinstance(old, Sampled) and isinstance(new, Sampled) and old.place:
         crossed, order = old.crossed | new.crossed, old.order if old.order == new.order else MIXED
         return Sampled(old.place, old.lost or new.lost, old.around or new.around, crossed, order=order)
     around, crossed = getattr(new, "around", "a parameter"), getattr(new, "crossed", frozenset())

@@ -27,7 +27,7 @@ from invfunc.recording.scope import Scope
 from invfunc.recording.seen import Seen
 from invfunc.recording.steps import Remember, Step, any_step, is_view, nonlinear, step
 from invfunc.recording.tags import Derived, Sampled, in_order
-from invfunc.recording.uses import ParameterUses, Watcher
+from invfunc.recording.uses import ParameterUses, Watcher, written_for_each
 
 
 class Trace(ParameterUses, Listener):
@@ -179,10 +179,10 @@ class Trace(ParameterUses, Listener):
             self.pattern.before(len(self.edges), seen)
         if seen.through_view and (params or self._remembers(seen)):
             return self._through_view(seen)
-        product = self.product(seen, params)
-        if product is not None:
+        instead = self.product(seen, params) or written_for_each(seen, params)
+        if instead is not None:
             with self:
-                return product()
+                return instead()
         out, kept, remembered = self._run(seen, bool(params))
         produced = seen.produced(out)
         if not produced:
@@ -283,7 +283,7 @@ class Trace(ParameterUses, Listener):
                 if order == MIXED:
                     self.orders.setdefault(order, seen.name)
                 if params and seen.name == "setitem":
-                    raise Mixed("it writes parameters into a tensor in place")
+                    raise Unknown("it writes parameters into a tensor in place")
             except Mixed as reason:
                 lost = f"`{self.within}`, by `{seen.name}`: {reason}" if self.within else f"`{seen.name}`: {reason}"
                 self.unknown |= isinstance(reason, Unknown)

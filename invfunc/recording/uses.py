@@ -206,3 +206,18 @@ class ParameterUses(Provenance):
                 self.use(x, tag, generic(Site(call, axis, self.scope.leave), x), out, axis, call, below=below)
             else:
                 self.use(x, tag, recipe, out, axis, lean, recomputed, below)
+
+
+def written_for_each(seen: Seen, params: dict[int, torch.Tensor]) -> Callable[[], None] | None:
+    """`x[index] = w` with parameters w, in a tensor x of samples: w is added to zeros of them, and that is written."""
+    if seen.name != "setitem":
+        return None
+    x, index, value = seen.args
+    if id(value) not in params or id(x) in params or not x.is_floating_point():
+        return None
+
+    def write() -> None:
+        zeros = x[index].detach().nan_to_num(0, 0, 0) * 0
+        x[index] = zeros + value
+
+    return write

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad
 
-from invfunc import chain, functional, invertible_checkpoint, leapfrog
+from invfunc import additive_coupling, chain, functional, invertible_checkpoint, leapfrog
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
@@ -101,3 +101,19 @@ def test_what_has_no_influence_has_no_gradient(block):
     state[0].square().sum().backward()
     assert energy[2].bias.grad is None
     assert all(p.grad is not None for p in (energy[0].weight, energy[0].bias, energy[2].weight))
+
+
+@pytest.mark.parametrize("keep", [False, True, (0,), (1,)])
+def test_a_tensor_may_be_both_parts_of_a_state(keep):
+    """One of which is kept, and the other one is not."""
+
+    def run(first, second):
+        numbers = Numbers()
+        weights = [numbers(2, 2).requires_grad_() for _ in range(4)]
+        a, b = first((numbers(3, 2), numbers(3, 2)), weights[:2])
+        y = second((a, a), weights[2:])
+        return torch.autograd.grad(torch.cat((*y, 1 * b), 1).square().sum(), weights)
+
+    pair = additive_coupling(lambda b, p: (b @ p).tanh(), lambda a, q: (a @ q).sin())
+    found = run(invertible_checkpoint(pair), invertible_checkpoint(pair, keep=keep))
+    assert_trees_close(found, run(pair, pair), rtol=1e-9)
