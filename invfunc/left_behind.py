@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from invfunc import thresholds
 from invfunc.errors import ArgumentError
-from invfunc.module_copy import PLAIN, STANDARD, EntangledError, ModuleCopy, Reach, Rewiring
+from invfunc.module_copy import PLAIN, STANDARD, EntangledError, ModuleCopy, Reach, Rewiring, references
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
@@ -36,9 +38,9 @@ def put_back(copy: ModuleCopy, called: str) -> None:
     """Put the modules themselves in the place of copies that forward has put into what is shared, as a list of layers
     that the first call fills."""
     back = _originals(copy)
-    for original, *_ in copy.made:
-        for name, value in vars(original).items():
-            if name in STANDARD or type(value) in PLAIN or not Reach()(value, back):
+    for original in back.values():
+        for name, value in () if _ours(original) else vars(original).items():
+            if name in STANDARD or not _leads(value, back):
                 continue
             try:
                 _mended(vars(original), name, value, _home(back))
@@ -47,6 +49,25 @@ def put_back(copy: ModuleCopy, called: str) -> None:
                     f"{called}: forward has put a part of the module, or a method of one, into {error}, where it would "
                     "stay in calls with other parameters. Put it there before the first call, as in __init__."
                 ) from None
+
+
+def _leads(x: Any, back: Mapping[int, Any]) -> bool:
+    """Whether something of the caller's leads to a copy; what leads on from a module is asked of that."""
+    waiting, seen = [x], set[int]()
+    while waiting and len(seen) <= thresholds.SEARCHED:
+        one = waiting.pop()
+        if id(one) in back:
+            return True
+        if type(one) in PLAIN or id(one) in seen or isinstance(one, (nn.Module, torch.Tensor)) or _ours(one):
+            continue
+        seen.add(id(one))
+        waiting.extend(references(one))
+    return False
+
+
+def _ours(x: Any) -> bool:
+    """Whether it is of this library, as blocks are, which have no use for the parts that they are copied with."""
+    return type(x).__module__.partition(".")[0] == __package__
 
 
 def _mended(attributes: dict[str, Any], name: str, value: Any, home: Rewiring) -> None:

@@ -49,7 +49,7 @@ class Reach:
         if id(x) in targets or isinstance(x, (type, torch.Tensor)):
             return id(x) in targets
         if isinstance(x, _CONTAINERS):  # they may be filled later
-            return not set(map(type, _references(x))) <= PLAIN and self._search(x, targets)
+            return not set(map(type, references(x))) <= PLAIN and self._search(x, targets)
         known, holds = self._known.get(id(x)), _held(x)
         if known is None or known[0]() is not x or not _same(known[1], holds):
             verdict = self._search(x, targets)
@@ -81,13 +81,13 @@ class Reach:
             if len(seen) > thresholds.SEARCHED:
                 return False
             seen.add(id(one))
-            waiting.extend(_references(one))
+            waiting.extend(references(one))
             if isinstance(one, types.FunctionType):
                 waiting.extend(_named(one, targets))
         return False
 
 
-def _references(x: Any) -> Iterable[Any]:
+def references(x: Any) -> Iterable[Any]:
     """What an object keeps by itself; what a function has by name is told by `_named`."""
     if isinstance(x, _CONTAINERS) and len(x) > thresholds.SEARCHED:
         return ()

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import thresholds, tree
-from invfunc._functorch import backward_pass, plainly, pointer, unwatched
+from invfunc._functorch import plainly, pointer, unwatched
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.like import Geometry, Memory, all_of, geometry
@@ -55,8 +55,6 @@ class HookedBlock(Block):
         self._apart = [i for i, t in enumerate(rest) if t.numel() and pointer(t) not in inputs]
         self._places = _places(rest, self._apart)
         self._saved: dict[Key, Found] = {}
-        self._pass = -1
-        """The backward pass in which they were computed."""
         self._memory: dict[Key, tuple[Memory, Geometry]] | None = {} if call.followed else None
 
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
@@ -149,7 +147,6 @@ class HookedBlock(Block):
         for block in self.behind():
             if isinstance(block, HookedBlock):
                 block.forget()  # autograd is done with it
-        self._pass = backward_pass()
         rest = self._detached()
         with plainly(), self._call.named():
             xs = self.xs()

@@ -141,9 +141,9 @@ BLOCKS = [
         AGAIN,
     ),
     Fault(
-        "what a backward pass has left is handed to the next one",
-        "recomputation/hooks.py",
-        "if self._saved and self._pass != backward_pass():",
+        "what was computed again may be written before autograd asks for it",
+        "recomputation/recording.py",
+        "if version(self.tensor) != self.version:",
         "if False:",
         AGAIN,
     ),
