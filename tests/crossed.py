@@ -41,6 +41,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "BLOCK_BATCH": (1, FAR),
     "BLOCK_COLUMNS": (1, FAR),
     "BLOCK_SAMPLES": (1, FAR),
+    "PARTS_CHECKED": (1, FAR),
     "BLOCK_WIDTH": (1, FAR),
     "OPERANDS": (1, FAR),
     "PRODUCTS": (1, FAR),
