@@ -103,7 +103,7 @@ BLOCKS = [
         "recomputation/slots.py",
         "if users is not None and version(users) == self._version:",
         "if users is not None:",
-        AGAIN,
+        "invertible/test_errors.py " + AGAIN,
     ),
     Fault(
         "what is held may be written to",
@@ -124,7 +124,7 @@ BLOCKS = [
         "recomputation/slots.py",
         "blocks.pop().invert()",
         "blocks.pop(0).invert()",
-        AGAIN,
+        "invertible/test_checkpoint.py " + AGAIN,
     ),
     Fault(
         "a tensor that was given back has no error",
@@ -233,7 +233,7 @@ BLOCKS = [
         """            idle.update(i for i, g in zip(wanted, found, strict=True) if g is None)
             given_in""",
         "            given_in",
-        AGAIN,
+        "invertible/test_modules.py " + AGAIN,
     ),
     Fault(
         "each entry of a batch draws the same numbers",

@@ -229,7 +229,7 @@ STATISTICS = [
         "reductions/kronecker_factors.py",
         "return b if same else (b + b.mT) / 2",
         "return b",
-        "reductions",
+        "reductions/test_kfac.py",
     ),
     Fault(
         "damping is split the other way round",
