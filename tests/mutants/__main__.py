@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,14 +14,14 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutants.blocks import BLOCKS
-from tests.mutants.fault import Fault, Outcome, copied, run
+from tests.mutants.fault import Fault, Outcome, Search, copied, run, tests
 from tests.mutants.operations import OPERATIONS
 from tests.mutants.statistics import STATISTICS
 
 FAULTS = [*STATISTICS, *OPERATIONS, *BLOCKS]
 
 
-def outcomes(faults: list[Fault], processes: int) -> Iterator[Outcome]:
+def outcomes(faults: list[Fault], search: Search, processes: int) -> Iterator[Outcome]:
     """What comes of each fault; each process has a copy of its own."""
     with ExitStack() as stack:
         copies = SimpleQueue[Path]()
@@ -29,11 +31,20 @@ def outcomes(faults: list[Fault], processes: int) -> Iterator[Outcome]:
         def one(fault: Fault) -> Outcome:
             where = copies.get()
             try:
-                return run(fault, where)
+                return run(fault, where, search)
             finally:
                 copies.put(where)
 
         yield from stack.enter_context(ThreadPoolExecutor(processes)).map(one, faults)
+
+
+def by_package(done: list[Outcome]) -> Iterator[str]:
+    """The lines of a table: how many faults each package has, and how many of them are found."""
+    yield f"{'package':14} {'faults':>6} {'found':>6} {'seconds':>8}"
+    for package in sorted({outcome.fault.package for outcome in done}):
+        of = [outcome for outcome in done if outcome.fault.package == package]
+        found = sum(outcome.came == "found" for outcome in of)
+        yield f"{package:14} {len(of):6} {found:6} {sum(outcome.seconds for outcome in of):8.0f}"
 
 
 def main() -> int:
@@ -44,13 +55,16 @@ def main() -> int:
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
     chosen = [f for f in FAULTS if options.only in f.name or options.only in f.file][part - 1 :: parts]
-    found = 0
-    for outcome in outcomes(chosen, options.processes):
-        found += outcome.came == "found"
+    os.environ["OMP_NUM_THREADS"] = "1"  # there is a process for each core
+    started, done = time.perf_counter(), []
+    for outcome in outcomes(chosen, tests, options.processes):
+        done.append(outcome)
         fault = outcome.fault
         print(f"{outcome.came:8} {outcome.seconds:5.0f} s  {fault.name} ({fault.file})  {outcome.by}", flush=True)
-    print(f"{found} of {len(chosen)} found")
-    return int(found < len(chosen))
+    found = sum(outcome.came == "found" for outcome in done)
+    print("", *by_package(done), "", sep="\n")
+    print(f"{found} of {len(done)} found in {time.perf_counter() - started:.0f} s")
+    return int(found < len(done))
 
 
 if __name__ == "__main__":

@@ -1,38 +1,53 @@
-"""One planted fault, and how it is run: in a copy of the library, by the tests that should find it."""
+"""One planted fault, and how it is looked for: in a copy of the library, by the tests that should find it."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
+import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from itertools import count
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _COPIED = ("invfunc", "tests", "notebooks", "pyproject.toml", "README.md")
-_LONGEST = 600
-"""Seconds after which the tests of a fault count as found: it never ends."""
+_LONGEST = 150
+"""Seconds after which one test counts as failed: it never ends."""
+
+_LATER = count(10)
+"""By how many seconds a file with a fault is younger: bytecode is known by the age of its file."""
+
+_PROCESSES = get_context("forkserver")  # torch is imported once; each fault has a process of its own
+_PROCESSES.set_forkserver_preload(["torch", "hypothesis", "pytest"])
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` in the place of `new` in a file of the library, and the tests that should fail."""
+    """`new` in the place of `old` in a file of the library, and the tests that should fail."""
 
     name: str
     file: str
     old: str
     new: str
     tests: str
-    """Files and folders of `tests`."""
+    """Files, folders and single tests (`file.py::Laws::test_one`) of `tests`: first the one that found it last."""
 
     def planted(self, source: str) -> str:
         """The source of the file with the fault."""
         if source.count(self.old) != 1:
             raise ValueError(f"{self.name!r}: {self.file} has its text {source.count(self.old)} times: {self.old!r}")
         return source.replace(self.old, self.new)
+
+    @property
+    def package(self) -> str:
+        """The folder of the library that its file is in, or the file at the top."""
+        return self.file.split("/")[0]
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,11 @@ class Outcome:
     came: str
     by: str
     seconds: float
+
+
+Say = Callable[[str], None]
+Search = Callable[[Fault, Say], tuple[str, str]]
+"""How a fault is looked for, in a process where it is planted: what came of it, and by what. It says what it is at."""
 
 
 def copied(to: Path) -> Path:
@@ -56,32 +76,74 @@ def copied(to: Path) -> Path:
     return to
 
 
-def run(fault: Fault, where: Path) -> Outcome:
-    """Plant a fault in a copy, run its tests, and take it out again."""
+def run(fault: Fault, where: Path, search: Search) -> Outcome:
+    """Plant a fault in a copy, look for it, and take it out again."""
     file, started = where / "invfunc" / fault.file, time.perf_counter()
-    sound = file.read_text()
+    sound, times = file.read_text(), file.stat()
     file.write_text(fault.planted(sound))
+    os.utime(file, (times.st_atime, times.st_mtime + next(_LATER)))
     try:
-        came, by = _tested(fault, where)
+        came, by = _searched(fault, where, search)
     finally:
         file.write_text(sound)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     return Outcome(fault, came, by, time.perf_counter() - started)
 
 
-def _tested(fault: Fault, where: Path) -> tuple[str, str]:
-    files = [f"tests/{file}" for file in fault.tests.split()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *files]
-    around = {"PYTHONPATH": str(where), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+def tests(fault: Fault, say: Say) -> tuple[str, str]:
+    """Run the tests of a fault until one fails."""
+    import pytest
+
+    class Watch:
+        failed = ""
+
+        def pytest_runtest_logstart(self, nodeid):
+            say(nodeid.removeprefix("tests/"))
+
+        def pytest_runtest_logreport(self, report):
+            if report.failed:
+                self.failed = self.failed or report.nodeid.removeprefix("tests/")
+
+    watch, files = Watch(), [f"tests/{file}" for file in fault.tests.split()]
+    code = pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *files], plugins=[watch])
+    if code == pytest.ExitCode.TESTS_FAILED and watch.failed:
+        return "found", watch.failed
+    return ("survived", "") if code == pytest.ExitCode.OK else ("broken", f"pytest: {code!r}")
+
+
+def _searched(fault: Fault, where: Path, search: Search) -> tuple[str, str]:
+    there, here = _PROCESSES.Pipe(duplex=False)
+    process = _PROCESSES.Process(target=_alone, args=(fault, where, search, here))
+    process.start()
+    here.close()
+    at = ""
     try:
-        done = subprocess.run(
-            command, cwd=where, env={**os.environ, **around}, capture_output=True, text=True, timeout=_LONGEST
-        )
-    except subprocess.TimeoutExpired:
-        return "found", "it does not end"
-    if done.returncode == 0:
-        return "survived", ""
-    failed = re.search(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
-    if done.returncode == 1 and failed:
-        return "found", failed[1].removeprefix("tests/")
-    last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-    return "broken", " ".join(last)
+        while there.poll(_LONGEST):
+            came, at = there.recv()
+            if came:
+                return came, at
+        return "found", f"{at} (it does not end)"
+    except EOFError:
+        return "found", f"{at} (the process ends)"
+    finally:
+        try:
+            os.killpg(process.pid or 0, signal.SIGKILL)  # with all that it has started
+        except ProcessLookupError:
+            pass
+        process.join()
+
+
+def _alone(fault: Fault, where: Path, search: Search, here: Connection) -> None:
+    """Look for a fault in this process, which is the fault's own: the library is that of the copy from here on."""
+    os.setsid()
+    _move(where)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        here.send(search(fault, lambda at: here.send(("", at))))
+
+
+def _move(where: Path) -> None:
+    os.chdir(where)
+    os.environ["PYTHONPATH"], sys.dont_write_bytecode = str(where), False
+    sys.path[:] = [str(where), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("invfunc", "tests")]:
+        del sys.modules[name]
