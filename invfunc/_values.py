@@ -7,6 +7,11 @@ import torch
 from invfunc._functorch import FakeTensor, innermost
 
 
+def differentiable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def fake(x: torch.Tensor) -> bool:
     """Whether a tensor has no numbers (FakeTensorMode)."""
     return isinstance(innermost(x), FakeTensor)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._values import differentiable
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.chain import repeated
 from invfunc.pairs.pair import Invertible, as_pair
@@ -72,7 +73,7 @@ def check_inverse(
     except InvFuncError as error:
         raise told(error, f"check_inverse({trip.pair!r}, x, ...)") from error.__cause__
     condition = _condition(trip.back, trip.y, back)
-    floats = [t for t in tree.tensors(x) if t.is_floating_point() or t.is_complex()]
+    floats = [t for t in tree.tensors(x) if differentiable(t)]
     coarsest = max((torch.finfo(t.dtype).eps for t in floats), default=0.0)
     if condition * coarsest > coarsest**0.5:
         warnings.warn(
@@ -185,7 +186,7 @@ def _condition(inverse: Callable, y: Any, x: Any) -> float:
     generator = torch.Generator().manual_seed(0)
 
     def near(t: torch.Tensor) -> torch.Tensor:
-        if not (t.is_floating_point() or t.is_complex()):
+        if not differentiable(t):
             return t
         signs = torch.randint(0, 2, t.shape, generator=generator).to(t.device, t.dtype) * 2 - 1
         return t + t.abs().max() * torch.finfo(t.dtype).eps ** 0.5 * signs if t.numel() else t
@@ -198,7 +199,7 @@ def _condition(inverse: Callable, y: Any, x: Any) -> float:
 def _distance(a: Any, b: Any) -> float:
     """Relative, over all tensors of real or complex numbers."""
     pairs = zip(tree.tensors(a), tree.tensors(b), strict=True)
-    pairs = [(s, t) for s, t in pairs if t.is_floating_point() or t.is_complex()]
+    pairs = [(s, t) for s, t in pairs if differentiable(t)]
     largest = max((float(t.abs().max()) for _, t in pairs if t.numel()), default=0.0)
     squares = sum(float((s - t).abs().double().square().sum()) for s, t in pairs)
     return (squares / max(1, sum(t.numel() for _, t in pairs))) ** 0.5 / (largest or 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +75,13 @@ def setitem(call: Call) -> Place:
         if isinstance(axis, Axis):
             return axis
     return written(call, spelled(call, x, index), value)
+
+
+def written_for_each(call: Call, params: Mapping[int, torch.Tensor], _: Any) -> Callable[[], None] | None:
+    """`x[index] = w` with parameters w, in a tensor x of samples: w is added to zeros of them, and that is written."""
+    x, index, value = call.args
+    if id(value) in params and id(x) not in params and x.is_floating_point():
+        return lambda: x.__setitem__(index, x[index].detach().nan_to_num(0, 0, 0) * 0 + value)
 
 
 def index_put(call: Call) -> Place:
@@ -276,7 +283,7 @@ def _put(step: Step, out: torch.Tensor) -> Rows:
 
 
 define("getitem", batch_axis=getitem, linear="all", picks="any", places="reads", permutes=True, rows_only=True)
-define("setitem", batch_axis=setitem, linear="all", places="writes")
+define("setitem", batch_axis=setitem, instead=written_for_each, linear="all", places="writes")
 define("index", receptive_field=_index, linear="all")
 define("index_put", batch_axis=index_put, receptive_field=_put, linear="all", places="writes")
 define("masked_select", batch_axis=masked_select, linear="all", places="reads")

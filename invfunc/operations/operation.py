@@ -33,6 +33,9 @@ class Operation:
     """From a `Step` of aten's operation to what the entries of its result depend on."""
     entries: Rule | None = None
     """From a `Call` that sums over the samples to what each of them adds to the sum, `[N, *sum]`, or None."""
+    instead: Rule | None = None
+    """From a `Call` that is to be made, the parameters that it reads by their ids, and what each sample adds to a sum
+    over the samples (where that is known), to what is run in its place, or None."""
     composed: Rule | None = None
     """The operations that it is composed of, where it is better followed in those, as its own derivative is fragile or
     its insides move the samples: takes its arguments."""

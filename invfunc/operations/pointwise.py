@@ -86,6 +86,13 @@ def _abs(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).abs())
 
 
+def _by_reciprocal(call: Call, _: Any, added: Callable[[torch.Tensor], Any]) -> Callable[[], torch.Tensor] | None:
+    """A sum over the samples by parameters: it is multiplied, which takes apart what each sample adds."""
+    total, divisor = call.args if not call.kwargs else (None, None)
+    if isinstance(total, torch.Tensor) and isinstance(divisor, torch.Tensor) and added(total) is not None:
+        return lambda: total * divisor.reciprocal()
+
+
 ENTRYWISE: dict[str, Any] = {"batch_axis": pointwise, "paired": entry_by_entry, "receptive_field": elementwise}
 define_tagged(torch.Tag.pointwise, **ENTRYWISE)
 define("abs absolute", linear="all", piecewise=True, twice=_abs, **ENTRYWISE)
@@ -94,7 +101,7 @@ define("add", linear="all", equation=equations.add)
 define("sub subtract", linear="all", equation=equations.sub, **ENTRYWISE)
 define("rsub", linear="all", equation=equations.rsub, **ENTRYWISE)
 define("mul multiply", linear="each", equation=equations.mul, **ENTRYWISE)
-define("div divide true_divide", linear=1, unless="rounding_mode", **ENTRYWISE)
+define("div divide true_divide", linear=1, unless="rounding_mode", instead=_by_reciprocal, **ENTRYWISE)
 define("lerp", linear=2)
 define(
     "neg negative positive zero type cpu cuda copy get:real where masked_fill fill _to_copy lift_fresh_copy",

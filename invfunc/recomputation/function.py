@@ -24,9 +24,10 @@ import torch
 
 from invfunc._functorch import alive, each_of_batch, leaf_level, level_of, levels
 from invfunc._signed import signed
+from invfunc._values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
-from invfunc.recomputation.maps import BatchedRun, Map, Run, batched, differentiable, pulled, unbatched, unwound
+from invfunc.recomputation.maps import BatchedRun, Map, Run, batched, pulled, unbatched, unwound
 from invfunc.recomputation.slots import Block, Held, fetch
 
 Gradients = Sequence[torch.Tensor | None]

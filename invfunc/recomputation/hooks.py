@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import thresholds, tree
 from invfunc._functorch import plainly, pointer, unwatched
+from invfunc._values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.like import Geometry, Memory, all_of, geometry
@@ -274,7 +275,7 @@ The values show what no call tells, such as an unseen change of a tensor; how a 
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
+    return tensor if differentiable(tensor) else tensor.double()
 
 
 def _places(rest: Tensors, indices: Sequence[int]) -> dict[int, int]:

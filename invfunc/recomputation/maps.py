@@ -12,6 +12,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from invfunc import tree
 from invfunc._functorch import leaf_level, unwatched, unwrapped, vmaps_of
 from invfunc._opened import raised_in
+from invfunc._values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.operations.heard import Function, Listener
 from invfunc.recomputation.call import Call, Evaluate, Tensors
@@ -225,11 +226,6 @@ class _NoHooks(Listener):
 Edge = torch.autograd.graph.GradientEdge
 _Graph = tuple[list[Edge | None], list[Edge | None]]
 """Where the inputs and the outputs of an evaluation are in the graph; None where they have none."""
-
-
-def differentiable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can have a gradient."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _for_each(tensor: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:

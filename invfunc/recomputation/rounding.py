@@ -9,6 +9,7 @@ import torch
 
 from invfunc import thresholds
 from invfunc._functorch import innermost
+from invfunc._values import differentiable
 
 Error = float | torch.Tensor
 """The distance of some entries from what they were, relative to their size; a tensor where a device has not told it."""
@@ -47,7 +48,7 @@ def rounded(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
         sign = torch.randint(0, 2, t.shape, generator=generator).to(t.device) * 2 - 1
         return t + (t * (ROUNDED * torch.finfo(t.dtype).eps * sign)).to(t.dtype)
 
-    return [moved(t.detach()) if t.is_floating_point() or t.is_complex() else t for t in tensors]
+    return [moved(t.detach()) if differentiable(t) else t for t in tensors]
 
 
 def near(error: float, moved: float) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from invfunc._values import differentiable
 from invfunc.recomputation.rounding import Error, known_at_once, precision
 
 
@@ -24,7 +25,7 @@ class Sum(NamedTuple):
         """That of a plain tensor; its size only where that is asked for."""
         at_once, size = known_at_once(tensor.device), 1.0
         total = tensor.sum(dtype=_wide(tensor.dtype))
-        if sized and (tensor.is_floating_point() or tensor.is_complex()):
+        if sized and differentiable(tensor):
             size = torch.linalg.vector_norm(tensor, dtype=_wide(tensor.dtype))
             size = size.item() if at_once else size
         return cls(tensor.dtype, total.item() if at_once else total, size)

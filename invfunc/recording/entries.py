@@ -12,7 +12,6 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call
 from invfunc.operations.equations import Equation, equation
 from invfunc.operations.operation import known
-from invfunc.recording.seen import Seen
 
 Added = Callable[[torch.Tensor], torch.Tensor | None]
 """What each sample adds to a tensor that is a sum over them, `[N, *sum]`, where that is known."""
@@ -43,23 +42,16 @@ def _linear(call: Call, of: Added) -> torch.Tensor | None:
     return torch.vmap(run)(*values) - run(*(torch.zeros_like(x[0]) for x in values)) * (1 - 1 / call.n)
 
 
-def product(seen: Seen, of: Added) -> Callable[[], torch.Tensor] | None:
+def product(call: Call, _: Any, of: Added) -> Callable[[], torch.Tensor] | None:
     """A product of a sum over the samples with parameters as a sum of products of what each of them adds."""
-    if known(seen.name).linear == 1 and seen.name in _QUOTIENTS and not seen.kwargs:
-        total, divisor = seen.args
-        if isinstance(total, torch.Tensor) and isinstance(divisor, torch.Tensor) and of(total) is not None:
-            return lambda: total * divisor.reciprocal()
-    parsed = equation(seen.name, seen.args, seen.kwargs)
+    parsed = equation(call.name, call.args, call.kwargs)
     if parsed is None or isinstance(parsed.scale, torch.Tensor):
         return None
     entries = [of(x) for x in parsed.operands]
-    sums = [x for x in seen.read if getattr(seen.tags.get(id(x)), "place", None) is BATCH_SUM]
+    sums = [x for x, place in call.samples if place is BATCH_SUM]
     if len(sums) != 1 or sum(x is not None for x in entries) != 1 or len({x.dtype for x in parsed.operands}) > 1:
         return None
     return lambda: _einsum(parsed, entries)
-
-
-_QUOTIENTS = ("div", "divide", "true_divide")
 
 
 def _einsum(parsed: Equation, entries: list[Any]) -> torch.Tensor:

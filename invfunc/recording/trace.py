@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
 from invfunc._functorch import unviewed
 from invfunc._opened import opened
+from invfunc._values import differentiable
 from invfunc.errors import ArgumentError, part_mixed, samples_lost
 from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis
@@ -27,7 +27,7 @@ from invfunc.recording.scope import Scope
 from invfunc.recording.seen import Seen
 from invfunc.recording.steps import Remember, Step, any_step, is_view, nonlinear, step
 from invfunc.recording.tags import Derived, Sampled, in_order
-from invfunc.recording.uses import ParameterUses, Watcher, written_for_each
+from invfunc.recording.uses import ParameterUses, Watcher
 
 
 class Trace(ParameterUses, Listener):
@@ -166,7 +166,7 @@ class Trace(ParameterUses, Listener):
             alone = self.n == 1 and self.partial
             derived = seen.derived(produced, of_data, self.untraced_call(seen), alone)
             for x in produced:
-                self.set(x, derived if x.is_floating_point() or x.is_complex() else None)
+                self.set(x, derived if differentiable(x) else None)
                 if seen.writes:
                     self.known.written(x, derived)
         return out
@@ -179,28 +179,29 @@ class Trace(ParameterUses, Listener):
             self.pattern.before(len(self.edges), seen)
         if seen.through_view and (params or self._remembers(seen)):
             return self._through_view(seen)
-        instead = self.product(seen, params) or written_for_each(seen, params)
+        instead = self.instead(seen, params)
         if instead is not None:
             with self:
                 return instead()
         out, kept, remembered = self._run(seen, bool(params))
-        produced = seen.produced(out)
-        if not produced:
+        if not seen.produced(out):
             self.values_left(seen)
             return out
+        return self._noted(seen, out, kept, remembered, lost)
+
+    def _noted(self, seen: Seen, out: Any, kept: torch.Tensor | None, remembered: bool, lost: str | None) -> Any:
+        """Note a call that was run on samples; returns its result, which is another one of a sum that is kept apart."""
+        params, produced = seen.params, seen.produced(out)
         if kept is not None:
             params.pop(id(seen.args[0]), None)
             seen.read_instead(kept)
-        call = seen.call(out, self.n, self.partial, self.beforehand.by_rows)
-        if not (produced[0].is_floating_point() or produced[0].is_complex()):
+        if not differentiable(produced[0]):
             params = {}
+        call = seen.call(out, self.n, self.partial, self.beforehand.by_rows)
         result = self._followed(call, seen, params, lost)
         if result.found is BATCH_SUM and not (params or seen.writes or "out" in seen.kwargs):
-            again = self.kept_apart(call, seen) if call.active and not remembered else None
-            again = self._summed(seen) if again is None and self.displaced else again
-            if again is not None:
-                out = call.out = again
-                produced = seen.produced(out)
+            out = call.out = self.of_sum(call, seen, remembered)
+            produced = seen.produced(out)
         if self.read and self.apart and result.lost is None:
             self.note(call, result.found)
         if params:
@@ -254,17 +255,6 @@ class Trace(ParameterUses, Listener):
             written.copy_(copy)
         return written
 
-    def _summed(self, seen: Seen) -> Any:
-        """The result of a sum over samples once more: of aliases, at which arrives what it sends back, and no more."""
-        tagged = [(x, seen.tags.get(id(x))) for x in seen.read]
-        aliases = dict[int, torch.Tensor]()
-        for x, tag in tagged:
-            if isinstance(tag, Sampled) and tag.active and isinstance(tag.place, Axis) and x.requires_grad:
-                aliases[id(x)] = x.view_as(x)
-                self.sums.append((aliases[id(x)], tag.place))
-        args, kwargs = tree.map_tensors(lambda x: aliases.get(id(x), x), (seen.args, seen.kwargs))
-        return seen.func(*args, **kwargs)
-
     def _kept(self, seen: Seen) -> torch.Tensor:
         """A copy of what an operation reads and then overwrites."""
         kept = seen.args[0].clone()
@@ -298,8 +288,7 @@ class Trace(ParameterUses, Listener):
         depends = path(seen, met) if torch.is_grad_enabled() else NO_PATH
         for i, x in enumerate(produced):
             place = found[i] if isinstance(found, list) else found
-            differentiable = x.is_floating_point() or x.is_complex()
-            tag = Sampled(place, result.lost, *(depends if differentiable else NO_PATH), result.order)
+            tag = Sampled(place, result.lost, *(depends if differentiable(x) else NO_PATH), result.order)
             if tag.active:
                 self.complex |= x.is_complex()
                 self.displaced |= isinstance(place, Axis) and place.rows is not None

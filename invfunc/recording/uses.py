@@ -147,7 +147,7 @@ class ParameterUses(Provenance):
         found, then = self._added.get(x) or (None, 0)
         return found if then == version(x) else None
 
-    def kept_apart(self, call: Call, seen: Seen) -> torch.Tensor | None:
+    def _kept_apart(self, call: Call, seen: Seen) -> torch.Tensor | None:
         """The result of a call that sums over the samples, once it is kept what each of them adds to it."""
         wanted = self.beforehand.entries and self.watcher is None and not in_order(seen.sampled)
         found = entries.added(call, self.added) if wanted else None
@@ -163,11 +163,32 @@ class ParameterUses(Provenance):
         self.set(found, Sampled(Axis(0), None, *path(seen, False)))
         return out
 
-    def product(self, seen: Seen, params: dict[int, torch.Tensor]) -> Callable[[], torch.Tensor] | None:
-        """A product of parameters with a sum over the samples, by what each sample adds to the sum."""
-        if not (params and self.beforehand.entries) or any(not_shared(seen.tags[i], self.left) for i in params):
+    def of_sum(self, call: Call, seen: Seen, remembered: bool) -> Any:
+        """The result of a sum over samples, as it is followed further."""
+        again = self._kept_apart(call, seen) if call.active and not remembered else None
+        if again is None and self.displaced:
+            again = self._summed(seen)
+        return call.out if again is None else again
+
+    def _summed(self, seen: Seen) -> Any:
+        """The result of a sum over samples once more: of aliases, at which arrives what it sends back, and no more."""
+        tagged = [(x, seen.tags.get(id(x))) for x in seen.read]
+        aliases = dict[int, torch.Tensor]()
+        for x, tag in tagged:
+            if isinstance(tag, Sampled) and tag.active and isinstance(tag.place, Axis) and x.requires_grad:
+                aliases[id(x)] = x.view_as(x)
+                self.sums.append((aliases[id(x)], tag.place))
+        args, kwargs = tree.map_tensors(lambda x: aliases.get(id(x), x), (seen.args, seen.kwargs))
+        return seen.func(*args, **kwargs)
+
+    def instead(self, seen: Seen, params: dict[int, torch.Tensor]) -> Callable[[], Any] | None:
+        """What is run in place of a call in which parameters meet samples, or sums of what each of them adds."""
+        entry = seen.function.entry
+        rule = entry.instead or (entries.product if entry.equation and self.beforehand.entries else None)
+        if rule is None or not params:
             return None
-        return entries.product(seen, self.added)
+        shared = not any(not_shared(seen.tags[i], self.left) for i in params)
+        return rule(seen.call(None, self.n, False, False), params, self.added if shared else lambda x: None)
 
     def meet(
         self,
@@ -206,18 +227,3 @@ class ParameterUses(Provenance):
                 self.use(x, tag, generic(Site(call, axis, self.scope.leave), x), out, axis, call, below=below)
             else:
                 self.use(x, tag, recipe, out, axis, lean, recomputed, below)
-
-
-def written_for_each(seen: Seen, params: dict[int, torch.Tensor]) -> Callable[[], None] | None:
-    """`x[index] = w` with parameters w, in a tensor x of samples: w is added to zeros of them, and that is written."""
-    if seen.name != "setitem":
-        return None
-    x, index, value = seen.args
-    if id(value) not in params or id(x) in params or not x.is_floating_point():
-        return None
-
-    def write() -> None:
-        zeros = x[index].detach().nan_to_num(0, 0, 0) * 0
-        x[index] = zeros + value
-
-    return write

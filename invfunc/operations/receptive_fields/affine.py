@@ -6,18 +6,19 @@ from collections.abc import Iterable
 
 import torch
 
+from invfunc._values import differentiable
 from invfunc.operations.operation import Operation
 from invfunc.operations.receptive_fields.step import Step
 
 
 def affine(step: Step, entry: Operation, written: Iterable[torch.Tensor]) -> bool:
     """Whether what a call gives is affine in its labelled arguments."""
-    if entry.piecewise or not all(x.is_floating_point() or x.is_complex() for x in written):
+    if entry.piecewise or not all(map(differentiable, written)):
         return False
     if entry.unless in step and step[entry.unless]:
         return False
     if entry.linear == "all":
-        return all(x.is_floating_point() or x.is_complex() for x in step.labelled)
+        return all(map(differentiable, step.labelled))
     if entry.linear == "each":
         added = [step[name] for name in entry.added if name in step]
         return len([x for x in step.labelled if not any(x is y for y in added)]) <= 1
