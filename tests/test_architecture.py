@@ -55,6 +55,7 @@ FLOORS = [
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 320
+MOST_BRANCHES = 20
 each_file = pytest.mark.parametrize("file", FILES, ids=[str(f.relative_to(PACKAGE)) for f in FILES])
 
 
@@ -161,11 +162,42 @@ assert state() == before, [(a, b) for a, b in zip(before, state()) if a != b]
         assert run.returncode == 0 and run.stdout == "", run.stdout + run.stderr
 
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def branches(function):
+    """McCabe's complexity of a function without those in it, as radon counts it: the ways through it that begin."""
+    count, waiting = 1, list(function.body)
+    while waiting:
+        node = waiting.pop()
+        match node:
+            case ast.If() | ast.IfExp() | ast.Assert():
+                count += 1
+            case ast.For() | ast.AsyncFor() | ast.While():
+                count += 1 + bool(node.orelse)
+            case ast.Try():
+                count += len(node.handlers) + bool(node.orelse)
+            case ast.BoolOp():
+                count += len(node.values) - 1
+            case ast.comprehension():
+                count += 1 + len(node.ifs)
+            case ast.Match():
+                count += len(node.cases) - any(getattr(c.pattern, "pattern", False) is None for c in node.cases)
+        if not isinstance(node, (*FUNCTIONS, ast.Assert)):
+            waiting += ast.iter_child_nodes(node)
+    return count
+
+
 @pytest.mark.quick
 class TestFiles:
     @each_file
     def test_are_short_enough_to_hold_in_the_head(self, file):
         assert len(file.read_text().splitlines()) <= LONGEST
+
+    @each_file
+    def test_have_functions_of_few_branches(self, file):
+        found = {f"{f.name}, line {f.lineno}": branches(f) for f in ast.walk(parsed(file)) if isinstance(f, FUNCTIONS)}
+        assert not {name: many for name, many in found.items() if many > MOST_BRANCHES}
 
     @each_file
     def test_say_what_they_are(self, file):

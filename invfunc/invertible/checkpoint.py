@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import disable_saved_tensors_hooks
 
 from invfunc import tree
 from invfunc._functorch import dual, levels, saving_hooks, under
-from invfunc._opened import raised_in
 from invfunc._scripted import Interpreted
 from invfunc.callables import check_callable, describe
 from invfunc.errors import (
@@ -29,9 +27,8 @@ from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.value import Value
 from invfunc.recomputation.call import Call, Tensors
-from invfunc.recomputation.closing import closing_over
+from invfunc.recomputation.closing import closing_over, hooking
 from invfunc.recomputation.containers import Containers
-from invfunc.recomputation.hooks import hooked
 from invfunc.recomputation.report import Known, Report, unbatched, way
 from invfunc.recomputation.rounding import default_tolerance, relative_error
 from invfunc.recomputation.sparse import any_sparse, separate
@@ -242,41 +239,36 @@ class Checkpointed(Value):
         rest, rest_form = separate((args, kwargs))
         kinds = {kind for kind, _ in levels()}
         in_node = bool(kinds or self._known.needs_a_node)
-        sparse = any_sparse([*xs, *rest] if in_node else xs)
-        small = not xs or sparse or sum(t.nbytes for t in xs) < self.min_bytes
-        if (
-            small
-            or (in_node and self._known.as_it_is)
-            or self._followed_closely(kinds)
-            or not _keeps_a_graph(kinds, (*xs, *rest))
-        ):
+        if self._saves_nothing(kinds, in_node, xs, rest):
             with Interpreted() if kinds else nullcontext():
                 return self._forward(x, args, kwargs)
-        kept = tuple(range(len(xs))) if self.keep is True else self.keep or ()
-        if any(not 0 <= i < len(xs) for i in kept):
-            raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {len(xs)} of them.")
+        kept = self._kept(len(xs))
         tolerance = _tolerance(self.check, xs)
         report = Report(self, way(self.check), tolerance, self._known)
         given = Containers((x, *args, *kwargs.values()))
         made = partial(Call, self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, report, given)
-        call = made()
-        if in_node:
-            found = closing_over(call, made, xs, rest)
-        else:
-            try:
-                found = *hooked(call, xs, rest), call, rest
-            except RuntimeError as error:
-                if not raised_in(disable_saved_tensors_hooks, error):  # a transform of torch.func did
-                    raise
-                call.take_back("uses torch.func")
-                found = closing_over(made(), made, xs, rest)
-                self._known.needs_a_node = True
+        found = (closing_over if in_node else hooking)(made(), made, xs, rest)
         if found is None:
             return self._forward(x, args, kwargs)
         y, ys, call, rest = found
         if tolerance is not None and len(kept) < len(xs):
             _check(call, xs, ys, rest, tolerance)
         return y
+
+    def _kept(self, number: int) -> tuple[int, ...]:
+        """Which of so many tensors of x are kept."""
+        kept = tuple(range(number)) if self.keep is True else self.keep or ()
+        if any(not 0 <= i < number for i in kept):
+            raise ArgumentError(f"keep={self.keep} names tensors of x by their place, but x has {number} of them.")
+        return kept
+
+    def _saves_nothing(self, kinds: set[str], in_node: bool, xs: Tensors, rest: Tensors) -> bool:
+        """Whether f is evaluated as it is, as it would save no memory otherwise, or cannot."""
+        if not xs or any_sparse([*xs, *rest] if in_node else xs) or sum(t.nbytes for t in xs) < self.min_bytes:
+            return True
+        if (in_node and self._known.as_it_is) or self._followed_closely(kinds):
+            return True
+        return not _keeps_a_graph(kinds, (*xs, *rest))
 
     def _followed_closely(self, kinds: set[str]) -> bool:
         """Whether a statistic looks on that would not see into a node, or writes out for its second derivative what the

@@ -1,22 +1,41 @@
-"""The result of a node, whose further arguments are also the tensors that f closes over."""
+"""The result of a block, by hooks or of a node, whose further arguments are also the tensors that f closes over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+from invfunc._opened import raised_in
 from invfunc.errors import ClosedOverError, InvFuncError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.function import noded
+from invfunc.recomputation.hooks import hooked
 
 _CLOSES_OVER = "closes over tensors that need a gradient"
 _DROPPING = "Call the module that holds the block by `functional(module)`, which drops what is written. "
 
 
-def closing_over(
-    call: Call, made: Callable[..., Call], xs: Tensors, rest: Tensors
-) -> tuple[Any, Tensors, Call, Tensors] | None:
-    """The result and its tensors, the call that gave it and its further arguments; None if f has to be taken as it is.
+Found = tuple[Any, Tensors, Call, Tensors]
+"""The result and its tensors, the call that gave it and its further arguments."""
+
+
+def hooking(call: Call, made: Callable[..., Call], xs: Tensors, rest: Tensors) -> Found | None:
+    """What hooks give, or a node if f uses torch.func, which refuses them."""
+    try:
+        return *hooked(call, xs, rest), call, rest
+    except RuntimeError as error:
+        if not raised_in(disable_saved_tensors_hooks, error):  # a transform of torch.func did
+            raise
+        call.take_back("uses torch.func")
+        found = closing_over(made(), made, xs, rest)
+        call.report.known.needs_a_node = True
+        return found
+
+
+def closing_over(call: Call, made: Callable[..., Call], xs: Tensors, rest: Tensors) -> Found | None:
+    """What a node gives; None if f has to be taken as it is.
 
     Args:
         call: the call, if f closes over nothing that needs a gradient.

@@ -125,19 +125,8 @@ class Surroundings:
         """What gradients may be asked for that the function was not given, and what it writes."""
         roots = [o for o in self._outside.values() if o.root is o]
         written = [o for o in roots if o.written]
-        for o in written:
-            if o.read and o.tensor.requires_grad:  # a copy takes its place, which has no gradient
-                raise ReplayError(
-                    f"the function writes into a tensor of shape {list(o.tensor.shape)} that it reads and that needs a "
-                    "gradient, which it would not get. Write it before (clamp_, an initialisation by data), by one "
-                    "call of the block under torch.no_grad(), or read what was computed from it (weight.clamp(...))."
-                )
         needed = [o.tensor for o in roots if o.read and not o.written and _has_gradient(o.tensor)]
-        if any_sparse(needed):
-            raise ClosedOverError(
-                "the function closes over a sparse tensor that needs a gradient or belongs to a transform of "
-                "torch.func, as a buffer does that is an argument there. Pass it to the block as an argument."
-            )
+        _check_gradients(written, needed)
         values = {i: o.first.value for i, o in enumerate(written, len(needed))}
         wrapped = [o.tensor for o in roots if o.wrapped]
         constants = tuple(t for t in wrapped if not _has_gradient(t))
@@ -196,6 +185,22 @@ class Reach:
             elif not looks:
                 root.read = True
         return written
+
+
+def _check_gradients(written: Sequence[Outside], needed: Sequence[torch.Tensor]) -> None:
+    """That what is closed over can have its gradient as an argument."""
+    for o in written:
+        if o.read and o.tensor.requires_grad:  # a copy takes its place, which has no gradient
+            raise ReplayError(
+                f"the function writes into a tensor of shape {list(o.tensor.shape)} that it reads and that needs a "
+                "gradient, which it would not get. Write it before (clamp_, an initialisation by data), by one call of "
+                "the block under torch.no_grad(), or read what was computed from it (weight.clamp(...))."
+            )
+    if any_sparse(needed):
+        raise ClosedOverError(
+            "the function closes over a sparse tensor that needs a gradient or belongs to a transform of torch.func, "
+            "as a buffer does that is an argument there. Pass it to the block as an argument."
+        )
 
 
 def _has_gradient(tensor: torch.Tensor) -> bool:

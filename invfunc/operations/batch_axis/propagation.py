@@ -83,13 +83,8 @@ def propagate(call: Call) -> Place | list[Place]:
     if alone and all(place == alone[0] for place in places):  # nothing to mix: everything is of the one sample
         if call.n == 1 or known(call.name).places != "writes":
             return alone[0]
-    summed = BATCH_SUM in places or (bool(alone) and known(call.name).places == "no")
-    if summed and len(alone) + places.count(BATCH_SUM) == len(places):
-        return total(call)
-    if summed:
-        if BATCH_SUM in places:
-            raise Mixed("it combines a sum over the samples with tensors that keep them apart")
-        raise Unknown("it combines one sample with tensors that seem to keep them apart")
+    if BATCH_SUM in places or (alone and known(call.name).places == "no"):
+        return _of_sums(call, places)
     of_mask = call.name == "where" and not isinstance(call.out, torch.Tensor)
     found = getattr(call.func, "follow", None) or known("nonzero" if of_mask else call.name).batch_axis
     if found is None:
@@ -107,6 +102,15 @@ def _checked(call: Call, found: Place | list[Place]) -> Place | list[Place]:
                 raise Mixed(f"{tuple(x.shape)} is not the shape of {call.n} samples along {place}")
             places[i] = None
     return places if None in places and found is not None else found
+
+
+def _of_sums(call: Call, places: list[Axis | BatchSum]) -> Place:
+    """The place of what a call gives that reads a sum over the samples, or one sample as a sum of its own."""
+    if all(isinstance(place, BatchSum) or place.dim is None for place in places):
+        return total(call)
+    if BATCH_SUM in places:
+        raise Mixed("it combines a sum over the samples with tensors that keep them apart")
+    raise Unknown("it combines one sample with tensors that seem to keep them apart")
 
 
 def total(call: Call) -> Place:
