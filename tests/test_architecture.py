@@ -16,7 +16,7 @@ from torch.func import grad, vmap
 
 import invfunc
 from invfunc import _functorch, _opened, _uncompiled
-from tests.every import BOTH, LOSS, ROWS
+from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
@@ -219,7 +219,7 @@ class TestFiles:
 
 @pytest.mark.quick
 class TestRows:
-    """In `tests/every.py`, from which the laws of all statistics take them."""
+    """In `invfunc.testing.laws.rows`, from which the laws of all statistics take them."""
 
     def test_every_public_statistic_has_one(self):
         public = {f.__name__ for f in map(partial(getattr, invfunc), TestPublicNames.FUNCTIONS) if _statistic(f)}

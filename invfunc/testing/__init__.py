@@ -1,5 +1,6 @@
 """Tools for those who test and measure what they build with this library."""
 
+from invfunc.testing import laws
 from invfunc.testing.curvature import dense_batch_diag_hessian, dense_diag_hessian, dense_ggn, loop_kfac, loop_kfra
 from invfunc.testing.memory import peak_memory, return_freed_memory
 from invfunc.testing.operations import check_operation
@@ -23,6 +24,7 @@ __all__ = [
     "dense_diag_ggn",
     "dense_diag_hessian",
     "dense_ggn",
+    "laws",
     "loop_batch_grad",
     "loop_batch_jacobian",
     "loop_batch_l2_grad",

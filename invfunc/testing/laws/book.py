@@ -1,0 +1,51 @@
+"""All laws, by their names; those of one subject in the order in which they are tried: the cheap and telling first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from invfunc.errors import ArgumentError
+from invfunc.testing.laws import compositions, effects, products, statistics
+from invfunc.testing.laws.law import Law
+
+LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        statistics.shares_sum,
+        statistics.apart,
+        statistics.first_order,
+        statistics.ggn,
+        statistics.hessian,
+        statistics.agreement,
+        products.of_matrices,
+        products.jacobians,
+        products.factors,
+        statistics.order,
+        statistics.samples,
+        statistics.several,
+        effects.arguments,
+        effects.memory,
+        effects.random_numbers,
+        effects.life,
+        statistics.generic,
+        statistics.blocks,
+        statistics.chunks,
+        compositions.differentiated,
+        compositions.batched,
+        compositions.jacobian,
+        compositions.forward,
+    )
+}
+
+
+def chosen(call: str, subject: str, only: Iterable[str] | str | None) -> list[Law]:
+    """The laws of a subject, or those of these names."""
+    own = {name: law for name, law in LAWS.items() if law.subject == subject}
+    if only is None:
+        return list(own.values())
+    names = [only] if isinstance(only, str) else list(only)
+    unknown = [name for name in names if name not in own]
+    if unknown:
+        known = ", ".join(map(repr, own))
+        raise ArgumentError(f"{call}(..., only={names}): there is no law {unknown[0]!r}; the names are {known}.")
+    return [law for name, law in own.items() if name in names]

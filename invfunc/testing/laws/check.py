@@ -1,0 +1,101 @@
+"""The laws for a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from invfunc.callables import describe
+from invfunc.errors import ArgumentError
+from invfunc.recording.problem import InDims
+from invfunc.testing.laws.book import chosen
+from invfunc.testing.laws.law import FUNCTION
+from invfunc.testing.laws.problem import Problem, problem
+from invfunc.testing.laws.run import Outcome, smallest, tried
+from invfunc.testing.laws.table import Table
+
+
+def check(
+    f: Callable,
+    params: Any,
+    *batch: Any,
+    loss: Callable | None = None,
+    in_dims: InDims = 0,
+    seconds: float = 30,
+    only: Iterable[str] | str | None = None,
+    samples: Iterable[int] | None = None,
+    seed: int = 0,
+) -> Table:
+    """Assert the laws of this library for a function of yours: that its statistics are right, in all ways to them.
+
+        for law in LAWS.values():
+            assert all(claim.found() == claim.expected() for claim in law.claims(f, params, *batch))
+
+    A law is tried on all statistics that take f, against plain loops and double backward passes of autograd that know
+    nothing of this library, or against the same statistic on another way. What this library refuses is no failure: it
+    is told, with its error. Give few samples (3 to 8) and small sizes, in float64, where rounding hides least.
+
+    Args:
+        f: a loss function `f(params, *batch)` that returns a scalar or `[N]`, or a model function `f(params, *inputs)`.
+        params: any pytree of floating-point tensors.
+        batch: tensors, or trees of them, with the samples along axis 0; with `loss` the last one is its target.
+        loss: `loss(outputs, target)` of a model function, a scalar or `[N]`.
+        in_dims: the sample axis of each batch argument, or of all; None for what all samples share.
+        seconds: how long laws are tried, the cheap and telling ones first. What is left is listed. A smallest case is
+            looked for as long again.
+        only: the name of a law, or several.
+        samples: these of the batch only.
+        seed: where torch's global generators start; they are put back behind.
+
+    Returns:
+        A `Table`, which prints as a line for each law.
+
+    Raises:
+        AssertionError: a law does not hold. It tells the smallest case: the fewest samples, the entry with both
+            numbers, and what to type to see it again.
+        ArgumentError, ArgumentTypeError: arguments that no law can use, names of no law, or an f that all laws refuse.
+
+    Example:
+        >>> import torch
+        >>> from invfunc.testing import laws
+        >>> def f(w, x, y):
+        ...     return (x @ w - y).square()
+        >>> w, x, y = torch.ones(2).double(), torch.eye(3, 2).double(), torch.zeros(3).double()
+        >>> table = laws.check(f, w, x, y, only=["shares sum to the gradient", "shares equal their loop"])
+        >>> [outcome.state for outcome in table.outcomes]
+        ['holds', 'holds']
+
+    Cost: of a small model some hundred statistics, a few seconds.
+    """
+    given = problem("laws.check", f, params, batch, loss, in_dims, samples, seed)
+    laws = chosen("laws.check", FUNCTION, only)
+    outcomes = tried(laws, given, seconds)
+    return judged(Table(repr(given), tuple(outcomes)), given, _again(given, in_dims), seconds)
+
+
+def judged(table: Table, subject: Any, again: str, seconds: float) -> Table:
+    """The table itself, or the error that it calls for."""
+    if table.failed:
+        raise AssertionError(told(table.failed[0], table, subject, again, seconds))
+    asked = [outcome for outcome in table.outcomes if not outcome.law.of_f]
+    if table.refused and not any(outcome.tried for outcome in asked):
+        raise ArgumentError(f"every law refuses this function: {next(iter(table.refused.values()))}\n\n{table}")
+    return table
+
+
+def told(outcome: Outcome, table: Table, subject: Any, again: str, seconds: float) -> str:
+    """The message for a law that does not hold."""
+    failure = outcome.failures[0]
+    part, failure = smallest(outcome.law, subject, failure, seconds)
+    samples = f"\n    samples: {list(part.samples)}, of {subject.n}" if subject.n else ""
+    more = f", samples={list(part.samples)}" if subject.n else ""
+    return (
+        f"a law does not hold: {outcome.law.name}\n    {outcome.law.statement}\n    {failure}{samples}\n"
+        f"    to see it again: {again.format(only=[outcome.law.name], more=more)}\n\n{table}"
+    )
+
+
+def _again(given: Problem, in_dims: InDims) -> str:
+    loss = "" if given.loss is None else f", loss={describe(given.loss)}"
+    dims = "" if in_dims == 0 else f", in_dims={in_dims}"
+    return f"laws.check({describe(given.f)}, params, *batch{loss}{dims}, only={{only}}{{more}}, seed={given.seed})"

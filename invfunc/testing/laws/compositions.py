@@ -1,0 +1,133 @@
+"""Laws of statistics inside of other transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch.func import grad, jacrev, jvp, vmap
+
+from invfunc import tree
+from invfunc.testing.laws import loops
+from invfunc.testing.laws.compare import directions, fixed, plain
+from invfunc.testing.laws.law import Claim, law
+from invfunc.testing.laws.problem import Problem
+from invfunc.testing.laws.rows import ROWS
+from invfunc.testing.laws.statistics import every, one
+from invfunc.testing.oracles import dense_diag_ggn
+
+POINTS = (1.0, -0.5)
+"""What the parameters are multiplied by, for several of them."""
+DENSE = 4096
+"""Numbers in the Jacobian up to which the dense GGN is differentiated."""
+
+
+def total(result: Any, at: float = 0.0) -> torch.Tensor:
+    """A fixed linear function of a result."""
+    return torch.stack([(x * fixed(x.shape, x, at)).sum() for x in tree.leaves(result)]).sum()
+
+
+@law("vmap over parameters is the loop")
+def batched(problem: Problem) -> Iterator[Claim]:
+    """vmap(t, (0, None, ...))(stack(points), *batch) == stack([t(p, *batch) for p in points])"""
+    points = [tree.map_tensors(lambda p, c=c: c * p, problem.params) for c in POINTS]
+    stacked = tree.map_leaves(lambda *p: torch.stack(p), *points)
+
+    def mapped(call: Callable, args: tuple) -> Any:
+        return vmap(call, (0, *[None] * len(args[1:])), randomness="same")(stacked, *args[1:])
+
+    for of in every(problem):
+        if of.row.drawn:
+            continue
+
+        def expected(of: Any = of) -> Any:
+            mapped(problem.f, (problem.params, *problem.inputs))  # torch has to be able to
+            found = [plain(of.make()(p, *of.args[1:])) for p in points]
+            return tree.map_leaves(lambda *x: torch.stack(x), *found)
+
+        def found(of: Any = of) -> Any:
+            return mapped(lambda *args: plain(of.make()(*args)), of.args)
+
+        yield Claim(of.called, found, expected, problem.n)
+
+
+def _no_loops(problem: Problem) -> str:
+    return "f draws" if problem.draws else loops.no_shares(problem)
+
+
+def _formulas(problem: Problem) -> Iterator[tuple[Any, Callable]]:
+    """Statistics with their plain loops, which can be differentiated."""
+    for name, row in ROWS.items():
+        of_shares = row.of_shares
+        if of_shares is not None and "clipped" not in name:
+            yield one(problem, name), lambda p, of=of_shares: of(loops.shares(problem, p))
+    numbers = sum(p.numel() for p in tree.leaves(problem.params))
+    if problem.loss is not None and numbers * problem.n <= DENSE:
+        formula = dense_diag_ggn(problem.f, problem.loss)
+        yield one(problem, "diag_ggn"), lambda p: formula(p, *problem.batch)
+
+
+def _slope(problem: Problem, formula: Callable, at: float = 0.0) -> Any:
+    """The gradient of the total of a formula, by torch.autograd."""
+    leaves, structure = tree.flatten(problem.params)
+    leaves = [p.detach().clone().requires_grad_() for p in leaves]
+    value = total(formula(tree.unflatten(leaves, structure)), at)
+    if not value.requires_grad:
+        return tree.map_tensors(torch.zeros_like, problem.params)
+    return tree.unflatten(list(torch.autograd.grad(value, leaves, materialize_grads=True)), structure)
+
+
+@law("grad of a statistic is that of its loop", when=_no_loops)
+def differentiated(problem: Problem) -> Iterator[Claim]:
+    """grad(lambda p: total(t(p, *batch)))(params) == the same of the loop, by torch.autograd"""
+    for of, formula in _formulas(problem):
+
+        def found(of: Any = of) -> Any:
+            return grad(lambda p: total(of.make()(p, *of.args[1:])))(problem.params)
+
+        yield Claim(of.called, found, lambda formula=formula: _slope(problem, formula), problem.n)
+
+
+@law("jacrev of a statistic is that of its loop", when=_no_loops)
+def jacobian(problem: Problem) -> Iterator[Claim]:
+    """jacrev(lambda p: stack([total(t(p, *batch)), other(t(p, *batch))]))(params) == the rows of the loop"""
+    for of, formula in _formulas(problem):
+
+        def found(of: Any = of) -> Any:
+            def both(p: Any) -> torch.Tensor:
+                result = of.make()(p, *of.args[1:])
+                return torch.stack([total(result), total(result, 0.7)])
+
+            return jacrev(both)(problem.params)
+
+        def rows(formula: Callable = formula) -> Any:
+            each = [_slope(problem, formula), _slope(problem, formula, 0.7)]
+            return tree.map_leaves(lambda *x: torch.stack(x), *each)
+
+        yield Claim(of.called, found, rows, problem.n)
+
+
+@law("jvp of a statistic is that of its loop", when=_no_loops)
+def forward(problem: Problem) -> Iterator[Claim]:
+    """total(jvp(t, (params,), (v,))[1]) == grad(total(loop))(params) . v"""
+    v = directions(problem.params, 0.4)
+
+    @cache
+    def possible() -> Any:
+        """torch has to be able to, of the gradient of f too."""
+        losses = problem.losses
+        return jvp(grad(lambda p: losses(p, *problem.batch).sum()), (problem.params,), (v,))
+
+    for of, formula in _formulas(problem):
+
+        def found(of: Any = of) -> Any:
+            return total(jvp(lambda p: of.make()(p, *of.args[1:]), (problem.params,), (v,))[1])
+
+        def expected(formula: Callable = formula) -> Any:
+            possible()
+            slope = _slope(problem, formula)
+            return sum((g * d).sum() for g, d in zip(tree.leaves(slope), tree.leaves(v), strict=True))
+
+        yield Claim(of.called, found, expected, problem.n)

@@ -1,0 +1,248 @@
+"""A function of the user's with arguments for it, and what kind of function it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.callables import check_functions, describe
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.recording.problem import InDims, batch_dims, batch_size
+from invfunc.testing.laws.compare import fixed
+from invfunc.transform import ArgumentNames
+
+LOSSES, SCALAR, MODEL, BOTH = "[N] losses", "a scalar loss", "a model", "a model and its loss"
+"""What f can be."""
+
+ENTRIES = 24
+"""Of how many entries of large parameters the diagonals and columns are compared."""
+
+
+@dataclass(frozen=True, repr=False)
+class Problem:
+    """`f(params, *batch)`, or `loss(f(params, *batch[:-1]), batch[-1])`."""
+
+    f: Callable
+    params: Any
+    batch: tuple
+    loss: Callable | None
+    in_dims: tuple[int | None, ...]
+    seed: int
+    kind: str
+    n: int
+    draws: bool
+    """Whether f draws from torch's global generators."""
+    samples: tuple[int, ...] = field(default=())
+    """Which ones of the caller's batch these are."""
+
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f" with {describe(self.loss)}"
+        drawing = ", which draws" if self.draws else ""
+        dtypes = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in tree.tensors(self.params)}))
+        return f"{describe(self.f)}{loss}, {self.kind}{drawing}, N = {self.n}, {dtypes}"
+
+    def part(self, samples: Sequence[int]) -> Problem:
+        """The same of these samples of the batch."""
+        given = tuple(_taken(x, dim, samples) for x, dim in zip(self.batch, self.in_dims, strict=True))
+        own = tuple(self.samples[n] for n in samples)
+        return replace(self, batch=given, n=len(samples), samples=own)
+
+    @property
+    def args(self) -> tuple:
+        """What a statistic of f, or of f and its loss, is called with."""
+        return (self.params, *self.batch)
+
+    @property
+    def inputs(self) -> tuple:
+        """Those of f."""
+        return self.batch if self.loss is None else self.batch[:-1]
+
+    def losses(self, params: Any, *batch: Any) -> torch.Tensor:
+        """The loss, a scalar or `[N]`, of a loss function or of a model with its loss."""
+        if self.loss is None:
+            return self.f(params, *batch)
+        return self.loss(self.f(params, *batch[:-1]), batch[-1])
+
+    @cached_property
+    def loss_function(self) -> Callable:
+        """One object, as `together` wants it."""
+        return self.f if self.loss is None else self.losses
+
+    def steady(self, fn: Callable) -> Callable:
+        """A function that draws the same numbers at each call."""
+        if not self.draws:
+            return fn
+
+        def again(*args: Any) -> Any:
+            torch.manual_seed(self.seed)
+            return fn(*args)
+
+        return again
+
+    @cached_property
+    def entries(self) -> list[torch.Tensor]:
+        """Of each parameter the places of the entries that are compared one by one, all of them if they are few."""
+        sizes = [p.numel() for p in tree.leaves(self.params)]
+        if sum(sizes) <= 2 * ENTRIES:
+            return [torch.arange(size) for size in sizes]
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = [torch.randperm(size, generator=generator) for size in sizes]
+        return [places[: max(1, ENTRIES * len(places) // sum(sizes))].sort().values for places in drawn]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the entries are all there are."""
+        return all(len(k) == p.numel() for k, p in zip(self.entries, tree.leaves(self.params), strict=True))
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """Those of statistics that laws compare with others."""
+        return {}
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The coarsest one of the parameters."""
+        return max((p.dtype for p in tree.tensors(self.params)), key=lambda dtype: torch.finfo(dtype).eps)
+
+    @cached_property
+    def floor(self) -> float:
+        """What is small beside the gradients and their squares, so that rounding is all there is in it."""
+        sizes = [self._steepness(self)]
+        try:
+            sizes.append(self._steepness(self.part([0])) / self.n)
+        except Exception:  # of the user's f, which may want several samples
+            pass
+        return 1e-6 * min(max(sizes), max(sizes) ** 2)
+
+    def _steepness(self, at: Problem) -> float:
+        leaves, structure = tree.flatten(at.params)
+        leaves = [p.detach().requires_grad_() for p in leaves]
+        with torch.enable_grad():
+            f = self.f if self.kind == MODEL else self.losses
+            z = tree.tensors(f(tree.unflatten(leaves, structure), *at.batch))
+            value = sum(((y * fixed(y.shape, y, 0.3)).sum() for y in z), torch.tensor(0.0))
+        slopes = torch.autograd.grad(value, leaves, materialize_grads=True)
+        return max((g.abs().nan_to_num().max().item() for g in slopes if g.numel()), default=0.0)
+
+    @cached_property
+    def fold(self) -> str:
+        """Of a scalar loss: "sum" or "mean" if it is that of its values for the single samples, else ""."""
+        if self.draws:
+            return ""
+        try:
+            with torch.no_grad():
+                each = torch.stack([self.f(self.params, *self.part([n]).batch).reshape(()) for n in range(self.n)])
+                whole = self.f(*self.args).reshape(())
+        except Exception:  # of the user's f, which may want several samples
+            return ""
+        near = torch.finfo(whole.dtype).eps ** 0.5 * each.abs().sum()
+        folds = {"mean": each.mean(), "sum": each.sum()}
+        return next((name for name, value in folds.items() if (value - whole).abs() <= near / self.n), "")
+
+
+def _taken(argument: Any, dim: int | None, samples: Sequence[int]) -> Any:
+    if dim is None:
+        return argument
+    return tree.map_tensors(lambda x: x.index_select(dim, torch.tensor(samples, device=x.device)), argument)
+
+
+def problem(
+    call: str, f: Callable, params: Any, batch: tuple, loss: Callable | None, in_dims: InDims, samples: Any, seed: int
+) -> Problem:
+    """Find out what f is, by one call."""
+    check_functions(call, f, loss)
+    places = list(range(1, len(batch) + 1))
+    try:
+        if not batch[bool(loss) :]:
+            wanted = "(f, params, *batch)" if loss is None else "(f, params, *inputs, target, loss=loss)"
+            raise ArgumentError(f"there are no samples; the call is {call}{wanted}.")
+        dims = batch_dims(in_dims, places)
+        n = batch_size((params, *batch), dims, ArgumentNames(f, 1 + len(batch), loss is not None))
+        _check_params(params)
+    except InvFuncError as error:
+        raise type(error)(f"{call}({describe(f)}, ...): {error}") from None
+    given = Problem(f, params, batch, loss, tuple(dims[i] for i in places), seed, LOSSES, n, False, tuple(range(n)))
+    if samples is not None:
+        given = given.part([range(n)[i] for i in samples])
+    draws, result = _called(given)
+    return replace(given, draws=draws, kind=_kind(call, given, result))
+
+
+def _check_params(params: Any) -> None:
+    leaves = tree.named_leaves(params)
+    for path, p in leaves:
+        if not (isinstance(p, torch.Tensor) and p.is_floating_point()):
+            kind = p.dtype if isinstance(p, torch.Tensor) else type(p).__name__
+            raise ArgumentTypeError(f"params{path} is of type {kind}, but has to be a floating-point tensor.")
+    if not leaves:
+        raise ArgumentError("params has no tensors.")
+
+
+def _called(given: Problem) -> tuple[bool, Any]:
+    """Whether f draws, and what the loss or the model gives."""
+    with seeded(given.seed), torch.no_grad():
+        before = generators()
+        result = given.f(given.params, *given.inputs)
+        draws = any(not torch.equal(a, b) for a, b in zip(before, generators(), strict=True))
+        if given.loss is not None:
+            result = result, given.loss(result, given.batch[-1])
+    return draws, result
+
+
+def _kind(call: str, given: Problem, result: Any) -> str:
+    told, kind = f"{call}({describe(given.f)}, ...)", SCALAR
+    if given.loss is not None:
+        outputs, value = result
+        if _shape(value) not in ((), (given.n,)):
+            raise ArgumentError(f"{told}: loss returns {_shown(value)}, but has to return a scalar or [N] losses.")
+        _check_outputs(told, outputs, given.n)
+        kind = BOTH
+    elif _shape(result) == (given.n,):
+        kind = LOSSES
+    elif _shape(result) != ():
+        _check_outputs(told, result, given.n)
+        kind = MODEL
+    return kind
+
+
+def _check_outputs(told: str, outputs: Any, n: int) -> None:
+    found = tree.leaves(outputs)
+    if not found or not all(isinstance(z, torch.Tensor) and z.ndim and len(z) == n for z in found):
+        shown = ", ".join(map(_shown, found))
+        raise ArgumentError(
+            f"{told}: f returns {shown or 'no tensors'} for N = {n}. A loss function returns a scalar or [N], a model "
+            "function tensors [N, ...]."
+        )
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    return tuple(x.shape) if isinstance(x, torch.Tensor) else None
+
+
+def _shown(x: Any) -> str:
+    return f"shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+
+
+class seeded:
+    """Torch's global generators start at a seed, and are put back behind."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.fork = seed, torch.random.fork_rng(enabled=True)
+
+    def __enter__(self) -> None:
+        self.fork.__enter__()
+        torch.manual_seed(self.seed)
+
+    def __exit__(self, *error: Any) -> None:
+        self.fork.__exit__(*error)
+
+
+def generators() -> list[torch.Tensor]:
+    """The states of torch's global generators."""
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_devices]

@@ -1,0 +1,197 @@
+"""The public statistics, a row for each: laws that hold for all of them go over these rows, so that a new statistic has
+them as soon as it has its row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import invfunc
+from invfunc import tree
+from invfunc.testing.oracles import (
+    dense_diag_ggn,
+    loop_batch_grad,
+    loop_batch_jacobian,
+    loop_batch_l2_grad,
+    loop_clipped_grad,
+    loop_grad_and_variance,
+    loop_gram,
+    loop_sum_grad_squared,
+    loop_variance,
+)
+
+LOSS, MODEL, BOTH = "of a loss", "of a model", "of a model and its loss"
+"""What a statistic is made of: `(f)` of a loss function, `(f)` of a model function, `(f, loss)`."""
+LEAVES, TREES, WHOLE, FACTORS = "leaves", "trees", "whole", "factors"
+"""What it gives: a tensor for each parameter, a tuple of results, one tensor for all parameters, K-factors."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A statistic, made as `make(*functions, **options)`, and what the laws have to know of it."""
+
+    make: Callable
+    forms: tuple[str, ...]
+    gives: str = LEAVES
+    loop: Callable | None = None
+    """Its oracle `loop(*functions, samples=...)`, of the first form and of the last; K-factors have one of modules, in
+    their own laws."""
+    of_shares: Callable | None = None
+    """What it is of the per-sample gradients, a tensor `[N, *p]` or a tree of them; None unless it is first-order."""
+    of_each: Callable | None = None
+    """What it is of the diagonals of the GGN of each sample, a tree of `[N, *p]`; None if it is of no GGN."""
+    hessian: bool = False
+    """Whether it is of the Hessian of the whole function."""
+    axes: tuple[str, ...] = ("samples", "params")
+    """What `chunked` divides."""
+    drawn: bool = False
+    """Whether its columns are drawn, for which the loss has to have a sampler."""
+    picks: Callable | None = None
+    """`picks(result, index)`: the result for samples in another order, or for some of them; None if it is a sum."""
+
+    @property
+    def form(self) -> str:
+        """The form that says most: of a model and its loss, where it takes them."""
+        return self.forms[-1]
+
+    def of(self, f: Callable, loss: Callable, form: str | None = None, **options: Any) -> Callable:
+        """`t(params, *inputs, target)` of a model function with its loss, in one of the forms."""
+        form = form or self.form
+        if form == MODEL:
+            return lambda params, *batch: self.make(f, **options)(params, *batch[:-1])
+        if form == BOTH:
+            return self.make(f, loss, **options)
+        return self.make(lambda params, *batch: loss(f(params, *batch[:-1]), batch[-1]), **options)
+
+
+def _of_leaves(of: Callable) -> Callable:
+    return partial(tree.map_tensors, of)
+
+
+def _norms(shares: torch.Tensor) -> torch.Tensor:
+    return shares.flatten(1).square().sum(1) if shares.ndim > 1 else shares.square()
+
+
+def _grams(shares: torch.Tensor) -> torch.Tensor:
+    rows = shares.reshape(len(shares), -1)
+    return rows @ rows.T
+
+
+def _sum(shares: Any) -> Any:
+    return tree.map_tensors(lambda g: g.sum(0), shares)
+
+
+def _variance(shares: Any) -> Any:
+    return tree.map_tensors(lambda g: g.var(0, correction=0), shares)
+
+
+def _clipped(shares: Any, max_norm: float) -> tuple[Any, torch.Tensor]:
+    norms = _added(map(_norms, tree.leaves(shares))).sqrt()
+    return tree.map_tensors(lambda g: torch.tensordot((max_norm / norms).clamp(max=1), g, 1), shares), norms
+
+
+def clipping(max_norm: float) -> Row:
+    """The row of `clipped_grad` for a norm."""
+    loop, of_shares = partial(loop_clipped_grad, max_norm=max_norm), partial(_clipped, max_norm=max_norm)
+    return Row(partial(invfunc.clipped_grad, max_norm=max_norm), (LOSS,), TREES, loop, of_shares, picks=_norms_of)
+
+
+def _drawn(make: Callable, **drawing: Any) -> Callable:
+    """With numbers from the same seed for each statistic."""
+    return lambda *functions, **options: make(
+        *functions, generator=torch.Generator().manual_seed(0), **drawing, **options
+    )
+
+
+def _total(diagonals: Any) -> torch.Tensor:
+    return _added(d.sum() for d in tree.leaves(diagonals))
+
+
+def _added(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(parts)).sum(0)
+
+
+def _picked(result: Any, index: torch.Tensor, axis: int = 0) -> Any:
+    return tree.map_tensors(lambda x: x.index_select(axis, index), result)
+
+
+def _both_ways(result: Any, index: torch.Tensor) -> Any:
+    """`[N, *out, N, *out]`"""
+    return tree.map_tensors(lambda x: x.index_select(0, index).index_select(x.ndim // 2, index), result)
+
+
+def _norms_of(result: Any, index: torch.Tensor) -> Any:
+    return result[0], result[1].index_select(0, index)
+
+
+def _first(name: str, loop: Callable, of_shares: Callable, gives: str = LEAVES, picks: Callable | None = None) -> Row:
+    return Row(getattr(invfunc, name), (LOSS,), gives, loop, of_shares, picks=picks)
+
+
+COLUMNS = ("outputs", "samples", "params")
+GGN = partial(Row, forms=(LOSS, BOTH), axes=COLUMNS)
+FACTORED = partial(GGN, gives=FACTORS)
+GRAM = partial(Row, forms=(LOSS, MODEL), axes=("params",), picks=_both_ways)
+ROWS = {
+    "batch_grad": _first("batch_grad", loop_batch_grad, lambda shares: shares, picks=_picked),
+    "batch_l2_grad": _first("batch_l2_grad", loop_batch_l2_grad, _of_leaves(_norms), picks=_picked),
+    "sum_grad_squared": _first("sum_grad_squared", loop_sum_grad_squared, _of_leaves(lambda g: g.square().sum(0))),
+    "variance": _first("variance", loop_variance, _variance),
+    "grad_and_variance": _first(
+        "grad_and_variance", loop_grad_and_variance, lambda shares: (_sum(shares), _variance(shares)), TREES
+    ),
+    "clipped_grad": clipping(1.0),
+    "clipped_grad to little": clipping(0.01),
+    "gram": GRAM(
+        invfunc.gram,
+        gives=WHOLE,
+        loop=loop_gram,
+        of_shares=lambda shares: _added(map(_grams, tree.leaves(shares))),
+    ),
+    "gram per parameter": GRAM(
+        partial(invfunc.gram, per_parameter=True),
+        loop=partial(loop_gram, per_parameter=True),
+        of_shares=_of_leaves(_grams),
+    ),
+    "batch_jacobian": Row(invfunc.batch_jacobian, (MODEL,), loop=loop_batch_jacobian, axes=COLUMNS, picks=_picked),
+    "diag_ggn": GGN(invfunc.diag_ggn, loop=dense_diag_ggn, of_each=_sum),
+    "diag_ggn dense": GGN(partial(invfunc.diag_ggn, method="dense"), of_each=_sum),
+    "diag_ggn drawn": GGN(_drawn(invfunc.diag_ggn, mc_samples=2), drawn=True),
+    "batch_diag_ggn": GGN(invfunc.batch_diag_ggn, of_each=lambda diagonals: diagonals, picks=_picked),
+    "batch_diag_ggn drawn": GGN(_drawn(invfunc.batch_diag_ggn, mc_samples=2), drawn=True),
+    "sqrt_ggn": GGN(invfunc.sqrt_ggn, picks=partial(_picked, axis=1)),
+    "sqrt_ggn drawn": GGN(_drawn(invfunc.sqrt_ggn, mc_samples=2), drawn=True),
+    "ggn_trace": GGN(invfunc.ggn_trace, gives=WHOLE, of_each=_total),
+    "ggn_trace per parameter": GGN(
+        partial(invfunc.ggn_trace, per_parameter=True), of_each=_of_leaves(lambda d: d.sum())
+    ),
+    "diag_hessian": GGN(invfunc.diag_hessian, hessian=True),
+    "batch_diag_hessian": GGN(invfunc.batch_diag_hessian, hessian=True, picks=_picked),
+    "kfac": FACTORED(_drawn(invfunc.kfac), drawn=True),
+    "kfac empirical": FACTORED(partial(invfunc.kfac, fisher="empirical"), axes=("samples", "params")),
+    "kflr": FACTORED(invfunc.kflr),
+    "kfra": FACTORED(invfunc.kfra, axes=()),
+    "ekfac": FACTORED(_drawn(invfunc.ekfac), drawn=True, axes=("outputs", "params")),
+    "ekfac exact": FACTORED(partial(invfunc.ekfac, fisher="exact"), axes=("outputs", "params")),
+}
+"""By the public name, and what makes it another one of that name."""
+CASES = {f"{name}, {form}": (row, form) for name, row in ROWS.items() for form in row.forms}
+"""All rows in all their forms."""
+
+
+def rows(*gives: str, form: str | None = None) -> dict[str, Row]:
+    """The rows of statistics that give one of these, and take a form."""
+    return {
+        name: row
+        for name, row in ROWS.items()
+        if (not gives or row.gives in gives) and (form is None or form in row.forms)
+    }
+
+
+FIRST_ORDER = {name: row for name, row in ROWS.items() if row.of_shares is not None}
+OF_DIAGONALS = {name: row for name, row in ROWS.items() if row.of_each is not None}
+HESSIANS = {name: row for name, row in ROWS.items() if row.hessian}

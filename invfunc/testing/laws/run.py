@@ -1,0 +1,176 @@
+"""Laws are tried one after the other, within a time budget; of one that fails the smallest case is looked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, combinations, islice
+from typing import Any
+
+from invfunc.errors import InvFuncError
+from invfunc.testing.laws.compare import Difference, difference, tolerance
+from invfunc.testing.laws.law import Claim, Law
+from invfunc.testing.laws.problem import seeded
+
+SEARCHED, LEAST_SECONDS = 200, 5.0
+"""How many parts of a batch are tried for a smallest case, and at least how long."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A claim that does not hold: by how much, or what was raised in place of a result."""
+
+    of: str
+    difference: Difference | None
+    allowed: float = 0.0
+    error: Exception | None = None
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"{self.of}: raises {type(self.error).__name__}: {self.error}"
+        error, where, found, expected = self.difference
+        at = f" at {where}" if where else ""
+        return (
+            f"{self.of}{at}: {_shown(found)} came, {_shown(expected)} is right "
+            f"(a relative error of {error:.1e}, where {self.allowed:.0e} may be rounding)"
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.10g}" if isinstance(value, float) else str(value)[:200]
+
+
+@dataclass
+class Outcome:
+    """What came of one law."""
+
+    law: Law
+    tried: list[str] = field(default_factory=list)
+    error: float = 0.0
+    seconds: float = 0.0
+    why_not: str = ""
+    """Why it does not apply."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """The errors of this library, by what they are said of."""
+    impossible: dict[str, str] = field(default_factory=dict)
+    """What torch cannot do even without this library."""
+    left: int = 0
+    """Claims for which there was no time."""
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        """In one word."""
+        if self.failures:
+            return "FAILED"
+        if self.tried:
+            return "holds"
+        if self.refused:
+            return "refused"
+        return "not tried" if self.left else "does not apply"
+
+
+def tried(laws: Iterable[Law], subject: Any, seconds: float) -> list[Outcome]:
+    """The outcomes of all laws. Those for which no time is left are listed with what is left of them."""
+    deadline = time.perf_counter() + seconds
+    return [_tried(law, subject, deadline) for law in laws]
+
+
+def _tried(law: Law, subject: Any, deadline: float) -> Outcome:
+    outcome, start = Outcome(law), time.perf_counter()
+    if start < deadline:
+        with seeded(subject.seed):
+            outcome.why_not = law.when(subject)
+    if not outcome.why_not:
+        for claim in law.claims(subject):
+            if time.perf_counter() >= deadline:
+                outcome.left += 1
+            else:
+                _weigh(claim, subject, outcome)
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def _weigh(claim: Claim, subject: Any, outcome: Outcome) -> None:
+    try:
+        found = weighed(claim, subject)
+    except InvFuncError as error:
+        outcome.refused[claim.of] = str(error)
+    except Impossible as error:
+        outcome.impossible[claim.of] = str(error)
+    else:
+        outcome.tried.append(claim.of)
+        if isinstance(found, Failure):
+            outcome.failures.append(found)
+        else:
+            outcome.error = max(outcome.error, found.error)
+
+
+class Impossible(Exception):
+    """What is expected cannot be computed, for a reason that is none of this library's."""
+
+
+def weighed(claim: Claim, subject: Any) -> Failure | Difference:
+    """The largest difference of a claim, as a failure if rounding does not explain it."""
+    try:
+        with seeded(subject.seed):
+            expected = claim.expected()
+    except InvFuncError:
+        raise
+    except (RuntimeError, ValueError) as error:  # as torch has them
+        raise Impossible(f"{type(error).__name__}: {error}") from error
+    try:
+        with seeded(subject.seed):
+            found = claim.found()
+    except InvFuncError:
+        raise
+    except Exception as error:
+        return Failure(claim.of, None, error=error)
+    largest, allowed = difference(found, expected, subject.floor), tolerance(subject.dtype, claim.terms)
+    return largest if largest.error <= allowed else Failure(claim.of, largest, allowed)
+
+
+def smallest(law: Law, subject: Any, failure: Failure, seconds: float) -> tuple[Any, Failure]:
+    """The fewest samples for which the same claim of a law fails, and how."""
+    deadline = time.perf_counter() + max(seconds, LEAST_SECONDS)
+
+    def fails(samples: Sequence[int]) -> tuple[Any, Failure] | None:
+        try:
+            part = subject.part(samples)
+            with seeded(part.seed):
+                claims = [] if law.when(part) else [c for c in law.claims(part) if c.of == failure.of]
+            found = weighed(claims[0], part) if claims else None
+        except Exception:  # a part that f or the law does not take
+            return None
+        return (part, found) if isinstance(found, Failure) and type(found.error) is type(failure.error) else None
+
+    found = next(filter(None, map(fails, _until(deadline, _few(subject.n)))), None)
+    return found or _reduced(fails, list(range(subject.n)), deadline) or (subject, failure)
+
+
+def _few(n: int) -> Iterator[tuple[int, ...]]:
+    """Single samples, pairs and triples."""
+    sizes = [islice(combinations(range(n), size), SEARCHED) for size in (1, 2, 3) if size < n]
+    return chain.from_iterable(sizes)
+
+
+def _until(deadline: float, found: Iterable[Any]) -> Iterator[Any]:
+    for one in found:
+        if time.perf_counter() > deadline:
+            return
+        yield one
+
+
+def _reduced(fails: Callable, samples: list[int], deadline: float) -> Any:
+    """Leave out parts, halves first, as long as the rest still fails."""
+    best, size = None, len(samples) // 2
+    while size:
+        for start in _until(deadline, range(0, len(samples), size)):
+            rest = samples[:start] + samples[start + size :]
+            if rest and (found := fails(rest)):
+                best, samples = found, rest
+                break
+        else:
+            size //= 2
+    return best

@@ -1,0 +1,308 @@
+"""Laws of the statistics: what they are, and in how many ways they come to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+import invfunc
+from invfunc import thresholds, tree
+from invfunc.plan import Options
+from invfunc.testing.laws import loops
+from invfunc.testing.laws.law import Claim, law
+from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, Problem
+from invfunc.testing.laws.rows import BOTH as MODEL_AND_LOSS
+from invfunc.testing.laws.rows import FACTORS, LOSS, ROWS, Row
+from invfunc.testing.laws.rows import MODEL as OF_MODEL
+
+TINY_CACHE = 64
+
+
+@dataclass(frozen=True)
+class Made:
+    """A statistic of a problem: `make(**options)` makes it anew, and it is called with `args`."""
+
+    called: str
+    row: Row
+    make: Callable
+    args: tuple
+    results: dict[str, Any]
+
+    def __call__(self, **options: Any) -> Any:
+        return self.make(**options)(*self.args)
+
+    def itself(self) -> Any:
+        """Its result, computed once."""
+        if self.called not in self.results:
+            self.results[self.called] = self()
+        return self.results[self.called]
+
+
+def made(problem: Problem, name: str, f: Callable | None = None) -> list[Made]:
+    """A statistic by the name of its row, in the forms that fit the problem; `f` in place of its function."""
+    row, found = ROWS[name], []
+    f = problem.f if f is None else f
+    dims, inputs = problem.in_dims, (problem.params, *problem.inputs)
+    if problem.kind == BOTH:
+        if MODEL_AND_LOSS in row.forms:
+            found.append(Made(name, row, _maker(row, dims, f, problem.loss), problem.args, problem.results))
+        elif LOSS in row.forms:
+            found.append(Made(name, row, _maker(row, dims, problem.loss_function), problem.args, problem.results))
+        if OF_MODEL in row.forms:
+            called = name if row.forms == (OF_MODEL,) else f"{name} of the model"
+            found.append(Made(called, row, _maker(row, dims[:-1], f), inputs, problem.results))
+    elif (OF_MODEL if problem.kind == MODEL else LOSS) in row.forms:
+        found.append(Made(name, row, _maker(row, dims, f), problem.args, problem.results))
+    return found
+
+
+def _maker(row: Row, in_dims: tuple, *functions: Any) -> Callable:
+    return lambda **options: row.make(*functions, in_dims=in_dims, **options)
+
+
+def every(problem: Problem) -> list[Made]:
+    """All statistics of a problem."""
+    return [one for name in ROWS for one in made(problem, name)]
+
+
+def one(problem: Problem, name: str) -> Made:
+    """The statistic of a loss."""
+    return made(problem, name)[0]
+
+
+def no_loss(problem: Problem) -> str:
+    """Why there are no statistics of a loss, if there are none."""
+    return "f is no loss function; give loss=" if problem.kind == MODEL else ""
+
+
+@law("shares sum to the gradient", when=no_loss)
+def shares_sum(problem: Problem) -> Iterator[Claim]:
+    """sum_n batch_grad(f)(params, *batch)[n] == grad(lambda p: f(p, *batch).sum())(params)"""
+
+    def found(t: Made, of: Callable) -> Callable:
+        return lambda: of(t())
+
+    def summed(shares: Any) -> Any:
+        return tree.map_tensors(lambda g: g.sum(0), shares)
+
+    expected = cache(lambda: loops.gradient(problem))
+    yield Claim("batch_grad", found(one(problem, "batch_grad"), summed), expected, problem.n)
+    yield Claim("grad_and_variance", found(one(problem, "grad_and_variance"), lambda r: r[0]), expected, problem.n)
+
+
+@law("shares equal their loop", when=loops.no_shares)
+def first_order(problem: Problem) -> Iterator[Claim]:
+    """batch_grad(f)(params, *batch)[n] == grad(lambda p: f(p, *batch)[n])(params), and what is made of these"""
+    shares = cache(lambda: loops.shares(problem))
+    for name, row in ROWS.items():
+        of_shares = row.of_shares
+        if of_shares is not None:
+            yield Claim(name, one(problem, name), lambda of=of_shares: of(shares()), problem.n)
+
+
+@law("the GGN equals its loop", when=loops.no_outputs)
+def ggn(problem: Problem) -> Iterator[Claim]:
+    """diag_ggn(f, loss)(params, *batch)[i] == sum_n (J[n] e_i)^T H[n] (J[n] e_i)"""
+    diagonals = cache(lambda: loops.ggn_entries(problem))
+    for name, row in ROWS.items():
+        of_each = row.of_each
+        if of_each is not None and "trace" not in name:
+            of = one(problem, name)
+
+            def found(of: Made = of) -> Any:
+                return loops.at_entries(problem, of())
+
+            yield Claim(name, found, lambda of=of_each: of(diagonals()), problem.n)
+
+
+@law("the Hessian equals its loop", when=no_loss)
+def hessian(problem: Problem) -> Iterator[Claim]:
+    """diag_hessian(f)(params, *batch)[i] == e_i^T (grad(grad(f)) e_i)"""
+    of = one(problem, "diag_hessian")
+    expected = cache(lambda: loops.hessian_entries(problem))
+    yield Claim("diag_hessian", lambda: loops.at_entries(problem, of()), expected, problem.n)
+
+
+@law("statistics agree with each other", when=no_loss)
+def agreement(problem: Problem) -> Iterator[Claim]:
+    """ggn_trace == diag_ggn.sum(), batch_diag_ggn.sum(0) == diag_ggn, (sqrt_ggn ** 2).sum(0) == batch_diag_ggn, ..."""
+
+    def of(name: str) -> Made:
+        return one(problem, name)
+
+    def each(fn: Callable, name: str) -> Callable:
+        return lambda: tree.map_tensors(fn, of(name).itself())
+
+    def total(name: str) -> Any:
+        return sum(x.sum() for x in tree.leaves(of(name).itself()))
+
+    def diagonal() -> Any:
+        return tree.map_tensors(lambda g: g.diagonal(), of("gram per parameter").itself())
+
+    yield Claim("gram", diagonal, of("batch_l2_grad"), problem.n)
+    yield Claim("sum_grad_squared", lambda: total("sum_grad_squared"), lambda: total("batch_l2_grad"), problem.n)
+    yield Claim("batch_diag_ggn", each(lambda d: d.sum(0), "batch_diag_ggn"), of("diag_ggn").itself, problem.n)
+    yield Claim("sqrt_ggn", each(lambda s: s.square().sum(0), "sqrt_ggn"), of("batch_diag_ggn").itself, problem.n)
+    yield Claim("diag_ggn dense", of("diag_ggn dense").itself, of("diag_ggn").itself, problem.n)
+    yield Claim("ggn_trace", of("ggn_trace").itself, lambda: total("diag_ggn"), problem.n)
+    yield Claim(
+        "ggn_trace per parameter", of("ggn_trace per parameter").itself, each(lambda d: d.sum(), "diag_ggn"), problem.n
+    )
+    yield Claim(
+        "batch_diag_hessian", each(lambda d: d.sum(0), "batch_diag_hessian"), of("diag_hessian").itself, problem.n
+    )
+    drawn = each(lambda s: s.square().sum((0, 1)), "sqrt_ggn drawn")
+    yield Claim("diag_ggn drawn", of("diag_ggn drawn").itself, drawn, problem.n)
+
+
+def _several(problem: Problem) -> str:
+    return "" if problem.n > 1 else "there is one sample"
+
+
+@law("chunks do not matter")
+def chunks(problem: Problem) -> Iterator[Claim]:
+    """chunked(t, n, over="samples" | "outputs" | "params")(params, *batch) == t(params, *batch), for every n"""
+    for of in every(problem):
+        for turn, over in enumerate(of.row.axes):
+            split = {"chunk_size": 1} if turn % 2 else {"n": 2 if problem.n < 4 else 3}
+
+            def found(of: Made = of, over: str = over, split: dict = split) -> Any:
+                return invfunc.chunked(of.make(), over=over, **split)(*of.args)
+
+            yield Claim(f"{of.called} over {over}", found, of.itself, problem.n)
+
+
+@law("blocks do not matter")
+def blocks(problem: Problem) -> Iterator[Claim]:
+    """t(params, *batch) is the same whatever fits the cache, and with it the samples and columns of one pass"""
+    for of in every(problem):
+
+        def found(of: Made = of) -> Any:
+            before = thresholds.CACHE
+            thresholds.CACHE = dict.fromkeys(["cpu", *before, problem_device(problem)], TINY_CACHE)
+            try:
+                return of()
+            finally:
+                thresholds.CACHE = before
+
+        yield Claim(of.called, found, of.itself, problem.n)
+
+
+def problem_device(problem: Problem) -> str:
+    """The kind of device that the parameters are on."""
+    return tree.tensors(problem.params)[0].device.type
+
+
+@law("fast equals generic")
+def generic(problem: Problem) -> Iterator[Claim]:
+    """t(params, *batch) is the same by rules of operations, and by the path that every operation can take"""
+    for of in every(problem):
+        if of.row.gives == FACTORS:  # K-factors are of operations with a rule
+            continue
+
+        def found(of: Made = of) -> Any:
+            return replace(of.make(), options=Options(fast=False))(*of.args)
+
+        yield Claim(of.called, found, of.itself, problem.n)
+
+
+def _in_any_order(problem: Problem) -> str:
+    if problem.draws:
+        return "f draws, by the places of the samples"
+    if problem.n < 2:
+        return "there is one sample"
+    order = list(range(problem.n))[::-1]
+    with torch.no_grad():
+        there, back = tree.tensors(problem.f(problem.params, *problem.inputs)), problem.part(order)
+        turned = tree.tensors(problem.f(problem.params, *back.inputs))
+    for a, b in zip(there, turned, strict=True):
+        a = a[order] if a.ndim else a
+        if not torch.allclose(a, b, 1e-3, 1e-3 * a.abs().max().item(), equal_nan=True):
+            return "f itself tells the places of the samples apart"
+    return ""
+
+
+@law("the order of the samples does not matter", when=_in_any_order)
+def order(problem: Problem) -> Iterator[Claim]:
+    """t(params, *(x[order] for x in batch)) == t(params, *batch), or its [order] where it has samples"""
+    index = [*range(1, problem.n), 0]
+    turned = problem.part(index)
+    for name, row in ROWS.items():
+        if not row.drawn:
+            for of, again in zip(made(problem, name), made(turned, name), strict=True):
+
+                def expected(of: Made = of) -> Any:
+                    result = of.itself()
+                    return result if of.row.picks is None else of.row.picks(result, torch.tensor(index))
+
+                yield Claim(of.called, again, expected, problem.n)
+
+
+@law("samples= picks", when=no_loss)
+def samples(problem: Problem) -> Iterator[Claim]:
+    """batch_grad(f, samples=s)(params, *batch) == batch_grad(f)(params, *batch)[s], and what is made of these"""
+    n = problem.n
+    chosen = [2 % n, 0, 0, n - 1]
+    index = torch.tensor(chosen)
+
+    def picked(name: str) -> Any:
+        return tree.map_tensors(lambda x: x[index.to(x.device)], one(problem, name).itself())
+
+    for of in every(problem):
+        row = of.row
+
+        def expected(of: Made = of, row: Row = row) -> Any:
+            if row.of_shares is not None and "of the model" not in of.called:
+                return row.of_shares(picked("batch_grad"))
+            if row.of_each is not None:
+                return row.of_each(picked("batch_diag_ggn"))
+            if row.picks is not None:
+                return row.picks(of.itself(), index)
+            return tree.map_tensors(lambda d: d.sum(0), picked("batch_diag_hessian"))
+
+        known = row.of_shares or row.of_each or row.picks or row.hessian
+        if known and not row.drawn:
+            yield Claim(of.called, lambda of=of: of(samples=chosen), expected, n)
+
+
+@law("together is the same", when=no_loss)
+def several(problem: Problem) -> Iterator[Claim]:
+    """together(t1, t2, ...)(params, *batch) == (t1(params, *batch), t2(params, *batch), ...)"""
+    whole = [name for name in ROWS if LOSS in ROWS[name].forms and name.split()[0] != "gram"]
+    first = [name for name in whole if ROWS[name].of_shares is not None]
+    rest = [name for name in whole if ROWS[name].of_shares is None and not ROWS[name].drawn and name != "kfra"]
+    for called, names in {"first order": first, "second order": rest}.items():
+        of = [one(problem, name) for name in names]
+
+        def found(of: list[Made] = of) -> Any:
+            return invfunc.together(*(t.make() for t in of))(*of[0].args)
+
+        yield Claim(called, found, lambda of=of: tuple(t.itself() for t in of), problem.n)
+
+
+def _value_of_each(problem: Problem) -> str:
+    if problem.kind not in (LOSSES, MODEL, BOTH):
+        return "f is a scalar loss; what mixes samples in it is refused, not tried"
+    return "f draws" if problem.draws else _several(problem)
+
+
+@law("samples do not mix", when=_value_of_each, of_f=True)
+def apart(problem: Problem) -> Iterator[Claim]:
+    """f(params, *batch)[n] stays what it is when the other samples become copies of sample n"""
+    f = problem.f
+
+    def values() -> Any:
+        with torch.no_grad():
+            return tree.map_tensors(lambda z: z.detach().clone(), f(problem.params, *problem.inputs))
+
+    def alone() -> Any:
+        with torch.no_grad():
+            each = [f(problem.params, *problem.part([n] * problem.n).inputs) for n in range(problem.n)]
+            rows = [tree.map_tensors(lambda z, n=n: z[n], z) for n, z in enumerate(each)]
+        return tree.map_leaves(lambda *z: torch.stack(z) if isinstance(z[0], torch.Tensor) else z[0], *rows)
+
+    yield Claim("f", values, alone)

@@ -1,0 +1,67 @@
+"""What `check` returns and prints: a line for each law."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from invfunc.testing.laws.run import Outcome
+
+WIDTH, SHOWN = 120, 2
+"""Of a line, and how many statistics are named in it."""
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """The outcomes of the laws; `print` it, or look into `outcomes`."""
+
+    title: str
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """The laws that do not hold."""
+        return [outcome for outcome in self.outcomes if outcome.failures]
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """What this library refused in any law, with its error."""
+        return {of: error for outcome in self.outcomes for of, error in outcome.refused.items()}
+
+    def __str__(self) -> str:
+        names = max((len(outcome.law.name) for outcome in self.outcomes), default=0)
+        lines = [self.title, f"{'law':<{names}}  {'':<14}  {'error':>7}  {'seconds':>7}  tried on"]
+        for outcome in self.outcomes:
+            error = f"{outcome.error:.0e}" if outcome.tried and not outcome.failures else ""
+            head = f"{outcome.law.name:<{names}}  {outcome.state:<14}  {error:>7}  {outcome.seconds:>7.2f}  "
+            lines += _wrapped(head, _told(outcome))
+        for error, ofs in _by_error(self.refused).items():
+            lines += _wrapped("refused: ", f"{', '.join(ofs)}: {error}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _told(outcome: Outcome) -> str:
+    names = list(dict.fromkeys(outcome.tried))
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    parts = [", ".join(names[:SHOWN]) + more] if names else []
+    parts += [outcome.why_not] if outcome.why_not else []
+    parts += [f"refused: {', '.join(outcome.refused)}"] if outcome.refused else []
+    parts += [f"torch cannot: {', '.join(ofs)} ({why})" for why, ofs in _by_error(outcome.impossible).items()]
+    parts += [f"not tried, for want of time: {outcome.left} more"] if outcome.left else []
+    return "; ".join(parts)
+
+
+def _by_error(told: dict[str, str]) -> dict[str, list[str]]:
+    """Those of one error together, each shortened to what a line or two can hold."""
+    found: dict[str, list[str]] = {}
+    for of, error in told.items():
+        found.setdefault(textwrap.shorten(error, 3 * WIDTH), []).append(of)
+    return found
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    indent = " " * min(len(head), WIDTH // 2)
+    options = {"width": WIDTH, "subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+    return [head.rstrip()] if not text else textwrap.wrap(head + text, drop_whitespace=True, **options)
