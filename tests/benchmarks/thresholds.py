@@ -3,61 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
 
-import torch
-import torch.nn.functional as F
-
-from invfunc import diag_ggn, explain, thresholds
-from invfunc.contract import Term, contract, outer, squares_directly, twice
+from invfunc import thresholds
+from invfunc.contract import outer
 from invfunc.operations.factors import autocorrelation
 from invfunc.operations.factors.patches import patches
 
+from .crossings import BESTS, CROSSINGS, Best, Crossing, Settings, displacing, first, normal
 from .measure import medians
 from .peers import Call
 from .report import Cells, announce, print_table
 
 THRESHOLDS = "thresholds"
-FAR = 2**60
-Settings = dict[str, Any]
-Make = Callable[[int, str, torch.device], Call]
-"""From a size and the name of a way ("near" below the threshold, "far" from it on) to a call."""
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """A threshold, a call of several sizes around it, and what forces the way below it and the one from it on."""
-
-    name: str
-    unit: str
-    sizes: Sequence[int]
-    make: Make
-    near: Settings = field(default_factory=dict)
-    far: Settings = field(default_factory=dict)
-    taken: Callable[[int], bool] | None = None
-    """Whether the way from it on is taken at a size, where that follows from an estimate of costs."""
-
-    @property
-    def stated(self) -> str:
-        """The present value, or the first size from which the estimate takes the other way."""
-        return str(getattr(thresholds, self.name)) if self.taken is None else _first(self.sizes, self.taken)
-
-
-def _first(sizes: Sequence[int], far: Callable[[int], bool]) -> str:
-    """From which of the sizes on all are far."""
-    near = [i for i, size in enumerate(sizes) if not far(size)]
-    if not near:
-        return f"<= {sizes[0]}"
-    return f"> {sizes[-1]}" if near[-1] + 1 == len(sizes) else str(sizes[near[-1] + 1])
-
-
-def _normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+LIMITS = {
+    "of memory": "OPERANDS PRODUCTS SHARES KEPT_READ FACTORED COMPARED HESSIAN",
+    "of rounding": "CANCELS DISPLACED_DTYPES NUMBERED",
+    "of what is looked at": "CHECKED PARTS_CHECKED HELD SEARCHED COPIED ENTERED PROBED PROBED_SAVED AT_ONCE",
+    "of the ways above, which have the others as estimates": "ORDERS GRADIENT_DTYPES GRADIENT_ON GRADIENT_BLOCKS "
+    "MIRRORED_BLOCKS HUGE_ON APART_ON ELSEWHERE BUSY BLOCK_BATCH BLOCK_SAMPLES BLOCK_WIDTH DISPLACED_ON ASSEMBLE CALL "
+    "SLICES PAYS LOOK LOOK_ENTRY LOOKS CLASS COLUMN SHARED FACTORED_COST NARROWER NARROWEST",
+}
 
 
 def _at(settings: Settings, call: Call) -> Call:
@@ -74,251 +42,6 @@ def _at(settings: Settings, call: Call) -> Call:
                 setattr(thresholds, name, value)
 
     return run
-
-
-# What is timed
-
-
-def _norms(dtype: torch.dtype) -> Make:
-    """The squared norms of the per-sample gradients of a matrix 128 x 128 that is used at so many positions."""
-
-    def make(size: int, way: str, device: torch.device) -> Call:
-        terms = [(labels, _normal(16, 128, size, device=device, dtype=dtype)) for labels in ("Nop", "Nip")]
-        if way == "far":
-            return lambda: contract(terms, "Noi").square_().flatten(1).sum(1)
-        return lambda: contract(twice(_wide(terms), _wide(terms), "oi"), "N")
-
-    return make
-
-
-def _wide(terms: list[Term]) -> list[Term]:
-    return [(labels, x.double()) for labels, x in terms]
-
-
-def _formed(dtype: torch.dtype, size: int) -> bool:
-    terms = [(labels, torch.empty(16, 128, size, dtype=dtype, device="meta")) for labels in ("Nop", "Nip")]
-    return not squares_directly(terms, "oi", "Noi", "N")
-
-
-def _narrow(size: int, way: str, device: torch.device) -> Call:
-    x, y = _normal(2048, 512, device=device), _normal(size, 512, device=device)
-    a, b, c = "kir" if way == "near" else "ljs"  # labels of its own, since decisions are kept
-    return lambda: contract([(a + c, x), (b + c, y)], a + b)
-
-
-def _gram(shape: Callable[[int], tuple[int, int, int]], dtype: torch.dtype = torch.float32) -> Make:
-    def make(size: int, way: str, device: torch.device) -> Call:
-        x = _normal(*shape(size), device=device, dtype=dtype)
-        return lambda: outer(x)
-
-    return make
-
-
-def _huge(size: int, way: str, device: torch.device) -> Call:
-    x, y = _normal(64, size // 4 // 64 // 256, device=device), _normal(64, 256, device=device)
-    return lambda: contract([("No", x), ("Ni", y)], "Noi")
-
-
-def _convolutions(n: int, device: torch.device, classes: int = 10, columns: int | None = None) -> Call:
-    """The exact diagonal of a net with two convolutions of 16 x 16 pixels."""
-    shapes = {"a": (8, 3, 3, 3), "b": (8, 8, 3, 3), "head": (classes, 2048)}
-    params = {name: _normal(*shape, device=device) / 10 for name, shape in shapes.items()}
-    x, y = _normal(n, 3, 16, 16, device=device), torch.zeros(n, dtype=torch.long, device=device)
-
-    def f(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        x = F.conv2d(F.conv2d(x, p["a"], padding=1).relu(), p["b"], padding=1).relu()
-        return x.flatten(1) @ p["head"].mT
-
-    statistic = diag_ggn(f, F.cross_entropy, method="dense")
-    return lambda: statistic(params, x, y)
-
-
-def _apart(size: int, way: str, device: torch.device) -> Call:
-    return _convolutions(size // 2048, device)
-
-
-def _blocks(size: int, way: str, device: torch.device) -> Call:
-    return _convolutions(128, device, classes=size + 1)
-
-
-def _displaced(size: int, way: str, device: torch.device) -> Call:
-    x, options = _normal(32, size, 16, 16, device=device), ((3, 3), [(1, 1)] * 2, (1, 1))
-    if way == "near":
-        return lambda: outer(patches(x, options[0], (1, 1), *options[1:]))
-
-    def call() -> torch.Tensor | None:
-        with mock.patch.object(autocorrelation, "_cost", _displacing(autocorrelation._cost)):
-            return autocorrelation.patches_gram(x, *options)
-
-    return call
-
-
-def _displacing(cost: Callable) -> Callable:
-    """The costs, with displacements for the whole problem, and the cheaper way for what they leave out."""
-    return lambda shape, kernel, *rest: (0.0, True) if len(kernel) == 2 else cost(shape, kernel, *rest)
-
-
-def _displaces(size: int) -> bool:
-    return autocorrelation.patches_gram(torch.zeros(32, size, 16, 16), (3, 3), [(1, 1)] * 2, (1, 1)) is not None
-
-
-def _auto_encoder(size: int, way: str, device: torch.device) -> Call:
-    statistic, args = _encoded(size, way, device)
-    return lambda: statistic(*args)
-
-
-def _shortens(size: int) -> bool:
-    statistic, args = _encoded(size, "far", torch.device("cpu"))
-    return bool(explain(statistic)(*args).parts)
-
-
-def _encoded(size: int, way: str, device: torch.device) -> tuple[Any, tuple]:
-    """The exact diagonal of a convolutional auto-encoder of so many columns."""
-    side = max(2, round(math.sqrt(size) / 2) * 2)
-    shapes = {"a": (4, 1, 3, 3), "b": (4, 4, 3, 3), "c": (4, 1, 2, 2)}
-    params = {name: _normal(*shape, device=device) / 3 for name, shape in shapes.items()}
-    x = _normal(16, 1, side, side, device=device)
-
-    def f(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        x = F.conv2d(F.conv2d(x, p["a"], padding=1, stride=2).sigmoid(), p["b"], padding=1).sigmoid()
-        return F.conv_transpose2d(x, p["c"], stride=2)
-
-    return diag_ggn(f, F.mse_loss, method="dense" if way == "near" else "auto"), (params, x, x)
-
-
-_POSITIONS = [8, 16, 24, 32, 48, 64, 96, 128]
-_COPY = {"GRADIENT_ON": (), "ADDED_NUMBERS": FAR}
-_AS_GRADIENT = {"GRADIENT_NUMBERS": FAR, "GRADIENT_SAMPLES": 0, "MIRRORED_POSITIONS": 0}
-_WHOLE = {"BLOCK_BATCH": FAR}
-_ALWAYS = {"FEW": 0, "PAYS": math.inf, "LOOK": 0.0, "LOOK_ENTRY": 0.0}
-
-CROSSINGS = [
-    Crossing("NARROW", "columns", [16, 27, 64, 96, 128, 192, 256, 512], _narrow, {"NARROW": FAR}, {"NARROW": 0}),
-    Crossing(
-        "GRADIENT_SAMPLES",
-        "samples, of 2^19 numbers",
-        [2, 4, 8, 16, 32, 64, 128],
-        _gram(lambda b: (b, 128, 2**12 // b)),
-        _COPY,
-        _AS_GRADIENT,
-    ),
-    Crossing(
-        "GRADIENT_NUMBERS",
-        "numbers, 32 samples, 144 rows",
-        [2**k for k in range(16, 25)],
-        _gram(lambda size: (32, 144, size // 32 // 144)),
-        _AS_GRADIENT,
-        _COPY,
-    ),
-    Crossing(
-        "GRADIENT_ROWS",
-        "rows, 64 samples",
-        [32, 64, 128, 192, 256, 384, 512],
-        _gram(lambda k: (64, k, 64)),
-        _AS_GRADIENT | {"GRADIENT_ROWS": FAR},
-        _AS_GRADIENT | {"GRADIENT_ROWS": 0},
-    ),
-    Crossing(
-        "MIRRORED_POSITIONS",
-        "samples, 288 rows, float64",
-        [16, 32, 64, 128, 256, 512, 1024],
-        _gram(lambda b: (b, 288, 1), torch.float64),
-        _COPY | {"MIRRORED_POSITIONS": FAR},
-        _COPY | {"MIRRORED_POSITIONS": 0},
-    ),
-    Crossing(
-        "MIRRORED_ROWS",
-        "half the rows, 1024 samples, float64",
-        [24, 48, 72, 96, 144, 192, 288],
-        _gram(lambda k: (1024, 2 * k, 1), torch.float64),
-        _COPY | {"MIRRORED_ROWS": FAR},
-        _COPY | {"MIRRORED_ROWS": 1, "MIRRORED_BLOCKS": 2},
-    ),
-    Crossing(
-        "ADDED_POSITIONS",
-        "positions, of 2^21 numbers, 64 rows",
-        [4, 16, 64, 128, 256, 512, 1024],
-        _gram(lambda r: (2**15 // r, 64, r)),
-        _COPY,
-        {"GRADIENT_ON": (), "ADDED_NUMBERS": 0, "ADDED_POSITIONS": 0},
-    ),
-    Crossing(
-        "ADDED_NUMBERS",
-        "numbers, 1024 positions, 64 rows",
-        [2**k for k in range(16, 25)],
-        _gram(lambda size: (size // 2**16, 64, 1024)),
-        _COPY,
-        {"GRADIENT_ON": (), "ADDED_NUMBERS": 0, "ADDED_POSITIONS": 0},
-    ),
-    Crossing(
-        "HUGE_PAGES",
-        "bytes",
-        [2**k for k in range(22, 29)],
-        _huge,
-        {"HUGE_PAGES": FAR},
-        {"HUGE_PAGES": 0},
-    ),
-    Crossing(
-        "APART",
-        "numbers of a column, 10 classes",
-        [2**k for k in range(12, 21)],
-        _apart,
-        _WHOLE | {"APART": FAR},
-        _WHOLE | {"APART": 0},
-    ),
-    Crossing("BLOCK_COLUMNS", "columns, 128 samples", [1, 2, 4, 8, 16], _blocks, _WHOLE, {"BLOCK_COLUMNS": 0}),
-    Crossing(
-        "FORMED",
-        "positions, float64",
-        _POSITIONS,
-        _norms(torch.float64),
-        taken=partial(_formed, torch.float64),
-    ),
-    Crossing(
-        "DOUBLE",
-        "positions, float32",
-        _POSITIONS,
-        _norms(torch.float32),
-        taken=partial(_formed, torch.float32),
-    ),
-    Crossing("UNFOLD", "channels", [4, 8, 12, 16, 24, 32, 64], _displaced, taken=_displaces),
-    Crossing("FEW", "columns", [4, 16, 36, 64, 144, 256, 576], _auto_encoder, far=_ALWAYS, taken=_shortens),
-]
-
-
-@dataclass(frozen=True)
-class Best:
-    """A threshold that is a size, a call, and values of it."""
-
-    name: str
-    unit: str
-    values: Sequence[int]
-    make: Callable[[torch.device], Call]
-    other: Settings = field(default_factory=dict)
-
-    def at(self, value: int) -> Settings:
-        """The thresholds with this value."""
-        return {self.name: {"cpu": value} if self.name == "CACHE" else value, **self.other}
-
-
-BESTS = [
-    Best("CACHE", "numbers, 128 samples", [2**k for k in range(17, 25)], partial(_convolutions, 128)),
-    Best(
-        "TOGETHER",
-        "numbers, 256 columns",
-        [2**k for k in range(13, 23)],
-        partial(_auto_encoder, 256, "far"),
-        _ALWAYS,
-    ),
-]
-LIMITS = {
-    "of memory": "OPERANDS PRODUCTS SHARES KEPT_READ FACTORED COMPARED HESSIAN",
-    "of rounding": "CANCELS DISPLACED_DTYPES NUMBERED",
-    "of what is looked at": "CHECKED PARTS_CHECKED HELD SEARCHED COPIED ENTERED PROBED PROBED_SAVED AT_ONCE",
-    "of the ways above, which have the others as estimates": "ORDERS GRADIENT_DTYPES GRADIENT_ON GRADIENT_BLOCKS "
-    "MIRRORED_BLOCKS HUGE_ON APART_ON ELSEWHERE BUSY BLOCK_BATCH BLOCK_SAMPLES BLOCK_WIDTH DISPLACED_ON ASSEMBLE CALL "
-    "SLICES PAYS LOOK LOOK_ENTRY LOOKS CLASS COLUMN SHARED FACTORED_COST NARROWER NARROWEST",
-}
 
 
 def measured(name: str, options: argparse.Namespace) -> None:
@@ -351,7 +74,7 @@ def _crossed(crossing: Crossing, options: argparse.Namespace) -> Cells:
     return {
         "threshold": crossing.name,
         "stated": crossing.stated,
-        "here": _first(crossing.sizes, lambda size: ratios[size] > 1),
+        "here": first(crossing.sizes, lambda size: ratios[size] > 1),
         "of": crossing.unit,
         "near / far": ", ".join(f"{size}: {ratio:.2f}" for size, ratio in ratios.items()),
     }
@@ -376,11 +99,11 @@ def _best(best: Best, options: argparse.Namespace) -> Cells:
 
 def _exact(options: argparse.Namespace) -> Cells:
     """How far sums over so many positions at once are off in float32."""
-    x, problem = _normal(64, 4, 32, 32, device=options.device).abs(), ((3, 3), [(1, 1)] * 2, (1, 1))
+    x, problem = normal(64, 4, 32, 32, device=options.device).abs(), ((3, 3), [(1, 1)] * 2, (1, 1))
     read = patches(x.double(), problem[0], (1, 1), *problem[1:])
     wanted, found = outer(read), {}
     for at in (1024, 4096, 16384, 65536):
-        with mock.patch.object(autocorrelation, "_cost", _displacing(autocorrelation._cost)):
+        with mock.patch.object(autocorrelation, "_cost", displacing(autocorrelation._cost)):
             gram = _at({"EXACT": at}, partial(autocorrelation.patches_gram, x, *problem))()
         found[at] = ((gram.double() - wanted).abs().max() / wanted.abs().max()).item()
     each = ", ".join(f"{at}: {error:.0e}" for at, error in found.items())

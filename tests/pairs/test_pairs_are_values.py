@@ -8,9 +8,7 @@ import io
 import pickle
 import subprocess
 import sys
-from collections import OrderedDict, deque
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,18 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from invfunc import (
-    ArgumentError,
-    ArgumentTypeError,
     Grid,
     Invertible,
     additive_coupling,
     affine_coupling,
     chain,
-    check_inverse,
-    functional,
     invert,
     invertible_checkpoint,
     layers,
@@ -196,14 +189,6 @@ def pickled(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
-def averaged(model: nn.Module) -> nn.Module:
-    return AveragedModel(model).module
-
-
-def _entries(parts):
-    return parts.values() if isinstance(parts, dict) else parts
-
-
 class TestCopies:
     @pytest.mark.parametrize("copied", [pickled, copy.deepcopy, saved])
     @settings(max_examples=40)
@@ -222,285 +207,6 @@ class TestCopies:
         block = invertible_checkpoint(chain(additive_coupling(nn.Linear(2, 2), torch.sin), layers.identity()))
         run = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(block), capture_output=True, check=True)
         assert run.stdout.decode().strip() == repr(block)
-
-
-class Net(nn.Module):
-    """Holds a block of its own modules, made in one of several ways."""
-
-    def __init__(self, make: str) -> None:
-        super().__init__()
-        self.rounded = make == "rounded"
-        self.F = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.G = nn.Linear(WIDTH, WIDTH)
-        F, G = self.F, self.G
-        made = {
-            "modules": lambda: additive_coupling(self.F, self.G, split_dim=1),
-            "lambdas": lambda: additive_coupling(lambda b: self.F(b), lambda a: self.G(a), split_dim=1),
-            "closures": lambda: additive_coupling(lambda b: F(b), lambda a: G(a), split_dim=1),
-            "defaults": lambda: additive_coupling(lambda b, m=F: m(b), lambda a, *, m=G: m(a), split_dim=1),
-            "methods": lambda: additive_coupling(self.F.forward, self.part, split_dim=1),
-            "partials": lambda: additive_coupling(partial(_through, F), partial(lambda m, a: m(a), G), split_dim=1),
-            "affine": lambda: affine_coupling(self.two, self.two, split_dim=1),
-            "rounded": lambda: additive_coupling(self.F, lambda a: self.G(a), split_dim=1, exact=True),
-            "chain": lambda: chain(*(additive_coupling(m, m, split_dim=1) for m in (F, G)), anchor_every=1),
-            "inverted": lambda: invert(additive_coupling(self.F, lambda a: self.G(a), split_dim=1)),
-            "functional": lambda: additive_coupling(_with_own(F), _with_own(G), split_dim=1),
-            "functions": lambda: Invertible(lambda x: x + _wide(self.G, F(x[:, :0].new_ones(1, WIDTH))), _back(F, G)),
-        }
-        self.block = invertible_checkpoint(made[make]())
-
-    def part(self, a: torch.Tensor) -> torch.Tensor:
-        return self.G(a)
-
-    def two(self, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.F(a), self.G(a)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(Grid().enter(x) if self.rounded else x)
-
-
-def _through(module: nn.Module, b: torch.Tensor) -> torch.Tensor:
-    return module(b)
-
-
-def _with_own(module: nn.Module) -> Any:
-    f, _ = functional(module)
-    return lambda b: f(dict(module.named_parameters()), b)
-
-
-def _wide(G: nn.Module, v: torch.Tensor) -> torch.Tensor:
-    return torch.cat([G(v), v], 1)
-
-
-def _back(F: nn.Module, G: nn.Module) -> Any:
-    return lambda y: y - _wide(G, F(y[:, :0].new_ones(1, WIDTH)))
-
-
-WAYS = ["modules", "lambdas", "closures", "defaults", "methods", "partials", "affine", "chain", "inverted", "functions"]
-WAYS += ["functional", "rounded"]
-
-
-def slopes(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
-
-
-class TestOfAModuleThatHoldsABlock:
-    @pytest.mark.quick
-    @pytest.mark.parametrize("copied", [copy.deepcopy, averaged, pickled])
-    @pytest.mark.parametrize("way", WAYS)
-    def test_a_copy_evaluates_its_own_weights(self, way, copied):
-        """The original's are changed afterwards; then those of the copy."""
-        net, x = Net(way), torch.randn(3, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
-        if copied is pickled and way in ("lambdas", "closures", "defaults", "partials", "inverted", "functions"):
-            pytest.skip("pickle refuses a lambda by itself")
-        if copied is pickled and way in ("functional", "rounded"):
-            pytest.skip("pickle refuses a lambda by itself")
-        y, gradients = net(x).detach(), slopes(net, x)
-        again = copied(net)
-        with torch.no_grad():
-            for p in net.parameters():
-                p.mul_(2.0)
-        assert not torch.allclose(net(x), y)
-        assert_trees_close([again(x), *slopes(again, x)], [y, *gradients], 0)
-        with torch.no_grad():
-            for p in again.parameters():
-                p.mul_(2.0)
-        assert_trees_close([again(x), *slopes(again, x)], [net(x), *slopes(net, x)], 0)
-
-    @pytest.mark.parametrize("way", WAYS)
-    def test_moves_with_it(self, way):
-        if way in ("rounded",):
-            pytest.skip("the grid has a dtype of its own")
-        net, x = Net(way), torch.randn(3, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
-        y = net(x)
-        assert_trees_close(net.double()(x.double()).float(), y, 1e-5)
-
-    @pytest.mark.parametrize("kind", [list, tuple, deque, OrderedDict, frozenset])
-    def test_whatever_holds_the_parts(self, kind):
-        part = nn.Linear(2, 2).double()
-        parts = OrderedDict(part=part) if kind is OrderedDict else kind([part])
-        pair = additive_coupling(lambda b: next(iter(_entries(parts)))(b), torch.sin, split_dim=1)
-        twin, x = copy.deepcopy(pair), torch.ones(1, 4, dtype=torch.float64)
-        with torch.no_grad():
-            before = twin(x)
-            part.weight.zero_()
-        assert torch.equal(twin(x), before)
-
-    def test_what_functions_share_is_shared_by_their_copies(self):
-        m = nn.Linear(2, 2)
-
-        def F(b):
-            return m(b)
-
-        again = copy.deepcopy(additive_coupling(F, lambda a: F(a)))
-        (inner,) = (c.cell_contents for c in again.shared[1].__closure__)
-        assert inner is again.shared[0] is not F
-
-    def test_a_function_of_constants_stays_the_same(self):
-        scale, other = 2.0, object()
-        pair = additive_coupling(lambda b: scale * b, lambda a: a if other else a)
-        assert copy.deepcopy(pair).shared == pair.shared
-
-    def test_a_function_that_calls_itself(self):
-        m = nn.Linear(2, 2)
-
-        def again(b, depth=2):
-            return m(again(b, depth - 1)) if depth else b
-
-        pair = copy.deepcopy(additive_coupling(again, again))
-        x = torch.ones(1, 2), torch.ones(1, 2)
-        y = pair(x)
-        with torch.no_grad():
-            m.weight.zero_()
-        assert_trees_close(pair(x), y, 0)
-
-
-class TestModulesAsParts:
-    MAKERS = {
-        "additive": lambda F, G: (additive_coupling(F, G), (0, 1)),
-        "momentum": lambda F, G: (momentum(F), (0,)),
-        "leapfrog": lambda F, G: (leapfrog(F, 0.5), (0,)),
-    }
-
-    @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-    def test_are_functions_of_their_own_parameters_and_of_those_of_functional(self, make):
-        """Passed ones get the gradients, and the module none."""
-        parts, x = modules(Numbers(1)), halves(Numbers(2))
-        pair, used = make(*parts)
-        plain, _ = make(*(lambda b, m=m: m(b) for m in parts))
-        assert_trees_close(pair(x), plain(x), 0)
-        assert "Linear" in repr(pair)
-        params = [{name: 2 * p for name, p in functional(m)[1].items()} for m in parts]
-        other, _ = make(*(functional(m)[0] for m in parts))
-        swapped, _ = make(*(lambda b, p, m=m: functional(m)[0](p, b) for m in parts))
-        given_ = tuple(params) if len(used) == 2 else params[0]
-
-        def loss(pair, params, call=lambda g: g):
-            return sum(t.square().sum() for t in call(pair)(x, params))
-
-        found = torch.func.grad(lambda p: loss(pair, p, invertible_checkpoint))(given_)
-        wanted = torch.func.grad(lambda p: loss(swapped, p))(given_)
-        assert_trees_close(found, wanted, 1e-10)
-        assert all(p.grad is None for m in parts for p in m.parameters())
-
-    def test_get_gradients_in_plain_autograd(self):
-        parts, x = modules(Numbers(1)), halves(Numbers(2))
-        own = [p for m in parts for p in m.parameters()]
-        plain = additive_coupling(lambda b: parts[0](b), lambda a: parts[1](a))
-        losses = (
-            sum(t.square().sum() for t in f(f(x))) for f in (plain, invertible_checkpoint(additive_coupling(*parts)))
-        )
-        wanted, found = (torch.autograd.grad(loss, own) for loss in losses)
-        assert_trees_close(found, wanted, 1e-10)
-
-    def test_further_inputs_stand_behind_the_parameters(self):
-        class Scaled(nn.Linear):
-            def forward(self, b, by):
-                return super().forward(b) * by
-
-        m, x = Scaled(2, 2), (torch.ones(1, 2), torch.ones(1, 2))
-        for pair, none in ((additive_coupling(m, m), (None, None)), (momentum(m), None)):
-            assert_trees_close(pair(x, None, 0.0), pair(x, none, 0.0), 0)
-            assert not torch.equal(pair(x, None, 1.0)[0], pair(x, None, 0.0)[0])
-        with pytest.raises(ArgumentTypeError, match="of the module Scaled are of type Tensor.*behind them"):
-            momentum(m)(x, torch.ones(1, 2))
-        with pytest.raises(ArgumentError, match="Scaled.*params has 'w', which is not a parameter or buffer"):
-            momentum(m)(x, {"w": torch.ones(2, 2)})
-
-    def test_chains_need_no_parameters(self):
-        parts, x = modules(Numbers(1)), halves(Numbers(2))
-        g = invertible_checkpoint(chain(additive_coupling(*parts), layers.identity(), momentum(parts[0])))
-        assert_trees_close(g(x), g(x, [None] * 3), 0)
-        assert_trees_close(invert(g.pair)(g(x)), x, 1e-10)
-        with pytest.raises(ArgumentError, match=r"params says how often.*\[None\] \* n"):
-            repeated(momentum(parts[0]))(x)
-        check_inverse(repeated(momentum(parts[0])), x, [None] * 3)
-
-
-@pytest.mark.quick
-class TestOnAGrid:
-    @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-    def test_parts_compute_in_the_dtype_of_their_parameters(self, kind):
-        """The state comes back to the bit, and the parameters have gradients of their own dtype."""
-        x = Grid().enter(tree.map_tensors(torch.Tensor.float, halves(Numbers(0))))
-        parts = [m.to(kind) for m in modules(Numbers(1))]
-        w = weight(Numbers(2)).to(kind).requires_grad_()
-        for pair, params in (
-            (additive_coupling(*parts, exact=True), None),
-            (additive_coupling(layer, layer, exact=True), (w, w)),
-        ):
-            y = invertible_checkpoint(pair)(x, params)
-            assert_trees_close(pair.inverse(*pair.shared, y, params), x, 0)
-            inputs = [w] if params else [p for m in parts for p in m.parameters()]
-            gradients = torch.autograd.grad(sum(t.sum() for t in y), inputs)
-            assert {t.dtype for t in y} == {torch.float32} and {g.dtype for g in gradients} == {kind}
-            plain = torch.autograd.grad(sum(t.sum() for t in pair(x, params)), inputs)
-            assert_trees_close(gradients, plain, 0)
-
-    def test_weights_that_are_not_seen_are_told_of(self):
-        m = nn.Linear(WIDTH, WIDTH).bfloat16()
-        pair = additive_coupling(lambda b: m(b), lambda b: m(b), exact=True)
-        with pytest.raises(RuntimeError) as raised:
-            pair(Grid().enter((torch.ones(1, WIDTH), torch.ones(1, WIDTH))))
-        assert "lambda b: F(b.to(torch.bfloat16))" in raised.value.__notes__[0]
-
-
-class TestShapes:
-    """Parts that would be broadcast."""
-
-    X = torch.ones(3, WIDTH), torch.ones(3, WIDTH)
-
-    @pytest.mark.parametrize("size", [(3, 1), (WIDTH,), (1, WIDTH), (), (2, 3, WIDTH)], ids=str)
-    @pytest.mark.parametrize("block", [lambda pair: pair, invertible_checkpoint], ids=["pair", "block"])
-    def test_of_what_a_part_returns_are_those_of_what_it_changes(self, block, size):
-        def wrong(b):
-            return torch.ones(size)
-
-        def right(b):
-            return b
-
-        told = rf"returns a tensor of shape \[{', '.join(map(str, size))}\], but .* has shape \[3, 4\]"
-        for pair in (
-            additive_coupling(wrong, right),
-            additive_coupling(right, wrong),
-            momentum(wrong),
-            leapfrog(wrong, 1),
-        ):
-            with pytest.raises(ArgumentError, match=told):
-                block(pair)(self.X)
-        for pair in (lambda b: (b, wrong(b)), lambda b: (wrong(b), b)):
-            with pytest.raises(ArgumentError, match=told):
-                block(affine_coupling(pair, pair))(self.X)
-        with pytest.raises(ArgumentError, match="log_scale " + told):
-            block(affine_coupling(lambda b: (b, b), lambda b: (b, b), log_scale=wrong))(self.X)
-        with pytest.raises(ArgumentError, match="the state"):
-            block(momentum(right))((self.X[0], torch.ones(size)))
-
-    def test_of_halves_of_an_odd_size_are_told(self):
-        m = nn.Linear(4, 4)
-        for F in (m, lambda b: m(b)):
-            with pytest.raises(RuntimeError) as raised:
-                additive_coupling(F, F, split_dim=1)(torch.ones(8, 7))
-            (note,) = raised.value.__notes__
-            assert "a of shape [8, 4] and b of shape [8, 3]" in note
-        with pytest.raises(ArgumentError) as raised:
-            additive_coupling(torch.sin, torch.sin, split_dim=1)(torch.ones(8, 7))
-        assert "returns a tensor of shape [8, 3]" in str(raised.value)
-        fitting = additive_coupling(nn.Linear(3, 4), nn.Linear(4, 3), split_dim=1)
-        assert fitting(torch.ones(8, 7)).shape == (8, 7)
-
-    @pytest.mark.parametrize(
-        "pair",
-        [
-            additive_coupling(torch.sin, torch.sin),
-            momentum(torch.sin),
-            additive_coupling(torch.sin, torch.sin, split_dim=1),
-        ],
-    )
-    def test_functions_of_a_pair_get_what_it_shares_in_front(self, pair):
-        for fn in (pair.forward, pair.inverse, pair.log_det):
-            with pytest.raises(ArgumentTypeError, match=r"pair.log_det\(\*pair.shared, x, params\)"):
-                fn(self.X)
 
 
 def test_attributes_are_there_before_threads_ask():

@@ -23,12 +23,10 @@ from invfunc import (
     thresholds,
     tree,
 )
-from invfunc.recomputation import probe
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
 X = Numbers()(6, 5)
-WEIGHT = Numbers(1)(5, 5)
 TABLE = Numbers(2)(7).requires_grad_()
 
 
@@ -243,73 +241,6 @@ def _around_one(x):
     return x.sin() + (x.softmax(-1).sum(-1, keepdim=True) - 1).square()
 
 
-class TestHidden:
-    """Drift that is small beside all of x, or that stands beside what is no number."""
-
-    @staticmethod
-    def told(blocks, x):
-        """What is told of, in a warning or in an error."""
-        try:
-            return " ".join(warned(lambda: backward(*blocks, x=x)))
-        except InverseError as error:
-            return str(error)
-
-    @staticmethod
-    def carrying(value, gamma=0.7):
-        """Steps of a drifting recurrence, which carry an entry along."""
-        step = momentum(lambda x: torch.tanh(x @ WEIGHT.to(x.dtype)), gamma=gamma)
-
-        def f(x):
-            return step(x[:2]) + x[2:]
-
-        def f_inv(y):
-            return step.inverse(*step.shared, y[:2]) + y[2:]
-
-        carried = torch.zeros(5)
-        carried[1] = value
-        return [invertible_checkpoint(f, f_inv) for _ in range(40)], (X.float(), 0 * X.float(), carried)
-
-    @pytest.mark.parametrize("value", [0.0, float("-inf"), float("inf"), float("nan")])
-    def test_what_is_no_number_hides_nothing(self, value):
-        blocks, x = self.carrying(value)
-        assert "rounding errors drift" in self.told(blocks, x)
-
-    @pytest.mark.parametrize("large", [1e3, 1e6, -1e9])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_a_large_channel_hides_nothing(self, large, dtype):
-        step = momentum(lambda x: torch.tanh((x / scale) @ WEIGHT.to(dtype)) * moved, gamma=0.6)
-        scale = torch.tensor([large, 1, 1, 1, 1], dtype=dtype)
-        moved = torch.tensor([0, 1, 1, 1, 1], dtype=dtype)
-        blocks = [invertible_checkpoint(step) for _ in range(24 if dtype is torch.float32 else 40)]
-        x = (X.to(dtype) * scale, 0 * X.to(dtype))
-        told = self.told(blocks, x)
-        assert told
-        if abs(large) * torch.finfo(dtype).eps ** 0.5 > 10:  # so that it is below what is told of all of x
-            assert "small entries of x" in told
-
-    @pytest.mark.parametrize("wrong", [1.0, float("nan"), 1e-2])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_one_sample_of_many_is_not_missed(self, dtype, wrong):
-        """Where the inverse fails for one sample, which is larger than the others, as an outlier is."""
-        x = Numbers()(300, 64).to(dtype)
-        x[217] *= 30
-
-        def back(y):
-            return torch.where(torch.arange(300)[:, None] == 217, (y / 2) * (1 + wrong), y / 2)
-
-        block = invertible_checkpoint(lambda x: x * 2 + 0 * x.sin(), back)
-        assert all(self.told([invertible_checkpoint(block.pair)], x) for _ in range(8))
-
-    def test_a_large_channel_beside_what_comes_back_is_not_told_of(self):
-        blocks, x = deep(20, torch.float32), WIDE.float().clone()
-        x[:, 0] = 1e6
-        calm = invertible_checkpoint(additive_coupling(torch.tanh, torch.tanh, split_dim=1))
-        for dtype in (torch.float32, torch.float64):
-            mixed = torch.cat([x[:, :1], WIDE.float()[:, :3]], 1).to(dtype)
-            assert not warned(lambda mixed=mixed, dtype=dtype: backward(calm, calm, x=mixed, dtype=dtype))
-        assert not warned(lambda: backward(*blocks, x=WIDE.float()))
-
-
 class TestHonest:
     @pytest.mark.parametrize(
         ("dtype", "depth"), [(torch.float64, 100), (torch.float32, 100), (torch.bfloat16, 20), (torch.float16, 20)]
@@ -371,29 +302,6 @@ class TestHonest:
         assert_trees_close(torch.autograd.grad(y[0].sum(), x), (x.exp() * x.exp().exp(),), 1e-9)
 
 
-SHAPES = [(32, 64, 8, 8), (16, 16, 16, 16), (64, 512), (8, 128, 96), (100, 100), (4096,)]
-
-
-class TestPlaces:
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_are_in_all_parts(self, shape):
-        """Half of the samples, of the channels, of the rows ... is enough, also where strides divide each other."""
-        x = torch.zeros(shape)
-        for axis, size in enumerate(shape):
-            for half in (range(size // 2), range(size // 2, size), range(0, size, 2), range(1, size, 2)):
-                looked = probe.Probe((x,))
-                assert looked.errors((x.index_fill(axis, torch.tensor(list(half)), 1.0),))[0]
-
-    @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-    def test_are_others_each_time(self, layout):
-        x = torch.arange(1000.0).view(50, 20)
-        x = x.t() if layout == "transposed" else x
-        for place in range(0, 1000, 37):
-            other = x.clone()
-            other[divmod(place, x.shape[1])] = -1.0
-            assert any(probe.Probe((x,)).errors((other,))[0] for _ in range(100))
-
-
 class TestOnADevice:
     """Nothing is looked at before the backward pass has ended."""
 
@@ -421,38 +329,6 @@ class TestOnADevice:
         zeros_beside_numbers()
 
 
-class TestKinks:
-    """Zeros come back with a rounding, and at a kink that is another gradient."""
-
-    @staticmethod
-    def told(first, bias, dtype):
-        stem = nn.Sequential(nn.Linear(8, 32), first).to(dtype)
-        parts = half(0, bias).to(dtype), half(1, bias).to(dtype)
-        blocks = [invertible_checkpoint(additive_coupling(*parts, split_dim=1)) for _ in range(3)]
-        x = stem(Numbers()(64, 8).to(dtype))
-        for block in blocks:
-            x = block(x)
-        return warned(x.square().sum().backward)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_are_told_of(self, dtype):
-        told = self.told(nn.ReLU(), 0.0, dtype)
-        assert told and all("exactly 0 at the kink of `relu`" in text for text in told)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    @pytest.mark.parametrize("first, bias", [(nn.Tanh(), 0.0), (nn.ReLU(), 0.1)])
-    def test_without_zeros_there_are_none(self, first, bias, dtype):
-        assert not self.told(first, bias, dtype)
-
-
-def half(seed, bias):
-    """A pre-activation unit: a bias, a relu and a linear map."""
-    torch.manual_seed(seed)
-    shift = nn.BatchNorm1d(16).eval()
-    nn.init.constant_(shift.bias, bias)
-    return nn.Sequential(shift, nn.ReLU(), nn.Linear(16, 16))
-
-
 def zeros_beside_numbers():
     """A state that begins at zeros, whose sum has no size of its own, comes back with roundings of the other one."""
     step = invertible_checkpoint(momentum(lambda b, w: torch.tanh(b @ w)))
@@ -467,14 +343,3 @@ def zeros_beside_numbers():
 
 def test_zeros_beside_numbers():
     zeros_beside_numbers()
-
-
-@pytest.mark.parametrize("layout", [lambda t: t, lambda t: t.mT, lambda t: t[:, ::2], lambda t: t[:, :1].expand(8, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64, torch.bool])
-def test_a_probe_sees_changes(layout, dtype):
-    t = 10 * Numbers()(8, 6)
-    t = t > 0 if dtype is torch.bool else t.to(dtype)
-    seen = probe.Probe([layout(t)])
-    (same,) = seen.errors([layout(t).clone()])
-    (changed,) = seen.errors([layout(t.flip(0).roll(1, 1))])
-    assert same == 0 and changed > 0

@@ -10,7 +10,6 @@ from torch.func import grad
 
 from invfunc import (
     Invertible,
-    ModifiedError,
     ReplayError,
     additive_coupling,
     chain,
@@ -19,7 +18,7 @@ from invfunc import (
     state_first,
 )
 from invfunc.testing import assert_trees_close
-from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
+from tests.invertible_same import f, f_inv, gradients, leaves
 
 
 class Counting(nn.Module):
@@ -215,10 +214,6 @@ class TestState:
                 same(run, f, invertible_checkpoint(f, write))
 
 
-def closed(f, w):
-    return lambda x, unused: f(x, w)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", ["dropout", "batch norm", "several"])
 def test_a_module_whose_mode_changes_before_the_backward_is_refused(kind):
@@ -268,99 +263,6 @@ def test_a_table_that_is_renormalised_is_written_once(same):
         return gradients(wrap(pair)((x * w, x)), x, w), table
 
     same(run, lambda pair: pair, invertible_checkpoint)
-
-
-@pytest.mark.quick
-class TestWrittenSince:
-    """Parameters that are written between forward and backward: an error, never a number of the new ones."""
-
-    @pytest.mark.parametrize("where", ["argument", "closed over", "shared", "of a dropped block", "kept"])
-    @pytest.mark.parametrize("partial", [False, True], ids=["at once", "after a partial gradient"])
-    def test_is_an_error(self, where, partial):
-        x, w = leaves()
-        h, args = g, (w,)
-        if where == "closed over":
-            h, args = invertible_checkpoint(closed(f, w), closed(f_inv, w)), (None,)
-        elif where == "kept":
-            h = invertible_checkpoint(f, None)
-        elif where == "shared":
-            coupling = additive_coupling(lambda b, p: (b * p).tanh(), lambda a, q: (a * q).sin())
-            h, args = invertible_checkpoint(coupling), ((w, w),)
-        y = h((x * 1, x * 2) if where == "shared" else x * 1, *args)
-        if where == "of a dropped block":
-            h(y, *args)
-        s = squares(y)
-        del y
-        if partial:
-            torch.autograd.grad(s, w, retain_graph=True)
-        with torch.no_grad():
-            w.mul_(3)
-        with pytest.raises((ModifiedError, RuntimeError), match="modified by an inplace operation"):
-            torch.autograd.grad(s, (x, w))
-
-    def test_is_an_error_where_it_is_among_what_is_left_of_a_partial_gradient(self):
-        x, w = leaves()
-        s = invertible_checkpoint(lambda x, w: x * w, lambda y, w: y / w)(x * 1, w).sum()
-        torch.autograd.grad(s, w, retain_graph=True)
-        with torch.no_grad():
-            w.mul_(3)
-        with pytest.raises(ModifiedError, match="modified by an inplace operation"):
-            torch.autograd.grad(s, x)
-
-    def test_is_an_error_where_a_part_closes_over_what_is_left_of_a_partial_gradient(self):
-        x, w = leaves()
-        left, right = invertible_checkpoint(lambda x: (x * w, x * w.detach()), None)(x * 1)
-        torch.autograd.grad(left.sum(), w, retain_graph=True)
-        with torch.no_grad():
-            w.mul_(3)
-        with pytest.raises(ModifiedError, match="modified by an inplace operation"):
-            torch.autograd.grad(right.sum(), x)
-
-    @pytest.mark.parametrize("wrap", [lambda f, f_inv: f, invertible_checkpoint], ids=["plain", "block"])
-    def test_is_an_error_where_an_optimiser_writes_it_in_the_backward_pass(self, wrap):
-        """As soon as its gradient is there; what reads it without one still needs what it held."""
-        x, w = leaves()
-
-        def step(w):
-            with torch.no_grad():
-                w.sub_(w.grad)
-
-        w.register_post_accumulate_grad_hook(step)
-        y = wrap(lambda x: (x * w.detach()).tanh() * w, None)(x * 1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
-
-    @pytest.mark.parametrize("is_argument", [True, False])
-    def test_data_that_takes_the_place_of_a_parameters(self, same, is_argument):
-        """As `vector_to_parameters` does: the version stays as it is."""
-
-        def run(wrap, x, w):
-            h, args = (wrap(f, f_inv), (w,)) if is_argument else (wrap(closed(f, w), closed(f_inv, w)), (None,))
-            s = squares(h(x * 1, *args))
-            w.data = w.data * 3
-            return torch.autograd.grad(s, (x, w))
-
-        same(run, lambda f, f_inv: f, invertible_checkpoint)
-
-    @pytest.mark.parametrize("write", [lambda y: y.add_(1), lambda y: y[0].zero_(), lambda y: y.detach().mul_(2)])
-    @pytest.mark.parametrize("inside", [False, True])
-    def test_outputs_that_are_written_before_the_next_block(self, same, write, inside):
-        """Without a gradient, so that the graph stays as it is; also inside of torch.func."""
-
-        def run(h, x, w):
-            if inside:
-                return grad(lambda w: squares(self.twice(h, x.detach(), w, write)))(w.detach())
-            return gradients(self.twice(h, x * 1, w, write), w)
-
-        with pytest.raises(ModifiedError, match="modified by an inplace operation"):
-            same(run)
-
-    @staticmethod
-    def twice(h, x, w, write):
-        y = h(x, w)
-        with torch.no_grad():
-            write(y)
-        return h(y, w)
 
 
 class OfFunctional(nn.Module):

@@ -1,0 +1,176 @@
+"""The parts of couplings: modules or functions, in their own dtype, whose shapes are checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from invfunc import (
+    ArgumentError,
+    ArgumentTypeError,
+    Grid,
+    additive_coupling,
+    affine_coupling,
+    chain,
+    check_inverse,
+    functional,
+    invert,
+    invertible_checkpoint,
+    layers,
+    leapfrog,
+    momentum,
+    repeated,
+    tree,
+)
+from invfunc.testing import assert_trees_close
+from tests.pairs.test_pairs_are_values import WIDTH, halves, layer, modules, weight
+from tests.strategies import Numbers
+
+
+class TestModulesAsParts:
+    MAKERS = {
+        "additive": lambda F, G: (additive_coupling(F, G), (0, 1)),
+        "momentum": lambda F, G: (momentum(F), (0,)),
+        "leapfrog": lambda F, G: (leapfrog(F, 0.5), (0,)),
+    }
+
+    @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+    def test_are_functions_of_their_own_parameters_and_of_those_of_functional(self, make):
+        """Passed ones get the gradients, and the module none."""
+        parts, x = modules(Numbers(1)), halves(Numbers(2))
+        pair, used = make(*parts)
+        plain, _ = make(*(lambda b, m=m: m(b) for m in parts))
+        assert_trees_close(pair(x), plain(x), 0)
+        assert "Linear" in repr(pair)
+        params = [{name: 2 * p for name, p in functional(m)[1].items()} for m in parts]
+        other, _ = make(*(functional(m)[0] for m in parts))
+        swapped, _ = make(*(lambda b, p, m=m: functional(m)[0](p, b) for m in parts))
+        given_ = tuple(params) if len(used) == 2 else params[0]
+
+        def loss(pair, params, call=lambda g: g):
+            return sum(t.square().sum() for t in call(pair)(x, params))
+
+        found = torch.func.grad(lambda p: loss(pair, p, invertible_checkpoint))(given_)
+        wanted = torch.func.grad(lambda p: loss(swapped, p))(given_)
+        assert_trees_close(found, wanted, 1e-10)
+        assert all(p.grad is None for m in parts for p in m.parameters())
+
+    def test_get_gradients_in_plain_autograd(self):
+        parts, x = modules(Numbers(1)), halves(Numbers(2))
+        own = [p for m in parts for p in m.parameters()]
+        plain = additive_coupling(lambda b: parts[0](b), lambda a: parts[1](a))
+        losses = (
+            sum(t.square().sum() for t in f(f(x))) for f in (plain, invertible_checkpoint(additive_coupling(*parts)))
+        )
+        wanted, found = (torch.autograd.grad(loss, own) for loss in losses)
+        assert_trees_close(found, wanted, 1e-10)
+
+    def test_further_inputs_stand_behind_the_parameters(self):
+        class Scaled(nn.Linear):
+            def forward(self, b, by):
+                return super().forward(b) * by
+
+        m, x = Scaled(2, 2), (torch.ones(1, 2), torch.ones(1, 2))
+        for pair, none in ((additive_coupling(m, m), (None, None)), (momentum(m), None)):
+            assert_trees_close(pair(x, None, 0.0), pair(x, none, 0.0), 0)
+            assert not torch.equal(pair(x, None, 1.0)[0], pair(x, None, 0.0)[0])
+        with pytest.raises(ArgumentTypeError, match="of the module Scaled are of type Tensor.*behind them"):
+            momentum(m)(x, torch.ones(1, 2))
+        with pytest.raises(ArgumentError, match="Scaled.*params has 'w', which is not a parameter or buffer"):
+            momentum(m)(x, {"w": torch.ones(2, 2)})
+
+    def test_chains_need_no_parameters(self):
+        parts, x = modules(Numbers(1)), halves(Numbers(2))
+        g = invertible_checkpoint(chain(additive_coupling(*parts), layers.identity(), momentum(parts[0])))
+        assert_trees_close(g(x), g(x, [None] * 3), 0)
+        assert_trees_close(invert(g.pair)(g(x)), x, 1e-10)
+        with pytest.raises(ArgumentError, match=r"params says how often.*\[None\] \* n"):
+            repeated(momentum(parts[0]))(x)
+        check_inverse(repeated(momentum(parts[0])), x, [None] * 3)
+
+
+@pytest.mark.quick
+class TestOnAGrid:
+    @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+    def test_parts_compute_in_the_dtype_of_their_parameters(self, kind):
+        """The state comes back to the bit, and the parameters have gradients of their own dtype."""
+        x = Grid().enter(tree.map_tensors(torch.Tensor.float, halves(Numbers(0))))
+        parts = [m.to(kind) for m in modules(Numbers(1))]
+        w = weight(Numbers(2)).to(kind).requires_grad_()
+        for pair, params in (
+            (additive_coupling(*parts, exact=True), None),
+            (additive_coupling(layer, layer, exact=True), (w, w)),
+        ):
+            y = invertible_checkpoint(pair)(x, params)
+            assert_trees_close(pair.inverse(*pair.shared, y, params), x, 0)
+            inputs = [w] if params else [p for m in parts for p in m.parameters()]
+            gradients = torch.autograd.grad(sum(t.sum() for t in y), inputs)
+            assert {t.dtype for t in y} == {torch.float32} and {g.dtype for g in gradients} == {kind}
+            plain = torch.autograd.grad(sum(t.sum() for t in pair(x, params)), inputs)
+            assert_trees_close(gradients, plain, 0)
+
+    def test_weights_that_are_not_seen_are_told_of(self):
+        m = nn.Linear(WIDTH, WIDTH).bfloat16()
+        pair = additive_coupling(lambda b: m(b), lambda b: m(b), exact=True)
+        with pytest.raises(RuntimeError) as raised:
+            pair(Grid().enter((torch.ones(1, WIDTH), torch.ones(1, WIDTH))))
+        assert "lambda b: F(b.to(torch.bfloat16))" in raised.value.__notes__[0]
+
+
+class TestShapes:
+    """Parts that would be broadcast."""
+
+    X = torch.ones(3, WIDTH), torch.ones(3, WIDTH)
+
+    @pytest.mark.parametrize("size", [(3, 1), (WIDTH,), (1, WIDTH), (), (2, 3, WIDTH)], ids=str)
+    @pytest.mark.parametrize("block", [lambda pair: pair, invertible_checkpoint], ids=["pair", "block"])
+    def test_of_what_a_part_returns_are_those_of_what_it_changes(self, block, size):
+        def wrong(b):
+            return torch.ones(size)
+
+        def right(b):
+            return b
+
+        told = rf"returns a tensor of shape \[{', '.join(map(str, size))}\], but .* has shape \[3, 4\]"
+        for pair in (
+            additive_coupling(wrong, right),
+            additive_coupling(right, wrong),
+            momentum(wrong),
+            leapfrog(wrong, 1),
+        ):
+            with pytest.raises(ArgumentError, match=told):
+                block(pair)(self.X)
+        for pair in (lambda b: (b, wrong(b)), lambda b: (wrong(b), b)):
+            with pytest.raises(ArgumentError, match=told):
+                block(affine_coupling(pair, pair))(self.X)
+        with pytest.raises(ArgumentError, match="log_scale " + told):
+            block(affine_coupling(lambda b: (b, b), lambda b: (b, b), log_scale=wrong))(self.X)
+        with pytest.raises(ArgumentError, match="the state"):
+            block(momentum(right))((self.X[0], torch.ones(size)))
+
+    def test_of_halves_of_an_odd_size_are_told(self):
+        m = nn.Linear(4, 4)
+        for F in (m, lambda b: m(b)):
+            with pytest.raises(RuntimeError) as raised:
+                additive_coupling(F, F, split_dim=1)(torch.ones(8, 7))
+            (note,) = raised.value.__notes__
+            assert "a of shape [8, 4] and b of shape [8, 3]" in note
+        with pytest.raises(ArgumentError) as raised:
+            additive_coupling(torch.sin, torch.sin, split_dim=1)(torch.ones(8, 7))
+        assert "returns a tensor of shape [8, 3]" in str(raised.value)
+        fitting = additive_coupling(nn.Linear(3, 4), nn.Linear(4, 3), split_dim=1)
+        assert fitting(torch.ones(8, 7)).shape == (8, 7)
+
+    @pytest.mark.parametrize(
+        "pair",
+        [
+            additive_coupling(torch.sin, torch.sin),
+            momentum(torch.sin),
+            additive_coupling(torch.sin, torch.sin, split_dim=1),
+        ],
+    )
+    def test_functions_of_a_pair_get_what_it_shares_in_front(self, pair):
+        for fn in (pair.forward, pair.inverse, pair.log_det):
+            with pytest.raises(ArgumentTypeError, match=r"pair.log_det\(\*pair.shared, x, params\)"):
+                fn(self.X)
