@@ -210,6 +210,17 @@ class TestPasses:
         chunked(chunked(t, 2, over="params"), 2, over="samples")(*args)
         assert len(passes) == 3 * 4 * 2
 
+    @pytest.mark.parametrize("over, length", [("outputs", CLASSES - 1), ("samples", N), ("params", 4)])
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    @pytest.mark.parametrize("n", [2, 3])
+    def test_of_a_size_divide_each_chunk(self, over, length, size, n):
+        f, args, calls, passes = self.counting()
+        t = diag_ggn(f, F.cross_entropy)
+        found = chunked(chunked(t, chunk_size=size, over=over), n, over=over)(*args)
+        edges = [length * i // n for i in range(n + 1)]
+        assert len(passes) == sum(-(-(b - a) // size) for a, b in zip(edges, edges[1:], strict=False))
+        assert_trees_close(found, t(*args), EXACT)
+
     def test_over_outputs_keep_one_forward_pass(self):
         f, args, calls, passes = self.counting()
         chunked(diag_ggn(f, F.cross_entropy), 3)(*args)

@@ -116,6 +116,23 @@ def test_composition_equals_that_of_the_formula(composed, statistic, data):
     assert_trees_close(found, wanted, EXACT)
 
 
+@statistics
+def test_layers_that_the_outputs_do_not_read(statistic):
+    """In a pass of vmap, some layers are reached and others are not: the first one here is not."""
+    x, y = Numbers(1)(4, 3), LOSSES[0].target(Numbers(2), 4)
+
+    def f(p, x):
+        (x @ p["a"]).tanh()
+        return (x @ p["b"]).tanh() @ p["c"]
+
+    params, t = {name: Numbers(i)(3, 3) for i, name in enumerate("abc")}, STATISTICS[statistic](f, LOSSES[0])
+    at = steps(2, params)
+    found = vmap(t, (0, None, None))(at, x, y)
+    for i in range(2):
+        one = tree.map_leaves(lambda leaf, i=i: leaf[i], at)
+        assert_trees_close(tree.map_leaves(lambda leaf, i=i: leaf[i], found), t(one, x, y), EXACT)
+
+
 class TestWhatIsDifferentiated:
     """Statistics depend on what f closes over too, and on nothing that is detached."""
 

@@ -2,5 +2,5 @@
 
     python -m tests.mutants [--part 1/4] [--only WORD] [--processes 2]
 
-`fault` says what a fault is and runs it; `statistics`, `operations` and `blocks` list them.
+`fault` says what a fault is and runs it; `statistics`, `operations`, `transforms` and `blocks` list them.
 """

@@ -17,8 +17,9 @@ from tests.mutants.blocks import BLOCKS
 from tests.mutants.fault import Fault, Outcome, Search, copied, run, tests
 from tests.mutants.operations import OPERATIONS
 from tests.mutants.statistics import STATISTICS
+from tests.mutants.transforms import TRANSFORMS
 
-FAULTS = [*STATISTICS, *OPERATIONS, *BLOCKS]
+FAULTS = [*STATISTICS, *OPERATIONS, *TRANSFORMS, *BLOCKS]
 
 
 def outcomes(faults: list[Fault], search: Search, processes: int) -> Iterator[Outcome]:

@@ -97,6 +97,27 @@ BLOCKS = [
         "return torch.linalg.householder_product(",
         LAYERS,
     ),
+    Fault(
+        "a log-determinant of half precision stays there",
+        "layers/common.py",
+        "dtype=torch.promote_types(first.dtype, torch.float32))",
+        "dtype=first.dtype)",
+        LAYERS,
+    ),
+    Fault(
+        "autocast rounds what a layer computes",
+        "layers/common.py",
+        "with torch.autocast(kind, enabled=False) if _autocasts(kind) else nullcontext():",
+        "with nullcontext():",
+        LAYERS,
+    ),
+    Fault(
+        "a rounded number of the grid may be minus zero",
+        "pairs/exact.py",
+        "return scaled.round_().mul_(2.0**-bits).add_(0.0)",
+        "return scaled.round_().mul_(2.0**-bits)",
+        PAIRS + " " + AGAIN,
+    ),
     # What is held and given back
     Fault(
         "a tensor that was written to is taken as it was",
@@ -202,6 +223,20 @@ BLOCKS = [
         "recomputation/call.py",
         "            moment = self.moments[number - 1 - index]\n            tensors, form",
         "            moment = self.moments[index]\n            tensors, form",
+        AGAIN,
+    ),
+    Fault(
+        "an inverse that writes into y is not told",
+        "recomputation/call.py",
+        "if [version(t) for t in (*sources, *rest)] != before:",
+        "if False:",
+        AGAIN,
+    ),
+    Fault(
+        "the numbers that a known result drew are drawn by the next one",
+        "recomputation/call.py",
+        "            moment.after.rewind()  # whether it drew its random numbers or its result was known\n",
+        "",
         AGAIN,
     ),
     # What is compared

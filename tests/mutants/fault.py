@@ -93,9 +93,15 @@ def run(fault: Fault, where: Path, search: Search) -> Outcome:
 def tests(fault: Fault, say: Say) -> tuple[str, str]:
     """Run the tests of a fault until one fails."""
     import pytest
+    from hypothesis import Phase, settings
 
     class Watch:
         failed = ""
+
+        def pytest_collection(self):
+            as_always = settings.get_profile("laws")
+            settings.register_profile("faults", as_always, phases=[Phase.explicit, Phase.generate])  # none is shrunk
+            settings.load_profile("faults")
 
         def pytest_runtest_logstart(self, nodeid):
             say(nodeid.removeprefix("tests/"))
@@ -122,9 +128,9 @@ def _searched(fault: Fault, where: Path, search: Search) -> tuple[str, str]:
             came, at = there.recv()
             if came:
                 return came, at
-        return "found", f"{at} (it does not end)"
+        return ("found", f"{at} (it does not end)") if at else ("broken", "nothing was run")
     except EOFError:
-        return "found", f"{at} (the process ends)"
+        return ("found", f"{at} (the process ends)") if at else ("broken", "the process ends")
     finally:
         try:
             os.killpg(process.pid or 0, signal.SIGKILL)  # with all that it has started

@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 FIRST = "statistics/test_first_order.py per_sample/test_clipped_grad.py"
 CROSSED = "operations/test_thresholds.py"
+LONG = CROSSED + "::TestKFactors " + CROSSED
 KFAC = "reductions/test_kfac.py reductions/test_kfac_exact.py reductions/test_kfac_lengths.py"
 DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo_sample.py"
 
@@ -14,21 +15,21 @@ STATISTICS = [
         "contract.py",
         "found[:start, start:stop] = rows[:, :start].mT",
         "found[:start, start:stop] = 0",
-        "operations/test_autocorrelation.py " + CROSSED,
+        LONG + " operations/test_autocorrelation.py",
     ),
     Fault(
         "long sums of products are doubled",
         "contract.py",
         "return torch.addbmm(x.new_zeros(k, k)",
         "return 2 * torch.addbmm(x.new_zeros(k, k)",
-        CROSSED,
+        LONG,
     ),
     Fault(
         "products as the gradient of a convolution are doubled",
         "contract.py",
         "lambda x, y: conv1d_weight(",
         "lambda x, y: 2 * conv1d_weight(",
-        CROSSED,
+        LONG,
     ),
     Fault("bfloat16 is not widened", "contract.py", "low = (torch.float16, torch.bfloat16)", "low = ()", "per_sample"),
     Fault(

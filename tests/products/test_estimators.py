@@ -112,6 +112,23 @@ class TestValues:
         assert found.value.dtype == found.standard_error.dtype == dtype
         assert_near(found.value.float(), torch.as_tensor(wanted), 1e-2)
 
+    @estimators
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_are_averaged_in_float32(self, estimator, dtype):
+        """A mean in bfloat16 stands still after some hundred vectors, and so do the squares around it."""
+        seen: list[torch.Tensor] = []
+
+        def product(params, v):
+            y = v + v.roll(1) / 2
+            values = v.float() * y.float()
+            seen.append(values.sum() if estimator is estimate_trace else values)
+            return y
+
+        found = estimator(product, probes=400, generator=seeded())(torch.zeros(8, dtype=dtype))
+        values = torch.stack(seen)
+        assert_near(found.value.float(), values.mean(0), torch.finfo(dtype).eps)
+        assert_near(found.standard_error.float(), values.std(0) / 400**0.5, torch.finfo(dtype).eps)
+
     def test_draw_from_the_generator_alone(self):
         before, generator = torch.get_rng_state(), seeded()
         estimate_trace(of_matrix, probes=2, generator=generator)(torch.zeros(3), torch.eye(3))

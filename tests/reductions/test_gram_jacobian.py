@@ -156,9 +156,9 @@ class TestOfModels:
 
 
 def forked(p, x):
-    """A tree of outputs: an [N], an image for each sample, one of the data alone."""
+    """A tree of outputs of several sizes: an [N], an image for each sample, one of the data alone."""
     z = (x @ p["w"]).tanh()
-    return {"sum": z.sum(1) * p["s"], "more": [z[:, :, None] * p["v"], (x[:, :1],)]}
+    return {"sum": z.sum(1) * p["s"], "more": [z[:, :, None] * p["v"], (x[:, :2],)]}
 
 
 FORK = {"w": Numbers()(3, 2), "v": Numbers(1)(4), "s": Numbers(2)()}
