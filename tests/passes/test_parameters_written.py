@@ -76,8 +76,30 @@ def a_view_of_data(h, x, m, p):
     return z + first
 
 
+def filled(h, x, m, p):
+    return h.masked_fill_(m[..., None], p["token"][0])
+
+
+def copied(h, x, m, p):
+    h[:, 0].copy_(p["token"])
+    return h
+
+
+def copied_into_what_is_new(h, x, m, p):
+    return torch.empty_like(h).copy_(p["token"].exp()) * h
+
+
+def put(h, x, m, p):
+    return h.index_put_((m,), p["token"].exp())
+
+
+def added(h, x, m, p):
+    return h.index_put_((m,), p["token"], accumulate=True)
+
+
 WAYS = [mask_token, derived_token, entries, one_place, one_number, twice, scaled, scaled_data]
 WAYS += [features_in_data, data_in_features, a_view_of_data]
+WAYS += [filled, copied, copied_into_what_is_new, put, added]
 each_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 
 
@@ -110,6 +132,19 @@ def test_of_other_statistics(make, way):
     f, data = losses(way), batch(0)
     one_by_one = make(lambda p, *data: torch.cat([f(p, *(t[i : i + 1] for t in data)) for i in range(N)]))
     assert_trees_close(make(f)(P, *data), one_by_one(P, *data), EXACT)
+
+
+@each_way
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_half_precision_they_are_as_near_as_plain_gradients(way, dtype):
+    f, (x, m, y) = losses(way), batch(0)
+    params, x = {k: v.to(dtype) for k, v in P.items()}, x.to(dtype)
+    wanted = torch.func.jacrev(f)({k: v.double() for k, v in params.items()}, x.double(), m, y)
+    found, plain = batch_grad(f)(params, x, m, y), torch.func.jacrev(f)(params, x, m, y)
+    for k, w in wanted.items():
+        assert found[k].dtype is dtype
+        near = torch.finfo(dtype).eps * w.abs().max() + (plain[k] - w).abs().max()
+        assert (found[k] - w).abs().max() <= 2 * near
 
 
 def test_what_was_there_may_be_anything():
