@@ -1,4 +1,4 @@
-"""What is made anew where it is to have copies of what it was made of."""
+"""What becomes of objects of this library in the copy of a tree of modules that holds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Remade(ABC):
+class LeavesNothing:
+    """An object that is not changed by what a call leaves on its copy: a block notes there what it has evaluated."""
+
+
+class Remade(LeavesNothing, ABC):
     """An object that is made anew, and not shared, when a tree of modules that holds it is copied."""
 
     @abstractmethod

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from invfunc import thresholds
+from invfunc._remade import LeavesNothing
 from invfunc.errors import ArgumentError
-from invfunc.module_copy import PLAIN, STANDARD, EntangledError, ModuleCopy, Reach, Rewiring, references
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+from invfunc.module_copy import REGISTERED, STANDARD, EntangledError, ModuleCopy, Reach, Rewiring, leads, references
 
 
 def left(copy: ModuleCopy) -> list[tuple[Any, str, str | None, Any]]:
@@ -25,7 +22,7 @@ def left(copy: ModuleCopy) -> list[tuple[Any, str, str | None, Any]]:
         if len(now) != len(began) or not all(map(operator.is_, now.values(), began.values())):
             changed = [(n, v) for n, v in now.items() if began.get(n, began) is not v and n not in own]
             found += [(original, name, None, value) for name, value in changed]
-        for kind in _REGISTERED if isinstance(copied, nn.Module) else ():
+        for kind in REGISTERED if isinstance(copied, nn.Module) else ():
             if len(now[kind]) > len(before[kind]):
                 found += [(original, n, kind, now[kind][n]) for n in now[kind].keys() - before[kind].keys()]
     if not found:
@@ -39,8 +36,8 @@ def put_back(copy: ModuleCopy, called: str) -> None:
     that the first call fills."""
     back = _originals(copy)
     for original in back.values():
-        for name, value in () if _ours(original) else vars(original).items():
-            if name in STANDARD or not _leads(value, back):
+        for name, value in () if isinstance(original, LeavesNothing) else vars(original).items():
+            if name in STANDARD or not leads(value, back, _onward):
                 continue
             try:
                 _mended(vars(original), name, value, _home(back))
@@ -51,23 +48,9 @@ def put_back(copy: ModuleCopy, called: str) -> None:
                 ) from None
 
 
-def _leads(x: Any, back: Mapping[int, Any]) -> bool:
-    """Whether something of the caller's leads to a copy; what leads on from a module is asked of that."""
-    waiting, seen = [x], set[int]()
-    while waiting and len(seen) <= thresholds.SEARCHED:
-        one = waiting.pop()
-        if id(one) in back:
-            return True
-        if type(one) in PLAIN or id(one) in seen or isinstance(one, (nn.Module, torch.Tensor)) or _ours(one):
-            continue
-        seen.add(id(one))
-        waiting.extend(references(one))
-    return False
-
-
-def _ours(x: Any) -> bool:
-    """Whether it is of this library, as blocks are, which have no use for the parts that they are copied with."""
-    return type(x).__module__.partition(".")[0] == __package__
+def _onward(x: Any) -> Iterable[Any]:
+    """What something of the caller's leads to; what a module leads to is asked of that."""
+    return () if isinstance(x, (nn.Module, LeavesNothing)) else references(x)
 
 
 def _mended(attributes: dict[str, Any], name: str, value: Any, home: Rewiring) -> None:

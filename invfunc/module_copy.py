@@ -30,6 +30,8 @@ PLAIN = {
 }
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 STANDARD = vars(nn.Module()).keys()
+"""The attributes that every module has, and which of them hold what is registered."""
+REGISTERED = ("_parameters", "_buffers", "_modules")
 _COMPILED = ("_compiled_call_impl", "dynamo_ctx")
 _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -71,20 +73,27 @@ class Reach:
 
     @staticmethod
     def _search(x: Any, targets: Mapping[int, Any]) -> bool:
-        waiting, seen = [x], set()
-        while waiting:
-            one = waiting.pop()
-            if type(one) in PLAIN or id(one) in seen:
-                continue
-            if id(one) in targets:
-                return True
-            if len(seen) > thresholds.SEARCHED:
-                return False
-            seen.add(id(one))
-            waiting.extend(references(one))
-            if isinstance(one, types.FunctionType):
-                waiting.extend(_named(one, targets))
-        return False
+        def onward(one: Any) -> Iterable[Any]:
+            named = _named(one, targets) if isinstance(one, types.FunctionType) else ()
+            return (*references(one), *named)
+
+        return leads(x, targets, onward)
+
+
+def leads(x: Any, targets: Mapping[int, Any], onward: Callable[[Any], Iterable[Any]]) -> bool:
+    """Whether something leads to an object of these ids, on from each to what `onward` says."""
+    waiting, seen = [x], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if type(one) in PLAIN or id(one) in seen:
+            continue
+        if id(one) in targets:
+            return True
+        if len(seen) > thresholds.SEARCHED:
+            return False
+        seen.add(id(one))
+        waiting.extend(onward(one))
+    return False
 
 
 def references(x: Any) -> Iterable[Any]:

@@ -88,7 +88,7 @@ def _unroll_packed(
     """The same of a packed sequence, in which so many of the samples, the first ones, have each step."""
     added = _gates(step, x, w)
     parts = [part.split(sizes) for part in added]
-    state = _like(added, tuple(torch.where(x[: sizes[0], :1] == 0, h, h) for h in state))  # whose the rows of x are
+    state = _like(added, tuple(_paired(h, x[: sizes[0]]) for h in state))
     first, ended, outputs = state, list[Tensors](), list[torch.Tensor]()
     state = tuple(h[: sizes[-1]] for h in state) if backwards else state
     for t in reversed(range(len(sizes))) if backwards else range(len(sizes)):
@@ -104,78 +104,70 @@ def _unroll_packed(
     return torch.cat(outputs[::-1] if backwards else outputs), last
 
 
-def _layers(name: str, step: Cell) -> Callable[..., Tensors]:
-    def packed(
-        data: torch.Tensor,
-        batch_sizes: torch.Tensor,
-        hx: Any,
-        params: Sequence[torch.Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-    ) -> Tensors:
-        sizes = batch_sizes.tolist()
-        if any(h.shape[1] != sizes[0] for h in ((hx,) if name != "lstm" else hx)):  # torch does not broadcast either
-            raise ValueError(f"{name}: one state for each of the {sizes[0]} samples is wanted.")
-        return layers(data, hx, params, has_biases, num_layers, dropout, train, bidirectional, sizes)
+def _paired(h: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A state of the samples whose rows these are, which a trace that follows the samples sees here."""
+    return torch.where(rows[:, :1] == 0, h, h)
 
-    def run(
-        input: torch.Tensor,
-        hx: Any,
-        params: Sequence[torch.Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Tensors:
+
+def _layers(name: str, step: Cell) -> Callable[..., Tensors]:
+    """The function with both of torch's signatures."""
+
+    def either(input: torch.Tensor, second: Any, third: Any, *others: Any) -> Tensors:
+        """Batch sizes come second if the input is packed, and `batch_first` last if it is not."""
+        if not isinstance(others[0], bool):
+            return packed(input, second.tolist(), third, *others)
+        return padded(input, second, third, *others)
+
+    def packed(data: torch.Tensor, sizes: list[int], hx: Any, *others: Any) -> Tensors:
+        states = (hx,) if name != "lstm" else hx
+        if any(h.shape[1] != sizes[0] for h in states):  # torch does not broadcast either
+            raise ValueError(f"{name}: one state for each of the {sizes[0]} samples is wanted.")
+        return _run(step, sizes, data, states, *others)
+
+    def padded(input: torch.Tensor, hx: Any, *others: Any) -> Tensors:
+        batch_first = others[-1]
         x = input.transpose(0, 1) if batch_first else input
         states = (hx,) if name != "lstm" else hx
         if x.ndim != 3 or any(h.shape[1:2] != x.shape[1:2] for h in states):  # torch does not broadcast either
             shapes = ", ".join(str(tuple(y.shape)) for y in (input, *states))
             raise ValueError(f"{name}: the input has three dimensions and one state for each sample; got {shapes}.")
-        x, *last = layers(x, hx, params, has_biases, num_layers, dropout, train, bidirectional)
+        x, *last = _run(step, None, x, states, *others[:-1])
         return (x.transpose(0, 1) if batch_first else x, *last)
 
-    def layers(
-        x: torch.Tensor,
-        hx: Any,
-        params: Sequence[torch.Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        sizes: list[int] | None = None,
-    ) -> Tensors:
-        states = (hx,) if name != "lstm" else hx
-        directions = 2 if bidirectional else 1
-        width = len(params) // (num_layers * directions)
-        first = list(zip(*(h.unbind() for h in states), strict=True))
-        last: list[Tensors] = []
-        for layer in range(num_layers):
-            if layer > 0 and train and dropout != 0:
-                x = F.dropout(x, dropout)
-            outputs = []
-            for backwards in (False, True)[:directions]:
-                weights, begun = _weights(params[len(last) * width :][:width], has_biases), first[len(last)]
-                if sizes is None:
-                    output, state = _unroll(step, x, begun, weights, backwards)
-                else:
-                    output, state = _unroll_packed(step, x, begun, weights, backwards, sizes)
-                outputs.append(output)
-                last.append(state)
-            x = torch.cat(outputs, -1) if bidirectional else outputs[0]
-        return (x, *(torch.stack(h) for h in zip(*last, strict=True)))
-
-    def either(input: torch.Tensor, second: Any, third: Any, *others: Any) -> Tensors:
-        """Batch sizes come second, and the parameters fourth, if the input is packed."""
-        return (packed if not isinstance(others[0], bool) else run)(input, second, third, *others)
-
     return either
+
+
+def _run(
+    step: Cell,
+    sizes: list[int] | None,
+    x: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> Tensors:
+    """All layers in all directions, over time steps along axis 0 or over those of a packed sequence."""
+    directions = 2 if bidirectional else 1
+    width = len(params) // (num_layers * directions)
+    first = list(zip(*(h.unbind() for h in states), strict=True))
+    last: list[Tensors] = []
+    for layer in range(num_layers):
+        if layer > 0 and train and dropout != 0:
+            x = F.dropout(x, dropout)
+        outputs = []
+        for backwards in (False, True)[:directions]:
+            weights, begun = _weights(params[len(last) * width :][:width], has_biases), first[len(last)]
+            if sizes is None:
+                output, state = _unroll(step, x, begun, weights, backwards)
+            else:
+                output, state = _unroll_packed(step, x, begun, weights, backwards, sizes)
+            outputs.append(output)
+            last.append(state)
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+    return (x, *(torch.stack(h) for h in zip(*last, strict=True)))
 
 
 def _weights(params: Sequence[torch.Tensor], has_biases: bool) -> Weights:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from invfunc._remade import LeavesNothing
 
-class Value:
+
+class Value(LeavesNothing):
     """A dataclass whose deep copy evaluates copies of the modules and tensors that its functions close over.
 
     Python takes a function for indivisible: a copy of `self.block = additive_coupling(lambda b: self.F(b), ...)` would

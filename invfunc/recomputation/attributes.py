@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from invfunc import thresholds
+from invfunc.module_copy import REGISTERED, STANDARD
 from invfunc.pairs.value import Value, held_by
 
-_REGISTERED = "_modules", "_parameters"
+_FILLED = set(REGISTERED) - {"_buffers"}
 """Where a module may put what it makes in its first call."""
-_STANDARD = vars(nn.Module()).keys() - set(_REGISTERED)
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, deque, dict, set)
 _LOOKS = 4
@@ -132,12 +132,12 @@ def _entry(name: str, value: Any) -> Entry:
     entries = value.values() if isinstance(value, dict) else value
     if len(value) <= thresholds.COPIED and all(map(_is_plain, entries)):
         return Entry(name, value, _copy(value))
-    content = {key: None for key, entry in value.items() if entry is None} if name in _REGISTERED else None
+    content = {key: None for key, entry in value.items() if entry is None} if name in _FILLED else None
     return Entry(name, None, content or None, id(value), len(value))
 
 
 def _items(site: Site) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in list(site.items()) if name not in _STANDARD]
+    return [(name, value) for name, value in list(site.items()) if name in _FILLED or name not in STANDARD]
 
 
 def _copy(value: Any) -> Any:
@@ -181,7 +181,7 @@ def _sites(of: Any) -> Iterator[Site]:
         seen.add(id(value))
         if isinstance(value, nn.Module):
             yield vars(value)
-            waiting += [*value._modules.values(), *(v for name, v in _items(vars(value)) if name not in _REGISTERED)]
+            waiting += [*value._modules.values(), *(v for name, v in _items(vars(value)) if name not in _FILLED)]
         elif isinstance(value, Value):
             waiting += vars(value).values()
         elif not isinstance(value, _CONTAINERS) or len(value) <= thresholds.ENTERED:
