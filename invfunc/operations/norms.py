@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import tree
+from invfunc._functorch import level_of
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, leading
 from invfunc.operations.compositions import step_by_step
@@ -19,6 +21,7 @@ from invfunc.operations.factors.recipe import Part, Recipe, Site
 from invfunc.operations.factors.scales import scale, shift
 from invfunc.operations.operation import define, not_torchs
 from invfunc.operations.receptive_fields.step import Rows, Step, joined, most, raised
+from invfunc.operations.second_derivatives import TwiceDifferentiable
 
 # The batch axis
 
@@ -63,7 +66,8 @@ def norm(site: Site, param: torch.Tensor) -> Recipe | None:
         value = _wide(site.exposed(x, axis, part))
         flat = value.flatten(0, 1) if len(labels) == 1 and name not in ("layer_norm", "rms_norm") else value
         given, named = tree.map_tensors(lambda a: flat if a is x else _wide(site.value(a)), (args, kwargs))
-        return function(*given, **named).reshape(value.shape)
+        with TwiceDifferentiable() if value.requires_grad or level_of(value) else nullcontext():
+            return function(*given, **named).reshape(value.shape)
 
     return scale(site, labels, normalised, (x,))
 

@@ -140,7 +140,8 @@ class Scope:
 
     def push(self, y: torch.Tensor, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
         """The Jacobian-vector product of a y that is linear in x: how a pullback depends on its cotangent."""
-        cotangent = self.enter(torch.zeros(y.shape, dtype=y.dtype, device=y.device))
+        zeros = self.leave(torch.zeros(y.shape, dtype=y.dtype, device=y.device))  # what is made at a level is of it
+        cotangent = self.enter(zeros)
         (pulled,) = self.grad([y], [x], [cotangent], batched=False, create_graph=True)
         assert pulled is not None
         (pushed,) = self.grad([pulled], [cotangent], [tangent.to(pulled.dtype)], batched=False)

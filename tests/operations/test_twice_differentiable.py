@@ -11,10 +11,21 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from invfunc import SampleAxisError, batch_diag_hessian, chunked, diag_ggn, diag_hessian, functional, ggnvp, hvp, tree
+from invfunc import (
+    SampleAxisError,
+    batch_diag_hessian,
+    batch_grad,
+    chunked,
+    diag_ggn,
+    diag_hessian,
+    functional,
+    ggnvp,
+    hvp,
+    tree,
+)
 from invfunc.operations.heard import function_of
 from invfunc.operations.operation import OPERATIONS, having, known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -372,3 +383,25 @@ def test_a_sample_that_is_normalised_by_itself(called):
     wanted = diag_ggn(partial(model, written_out), F.mse_loss)(*args)
     for each in (diag_ggn(f, F.mse_loss), chunked(diag_ggn(f, F.mse_loss), n, over="samples")):
         assert_trees_close(each(*args), wanted, 1e-10)
+
+
+NORMS = {
+    "layer_norm": lambda x, w: F.layer_norm(x, (6,), w),
+    "rms_norm": lambda x, w: F.rms_norm(x, (6,), w),
+    "group_norm": lambda x, w: F.group_norm(x, 2, w),
+    "instance_norm": lambda x, w: F.instance_norm(x.unflatten(1, (2, 3)), weight=w[:2]).flatten(1),
+    "batch_norm": lambda x, w: F.batch_norm(x, x.new_ones(6), x.new_full((6,), 2.0), w),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_the_scale_of_a_norm_has_one_second_derivative(norm):
+    """Of its per-sample gradients, forward over reverse and reverse over forward: torch's fused norms have two."""
+    rand = Numbers(3)
+    params, v, x = {"w": rand(6), "v": rand(4, 6)}, {"w": rand(6), "v": rand(4, 6)}, rand(3, 4)
+
+    def value(params):
+        return total(batch_grad(lambda p, x: norm(x @ p["v"], p["w"]).sin().sum(-1))(params, x))
+
+    ahead = jvp(grad(value), (params,), (v,))[1]
+    assert_trees_close(grad(lambda p: jvp(value, (p,), (v,))[1])(params), ahead, 1e-10)

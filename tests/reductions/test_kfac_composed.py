@@ -279,3 +279,21 @@ def test_blocks_of_samples_change_nothing():
         f, args = arranged(called)
         wanted = factors(kflr(f, LOSSES[0])(*args))
         assert_factors(in_blocks(chunked(kflr(f, LOSSES[0]), 2, over="outputs"))(*args), wanted, EXACT)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_of_a_parameter_that_is_read_twice_within_transforms(make):
+    """A row of it is a bias: which entries that is, is found by a derivative at a level of torch.func."""
+    rand = Numbers(4)
+    args = (rand(3, 2), rand(4, 3), Numbers(1).below(3, 4))
+
+    def dense(p, x, y):
+        return make(lambda p, x: (x @ p).tanh() @ p.T + p[:, 0], F.cross_entropy)(p, x, y).dense()
+
+    expected = torch.stack([dense(c * args[0], *args[1:]) for c in (1, 2)])
+    if make is not MAKERS["kfac"]:  # whose draws torch.vmap refuses
+        found = vmap(lambda c: dense(c * args[0], *args[1:]))(torch.tensor([1.0, 2.0]).double())
+        assert_trees_close(found, expected, EXACT)
+    p = args[0].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(total(dense(p, *args[1:])), p)
+    assert_trees_close(grad(lambda p: total(dense(p, *args[1:])))(args[0]), expected, DERIVED)
