@@ -32,6 +32,10 @@ class Built:
     """Whether the result is a tree like the parameters."""
     within_func: bool = True
     """Whether torch.func may be around it; torch refuses its own checkpoint and `torch.autograd` there."""
+    smooth: bool = True
+    """Whether it has derivatives; eigenvectors of equal eigenvalues have none."""
+    batched: bool = False
+    """Whether there is a vmap in it; of several, torch's own losses fail."""
     depth: int = 0
     """Derivatives and vmaps in it."""
 

@@ -129,6 +129,7 @@ class Compositions(RuleBasedStateMachine):
                 axes=row.axes,
                 drawn=row.drawn,
                 by_parameter=row.gives == LEAVES,
+                smooth=not name.startswith("ekfac"),
                 within_func=way != CHECKPOINTED,
             )
         )
@@ -151,6 +152,7 @@ class Compositions(RuleBasedStateMachine):
                 lambda: lambda *args: tuple(oracle()(*args) for oracle in oracles),
                 axes=tuple(axis for axis in AXES if all(axis in row.axes for row in members)),
                 drawn=any(row.drawn for row in members),
+                smooth=not any(name.startswith("ekfac") for name in names),
                 within_func=way != CHECKPOINTED,
             )
         )
@@ -223,24 +225,27 @@ class Compositions(RuleBasedStateMachine):
 
     @rule(target=compositions, built=compositions)
     def differentiate(self, built: Built) -> Built:
+        assume(built.smooth)
         return self._by_func(built, "slopes", slopes, loop_slopes)
 
     @rule(target=compositions, built=compositions)
     def differentiate_forward(self, built: Built) -> Built:
+        assume(built.smooth)
         return self._by_func(built, "slope along a tangent", slope_along, loop_slope_along)
 
     @rule(target=compositions, built=compositions)
     def vmap(self, built: Built) -> Built:
-        assume(not built.drawn)  # torch does not say which of the draws each point gets
-        return self._by_func(built, "at two points", at_points, loop_at_points)
+        assume(not built.drawn and not built.batched)  # torch does not say which of the draws each point gets
+        return self._by_func(built, "at two points", at_points, loop_at_points, batched=True)
 
     @rule(target=compositions, built=compositions)
     def differentiate_by_autograd(self, built: Built) -> Built:
+        assume(built.smooth)
         return self._deeper(built, "slopes by autograd", loop_slopes, loop_slopes, within_func=False)
 
-    def _by_func(self, built: Built, *what: Any) -> Built:
+    def _by_func(self, built: Built, *what: Any, **changed: Any) -> Built:
         assume(built.within_func)
-        return self._deeper(built, *what)
+        return self._deeper(built, *what, **changed)
 
     def _deeper(self, built: Built, text: str, transform: Callable, loop: Callable, **changed: Any) -> Built:
         assume(built.depth < DEEPEST)
