@@ -33,7 +33,7 @@ class Built:
     within_func: bool = True
     """Whether torch.func may be around it; torch refuses its own checkpoint and `torch.autograd` there."""
     smooth: bool = True
-    """Whether it has derivatives; eigenvectors of equal eigenvalues have none."""
+    """Whether it has derivatives."""
     batched: bool = False
     """Whether there is a vmap in it; of several, torch's own losses fail."""
     depth: int = 0

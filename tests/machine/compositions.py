@@ -129,7 +129,7 @@ class Compositions(RuleBasedStateMachine):
                 axes=row.axes,
                 drawn=row.drawn,
                 by_parameter=row.gives == LEAVES,
-                smooth=not name.startswith("ekfac"),
+                smooth=self._smooth([name], way),
                 within_func=way != CHECKPOINTED,
             )
         )
@@ -152,7 +152,7 @@ class Compositions(RuleBasedStateMachine):
                 lambda: lambda *args: tuple(oracle()(*args) for oracle in oracles),
                 axes=tuple(axis for axis in AXES if all(axis in row.axes for row in members)),
                 drawn=any(row.drawn for row in members),
-                smooth=not any(name.startswith("ekfac") for name in names),
+                smooth=self._smooth(names, way),
                 within_func=way != CHECKPOINTED,
             )
         )
@@ -168,9 +168,15 @@ class Compositions(RuleBasedStateMachine):
                 lambda: lambda p, x, y: make(*functions)(p, tangent(p), x, y),
                 lambda: lambda p, x, y: LOOPS[name](self.f, self.of_outputs[how])(p, tangent(p), x, y),
                 by_parameter=True,
+                smooth=self._smooth([], way),
                 within_func=way != CHECKPOINTED,
             )
         )
+
+    def _smooth(self, names: list[str], way: str) -> bool:
+        """Whether it has derivatives: eigenvectors have none where eigenvalues are equal, and torch's checkpoint runs
+        fused norms again, in place of what can be differentiated twice, when the statistic is done."""
+        return not (way == CHECKPOINTED and self.name == "generic") and not any("ekfac" in name for name in names)
 
     def _functions(self, of: str, way: str, how: str) -> tuple[Callable, ...]:
         if of == MODEL:
