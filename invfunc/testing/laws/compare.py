@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +40,14 @@ def fixed(shape: Any, like: torch.Tensor, at: float = 0.0) -> torch.Tensor:
 
 def directions(params: Any, at: float = 0.0) -> Any:
     """A tree like the parameters of such numbers."""
-    found, structure = tree.flatten(params)
-    return tree.unflatten([fixed(p.shape, p, at + i) for i, p in enumerate(found)], structure)
+    found, form = tree.separate(params)
+    return form.join([fixed(p.shape, p, at + i) for i, p in enumerate(found)])
+
+
+def zipped(fn: Callable[[list[torch.Tensor]], torch.Tensor], trees: Sequence[Any]) -> Any:
+    """A function of the tensors that are at the same place of several trees."""
+    tensors = [tree.tensors(one) for one in trees]
+    return tree.separate(trees[0])[1].join([fn(list(x)) for x in zip(*tensors, strict=True)])
 
 
 def plain(result: Any) -> Any:

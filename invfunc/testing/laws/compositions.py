@@ -11,7 +11,7 @@ from torch.func import grad, jacrev, jvp, vmap
 
 from invfunc import tree
 from invfunc.testing.laws import loops
-from invfunc.testing.laws.compare import directions, fixed, plain
+from invfunc.testing.laws.compare import directions, fixed, plain, zipped
 from invfunc.testing.laws.law import Claim, law
 from invfunc.testing.laws.problem import Problem
 from invfunc.testing.laws.rows import ROWS
@@ -26,14 +26,14 @@ DENSE = 4096
 
 def total(result: Any, at: float = 0.0) -> torch.Tensor:
     """A fixed linear function of a result."""
-    return torch.stack([(x * fixed(x.shape, x, at)).sum() for x in tree.leaves(result)]).sum()
+    return torch.stack([(x * fixed(x.shape, x, at)).sum() for x in tree.tensors(result)]).sum()
 
 
 @law("vmap over parameters is the loop")
 def batched(problem: Problem) -> Iterator[Claim]:
     """vmap(t, (0, None, ...))(stack(points), *batch) == stack([t(p, *batch) for p in points])"""
     points = [tree.map_tensors(lambda p, c=c: c * p, problem.params) for c in POINTS]
-    stacked = tree.map_leaves(lambda *p: torch.stack(p), *points)
+    stacked = zipped(torch.stack, points)
 
     def mapped(call: Callable, args: tuple) -> Any:
         return vmap(call, (0, *[None] * len(args[1:])), randomness="same")(stacked, *args[1:])
@@ -45,7 +45,7 @@ def batched(problem: Problem) -> Iterator[Claim]:
         def expected(of: Any = of) -> Any:
             mapped(problem.f, (problem.params, *problem.inputs))  # torch has to be able to
             found = [plain(of.make()(p, *of.args[1:])) for p in points]
-            return tree.map_leaves(lambda *x: torch.stack(x), *found)
+            return zipped(torch.stack, found)
 
         def found(of: Any = of) -> Any:
             return mapped(lambda *args: plain(of.make()(*args)), of.args)
@@ -63,36 +63,48 @@ def _formulas(problem: Problem) -> Iterator[tuple[Any, Callable]]:
         of_shares = row.of_shares
         if of_shares is not None and "clipped" not in name:
             yield one(problem, name), lambda p, of=of_shares: of(loops.shares(problem, p))
-    numbers = sum(p.numel() for p in tree.leaves(problem.params))
+    numbers = sum(p.numel() for p in tree.tensors(problem.params))
     if problem.loss is not None and numbers * problem.n <= DENSE:
         formula = dense_diag_ggn(problem.f, problem.loss)
         yield one(problem, "diag_ggn"), lambda p: formula(p, *problem.batch)
 
 
+def _by_torch(problem: Problem) -> Callable[[], Any]:
+    """What torch has to be able to do of f itself, once."""
+    losses = problem.losses
+    return cache(lambda: grad(lambda p: losses(p, *problem.batch).sum())(problem.params))
+
+
 def _slope(problem: Problem, formula: Callable, at: float = 0.0) -> Any:
     """The gradient of the total of a formula, by torch.autograd."""
-    leaves, structure = tree.flatten(problem.params)
+    leaves, form = tree.separate(problem.params)
     leaves = [p.detach().clone().requires_grad_() for p in leaves]
-    value = total(formula(tree.unflatten(leaves, structure)), at)
+    value = total(formula(form.join(leaves)), at)
     if not value.requires_grad:
         return tree.map_tensors(torch.zeros_like, problem.params)
-    return tree.unflatten(list(torch.autograd.grad(value, leaves, materialize_grads=True)), structure)
+    return form.join(list(torch.autograd.grad(value, leaves, materialize_grads=True)))
 
 
 @law("grad of a statistic is that of its loop", when=_no_loops)
 def differentiated(problem: Problem) -> Iterator[Claim]:
     """grad(lambda p: total(t(p, *batch)))(params) == the same of the loop, by torch.autograd"""
+    possible = _by_torch(problem)
     for of, formula in _formulas(problem):
 
         def found(of: Any = of) -> Any:
             return grad(lambda p: total(of.make()(p, *of.args[1:])))(problem.params)
 
-        yield Claim(of.called, found, lambda formula=formula: _slope(problem, formula), problem.n)
+        def expected(formula: Callable = formula) -> Any:
+            possible()
+            return _slope(problem, formula)
+
+        yield Claim(of.called, found, expected, problem.n)
 
 
 @law("jacrev of a statistic is that of its loop", when=_no_loops)
 def jacobian(problem: Problem) -> Iterator[Claim]:
     """jacrev(lambda p: stack([total(t(p, *batch)), other(t(p, *batch))]))(params) == the rows of the loop"""
+    possible = _by_torch(problem)
     for of, formula in _formulas(problem):
 
         def found(of: Any = of) -> Any:
@@ -102,22 +114,21 @@ def jacobian(problem: Problem) -> Iterator[Claim]:
 
             return jacrev(both)(problem.params)
 
-        def rows(formula: Callable = formula) -> Any:
-            each = [_slope(problem, formula), _slope(problem, formula, 0.7)]
-            return tree.map_leaves(lambda *x: torch.stack(x), *each)
+        def expected(formula: Callable = formula) -> Any:
+            possible()
+            return zipped(torch.stack, [_slope(problem, formula), _slope(problem, formula, 0.7)])
 
-        yield Claim(of.called, found, rows, problem.n)
+        yield Claim(of.called, found, expected, problem.n)
 
 
 @law("jvp of a statistic is that of its loop", when=_no_loops)
 def forward(problem: Problem) -> Iterator[Claim]:
     """total(jvp(t, (params,), (v,))[1]) == grad(total(loop))(params) . v"""
-    v = directions(problem.params, 0.4)
+    v, losses = directions(problem.params, 0.4), problem.losses
 
     @cache
     def possible() -> Any:
-        """torch has to be able to, of the gradient of f too."""
-        losses = problem.losses
+        """Torch has to be able to do this of the gradient of f."""
         return jvp(grad(lambda p: losses(p, *problem.batch).sum()), (problem.params,), (v,))
 
     for of, formula in _formulas(problem):
@@ -127,7 +138,7 @@ def forward(problem: Problem) -> Iterator[Claim]:
 
         def expected(formula: Callable = formula) -> Any:
             possible()
-            slope = _slope(problem, formula)
-            return sum((g * d).sum() for g, d in zip(tree.leaves(slope), tree.leaves(v), strict=True))
+            pairs = zip(tree.tensors(_slope(problem, formula)), tree.tensors(v), strict=True)
+            return torch.stack([(g * d).sum() for g, d in pairs]).sum()
 
         yield Claim(of.called, found, expected, problem.n)

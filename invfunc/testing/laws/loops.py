@@ -8,6 +8,7 @@ import torch
 from torch.autograd import functional
 
 from invfunc import tree
+from invfunc.testing.laws.compare import zipped
 from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, SCALAR, Problem
 from invfunc.testing.oracles import loop_batch_grad
 
@@ -30,7 +31,7 @@ def shares(problem: Problem, params: Any = None) -> Any:
         scale = problem.n if problem.fold == "mean" else 1
         alone = [problem.part([n]) for n in range(problem.n)]
         each = [loop_batch_grad(lambda *a: problem.f(*a).reshape(1) / scale)(params, *one.batch) for one in alone]
-        return tree.map_leaves(lambda *g: torch.cat(g), *each)
+        return zipped(torch.cat, each)
     f = problem.steady(problem.losses)
     if problem.kind == LOSSES or f(params, *problem.batch).ndim:
         return loop_batch_grad(f)(params, *problem.batch)
@@ -40,16 +41,16 @@ def shares(problem: Problem, params: Any = None) -> Any:
 def _by_outputs(problem: Problem, params: Any) -> Any:
     """Of a scalar loss of outputs: the pullback of its slope in those of sample n alone."""
     deep = any(p.requires_grad for p in tree.tensors(params))
-    leaves, structure = fresh(params)
+    leaves, form = fresh(params)
     with torch.enable_grad():
-        z = tree.tensors(problem.steady(problem.f)(tree.unflatten(leaves, structure), *problem.inputs))
+        z = tree.tensors(problem.steady(problem.f)(form.join(leaves), *problem.inputs))
         slope = loss_slope(problem, z, deep)
     rows = []
     for n in range(problem.n):
         only = [torch.where(_is(n, c), c, torch.zeros_like(c)) for c in slope]
         options = {"retain_graph": True, "create_graph": deep, "materialize_grads": True}
         rows.append(torch.autograd.grad(z, leaves, only, **options))
-    return tree.unflatten([torch.stack(g) for g in zip(*rows, strict=True)], structure)
+    return form.join([torch.stack(g) for g in zip(*rows, strict=True)])
 
 
 def _is(n: int, c: torch.Tensor) -> torch.Tensor:
@@ -58,16 +59,16 @@ def _is(n: int, c: torch.Tensor) -> torch.Tensor:
 
 def fresh(params: Any) -> tuple[Tensors, Any]:
     """Leaves to differentiate in, and their structure; views where they require grad already."""
-    leaves, structure = tree.flatten(params)
-    return [p.view_as(p) if p.requires_grad else p.detach().requires_grad_() for p in leaves], structure
+    leaves, form = tree.separate(params)
+    return [p.view_as(p) if p.requires_grad else p.detach().requires_grad_() for p in leaves], form
 
 
 def loss_of_outputs(problem: Problem, z: Tensors, *given: torch.Tensor) -> torch.Tensor:
     """The loss, summed, of leaves of the outputs; `given` in place of z."""
     assert problem.loss is not None
     with torch.no_grad():
-        structure = tree.flatten(problem.steady(problem.f)(problem.params, *problem.inputs))[1]
-    return problem.steady(problem.loss)(tree.unflatten(list(given or z), structure), problem.batch[-1]).sum()
+        form = tree.separate(problem.steady(problem.f)(problem.params, *problem.inputs))[1]
+    return problem.steady(problem.loss)(form.join(given or z), problem.batch[-1]).sum()
 
 
 def loss_slope(problem: Problem, z: Tensors, deep: bool = False) -> Tensors:
@@ -79,10 +80,10 @@ def loss_slope(problem: Problem, z: Tensors, deep: bool = False) -> Tensors:
 
 def gradient(problem: Problem) -> Any:
     """That of the loss, by torch.autograd."""
-    leaves, structure = fresh(problem.params)
+    leaves, form = fresh(problem.params)
     with torch.enable_grad():
-        value = problem.losses(tree.unflatten(leaves, structure), *problem.batch).sum()
-    return tree.unflatten(list(torch.autograd.grad(value, leaves, materialize_grads=True)), structure)
+        value = problem.losses(form.join(leaves), *problem.batch).sum()
+    return form.join(list(torch.autograd.grad(value, leaves, materialize_grads=True)))
 
 
 class Products:
@@ -90,13 +91,13 @@ class Products:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        leaves, self.structure = tree.flatten(problem.params)
+        leaves, self.form = tree.separate(problem.params)
         self.leaves = tuple(p.detach() for p in leaves)
 
     def outputs(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Those of f, as a function of the leaves."""
         f = self.problem.steady(self.problem.f)
-        return tuple(tree.tensors(f(tree.unflatten(list(leaves), self.structure), *self.problem.inputs)))
+        return tuple(tree.tensors(f(self.form.join(list(leaves)), *self.problem.inputs)))
 
     def jacobian(self, v: Tensors) -> Tensors:
         """`J v`, by a double backward pass, one tensor for each of the outputs."""
@@ -105,7 +106,7 @@ class Products:
     def transposed(self, cotangent: Tensors) -> Any:
         """`J^T c`, a tree like the parameters."""
         found = functional.vjp(self.outputs, self.leaves, tuple(cotangent))[1]
-        return tree.unflatten(list(found), self.structure)
+        return self.form.join(list(found))
 
     def of_loss(self, at: Tensors, v: Tensors) -> Tensors:
         """The Hessian of the loss in the outputs times v."""
@@ -123,7 +124,7 @@ class Products:
         losses = self.problem.steady(self.problem.losses)
 
         def value(*leaves: torch.Tensor) -> torch.Tensor:
-            return losses(tree.unflatten(list(leaves), self.structure), *self.problem.batch).sum()
+            return losses(self.form.join(list(leaves)), *self.problem.batch).sum()
 
         return list(functional.hvp(value, self.leaves, tuple(v))[1])
 
@@ -151,7 +152,7 @@ def ggn_entries(problem: Problem) -> Any:
         torch.stack([each(i, int(k)) for k in places], 1) if len(places) else p.new_zeros(problem.n, 0)
         for i, (p, places) in enumerate(zip(products.leaves, problem.entries, strict=True))
     ]
-    return tree.unflatten(rows, products.structure)
+    return products.form.join(rows)
 
 
 def hessian_entries(problem: Problem) -> Any:
@@ -163,14 +164,14 @@ def hessian_entries(problem: Problem) -> Any:
         else p.new_zeros(0)
         for i, (p, places) in enumerate(zip(products.leaves, problem.entries, strict=True))
     ]
-    return tree.unflatten(rows, products.structure)
+    return products.form.join(rows)
 
 
 def at_entries(problem: Problem, result: Any) -> Any:
     """A result with leaves `[*lead, *p]`, at the entries of the problem."""
-    found, structure = tree.flatten(result)
+    found, form = tree.separate(result)
     rows = []
-    for x, p, places in zip(found, tree.leaves(problem.params), problem.entries, strict=True):
+    for x, p, places in zip(found, tree.tensors(problem.params), problem.entries, strict=True):
         lead = x.shape[: x.ndim - p.ndim]
         rows.append(x.reshape(*lead, p.numel())[..., places.to(x.device)])
-    return tree.unflatten(rows, structure)
+    return form.join(rows)

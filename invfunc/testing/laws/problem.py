@@ -87,7 +87,7 @@ class Problem:
     @cached_property
     def entries(self) -> list[torch.Tensor]:
         """Of each parameter the places of the entries that are compared one by one, all of them if they are few."""
-        sizes = [p.numel() for p in tree.leaves(self.params)]
+        sizes = [p.numel() for p in tree.tensors(self.params)]
         if sum(sizes) <= 2 * ENTRIES:
             return [torch.arange(size) for size in sizes]
         generator = torch.Generator().manual_seed(self.seed)
@@ -97,7 +97,7 @@ class Problem:
     @property
     def complete(self) -> bool:
         """Whether the entries are all there are."""
-        return all(len(k) == p.numel() for k, p in zip(self.entries, tree.leaves(self.params), strict=True))
+        return all(len(k) == p.numel() for k, p in zip(self.entries, tree.tensors(self.params), strict=True))
 
     @cached_property
     def results(self) -> dict[str, Any]:
@@ -120,11 +120,11 @@ class Problem:
         return 1e-6 * min(max(sizes), max(sizes) ** 2)
 
     def _steepness(self, at: Problem) -> float:
-        leaves, structure = tree.flatten(at.params)
+        leaves, form = tree.separate(at.params)
         leaves = [p.detach().requires_grad_() for p in leaves]
         with torch.enable_grad():
             f = self.f if self.kind == MODEL else self.losses
-            z = tree.tensors(f(tree.unflatten(leaves, structure), *at.batch))
+            z = tree.tensors(f(form.join(leaves), *at.batch))
             value = sum(((y * fixed(y.shape, y, 0.3)).sum() for y in z), torch.tensor(0.0))
         slopes = torch.autograd.grad(value, leaves, materialize_grads=True)
         return max((g.abs().nan_to_num().max().item() for g in slopes if g.numel()), default=0.0)
@@ -174,7 +174,7 @@ def problem(
 
 
 def _check_params(params: Any) -> None:
-    leaves = tree.named_leaves(params)
+    leaves = [(path, p) for path, p in tree.named_leaves(params) if p is not None]
     for path, p in leaves:
         if not (isinstance(p, torch.Tensor) and p.is_floating_point()):
             kind = p.dtype if isinstance(p, torch.Tensor) else type(p).__name__

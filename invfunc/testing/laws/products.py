@@ -25,7 +25,7 @@ def vectors(problem: Problem) -> list[Any]:
     products = loops.Products(problem)
     leaf = max(range(len(products.leaves)), key=lambda i: products.leaves[i].numel())
     unit = products.unit(leaf, int(problem.entries[leaf][-1]))
-    return [directions(problem.params), tree.unflatten(unit, products.structure)]
+    return [directions(problem.params), products.form.join(unit)]
 
 
 def _of_product(problem: Problem, called: str, product: Any, expected: Any) -> Iterator[Claim]:
@@ -44,14 +44,14 @@ def of_matrices(problem: Problem) -> Iterator[Claim]:
     given = (problem.f,) if problem.loss is None else (problem.f, problem.loss)
 
     def hessian(v: Any) -> Any:
-        return tree.unflatten(products.hessian(tree.leaves(v)), products.structure)
+        return products.form.join(products.hessian(tree.tensors(v)))
 
     def ggn(v: Any) -> Any:
-        return products.transposed(products.ggn(tree.leaves(v))[1])
+        return products.transposed(products.ggn(tree.tensors(v))[1])
 
     def fisher(v: Any) -> Any:
         shares = loops.shares(problem)
-        along = [torch.tensordot(g, d, d.ndim) for g, d in zip(tree.leaves(shares), tree.leaves(v), strict=True)]
+        along = [torch.tensordot(g, d, d.ndim) for g, d in zip(tree.tensors(shares), tree.tensors(v), strict=True)]
         return tree.map_tensors(lambda g: torch.tensordot(sum(along[1:], along[0]), g, 1), shares)
 
     yield from _of_product(problem, "hvp", invfunc.hvp(*given), hessian)
@@ -70,13 +70,13 @@ def jacobians(problem: Problem) -> Iterator[Claim]:
     """linearize(f)(params, *inputs) == f, v -> J v, c -> J^T c; batch_jacobian(f) times v is J v, its gram J J^T c"""
     products = loops.Products(problem)
     inputs, v = (problem.params, *problem.inputs), directions(problem.params)
-    forth = cache(lambda: products.jacobian(tree.leaves(v)))
+    forth = cache(lambda: products.jacobian(tree.tensors(v)))
 
     def cotangents() -> list[torch.Tensor]:
         return [fixed(z.shape, z, 0.2) for z in products.outputs(*products.leaves)]
 
     def like_outputs(tensors: list[torch.Tensor]) -> Any:
-        return tree.unflatten(tensors, tree.flatten(problem.f(*inputs))[1])
+        return tree.separate(problem.f(*inputs))[1].join(tensors)
 
     @cache
     def linearized() -> Any:
@@ -99,12 +99,12 @@ def jacobians(problem: Problem) -> Iterator[Claim]:
 
 def _of_each_output(jacobian: Any, count: int) -> list[Any]:
     """Several outputs have a tree each; of one it is the tree itself."""
-    leaves, size = tree.leaves(jacobian), len(tree.leaves(jacobian)) // count
+    leaves, size = tree.tensors(jacobian), len(tree.tensors(jacobian)) // count
     return [leaves[i * size : (i + 1) * size] for i in range(count)]
 
 
 def _times(rows: list[torch.Tensor], v: Any) -> torch.Tensor:
-    parts = [torch.tensordot(j, d, d.ndim) for j, d in zip(rows, tree.leaves(v), strict=True)]
+    parts = [torch.tensordot(j, d, d.ndim) for j, d in zip(rows, tree.tensors(v), strict=True)]
     return sum(parts[1:], parts[0])
 
 
@@ -112,7 +112,7 @@ def _times(rows: list[torch.Tensor], v: Any) -> torch.Tensor:
 def factors(problem: Problem) -> Iterator[Claim]:
     """kfac(f, fisher="empirical")(params, *one) @ v == G (G . v), where G is read at one position of the sample"""
     alone = problem.part([0])
-    every = tree.named_leaves(problem.params)
+    every = [(path, p) for path, p in tree.named_leaves(problem.params) if p is not None]
 
     @cache
     def factored(weight_sharing: str) -> list[invfunc.Kronecker]:
@@ -129,13 +129,13 @@ def factors(problem: Problem) -> Iterator[Claim]:
         def block(at: int = at, v: torch.Tensor = v) -> torch.Tensor:
             if not at_one_position(at):
                 raise NotImplementedError("it is read at several positions of a sample")
-            g = tree.leaves(one(alone, "batch_grad").itself())[at][0]
+            g = tree.tensors(one(alone, "batch_grad").itself())[at][0]
             return g * (g * v).sum()
 
         yield Claim(f"kfac of params{path}", lambda at=at, v=v: factored("expand")[at] @ v, block)
 
 
 def _kroneckers(result: Any) -> list[invfunc.Kronecker]:
-    found: list[invfunc.Kronecker] = []
+    found: list[Any] = []
     tree.map_leaves(found.append, result, is_leaf=lambda x: isinstance(x, invfunc.Kronecker))
-    return found
+    return [x for x in found if x is not None]

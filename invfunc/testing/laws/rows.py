@@ -90,7 +90,7 @@ def _variance(shares: Any) -> Any:
 
 
 def _clipped(shares: Any, max_norm: float) -> tuple[Any, torch.Tensor]:
-    norms = _added(map(_norms, tree.leaves(shares))).sqrt()
+    norms = _added(map(_norms, tree.tensors(shares))).sqrt()
     return tree.map_tensors(lambda g: torch.tensordot((max_norm / norms).clamp(max=1), g, 1), shares), norms
 
 
@@ -108,7 +108,7 @@ def _drawn(make: Callable, **drawing: Any) -> Callable:
 
 
 def _total(diagonals: Any) -> torch.Tensor:
-    return _added(d.sum() for d in tree.leaves(diagonals))
+    return _added(d.sum() for d in tree.tensors(diagonals))
 
 
 def _added(parts: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -150,7 +150,7 @@ ROWS = {
         invfunc.gram,
         gives=WHOLE,
         loop=loop_gram,
-        of_shares=lambda shares: _added(map(_grams, tree.leaves(shares))),
+        of_shares=lambda shares: _added(map(_grams, tree.tensors(shares))),
     ),
     "gram per parameter": GRAM(
         partial(invfunc.gram, per_parameter=True),

@@ -13,6 +13,7 @@ import invfunc
 from invfunc import thresholds, tree
 from invfunc.plan import Options
 from invfunc.testing.laws import loops
+from invfunc.testing.laws.compare import zipped
 from invfunc.testing.laws.law import Claim, law
 from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, Problem
 from invfunc.testing.laws.rows import BOTH as MODEL_AND_LOSS
@@ -138,7 +139,7 @@ def agreement(problem: Problem) -> Iterator[Claim]:
         return lambda: tree.map_tensors(fn, of(name).itself())
 
     def total(name: str) -> Any:
-        return sum(x.sum() for x in tree.leaves(of(name).itself()))
+        return sum(x.sum() for x in tree.tensors(of(name).itself()))
 
     def diagonal() -> Any:
         return tree.map_tensors(lambda g: g.diagonal(), of("gram per parameter").itself())
@@ -303,6 +304,6 @@ def apart(problem: Problem) -> Iterator[Claim]:
         with torch.no_grad():
             each = [f(problem.params, *problem.part([n] * problem.n).inputs) for n in range(problem.n)]
             rows = [tree.map_tensors(lambda z, n=n: z[n], z) for n, z in enumerate(each)]
-        return tree.map_leaves(lambda *z: torch.stack(z) if isinstance(z[0], torch.Tensor) else z[0], *rows)
+        return zipped(torch.stack, rows)
 
     yield Claim("f", values, alone)
