@@ -2,8 +2,8 @@
 
 from invfunc.testing import laws
 from invfunc.testing.curvature import dense_batch_diag_hessian, dense_diag_hessian, dense_ggn, loop_kfac, loop_kfra
+from invfunc.testing.laws.check_operation import check_operation
 from invfunc.testing.memory import peak_memory, return_freed_memory
-from invfunc.testing.operations import check_operation
 from invfunc.testing.oracles import (
     assert_trees_close,
     dense_diag_ggn,

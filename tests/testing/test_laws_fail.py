@@ -62,7 +62,10 @@ FAULTS = {
     "K-factors of one sample are its block": ("kfac empirical", of_one),
     "the order of the samples does not matter": (ALWAYS, of_one),
     "samples= picks": (ALWAYS, when(lambda t: t.samples is not None)),
-    "together is the same": (ALWAYS, lambda t, given, result: (spoilt(result[0]), *result[1:]) if t.members else result),
+    "together is the same": (
+        ALWAYS,
+        lambda t, given, result: (spoilt(result[0]), *result[1:]) if t.members else result,
+    ),
     "no argument is written": (ALWAYS, lambda t, given, result: written(given, result)),
     "results have memory of their own": (
         ALWAYS,

@@ -1,6 +1,7 @@
 """What a user gets wrong is found, with the smallest case: a rule, an inverse, a model that mixes its samples."""
 
 import pytest
+import torch
 import torch.nn.functional as F
 
 import invfunc
@@ -31,7 +32,7 @@ def test_a_wrong_rule_of_an_operation():
     told = str(failed.value)
     assert "a law does not hold: shares sum to the gradient" in told
     assert "['layer']['w'][" in told and "samples: [0], of 5" in told
-    assert "laws.check(f, params, *batch, only=['shares sum to the gradient'], samples=[0], seed=0)" in told
+    assert "laws.check(f, params, *batch, only='shares sum to the gradient', samples=[0], seed=0)" in told
     with pytest.raises(AssertionError, match="of 1"):
         laws.check(f, *args, only="shares sum to the gradient", samples=[0])
 
@@ -50,3 +51,102 @@ def test_a_model_that_mixes_its_samples(loss):
     told = str(failed.value)
     assert "a law does not hold: samples do not mix" in told and "samples: [0, 1], of 5" in told
     assert "batch_norm" in told  # the library refuses it, and says where
+
+
+def test_a_wrong_inverse():
+    def f(x, p):
+        return x * p["scale"].exp() + p["shift"]
+
+    def f_inv(y, p):
+        return (y - p["shift"]) * (-p["scale"]).exp().clamp(max=1)  # right for most scales
+
+    p = {"scale": torch.tensor([0.3, -0.2]).double(), "shift": Numbers()(2)}
+    with pytest.raises(AssertionError) as failed:
+        laws.check_pair((f, f_inv), Numbers(1)(4, 2), p)
+    told = str(failed.value)
+    assert "a law does not hold: the inverse restores" in told
+    assert "f_inv(f(x)) at [0, 1]" in told and "samples: [0], of 4" in told
+    assert "x, *args, only='the inverse restores', samples=[0], seed=0)" in told
+
+
+def test_what_a_message_says_to_type_is_what_fails_again():
+    rand = Numbers()
+    x, y = rand(6, 3), torch.zeros(6).double()
+    x[4, 0] = 9.0
+
+    def f(w, x, y):
+        far = (x.abs() > 8).any(1)
+        return torch.where(far, 2 * (x @ w - y), (x @ w - y).square())  # a kink that no law sees
+
+    assert not laws.check(f, rand(3), x, y, only="shares equal their loop").failed
+    op = invfunc.operation(lambda x, weight: x @ weight)
+
+    @op.share_of("weight")
+    def _(cotangent, x, weight):
+        return "vno,ni->io", cotangent, x.clamp(max=8.0)
+
+    def wrong(w, x, y):
+        return (op(x, w[:, None])[:, 0] - y).square()
+
+    with pytest.raises(AssertionError, match=r"samples: \[4\], of 6(.|\n)*samples=\[4\]"):
+        laws.check(wrong, rand(3), x, y)
+    assert not laws.check(wrong, rand(3), x, y, only="shares equal their loop", samples=[0, 1, 2, 3, 5]).failed
+    with pytest.raises(AssertionError):
+        laws.check(wrong, rand(3), x, y, only="shares equal their loop", samples=[4])
+
+
+class TestCheck:
+    """What check says of arguments, time and refusals."""
+
+    w, x = Numbers()(3), Numbers(1)(4, 3)
+
+    @staticmethod
+    def f(w, x):
+        return (x @ w).square()
+
+    def test_names_the_laws_that_there_are(self):
+        with pytest.raises(invfunc.ArgumentError, match="no law 'sharez'; the names are 'shares sum"):
+            laws.check(self.f, self.w, self.x, only="sharez")
+
+    @pytest.mark.parametrize(
+        "args, match",
+        [
+            ((torch.nn.Linear(2, 2), {}, torch.ones(2)), "functional"),
+            ((f, w), "no samples"),
+            ((f, w.long(), x), "int64"),
+            ((f, {"w": None}, x), "no tensors"),
+            ((lambda w, x: (x @ w)[:2], w, x), "N = 4"),
+            ((lambda w, x: "text", w, x), "N = 4"),
+        ],
+        ids=["module", "no batch", "integers", "no parameters", "wrong length", "no tensor"],
+    )
+    def test_of_arguments_that_it_cannot_use(self, args, match):
+        with pytest.raises(invfunc.InvFuncError, match=match):
+            laws.check(*args)
+
+    def test_lists_what_there_was_no_time_for(self):
+        table = laws.check(self.f, self.w, self.x, seconds=0)
+        states = {outcome.state for outcome in table.outcomes}
+        assert states == {"not tried"} and "not tried, for want of time" in str(table)
+
+    def test_refusals_are_told_and_a_function_that_is_refused_by_all_is_an_error(self):
+        def mean(w, x):
+            return F.batch_norm(x * w, None, None, training=True).sin().mean()
+
+        table = laws.check(
+            mean, self.w, self.x, only=["shares sum to the gradient", "products equal those of the matrix"]
+        )
+        assert "batch_norm" in str(table) and {outcome.state for outcome in table.outcomes} >= {"refused", "holds"}
+        with pytest.raises(invfunc.ArgumentError, match="refuses(.|\n)*batch_norm"):
+            laws.check(mean, self.w, self.x, only=["shares sum to the gradient", "shares equal their loop"])
+
+    def test_leaves_the_generators_and_the_arguments(self):
+        before, version = torch.get_rng_state(), self.x._version
+        laws.check(self.f, self.w, self.x, only=["shares equal their loop", "samples do not mix"])
+        assert torch.equal(torch.get_rng_state(), before) and self.x._version == version
+
+    def test_of_functions_that_draw(self):
+        def dropped(w, x):
+            return (F.dropout(x, 0.4) @ w).square()
+
+        laws.check(dropped, self.w, self.x, only=["shares equal their loop", "the generators end where f leaves them"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from invfunc.errors import ArgumentError
-from invfunc.testing.laws import compositions, effects, products, statistics
+from invfunc.testing.laws import compositions, effects, operations, pairs, products, statistics, transforms
 from invfunc.testing.laws.law import Law
 
 LAWS: dict[str, Law] = {
@@ -34,6 +34,22 @@ LAWS: dict[str, Law] = {
         compositions.batched,
         compositions.jacobian,
         compositions.forward,
+        pairs.restores,
+        pairs.values,
+        pairs.first,
+        pairs.composed,
+        pairs.volume,
+        pairs.arguments,
+        pairs.states,
+        pairs.life,
+        transforms.equals,
+        transforms.differentiated,
+        transforms.batched,
+        transforms.passes,
+        transforms.effects,
+        operations.apart,
+        operations.rules,
+        operations.single,
     )
 }
 

@@ -70,10 +70,15 @@ def check(
     given = problem("laws.check", f, params, batch, loss, in_dims, samples, seed)
     laws = chosen("laws.check", FUNCTION, only)
     outcomes = tried(laws, given, seconds)
-    return judged(Table(repr(given), tuple(outcomes)), given, _again(given, in_dims), seconds)
+    again = call("laws.check", f"{describe(f)}, params, *batch", options(given, in_dims), seed)
+    return judged(Table(repr(given), tuple(outcomes)), given, again, seconds)
 
 
-def judged(table: Table, subject: Any, again: str, seconds: float) -> Table:
+Again = Callable[[str, list[int]], str]
+"""What to type to see a law fail for some samples."""
+
+
+def judged(table: Table, subject: Any, again: Again, seconds: float) -> Table:
     """The table itself, or the error that it calls for."""
     if table.failed:
         raise AssertionError(told(table.failed[0], table, subject, again, seconds))
@@ -83,19 +88,30 @@ def judged(table: Table, subject: Any, again: str, seconds: float) -> Table:
     return table
 
 
-def told(outcome: Outcome, table: Table, subject: Any, again: str, seconds: float) -> str:
+def told(outcome: Outcome, table: Table, subject: Any, again: Again, seconds: float) -> str:
     """The message for a law that does not hold."""
     failure = outcome.failures[0]
     part, failure = smallest(outcome.law, subject, failure, seconds)
-    samples = f"\n    samples: {list(part.samples)}, of {subject.n}" if subject.n else ""
-    more = f", samples={list(part.samples)}" if subject.n else ""
+    samples = list(part.samples)
+    few = f"\n    samples: {samples}, of {subject.n}" if subject.n else ""
     return (
-        f"a law does not hold: {outcome.law.name}\n    {outcome.law.statement}\n    {failure}{samples}\n"
-        f"    to see it again: {again.format(only=[outcome.law.name], more=more)}\n\n{table}"
+        f"a law does not hold: {outcome.law.name}\n    {outcome.law.statement}\n    {failure}{few}\n"
+        f"    to see it again: {again(outcome.law.name, samples)}\n\n{table}"
     )
 
 
-def _again(given: Problem, in_dims: InDims) -> str:
-    loss = "" if given.loss is None else f", loss={describe(given.loss)}"
-    dims = "" if in_dims == 0 else f", in_dims={in_dims}"
-    return f"laws.check({describe(given.f)}, params, *batch{loss}{dims}, only={{only}}{{more}}, seed={given.seed})"
+def call(name: str, called: str, options: dict[str, Any], seed: int) -> Again:
+    """That of a call, with the options that are not what they are by themselves."""
+    shown = "".join(f", {key}={value}" for key, value in options.items())
+
+    def again(law: str, samples: list[int]) -> str:
+        few = f", samples={samples}" if samples else ""
+        return f"{name}({called}{shown}, only={law!r}{few}, seed={seed})"
+
+    return again
+
+
+def options(given: Problem, in_dims: InDims) -> dict[str, Any]:
+    """How a loss and in_dims were given."""
+    loss = {} if given.loss is None else {"loss": describe(given.loss)}
+    return loss | ({} if in_dims == 0 else {"in_dims": in_dims})

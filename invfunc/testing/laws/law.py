@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 
 class Claim(NamedTuple):
     """That two trees are equal up to rounding; what is no tensor in them has to be the same."""
@@ -17,6 +19,8 @@ class Claim(NamedTuple):
     """Evaluated first: where torch cannot do it, the law does not apply."""
     terms: int = 1
     """About how many numbers are added up for an entry, for the tolerance."""
+    dtype: torch.dtype | None = None
+    """Whose rounding is tolerated; that of the subject unless given."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class Law:
 
     def __repr__(self) -> str:
         return f"Law({self.name!r})"
+
+
+class Inapplicable(Exception):
+    """Raised where a claim does not apply, with the reason."""
 
 
 FUNCTION, PAIR, TRANSFORM, OPERATION = "a function", "a pair", "a transform", "an operation"

@@ -39,6 +39,8 @@ class Problem:
     """Whether f draws from torch's global generators."""
     samples: tuple[int, ...] = field(default=())
     """Which ones of the caller's batch these are."""
+    rtol: float | None = None
+    """The relative error that is tolerated; rounding unless given."""
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f" with {describe(self.loss)}"

@@ -12,7 +12,7 @@ import invfunc
 from invfunc import tree
 from invfunc.testing.laws import loops
 from invfunc.testing.laws.compare import directions, fixed
-from invfunc.testing.laws.law import Claim, law
+from invfunc.testing.laws.law import Claim, Inapplicable, law
 from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, Problem
 from invfunc.testing.laws.statistics import made, no_loss, one
 
@@ -128,7 +128,7 @@ def factors(problem: Problem) -> Iterator[Claim]:
 
         def block(at: int = at, v: torch.Tensor = v) -> torch.Tensor:
             if not at_one_position(at):
-                raise NotImplementedError("it is read at several positions of a sample")
+                raise Inapplicable("it is read at several positions of a sample")
             g = tree.tensors(one(alone, "batch_grad").itself())[at][0]
             return g * (g * v).sum()
 

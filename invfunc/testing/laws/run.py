@@ -10,7 +10,7 @@ from typing import Any
 
 from invfunc.errors import InvFuncError
 from invfunc.testing.laws.compare import Difference, difference, tolerance
-from invfunc.testing.laws.law import Claim, Law
+from invfunc.testing.laws.law import Claim, Inapplicable, Law
 from invfunc.testing.laws.problem import seeded
 
 SEARCHED, LEAST_SECONDS = 200, 5.0
@@ -53,8 +53,8 @@ class Outcome:
     """Why it does not apply."""
     refused: dict[str, str] = field(default_factory=dict)
     """The errors of this library, by what they are said of."""
-    impossible: dict[str, str] = field(default_factory=dict)
-    """What torch cannot do even without this library."""
+    inapplicable: dict[str, str] = field(default_factory=dict)
+    """Why it does not apply to some: torch cannot do it even without this library, or it is not said of them."""
     left: int = 0
     """Claims for which there was no time."""
     failures: list[Failure] = field(default_factory=list)
@@ -97,18 +97,14 @@ def _weigh(claim: Claim, subject: Any, outcome: Outcome) -> None:
         found = weighed(claim, subject)
     except InvFuncError as error:
         outcome.refused[claim.of] = str(error)
-    except Impossible as error:
-        outcome.impossible[claim.of] = str(error)
+    except Inapplicable as error:
+        outcome.inapplicable[claim.of] = str(error)
     else:
         outcome.tried.append(claim.of)
         if isinstance(found, Failure):
             outcome.failures.append(found)
         else:
             outcome.error = max(outcome.error, found.error)
-
-
-class Impossible(Exception):
-    """What is expected cannot be computed, for a reason that is none of this library's."""
 
 
 def weighed(claim: Claim, subject: Any) -> Failure | Difference:
@@ -119,7 +115,7 @@ def weighed(claim: Claim, subject: Any) -> Failure | Difference:
     except InvFuncError:
         raise
     except (RuntimeError, ValueError) as error:  # as torch has them
-        raise Impossible(f"{type(error).__name__}: {error}") from error
+        raise Inapplicable(f"torch: {error}") from error
     try:
         with seeded(subject.seed):
             found = claim.found()
@@ -127,7 +123,8 @@ def weighed(claim: Claim, subject: Any) -> Failure | Difference:
         raise
     except Exception as error:
         return Failure(claim.of, None, error=error)
-    largest, allowed = difference(found, expected, subject.floor), tolerance(subject.dtype, claim.terms)
+    allowed = subject.rtol or tolerance(claim.dtype or subject.dtype, claim.terms)
+    largest = difference(found, expected, subject.floor)
     return largest if largest.error <= allowed else Failure(claim.of, largest, allowed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -177,25 +178,27 @@ def chunks(problem: Problem) -> Iterator[Claim]:
             yield Claim(f"{of.called} over {over}", found, of.itself, problem.n)
 
 
+@contextmanager
+def tiny_cache(problem: Problem) -> Iterator[None]:
+    """So that a block has one sample, and one column."""
+    before, device = thresholds.CACHE, tree.tensors(problem.params)[0].device.type
+    thresholds.CACHE = before | {device: TINY_CACHE}
+    try:
+        yield
+    finally:
+        thresholds.CACHE = before
+
+
 @law("blocks do not matter")
 def blocks(problem: Problem) -> Iterator[Claim]:
     """t(params, *batch) is the same whatever fits the cache, and with it the samples and columns of one pass"""
     for of in every(problem):
 
         def found(of: Made = of) -> Any:
-            before = thresholds.CACHE
-            thresholds.CACHE = dict.fromkeys(["cpu", *before, problem_device(problem)], TINY_CACHE)
-            try:
+            with tiny_cache(problem):
                 return of()
-            finally:
-                thresholds.CACHE = before
 
         yield Claim(of.called, found, of.itself, problem.n)
-
-
-def problem_device(problem: Problem) -> str:
-    """The kind of device that the parameters are on."""
-    return tree.tensors(problem.params)[0].device.type
 
 
 @law("fast equals generic")

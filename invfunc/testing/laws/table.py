@@ -48,7 +48,7 @@ def _told(outcome: Outcome) -> str:
     parts = [", ".join(names[:SHOWN]) + more] if names else []
     parts += [outcome.why_not] if outcome.why_not else []
     parts += [f"refused: {', '.join(outcome.refused)}"] if outcome.refused else []
-    parts += [f"torch cannot: {', '.join(ofs)} ({why})" for why, ofs in _by_error(outcome.impossible).items()]
+    parts += [f"not of {', '.join(ofs)}: {why}" for why, ofs in _by_error(outcome.inapplicable).items()]
     parts += [f"not tried, for want of time: {outcome.left} more"] if outcome.left else []
     return "; ".join(parts)
 

@@ -1,0 +1,93 @@
+"""The laws for an operation of the user's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from invfunc.errors import ArgumentTypeError, InvFuncError
+from invfunc.operation import Operation
+from invfunc.testing.laws.book import chosen
+from invfunc.testing.laws.check import judged
+from invfunc.testing.laws.compare import fixed
+from invfunc.testing.laws.law import FUNCTION, OPERATION
+from invfunc.testing.laws.operations import OperationProblem, half_squares
+from invfunc.testing.laws.problem import Problem, problem
+from invfunc.testing.laws.run import tried
+from invfunc.testing.laws.table import Table
+
+OWED = ("shares sum to the gradient", "fast equals generic", "blocks do not matter", "chunks do not matter")
+OWED += ("the order of the samples does not matter", "samples= picks", "vmap over parameters is the loop")
+"""What is said of a model that is this operation alone."""
+
+
+def check_operation(
+    op: Operation,
+    *args: Any,
+    samples: tuple[int, ...] = (0,),
+    rtol: float | None = None,
+    seconds: float = 10,
+    seed: int = 0,
+) -> Table:
+    """Assert that an operation keeps the samples apart, and that its rules give the shares that autograd gives.
+
+        for n in range(N):
+            op(x[n : n + 1], w) == op(x, w)[n : n + 1]
+            rule's share of w for sample n == grad(lambda w: (op(x, w)[n] * cotangent[n]).sum())(w)
+
+    Then the laws of `check` are tried on each argument with a rule: chunks, blocks, order, the generic path, vmap.
+
+    Args:
+        op: what `operation` made.
+        args: arguments for it, best in float64; those with a rule are its parameters.
+        samples: the positions of the arguments that have the samples, along axis 0.
+        rtol: the largest difference, relative to the largest entry of a share; some roundings of the precision unless
+            given.
+        seconds: how long laws are tried.
+        seed: where torch's global generators start.
+
+    Returns:
+        A `Table`, which prints as a line for each law.
+
+    Raises:
+        AssertionError: that names the operation and the argument whose rule is wrong, with the smallest case.
+        ArgumentTypeError: `op` is no operation.
+
+    Example:
+        >>> import torch, invfunc
+        >>> from invfunc.testing import check_operation
+        >>> scaled = invfunc.operation(lambda x, weight: x * weight)
+        >>> rule = scaled.share_of("weight")(lambda cotangent, x, weight: ("vni,ni->i", cotangent, x))
+        >>> len(check_operation(scaled, torch.randn(3, 2).double(), torch.randn(2).double()).failed)
+        0
+    """
+    if not isinstance(op, Operation):
+        kind = type(op).__name__
+        raise ArgumentTypeError(f"check_operation(op, ...): op is of type {kind}, but has to be made by `operation`.")
+    n = len(args[samples[0]])
+
+    def again(law: str, few: list[int]) -> str:
+        given = f"*(x[{few}] if i in {samples} else x for i, x in enumerate(args))"
+        return f"check_operation({op!r}, {given}, samples={samples}, seed={seed})"
+
+    given = OperationProblem(op, args, samples, seed, n, rtol, tuple(range(n)))
+    outcomes = tried(chosen("check_operation", OPERATION, None), given, seconds / 2)
+    judged(Table(repr(given), tuple(outcomes)), given, again, seconds)
+    for argument in op.rules:
+        model = _as_model(given, argument)
+        laws = chosen("check_operation", FUNCTION, OWED)
+        found = tried(laws, model, seconds / 2 / len(op.rules))
+        title = f"{op!r}, as a model of {argument!r}, N = {n}"
+        judged(Table(title, tuple(found)), model, again, seconds)
+        outcomes += found
+    return Table(repr(given), tuple(outcomes))
+
+
+def _as_model(given: OperationProblem, argument: str | int) -> Problem:
+    f, p, rest, dims = given.model(argument)
+    target = fixed(given.op(*given.args).shape, p, 0.1)
+    batch, dims = (*rest, target), (*dims, 0)
+    try:
+        return replace(problem("check_operation", f, p, batch, half_squares, dims, None, given.seed), rtol=given.rtol)
+    except InvFuncError as error:
+        raise type(error)(f"{given.op!r} as a model of {argument!r}: {error}") from None

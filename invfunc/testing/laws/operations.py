@@ -1,0 +1,116 @@
+"""The laws for an operation of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.operation import Operation
+from invfunc.statistics.batch_grad import batch_grad
+from invfunc.statistics.diag_ggn import diag_ggn
+from invfunc.testing.laws.compare import fixed
+from invfunc.testing.laws.law import OPERATION, Claim, Inapplicable, law
+from invfunc.testing.oracles import dense_diag_ggn, loop_batch_grad
+
+
+@dataclass(frozen=True, repr=False)
+class OperationProblem:
+    """`op(*args)`, with the samples along axis 0 of the arguments at some positions."""
+
+    op: Operation
+    args: tuple
+    at: tuple[int, ...]
+    seed: int
+    n: int
+    rtol: float | None = None
+    samples: tuple[int, ...] = field(default=())
+    floor = 0.0
+
+    def __repr__(self) -> str:
+        return f"{self.op!r}, N = {self.n}, {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The coarsest one of the arguments."""
+        floats = [x.dtype for x in tree.tensors(self.args) if x.is_floating_point()]
+        return max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+    def part(self, samples: Sequence[int]) -> OperationProblem:
+        """The same of some samples."""
+        index = list(samples)
+        own = tuple(self.samples[n] for n in index)
+        given = tuple(x[index] if i in self.at else x for i, x in enumerate(self.args))
+        return replace(self, args=given, n=len(index), samples=own)
+
+    def model(self, argument: str | int, op: Callable | None = None) -> tuple[Callable, Any, tuple, tuple]:
+        """The operation as a model function of one argument: f, its params, inputs, and their in_dims."""
+        place, op = self.op.position(argument), op or self.op
+
+        def f(p: Any, *rest: Any) -> torch.Tensor:
+            return op(*rest[:place], p, *rest[place:])
+
+        rest = tuple(x for i, x in enumerate(self.args) if i != place)
+        dims = tuple(0 if i in self.at else None for i in range(len(self.args)) if i != place)
+        return f, self.args[place], rest, dims
+
+
+def half_squares(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A loss `[N]` of any outputs."""
+    return (z - y).square().reshape(len(z), -1).sum(1) / 2
+
+
+@law("an operation keeps the samples apart", OPERATION)
+def apart(problem: OperationProblem) -> Iterator[Claim]:
+    """op(x[n : n + 1], w) == op(x, w)[n : n + 1]"""
+
+    def alone() -> torch.Tensor:
+        return torch.cat([problem.op(*problem.part([n]).args) for n in range(problem.n)]).detach()
+
+    yield Claim(f"{problem.op!r}", lambda: problem.op(*problem.args).detach(), alone)
+
+
+@law("a rule gives the shares of autograd", OPERATION)
+def rules(problem: OperationProblem) -> Iterator[Claim]:
+    """its share of w for sample n is grad(lambda w: (op(x, w)[n] * cotangent[n]).sum())(w), also of many columns"""
+    for argument in problem.op.rules:
+        f, p, rest, dims = problem.model(argument)
+        target = fixed((problem.n, *f(p, *rest).shape[1:]), p)
+
+        def losses(p: Any, *batch: Any, f: Callable = f) -> torch.Tensor:
+            return half_squares(f(p, *batch[:-1]), batch[-1])
+
+        args, dims = (p, *rest, target), (*dims, 0)
+        shares, wanted = batch_grad(losses, in_dims=dims), loop_batch_grad(losses)
+        columns, dense = diag_ggn(f, half_squares, in_dims=dims), dense_diag_ggn(f, half_squares)
+        called = f"the rule of {problem.op!r} for {argument!r}"
+        yield Claim(called, lambda t=shares, a=args: t(*a), lambda t=wanted, a=args: t(*a), problem.n)
+        yield Claim(f"{called}, columns", lambda t=columns, a=args: t(*a), lambda t=dense, a=args: t(*a), problem.n)
+
+
+@law("a rule is the same in float32", OPERATION)
+def single(problem: OperationProblem) -> Iterator[Claim]:
+    """the shares in float32 are those in float64, up to the rounding of float32"""
+    if problem.dtype != torch.float64:
+        return
+    low = tree.map_tensors(lambda x: x.float() if x.is_floating_point() else x, problem.args)
+    other = replace(problem, args=low)
+    for argument in problem.op.rules:
+
+        def shares(of: OperationProblem, argument: str | int = argument) -> Any:
+            f, p, rest, dims = of.model(argument)
+            target = fixed((of.n, *f(p, *rest).shape[1:]), p)
+            given = batch_grad(lambda p, *b: half_squares(f(p, *b[:-1]), b[-1]), in_dims=(*dims, 0))
+            return given(p, *rest, target)
+
+        def expected(shares: Callable = shares) -> Any:
+            try:
+                problem.op(*low)
+            except RuntimeError as error:  # a kernel for one precision
+                raise Inapplicable(f"it does not take float32: {error}") from None
+            return shares(problem)
+
+        yield Claim(f"{argument!r} in float32", lambda shares=shares: shares(other), expected, problem.n, torch.float32)

@@ -1,0 +1,270 @@
+"""Laws of invertible functions: what their inverses and their checkpoints have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch.func import grad, jacrev, vmap
+
+import invfunc
+from invfunc import tree
+from invfunc.pairs.pair import Invertible
+from invfunc.recording.held import held_by
+from invfunc.testing.laws.compare import fixed, zipped
+from invfunc.testing.laws.effects import alive, state, written
+from invfunc.testing.laws.law import PAIR, Claim, Inapplicable, law
+from invfunc.testing.laws.problem import generators
+
+ROUND_TRIP = 100
+"""How many roundings a round trip may have, and what is computed from it."""
+
+
+@dataclass(frozen=True, repr=False)
+class PairProblem:
+    """`pair(x, *args)`."""
+
+    pair: Invertible
+    x: Any
+    args: tuple
+    seed: int
+    n: int
+    """How many samples are along axis 0 of x, 0 if that is not known."""
+    samples: tuple[int, ...] = field(default=())
+    rtol = None
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.pair!r}, {f'N = {self.n}, ' if self.n else ''}{dtype}"
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The coarsest one of the state."""
+        floats = [t.dtype for t in tree.tensors((self.x, self.args)) if t.is_floating_point()]
+        return max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+    @cached_property
+    def floor(self) -> float:
+        """What is small beside the state, so that rounding is all there is in it."""
+        sizes = [t.detach().abs().nan_to_num().max().item() for t in floats(self.x) if t.numel()]
+        return 1e-6 * max(sizes, default=0.0)
+
+    def part(self, samples: Sequence[int]) -> PairProblem:
+        """The same of some samples of x."""
+        index = list(samples)
+        own = tuple(self.samples[n] for n in index)
+        return replace(self, x=tree.map_tensors(lambda t: t[index], self.x), n=len(index), samples=own)
+
+    @cached_property
+    def block(self) -> Callable:
+        """The pair under a checkpoint."""
+        return invfunc.invertible_checkpoint(self.pair)
+
+    def forth(self, x: Any) -> tuple[Any, tuple]:
+        """y, and what is hidden beside it; with the same random numbers each time."""
+        torch.manual_seed(self.seed)
+        return self.pair.apart(self.pair.forward(*self.pair.shared, x, *self.args))
+
+    def back(self, y: Any, hidden: tuple) -> Any:
+        """`f_inv(y)`, with those of f."""
+        torch.manual_seed(self.seed)
+        return self.pair.inverse(*self.pair.shared, y, *hidden, *self.args)
+
+
+def floats(given: Any) -> list[torch.Tensor]:
+    """The tensors of a tree that can have a gradient."""
+    return [t for t in tree.tensors(given) if t.is_floating_point()]
+
+
+def live(given: Any) -> Any:
+    """Copies that require grad."""
+    return tree.map_tensors(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), given)
+
+
+def passing(x: Any) -> Any:
+    """A copy that nobody else holds, so that a checkpoint has to compute it from y."""
+    return tree.map_tensors(lambda t: t * 1 if t.is_floating_point() else t, x)
+
+
+def loss(y: Any, at: float = 0.0) -> torch.Tensor:
+    """A nonlinear function of a state."""
+    parts = [(t.square() * fixed(t.shape, t, at)).sum() + (t * fixed(t.shape, t, at + 0.3)).sum() for t in floats(y)]
+    return torch.stack(parts).sum()
+
+
+def gradients(h: Callable, problem: PairProblem, twice: bool = False) -> list[torch.Tensor]:
+    """Those of the loss in x and the arguments, or of a loss of them, by torch.autograd."""
+    given = live((problem.x, problem.args))
+    wanted = floats(given)
+    with torch.enable_grad():
+        value = loss(h(passing(given[0]), *given[1]))
+        found = torch.autograd.grad(value, wanted, create_graph=twice, materialize_grads=True)
+        if twice:
+            connected = [g for g in found if g.requires_grad]
+            found = torch.autograd.grad(loss(connected), wanted, materialize_grads=True) if connected else found
+    return list(found)
+
+
+def no_floats(problem: PairProblem) -> str:
+    """Why there are no gradients, if there are none."""
+    return "" if floats((problem.x, problem.args)) else "nothing in x has a gradient"
+
+
+@law("the inverse restores", PAIR)
+def restores(problem: PairProblem) -> Iterator[Claim]:
+    """f_inv(f(x, *args), *args) == x, and f(f_inv(y, *args), *args) == y"""
+
+    @cache
+    def trip() -> tuple[Any, Any, Any]:
+        with torch.no_grad():
+            y, hidden = problem.forth(problem.x)
+            x = problem.back(y, hidden)
+            return y, x, problem.forth(x)[0]
+
+    yield Claim("f_inv(f(x))", lambda: trip()[1], lambda: problem.x, ROUND_TRIP)
+    yield Claim("f(f_inv(y))", lambda: trip()[2], lambda: trip()[0], ROUND_TRIP)
+
+
+@law("a checkpoint has the plain value", PAIR)
+def values(problem: PairProblem) -> Iterator[Claim]:
+    """invertible_checkpoint(pair)(x, *args) == pair(x, *args)"""
+
+    def of(h: Callable) -> Callable:
+        return lambda: h(problem.x, *problem.args)
+
+    yield Claim("value", of(problem.block), of(problem.pair))
+
+
+@law("a checkpoint has the plain gradients", PAIR, no_floats)
+def first(problem: PairProblem) -> Iterator[Claim]:
+    """autograd.grad(loss(g(x, *args)), (x, args)) == autograd.grad(loss(f(x, *args)), (x, args)), also of these"""
+    yield Claim(
+        "first order", lambda: gradients(problem.block, problem), lambda: gradients(problem.pair, problem), ROUND_TRIP
+    )
+    yield Claim(
+        "second order",
+        lambda: gradients(problem.block, problem, twice=True),
+        lambda: gradients(problem.pair, problem, twice=True),
+        ROUND_TRIP,
+    )
+
+
+@law("a checkpoint has the plain gradients in torch.func", PAIR, no_floats)
+def composed(problem: PairProblem) -> Iterator[Claim]:
+    """t(g)(x, *args) == t(f)(x, *args) for t in grad, grad of grad, vmap, vmap of grad, jacrev"""
+    tensors, form = tree.separate((problem.x, problem.args))
+    places = [i for i, t in enumerate(tensors) if t.is_floating_point()]
+    given = [tensors[i] for i in places]
+
+    def of(h: Callable) -> Callable:
+        def value(*found: torch.Tensor) -> Any:
+            every = list(tensors)
+            for i, t in zip(places, found, strict=True):
+                every[i] = t
+            x, args = form.join(every)
+            return h(passing(x), *args)
+
+        return value
+
+    def slopes(h: Callable) -> Callable:
+        return grad(lambda found: loss(of(h)(*found)))
+
+    points = [[c * t for t in given] for c in (1.0, 0.9)]
+    ways: dict[str, Callable] = {
+        "grad": lambda h: slopes(h)(given),
+        "grad of grad": lambda h: grad(lambda found: loss(slopes(h)(found)))(given),
+        "vmap": lambda h: vmap(lambda found: of(h)(*found), randomness="same")(zipped(torch.stack, points)),
+        "vmap of grad": lambda h: vmap(slopes(h), randomness="same")(zipped(torch.stack, points)),
+        "jacrev": lambda h: jacrev(lambda found: torch.stack([loss(of(h)(*found)), loss(of(h)(*found), 0.7)]))(given),
+    }
+    for called, way in ways.items():
+        yield Claim(called, lambda way=way: way(problem.block), lambda way=way: way(problem.pair), ROUND_TRIP)
+
+
+def _no_log_det(problem: PairProblem) -> str:
+    if problem.pair.composition is not None:
+        return "it is a composition: check its blocks"
+    return "the pair has no log_det" if problem.pair.log_det is None else "" if problem.n else "x has no sample axis"
+
+
+@law("the log-determinant is that of the Jacobian", PAIR, _no_log_det)
+def volume(problem: PairProblem) -> Iterator[Claim]:
+    """log_det(x, *args)[n] == slogdet(jacobian of y[n] in x[n]).logabsdet"""
+    pair = problem.pair
+
+    def found() -> Any:
+        with torch.no_grad():
+            return pair.log_det(*pair.shared, problem.x, *problem.args) if pair.log_det else None
+
+    def dense() -> torch.Tensor:
+        tensors, form = tree.separate(problem.x)
+
+        def rows(*given: torch.Tensor) -> torch.Tensor:
+            y = problem.forth(form.join(given))[0]
+            return torch.cat([t.reshape(problem.n, -1) for t in tree.tensors(y)], 1)
+
+        whole = torch.autograd.functional.jacobian(rows, tuple(tensors))
+        if any(j[n, :, m].any() for j in whole for n in range(problem.n) for m in range(problem.n) if m != n):
+            raise Inapplicable("y of a sample depends on the others, so that there is no determinant of each")
+        own = [torch.stack([j[n, :, n].reshape(j.shape[1], -1) for n in range(problem.n)]) for j in whole]
+        return torch.linalg.slogdet(torch.cat(own, 2)).logabsdet
+
+    yield Claim("log_det", found, dense, ROUND_TRIP)
+
+
+@law("a pair writes no argument", PAIR)
+def arguments(problem: PairProblem) -> Iterator[Claim]:
+    """f, f_inv and the checkpoint, with its backward pass, leave x, y and args as they were"""
+    given = (problem.x, problem.args)
+
+    @cache
+    def image() -> tuple[Any, tuple]:
+        with torch.no_grad():
+            return problem.forth(problem.x)
+
+    yield Claim("f", lambda: written(image, given), lambda: state(given))
+    yield Claim("f_inv", lambda: written(lambda: problem.back(*image()), image()), lambda: state(image()))
+    if not no_floats(problem):
+        leaves = live(given)
+
+        def backward() -> None:
+            with torch.enable_grad():
+                y = problem.block(passing(leaves[0]), *leaves[1])
+                torch.autograd.grad(loss(y), floats(leaves), allow_unused=True)
+
+        yield Claim("the checkpoint", lambda: written(backward, leaves), lambda: state(leaves))
+
+
+@law("a checkpoint leaves states as f does", PAIR, no_floats)
+def states(problem: PairProblem) -> Iterator[Claim]:
+    """generators, and the tensors that f holds, are after g(x, *args) and its gradient where f and its leave them"""
+    parts = [problem.pair.forward, problem.pair.inverse, *problem.pair.shared]
+    held = list({id(t): t for part in parts for t in held_by(part)}.values())
+
+    def after(h: Callable) -> tuple[list, list]:
+        before = [t.detach().clone() for t in held]
+        gradients(h, problem)
+        found = [t.detach().clone() for t in held], generators()
+        with torch.no_grad():
+            for t, old in zip(held, before, strict=True):
+                if not torch.equal(t, old):
+                    t.copy_(old)
+        return found
+
+    yield Claim("held tensors and generators", lambda: after(problem.block), lambda: after(problem.pair))
+
+
+@law("nothing of a checkpoint stays alive", PAIR, no_floats)
+def life(problem: PairProblem) -> Iterator[Claim]:
+    """when x, args, y and gradients are deleted, their tensors are gone"""
+
+    def whole(given: Any) -> Any:
+        leaves = tree.map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), given)
+        with torch.enable_grad():
+            y = problem.block(passing(leaves[0]), *leaves[1])
+            return torch.autograd.grad(loss(y), floats(leaves), allow_unused=True)
+
+    yield Claim("checkpoint", lambda: alive(whole, (problem.x, problem.args)), list)
