@@ -27,7 +27,8 @@ from invfunc.testing import (
     loop_batch_grad,
     loop_batch_jacobian,
 )
-from tests.every import BOTH, FIRST_ORDER, MODEL, Row, clipping, rows
+from invfunc.testing.laws.rows import BOTH, FIRST_ORDER, MODEL, Row, clipping, rows
+from invfunc.testing.values import moved
 from tests.networks import Loss, Network, samples_loss
 from tests.strategies import Case, Numbers
 
@@ -63,11 +64,6 @@ def in_blocks(statistic: Any) -> Callable:
             return statistic(*args)
 
     return call
-
-
-def moved(tensors: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Numbers in another precision and place; integers stay integers."""
-    return tree.map_tensors(lambda x: x.to(device, dtype if x.is_floating_point() else x.dtype), tensors)
 
 
 def squares(z: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from hypothesis import strategies as st
-from torch import nn
 
 import invfunc
 from invfunc import tree
+from invfunc.testing.models import CLASSES, FAMILIES, LOSS_FUNCTIONS, TARGETS
 from tests.strategies import Numbers
-
-CLASSES = 3
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,73 +29,13 @@ class Network:
         return f"{self.called}, N = {self.n}"
 
 
-def _affine(rand: Numbers, n: int) -> tuple:
-    params = {"weight": rand(4, CLASSES), "bias": rand(CLASSES)}
-    return lambda p, x: x @ p["weight"] + p["bias"], params, rand(n, 4)
-
-
-def _perceptron(rand: Numbers, n: int) -> tuple:
-    def f(p: Any, x: torch.Tensor) -> torch.Tensor:
-        for weight, bias in p[:-1]:
-            x = F.linear(x, weight, bias).tanh()
-        return F.linear(x, *p[-1])
-
-    return f, [(rand(4, 2), rand(4)), (rand(2, 4), rand(2)), (rand(CLASSES, 2),)], rand(n, 2)
-
-
-def _convolution(rand: Numbers, n: int) -> tuple:
-    def f(p: Any, x: torch.Tensor) -> torch.Tensor:
-        x = F.conv2d(x, p["conv"]["weight"], p["conv"]["bias"], stride=2, padding=1).sigmoid()
-        return x.flatten(1) @ p["head"]
-
-    conv = {"weight": rand(2, 1, 3, 3), "bias": rand(2)}
-    return f, {"conv": conv, "head": rand(8, CLASSES)}, rand(n, 1, 4, 4)
-
-
-def _tied(rand: Numbers, n: int) -> tuple:
-    return lambda p, x: (x @ p).tanh() @ p.T + p[:, 0], rand(CLASSES, 2), rand(n, CLASSES)
-
-
-def _derived(rand: Numbers, n: int) -> tuple:
-    def f(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return x @ (p["w"] + p["b"] @ p["a"]) * F.softplus(p["scale"])
-
-    return f, {"w": rand(3, CLASSES), "b": rand(3, 1), "a": rand(1, CLASSES), "scale": rand(CLASSES)}, rand(n, 3)
-
-
-def _generic(rand: Numbers, n: int) -> tuple:
-    def f(p: Any, x: dict) -> torch.Tensor:
-        x = F.embedding(x["tokens"], p["table"]).mean(1) + x["more"][0] / (1 + p["scale"].square())
-        return F.layer_norm(x, (CLASSES,), p["norm"])
-
-    x = {"tokens": rand.below(4, n, 2), "more": [rand(n, CLASSES)], "note": "a leaf without samples"}
-    return f, {"table": rand(4, CLASSES), "norm": rand(CLASSES), "scale": rand()}, x
-
-
-def _module(rand: Numbers, n: int) -> tuple:
-    layers = [nn.Conv1d(1, 2, 2), nn.Flatten(), nn.ReLU(), nn.Linear(4, CLASSES)]
-    f, params = invfunc.functional(nn.Sequential(*layers).double())
-    return f, {name: rand(*p.shape) for name, p in params.items()}, rand(n, 1, 3)
-
-
-def _sequence(rand: Numbers, n: int) -> tuple:
-    return lambda p, x: (x @ p["w"] + p["b"]).tanh(), {"w": rand(2, CLASSES), "b": rand(CLASSES)}, rand(n, 2, 2)
-
-
 NETWORKS = {
-    "affine": _affine,
-    "perceptron": _perceptron,
-    "convolution": _convolution,
-    "tied": _tied,
-    "derived": _derived,
-    "generic": _generic,
-    "module": _module,
+    name: FAMILIES[name] for name in ("affine", "perceptron", "convolution", "tied", "derived", "generic", "module")
 }
 
 
 def network(called: str, n: int = 4, seed: int = 0) -> Network:
-    build = NETWORKS | {"sequence": _sequence}
-    return Network(called, *build[called](Numbers(seed), n), n)
+    return Network(called, *FAMILIES[called](Numbers(seed), n), n)
 
 
 @st.composite
@@ -123,29 +60,9 @@ class Loss:
         return self.loss(z, target, reduction=reduction)
 
 
-def _classes(rand: Numbers, n: int) -> torch.Tensor:
-    return rand.below(CLASSES, n)
-
-
-def _numbers(rand: Numbers, n: int) -> torch.Tensor:
-    return rand(n, CLASSES)
-
-
-def _nll(z: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
-    return F.nll_loss(z.log_softmax(1), target, reduction=reduction)
-
-
-def _log_cosh(z: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
-    losses = (invfunc.outputs(z) - target).cosh().log()
-    return losses if reduction == "none" else getattr(losses, reduction)()
-
-
 LOSSES = [
-    Loss("cross_entropy", F.cross_entropy, _classes),
-    Loss("mse_loss", F.mse_loss, _numbers),
-    Loss("bce", F.binary_cross_entropy_with_logits, lambda rand, n: _numbers(rand, n).sigmoid()),
-    Loss("nll_loss", _nll, _classes),
-    Loss("log cosh of outputs", _log_cosh, _numbers),
+    Loss(called, loss, lambda rand, n, called=called: TARGETS[called](rand, n, CLASSES))
+    for called, loss in LOSS_FUNCTIONS.items()
 ]
 
 

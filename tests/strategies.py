@@ -13,26 +13,11 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import nn
 
+from invfunc.testing.values import Numbers, seeded
 from tests.forms import Form
 
+__all__ = ["ALWAYS", "FROM_1D", "FROM_2D", "SIZES", "Case", "Numbers", "Reading", "seeded"]
 SIZES = st.integers(1, 4)
-
-
-class Numbers:
-    """Float64 numbers that are float32 numbers too, so that one oracle serves both."""
-
-    def __init__(self, seed: int = 0):
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator).double()
-
-    def below(self, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(high, shape, generator=self.generator)
-
-
-def seeded(seed: int = 0, device: str | torch.device = "cpu") -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
 
 
 @dataclass(frozen=True, repr=False)

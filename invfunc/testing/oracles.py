@@ -150,7 +150,8 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float, floor: float = 0
     structure, (wanted, layout) = tree.flatten(actual)[1], tree.flatten(expected)
     assert structure == layout, f"{structure} is not {layout}"
     for (path, x), y in zip(tree.named_leaves(actual), wanted, strict=True):
-        if x is y is None:
+        if not isinstance(x, torch.Tensor):
+            assert type(x) is type(y) and x == y, f"leaf {path} is {x!r}, not {y!r}"
             continue
         assert x.shape == y.shape, f"leaf {path} has shape {tuple(x.shape)}, not {tuple(y.shape)}"
         if x.numel():

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import ArgumentError, tree
-from tests.every import CASES, FACTORS, LOSS, MODEL
+from invfunc.testing.laws.rows import CASES, FACTORS, LOSS, MODEL
 from tests.strategies import Numbers, seeded
 
 

@@ -8,7 +8,7 @@ from torch.utils import _pytree
 
 import invfunc
 from invfunc import explain
-from tests.every import CASES
+from invfunc.testing.laws.rows import CASES
 from tests.strategies import Numbers
 
 N = 4

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import invfunc
 from invfunc import tree
 from invfunc.testing import assert_trees_close
-from tests.every import FIRST_ORDER, LOSS, ROWS
+from invfunc.testing.laws.rows import FIRST_ORDER, LOSS, ROWS
 from tests.networks import total
 from tests.strategies import Numbers, seeded
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import invfunc
 from invfunc import chunked, functional, together, tree
-from tests.every import BOTH, CASES
+from invfunc.testing.laws.rows import BOTH, CASES
 from tests.strategies import Numbers, seeded
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, tree
 from invfunc.testing import assert_trees_close
-from tests.every import BOTH, CASES, WHOLE
+from invfunc.testing.laws.rows import BOTH, CASES, WHOLE
 from tests.strategies import Numbers, seeded
 
 EXACT = 1e-12

@@ -15,7 +15,7 @@ from torch.func import grad, vmap
 import invfunc as i
 from invfunc import tree
 from invfunc.testing import assert_trees_close
-from tests.every import BOTH, FACTORS, FIRST_ORDER, LEAVES, LOSS, MODEL, WHOLE, Row, rows
+from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, LEAVES, LOSS, MODEL, WHOLE, Row, rows
 from tests.invertible.test_composition import Module, steps, turned
 from tests.invertible_cases import FLOOR, RTOL, Sizes, Twins, sizes, twins
 from tests.laws import moved

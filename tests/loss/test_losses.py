@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from invfunc import ArgumentError, SampleAxisError, batch_grad, chunked, variance
 from invfunc.testing import assert_trees_close, loop_batch_grad
-from tests.every import BOTH, LOSS, ROWS
+from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
 from tests.strategies import Numbers
 
 W, X, Y = Numbers()(3, 3), Numbers(1)(4, 3), Numbers(2)(4, 3)

@@ -16,7 +16,7 @@ import invfunc
 from invfunc import chunked, explain, reduced, together, tree
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close
-from tests.every import BOTH, LEAVES, LOSS, MODEL, ROWS, Row
+from invfunc.testing.laws.rows import BOTH, LEAVES, LOSS, MODEL, ROWS, Row
 from tests.machine.built import (
     Built,
     at_points,

@@ -23,8 +23,8 @@ from invfunc import (
 from invfunc.passes import by_rows, certified
 from invfunc.recording.seen import Seen
 from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import FIRST_ORDER
 from tests import moved
-from tests.every import FIRST_ORDER
 from tests.moved import D, arguments, program
 
 EXACT = 1e-9

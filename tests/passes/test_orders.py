@@ -15,7 +15,7 @@ from invfunc import (
 from invfunc.operations.naming import function_name
 from invfunc.operations.operation import having
 from invfunc.testing import assert_trees_close
-from tests.every import FIRST_ORDER, HESSIANS, OF_DIAGONALS
+from invfunc.testing.laws.rows import FIRST_ORDER, HESSIANS, OF_DIAGONALS
 from tests.strategies import Numbers
 
 N = 4

@@ -19,7 +19,7 @@ from invfunc import (
     outputs,
 )
 from invfunc.testing import assert_trees_close
-from tests.every import FIRST_ORDER, HESSIANS, OF_DIAGONALS
+from invfunc.testing.laws.rows import FIRST_ORDER, HESSIANS, OF_DIAGONALS
 from tests.strategies import Numbers
 
 N = 4

@@ -11,8 +11,8 @@ from torch.func import hessian, jacrev, vmap
 
 import invfunc
 from invfunc import ConvexityError, chunked, reduced, together, tree
+from invfunc.testing.laws.rows import FACTORS, FIRST_ORDER, OF_DIAGONALS, ROWS, rows
 from tests import structures
-from tests.every import FACTORS, FIRST_ORDER, OF_DIAGONALS, ROWS, rows
 from tests.strategies import Numbers, seeded
 
 N, BAD = 6, 2

@@ -29,7 +29,7 @@ from invfunc.testing import (
     loop_batch_jacobian,
     loop_gram,
 )
-from tests.every import FIRST_ORDER
+from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.strategies import Numbers
 
 EXACT, N = 1e-9, 3

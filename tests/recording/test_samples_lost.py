@@ -17,7 +17,7 @@ from invfunc import (
     diag_hessian,
 )
 from invfunc.testing import assert_trees_close
-from tests.every import FIRST_ORDER
+from invfunc.testing.laws.rows import FIRST_ORDER
 from tests.lost import FOUND, WAYS, strange
 from tests.strategies import Numbers
 

@@ -1,5 +1,6 @@
 """The laws of pairs, of transforms and of operations: each finds a fault, and holds for what is right."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import invfunc
 from invfunc import layers, tree
-from invfunc.testing import laws, loop_variance
+from invfunc.testing import dense_diag_ggn, laws, loop_variance
 from tests.strategies import Numbers
 from tests.testing.test_laws_fail import KEPT, spoilt
 
@@ -144,6 +145,32 @@ class TestTransforms:
 
         with pytest.raises(AssertionError, match="vmap of it is the loop"):
             laws.check_transform(t, loop_variance, self.f, *self.args, only="vmap of it is the loop")
+
+
+def missing(*args):
+    raise invfunc.MissingExtraError
+
+
+class TestDrawnTransforms:
+    """Without a function of the user's, they are drawn."""
+
+    def test_hold_for_right_ones(self):
+        law = "it equals its oracle"
+        for t, oracle in ((invfunc.variance, loop_variance), (invfunc.diag_ggn, dense_diag_ggn)):
+            table = laws.check_transform(t, oracle, only=law)
+            assert "that hypothesis drew" in str(table) and table.outcomes[0].state == "holds"
+
+    def test_a_wrong_one_is_found_for_a_small_model(self):
+        def t(f):
+            return lambda p, *batch: tree.map_tensors(lambda v: v + (v.ndim == 2), invfunc.variance(f)(p, *batch))
+
+        with pytest.raises(AssertionError, match=r"p = Problem\(model=Model\(family='affine', n=1, seed=0"):
+            laws.check_transform(t, loop_variance, only="it equals its oracle")
+
+    def test_without_hypothesis_there_is_a_fixed_family(self, monkeypatch):
+        monkeypatch.setattr(sys.modules["invfunc.testing.laws.check_transform"], "_drawn", missing)
+        table = laws.check_transform(invfunc.variance, loop_variance, only="it equals its oracle")
+        assert "one function of each of 11 families (hypothesis is missing)" in str(table)
 
 
 class TestOperations:

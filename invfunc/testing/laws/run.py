@@ -59,6 +59,15 @@ class Outcome:
     """Claims for which there was no time."""
     failures: list[Failure] = field(default_factory=list)
 
+    def add(self, other: Outcome) -> None:
+        """What came of it on another subject."""
+        self.tried += other.tried
+        self.refused |= other.refused
+        self.inapplicable |= other.inapplicable
+        self.failures += other.failures
+        self.error, self.why_not = max(self.error, other.error), self.why_not or other.why_not
+        self.seconds, self.left = self.seconds + other.seconds, self.left + other.left
+
     @property
     def state(self) -> str:
         """In one word."""

@@ -1,0 +1,134 @@
+"""What the public strategies draw: small, of every family, in any precision, printed as code that makes it again."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+
+import invfunc
+from invfunc import tree
+from invfunc.testing import assert_trees_close, laws, loop_batch_grad, strategies
+from invfunc.testing.invertibles import PAIRS
+from invfunc.testing.models import FAMILIES
+
+DRAWN = {
+    "models": strategies.models([*FAMILIES]),
+    "models of other axes": strategies.models(["affine", "perceptron"], in_dims=(0, 1)),
+    "losses": strategies.losses(),
+    "problems": strategies.problems(),
+    "parameters": strategies.parameters(),
+    "pairs": strategies.pairs(),
+    "chunkings": strategies.chunkings(),
+    "splits": strategies.splits(5),
+}
+
+
+def numbers(value):
+    """All that a value is made of."""
+    if isinstance(value, strategies.Problem):
+        return numbers(value.model), value.target
+    if isinstance(value, strategies.Model):
+        return value.params, value.x, value.f(value.params, value.x)
+    if isinstance(value, strategies.Parameters):
+        return value.tree
+    if isinstance(value, strategies.Pair):
+        return value.x, value.args, value.pair(value.x, *value.args)
+    return torch.tensor(hash(str(value)) % 1000)
+
+
+@pytest.mark.parametrize("what", DRAWN)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_values_print_as_code_that_makes_them_again(what, data):
+    value = data.draw(DRAWN[what])
+    names = {"torch": torch}
+    exec(f"from invfunc.testing.strategies import *\nvalue = {value!r}", names)
+    assert names["value"] == value
+    assert_trees_close(numbers(names["value"]), numbers(value), 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@settings(max_examples=5)
+@given(data=st.data())
+def test_take_a_dtype(dtype, data):
+    for of in (strategies.models, strategies.parameters, strategies.pairs):
+        found = tree.tensors(numbers(data.draw(of(dtype=dtype))))
+        assert {x.dtype for x in found if x.is_floating_point()} <= {dtype}
+
+
+def test_shrink_to_the_simplest():
+    model = find(strategies.models(), lambda model: True)
+    assert (model.family, model.n, model.seed) == ("affine", 1, 0)
+    model = find(strategies.models(), lambda model: len(tree.tensors(model.params)) > 4)
+    assert model.n == 1 and model.seed == 0
+    params = find(strategies.parameters(), lambda params: any(x.ndim == 2 for x in tree.tensors(params.tree)))
+    assert sum(x.numel() for x in tree.tensors(params.tree)) <= 2
+    assert find(strategies.splits(5), lambda lengths: len(lengths) > 1) in ([1, 4], [4, 1])
+
+
+@settings(max_examples=20)
+@given(strategies.parameters(), st.integers(1, 3))
+def test_shares_of_any_tree_equal_their_loop(params, n):
+    x = params.inputs(n)
+    assert_trees_close(
+        invfunc.batch_grad(params.f)(params.tree, x), loop_batch_grad(params.f)(params.tree, x), 1e-10, 1e-2
+    )
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_splits_and_chunkings_fit(data):
+    lengths = data.draw(strategies.splits(data.draw(st.integers(1, 6))))
+    assert min(lengths) >= 1
+    model = data.draw(strategies.models(["affine"]))
+    t = invfunc.batch_grad(lambda p, x: model.f(p, x).square().sum(1))
+    found = invfunc.chunked(t, **data.draw(strategies.chunkings()))(model.params, model.x)
+    assert_trees_close(found, t(model.params, model.x), 1e-12)
+
+
+LAWS = [name for name, law in laws.LAWS.items() if law.subject == "a function"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_laws_hold_for_each_family(family):
+    """Some laws of each, all laws of some."""
+    at = [*FAMILIES].index(family)
+    called = "mse_loss" if family == "sequence" else ["mse_loss", "cross_entropy"][at % 2]
+    loss = strategies.Loss(called, ["mean", "none"][at % 2])
+    problem = strategies.Problem(strategies.Model(family, n=3, seed=at), loss)
+    table = laws.check(*problem.args, **problem.options, only=[*LAWS[:5], *LAWS[5 + at % 3 :: 6]])
+    assert not table.failed and table.outcomes[0].state == "holds"
+
+
+@pytest.mark.parametrize("called", PAIRS)
+def test_laws_hold_for_each_pair(called):
+    of, some = strategies.Pair(called), ["the inverse restores", "a checkpoint has the plain gradients"]
+    table = laws.check_pair(of.pair, of.x, *of.args, only=some)
+    assert {outcome.state for outcome in table.outcomes} == {"holds"}
+
+
+def test_names_that_there_are():
+    for made in (strategies.Model("dens"), strategies.Pair("dens")):
+        with pytest.raises(invfunc.ArgumentError, match="there is no .* 'dens'; there are"):
+            made.x  # noqa: B018
+
+
+def test_without_hypothesis_there_are_laws_and_an_error_names_the_extra():
+    code = """
+import sys
+sys.modules["hypothesis"] = None
+import torch, invfunc
+from invfunc.testing import laws
+laws.check(lambda w, x: (x @ w).square(), torch.ones(2), torch.eye(2), only="shares sum to the gradient")
+try:
+    from invfunc.testing import strategies
+except invfunc.MissingExtraError as error:
+    assert "invfunc[testing]" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
