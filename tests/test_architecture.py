@@ -133,6 +133,12 @@ class TestImports:
                 private.append(ast.unparse(node))
         assert not private
 
+    @pytest.mark.parametrize("called", ["oracles", "curvature", "laws/loops"])
+    def test_of_oracles_have_nothing_of_what_they_judge(self, called):
+        """Plain loops and torch's own derivatives: of the package they take trees, errors and one another."""
+        allowed = ("invfunc.tree", "invfunc.errors", "invfunc.__init__", "invfunc.testing.")
+        assert all(other.startswith(allowed) for other in inner_imports(PACKAGE / "testing" / f"{called}.py"))
+
     @each_file
     def test_at_run_time_need_torch_and_opt_einsum_only(self, file):
         """What belongs to an extra is imported where it is used."""

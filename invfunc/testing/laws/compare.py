@@ -27,8 +27,9 @@ SAME = Difference(0.0, "", None, None)
 
 
 def tolerance(dtype: torch.dtype, terms: int = 1) -> float:
-    """What rounding may do to a sum of so many terms: 3e-10 in float64, 2e-4 in float32, for one."""
-    return 8 * torch.finfo(dtype).eps ** (2 / 3) * max(1, terms) ** 0.5
+    """What rounding may do to a sum of so many terms: 1e-9 in float64, 7e-4 in float32, for one."""
+    eps = torch.finfo(dtype).eps
+    return min(32 * eps ** (2 / 3), 2 * eps**0.5) * max(1, terms) ** 0.5
 
 
 def fixed(shape: Any, like: torch.Tensor, at: float = 0.0) -> torch.Tensor:
