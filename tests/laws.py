@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import cycle
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +20,12 @@ from invfunc import (
     gram,
     tree,
 )
-from invfunc.plan import Options
 from invfunc.testing import (
     assert_trees_close,
     loop_batch_grad,
     loop_batch_jacobian,
 )
+from invfunc.testing.laws.paths import generic, in_blocks
 from invfunc.testing.laws.rows import BOTH, FIRST_ORDER, MODEL, Row, clipping, rows
 from invfunc.testing.values import moved
 from tests.networks import Loss, Network, samples_loss
@@ -49,21 +48,6 @@ def arranged(called: str, net: Network, loss: Loss) -> tuple[Row, tuple, tuple]:
     if called in OF_MODELS:
         return row, (net.f,), args[:2]
     return row, (net.f, loss) if row.form == BOTH else (samples_loss(net, loss),), args
-
-
-def generic(statistic: Any) -> Any:
-    """The same statistic by the path that every operation can take."""
-    return replace(statistic, options=Options(fast=False))
-
-
-def in_blocks(statistic: Any) -> Callable:
-    """The same statistic with blocks of samples and columns that fit a tiny cache."""
-
-    def call(*args: Any) -> Any:
-        with mock.patch("invfunc.evaluation.engine.budget", lambda device: 64):
-            return statistic(*args)
-
-    return call
 
 
 def squares(z: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

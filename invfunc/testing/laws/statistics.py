@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
 import invfunc
-from invfunc import thresholds, tree
-from invfunc.plan import Options
+from invfunc import tree
 from invfunc.testing.laws import loops
 from invfunc.testing.laws.compare import zipped
 from invfunc.testing.laws.law import Claim, law
+from invfunc.testing.laws.paths import generic as generic_path
+from invfunc.testing.laws.paths import in_blocks
 from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, Problem
 from invfunc.testing.laws.rows import BOTH as MODEL_AND_LOSS
 from invfunc.testing.laws.rows import FACTORS, LOSS, ROWS, Row
 from invfunc.testing.laws.rows import MODEL as OF_MODEL
-
-TINY_CACHE = 64
 
 
 @dataclass(frozen=True)
@@ -178,27 +176,11 @@ def chunks(problem: Problem) -> Iterator[Claim]:
             yield Claim(f"{of.called} over {over}", found, of.itself, problem.n)
 
 
-@contextmanager
-def tiny_cache(problem: Problem) -> Iterator[None]:
-    """So that a block has one sample, and one column."""
-    before, device = thresholds.CACHE, tree.tensors(problem.params)[0].device.type
-    thresholds.CACHE = before | {device: TINY_CACHE}
-    try:
-        yield
-    finally:
-        thresholds.CACHE = before
-
-
 @law("blocks do not matter")
 def blocks(problem: Problem) -> Iterator[Claim]:
     """t(params, *batch) is the same whatever fits the cache, and with it the samples and columns of one pass"""
     for of in every(problem):
-
-        def found(of: Made = of) -> Any:
-            with tiny_cache(problem):
-                return of()
-
-        yield Claim(of.called, found, of.itself, problem.n)
+        yield Claim(of.called, lambda of=of: in_blocks(of.make())(*of.args), of.itself, problem.n)
 
 
 @law("fast equals generic")
@@ -207,11 +189,7 @@ def generic(problem: Problem) -> Iterator[Claim]:
     for of in every(problem):
         if of.row.gives == FACTORS:  # K-factors are of operations with a rule
             continue
-
-        def found(of: Made = of) -> Any:
-            return replace(of.make(), options=Options(fast=False))(*of.args)
-
-        yield Claim(of.called, found, of.itself, problem.n)
+        yield Claim(of.called, lambda of=of: generic_path(of.make())(*of.args), of.itself, problem.n)
 
 
 def _in_any_order(problem: Problem) -> str:

@@ -18,8 +18,8 @@ from invfunc.testing.laws.compare import plain, zipped
 from invfunc.testing.laws.compositions import POINTS, total
 from invfunc.testing.laws.effects import alive, shared, state, written
 from invfunc.testing.laws.law import TRANSFORM, Claim, Inapplicable, law
+from invfunc.testing.laws.paths import generic, in_blocks
 from invfunc.testing.laws.problem import Problem, generators
-from invfunc.testing.laws.statistics import tiny_cache
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,18 +128,10 @@ def passes(subject: TransformProblem) -> Iterator[Claim]:
     def in_chunks(axis: str) -> Any:
         return invfunc.chunked(subject.made(), 2, over=axis)(*args)
 
-    def in_blocks() -> Any:
-        with tiny_cache(subject.one):
-            return subject.t(*args)
-
-    def generic() -> Any:
-        of: Any = subject.made()
-        return replace(of, options=Options(fast=False))(*args)
-
     ways: dict[str, Callable] = {f"{subject.called} over {axis}": partial(in_chunks, axis) for axis in t.axes}
-    ways[f"{subject.called} in blocks"] = in_blocks
+    ways[f"{subject.called} in blocks"] = lambda: in_blocks(subject.made())(*args)
     if t.options == Options():
-        ways[f"{subject.called}, generic"] = generic
+        ways[f"{subject.called}, generic"] = lambda: generic(subject.made())(*args)
     for name, way in ways.items():
         yield Claim(name, way, lambda: subject.t(*args), subject.n)
 
