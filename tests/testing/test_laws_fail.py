@@ -97,9 +97,8 @@ def given():
     return net, (net.f, net.params, net.x, LOSSES[0].target(Numbers(1), 3))
 
 
-def planted(fault, name, monkeypatch):
-    """The statistic of a row computes with a fault."""
-    row = ROWS[name]
+def faulty(t, fault):
+    """A statistic that computes with a fault."""
 
     class Wrong(Statistic):
         owned = False  # else copies are made of what shares memory
@@ -108,9 +107,15 @@ def planted(fault, name, monkeypatch):
             result, aux = super().compute(args, kwargs, names)
             return fault(self, args, result), aux
 
+    return Wrong(**{f.name: getattr(t, f.name) for f in fields(t)})
+
+
+def planted(fault, name, monkeypatch):
+    """The statistic of a row has a fault."""
+    row = ROWS[name]
+
     def make(*functions, **options):
-        t = row.make(*functions, **options)
-        return Wrong(**{f.name: getattr(t, f.name) for f in fields(t)})
+        return faulty(row.make(*functions, **options), fault)
 
     monkeypatch.setitem(ROWS, name, replace(row, make=make))
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import invfunc
-from invfunc import layers, tree
+from invfunc import layers, thresholds, tree
 from invfunc.testing import dense_diag_ggn, laws, loop_variance
 from tests.strategies import Numbers
-from tests.testing.test_laws_fail import KEPT, spoilt
+from tests.testing.test_laws_fail import KEPT, faulty, spoilt, when
 
 
 def part(b, p):
@@ -133,6 +133,20 @@ class TestTransforms:
     def test_a_wrong_one_is_found(self, law):
         with pytest.raises(AssertionError, match=f"a law does not hold: {law}(.|\n)*samples: "):
             laws.check_transform(self.wrong(self.FAULTS[law]), loop_variance, self.f, *self.args, only=law)
+
+    @pytest.mark.parametrize(
+        "where",
+        [lambda t: t.options.plan.splits, lambda t: not t.options.fast, lambda t: thresholds.CACHE["cpu"] < 100],
+        ids=["chunks", "generic", "blocks"],
+    )
+    def test_one_that_is_wrong_on_some_way_is_found(self, where):
+        def t(f):
+            return faulty(invfunc.variance(f), when(where))
+
+        law = "chunks, blocks and paths do not matter to it"
+        assert not laws.check_transform(invfunc.variance, loop_variance, self.f, *self.args, only=law).failed
+        with pytest.raises(AssertionError, match=f"a law does not hold: {law}"):
+            laws.check_transform(t, loop_variance, self.f, *self.args, only=law)
 
     def test_one_that_draws_is_found(self):
         law = "it leaves all as it was"
