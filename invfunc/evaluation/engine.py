@@ -15,7 +15,7 @@ from invfunc.errors import SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
 from invfunc.evaluation.fold import SLOPE, Fold
 from invfunc.loss.outputs import OutputFinder, searched
-from invfunc.loss.square_root import Columns, Gradient, Units
+from invfunc.loss.square_root import Columns, Gradient
 from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.passes.by_place import other_again
@@ -113,7 +113,7 @@ class Engine:
                     aux = run.aux
                 yield replace(run, part=WHOLE)  # the columns are those of its outputs alone
 
-        self.fold.over(runs, self._units)
+        self.fold.over(runs, self.fold.units)
         if self.problem.has_aux and len(parts) > 1:
             aux = self.runner.model(WHOLE, self.problem.n, with_uses=False).aux
         return aux
@@ -121,24 +121,13 @@ class Engine:
     def _gradient_or_jacobian(self) -> Any:
         """The shares of a loss function, or the rows of the Jacobian of a model function."""
         run = self.runner.loss(or_model=True)
-        self.fold.over(lambda: [run], self._ones if isinstance(run.result, torch.Tensor) else self._units)
+        self.fold.over(lambda: [run], self._ones if isinstance(run.result, torch.Tensor) else self.fold.units)
         return run.aux
 
     def _ones(self, run: Run) -> Made:
         """The columns of a run whose output is the loss itself, of which no part is an affine function."""
         one: list[Columns] = [Gradient({0: torch.ones_like(self.scope.leave(run.result))[None]})]
         return {SLOPE: one, **{q.columns: [] if q.kind.second_order else one for q in self.quantities}}
-
-    def _units(self, run: Run) -> Made:
-        """A unit column for each output. Also notes what the result has to know of the outputs."""
-        values = {i: axis.expose(self.scope.leave(z), run.trace.n) for i, (z, axis) in run.outputs.items()}
-        units = Units(values)
-        self.fold.found.structure, self.fold.found.outputs = run.result, []
-        for z, _ in run.outputs.values():
-            shape = list(z.shape)
-            del shape[self.problem.out_dims]
-            self.fold.found.outputs.append(torch.Size(shape))
-        return {q.columns: [units] for q in self.quantities}
 
     # Splits
 

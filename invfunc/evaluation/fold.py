@@ -13,7 +13,7 @@ import torch
 from invfunc import tree
 from invfunc._values import fake
 from invfunc.evaluation.explained import Decision, Report
-from invfunc.loss.square_root import Columns, Gradient
+from invfunc.loss.square_root import Columns, Gradient, Units
 from invfunc.passes.by_rows import Places
 from invfunc.passes.kfra import averaged, not_a_chain
 from invfunc.passes.loss import Made
@@ -72,6 +72,14 @@ class Fold:
                 t.reduction = t.reduction.then(t.before.states, self._found(t.before))
             for run in runs():
                 self._consume(run, made(run) if callable(made) else made, look, accumulators, last=k == last)
+
+    def units(self, run: Run) -> Made:
+        """A unit column for each output of a model function, whose shapes and tree are part of what is found."""
+        values = {i: axis.expose(self.scope.leave(z), run.trace.n) for i, (z, axis) in run.outputs.items()}
+        out = self.problem.out_dims
+        shapes = [[size for d, size in enumerate(z.shape) if d != out % z.ndim] for z, _ in run.outputs.values()]
+        self.found = replace(self.found, outputs=[*map(torch.Size, shapes)], structure=run.result)
+        return {t.quantity.columns: [Units(values)] for t in self.accumulators}
 
     def _consume(self, run: Run, made: Made, look: Look | None, accumulators: list[Accumulator], last: bool) -> None:
         check_versions(run.trace.uses)
@@ -233,7 +241,7 @@ class Fold:
             return self.scope.result(reduction.assemble(self._whole(accumulator), found))
         results = self._results(accumulator, found)
         if before is not None and before.reduction.whole:
-            (found.before,) = self._whole(before)
+            found = replace(found, before=self._whole(before)[0])
         trees = [self._tree(list(part)) for part in zip(*results, strict=True)]
         return self.scope.result(reduction.assemble(trees, found))
 

@@ -19,7 +19,7 @@ States = dict[int, State]
 Over = Literal["samples", "columns", "params"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Found:
     """What is known once all shares are reduced."""
 

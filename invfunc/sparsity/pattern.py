@@ -103,7 +103,7 @@ class Pattern:
     def before(self, site: int, seen: Seen) -> None:
         """Called before an operation that reads samples: labels start at what it reads if that is a bottleneck."""
         if hasattr(seen.func, "recipe"):  # the derivative of one's own operation may reach further than its values
-            self.labels.lost = seen.name
+            self.labels.lose(seen.name)
         for bottleneck, labels in self.at.items():
             if bottleneck.site == site and seen.params:
                 with undispatched():

@@ -165,7 +165,7 @@ class Following(TorchDispatchMode):
         super().__init__()
         self.labels = labels
         self.lost: str | None = None
-        """The operation by which labelled values became numbers of Python or shapes; None if there was none."""
+        """The first operation by which labels were lost, as values became numbers of Python or shapes; None if none."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -183,13 +183,17 @@ class Following(TorchDispatchMode):
                     self._follow(Step(func, args, kwargs), operation, given, out)
         return out
 
+    def lose(self, name: str) -> None:
+        """Note an operation by which labels are lost."""
+        self.lost = self.lost or name
+
     def _follow(self, step: Step, op: _Called, given: _Given, out: Any) -> None:
         """Label what a call gave and what it wrote."""
         read = [(x, key) for x, key in (given[1:] if op.known.fills else given) if self._known(key)]
         step.labelled = [x for x, _ in read if x.numel()]
         targets = self._targets(step, op, out)
         if op.loses(step.labelled) or len(_given(targets)) < len(targets):
-            self.lost = self.lost or op.name
+            self.lose(op.name)
         targets = [x for x, _ in _given(targets)]
         if targets:
             kept = not step.labelled or affine(step, op.known, targets)
