@@ -140,6 +140,17 @@ class TestCheck:
         with pytest.raises(invfunc.ArgumentError, match="refuses(.|\n)*batch_norm"):
             laws.check(mean, self.w, self.x, only=["shares sum to the gradient", "shares equal their loop"])
 
+    def test_a_refusal_is_told_once_however_many_statistics_it_is_of(self):
+        def centred(w, x):
+            return (x * (w - (x * w).mean(0))).sum(1).square()
+
+        with pytest.raises(AssertionError) as found:
+            laws.check(centred, self.w, self.x)
+        _, table = str(found.value).split("tried on")
+        told = " ".join(table.split())
+        assert told.count("the samples are not kept apart") == 1 and " more: the samples are not" in told
+        assert max(map(len, table.splitlines())) <= 120
+
     def test_leaves_the_generators_and_the_arguments(self):
         before, version = torch.get_rng_state(), self.x._version
         laws.check(self.f, self.w, self.x, only=["shares equal their loop", "samples do not mix"])

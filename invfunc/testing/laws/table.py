@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from invfunc.testing.laws.run import Outcome
 
-WIDTH, SHOWN = 120, 2
-"""Of a line, and how many statistics are named in it."""
+WIDTH, SHOWN, REFUSED = 120, 2, 6
+"""Of a line, how many statistics are named in that of a law, and in that of an error."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,28 +37,34 @@ class Table:
             head = f"{outcome.law.name:<{names}}  {outcome.state:<14}  {error:>7}  {outcome.seconds:>7.2f}  "
             lines += _wrapped(head, _told(outcome))
         for error, ofs in _by_error(self.refused).items():
-            lines += _wrapped("refused: ", f"{', '.join(ofs)}: {error}")
+            lines += _wrapped("refused: ", f"{_few(ofs, REFUSED)}: {error}")
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
 def _told(outcome: Outcome) -> str:
-    names = list(dict.fromkeys(outcome.tried))
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    parts = [", ".join(names[:SHOWN]) + more] if names else []
+    parts = [_few(outcome.tried)] if outcome.tried else []
     parts += [outcome.why_not] if outcome.why_not else []
-    parts += [f"refused: {', '.join(outcome.refused)}"] if outcome.refused else []
-    parts += [f"not of {', '.join(ofs)}: {why}" for why, ofs in _by_error(outcome.inapplicable).items()]
+    parts += [f"refused: {_few(outcome.refused)}"] if outcome.refused else []
+    parts += [f"not of {_few(ofs)}: {why}" for why, ofs in _by_error(outcome.inapplicable).items()]
     parts += [f"not tried, for want of time: {outcome.left} more"] if outcome.left else []
     return "; ".join(parts)
 
 
+def _few(names: Iterable[str], shown: int = SHOWN) -> str:
+    """The first of the names, and how many more there are."""
+    different = list(dict.fromkeys(names))
+    more = f" and {len(different) - shown} more" if len(different) > shown else ""
+    return ", ".join(different[:shown]) + more
+
+
 def _by_error(told: dict[str, str]) -> dict[str, list[str]]:
-    """Those of one error together, each shortened to what a line or two can hold."""
+    """Those of one error together, without the call that it names, shortened to what a line or two can hold."""
     found: dict[str, list[str]] = {}
     for of, error in told.items():
-        found.setdefault(textwrap.shorten(error, 3 * WIDTH), []).append(of)
+        _, _, cause = error.partition("): ")
+        found.setdefault(textwrap.shorten(cause or error, 3 * WIDTH), []).append(of)
     return found
 
 

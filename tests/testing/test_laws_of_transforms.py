@@ -1,0 +1,150 @@
+"""The laws of transforms and of operations: each finds a fault, and holds for what is right."""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+import invfunc
+from invfunc import thresholds, tree
+from invfunc.testing import dense_diag_ggn, laws, loop_variance
+from tests.strategies import Numbers
+from tests.testing.test_laws_fail import drawn, faulty, when
+
+
+def spoiling(fault):
+    """A maker of variances that go wrong."""
+
+    def t(f):
+        return lambda *args: fault(invfunc.variance(f)(*args))
+
+    return t
+
+
+TRANSFORMS = {
+    "it equals its oracle": spoiling(lambda v: 1.01 * v),
+    "grad of it is that of its oracle": spoiling(lambda v: v.detach()),
+    "vmap of it is the loop": spoiling(lambda v: v * (1 + invfunc._functorch.transforming())),
+    "chunks, blocks and paths do not matter to it": lambda f: faulty(
+        invfunc.variance(f), when(lambda t: t.options.plan.splits)
+    ),
+    "it leaves all as it was": spoiling(lambda v: drawn(None, v)),
+}
+
+
+def test_each_law_of_transforms_and_operations_has_a_fault():
+    assert {*TRANSFORMS, *OPERATIONS} == {
+        name for name, law in laws.LAWS.items() if law.subject in ("a transform", "an operation")
+    }
+
+
+class TestTransforms:
+    """Of a statistic of one's own."""
+
+    args = Numbers()(3), Numbers(1)(4, 3)
+
+    @staticmethod
+    def f(w, x):
+        return (x @ w).tanh()
+
+    @staticmethod
+    def thrice(of, f):
+        return lambda *args: tree.map_tensors(lambda v: 3 * v, of(f)(*args))
+
+    def test_hold_for_right_ones(self):
+        for t in (invfunc.variance, partial(self.thrice, invfunc.variance)):
+            oracle = loop_variance if t is invfunc.variance else partial(self.thrice, loop_variance)
+            table = laws.check_transform(t, oracle, self.f, *self.args)
+            assert not table.refused and table.outcomes[0].state == "holds"
+
+    @pytest.mark.parametrize("law", TRANSFORMS)
+    def test_finds_its_fault(self, law):
+        assert not laws.check_transform(invfunc.variance, loop_variance, self.f, *self.args, only=law).failed
+        with pytest.raises(AssertionError, match=f"a law does not hold: {law}(.|\n)*samples: "):
+            laws.check_transform(TRANSFORMS[law], loop_variance, self.f, *self.args, only=law)
+
+    @pytest.mark.parametrize(
+        "where",
+        [lambda t: t.options.plan.splits, lambda t: not t.options.fast, lambda t: thresholds.CACHE["cpu"] < 100],
+        ids=["chunks", "generic", "blocks"],
+    )
+    def test_one_that_is_wrong_on_some_way_is_found(self, where):
+        def t(f):
+            return faulty(invfunc.variance(f), when(where))
+
+        law = "chunks, blocks and paths do not matter to it"
+        assert not laws.check_transform(invfunc.variance, loop_variance, self.f, *self.args, only=law).failed
+        with pytest.raises(AssertionError, match=f"a law does not hold: {law}"):
+            laws.check_transform(t, loop_variance, self.f, *self.args, only=law)
+
+
+def missing(*args):
+    raise invfunc.MissingExtraError
+
+
+class TestDrawnTransforms:
+    """Without a function of the user's, they are drawn."""
+
+    def test_hold_for_right_ones(self):
+        law = "it equals its oracle"
+        for t, oracle in ((invfunc.variance, loop_variance), (invfunc.diag_ggn, dense_diag_ggn)):
+            table = laws.check_transform(t, oracle, only=law)
+            assert "that hypothesis drew" in str(table) and table.outcomes[0].state == "holds"
+
+    def test_a_wrong_one_is_found_for_a_small_model(self):
+        def t(f):
+            return lambda p, *batch: tree.map_tensors(lambda v: v + (v.ndim == 2), invfunc.variance(f)(p, *batch))
+
+        with pytest.raises(AssertionError, match=r"p = Problem\(model=Model\(family='affine', n=1, seed=0"):
+            laws.check_transform(t, loop_variance, only="it equals its oracle")
+
+    def test_without_hypothesis_there_is_a_fixed_family(self, monkeypatch):
+        monkeypatch.setattr(sys.modules["invfunc.testing.laws.check_transform"], "_drawn", missing)
+        table = laws.check_transform(invfunc.variance, loop_variance, only="it equals its oracle")
+        assert "one function of each of 11 families (hypothesis is missing)" in str(table)
+
+
+def product(rule, fn=lambda x, weight: x @ weight):
+    """An operation with a rule for its weight."""
+    op = invfunc.operation(fn)
+    op.share_of("weight")(rule)
+    return op
+
+
+def right(cotangent, x, weight):
+    return "vno,ni->io", cotangent, x
+
+
+OPERATIONS = {
+    "an operation keeps the samples apart": product(right, lambda x, weight: (x - x.mean(0)) @ weight),
+    "a rule gives the shares of autograd": product(
+        lambda s, x, weight: right(s if len(s) == 1 else s.flip(0) * 0.9, x, weight)
+    ),
+    "a rule is the same in float32": product(
+        lambda s, x, weight: right(s, x if x.dtype == torch.float64 else x.bfloat16().to(x), weight)
+    ),
+}
+
+
+class TestOperations:
+    """What a wrong rule, or an operation that mixes, is told."""
+
+    args = Numbers()(4, 3), Numbers(1)(3, 2)
+
+    def test_a_right_rule(self):
+        table = laws.check_operation(product(right), *self.args, seconds=300)
+        assert not table.failed and {outcome.state for outcome in table.outcomes} == {"holds"}
+
+    @pytest.mark.parametrize("law", OPERATIONS)
+    def test_finds_its_fault(self, law):
+        with pytest.raises(AssertionError, match=f"a law does not hold: {law}(.|\n)*of 4"):
+            laws.check_operation(OPERATIONS[law], *self.args)
+
+    def test_a_rule_that_is_wrong_for_several_columns_only(self):
+        with pytest.raises(AssertionError, match=r"columns at \[(.|\n)*samples: \[0\], of 4"):
+            laws.check_operation(OPERATIONS["a rule gives the shares of autograd"], *self.args)
+
+    def test_two_samples_show_what_mixes(self):
+        with pytest.raises(AssertionError, match=r"keeps the samples apart(.|\n)*samples: \[0, 1\], of 4"):
+            laws.check_operation(OPERATIONS["an operation keeps the samples apart"], *self.args)
