@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import diag_ggn
+from invfunc import diag_ggn, sqrt_ggn
 from tests.laws import moved
 from tests.networks import total
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 from tests.structures import always
 
 
@@ -30,8 +30,22 @@ class TestExtremes:
     @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
     def test_saturated_outputs(self, call, scale, dtype):
         w, x, y = Numbers()(2, 3).to(dtype), Numbers(1)(4, 2).to(dtype), Numbers(2).below(3, 4)
-        self.assert_finite(diag_ggn(lambda w, x: scale * (x @ w), call), w, x, y)
-        self.assert_finite(diag_ggn(lambda w, x, y: call(scale * (x @ w), y)), w, x, y)
+        for drawing in ({}, {"mc_samples": 3, "generator": seeded()}):
+            self.assert_finite(diag_ggn(lambda w, x: scale * (x @ w), call, **drawing), w, x, y)
+            self.assert_finite(diag_ggn(lambda w, x, y: call(scale * (x @ w), y), **drawing), w, x, y)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+    @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+    def test_what_is_drawn_of_a_sure_prediction_is_what_there_is_of_it(self, call, dtype):
+        """Nothing, of outputs whose probabilities round to 0 and 1; beside them each has what it has alone."""
+        logits, y = torch.tensor([[1e4, -1e4, -1e4], [-1e4, 1e4, -1e4], [0.5, -0.25, 0.0]]).to(dtype), torch.arange(3)
+
+        def columns(x, y):
+            sqrt = sqrt_ggn(lambda w, x: x + w, call, mc_samples=64, generator=seeded())
+            return sqrt(torch.zeros(3, dtype=dtype), x, y)
+
+        found = columns(logits, y)
+        assert not found[:, :2].any() and found[:, 2].any(0).all()
 
     @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
     @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": torch.ones(3).double()}], ids=str)

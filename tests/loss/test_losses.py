@@ -1,5 +1,7 @@
 """Losses and what they are made of, in a scalar and in [N]: shares are those of the plain loop."""
 
+import math
+
 import pytest
 import torch
 import torch.distributions as D
@@ -7,9 +9,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import ArgumentError, SampleAxisError, batch_grad, chunked, variance
+from invfunc import ArgumentError, Kronecker, SampleAxisError, batch_grad, chunked, outputs, variance
 from invfunc.testing import assert_trees_close, loop_batch_grad
-from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
+from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
 from tests.strategies import Numbers
 
 W, X, Y = Numbers()(3, 3), Numbers(1)(4, 3), Numbers(2)(4, 3)
@@ -89,8 +91,70 @@ def test_a_mask_may_select_no_sample(called, terms, first):
             continue
         found, wanted = (row.of(lambda p, x: x @ p[0], some, form)(*args) for some in (loss, alone))
         if called == "sqrt_ggn":  # a root with as many columns, or another one
-            found, wanted = (torch.einsum("vnij,vnkl->nijkl", s, s) for (s,) in (found, wanted))
+            found, wanted = (comparable(called, s) for s in (found, wanted))
         assert_trees_close(found, wanted, EXACT, 1e-6)
+
+
+OUTPUTS = {"one target": (4,), "a target at each position": (4, 2)}
+TARGETS = {
+    "labels": (lambda y, one: y, {}),
+    "labels, some ignored": (lambda y, one: torch.where(y == 2, -100, y), {}),
+    "labels, smoothed": (lambda y, one: y, {"label_smoothing": 0.3}),
+    "labels, smoothed, some ignored": (lambda y, one: y, {"label_smoothing": 0.3, "ignore_index": 2}),
+    "probabilities": (lambda y, one: Numbers(7)(4, *one).softmax(1), {}),
+    "probabilities, smoothed": (lambda y, one: Numbers(7)(4, *one).softmax(1), {"label_smoothing": 0.3}),
+}
+OF_WEIGHTED = {name: row for name, row in ROWS.items() if row.forms != (MODEL,) and not row.drawn}
+del OF_WEIGHTED["kfra"]  # it takes layers alone
+
+
+def weighted(target, weight, label_smoothing=0.0, ignore_index=-100):
+    """The mean cross entropy with weights of classes as its formula says, of outputs that are marked."""
+    if target.is_floating_point():
+        mass, size = target, target.sum()  # one for each target
+    else:
+        counts = target != ignore_index
+        mass = F.one_hot(target.clamp(min=0), 4).movedim(-1, 1).double() * counts.unsqueeze(1)
+        size = weight[target[counts]].sum()
+    mass = (1 - label_smoothing) * mass + label_smoothing / 4 * mass.sum(1, keepdim=True)
+    scaled = mass * weight.reshape(4, *[1] * (mass.ndim - 2)) / size
+
+    def loss(z, y):
+        z = outputs(z)
+        return (y[1] * (z.logsumexp(1, keepdim=True) - z)).sum()
+
+    return loss, scaled
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("called", OF_WEIGHTED)
+def test_a_mean_over_weighted_classes_is_that_of_its_formula(called, kind):
+    """Each statistic in each form is that of the formula."""
+    row, (made, options), weight = OF_WEIGHTED[called], TARGETS[kind], Numbers(6)(4).exp()
+    for one in OUTPUTS.values():
+        target = made(torch.tensor([[0, 3], [2, 1], [1, 1], [3, 2]])[:, : math.prod(one[1:])].reshape(4, *one[1:]), one)
+        loss, scaled = weighted(target, weight, **options)
+        rand = Numbers(8)
+        args = [rand(3, math.prod(one)), rand(math.prod(one))], X, (target, scaled)
+
+        def f(p, x, one=one):
+            return (x @ p[0] + p[1]).sin().reshape(len(x), *one)
+
+        def of_torch(z, y):
+            return F.cross_entropy(z, y[0], weight=weight, **options)
+
+        for form in set(row.forms) - {MODEL}:
+            found, wanted = (comparable(called, row.of(f, some, form)(*args)) for some in (of_torch, loss))
+            assert_trees_close(found, wanted, 1e-9, 1e-6)
+
+
+def comparable(called, result):
+    """Products of square roots and of factors, of which there are several."""
+    if called == "sqrt_ggn":
+        return [torch.einsum("vni,vnj->nij", s.flatten(2), s.flatten(2)) for s in result]
+    if isinstance(result, list) and isinstance(result[0], Kronecker):
+        return [k.dense() for k in result]
+    return result
 
 
 def test_rows_that_are_no_samples_are_not_taken_for_them():

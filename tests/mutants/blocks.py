@@ -53,7 +53,7 @@ BLOCKS = [
         "pairs/log_det.py",
         "return x, s - log_det(",
         "return x, s + log_det(",
-        PAIRS,
+        "invertible/test_chain.py::TestLogDeterminants::test_of_a_chain_add_up " + PAIRS,
     ),
     Fault(
         "the log-determinant of a normalisation leaves its weight out",
@@ -109,7 +109,7 @@ BLOCKS = [
         "layers/common.py",
         "with torch.autocast(kind, enabled=False) if _autocasts(kind) else nullcontext():",
         "with nullcontext():",
-        LAYERS,
+        "recomputation/test_precision.py::TestUnderAutocast::test_layers_compute_in_full_precision " + LAYERS,
     ),
     Fault(
         "a rounded number of the grid may be minus zero",
@@ -216,7 +216,7 @@ BLOCKS = [
         "recomputation/call.py",
         "if fn is not moment.fn or [t.shape for t in tensors] != [like.shape for like in moment.like]:",
         "if False:",
-        AGAIN,
+        "pairs/test_pair.py::TestShared " + AGAIN,
     ),
     Fault(
         "the inverse takes the moments of forward in their order",

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _COPIED = ("invfunc", "tests", "notebooks", "pyproject.toml", "README.md")
 _LONGEST = 150
-"""Seconds after which one test counts as failed: it never ends."""
+"""Seconds after which a test counts as one that never ends."""
 
 _LATER = count(10)
 """By how many seconds a file with a fault is younger: bytecode is known by the age of its file."""
@@ -37,6 +37,8 @@ class Fault:
     new: str
     tests: str
     """Files, folders and single tests (`file.py::Laws::test_one`) of `tests`: first the one that found it last."""
+    endless: bool = False
+    """Whether it is found by a test that does not end; of any other fault that says nothing."""
 
     def planted(self, source: str) -> str:
         """The source of the file with the fault."""
@@ -52,12 +54,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault: "found", by which test, "survived", or "broken" where the tests could not run."""
+    """What came of a fault: "found", by which test, "survived", or "broken" where a test never ends or none can run."""
 
     fault: Fault
     came: str
     by: str
     seconds: float
+    """Of the processor, as others may use the machine too."""
 
 
 Say = Callable[[str], None]
@@ -78,16 +81,15 @@ def copied(to: Path) -> Path:
 
 def run(fault: Fault, where: Path, search: Search) -> Outcome:
     """Plant a fault in a copy, look for it, and take it out again."""
-    file, started = where / "invfunc" / fault.file, time.perf_counter()
+    file = where / "invfunc" / fault.file
     sound, times = file.read_text(), file.stat()
     file.write_text(fault.planted(sound))
     os.utime(file, (times.st_atime, times.st_mtime + next(_LATER)))
     try:
-        came, by = _searched(fault, where, search)
+        return Outcome(fault, *_searched(fault, where, search))
     finally:
         file.write_text(sound)
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    return Outcome(fault, came, by, time.perf_counter() - started)
 
 
 def tests(fault: Fault, say: Say) -> tuple[str, str]:
@@ -117,20 +119,20 @@ def tests(fault: Fault, say: Say) -> tuple[str, str]:
     return ("survived", "") if code == pytest.ExitCode.OK else ("broken", f"pytest: {code!r}")
 
 
-def _searched(fault: Fault, where: Path, search: Search) -> tuple[str, str]:
+def _searched(fault: Fault, where: Path, search: Search) -> tuple[str, str, float]:
     there, here = _PROCESSES.Pipe(duplex=False)
     process = _PROCESSES.Process(target=_alone, args=(fault, where, search, here))
     process.start()
     here.close()
-    at = ""
+    at, spent = "", 0.0
     try:
         while there.poll(_LONGEST):
-            came, at = there.recv()
+            came, at, spent = there.recv()
             if came:
-                return came, at
-        return ("found", f"{at} (it does not end)") if at else ("broken", "nothing was run")
+                return came, at, spent
+        return "found" if fault.endless else "broken", f"{at or 'the start'} (it does not end)", spent + _LONGEST
     except EOFError:
-        return ("found", f"{at} (the process ends)") if at else ("broken", "the process ends")
+        return ("found", f"{at} (the process ends)", spent) if at else ("broken", "the process ends", spent)
     finally:
         try:
             os.killpg(process.pid or 0, signal.SIGKILL)  # with all that it has started
@@ -144,7 +146,8 @@ def _alone(fault: Fault, where: Path, search: Search, here: Connection) -> None:
     os.setsid()
     _move(where)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        here.send(search(fault, lambda at: here.send(("", at))))
+        came, by = search(fault, lambda at: here.send(("", at, time.process_time())))
+        here.send((came, by, time.process_time()))
 
 
 def _move(where: Path) -> None:

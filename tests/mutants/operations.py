@@ -37,7 +37,7 @@ OPERATIONS = [
         "operations/convolutions.py",
         "if groups != 1 or any(s != 1 for s in stride):",
         "if any(s != 1 for s in stride):",
-        "operations reductions",
+        "reductions/test_kfac_models.py::TestGroups operations reductions",
     ),
     Fault(
         "a batch norm of one sample keeps torch's wrong derivative",

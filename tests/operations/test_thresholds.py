@@ -39,7 +39,7 @@ from invfunc.testing import (
     loop_kfac,
     loop_variance,
 )
-from tests.crossed import FAR, HIGHEST, LOWEST, SIDES, sides, thresholds_at
+from tests.crossed import FAR, GATES_OF_PATCHES, HIGHEST, LOWEST, SIDES, sides, thresholds_at
 from tests.laws import RTOL, Expectation, composed, expectations, generic, moved, squares
 from tests.modules import of_module
 from tests.networks import LOSSES, total
@@ -77,7 +77,6 @@ both = pytest.mark.parametrize("at", [LOWEST, HIGHEST], ids=["lowest", "highest"
 KINDS = st.sampled_from([torch.float64, torch.float32])
 
 GATES_OF_OUTER = [name for name in SIDES if name.split("_")[0] in ("GRADIENT", "MIRRORED", "ADDED")]
-GATES_OF_PATCHES = ["UNFOLD", "ASSEMBLE", "CALL", "SLICES", "EXACT", "DISPLACED_DTYPES", "DISPLACED_ON"]
 
 
 def built(called: str) -> tuple[nn.Module, torch.Tensor]:

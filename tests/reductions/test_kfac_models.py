@@ -11,6 +11,7 @@ from torch import nn
 
 from invfunc import ekfac, functional, ggn_trace, kfac, kflr, tree
 from invfunc.testing import assert_trees_close, dense_ggn, peak_memory
+from tests.crossed import GATES_OF_PATCHES, sides, thresholds_at
 from tests.laws import composed, in_blocks
 from tests.networks import LOSSES
 from tests.reductions.test_kfac import SHARINGS, matrices
@@ -251,14 +252,16 @@ def grouped(draw):
 
 class TestGroups:
     @settings(max_examples=25)
-    @given(case=grouped(), sharing=st.sampled_from(SHARINGS), joint=st.booleans())
-    def test_have_the_factors_of_convolutions_of_their_own(self, case, sharing, joint):
-        """Also those with one input channel and kernels of one entry, which might be taken for a scale."""
+    @given(case=grouped(), sharing=st.sampled_from(SHARINGS), joint=st.booleans(), gates=sides(*GATES_OF_PATCHES))
+    def test_have_the_factors_of_convolutions_of_their_own(self, case, sharing, joint, gates):
+        """Also those with one input channel and kernels of one entry, which might be taken for a scale; and where one
+        group would be read by its displacements."""
         whole, apart, params, x, y, groups = case
         of = {name: p if name == "v" else list(p.chunk(groups)) for name, p in params.items()}
         options = {"weight_sharing": sharing, "joint": joint}
         for make in (kflr, partial(kfac, fisher="empirical")):
-            found = make(whole, F.mse_loss, **options)(params, x, y)
+            with thresholds_at(**gates):
+                found = make(whole, F.mse_loss, **options)(params, x, y)
             wanted = make(apart, F.mse_loss, **options)(of, x, y)
             assert_trees_close(found["w"].dense(), torch.block_diag(*(k.dense() for k in wanted["w"])), EXACT, FLOOR)
             assert found["w"].groups[0][0] == 0
