@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import invfunc
+from invfunc import tree
 from invfunc.testing import laws
+from invfunc.testing.models import Loss, Model, Problem
 from tests.strategies import Numbers
 
 
@@ -150,6 +152,15 @@ class TestCheck:
         told = " ".join(table.split())
         assert told.count("the samples are not kept apart") == 1 and " more: the samples are not" in told
         assert max(map(len, table.splitlines())) <= 120
+
+    def test_what_rounding_does_in_float32_is_no_failure_and_more_is_one(self, monkeypatch):
+        """An attention of one sample, whose norm makes much of the rounding of few terms."""
+        of = Problem(Model("attention", n=1, seed=10, dtype=torch.float32), Loss("cross_entropy"))
+        right, law = invfunc.hvp, "products equal those of the matrix"
+        assert laws.check(*of.args, **of.options, only=law).outcomes[0].state == "holds"
+        monkeypatch.setattr(invfunc, "hvp", lambda *f: lambda *a: tree.map_leaves(lambda v: 1.2 * v, right(*f)(*a)))
+        with pytest.raises(AssertionError, match="hvp"):
+            laws.check(*of.args, **of.options, only=law)
 
     def test_leaves_the_generators_and_the_arguments(self):
         before, version = torch.get_rng_state(), self.x._version

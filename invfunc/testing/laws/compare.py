@@ -32,6 +32,11 @@ def tolerance(dtype: torch.dtype, terms: int = 1) -> float:
     return min(32 * eps ** (2 / 3), 2 * eps**0.5) * max(1, terms) ** 0.5
 
 
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """A tree with its floating-point tensors in another precision."""
+    return tree.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, values)
+
+
 def fixed(shape: Any, like: torch.Tensor, at: float = 0.0) -> torch.Tensor:
     """Some numbers, always the same, drawn from no generator."""
     size = torch.Size(shape).numel()

@@ -12,7 +12,7 @@ from invfunc import tree
 from invfunc.operation import Operation
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.statistics.diag_ggn import diag_ggn
-from invfunc.testing.laws.compare import fixed
+from invfunc.testing.laws.compare import cast, fixed
 from invfunc.testing.laws.law import OPERATION, Claim, Inapplicable, law
 from invfunc.testing.oracles import dense_diag_ggn, loop_batch_grad
 
@@ -45,6 +45,10 @@ class OperationProblem:
         own = tuple(self.samples[n] for n in index)
         given = tuple(x[index] if i in self.at else x for i, x in enumerate(self.args))
         return replace(self, args=given, n=len(index), samples=own)
+
+    def double(self) -> OperationProblem:
+        """The same in float64."""
+        return replace(self, args=cast(self.args, torch.float64))
 
     def model(self, argument: str | int, op: Callable | None = None) -> tuple[Callable, Any, tuple, tuple]:
         """The operation as a model function of one argument: f, its params, inputs, and their in_dims."""
@@ -96,7 +100,7 @@ def single(problem: OperationProblem) -> Iterator[Claim]:
     """the shares in float32 are those in float64, up to the rounding of float32"""
     if problem.dtype != torch.float64:
         return
-    low = tree.map_tensors(lambda x: x.float() if x.is_floating_point() else x, problem.args)
+    low = cast(problem.args, torch.float32)
     other = replace(problem, args=low)
     for argument in problem.op.rules:
 

@@ -14,7 +14,7 @@ import invfunc
 from invfunc import tree
 from invfunc.pairs.pair import Invertible
 from invfunc.recording.held import held_by
-from invfunc.testing.laws.compare import fixed, zipped
+from invfunc.testing.laws.compare import cast, fixed, zipped
 from invfunc.testing.laws.effects import alive, state, written
 from invfunc.testing.laws.law import PAIR, Claim, Inapplicable, law
 from invfunc.testing.laws.problem import generators
@@ -57,6 +57,10 @@ class PairProblem:
         index = list(samples)
         own = tuple(self.samples[n] for n in index)
         return replace(self, x=tree.map_tensors(lambda t: t[index], self.x), n=len(index), samples=own)
+
+    def double(self) -> PairProblem:
+        """The same in float64."""
+        return replace(self, x=cast(self.x, torch.float64), args=cast(self.args, torch.float64))
 
     @cached_property
     def block(self) -> Callable:

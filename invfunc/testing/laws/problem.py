@@ -13,7 +13,7 @@ from invfunc import tree
 from invfunc.callables import check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.recording.problem import InDims, batch_dims, batch_size
-from invfunc.testing.laws.compare import fixed
+from invfunc.testing.laws.compare import cast, fixed
 from invfunc.transform import ArgumentNames
 
 LOSSES, SCALAR, MODEL, BOTH = "[N] losses", "a scalar loss", "a model", "a model and its loss"
@@ -53,6 +53,10 @@ class Problem:
         given = tuple(_taken(x, dim, samples) for x, dim in zip(self.batch, self.in_dims, strict=True))
         own = tuple(self.samples[n] for n in samples)
         return replace(self, batch=given, n=len(samples), samples=own)
+
+    def double(self) -> Problem:
+        """The same in float64."""
+        return replace(self, params=cast(self.params, torch.float64), batch=cast(self.batch, torch.float64))
 
     @property
     def args(self) -> tuple:

@@ -254,10 +254,11 @@ def samples(problem: Problem) -> Iterator[Claim]:
 @law("together is the same", when=no_loss)
 def several(problem: Problem) -> Iterator[Claim]:
     """together(t1, t2, ...)(params, *batch) == (t1(params, *batch), t2(params, *batch), ...)"""
-    whole = [name for name in ROWS if LOSS in ROWS[name].forms and name.split()[0] != "gram"]
-    first = [name for name in whole if ROWS[name].of_shares is not None]
-    rest = [name for name in whole if ROWS[name].of_shares is None and not ROWS[name].drawn and name != "kfra"]
-    for called, names in {"first order": first, "second order": rest}.items():
+    whole = {name: row for name, row in ROWS.items() if LOSS in row.forms and row.form != OF_MODEL}
+    first = [name for name, row in whole.items() if row.of_shares is not None]
+    factors = [name for name, row in whole.items() if row.gives == FACTORS and not row.drawn and name != "kfra"]
+    second = [name for name, row in whole.items() if name not in first and row.gives != FACTORS and not row.drawn]
+    for called, names in {"first order": first, "second order": second, "K-factors": factors}.items():
         of = [one(problem, name) for name in names]
 
         def found(of: list[Made] = of) -> Any:

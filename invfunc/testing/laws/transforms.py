@@ -61,6 +61,10 @@ class TransformProblem:
         """The same of some samples."""
         return replace(self, one=self.one.part(samples))
 
+    def double(self) -> TransformProblem:
+        """The same in float64."""
+        return replace(self, one=self.one.double())
+
     @property
     def functions(self) -> tuple[Callable, ...]:
         """What the makers take."""
