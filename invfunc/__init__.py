@@ -21,10 +21,12 @@ recomputation: a call of a block once more, and all that makes it the same call.
 """
 
 from invfunc import layers
+from invfunc.certificates.certified import certified
 from invfunc.chunked import chunked
 from invfunc.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CertificateError,
     ClosedOverError,
     ConvexityError,
     InexactWarning,
@@ -90,6 +92,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "CertificateError",
     "ClosedOverError",
     "ConvexityError",
     "Estimate",
@@ -115,6 +118,7 @@ __all__ = [
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
+    "certified",
     "chain",
     "check_inverse",
     "chunked",

@@ -98,6 +98,8 @@ def chunked(
             raise ArgumentError(f"chunked({f!r}, over={over!r}): its axes are {', '.join(map(repr, f.axes))}.")
         options = replace(f.options, plan=f.options.plan.split(cast(AxisName, over), split))
         return replace(f, options=options, shown=f"chunked({f!r}, {text}, over={over!r})")
+    if isinstance(f, Transform) and f.outermost:
+        raise ArgumentTypeError(f"chunked({f!r}): it is of the whole batch. Chunk what is in it, and not it.")
     if over not in (None, "samples"):
         raise ArgumentError(f"chunked({describe(f)}, over={over!r}): a plain function has the axis 'samples' only.")
     for name in tree.leaves(fold):

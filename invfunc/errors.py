@@ -117,6 +117,17 @@ class RangeError(InvFuncError, ValueError):
     """A number is not on a fixed-point grid, or outside of its range."""
 
 
+class CertificateError(InvFuncError, ArithmeticError):
+    """A result is not what another path to it gives."""
+
+    path = ""
+    """The entry that was looked at."""
+    found = expected = float("nan")
+    """What the result has there, and what the other path gives."""
+    seed = 0
+    """By which the entry is drawn again."""
+
+
 class InvFuncWarning(UserWarning):
     """Base of all warnings of this library."""
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentTypeError
-from invfunc.evaluation.explained import joined
 from invfunc.sparsity.report import Explanation
-from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 
 
-def explain(statistic: Statistic) -> Callable[..., Explanation]:
+@runtime_checkable
+class Explainable(Protocol):
+    """A statistic, or what is made of one."""
+
+    def names(self, count: int) -> Any: ...
+
+    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation: ...
+
+
+def explain(statistic: Explainable) -> Callable[..., Explanation]:
     """Say how a statistic is going to be computed, without doing it.
 
         print(explain(diag_ggn(f, loss))(params, *batch))
 
     Args:
-        statistic: a statistic of this library, also `chunked`, `reduced` or of several `together`.
+        statistic: a statistic of this library, also `chunked`, `reduced`, `certified` or of several `together`.
 
     Returns:
         A function with the arguments of the statistic that returns an `Explanation`, which prints as a table: how many
@@ -29,7 +36,8 @@ def explain(statistic: Statistic) -> Callable[..., Explanation]:
         the exact columns of a GGN take a shorter way: a closed form, columns that share passes ("local"), columns of a
         narrow layer; of each of the `params` whether its share has a "fast" rule at all `operations` that read it or is
         "generic" (and where), or whether it is "unread"; about how many `bytes` the columns take; the estimated `cost`
-        over that of all columns; and what is said of each of the `members` of `together`.
+        over that of all columns; what is said of each of the `members` of `together`; what is `checked` if it is
+        `certified`.
 
     Raises:
         ArgumentTypeError: something else than a statistic.
@@ -48,14 +56,14 @@ def explain(statistic: Statistic) -> Callable[..., Explanation]:
           params['s']  fast  mul
           about 0.0 MiB for the columns, 100.0% of the work of all columns
 
-    Composes with: `chunked`, `reduced`, `together` inside of it.
+    Composes with: `chunked`, `reduced`, `together`, `certified` inside of it.
 
     Cost: the forward passes of the statistic (for the Hessian also what is sent back to the nonlinear operations);
     where structure is looked for, another one and one of a single sample. No random numbers are consumed.
 
     Source: this library.
     """
-    if not isinstance(statistic, Statistic):
+    if not isinstance(statistic, Explainable):
         raise ArgumentTypeError(
             f"explain({describe(statistic)}): it is of type {type(statistic).__name__}, but has to be a statistic, as "
             "in explain(diag_ggn(f, loss))(params, *batch)."
@@ -67,7 +75,7 @@ def explain(statistic: Statistic) -> Callable[..., Explanation]:
 class Explained(Transform):
     """A function `(params, *batch) -> Explanation`."""
 
-    statistic: Statistic
+    statistic: Explainable
     owned = False
 
     def __repr__(self) -> str:
@@ -77,9 +85,4 @@ class Explained(Transform):
         return self.statistic.names(count)
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Explanation, Any]:
-        whole, members = self.statistic, self.statistic.members
-        each = whole.engine(args, kwargs, names, explaining=True).explained()
-        if not members:
-            return replace(each[0], name=repr(whole)), None
-        each = [replace(e, name=repr(m)) for m, e in zip(members, each, strict=True)]
-        return joined(repr(whole), [m.quantity for m in members], each), None
+        return self.statistic.explanation(args, kwargs, names), None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from invfunc.callables import check_functions, describe
 from invfunc.evaluation.engine import Engine
+from invfunc.evaluation.explained import joined
 from invfunc.plan import Options
 from invfunc.recording.problem import InDims, problem
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
+from invfunc.sparsity.report import Explanation
 from invfunc.transform import Transform
 
 
@@ -52,6 +54,14 @@ class Statistic(Transform):
         dims = self.in_dims, self.out_dims
         given = problem(self.f, self.loss, args, kwargs, self.argnums, *dims, self.has_aux, names, self.samples)
         return Engine(given, self.options, [s.quantity for s in self.members or (self,)], explaining)
+
+    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
+        """How it would be computed at these arguments."""
+        each = self.engine(args, kwargs, names, explaining=True).explained()
+        if not self.members:
+            return replace(each[0], name=repr(self))
+        each = [replace(e, name=repr(m)) for m, e in zip(self.members, each, strict=True)]
+        return joined(repr(self), [m.quantity for m in self.members], each)
 
     @property
     def quantity(self) -> Quantity:

@@ -78,6 +78,8 @@ class Transform(ABC):
     """Whether what it gives has memory of its own."""
     memory: Any = ()
     """What else is the caller's, beside the arguments."""
+    outermost: bool = False
+    """Whether no part of what it gives is computed by itself: `chunked` comes inside of it."""
 
     @abstractmethod
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:

@@ -47,6 +47,7 @@ FLOORS = [
         "explain",
     },
     {"statistics", "products", "pairs"},
+    {"certificates"},
     {"recomputation"},
     {"invertible"},
     {"layers"},

@@ -65,7 +65,7 @@ def of_fisher(given: Given, drawing: Drawing | None = None) -> Linear:
 def of_jacobian(given: Given) -> tuple[Linear, list[torch.Tensor], Any]:
     """`J v` with its transpose, the outputs and their structure."""
     values, structure = given.outputs()
-    jacobian = _Jacobian.recorded(given, Split(given.scope, 1, values[0], [], values=values))
+    jacobian = Jacobian.recorded(given, Split(given.scope, 1, values[0], [], values=values))
     there = Way(jacobian.forth, [Kind.of(z) for z in values])
     return Linear(given.scope, given.mode, there, Way(jacobian.back, _kinds(given))), values, structure
 
@@ -80,7 +80,7 @@ def _symmetric(given: Given, steps: Steps) -> Linear:
 
 
 @dataclass(frozen=True)
-class _Jacobian:
+class Jacobian:
     """The Jacobian of some values in the parameters."""
 
     values: list[torch.Tensor]
@@ -91,10 +91,10 @@ class _Jacobian:
     """`J^T u` of the dummies u: what is linear in u has `v -> J v` for the transpose of its derivative."""
 
     @staticmethod
-    def recorded(given: Given, split: Split) -> _Jacobian:
+    def recorded(given: Given, split: Split) -> Jacobian:
         scope = given.scope
         dummies = [scope.enter(scope.leave(torch.ones_like(z))) for z in split.values]
-        found = _Jacobian(split.values, given.params, split.bottlenecks, dummies, [])
+        found = Jacobian(split.values, given.params, split.bottlenecks, dummies, [])
         with given.mode.back(split.result.device):
             return replace(found, rows=found.back([*dummies], Pull(scope, graph=True)))
 
@@ -112,16 +112,16 @@ class _Jacobian:
             found = [a if b is None else b if a is None else a + b for a, b in zip(found, more, strict=True)]
         return found
 
-    def of(self, i: int) -> _Jacobian:
+    def of(self, i: int) -> Jacobian:
         """The Jacobian in one of the parameters."""
         return replace(self, params=self.params[i : i + 1], rows=self.rows[i : i + 1])
 
 
 def sandwich(given: Given, split: Split, middle: Steps, blocks: bool = False) -> Linear:
     """`J^T (...) J v`; with `blocks`, in each parameter alone."""
-    jacobian = _Jacobian.recorded(given, split)
+    jacobian = Jacobian.recorded(given, split)
 
-    def product(jacobian: _Jacobian, v: Vectors, pull: Pull) -> Vectors:
+    def product(jacobian: Jacobian, v: Vectors, pull: Pull) -> Vectors:
         return jacobian.back(middle(jacobian.forth(v, pull), pull), pull)
 
     def steps(v: Vectors, pull: Pull) -> Vectors:

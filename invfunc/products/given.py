@@ -57,7 +57,11 @@ class Given:
     def run(self) -> Any:
         """What f returns, without aux."""
         self.params = [self.scope.enter(x) for x in self.leaves]
-        inputs = tree.map_tensors(self.scope.alias, self.args[1 : len(self.args) - (self.loss is not None)])
+        return self._at(self.args[1:])
+
+    def _at(self, batch: Sequence[Any]) -> Any:
+        """What f returns for a batch, with the target of the loss at its end."""
+        inputs = tree.map_tensors(self.scope.alias, batch[: len(batch) - (self.loss is not None)])
         with self.mode:
             result = self.f(tree.unflatten(self.params, self.structure), *inputs, **self.kwargs)
         if self.has_aux:
@@ -67,10 +71,16 @@ class Given:
 
     def value(self) -> torch.Tensor:
         """The loss; of `[N]` losses the sum."""
-        result = self.run()
+        return self._valued(self.run())
+
+    def value_of(self, batch: Sequence[Any]) -> torch.Tensor:
+        """The loss of another batch, at the parameters of the last run."""
+        return self._valued(self._at(batch), batch[-1])
+
+    def _valued(self, result: Any, target: Any = None) -> torch.Tensor:
         if self.loss is None:
             return _checked_value(result, "f").sum()
-        result = self._called(result)
+        result = self._called(result, target)
         _tell_constants(self.scope, result, self.params)
         return _checked_value(result, "the loss").sum()
 

@@ -64,9 +64,11 @@ class Explanation:
     params: tuple[Parameter, ...] = ()
     members: tuple[Explanation, ...] = ()
     """An explanation for each statistic computed together; the numbers above are of all, with shared pullbacks once."""
+    checked: str = ""
+    """What is checked of the result, if it is `certified`."""
 
     def __str__(self) -> str:
-        below = [self._passes(), *self._of_parts(), *self._table(), self._cost()]
+        below = [self._passes(), *self._of_parts(), *self._table(), self._cost(), *[self.checked] * bool(self.checked)]
         return "\n".join([f"{self.name}: {self.why}", *(f"  {line}" for line in below)])
 
     __repr__ = __str__

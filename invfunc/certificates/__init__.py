@@ -1,0 +1,1 @@
+"""Results that are checked in the same call: numbers of another code path at drawn entries, up to rounding."""

@@ -1,0 +1,358 @@
+"""certified: the result as it is, wrong numbers found as often as promised, no alarm for right ones."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, jvp, vmap
+
+import invfunc
+from invfunc import (
+    ArgumentError,
+    ArgumentTypeError,
+    CertificateError,
+    InvFuncError,
+    RandomnessError,
+    SplitError,
+    batch_grad,
+    batch_l2_grad,
+    certified,
+    chunked,
+    diag_ggn,
+    explain,
+    gram,
+    kfac,
+    kfra,
+    operation,
+    reduced,
+    together,
+    tree,
+    variance,
+)
+from invfunc.certificates.draws import needed
+from invfunc.statistic import Statistic
+from invfunc.testing import strategies
+from invfunc.testing.laws.rows import FACTORS, LOSS, MODEL, ROWS
+from invfunc.testing.models import Loss, Model, Problem
+
+CERTIFIED = {name: row for name, row in ROWS.items() if row.gives != FACTORS}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+rows = st.sampled_from(list(CERTIFIED.values()))
+SEED = 7
+
+
+def made(row, problem, form=None, **options):
+    """A statistic of a problem with its arguments."""
+    form = form or row.form
+    dims = problem.in_dims
+    if form == MODEL:
+        return row.make(problem.model.f, in_dims=dims[:1], **options), (problem.model.params, problem.model.x)
+    functions = (problem.f,) if form == LOSS else (problem.model.f, problem.loss)
+    return row.make(*functions, in_dims=dims, **options), (problem.model.params, *problem.batch)
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(tree.tensors(a), tree.tensors(b), strict=True))
+
+
+@contextmanager
+def planted(change):
+    """Statistics whose results are changed."""
+    compute = Statistic.compute
+
+    def wrong(self, *given):
+        result, aux = compute(self, *given)
+        return change(result), aux
+
+    with mock.patch.object(Statistic, "compute", wrong):
+        yield
+
+
+class TestRightResults:
+    @settings(max_examples=40)
+    @given(rows, st.data(), st.sampled_from(DTYPES), st.integers(0, 99))
+    def test_are_given_as_they_are(self, row, data, dtype, seed):
+        """In all precisions; no generator is somewhere else afterwards."""
+        problem = data.draw(strategies.problems(dtype=dtype, in_dims=(0, 1) if dtype == torch.float64 else (0,)))
+        t, args = made(row, problem, data.draw(st.sampled_from(row.forms)))
+        try:
+            plain = t(*args)
+        except InvFuncError:  # not every loss has a sampler, not every layout its samples
+            return
+        random = torch.get_rng_state()
+        t, args = made(row, problem, row.form) if row.drawn else (t, args)
+        if not row.drawn:
+            assert same(certified(t, generator=seed)(*args), plain)
+        else:
+            assert same(certified(t, generator=seed)(*args), made(row, problem, row.form)[0](*args))
+        assert torch.equal(random, torch.get_rng_state())
+
+    @given(rows, strategies.problems(n=(2, 4)), st.data())
+    def test_of_chosen_samples_and_in_chunks(self, row, problem, data):
+        form = data.draw(st.sampled_from(row.forms))
+        chosen = data.draw(st.lists(st.integers(0, problem.model.n - 1), min_size=1, max_size=5))
+        t, args = made(row, problem, form, samples=chosen)
+        try:
+            plain = chunked(t, 2, over=data.draw(st.sampled_from(row.axes)))
+            plain(*args)
+        except InvFuncError:
+            return
+        certified(plain, generator=SEED)(*args)
+
+    def test_of_several_parameters_and_of_several_statistics(self):
+        def f(x, v, w, y):
+            return (torch.tanh(x @ w) @ v - y).square()
+
+        x, v, w, y = torch.randn(5, 3), torch.randn(2), torch.randn(3, 2), torch.randn(5)
+        for argnums in ((2, 1), (1,), 2):
+            t = batch_grad(f, argnums=argnums, in_dims=(0, 0) if argnums == (2, 1) else (0, None, 0))
+            assert same(certified(t, generator=SEED)(x, v, w, y), t(x, v, w, y))
+
+    @given(strategies.problems(["affine", "perceptron", "convolution"]))
+    def test_of_several_statistics_with_the_same_draws(self, problem):
+        if problem.loss.called == "log cosh of outputs":
+            return
+        g = torch.Generator().manual_seed(3)
+        t = together(
+            diag_ggn(problem.f, mc_samples=2, generator=g),
+            invfunc.ggn_trace(problem.f, mc_samples=1, generator=g),
+            variance(problem.f),
+            invfunc.ggn_trace(problem.f),
+        )
+        args = (problem.model.params, *problem.batch)
+        before = g.get_state()
+        plain = t(*args)
+        after = g.get_state()
+        g.set_state(before)
+        assert same(certified(t, generator=SEED)(*args), plain)
+        assert torch.equal(g.get_state(), after)
+
+    def test_of_a_function_that_draws(self):
+        def f(w, x, y):
+            return (F.dropout(x, 0.5) @ w - y).square().sum(1)
+
+        args = torch.randn(3, 2), torch.randn(6, 3), torch.randn(6, 2)
+        torch.manual_seed(1)
+        plain = variance(f)(*args)
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        assert same(certified(variance(f), generator=SEED)(*args), plain)
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_of_operations_without_forward_mode(self):
+        """Embedding bags and attention with a mask; `gram` of losses."""
+
+        def f(p, tokens, mask, y):
+            z = F.embedding_bag(tokens, p["table"])
+            h = z[:, None] + p["places"]
+            h = F.scaled_dot_product_attention(h @ p["q"], h, h, mask[:, None])
+            return (h.mean(1) - y).square().sum(1)
+
+        r = strategies.Numbers(0)
+        params = {"table": r(5, 3), "places": r(4, 3), "q": r(3, 3)}
+        args = params, r.below(5, 2, 3), r(2, 4), r(2, 3)
+        for t in (gram(f), gram(f, per_parameter=True), batch_l2_grad(f), variance(f)):
+            certified(t, generator=SEED)(*args)
+
+    def test_of_what_is_differentiated(self):
+        f = Problem(Model("perceptron", n=3), Loss("mse_loss", "none"))
+        args = f.model.params, *f.batch
+        t = variance(f.f)
+
+        def total(of):
+            return lambda p: sum(x.sum() for x in tree.tensors(of(p, *args[1:])))
+
+        checked = certified(t, generator=SEED)
+        assert same(grad(total(checked))(args[0]), grad(total(t))(args[0]))
+        assert same(jvp(total(checked), args[:1], args[:1]), jvp(total(t), args[:1], args[:1]))
+
+    def test_where_rounding_errors_are_large_within_f(self):
+        """A norm of two numbers has a gradient of next to nothing: what is left in bfloat16 is its error."""
+        problem = Problem(Model("attention", 2, 596624, torch.bfloat16), Loss("cross_entropy", "sum", 0.5))
+        certified(batch_l2_grad(problem.f), generator=SEED)(problem.model.params, *problem.batch)
+
+    @pytest.mark.parametrize("drawing", ["generator", "seed"])
+    def test_draw_from_the_callers_generator(self, drawing):
+        problem = Problem(Model("affine"), Loss("mse_loss"))
+        g = torch.Generator().manual_seed(0)
+        before = g.get_state()
+        t = certified(variance(problem.f), generator=g if drawing == "generator" else 0)
+        t(problem.model.params, *problem.batch)
+        assert torch.equal(g.get_state(), before) == (drawing == "seed")
+
+
+class TestWrongResults:
+    @given(rows, strategies.problems(["affine", "convolution", "attention", "recurrent"]), st.data())
+    def test_are_found_in_each_statistic_and_leaf(self, row, problem, data):
+        """All numbers of a leaf are 1 % larger, one result after the other."""
+        t, args = made(row, problem, data.draw(st.sampled_from(row.forms)))
+        try:
+            leaves = tree.tensors(t(*args))
+        except InvFuncError:
+            return
+        sizes = [x.abs().max() if x.numel() else 0 for x in leaves]
+        at = data.draw(st.sampled_from([i for i, s in enumerate(sizes) if s >= 0.1 * max(sizes)]))
+        if not max(sizes):
+            return
+
+        def change(result):
+            whole, form = tree.separate(result)
+            return form.join([x * 1.01 if i == at else x for i, x in enumerate(whole)])
+
+        with planted(change), pytest.raises(CertificateError):
+            certified(t, generator=data.draw(st.integers(0, 99)))(*args)
+
+    def test_are_found_as_often_as_promised(self):
+        """Small ones, which are not drawn by their size: by k entries evenly, and no more often than that explains."""
+        f = lambda w, x: x @ w  # noqa: E731
+        size, share, confidence = 300, 0.1, 0.8
+        args = torch.ones(size, dtype=torch.float64), torch.rand(1, size, dtype=torch.float64)
+        args[1][:, : size // 10] = 0
+        calls = 60
+
+        def found(of):
+            faults = 0
+            with planted(lambda result: result + (args[1] == 0) * 1e-9):
+                for seed in range(calls):
+                    try:
+                        certified(of, generator=seed, confidence=confidence, share=share)(*args)
+                    except CertificateError:
+                        faults += 1
+            return faults
+
+        expected = 1 - (1 - share) ** needed(confidence, share)
+        off = found(invfunc.batch_jacobian(lambda w, x: (x @ w)[:, None])) / calls - expected
+        assert abs(off) < 4 * (expected * (1 - expected) / calls) ** 0.5
+        assert found(batch_grad(f)) == calls  # the sum over the samples is the gradient, which is looked at everywhere
+
+    def test_are_told(self):
+        f = lambda p, x, y: (x @ p["w"] + p["b"] - y).square()  # noqa: E731
+        args = {"w": torch.ones(3), "b": torch.zeros(())}, torch.ones(2, 3), torch.zeros(2)
+
+        def change(result):
+            result["w"][1] += 1
+            return result
+
+        t = certified(batch_l2_grad(f), generator=5)
+        with planted(change), pytest.raises(CertificateError, match=r"params\['w'\], sample 1 is 109, .* 108;") as told:
+            t(*args)
+        error = told.value
+        assert str(error).startswith("certified(batch_l2_grad(<lambda>))(p, x, y): ")
+        assert (error.path, error.found, error.expected, error.seed) == ("params['w'], sample 1", 109, 108, 5)
+        assert isinstance(error, ArithmeticError)
+
+    def test_are_found_again_by_the_seed(self):
+        problem = Problem(Model("convolution", n=3), Loss("mse_loss"))
+        args = problem.model.params, *problem.batch
+
+        def change(result):
+            return tree.map_tensors(lambda x: x + 1, result)
+
+        t = diag_ggn(problem.f)
+        with planted(change):
+            with pytest.raises(CertificateError) as first:
+                certified(t, generator=torch.Generator().manual_seed(2))(*args)
+            with pytest.raises(CertificateError) as again:
+                certified(t, generator=first.value.seed)(*args)
+        assert again.value.path == first.value.path and again.value.found == first.value.found
+
+    def test_of_a_wrong_rule_are_found(self):
+        """That of a user's own operation."""
+
+        @operation
+        def scaled(x, w):
+            return x * w
+
+        @scaled.share_of("w")
+        def _(cotangent, x, w):
+            return "vni,ni->i", 2 * cotangent, x
+
+        f = lambda w, x: scaled(x, w).square().sum(1)  # noqa: E731
+        with pytest.raises(CertificateError):
+            certified(variance(f), generator=SEED)(torch.ones(3), torch.rand(4, 3))
+
+
+@pytest.mark.quick
+class TestNumberOfEntries:
+    @pytest.mark.parametrize(
+        "confidence, share, k", [(0.99, 0.05, 90), (0.5, 0.5, 1), (0.75, 0.5, 2), (0.9, 0.01, 230)]
+    )
+    def test_is_computed(self, confidence, share, k):
+        assert needed(confidence, share) == k
+        assert (1 - share) ** k <= 1 - confidence + 1e-12 < (1 - share) ** (k - 1)
+
+    def test_and_evaluations_are_told(self):
+        calls = []
+
+        def f(w, x):
+            calls.append(1)
+            return x @ w
+
+        args = torch.rand(30, 10), torch.rand(4, 30), torch.rand(4, 10)
+        t = diag_ggn(f, F.mse_loss)
+        t(*args)
+        alone, calls[:] = len(calls), []
+        checked = certified(t, generator=SEED)
+        checked(*args)
+        assert len(calls) == alone + 1
+        told = str(explain(checked)(*args))
+        assert told.startswith("certified(diag_ggn(f, mse_loss)): ")
+        assert "certified: 90 evenly and 90 by size of 300 entries" in told
+        assert "all 12 entries" in str(explain(checked)(args[0][:, :1][:12], args[1][:, :12], args[2][:, :1]))
+
+
+@pytest.mark.quick
+class TestErrors:
+    F = staticmethod(lambda w, x, y: (x @ w - y).square())
+    ARGS = torch.ones(3), torch.rand(4, 3), torch.zeros(4)
+
+    @pytest.mark.parametrize(
+        "make, error, match",
+        [
+            (lambda f: certified(f, generator=0), ArgumentTypeError, "has to be a statistic"),
+            (lambda f: certified(kfac(f, fisher="empirical"), generator=0), ArgumentError, "entries of kfac are no"),
+            (lambda f: certified(kfra(f), generator=0), ArgumentError, "Certify `diag_ggn`"),
+            (
+                lambda f: certified(invfunc.pch_block_product(f), generator=0),
+                ArgumentTypeError,
+                "has to be a statistic",
+            ),
+            (lambda f: certified(reduced(variance(f), torch.sum), generator=0), ArgumentError, "without `reduced`"),
+            (lambda f: certified(variance(f), generator=0, share=0), ArgumentError, "between 0 and 1"),
+            (lambda f: certified(variance(f), generator=0, confidence=1), ArgumentError, "between 0 and 1"),
+            (lambda f: certified(variance(f), generator=None), ArgumentTypeError, "pass generator="),
+            (lambda f: chunked(certified(variance(f), generator=0), 2), ArgumentTypeError, "Chunk what is in it"),
+            (lambda f: together(certified(variance(f), generator=0)), ArgumentTypeError, "not a statistic"),
+            (lambda f: reduced(certified(variance(f), generator=0), sum), ArgumentTypeError, "has to be a statistic"),
+        ],
+    )
+    def test_are_early(self, make, error, match):
+        with pytest.raises(error, match=match):
+            make(self.F)
+
+    def test_within_vmap(self):
+        checked = certified(variance(self.F), generator=0)
+        with pytest.raises(ArgumentError, match=r"^certified\(variance\(.*within torch.func.vmap"):
+            vmap(checked, (0, None, None))(torch.ones(2, 3), *self.ARGS[1:])
+
+    def test_of_a_scalar_that_has_no_parts(self):
+        with pytest.raises(SplitError, match=r"^certified\(.*neither the sum nor the mean"):
+            certified(variance(lambda w, x, y: self.F(w, x, y).sum() / (len(x) + 1)), generator=0)(*self.ARGS)
+
+    def test_of_a_scalar_that_draws(self):
+        with pytest.raises(RandomnessError, match="would draw others"):
+            certified(variance(lambda w, x, y: F.dropout((x @ w - y).square()).sum()), generator=0)(*self.ARGS)
+
+    @pytest.mark.parametrize("fold", ["sum", "mean"])
+    def test_do_not_come_of_sums_and_means(self, fold):
+        f = lambda *a: getattr(self.F(*a), fold)()  # noqa: E731
+        for t in (variance(f), batch_grad(f), invfunc.batch_diag_hessian(f), invfunc.clipped_grad(f, 0.1)):
+            certified(t, generator=0)(*self.ARGS)
+
+    def test_of_the_statistic_are_its_own(self):
+        with pytest.raises(ArgumentError, match=r"^variance\("):
+            certified(variance(self.F), generator=0)(self.ARGS[0], self.ARGS[1], torch.zeros(5))
