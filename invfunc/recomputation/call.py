@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -19,13 +20,13 @@ from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.containers import Containers
 from invfunc.recomputation.left import Left
 from invfunc.recomputation.like import Like
-from invfunc.recomputation.origins import Origins
+from invfunc.recomputation.origins import INVERSE, OUTSIDE, Origins
 from invfunc.recomputation.outcome import Outcome, without_graph
-from invfunc.recomputation.recall import INVERSE, Exchanged, Other, Recall, Use
+from invfunc.recomputation.recall import Exchanged, Other, Recall, Use
 from invfunc.recomputation.replay import Replay
 from invfunc.recomputation.report import Report
 from invfunc.recomputation.shared import Evaluate, Evaluations, Moment, evaluated
-from invfunc.recomputation.sight import OUTSIDE, Sight
+from invfunc.recomputation.sight import Sight
 from invfunc.recomputation.surroundings import Closure
 from invfunc.recomputation.watch import Watch
 from invfunc.recording.trace import Trace
@@ -54,8 +55,6 @@ class Call:
         closure: Closure | None = None,
     ) -> None:
         self.pair, self._containers, self._closure = pair, containers or Containers(), closure
-        self._lifted = len(closure.tensors) if closure is not None else 0
-        """How many of the further arguments, at their end, stand for what is closed over."""
         self.report = report or Report()
         self.report.known.attributes.begins(pair)
         self.left = Left(self.report.known.left)
@@ -70,8 +69,8 @@ class Call:
         self._start: Replay
         self.watch: Watch | None = None
         """What looks on while forward is evaluated for the first time."""
-        self.origins: Origins | None = None
-        """How tensors come about in the evaluation that is compared with the first one, or is that one."""
+        self.beside: list[ref[torch.Tensor]] = []
+        """The further arguments as they were given the first time, which f may close over too."""
         self._hooks = saving_hooks()
         self.followed = under(Trace)
         """Whether a statistic looks on, which writes some operations out."""
@@ -85,9 +84,11 @@ class Call:
     def _moment(self, tensors: Tensors) -> Replay:
         return Replay(tensors, self._generators, self._random, self.report.known.attributes)
 
-    def first(self, xs: Tensors, rest: Tensors, closed: bool, evaluate: Evaluate | None = None) -> Any:
+    def first(
+        self, xs: Tensors, rest: Tensors, closed: bool, evaluate: Evaluate | None = None, origins: Origins | None = None
+    ) -> Any:
         """Evaluate forward for the first time, and note what it reads and writes besides its arguments."""
-        self._like = [Like.of(x) for x in xs]
+        self._like, self.beside = [Like.of(x) for x in xs], [ref(t) for t in rest]
         given = (*xs, *rest)
         self._start = self._moment(given)
 
@@ -98,11 +99,12 @@ class Call:
                 before = self._moment(tensors).shared_with(self.moments[-1].after if self.moments else self._start)
             with watch.within(index):
                 result = evaluated(watch, evaluate, index, fn, args, kwargs)
+            watch.came(index, result)
             with unwatched():
                 self.moments.append(Moment(fn, like, before, before.later()))
             return result
 
-        self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, self.origins)
+        self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, origins)
         with watch:
             y = self._forward(xs, rest, noted, watch)
         y = without_graph(y) if closed else y
@@ -145,8 +147,8 @@ class Call:
         set_states(self.watch.drawn)
 
     def _own(self, rest: Tensors) -> tuple[Tensors, Tensors]:
-        """The further arguments, and those that stand for what is closed over."""
-        number = len(rest) - self._lifted
+        """The further arguments, and those at their end that stand for what is closed over."""
+        number = len(self._rest.places)
         return rest[:number], rest[number:]
 
     def _forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, sight: Sight) -> Any:
@@ -167,19 +169,26 @@ class Call:
         known: bool = False,
         compare: bool = True,
         exact: bool = False,
+        origins: Origins | None = None,
     ) -> Any:
         """The result of forward, with the hidden part beside it where there is one, another time.
 
         `known` says that `evaluate` knows the results of shared functions, and does not evaluate them; `compare` that
         the result is held against that of the first time, where that is asked for or x is `exact`.
         """
-        y, _ = self._again(xs, rest, evaluate, known)
+        y, _ = self._again(xs, rest, evaluate, known, origins)
         if compare:
             self._outcome.compare(y, exact, self.dtypes(), lambda: self.run(xs, rest, None, compare=False))
         return y
 
-    def _again(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool) -> tuple[Any, Recall]:
-        recall = Recall((*xs, *rest), self._others, self.followed, self._uses, {}, self.origins, self.left)
+    def _recall(self, given: Tensors, rest: Tensors, exchanged: Exchanged, origins: Origins | None) -> Recall:
+        given = (*given, *rest, *(t for found in self.beside if (t := found()) is not None))
+        return Recall(given, self._others, self.followed, self._uses, exchanged, origins, self.left)
+
+    def _again(
+        self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool, origins: Origins | None
+    ) -> tuple[Any, Recall]:
+        recall = self._recall(xs, rest, {}, origins)
 
         def again(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             moment = self.moments[index]
@@ -187,7 +196,7 @@ class Call:
                 result = evaluated(recall, evaluate, index, fn, args, kwargs)
             if not known:
                 recall.check(index)
-            recall.know_all(result)
+            recall.came(index, result)
             moment.after.rewind()  # whether it drew its random numbers or its result was known
             return result
 
@@ -205,17 +214,19 @@ class Call:
         """The result with these tensors in its structure."""
         return self._y.join(ys)
 
-    def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None = None) -> list[torch.Tensor]:
+    def inverse(
+        self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None = None, origins: Origins | None = None
+    ) -> list[torch.Tensor]:
         """The tensors of x, from those of y; what the inverse closes over may have been exchanged since.
 
         What was there is found out by evaluating forward, if at a wrong x.
         """
-        xs, recall = self._inverse(sources, rest, evaluate, {})
+        xs, recall = self._inverse(sources, rest, evaluate, {}, origins)
         if not recall.unfamiliar:
             return xs
-        _, at_it = self._again(xs, rest, None, known=False)
+        _, at_it = self._again(xs, rest, None, known=False, origins=None)
         if any(i in at_it.exchanged for i in recall.unfamiliar):
-            xs, recall = self._inverse(sources, rest, evaluate, at_it.exchanged)
+            xs, recall = self._inverse(sources, rest, evaluate, at_it.exchanged, origins)
         if at_it.exchanged and any(t.requires_grad for t, _ in recall.unfamiliar.values()):
             raise ReplayError(
                 "the inverse closes over tensors that forward does not read, and what forward reads has been exchanged "
@@ -224,7 +235,7 @@ class Call:
         return xs
 
     def _inverse(
-        self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None, exchanged: Exchanged
+        self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None, exchanged: Exchanged, origins: Origins | None
     ) -> tuple[list[torch.Tensor], Recall]:
         count = len(self._y.places)
         ys, kept = sources[:count], dict(zip(self.kept, sources[count:], strict=True))
@@ -232,7 +243,7 @@ class Call:
         own, lifts = self._own(rest)
         args, kwargs = self._rest.join(own)
         number = len(self.moments)
-        recall = Recall((*sources, *rest), self._others, self.followed, self._uses, exchanged, self.origins, self.left)
+        recall = self._recall(sources, rest, exchanged, origins)
 
         def backwards(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if index >= number:
@@ -251,7 +262,7 @@ class Call:
             with recall.within(number - 1 - index):
                 result = moment.again(lambda: evaluated(recall, evaluate, number - 1 - index, fn, args, kwargs))
             recall.check(number - 1 - index)
-            recall.know_all(result)
+            recall.came(number - 1 - index, result)
             return result
 
         evaluations = Evaluations(backwards)
@@ -272,23 +283,15 @@ class Call:
 
     def _like_x(self, x: Any, kept: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that the inverse gave, checked to have the form of x."""
-        leaves, found = self._x.leaves(x), []
+        leaves = self._x.leaves(x)
         if leaves is None:  # a tuple may stand for a list
             came, were = tree.named_leaves(x), tree.named_leaves(self._x.join(range(len(self._like))))
             names, wanted = (", ".join("x" + path for path, _ in named) or "nothing" for named in (came, were))
             if names != wanted:
                 raise InverseError(f"the inverse gives another pytree than x: {names}, where x is {wanted}.")
             leaves = [leaf for _, leaf in came]
-        for i, (place, like) in enumerate(zip(self._x.places, self._like, strict=True)):
-            leaf = leaves[place]
-            if i in kept:
-                found.append(kept[i])
-                continue
-            if isinstance(leaf, torch.Tensor) and like.is_like(leaf):
-                found.append(like.given_to(leaf))
-                continue
-            raise like.instead(leaf, self.names()[i], i)
-        return found
+        came = [leaves[place] for place in self._x.places]
+        return [kept[i] if i in kept else self._like[i].checked(leaf, i, self.names) for i, leaf in enumerate(came)]
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -301,11 +304,6 @@ class Call:
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of x, and those that autocast computes in."""
         return [*(like.dtype for like in self._like), *self._start.dtypes()]
-
-    @property
-    def recalls(self) -> bool:
-        """Whether what is evaluated again is seen, to put in place what it used."""
-        return self.followed or bool(self._others)
 
     @property
     def reads_outside(self) -> bool:

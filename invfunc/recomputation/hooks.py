@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -22,12 +21,11 @@ from invfunc._values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.like import Geometry, Memory, all_of, geometry
-from invfunc.recomputation.origins import Origins
+from invfunc.recomputation.origins import OUTSIDE, Key, Origins
 from invfunc.recomputation.probe import Probe
-from invfunc.recomputation.recording import Enough, Found, Key, Recording, Saved, Tape
+from invfunc.recomputation.recording import Enough, Found, Recording, Saved
 from invfunc.recomputation.report import CHANGES, OTHER
 from invfunc.recomputation.rounding import finite, known_at_once, mean_size, near, rounded
-from invfunc.recomputation.sight import OUTSIDE
 from invfunc.recomputation.slots import Block, Held, fetch, metadata_of, release
 
 
@@ -38,17 +36,14 @@ class HookedBlock(Block):
         super().__init__(call.kept, call.report)
         self._call = call
         self._rest = [Held(t) for t in rest]
-        self._beside = [ref(t) for t in rest]
         self._arguments: dict[int, list[int | None]] = {OUTSIDE: [None] * len(xs) + list(range(len(rest)))}
         """Which further arguments of f the tensors are that each part is given."""
         self._needs = [t.requires_grad for t in (*xs, *rest)]
         self._count = len(xs)
         self._shared_needs: dict[int, list[bool]] = {}
-        self._tape = Tape()
         self._to_the_end = call.tolerance is not None
         """Whether it is evaluated again to its end, and not until all is saved."""
-        self.origins = call.origins = Origins()
-        self.origins.beside = [] if call.tolerance is None else list(rest)  # where it is inverted at once
+        self.origins = Origins()
         self._like: dict[Key, Saved] = {}
         self._probes: dict[Key, Probe] = {}
         self._probed = call.report.check != "off" and (call.report.known.calls <= _FIRST or len(call.kept) == len(xs))
@@ -60,9 +55,9 @@ class HookedBlock(Block):
 
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
         """What autograd saves in place of a tensor: this block, and the key under which it gives the tensor back."""
-        key = self._tape.next()
+        key, call = self.origins.save()
         self._to_the_end |= self._call.watch is not None and self._call.watch.noisy  # is filled when it was saved
-        place, call = self._places.get(pointer(tensor)), self.origins.place()
+        place = self._places.get(pointer(tensor))
         self._like[key] = Saved(tensor.shape, tensor.dtype, place, call)
         if self._probed and place is None and self._to_be_probed(tensor):
             most = thresholds.PROBED if call.kinked else thresholds.PROBED_SAVED
@@ -96,15 +91,10 @@ class HookedBlock(Block):
         with unwatched():
             given = tree.tensors((args, kwargs))
             self._shared_needs[index] = [t.requires_grad for t in given]
-            self._arguments[index] = [next((i for i, r in enumerate(self._beside) if r() is t), None) for t in given]
-        outer = self.origins.enter(index, given)
-        try:
-            with self._tape.within(index):
-                result = fn(*args, **kwargs)
-        finally:
-            self.origins.switch(outer)
-        self.origins.know(("result", index), tree.tensors(result))
-        return result
+            beside = self._call.beside
+            self._arguments[index] = [next((i for i, found in enumerate(beside) if found() is t), None) for t in given]
+        self.origins.begin(given)
+        return fn(*args, **kwargs)
 
     def invert(self) -> None:
         with plainly(), torch.no_grad(), self._call.named():
@@ -168,7 +158,6 @@ class HookedBlock(Block):
                     self.report.saved(apart, exact, self.dtypes(), lambda: self._rounding(xs, apart))
         for held in self._rest:
             held.let_go()
-        recorded.origins.beside = []
         release(self._ys)
         return recorded.found
 
@@ -200,11 +189,7 @@ class HookedBlock(Block):
         return {key: found.tensor for key, found in recorded.found.items()}
 
     def _recording(self, rest: Tensors, probes: dict[Key, Probe]) -> Recording:
-        self._call.origins = origins = self.origins.again()
-        origins.beside = [
-            t if (given := found()) is None else given for found, t in zip(self._beside, rest, strict=True)
-        ]
-        return Recording(self._like, probes, _places(rest, self._apart), self._to_the_end, origins, self._call.recalls)
+        return Recording(self._like, probes, _places(rest, self._apart), self._to_the_end, self.origins.again())
 
     def _invert_recording(self, recorded: Recording) -> tuple[list[torch.Tensor], dict[int, Any], Tell]:
         """Invert; what the shared functions save meanwhile is what they saved in forward."""
@@ -214,15 +199,15 @@ class HookedBlock(Block):
             tensors, form = tree.separate((args, kwargs))
             tensors = _as_then(tensors, self._shared_needs[index])
             args, kwargs = form.join(tensors)
-            with torch.enable_grad(), recorded.part(index, tensors):
-                self._know_beside(recorded, index, tensors)
+            with torch.enable_grad(), recorded.keeping():
+                self._begin(recorded, index, tensors)
                 output = fn(*args, **kwargs)
-            if OUTSIDE in self._tape.counts or self._call.tolerance is not None or self._call.reads_outside:
+            if (OUTSIDE, 0) in self._like or self._call.tolerance is not None or self._call.reads_outside:
                 outputs[index] = output
             return tree.map_tensors(torch.Tensor.detach, output)
 
         with torch.no_grad():
-            xs = self._call.inverse(fetch(self.sources), self._detached(), evaluate)
+            xs = self._call.inverse(fetch(self.sources), self._detached(), evaluate, recorded.origins)
         return xs, outputs, self.give_back(xs)
 
     def _run_recording(
@@ -232,31 +217,29 @@ class HookedBlock(Block):
 
         def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if outputs:
-                result = tree.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs[index])
-            elif outputs is not None:
+                return tree.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs[index])
+            if outputs is not None:
                 raise self._differs(recorded)
-            else:
-                with recorded.part(index, given := tree.tensors((args, kwargs))):
-                    self._know_beside(recorded, index, given)
-                    result = fn(*args, **kwargs)
-            recorded.origins.know(("result", index), tree.tensors(result))
-            return result
+            self._begin(recorded, index, tree.tensors((args, kwargs)))
+            return fn(*args, **kwargs)
 
         given = _as_then((*xs, *self._detached()), self._needs)
+        xs, rest, known = given[: len(xs)], given[len(xs) :], bool(outputs)
         try:
-            with torch.enable_grad(), recorded.part(OUTSIDE, given):
-                self._know_beside(recorded, OUTSIDE, given)
-                self._call.run(given[: len(xs)], given[len(xs) :], evaluate, bool(outputs), compare)
+            with torch.enable_grad(), recorded.keeping():
+                self._begin(recorded, OUTSIDE, given)
+                self._call.run(xs, rest, evaluate, known, compare, origins=recorded.origins)
         except Enough:
             pass
         if recorded.misses():
             raise self._differs(recorded)
 
-    def _know_beside(self, recorded: Recording, part: int, given: Tensors) -> None:
-        """A part may close over what it is given as an argument, too."""
-        beside = recorded.origins.beside
-        same = [t if i is None else beside[i] for t, i in zip(given, self._arguments[part], strict=True)]
-        recorded.origins.know(("given", part), same)
+    def _begin(self, recorded: Recording, part: int, given: Tensors) -> None:
+        """A part begins at these tensors; it may close over what is an argument of f, too."""
+        recorded.origins.begin(given)
+        for t, i in zip(given, self._arguments[part], strict=True):
+            if i is not None and (beside := self._call.beside[i]()) is not None:
+                recorded.origins.alias(beside, t)
 
     def _differs(self, recorded: Recording) -> ReplayError:
         return ReplayError(
@@ -296,9 +279,8 @@ def hooked(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tens
     """The result of a call whose graph saves nothing, and its tensors."""
     block = HookedBlock(call, xs, rest)
     with saved_tensors_hooks(block.pack, _unpack):
-        block.origins.enter(OUTSIDE, (*xs, *rest))
-        y = call.first(xs, rest, closed=False, evaluate=block.evaluate)
-        block.origins.switch(None)
+        block.origins.begin((*xs, *rest))
+        y = call.first(xs, rest, closed=False, evaluate=block.evaluate, origins=block.origins)
     ys = call.flat(y)
     if any(t.requires_grad for t in ys):
         block.connect(xs, ys, [metadata_of(t) for t in ys])

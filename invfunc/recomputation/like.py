@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -75,8 +76,13 @@ class Like(NamedTuple):
         """The tensor in the dtype, where that may be, and with the strides."""
         return laid_out(tensor.to(self.dtype) if self.is_like(tensor) else tensor, self.stride)
 
-    def instead(self, came: Any, name: str, place: int) -> InverseError:
-        """The error where the inverse gives something else for a tensor of x, at its place."""
+    def checked(self, came: Any, place: int, names: Callable[[], list[str]]) -> torch.Tensor:
+        """What the inverse gives for the tensor of x at a place, as that was."""
+        if isinstance(came, torch.Tensor) and self.is_like(came):
+            return self.given_to(came)
+        raise self._instead(came, names()[place], place)
+
+    def _instead(self, came: Any, name: str, place: int) -> InverseError:
         was = f"{list(self.shape)} {self.dtype} on {self.device}"
         if not isinstance(came, torch.Tensor):
             return InverseError(

@@ -6,7 +6,8 @@ same operations on the same inputs (they are hashes of 64 bits), whatever is don
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -14,8 +15,13 @@ import torch
 
 from invfunc import tree
 from invfunc._generators import state_of
-from invfunc.operations.heard import Function, Listener
+from invfunc.operations.heard import Function
 
+OUTSIDE, INVERSE = -1, -2
+"""The parts of a function that are in none of its shared functions, which are counted from 0: of f, and of its inverse.
+"""
+Key = tuple[int, int]
+"""Which saved tensor: the part that saves it, and which one there."""
 Origin = tuple[int, int]
 """Where a tensor or call comes from: two hashes of its operations and their arguments, without and with fractions."""
 
@@ -55,32 +61,47 @@ class Origins:
 
     def __init__(self, names: Names | None = None) -> None:
         self._names: Names = {} if names is None else names
-        self.beside: list[torch.Tensor] = []
-        """Arguments as they were given the first time, which a function may close over too."""
-        self._scope: Scope | None = None
-        self._read = False
+        self._scope: Scope | None = Scope(OUTSIDE)
+        self._paused = self._read = False
 
     def again(self) -> Origins:
         """New origins for an evaluation that is to be compared with this one."""
         return Origins(self._names)
 
-    def place(self) -> Place:
-        """The last call of the part: what is saved now is saved by it, or by what is not seen and comes after it."""
+    def save(self) -> tuple[Key, Place]:
+        """The key of the tensor that is saved now, and the last call of the part, by which it is saved, or by what is
+        not seen and comes after it."""
         scope = self._scope
-        if scope is None:
-            return Place("", (0, 0), self._read)
-        return Place(scope.name, scope.now, self._read, scope.kinked)
+        assert scope is not None  # autograd saves nothing of the inverse
+        key = scope.part, scope.saved
+        scope.saved += 1
+        if self._paused:
+            return key, Place("", (0, 0), self._read)
+        return key, Place(scope.name, scope.now, self._read, scope.kinked)
 
-    def enter(self, part: int, given: Sequence[torch.Tensor]) -> Scope | None:
-        """A part is evaluated at these tensors; which one it was, for `switch`."""
-        outer = self.switch(Scope())
-        self.know(("given", part), given)
-        return outer
+    @contextmanager
+    def within(self, part: int) -> Iterator[None]:
+        """A context in which a part is evaluated. What the inverse does beside shared functions is not followed."""
+        outer, self._scope = self._scope, None if part == INVERSE else Scope(part)
+        try:
+            yield
+        finally:
+            self._scope = outer
 
-    def switch(self, scope: Scope | None) -> Scope | None:
-        """Go on in another part, or in none; which one it was."""
-        before, self._scope = self._scope, scope
-        return before
+    def begin(self, given: Sequence[torch.Tensor]) -> None:
+        """The function of a part is called at these tensors; what came before is none of its doing."""
+        assert self._scope is not None
+        self._scope = Scope(self._scope.part)
+        self.know(("given", self._scope.part), given)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which what is called and saved is none of the function's own doing."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def know(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
         """Tensors that come from elsewhere. They may be one and the same in one evaluation, and not in another."""
@@ -103,9 +124,7 @@ class Origins:
     def call(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> bool:
         """A call that begins; whether it is followed, and `made` is to be told what it gave."""
         scope = self._scope
-        if scope is None:
-            return False
-        if function.entry.asks != "no":
+        if scope is None or self._paused or function.entry.asks != "no":
             return False
         steps: list[Hashable] = [function.func, scope.order, torch.is_grad_enabled()]
         fractions: list[Hashable] = []
@@ -135,25 +154,12 @@ class Origins:
         self._read |= not tensors and not isinstance(result, _NO_FRACTIONS)
 
 
-class Following(Listener):
-    """Tells of calls where nobody else does."""
-
-    def __init__(self, origins: Origins) -> None:
-        super().__init__()
-        self._origins = origins
-
-    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if not self._origins.call(function, args, kwargs):
-            return function.func(*args, **kwargs)
-        result = function.func(*args, **kwargs)
-        self._origins.made(result)
-        return result
-
-
 class Scope:
     """What is known in one part."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: int) -> None:
+        self.part, self.saved = part, 0
+        """Which part it is, and how many tensors it has saved."""
         self.of: dict[int, tuple[ref[torch.Tensor], Origin]] = {}
         self._outside = 0
         self.name, self.now, self.kinked = "", (0, 0), False

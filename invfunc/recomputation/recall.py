@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ from invfunc.recomputation.origins import Origins
 from invfunc.recomputation.outside import SHARDED, Outside, State, bare, rewrapped
 from invfunc.recomputation.sight import Sight
 from invfunc.recomputation.slots import Held, Hooks
-
-INVERSE = -2
 
 
 class Other:
@@ -107,8 +106,9 @@ class Recall(Sight):
     ) -> None:
         self._left = left
         self.active = followed or bool(others)
-        """Whether it sees any call."""
-        super().__init__((*given, *(origins.beside if origins else ())) if self.active else (), origins)
+        """Whether it puts anything in place."""
+        super().__init__(given if self.active else (), origins)
+        self._on = self.active or origins is not None
         self._followed = followed
         self._others = others
         self._found: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {part: {} for part in others}
@@ -130,6 +130,8 @@ class Recall(Sight):
         """What the inverse read that is none of what the function used, but may have taken its place; with copies."""
 
     def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not self.active:
+            return self.called(function, args, kwargs)
         func = function.func
         looks = function.called == "__get__"
         read = tree.tensors((args, kwargs))
@@ -152,29 +154,30 @@ class Recall(Sight):
         return result
 
     def _run(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+        body = function.composed() if self._followed else None
+        if body is not None:
+            return self.called(function, args, kwargs, partial(self._composed, body))
+        once = function.forms.once if self._followed else None
+        return self.called(function, args, kwargs, once and partial(once, function.func))
+
+    def _composed(self, body: Callable, *args: Any, **kwargs: Any) -> Any:
         origins, self.origins = self.origins, None  # what an operation is written out in is not followed
-        followed = origins if origins is not None and origins.call(function, args, kwargs) else None
         try:
-            body = function.composed() if self._followed else None
-            if body is not None:
-                with self:
-                    result = body(*args, **kwargs)
-            elif self._followed and function.forms.once is not None:
-                result = function.forms.once(function.func, *args, **kwargs)
-            else:
-                result = function.func(*args, **kwargs)
+            with self:
+                return body(*args, **kwargs)
         finally:
             self.origins = origins
-        if followed is not None:
-            followed.made(result)
-        return result
 
     def __enter__(self) -> Recall:
-        return super().__enter__() if self.active else self
+        return super().__enter__() if self._on else self
 
     def __exit__(self, *error: Any) -> None:
-        if self.active:
+        if self._on:
             super().__exit__(*error)
+
+    def came(self, part: int, result: Any) -> None:
+        super().came(part, result)
+        self.know_all(result)
 
     def know_all(self, result: Any, outer: Sequence[torch.Tensor] = (), new: bool = False) -> None:
         """Note that what a call gave, which read these from outside, is of the function."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -12,12 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from invfunc import thresholds
 from invfunc._functorch import pointer, version
 from invfunc.errors import ModifiedError, ReplayError
-from invfunc.recomputation.origins import Following, Origins, Place
+from invfunc.recomputation.origins import OUTSIDE, Key, Origins, Place
 from invfunc.recomputation.outside import SHARDED
 from invfunc.recomputation.probe import Probe
 from invfunc.recomputation.report import CHANGES
 from invfunc.recomputation.rounding import Error
-from invfunc.recomputation.sight import OUTSIDE, Parts
 
 
 class Saved(NamedTuple):
@@ -28,23 +27,6 @@ class Saved(NamedTuple):
     argument: int | None
     """Which of the further arguments it is, if it is one."""
     call: Place
-
-
-Key = tuple[int, int]
-"""Which saved tensor: of the evaluation of a shared function (-1: of f beside them), and which one there."""
-
-
-class Tape(Parts):
-    """The tensors that autograd saves in one evaluation of f, in order."""
-
-    def __init__(self) -> None:
-        self.counts: dict[int, int] = {}
-
-    def next(self) -> Key:
-        """The key of the tensor that is saved now."""
-        index = self.counts.get(self.part, 0)
-        self.counts[self.part] = index + 1
-        return self.part, index
 
 
 class Found(NamedTuple):
@@ -76,7 +58,6 @@ class Recording:
         places: which further arguments are where in memory.
         to_the_end: whether the evaluation goes on when all are there.
         origins: how they come about.
-        seen: whether others look on, and tell these.
     """
 
     def __init__(
@@ -86,15 +67,12 @@ class Recording:
         places: dict[int, int],
         to_the_end: bool,
         origins: Origins,
-        seen: bool,
     ) -> None:
         self.origins = origins
-        self._seen = seen
         self._like = like
         self._probes = probes
         self._places = places
         self._to_the_end = to_the_end
-        self._tape = Tape()
         self.found: dict[Key, Found] = {}
         self._apart: dict[Key, tuple[Error, Probe]] = {}
         """How far saved tensors are from what they were, and what they are."""
@@ -133,23 +111,16 @@ class Recording:
         return len(self.found) < len(self._like)
 
     @contextmanager
-    def part(self, index: int, given: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context in which a part is evaluated at these tensors, and what it saves is kept."""
-        self._tape.counts.pop(index, None)  # an inverse may be evaluated once more
-        outer, seen = self.origins.enter(index, given), self._seen
-        look = nullcontext() if seen else Following(self.origins)
-        self._seen = True
+    def keeping(self) -> Iterator[None]:
+        """A context in which what is saved is kept."""
         try:
-            with self._tape.within(index), saved_tensors_hooks(self._pack, _never), look:
+            with saved_tensors_hooks(self._pack, _never):
                 yield
         except RuntimeError:
             if self._stopped is None:
                 raise
             kind, told = self._stopped
             raise kind(*told) from None  # of which torch.jit has made an error of its own
-        finally:
-            self._seen = seen
-            self.origins.switch(outer)
 
     def _pack(self, tensor: torch.Tensor) -> None:
         try:
@@ -159,9 +130,8 @@ class Recording:
             raise
 
     def _record(self, tensor: torch.Tensor) -> None:
-        key = self._tape.next()
+        key, call = self.origins.save()
         like = self._like.get(key)
-        call = self.origins.place()
         if like is None or like[:3] != (tensor.shape, tensor.dtype, self._places.get(pointer(tensor))):
             then = "nothing" if like is None else f"{list(like.shape)} {like.dtype}"
             raise ReplayError(
@@ -174,9 +144,8 @@ class Recording:
         self._apart.pop(key, None)
         if key in self._probes:
             self._compare(key, tensor, like.call)
-        scope = self.origins.switch(None)  # which need not see this, where hooks are called between the calls of f
-        found = tensor.detach()  # of another, where an evaluation around puts one in its place
-        self.origins.switch(scope)
+        with self.origins.paused():  # hooks are called between the calls of f
+            found = tensor.detach()  # of another, where an evaluation around puts one in its place
         self.found[key] = Found(found, version(found))
         if key[0] == OUTSIDE and not self._to_the_end and not self.misses():
             raise Enough

@@ -10,43 +10,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from invfunc import tree
 from invfunc._functorch import base_of, unwrapped
 from invfunc._scripted import Watcher
 from invfunc._weak import WeakMemories
-from invfunc.operations.heard import Listener
-from invfunc.recomputation.origins import Origins
-
-OUTSIDE = -1
-"""The part of a function that is in none of its shared functions; these are counted from 0."""
-
-
-class Parts:
-    """Knows which part of a function is being evaluated."""
-
-    part = OUTSIDE
-
-    def within(self, part: int) -> _Within:
-        """A context in which a part is evaluated."""
-        return _Within(self, part)
-
-
-class _Within:
-    def __init__(self, parts: Parts, part: int) -> None:
-        self._parts, self._part = parts, part
-
-    def __enter__(self) -> None:
-        self._outer, self._parts.part = self._parts.part, self._part
-
-    def __exit__(self, *error: Any) -> None:
-        self._parts.part = self._outer
-
+from invfunc.operations.heard import Function, Listener
+from invfunc.recomputation.origins import OUTSIDE, Origins
 
 _AS_IT_IS = nullcontext()
 
 
-class Sight(Parts, Watcher, Listener):
-    """Sees every call of torch while a function runs, and which tensors it made or was given."""
+class Sight(Watcher, Listener):
+    """Sees every call of torch while a function runs, and which tensors it made or was given.
 
+    Args:
+        given: the tensors that it is given.
+        origins: are told of the calls, where what autograd saves is compared.
+    """
+
+    part = OUTSIDE
+    """Which part of the function is being evaluated."""
     lifts: Sequence[torch.Tensor] = ()
     """The arguments that stand, at the moment, for tensors that the function closes over."""
 
@@ -62,6 +45,30 @@ class Sight(Parts, Watcher, Listener):
         """The memory of what it was given, or has met from outside."""
         for t in given:
             self.know(t)
+
+    @contextmanager
+    def within(self, part: int) -> Iterator[None]:
+        """A context in which a part is evaluated."""
+        outer, self.part = self.part, part
+        try:
+            with _AS_IT_IS if self.origins is None else self.origins.within(part):
+                yield
+        finally:
+            self.part = outer
+
+    def came(self, part: int, result: Any) -> None:
+        """Note that the part gave a result."""
+        if self.origins is not None:
+            self.origins.know(("result", part), tree.tensors(result))
+
+    def called(self, function: Function, args: tuple, kwargs: dict[str, Any], run: Callable | None = None) -> Any:
+        """The result of a call, perhaps run in another way, of which the origins are told."""
+        origins, run = self.origins, run or function.func
+        if origins is None or not origins.call(function, args, kwargs):
+            return run(*args, **kwargs)
+        result = run(*args, **kwargs)
+        origins.made(result)
+        return result
 
     def know(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note that a tensor is of the function, and with it what it wraps."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from types import EllipsisType
 from typing import cast
 
@@ -100,10 +101,8 @@ class Held:
         if hooks is not None:
             pack, self._unpack = hooks
             origins = getattr(getattr(pack, "__self__", None), "origins", None)
-            scope = None if origins is None else origins.switch(None)  # it is saved by no call
-            self._packed = pack(tensor)
-            if origins is not None:
-                origins.switch(scope)
+            with nullcontext() if origins is None else origins.paused():  # it is saved by no call
+                self._packed = pack(tensor)
 
     def get(self) -> torch.Tensor:
         """The tensor, as it was."""

@@ -11,9 +11,9 @@ import torch
 from invfunc._functorch import level_of, levels, version
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.operations.heard import Function
+from invfunc.recomputation.origins import OUTSIDE
 from invfunc.recomputation.outside import SHARDED, Outside, State, bare, depends, targets, wrote
 from invfunc.recomputation.recall import Other, Use, meant
-from invfunc.recomputation.sight import OUTSIDE
 from invfunc.recomputation.slots import Hooks
 from invfunc.recomputation.sparse import any_sparse
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,21 +122,17 @@ class Watch(Sight):
             ]
 
     @staticmethod
-    def _drawn(function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _drawn(func: Callable, *args: Any, **kwargs: Any) -> Any:
         """The result of a call, which draws as it will when it is differentiated."""
         graph = any(kind == "grad" for kind, _ in levels())  # that of the function itself
         with torch.set_grad_enabled(graph), leaf_level() as (enter, _, leave):
             args, kwargs = tree.map_tensors(lambda t: enter(t) if t.is_floating_point() else t, (args, kwargs))
-            return leave(function.func(*args, **kwargs))
+            return leave(func(*args, **kwargs))
 
     def _run(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.noisy = function.entry.saves_early
-        origins = self.origins
-        followed = origins is not None and origins.call(function, args, kwargs)
         by_strides = self.closed and function.entry.draws_by_strides
-        result = self._drawn(function, args, kwargs) if by_strides else function.func(*args, **kwargs)
-        if origins is not None and followed:
-            origins.made(result)
+        result = self.called(function, args, kwargs, partial(self._drawn, function.func) if by_strides else None)
         if self.closed and function.called != "detach":
             if any(t in self._computed for t in tree.tensors((args, kwargs))):
                 self._computed.update(tree.tensors(result))
