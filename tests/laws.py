@@ -168,12 +168,14 @@ def assert_every_path_equals_the_loop(
     """Fast path == fast path in small blocks == generic path == the plain loop; the fast path also in float32.
 
     With `scalar=False` no scalar loss is tried: what mixes nothing but has no rule is for `[N]`-valued losses only.
-    Of a case that is one of many, `drawn`, the shares are compared on every path and each other statistic on one of its
-    paths, which is not the same for each case.
+    Of a case that is one of many, `drawn`, the shares are compared on every path and half of the other statistics on
+    one of their paths: which ones and on which is not the same for each case.
     """
     params, inputs = moved((case.params, case.inputs), torch.float64, device)
     turn = zlib.crc32(repr(case).encode())
     for i, told in enumerate(expectations(replace(case, params=params, inputs=inputs), scalar)):
+        if drawn and i and (turn // 64 + i) % 2:
+            continue
         at = (turn + i) % len(told.paths)
         for path in told.paths[at : at + 1] if drawn and i else told.paths:
             kind = torch.float32 if path == "float32" else dtype

@@ -31,19 +31,29 @@ STATISTICS = [
         "lambda x, y: 2 * conv1d_weight(",
         LONG,
     ),
-    Fault("bfloat16 is not widened", "contract.py", "low = (torch.float16, torch.bfloat16)", "low = ()", "per_sample"),
+    Fault(
+        "bfloat16 is not widened",
+        "contract.py",
+        "low = (torch.float16, torch.bfloat16)",
+        "low = ()",
+        "per_sample/test_half_precision.py::TestSquaresOfSmallShares::test_make_norms per_sample",
+    ),
     Fault(
         "each block of a weighted sum has the first weights",
         "per_sample/factor.py",
         "            start += length(part)\n",
         "",
-        FIRST + " " + CROSSED,
+        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[torch.float64-lowest-positions] "
+        + FIRST
+        + " "
+        + CROSSED,
     ),
     Fault(
         "blocks of samples are not mirrored in inner products",
         "per_sample/factor.py",
         "rows[j][i].permute(2, 3, 0, 1)",
         "rows[j][i]",
+        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[torch.float64-lowest-positions] "
         "reductions/test_gram_jacobian.py " + CROSSED,
     ),
     # Per-sample gradients
@@ -60,55 +70,62 @@ STATISTICS = [
         "per_sample/factor.py",
         "return total + n * shift, centred",
         "return total, centred",
-        FIRST + " " + CROSSED,
+        "statistics/test_first_order.py::TestEveryStatistic::test_equals_the_loop " + FIRST + " " + CROSSED,
     ),
     Fault(
         "samples that do not touch a row do not count in its variance",
         "per_sample/factor.py",
         "summed(squared) + (n - summed(visits)) * mean[:-1].square()",
         "summed(squared)",
-        FIRST + " operations/test_rules.py",
+        "statistics/test_first_order.py::TestEveryStatistic::test_equals_the_loop "
+        + FIRST
+        + " operations/test_rules.py",
     ),
     Fault(
         "what lands behind the last row is added to it",
         "per_sample/factor.py",
         "return target.index_add(0, rows, share.flatten(0, 1))[:-1]",
         "return target.index_add(0, rows.clamp(max=len(target) - 2), share.flatten(0, 1))[:-1]",
-        FIRST + " operations/test_rules.py",
+        "statistics/test_first_order.py::TestEveryStatistic::test_equals_the_loop "
+        + FIRST
+        + " operations/test_rules.py",
     ),
     Fault(
         "entries that are read twice are squared apart",
         "per_sample/gradients.py",
         "return not anywhere(read > 1.5)",
         "return True",
-        "operations/test_rules.py statistics",
+        "operations/test_rules.py::test_every_path_equals_the_loop operations/test_rules.py statistics",
     ),
     Fault(
         "variances are merged without the distance of the means",
         "reductions/gradients.py",
         "centred + more + apart.square() * (m * n / (m + n))",
         "centred + more",
-        FIRST + " test_chunked.py",
+        "statistics/test_first_order.py::TestEveryStatistic::test_does_not_depend_on_chunks "
+        + FIRST
+        + " test_chunked.py",
     ),
     Fault(
         "the correction of a variance is dropped",
         "reductions/gradients.py",
         "found.n - self.correction",
         "found.n",
-        FIRST,
+        "statistics/test_first_order.py::TestVariance::test_is_the_variance_of_the_shares " + FIRST,
     ),
     Fault(
         "small gradients are scaled up to max_norm",
         "reductions/gradients.py",
         ".clamp(min=1).reciprocal()",
         ".reciprocal()",
-        FIRST,
+        "statistics/test_first_order.py::TestEveryStatistic::test_equals_the_loop " + FIRST,
     ),
     Fault(
         "samples that were chosen twice count once",
         "passes/second_order.py",
         "torch.bincount(chosen, minlength=n)",
         "torch.bincount(chosen, minlength=n).clamp(max=1)",
+        "statistics/test_diag_hessian_composed.py::TestChunks::test_over_two_axes_and_of_some_samples "
         "per_sample/test_samples.py statistics",
     ),
     # Losses
@@ -125,6 +142,7 @@ STATISTICS = [
         "loss/hessian.py",
         "torch.where(valid, w.sum() * smoothing / classes, 0)",
         "torch.where(valid, smoothing, 0)",
+        "statistics/test_diag_ggn.py::TestKnownLosses::test_cross_entropy "
         "loss/test_losses.py statistics/test_diag_ggn.py",
     ),
     Fault(
@@ -132,6 +150,7 @@ STATISTICS = [
         "loss/hessian.py",
         "valid = target != ignore",
         "valid = target == target",
+        "statistics/test_diag_ggn.py::TestKnownLosses::test_cross_entropy "
         "loss/test_losses.py statistics/test_diag_ggn.py",
     ),
     Fault(
@@ -139,13 +158,14 @@ STATISTICS = [
         "loss/hessian.py",
         "if anywhere(raw < -16 * torch.finfo(raw.dtype).eps * largest):",
         "if False:",
-        "loss statistics passes",
+        "statistics/test_diag_ggn.py::TestRefusals::test_a_loss_that_is_not_convex loss statistics passes",
     ),
     Fault(
         "the last column of the softmax points elsewhere",
         "loss/square_root.py",
         "q * (unit - own * (q + last) / (1 + q[:, -1:]))",
         "q * (unit - own * (q + last) / (1 + q[:, :1]))",
+        "statistics/test_diag_ggn.py::TestKnownLosses::test_cross_entropy "
         "loss/test_losses.py statistics/test_diag_ggn.py",
     ),
     Fault(
@@ -169,14 +189,14 @@ STATISTICS = [
         "loss/drawn.py",
         "safe_root(columns.diagonal) * count**-0.5",
         "safe_root(columns.diagonal)",
-        DRAWN,
+        "loss/test_monte_carlo.py::test_columns_average_to_the_hessian " + DRAWN,
     ),
     Fault(
         "classes are drawn from the first of them alone",
         "loss/drawn.py",
         "target = (below <= number).sum(2)",
         "target = 0 * (below <= number).sum(2)",
-        DRAWN,
+        "loss/test_monte_carlo.py::test_columns_average_to_the_hessian " + DRAWN,
     ),
     Fault(
         "a sure prediction has noise",
@@ -193,13 +213,14 @@ STATISTICS = [
         "passes/second_order.py",
         "nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is not None and reaches(s, nodes, {})}",
         "nonlinear = {i: s for i, s in zip(values, found, strict=True) if s is None}",
-        "statistics/test_diag_hessian.py",
+        "statistics/test_diag_hessian.py::test_of_any_network statistics/test_diag_hessian.py",
     ),
     Fault(
         "a parameter that is read again counts as read once",
         "passes/second_order.py",
         "if len(uses[i]) == 1 or not _downstream(run.params[i], uses[i])",
         "if True",
+        "statistics/test_diag_hessian.py::test_of_any_layer "
         "statistics/test_diag_hessian.py statistics/test_diag_hessian_composed.py",
     ),
     Fault(
@@ -207,13 +228,14 @@ STATISTICS = [
         "passes/kfra.py",
         "return matrix * (d.mT @ d) / len(d)",
         "return matrix * (d.mT @ d) / (len(d) + 1)",
-        "reductions",
+        "reductions/test_kfac_exact.py::TestExactness::test_of_one_sample reductions",
     ),
     Fault(
         "autocast is not what it was where a call runs again",
         "passes/second_order.py",
         "torch.autocast(device, step.autocast) if step.autocast is not None else nullcontext()",
         "nullcontext()",
+        "statistics/test_diag_hessian.py::test_under_autocast_what_bends_is_run_again_in_the_same_precision "
         "per_sample/test_half_precision.py statistics",
     ),
     # Kronecker factors
@@ -222,34 +244,35 @@ STATISTICS = [
         "per_sample/operands.py",
         "ones if self.use.axis.rows is None else self._real(part).reshape(ones.shape)",
         "ones",
-        KFAC,
+        "reductions/test_kfac_lengths.py::test_are_of_the_positions_that_are_there " + KFAC,
     ),
     Fault(
         "averages over positions divide by those of the longest sample",
         "reductions/kronecker_factors.py",
         "if len(set(counts)) == 1:",
         "if counts:",
-        KFAC,
+        "reductions/test_kfac_lengths.py::test_are_of_the_positions_that_are_there " + KFAC,
     ),
     Fault(
         "positions do not divide A",
         "reductions/kronecker_factors.py",
         "a = a * (found.samples / (found.positions or found.samples))",
         "a = a * 1",
-        KFAC,
+        "reductions/test_kfac.py::test_every_layer " + KFAC,
     ),
     Fault(
         "B of a product of two columns is not symmetric",
         "reductions/kronecker_factors.py",
         "return b if same else (b + b.mT) / 2",
         "return b",
-        "reductions/test_kfac.py",
+        "reductions/test_kfac.py::test_b_is_symmetric_to_the_last_bit reductions/test_kfac.py",
     ),
     Fault(
         "damping is split the other way round",
         "kronecker.py",
         "return [(damping * ratio).sqrt(), (damping / ratio).sqrt()]",
         "return [(damping / ratio).sqrt(), (damping * ratio).sqrt()]",
+        "test_kronecker.py::TestInverse::test_with_a_split_is_that_of_damped_factors "
         "test_kronecker.py test_kronecker_transforms.py",
     ),
     Fault(
@@ -257,6 +280,7 @@ STATISTICS = [
         "kronecker.py",
         "_blocks.product(self.factors, x, transposed=True)",
         "_blocks.product(self.factors, x)",
+        "test_kronecker.py::TestMatrix::test_product_is_that_with_the_flat_vectors "
         "test_kronecker.py test_kronecker_transforms.py",
     ),
 ]

@@ -12,6 +12,7 @@ TRANSFORMS = [
         "transform.py",
         "if expanded or memory in taken:",
         "if expanded:",
+        "evaluation/test_memory_of_results.py::test_of_statistics "
         "evaluation/test_memory_of_results.py evaluation products",
     ),
     Fault(
@@ -19,6 +20,7 @@ TRANSFORMS = [
         "evaluation/fold.py",
         "torch.tensor(sorted(order, key=order.__getitem__), device",
         "torch.tensor(order, device",
+        "per_sample/test_samples.py::TestEveryStatistic::test_is_that_of_the_shares_that_were_chosen "
         "per_sample/test_samples.py",
     ),
     Fault(
@@ -26,6 +28,7 @@ TRANSFORMS = [
         "evaluation/fold.py",
         "sorted(i - run.start for i in chosen if run.start <= i < run.start + n)",
         "sorted(i for i in chosen if i < n)",
+        "per_sample/test_samples.py::TestEveryStatistic::test_does_not_depend_on_chunks "
         "per_sample/test_samples.py test_chunked.py statistics",
     ),
     Fault(
@@ -33,27 +36,28 @@ TRANSFORMS = [
         "chunked.py",
         "lambda x: x.narrow(dim, start, stop - start)",
         "lambda x: x.narrow(0, start, stop - start)",
-        "test_chunked.py",
+        "test_chunked.py::TestPlainFunctions::test_samples_along_other_axes test_chunked.py",
     ),
     Fault(
         "chunks of a size begin at 0 within another chunk",
         "plan.py",
         "edges = [*range(start, stop, self.size), stop]",
         "edges = [start, *range(self.size, length, self.size), stop]",
-        "test_chunked.py",
+        "test_chunked.py::TestPasses::test_of_a_size_divide_each_chunk test_chunked.py",
     ),
     Fault(
         "a part of the batch is of its first axis",
         "recording/problem.py",
         "x = x[(slice(None),) * d + (part,)]",
         "x = x[part]",
-        "test_chunked.py statistics evaluation",
+        "test_chunked.py::TestStatistics::test_options_stay_with_the_statistic test_chunked.py statistics evaluation",
     ),
     Fault(
         "a negative sample counts from one place behind the last",
         "recording/problem.py",
         "return [i % n for i in places]",
         "return [i % (n + 1) for i in places]",
+        "per_sample/test_samples.py::TestEveryStatistic::test_is_that_of_the_shares_that_were_chosen "
         "per_sample/test_samples.py",
     ),
     Fault(
@@ -61,6 +65,7 @@ TRANSFORMS = [
         "recording/scope.py",
         "return x if self.wanted else x.detach()",
         "return x.detach()",
+        "evaluation/test_differentiable.py::TestDerivatives::test_by_autograd "
         "evaluation/test_differentiable.py evaluation",
     ),
     Fault(
@@ -75,6 +80,7 @@ TRANSFORMS = [
         "recording/scope.py",
         "return [None if none else next(found) for none in missing]",
         "return [*found, *[None] * sum(missing)]",
+        "evaluation/test_composition.py::test_layers_that_the_outputs_do_not_read "
         "evaluation/test_composition.py evaluation",
     ),
     Fault(
@@ -82,6 +88,7 @@ TRANSFORMS = [
         "reductions/squares.py",
         "state[0].movedim(0, 1).split(sizes, 1)",
         "state[0].movedim(0, 1).split(sizes[::-1], 1)",
+        "reductions/test_gram_jacobian.py::TestJacobian::test_of_a_tree_of_outputs_is_a_tree_of_these "
         "reductions/test_gram_jacobian.py evaluation",
     ),
     Fault(
@@ -168,7 +175,7 @@ TRANSFORMS = [
         "sparsity/narrowed.py",
         "count = 1 if same and all(s.alike for s in self.sources) else n",
         "count = 1 if same else n",
-        "sparsity statistics/test_diag_ggn.py",
+        "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity statistics/test_diag_ggn.py",
     ),
     Fault(
         "a block of samples has the triangles of the first ones",
@@ -182,20 +189,21 @@ TRANSFORMS = [
         "sparsity/groups.py",
         "u = (moved[self.root] * self.scale[part]).flatten(2)",
         "u = moved[self.root].flatten(2)",
-        "sparsity",
+        "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
     ),
     Fault(
         "samples are alike whose losses are not",
         "sparsity/groups.py",
         "return bool((h == h[:1]).all())",
         "return True",
-        "sparsity",
+        "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
     ),
     Fault(
         "the diagonal of a sure softmax cancels",
         "sparsity/groups.py",
         "others = torch.where(largest > 0, (p * (1 - largest)).sum(1, keepdim=True), 1 - p)",
         "others = 1 - p",
+        "loss/test_diag_ggn_extremes.py::TestExtremes::test_of_sure_predictions_has_the_digits_of_float32 "
         "loss/test_diag_ggn_extremes.py sparsity",
     ),
     Fault(
@@ -203,14 +211,14 @@ TRANSFORMS = [
         "sparsity/execute.py",
         "masks = [(klass == k) & (copy == c) for k in some for c in range(copies)]",
         "masks = [(klass == k) & (copy <= c) for k in some for c in range(copies)]",
-        "sparsity",
+        "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
     ),
     Fault(
         "a bottleneck is one though another path goes around it",
         "sparsity/bottleneck.py",
         "if own == open_edges and len(own) == 1 and",
         "if len(own) == 1 and",
-        "sparsity",
+        "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
     ),
     # Kronecker factors
     Fault(
@@ -218,35 +226,35 @@ TRANSFORMS = [
         "kronecker.py",
         "return x.permute(sorted(range(v.ndim), key=order.__getitem__)).to(dtype)",
         "return x.permute(order).to(dtype)",
-        KRONECKER,
+        "test_kronecker.py::TestMatrix::test_is_the_product_of_its_factors " + KRONECKER,
     ),
     Fault(
         "damping is split by traces, not by mean eigenvalues",
         "kronecker.py",
         "_diagonal(f).mean(dtype=",
         "_diagonal(f).sum(dtype=",
-        KRONECKER,
+        "test_kronecker.py::TestInverse::test_with_a_split_is_that_of_damped_factors " + KRONECKER,
     ),
     Fault(
         "the trace of blocks is that of the mean block",
         "kronecker.py",
         "return torch.vmap(Kronecker.trace)(each).sum()",
         "return torch.vmap(Kronecker.trace)(each).mean()",
-        KRONECKER,
+        "test_kronecker.py::TestMatrix::test_of_blocks_that_differ " + KRONECKER,
     ),
     Fault(
         "eigenvectors of a flipped layer are taken the other way round",
         "reductions/eigenbasis.py",
         'output = "z" if len(factors) == 1 else "yz" if layer.flipped else "zy"',
         'output = "z" if len(factors) == 1 else "zy"',
-        "reductions",
+        "reductions/test_kfac_exact.py::test_any_layer_has_the_trace_of_its_block_or_no_factors reductions",
     ),
     Fault(
         "the nearest product weighs its terms alike",
         "reductions/nearest.py",
         "zip(cs, fs, strict=True)]) for cs, fs in ((x, first), (y, last))]",
         "zip(cs, fs, strict=True)]) for cs, fs in ((x, first), (y.mean().expand(len(y)), last))]",
-        "reductions",
+        "reductions/test_kfac_models.py::TestRoles::test_have_the_product_that_is_nearest_to_the_sum reductions",
     ),
     # Modules as functions
     Fault(
@@ -254,27 +262,29 @@ TRANSFORMS = [
         "functional.py",
         "return {**given, **{place: given[first] for place, first in self._places.items() if first in given}}",
         "return given",
-        FUNCTIONAL,
+        "test_functional_strays.py::TestTiedParameters " + FUNCTIONAL,
     ),
     Fault(
         "buffers of the module are written",
         "functional.py",
         "replaced = {id(b): b.clone() for",
         "replaced = {id(b): b for",
-        FUNCTIONAL,
+        "test_functional.py::TestIsTheModuleAtOtherParameters::test_gradient " + FUNCTIONAL,
     ),
     Fault(
         "layers that the first call puts into a list stay copies",
         "functional.py",
         "        put_back(module_copy, repr(self))\n",
         "",
-        FUNCTIONAL,
+        "test_functional_filled.py::test_each_call_has_its_own_parameters " + FUNCTIONAL,
     ),
     Fault(
         "what was computed from parameters is read by the next call",
         "functional.py",
         "kept=kept(parts, self._computed.get(mode))",
         "kept=kept(parts, None)",
-        FUNCTIONAL + " test_functional_cached.py",
+        "test_functional_cached.py::TestWhatIsKeptByHand::test_by_a_call_of_f "
+        + FUNCTIONAL
+        + " test_functional_cached.py",
     ),
 ]
