@@ -1,7 +1,5 @@
 """The statistics of the shares of a loss function against a plain loop."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, tree
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad, loop_sum_grad_squared
-from tests.laws import OF_LOSSES, composed, in_blocks
+from tests.laws import OF_LOSSES
 from tests.networks import LOSSES, networks, samples_loss
 from tests.strategies import Numbers
 
@@ -31,12 +29,6 @@ def drawn(net, loss):
 
 @pytest.mark.quick
 class TestShares:
-    @given(networks(), losses, reductions)
-    def test_sum_to_the_gradient(self, net, loss, reduction):
-        f, args = reduced(samples_loss(net, loss), reduction), drawn(net, loss)
-        summed = tree.map_leaves(lambda g: g.sum(0), invfunc.batch_grad(f)(*args))
-        assert_trees_close(summed, torch.func.grad(lambda p: f(p, *args[1:]).sum())(args[0]), EXACT)
-
     @given(networks(), losses)
     def test_carry_the_scale_of_the_loss(self, net, loss):
         f, args = samples_loss(net, loss), drawn(net, loss)
@@ -78,30 +70,6 @@ class TestShares:
 
 @statistics
 class TestEveryStatistic:
-    @pytest.mark.quick
-    @given(networks(), losses, reductions)
-    def test_equals_the_loop(self, kind, net, loss, reduction):
-        f, args = samples_loss(net, loss), drawn(net, loss)
-        scaled = (lambda *a: f(*a) / net.n) if reduction is torch.mean else f
-        assert_trees_close(kind.make(reduced(f, reduction))(*args), kind.loop(scaled)(*args), EXACT)
-
-    @given(networks(), losses, reductions)
-    def test_does_not_depend_on_blocks(self, kind, net, loss, reduction):
-        """Of samples, of which each brings some of what is merged."""
-        f, args = reduced(samples_loss(net, loss), reduction), drawn(net, loss)
-        assert_trees_close(in_blocks(kind.make(f))(*args), kind.make(f)(*args), EXACT)
-
-    @given(st.data(), networks(), losses, reductions)
-    def test_does_not_depend_on_chunks(self, kind, data, net, loss, reduction):
-        args = drawn(net, loss)
-        f = samples_loss(net, loss)
-        if reduction is not None:
-            f = composed(net.f, partial(loss, reduction=reduction.__name__))
-        t = divided = kind.make(f)
-        for over in data.draw(st.lists(st.sampled_from(kind.axes), min_size=1, max_size=2)):
-            divided = chunked(divided, data.draw(st.integers(1, 6)), over=over)
-        assert_trees_close(divided(*args), t(*args), EXACT)
-
     def test_has_no_other_axes(self, kind):
         for over in {"outputs", "samples", "params"} - {*kind.axes}:
             with pytest.raises(ArgumentError, match=f"over='{over}'.*{', '.join(map(repr, kind.axes))}"):

@@ -3,13 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 from invfunc import batch_diag_ggn, chunked, diag_ggn, sqrt_ggn, tree
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_jacobian
-from tests.laws import composed, generic, in_blocks
-from tests.networks import LOSSES, network, networks, total
+from tests.networks import LOSSES, network, total
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-10, 1e-6
@@ -43,20 +40,6 @@ def diagonals(f, loss):
 def squared(root):
     """The diagonals of what a square root is a root of."""
     return tree.map_leaves(lambda s: s.square().sum(0), root)
-
-
-@pytest.mark.quick
-@given(net=networks(), kind=st.sampled_from(KINDS), path=st.sampled_from(["fast", "blocks", "generic"]))
-def test_of_any_network(net, kind, path):
-    loss, target = kind
-    on = {"fast": lambda t: t, "blocks": in_blocks, "generic": generic}[path]
-    args = (net.params, net.x, target(Numbers(1), net.n))
-    wanted = diagonals(net.f, loss)(*args)
-    assert_trees_close(on(batch_diag_ggn(net.f, loss))(*args), wanted, EXACT, FLOOR)
-    assert_trees_close(squared(on(sqrt_ggn(net.f, loss))(*args)), wanted, EXACT, FLOOR)
-    if kind in KNOWN:
-        assert_trees_close(on(batch_diag_ggn(composed(net.f, loss)))(*args), wanted, EXACT, FLOOR)
-        assert_trees_close(squared(on(sqrt_ggn(composed(net.f, loss)))(*args)), wanted, EXACT, FLOOR)
 
 
 @pytest.mark.quick

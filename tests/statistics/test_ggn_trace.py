@@ -3,31 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.func import grad, vmap
 
 from invfunc import chunked, diag_ggn, ggn_trace, tree
-from invfunc.testing import assert_trees_close, dense_ggn
-from tests.laws import composed, generic, in_blocks
-from tests.networks import LOSSES, network, networks, total
+from invfunc.testing import assert_trees_close
+from tests.laws import generic, in_blocks
+from tests.networks import LOSSES, network, total
 from tests.strategies import Numbers
 
 EXACT, FLOOR = 1e-9, 1e-6
 PATHS = {"fast": lambda t: t, "blocks": in_blocks, "generic": generic}
-
-
-@pytest.mark.quick
-@settings(max_examples=15)
-@given(net=networks(), loss=st.sampled_from(LOSSES), path=st.sampled_from(list(PATHS)))
-def test_it_is_that_of_the_dense_matrix(net, loss, path):
-    args = (net.params, net.x, loss.target(Numbers(1), net.n))
-    wanted = tree.map_leaves(torch.trace, dense_ggn(net.f, loss)(*args))
-    for functions in ((net.f, loss), (composed(net.f, loss),)):
-        each = PATHS[path](ggn_trace(*functions, per_parameter=True))(*args)
-        assert_trees_close(each, wanted, EXACT, FLOOR)
-        summed = PATHS[path](ggn_trace(*functions))(*args)
-        assert_trees_close(summed, sum(tree.leaves(wanted)), EXACT, FLOOR)
 
 
 def arranged(called="convolution", n=4):

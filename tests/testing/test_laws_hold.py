@@ -8,6 +8,7 @@ from invfunc.testing import laws, strategies
 from invfunc.testing.laws.rows import FACTORS, ROWS
 from invfunc.testing.models import FAMILIES
 
+OF_FUNCTIONS = [name for name, law in laws.LAWS.items() if law.subject == "a function"]
 FORMS = {
     "a model and its loss": lambda of: (of.args, of.options),
     "a loss function": lambda of: ((of.f, of.model.params, *of.batch), {"in_dims": of.in_dims}),
@@ -17,6 +18,11 @@ COMPUTED = ["derived", "recurrent"]
 """Families that have no K-factors: weights are computed from parameters."""
 OF_FACTORS = "K-factors of one sample are its block"
 WITHOUT_SAMPLER = "log cosh of outputs"
+
+
+def quick(names):
+    """The cheap and telling ones come first."""
+    return [pytest.param(name, marks=pytest.mark.quick) for name in names]
 
 
 def some(model):
@@ -34,8 +40,7 @@ def may_be_refused(of, problem):
     return chain or (factors and problem.model.family in COMPUTED) or (drawn and problem.loss.called == WITHOUT_SAMPLER)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("law", [name for name, law in laws.LAWS.items() if law.subject == "a function"])
+@pytest.mark.parametrize("law", [*quick(OF_FUNCTIONS[:6]), *OF_FUNCTIONS[6:]])
 @given(st.data())
 @settings(max_examples=12)
 def test_of_functions(law, dtype, device, data):
