@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-FIRST = "statistics/test_first_order.py per_sample/test_clipped_grad.py"
+FIRST = "testing/test_laws_hold.py statistics/test_first_order.py per_sample/test_clipped_grad.py"
 CROSSED = "operations/test_thresholds.py"
 LONG = CROSSED + "::TestKFactors " + CROSSED
 KFAC = "reductions/test_kfac.py reductions/test_kfac_exact.py reductions/test_kfac_lengths.py"
@@ -174,7 +174,7 @@ STATISTICS = [
         "(vectors * values.clamp(min=0).sqrt().unsqueeze(1))",
         "(vectors * values.clamp(min=0).sqrt().unsqueeze(2))",
         "statistics/test_ggn_of_samples.py::test_the_products_of_a_root_are_the_matrix "
-        "statistics/test_ggn_of_samples.py loss statistics reductions",
+        "statistics/test_ggn_of_samples.py testing/test_laws_hold.py loss statistics reductions",
     ),
     Fault(
         "eigenvalues that round below zero have a root",
@@ -182,7 +182,7 @@ STATISTICS = [
         "values.clamp(min=0).sqrt()",
         "values.sqrt()",
         "statistics/test_ggn_of_samples.py::test_the_products_of_a_root_are_the_matrix "
-        "statistics/test_ggn_of_samples.py loss statistics reductions",
+        "statistics/test_ggn_of_samples.py testing/test_laws_hold.py loss statistics reductions",
     ),
     Fault(
         "targets are drawn with too few columns in the scale",

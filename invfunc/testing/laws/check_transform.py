@@ -113,7 +113,14 @@ def _drawn(tried_on: Callable[[models.Problem], None], loss: models.Loss, deadli
     phases = hypothesis.Phase.generate, hypothesis.Phase.shrink
 
     @hypothesis.seed(seed)
-    @hypothesis.settings(max_examples=EXAMPLES, deadline=None, database=None, print_blob=False, phases=phases)
+    @hypothesis.settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        phases=phases,
+        report_multiple_bugs=False,  # one after the other
+    )
     @hypothesis.given(strategies.models())
     def test(model: models.Model) -> None:
         nonlocal count, failed
