@@ -173,7 +173,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def branches(function):
-    """McCabe's complexity of a function without those in it, as radon counts it: the ways through it that begin."""
+    """McCabe's complexity of a function with those in it, as radon counts it: the ways through them that begin."""
     count, waiting = 1, list(function.body)
     while waiting:
         node = waiting.pop()
@@ -190,7 +190,7 @@ def branches(function):
                 count += 1 + len(node.ifs)
             case ast.Match():
                 count += len(node.cases) - any(getattr(c.pattern, "pattern", False) is None for c in node.cases)
-        if not isinstance(node, (*FUNCTIONS, ast.Assert)):
+        if not isinstance(node, ast.Assert):
             waiting += ast.iter_child_nodes(node)
     return count
 

@@ -114,7 +114,7 @@ def einsum(equation: Any, *operands: Any) -> Equation | None:
     def spell(labels: str, ndim: int | None = None) -> str:
         labels = "".join(names.get(c, c) for c in labels)
         have = width if ndim is None else ndim - len(labels.replace("...", ""))
-        return labels.replace("...", dots[width - have :] if have else "")
+        return labels.replace("...", dots[width - have :])
 
     inputs = [spell(s, t.ndim) for s, t in zip(inputs, tensors, strict=True)]
     if any(len(set(s)) < len(s) for s in inputs):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from math import isclose
 from operator import or_
 from typing import Any, TypeVar
@@ -133,27 +133,29 @@ def checks(trace: Trace) -> list[tuple[Callable[[Trace, Trace, torch.Tensor], No
 
 def same_elsewhere(trace: Trace, other: Trace, order: torch.Tensor) -> None:
     """Check that what samples met is the same when they are in another order, or in that order as well."""
-
-    def moved(a: torch.Tensor, b: torch.Tensor) -> bool:
-        rows = (d for d, size in enumerate(a.shape) if size == len(order))
-        return _equal(a, b) or any(_equal(a.index_select(d, order), b) for d in rows)
-
-    def same(a: ConstantsMet, b: ConstantsMet) -> bool:
-        sizes = len(a.numbers) == len(b.numbers) and len(a.tensors) == len(b.tensors)
-        near = all(isclose(x, y, rel_tol=1e-5) or x != x != y for x, y in zip(a.numbers, b.numbers, strict=False))
-        return a.name == b.name and sizes and near and all(map(moved, a.tensors, b.tensors))
-
     for total in (False, True):  # terms of a sum may be in any order
         given, found = ([b for b in t.constants_met if b.total is total] for t in (trace, other))
         if total:
             given, found = (sorted(each, key=lambda b: (b.name, b.numbers)) for each in (given, found))
         if len(given) != len(found):
             raise samples_unseen(f"{spelled(trace.escaped)}, after which f does something else in another order")
-        wrong = next((a.name for a, b in zip(given, found, strict=True) if not same(a, b)), None)
+        wrong = next((a.name for a, b in zip(given, found, strict=True) if not _same(a, b, order)), None)
         if wrong is not None:
             raise samples_unseen(
                 f"`{wrong}`, which reads what was taken out of some of them by {spelled(trace.escaped)}"
             )
+
+
+def _same(a: ConstantsMet, b: ConstantsMet, order: torch.Tensor) -> bool:
+    """Whether samples met the same, or that in another order."""
+    sizes = len(a.numbers) == len(b.numbers) and len(a.tensors) == len(b.tensors)
+    near = all(isclose(x, y, rel_tol=1e-5) or x != x != y for x, y in zip(a.numbers, b.numbers, strict=False))
+    return a.name == b.name and sizes and near and all(map(partial(_moved, order=order), a.tensors, b.tensors))
+
+
+def _moved(a: torch.Tensor, b: torch.Tensor, order: torch.Tensor) -> bool:
+    rows = (d for d, size in enumerate(a.shape) if size == len(order))
+    return _equal(a, b) or any(_equal(a.index_select(d, order), b) for d in rows)
 
 
 def same_rows(trace: Trace, other: Trace, places: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -97,15 +98,9 @@ def pulled(fn: Map, number: int, wanted: Sequence[int], given: Sequence[int], id
 
     def slope(tensors: Tensors) -> list[torch.Tensor]:
         create_graph = torch.is_grad_enabled()
-        with _differentiating(create_graph, tensors) as (tensors, (enter, edge, leave)):
-            inputs = [enter(t) if i in wanted else t for i, t in enumerate(tensors[:number])]
-            asked = [edge(inputs[i]) for i in wanted]
-            outputs = fn(inputs)
-            back = [(edge(outputs[i]), g) for i, g in zip(given, tensors[number:], strict=True)]
-            del inputs, outputs  # autograd knows what it needs of them
-            found = _gradients(back, asked, create_graph)
-            idle.update(i for i, g in zip(wanted, found, strict=True) if g is None)
-            return [_left(g, tensors[i], leave) for i, g in zip(wanted, found, strict=True)]
+        with _differentiating(create_graph, tensors) as (tensors, level):
+            inputs, gs = tensors[:number], tensors[number:]
+            return _pulled_back(fn, inputs, gs, (wanted, given, idle), level, partial(_gradients, create_graph))
 
     return slope
 
@@ -127,64 +122,98 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
 
     def step(tensors: Tensors) -> list[torch.Tensor]:
         create_graph = torch.is_grad_enabled()
-        with _differentiating(create_graph, tensors) as (tensors, (enter, edge, leave)):
-            sources, rest, gs = (
-                tensors[:n_sources],
-                tensors[n_sources : n_sources + n_rest],
-                tensors[n_sources + n_rest :],
-            )
+        with _differentiating(create_graph, tensors) as (tensors, level):
+            sources, rest = tensors[:n_sources], tensors[n_sources : n_sources + n_rest]
             constant = _among([t for i, t in enumerate(rest, n_xs) if i not in wanted])
-            graphs: dict[int, _Graph] = {}
-            values: dict[int, tuple[list[torch.Tensor], tree.Form]] = {}
-            zeros: dict[int, list[torch.Tensor | None]] = {}
+            shared, leave = _Shared(level, constant, create_graph), level[2]
+            xs = [leave(x) for x in run.inverse(sources, rest, shared.evaluate)]
+            inputs, gs = [*xs, *rest], tensors[n_sources + n_rest :]
 
-            def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-                inputs, form = tree.separate((args, kwargs))
-                inputs = [enter(t) if not (is_sparse(t) or constant(t)) and differentiable(t) else t for t in inputs]
-                args, kwargs = form.join(inputs)
-                outputs, form = tree.separate(fn(*args, **kwargs))
-                graphs[index] = [*map(edge, inputs)], [*map(edge, outputs)]
-                values[index] = [leave(t) for t in outputs], form
-                with unwatched():
-                    zeros[index] = [leave(t).new_zeros(()) if vmaps_of(t) else None for t in inputs]
-                return form.join(values[index][0])
+            def forward(tensors: Tensors) -> list[torch.Tensor]:
+                return run.forward(tensors[:n_xs], tensors[n_xs:], shared.recall)
 
-            xs = [leave(x) for x in run.inverse(sources, rest, evaluate)]
-            places: dict[int, _Graph] = {}
-
-            def recall(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-                found, form = values.pop(index)
-                found = [enter(t) if differentiable(t) else t for t in found]
-                inputs = [
-                    _for_each(t, zero) for t, zero in zip(tree.tensors((args, kwargs)), zeros[index], strict=True)
-                ]
-                if any(t.requires_grad for t in inputs if is_sparse(t)):
-                    raise ReplayError(_SPARSE)
-                places[index] = [*map(edge, inputs)], [*map(edge, found)]
-                return form.join(found)
-
-            inputs = [enter(t) if i in wanted else t for i, t in enumerate((*xs, *rest))]
-            asked = [edge(inputs[i]) for i in wanted]
-            ys = run.forward(inputs[:n_xs], inputs[n_xs:], recall)
-            back = [(edge(ys[i]), g) for i, g in zip(given, gs, strict=True)]
-            del inputs, ys  # autograd knows what it needs of them
-            for index in sorted(graphs, reverse=True):
-                (inner, outer), (own_inner, own_outer) = places.pop(index), graphs.pop(index)
-                of_outer = _gradients(back, outer, create_graph, retain=True)
-                within = [own if place is not None else None for place, own in zip(inner, own_inner, strict=True)]
-                pairs = [(place, g) for place, g in zip(own_outer, of_outer, strict=True) if g is not None]
-                of_inner = _gradients(pairs, within, create_graph)
-                back += [(place, g) for place, g in zip(inner, of_inner, strict=True) if g is not None]
-            found = _gradients(back, asked, create_graph)
-            idle.update(i for i, g in zip(wanted, found, strict=True) if g is None)
-            given_in = (*xs, *rest)
-            return xs + [_left(g, given_in[i], leave) for i, g in zip(wanted, found, strict=True)]
+            return xs + _pulled_back(forward, inputs, gs, (wanted, given, idle), level, shared.gradients)
 
     return step
 
 
+def _pulled_back(
+    fn: Map,
+    tensors: Tensors,
+    gs: Tensors,
+    asked: tuple[Sequence[int], Sequence[int], set[int]],
+    level: _Level,
+    gradients: Callable[[Ends, Sequence[Edge | None]], list[torch.Tensor | None]],
+) -> list[torch.Tensor]:
+    """The gradients of a map at a level of our own, as `pulled` is asked for them: `(wanted, given, idle)`."""
+    (wanted, given, idle), (enter, edge, leave) = asked, level
+    inputs = [enter(t) if i in wanted else t for i, t in enumerate(tensors)]
+    places = [edge(inputs[i]) for i in wanted]
+    outputs = fn(inputs)
+    back = [(edge(outputs[i]), g) for i, g in zip(given, gs, strict=True)]
+    del inputs, outputs  # autograd knows what it needs of them
+    found = gradients(back, places)
+    idle.update(i for i, g in zip(wanted, found, strict=True) if g is None)
+    return [leave(torch.zeros_like(tensors[i]) if g is None else g) for i, g in zip(wanted, found, strict=True)]
+
+
+class _Shared:
+    """Shared functions as the inverse evaluates them: forward is given their results, and its gradients go through
+    their graphs.
+
+    Args:
+        level: of the graphs.
+        constant: whether no gradient is asked of a tensor that they are given.
+        create_graph: whether the gradients have a graph.
+    """
+
+    def __init__(self, level: _Level, constant: Callable[[torch.Tensor], bool], create_graph: bool) -> None:
+        self._level, self._constant, self._create_graph = level, constant, create_graph
+        self._graphs: dict[int, _Graph] = {}
+        self._places: dict[int, _Graph] = {}
+        """Where forward has given them their inputs, and got their outputs."""
+        self._values: dict[int, tuple[list[torch.Tensor], tree.Form]] = {}
+        self._zeros: dict[int, list[torch.Tensor | None]] = {}
+
+    def evaluate(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One of them, for the inverse."""
+        enter, edge, leave = self._level
+        inputs, form = tree.separate((args, kwargs))
+        inputs = [t if is_sparse(t) or self._constant(t) or not differentiable(t) else enter(t) for t in inputs]
+        args, kwargs = form.join(inputs)
+        outputs, form = tree.separate(fn(*args, **kwargs))
+        self._graphs[index] = [*map(edge, inputs)], [*map(edge, outputs)]
+        values = [leave(t) for t in outputs]
+        self._values[index] = values, form
+        with unwatched():
+            self._zeros[index] = [leave(t).new_zeros(()) if vmaps_of(t) else None for t in inputs]
+        return form.join(values)
+
+    def recall(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What one of them gave, for forward."""
+        enter, edge, _ = self._level
+        found, form = self._values.pop(index)
+        found = [enter(t) if differentiable(t) else t for t in found]
+        inputs = [_for_each(t, zero) for t, zero in zip(tree.tensors((args, kwargs)), self._zeros[index], strict=True)]
+        if any(t.requires_grad for t in inputs if is_sparse(t)):
+            raise ReplayError(_SPARSE)
+        self._places[index] = [*map(edge, inputs)], [*map(edge, found)]
+        return form.join(found)
+
+    def gradients(self, back: Ends, asked: Sequence[Edge | None]) -> list[torch.Tensor | None]:
+        """Those of forward, from the gradients of its outputs."""
+        for index in sorted(self._graphs, reverse=True):
+            (inner, outer), (own_inner, own_outer) = self._places.pop(index), self._graphs.pop(index)
+            of_outer = _gradients(self._create_graph, back, outer, retain=True)
+            within = [own if place is not None else None for place, own in zip(inner, own_inner, strict=True)]
+            pairs = [(place, g) for place, g in zip(own_outer, of_outer, strict=True) if g is not None]
+            of_inner = _gradients(self._create_graph, pairs, within)
+            back = [*back, *((place, g) for place, g in zip(inner, of_inner, strict=True) if g is not None)]
+        return _gradients(self._create_graph, back, asked)
+
+
 @contextmanager
-def _differentiating(create_graph: bool, tensors: Tensors) -> Iterator[tuple[Tensors, Any]]:
+def _differentiating(create_graph: bool, tensors: Tensors) -> Iterator[tuple[Tensors, _Level]]:
     """A level of our own, and the tensors; below it gradients are enabled, too, for kernels that ask (mkldnn's LSTM),
     but there is no graph unless one is to be created."""
     hooks = _NoHooks() if create_graph else nullcontext()
@@ -226,6 +255,11 @@ class _NoHooks(Listener):
 Edge = torch.autograd.graph.GradientEdge
 _Graph = tuple[list[Edge | None], list[Edge | None]]
 """Where the inputs and the outputs of an evaluation are in the graph; None where they have none."""
+Ends = Sequence[tuple[Edge | None, torch.Tensor]]
+"""Where outputs are in the graph, with their gradients."""
+_Level = tuple[Callable, Callable, Callable]
+"""What `leaf_level` yields: a tensor becomes a leaf there, where it is in the graph of the level, and it without that.
+"""
 
 
 def _for_each(tensor: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
@@ -243,15 +277,8 @@ def _among(tensors: Tensors) -> Callable[[torch.Tensor], bool]:
     return is_one
 
 
-def _left(gradient: torch.Tensor | None, like: torch.Tensor, leave: Callable) -> torch.Tensor:
-    return leave(torch.zeros_like(like) if gradient is None else gradient)
-
-
 def _gradients(
-    outputs: Sequence[tuple[Edge | None, torch.Tensor]],
-    inputs: Sequence[Edge | None],
-    create_graph: bool,
-    retain: bool = False,
+    create_graph: bool, outputs: Ends, inputs: Sequence[Edge | None], retain: bool = False
 ) -> list[torch.Tensor | None]:
     """`torch.autograd.grad` where nothing has to depend on anything."""
     ends = [(edge, g) for edge, g in outputs if edge is not None]

@@ -43,6 +43,18 @@ class Layout:
         order = sorted(range(self.numbers.ndim), key=lambda d: list(self.sizes)[d] in self.inner)
         return self.numbers.permute(order).reshape(self.outs, self.numbers.numel() // max(1, self.outs))
 
+    def at(self, positions: torch.Tensor, labels: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """What is at some positions, which are taken out of their dimensions: `[*outs, positions]`."""
+        own = [c for c in self.inner if c in labels]
+        order = [i for i, c in enumerate(labels) if c not in own] + [labels.index(c) for c in own]
+        x = x.permute(order).flatten(len(labels) - len(own)) if own else x.unsqueeze(-1)
+        numbers, rest = torch.zeros_like(positions), math.prod(self.sizes[c] for c in self.inner)
+        for c in self.inner:
+            rest //= self.sizes[c]
+            if c in own:
+                numbers = numbers * self.sizes[c] + positions // rest % self.sizes[c]
+        return "".join(c for c in labels if c not in own), x.index_select(-1, numbers)
+
 
 def layout(recipe: Recipe, one: torch.Size, device: torch.device | str) -> Layout | None:
     """The layout of a recipe for the cotangent of one sample; None if positions pick rows, or a part is sent back."""
@@ -108,27 +120,14 @@ def celled(known: Layout, index: torch.Tensor, memory: Memory | None = None) -> 
     classes, cells, width = index.shape
     positions = math.prod(sizes[c] for c in inner)
     filled = bool((index == positions).any())
-    flat, places, rest = index.clamp(max=positions - 1).flatten(), {}, positions
-    for c in inner:
-        rest //= sizes[c]
-        places[c] = flat // rest % sizes[c]
-
-    def gathered(labels: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """Positions taken out of their dimensions: `[*outs, classes * C * r]`."""
-        own = [c for c in inner if c in labels]
-        order = [i for i, c in enumerate(labels) if c not in own] + [labels.index(c) for c in own]
-        x = x.permute(order).flatten(len(labels) - len(own)) if own else x.unsqueeze(-1)
-        at = torch.zeros_like(flat)
-        for c in own:
-            at = at * sizes[c] + places[c]
-        return "".join(c for c in labels if c not in own), x.index_select(-1, at)
+    flat = index.clamp(max=positions - 1).flatten()
 
     def taken(others: list[Term]) -> list[Term]:
         """The terms of what is read, position by position in each cell."""
         terms = []
         for labels, x in others:
             if any(c in inner for c in labels):
-                kept, x = gathered(labels, x)
+                kept, x = known.at(flat, labels, x)
                 terms.append((kept + "S" + inner[0], x.unflatten(-1, (classes * cells, width))))
             else:
                 terms.append((labels, x))
@@ -141,7 +140,7 @@ def celled(known: Layout, index: torch.Tensor, memory: Memory | None = None) -> 
         first = first.permute(order)
         outs = "".join(c for c in labels if c not in inner and c not in "VN")
         first = first.reshape(classes, v, *first.shape[1 : 2 + len(outs)], positions)
-        at = index.clamp(max=positions - 1).reshape(classes, 1, *[1] * (1 + len(outs)), cells * width)
+        at = flat.reshape(classes, 1, *[1] * (1 + len(outs)), cells * width)
         first = first.gather(-1, at.expand(*first.shape[:-1], -1))
         if filled:
             first = first * (index < positions).reshape(classes, 1, *[1] * (1 + len(outs)), -1).to(first.dtype)
