@@ -21,10 +21,10 @@ Size = float | Callable[[], float]
 
 @dataclass
 class Look:
-    """Numbers of a result, along axis 0 those of one entry each, which stand beside `expected(reference)`."""
+    """Numbers of a result, along axis 0 those of one entry each, which stand beside `expected(other path)`."""
 
     found: torch.Tensor
-    expected: Callable[[Reference], torch.Tensor]
+    expected: Callable[[Any], torch.Tensor]
     called: Callable[[int], str]
     """What the entry of a place along axis 0 is called."""
     dtype: torch.dtype
@@ -32,6 +32,12 @@ class Look:
     """How many numbers are added up in one."""
     size: Callable[[], float]
     """The size of these, where they may cancel; known once there is what is expected."""
+
+
+def entry(name: str, shape: Sequence[int], place: int) -> str:
+    """What an entry of a tensor of this name is called."""
+    at = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(place), tuple(shape)))
+    return name + (f"[{at}]" if at else "")
 
 
 @dataclass
@@ -69,9 +75,7 @@ class Member:
 
     def entry(self, leaf: int, place: int) -> str:
         """What an entry of a parameter is called."""
-        index = torch.unravel_index(torch.tensor(place), self.problem.leaves[leaf].shape)
-        at = ", ".join(str(int(i)) for i in index)
-        return self.problem.name(leaf) + (f"[{at}]" if at else "")
+        return entry(self.problem.name(leaf), self.problem.leaves[leaf].shape, place)
 
     def look(self, found: torch.Tensor, expected: Callable, called: Callable, terms: int = 1, size: Size = 0.0) -> Look:
         dtype = max((p.dtype for p in self.problem.leaves), key=lambda d: torch.finfo(d).eps)

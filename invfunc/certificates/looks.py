@@ -194,7 +194,7 @@ def _square_root(m: Member) -> Iterator[Look]:
         )
 
 
-def _images(r: Reference, run: Run, places: Places, which: torch.Tensor) -> list[torch.Tensor | None]:
+def _images(r: Reference, run: Run, places: Places, which: torch.Tensor) -> Tensors:
     """`J e` for entries of several leaves, numbered one leaf after the other: `[K, *z]` of each output."""
     starts = torch.tensor([0, *map(len, places.of)]).cumsum(0)
     found = [z.new_zeros(len(which), *z.shape).detach() for z in run.split.values]
@@ -203,9 +203,8 @@ def _images(r: Reference, run: Run, places: Places, which: torch.Tensor) -> list
         if len(mine):
             t = run.forth(i, units(r.leaves[i], of[which[mine] - starts[i]]))
             for z, x in zip(found, t, strict=True):
-                if x is not None:
-                    z[mine] = x.detach()
-    return list(found)
+                z[mine] = x
+    return found
 
 
 def _jacobian_rows(m: Member) -> Iterator[Look]:
@@ -251,7 +250,7 @@ def _products(m: Member, r: Reference, rows: torch.Tensor, whole: bool) -> Tenso
     """`G G[n]^T` of some samples n: `[S, n]`."""
     run = r.loss
     shares = run.shares(torch.nn.functional.one_hot(m.chosen[rows], m.problem.n))
-    images = [run.there(list(shares))] if whole else [run.forth(i, g) for i, g in enumerate(shares)]
+    images = [run.there(shares)] if whole else [run.forth(i, g) for i, g in enumerate(shares)]
     return [run.along(t, run.gradient)[0][:, m.chosen] for t in images]
 
 
@@ -264,9 +263,8 @@ def _kernel(m: Member, r: Reference, rows: torch.Tensor, whole: bool) -> Tensors
     c = torch.nn.functional.one_hot(m.chosen[rows // each] * each + rows % each, first.numel())
     cotangents = c.to(z).reshape(len(rows), *first.shape).movedim(1, 1 + out % z.ndim)
     shares = run.back([cotangents])
-    images = [run.there(list(shares))] if whole else [run.forth(i, g) for i, g in enumerate(shares)]
-    full = [z.new_zeros(len(rows), *z.shape) if x is None else x for (x,) in images]
-    return [wide(_samples_first(x, out))[:, m.chosen].flatten(1) for x in full]
+    images = [run.there(shares)] if whole else [run.forth(i, g) for i, g in enumerate(shares)]
+    return [wide(_samples_first(x, out))[:, m.chosen].flatten(1) for (x,) in images]
 
 
 _LOOKS: dict[type, Callable[[Member], Iterator[Look]]] = {

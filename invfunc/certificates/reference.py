@@ -51,6 +51,13 @@ class Run:
         self._axes = [root.axis for root in split.roots] or [Axis(0)]
         """Where the outputs have their samples; the losses of the samples themselves have nothing else."""
 
+    @property
+    def at_once(self) -> int:
+        """How many vectors fit the budget, with about as many numbers on the way as the batch and parameters have."""
+        given = self.given
+        numbers = sum(x.numel() for x in tree.tensors((given.args, given.kwargs)))
+        return max(1, budget(given.leaves[0].device) // max(1, numbers))
+
     @cached_property
     def slopes(self) -> Vectors:
         """The gradient of the loss in the outputs, as a function of them."""
@@ -59,14 +66,16 @@ class Run:
             pull = Pull(split.scope, graph=True)
             return pull([split.result], [r.value for r in split.roots], [torch.ones_like(split.result)])
 
-    def forth(self, leaf: int, v: torch.Tensor) -> Vectors:
+    def forth(self, leaf: int, v: torch.Tensor) -> list[torch.Tensor]:
         """`J v` for `v [K, *p]` of a leaf: `[K, *z]` for each output."""
         return self.there([v], self.jacobian.of(leaf))
 
-    def there(self, v: Vectors, jacobian: Jacobian | None = None) -> Vectors:
+    def there(self, v: Sequence[torch.Tensor], jacobian: Jacobian | None = None) -> list[torch.Tensor]:
         """`J v` for a list of leaves `[K, *p]`, or of some of them."""
         with self._back():
-            return (jacobian or self.jacobian).forth(v, Pull(self.split.scope, batched=True))
+            found = (jacobian or self.jacobian).forth(list(v), Pull(self.split.scope, batched=True))
+        pairs = zip(found, self.split.values, strict=True)
+        return [z.detach().new_zeros(len(v[0]), *z.shape) if x is None else x.detach() for x, z in pairs]
 
     def back(self, cotangents: Vectors) -> list[torch.Tensor]:
         """`J^T c` for `c [K, *z]` of each output: a tensor `[K, *p]` for each leaf."""
@@ -86,12 +95,10 @@ class Run:
         """The column of the loss; none where the values are its terms themselves."""
         return [self.split.gradient()] if self.split.roots else []
 
-    def along(self, t: Vectors, columns: Sequence[Columns]) -> torch.Tensor:
+    def along(self, t: Sequence[torch.Tensor], columns: Sequence[Columns]) -> torch.Tensor:
         """The columns of each sample times `t`, an image of K vectors: `[M, K, N]`."""
         if not self.split.roots:
-            (z,) = t
-            n = self.split.n
-            return torch.zeros(1, self._count(t), n, dtype=torch.float64) if z is None else wide(z)[None]
+            return wide(t[0])[None]
         images = dict(zip((r.ordinal for r in self.split.roots), self._exposed(t), strict=True))
         found: list[torch.Tensor] = []
         for made in columns:
@@ -104,26 +111,18 @@ class Run:
             found.append(torch.stack(parts).sum(0))
         return torch.cat(found)
 
-    def curved(self, t: Vectors, others: Vectors) -> torch.Tensor:
+    def curved(self, t: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
         """`t H others` of each sample: `[K, N]`."""
         with self._back():
-            pull = Pull(self.split.scope, batched=True)
-            bent = pull(self.slopes, [r.value for r in self.split.roots], others)
-        pairs = zip(self._exposed(t), self._exposed(bent), strict=True)
-        return torch.stack([(a * b).sum(2) for a, b in pairs]).sum(0)
+            bent = Pull(self.split.scope, batched=True)(self.slopes, [r.value for r in self.split.roots], list(others))
+        full = [torch.zeros_like(x) if y is None else y.detach() for x, y in zip(t, bent, strict=True)]
+        return torch.stack([(a * b).sum(2) for a, b in zip(self._exposed(t), self._exposed(full), strict=True)]).sum(0)
 
-    def _exposed(self, t: Vectors) -> list[torch.Tensor]:
+    def _exposed(self, t: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """`[K, N, everything else]` of each output."""
-        count, n = self._count(t), self.split.n
-        found = []
-        for x, axis, value in zip(t, self._axes, self.split.values, strict=True):
-            x = torch.zeros((count, *value.shape)) if x is None else x.detach()
-            found.append(wide(axis.expose(x, n, 1)).reshape(count, n, -1))
-        return found
-
-    @staticmethod
-    def _count(t: Vectors) -> int:
-        return next((len(x) for x in t if x is not None), 0)
+        n = self.split.n
+        exposed = [axis.expose(x, n, 1) for x, axis in zip(t, self._axes, strict=True)]
+        return [wide(x).reshape(len(x), n, -1) for x in exposed]
 
     def shares(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """Sums of the shares with weights `[S, N]`, by backward passes: a tensor `[S, *p]` for each leaf."""

@@ -317,7 +317,7 @@ class TestErrors:
             (lambda f: certified(kfac(f, fisher="empirical"), generator=0), ArgumentError, "entries of kfac are no"),
             (lambda f: certified(kfra(f), generator=0), ArgumentError, "Certify `diag_ggn`"),
             (
-                lambda f: certified(invfunc.pch_block_product(f), generator=0),
+                lambda f: certified(invfunc.linearize(f), generator=0),
                 ArgumentTypeError,
                 "has to be a statistic",
             ),

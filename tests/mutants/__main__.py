@@ -14,6 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutants.blocks import BLOCKS
+from tests.mutants.certificates import numeric, search
 from tests.mutants.fault import Fault, Outcome, Search, copied, run, tests
 from tests.mutants.operations import OPERATIONS
 from tests.mutants.statistics import STATISTICS
@@ -53,12 +54,14 @@ def main() -> int:
     parser.add_argument("--part", default="1/1", help="which part of all faults, as 1/4")
     parser.add_argument("--only", default="", help="faults whose name or file has this in it")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--certified", action="store_true", help="by `certified` alone, those of the numeric path")
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
-    chosen = [f for f in FAULTS if options.only in f.name or options.only in f.file][part - 1 :: parts]
+    chosen = [f for f in FAULTS if options.only in f.name or options.only in f.file]
+    chosen = [f for f in chosen if numeric(f) or not options.certified][part - 1 :: parts]
     os.environ["OMP_NUM_THREADS"] = "1"  # there is a process for each core
     started, done = time.perf_counter(), []
-    for outcome in outcomes(chosen, tests, options.processes):
+    for outcome in outcomes(chosen, search if options.certified else tests, options.processes):
         done.append(outcome)
         fault = outcome.fault
         print(f"{outcome.came:8} {outcome.seconds:5.0f} s  {fault.name} ({fault.file})  {outcome.by}", flush=True)

@@ -1,0 +1,131 @@
+"""The check of a product with a matrix.
+
+Of a Hessian two plain backward passes, all entries at once. Of the GGN and of Fisher matrices, which products compute
+as `J^T (H (J v))`, drawn entries `(J e) . H (J v)`, without the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from invfunc import tree
+from invfunc.certificates.check import Check, Looked
+from invfunc.certificates.draws import Tape, drawn, rewound
+from invfunc.certificates.look import Look, Tensors, entry
+from invfunc.certificates.reference import Run, units, wide
+from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.products.given import Given
+from invfunc.products.product import Product
+from invfunc.recording.problem import with_aux
+
+HESSIANS, GGNS, FISHERS = ("hvp", "hessian_block_product"), ("ggnvp", "ggn_block_product"), ("fvp",)
+NAMES = HESSIANS + GGNS + FISHERS
+"""The products with another path."""
+
+
+class OfProduct(Check):
+    """The check of what a product gave."""
+
+    t: Product
+
+    def looks(self, args: tuple, kwargs: dict[str, Any], result: Any, tape: Tape) -> Looked:
+        found = tree.flatten(result[0] if self.t.has_aux else result, none_is_leaf=False)[0]
+        params, lead = tree.flatten(args[0], none_is_leaf=False)[0], self.t.lead
+        paths = [path for path, _ in tree.named_leaves(args[0], none_is_leaf=False)]
+        flat = [wide(x).reshape(*x.shape[:lead], -1).movedim(-1, 0) for x in found]
+        sizes = [x.abs().reshape(len(x), -1).sum(1) for x in flat]
+        if self.t.name in HESSIANS:
+            places = [torch.arange(len(x)) for x in flat]
+        else:
+            places = tape.draw(lambda generator: drawn(sizes, self.k, generator)).of
+        terms, made = sum(p.numel() for p in params), []
+        for i, (x, p, at) in enumerate(zip(flat, params, places, strict=True)):
+            if len(at):
+                called = partial(self._entry, self.names[0] + paths[i], p.shape, at)
+                made.append(Look(x[at], partial(_numbers, leaf=i, places=at), called, p.dtype, terms, lambda: 0.0))
+        return [made]
+
+    @staticmethod
+    def _entry(name: str, shape: torch.Size, places: torch.Tensor, at: int) -> str:
+        return entry(name, shape, int(places[at]))
+
+    def expected(self, every: Looked, args: tuple, kwargs: dict[str, Any]) -> list[Tensors]:
+        rewound(self.before)
+        if self.t.name in HESSIANS:
+            whole = _twice_backward(self.t, args, kwargs)
+            return [[look.expected(lambda leaf, places: whole[leaf][places]) for look in looked] for looked in every]
+        t, names = self.t, self.names.without_vector
+        given = Given(t.f, t.loss, (args[0], *args[2:]), kwargs, names, t.in_dims, t.out_dims, t.has_aux)
+        with given.scope:
+            along = _along(t, given, tree.flatten(args[1], none_is_leaf=False)[0])
+            return [[look.expected(along) for look in looked] for looked in every]
+
+
+Entries = Callable[[int, torch.Tensor], torch.Tensor]
+"""From a leaf and places in it to what the product has there, `[K, *lead]`."""
+
+
+def _numbers(entries: Entries, leaf: int, places: torch.Tensor) -> torch.Tensor:
+    return entries(leaf, places)
+
+
+def _along(t: Product, given: Given, v: Tensors) -> Entries:
+    """`(J e) . H (J v)` of drawn entries."""
+    if t.name in FISHERS:
+        drawing = getattr(t.record, "keywords", {}).get("drawing")
+        split = given.given_split(each=True) if given.loss is not None else given.found_split(losses=drawing is None)
+        run = Run(given, split)
+        columns = run.gradient if drawing is None else split.drawn(drawing, "fvp")
+    else:
+        split = given.found_split() if given.loss is None else given.given_split(each=False)
+        run, columns = Run(given, split), None
+
+    def numbers(leaf: int, places: torch.Tensor) -> torch.Tensor:
+        ways = [run.forth(leaf, x[None]) for x in v[leaf]] if t.lead else [run.there([x[None] for x in v])]
+        rows = []
+        for part in places.split(run.at_once):
+            e = run.forth(leaf, units(given.leaves[leaf], part))
+            found = []
+            for way in ways:
+                same = [x.expand(len(part), *x.shape[1:]) for x in way]
+                if columns is None:
+                    found.append(run.curved(e, same).sum(1))
+                else:
+                    found.append((run.along(e, columns) * run.along(same, columns)).sum((0, 2)))
+            rows.append(torch.stack(found, 1))
+        whole = torch.cat(rows)
+        return whole if t.lead else whole[:, 0]
+
+    return numbers
+
+
+def _twice_backward(t: Product, args: tuple, kwargs: dict[str, Any]) -> Tensors:
+    """All entries of the product of a Hessian, or of each of its blocks: `[P, *lead]` of each leaf."""
+    leaves, structure = tree.flatten(args[0], none_is_leaf=False)
+    vectors, batch = tree.flatten(args[1], none_is_leaf=False)[0], args[2:]
+    leaves = [p.detach().requires_grad_() for p in leaves]
+    mode = TwiceDifferentiable()
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), mode:
+        result = t.f(tree.unflatten(leaves, structure), *(batch if t.loss is None else batch[:-1]), **kwargs)
+        result = with_aux(result)[0] if t.has_aux else result
+        value = (result if t.loss is None else t.loss(result, batch[-1])).sum()
+    with torch.enable_grad(), mode.back(value.device):
+        slopes = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
+
+    def of(which: list[int], v: Tensors) -> Tensors:
+        along = [(slopes[i], x) for i, x in zip(which, v, strict=True) if slopes[i].requires_grad]
+        if not along:
+            return [torch.zeros_like(leaves[i]) for i in which]
+        ends, cotangents = zip(*along, strict=True)
+        options = {"retain_graph": True, "materialize_grads": True}
+        with mode.back(value.device):
+            return list(torch.autograd.grad(ends, [leaves[i] for i in which], cotangents, **options))
+
+    if not t.lead:
+        return [wide(x).flatten() for x in of(list(range(len(leaves))), vectors)]
+    return [torch.stack([wide(of([i], [x])[0]).flatten() for x in v], 1) for i, v in enumerate(vectors)]

@@ -1,0 +1,69 @@
+"""The check of a statistic, or of several together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from invfunc.certificates.check import Check, Looked
+from invfunc.certificates.draws import Tape, rewound
+from invfunc.certificates.look import Member, Tensors
+from invfunc.certificates.looks import looks
+from invfunc.certificates.reference import Reference
+from invfunc.recording.problem import Problem, problem
+from invfunc.reductions.squares import MatrixTrace, SumOfSquares
+from invfunc.statistic import Statistic
+
+
+def problem_of(t: Statistic, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> Problem:
+    """The arguments of a call, sorted."""
+    return problem(t.f, t.loss, args, kwargs, t.argnums, t.in_dims, t.out_dims, t.has_aux, names, t.samples)
+
+
+class OfStatistic(Check):
+    """The check of what a statistic gave."""
+
+    t: Statistic
+
+    @property
+    def members(self) -> tuple[Statistic, ...]:
+        """The statistics whose results there are."""
+        return self.t.members or (self.t,)
+
+    def called(self, kind: int) -> str:
+        return f" of {self.members[kind].name}" if len(self.members) > 1 else ""
+
+    def looks(self, args: tuple, kwargs: dict[str, Any], result: Any, tape: Tape) -> Looked:
+        given, results = problem_of(self.t, args, kwargs, self.names), self._results(args, kwargs, result)
+        return [list(looks(Member(m, given, x, self.k, tape))) for m, x in zip(self.members, results, strict=True)]
+
+    def _results(self, args: tuple, kwargs: dict[str, Any], result: Any) -> list[Any]:
+        """The result of each member; a trace comes with the diagonal that it is the sum of."""
+        results = _each(self.t, result)
+        traces = [isinstance(m.reduction, MatrixTrace) for m in self.members]
+        if any(traces):
+            diagonals = _each(*self._diagonals(args, kwargs))
+            results = [(x, d) if trace else x for x, d, trace in zip(results, diagonals, traces, strict=True)]
+        return results
+
+    def _diagonals(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Statistic, Any]:
+        """The statistic with diagonals in place of their traces, of the same draws, and its result."""
+        each = [
+            replace(m, reduction=SumOfSquares()) if isinstance(m.reduction, MatrixTrace) else m for m in self.members
+        ]
+        t = replace(self.t, members=tuple(each)) if self.t.members else each[0]
+        rewound(self.before)
+        return t, t(*args, **kwargs)
+
+    def expected(self, every: Looked, args: tuple, kwargs: dict[str, Any]) -> list[Tensors]:
+        given = problem_of(self.t, args, kwargs, self.names)
+        with Reference(given, self.names, [m.quantity for m in self.members], self.before) as r:
+            return [[look.expected(r) for look in looked] for looked in every]
+
+
+def _each(t: Statistic, result: Any) -> list[Any]:
+    """The results without aux, one for each member."""
+    if t.has_aux:
+        result = result[:-1] if t.several else result[0]
+    return list(result) if t.members else [result]

@@ -1,0 +1,76 @@
+"""certified, of products with matrices."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import invfunc
+from invfunc import ArgumentError, ArgumentTypeError, CertificateError, certified, explain, tree
+from invfunc.certificates.of_products import HESSIANS, NAMES
+from invfunc.products.product import Product
+from invfunc.testing import strategies
+from tests.strategies import Numbers
+
+SEED = 7
+names = st.sampled_from(NAMES)
+
+
+def made(name, problem, alone):
+    """A product with its arguments."""
+    options = {} if name in HESSIANS else {"in_dims": problem.in_dims}
+    functions = (problem.f,) if alone else (problem.model.f, problem.loss)
+    t, r = getattr(invfunc, name)(*functions, **options), Numbers(5)
+    params = problem.model.params
+    v = tree.map_tensors(lambda p: r(*[2] * t.lead, *p.shape).to(p), params)
+    return t, (params, v, *problem.batch)
+
+
+@given(names, strategies.problems(dtype=torch.float32), st.booleans())
+def test_right_ones_are_given_as_they_are(name, problem, alone):
+    t, args = made(name, problem, alone)
+    found, plain = certified(t, generator=SEED)(*args), t(*args)
+    assert all(torch.equal(x, y) for x, y in zip(tree.tensors(found), tree.tensors(plain), strict=True))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_ones_are_found(name):
+    problem = strategies.Problem(strategies.Model("perceptron", n=3), strategies.Loss("cross_entropy", "none"))
+    t, args = made(name, problem, alone=False)
+    compute = Product.compute
+
+    def wrong(self, *given):
+        result, aux = compute(self, *given)
+        return tree.map_tensors(lambda x: 2 * x, result), aux
+
+    with mock.patch.object(Product, "compute", wrong), pytest.raises(CertificateError, match=rf"^certified\({name}\("):
+        certified(t, generator=SEED)(*args)
+
+
+@pytest.mark.quick
+def test_of_drawn_columns():
+    f = lambda w, x: x @ w  # noqa: E731
+    g = torch.Generator().manual_seed(1)
+    args = torch.randn(3, 2), torch.randn(3, 2), torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    certified(invfunc.fvp(f, F.cross_entropy, mc_samples=2, generator=g), generator=SEED)(*args)
+
+
+@pytest.mark.quick
+def test_of_a_model_that_mixes_samples():
+    f = lambda w, x: (x @ w).softmax(0)  # noqa: E731
+    args = torch.randn(3, 2), torch.randn(3, 2), torch.randn(5, 3), torch.randn(5, 2)
+    for product in (invfunc.ggnvp, invfunc.hvp):
+        certified(product(f, F.mse_loss), generator=SEED)(*args)
+
+
+@pytest.mark.quick
+def test_errors():
+    f = lambda w, x: (x @ w).square()  # noqa: E731
+    with pytest.raises(ArgumentError, match="Certify `ggn_block_product`"):
+        certified(invfunc.pch_block_product(f, F.mse_loss), generator=SEED)
+    with pytest.raises(ArgumentTypeError, match="computed in one way only"):
+        explain(certified(invfunc.hvp(f), generator=SEED))(torch.ones(2), torch.ones(2), torch.ones(1, 2))
