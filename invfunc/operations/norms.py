@@ -92,6 +92,23 @@ def _layer_norm(
     return _standard(input, list(range(-len(normalized_shape), 0)), eps, weight, bias).to(dtype)
 
 
+def _group_norm_twice(
+    func: Callable,
+    input: torch.Tensor,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    eps, shape = kwargs.get("eps", args[0] if args else 1e-5), [-1, *[1] * (input.ndim - 2)]
+    with torch.no_grad():  # checks, and autocast has its own rule for each device
+        dtype = func(input.detach(), num_groups, weight, bias, *args, **kwargs).dtype
+    found = _standard(input.reshape(len(input), num_groups, -1), [2], eps, None, None).reshape(input.shape)
+    found = found if weight is None else found * weight.reshape(shape)
+    return (found if bias is None else found + bias.reshape(shape)).to(dtype)
+
+
 def _batch_norm(func: Callable, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`batch_norm` or `instance_norm` written out where it normalises by the statistics of its input, and where
     torch's first derivative is wrong, too."""
@@ -199,7 +216,7 @@ define(
     writes_if=("use_input_stats", _RUNNING),
     aside=True,
 )
-define("group_norm", batch_axis=_over_channels, factor=norm)
+define("group_norm", batch_axis=_over_channels, factor=norm, twice=_group_norm_twice)
 define("local_response_norm", batch_axis=_over_channels)
 define("native_group_norm", batch_axis=_over_channels, receptive_field=_group_norm)
 define("native_batch_norm", batch_axis=_over_channels, **_BATCH)

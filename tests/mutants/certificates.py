@@ -17,7 +17,7 @@ from tests.mutants.fault import Fault, Say
 NUMERIC = ("contract.py", "evaluation", "loss", "operations", "passes", "per_sample", "plan.py", "products")
 NUMERIC += ("recording/problem.py", "reductions", "sparsity")
 """Where numbers of statistics are computed."""
-EXAMPLES, SECONDS = 4000, 40
+EXAMPLES, SECONDS = 4000, 30
 """Problems that a fault is looked for on, at most, and for how long."""
 
 

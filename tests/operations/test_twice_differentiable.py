@@ -109,6 +109,9 @@ MODELS = {
     "layer_norm": lambda: normed(nn.LayerNorm(4)),
     "layer_norm of two": lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((3, 4), bias=False), nn.Tanh()),
     "group_norm": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.GroupNorm(2, 4), nn.Tanh()),
+    "group_norm without a weight": lambda: nn.Sequential(
+        nn.Conv1d(3, 4, 1), nn.GroupNorm(2, 4, affine=False), nn.Tanh()
+    ),
     "instance_norm": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.InstanceNorm1d(4, affine=True), nn.Tanh()),
     "batch_norm": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Tanh()),
     "batch_norm without a trace": lambda: nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4, affine=False), nn.Tanh()),
@@ -254,6 +257,7 @@ def test_derivatives_of_several_products_at_once(device, called, product):
 NORMS = {
     "layer_norm": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
     "batch_norm": lambda x, w, b: F.batch_norm(x.mT, None, None, w, b, training=True),
+    "group_norm": lambda x, w, b: F.group_norm(x.mT, 5, w, b),
     "instance_norm": lambda x, w, b: F.instance_norm(x.mT, weight=w, bias=b),
 }
 
