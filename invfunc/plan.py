@@ -58,4 +58,4 @@ class Options:
 
 def even(length: int, size: int) -> list[tuple[int, int]]:
     """Chunks of nearly equal size, none above `size`."""
-    return Split(n=-(-length // max(1, size))).ranges(0, length)
+    return [(0, length)] if length <= size else Split(n=-(-length // max(1, size))).ranges(0, length)

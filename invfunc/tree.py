@@ -53,6 +53,8 @@ def named_leaves(tree: Tree, none_is_leaf: bool = True) -> list[tuple[str, Any]]
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """`fn` on every tensor of the tree; anything else stays as it is."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
     found, structure = flatten(tree)
     return unflatten([fn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in found], structure)
 
@@ -60,7 +62,7 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
 def tensors(tree: Tree) -> list[torch.Tensor]:
     """The tensors among the leaves."""
     found: list[torch.Tensor] = []
-    _gather((tree,), found)
+    _gather(tree if type(tree) is tuple else (tree,), found)
     return found
 
 

@@ -292,7 +292,7 @@ class Fold:
                     x = x.index_select(axis, order)
             return x.to(dtype)
 
-        return tree.map_tensors(delivered, results)
+        return [tree.map_tensors(delivered, result) for result in results]
 
 
 def _turn(accumulator: Accumulator) -> int:

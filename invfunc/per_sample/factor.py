@@ -116,7 +116,8 @@ class Factor:
         else:
             parts, terms, direct = self._way("N" + self.output, self.output)
             shares = (self._share(terms if i == 0 else None, part) for i, part in enumerate(parts))
-            total, centred = self._wide_moments() if direct and cancel(terms) else shifted_moments(shares)
+            wide = direct and cancel(terms)
+            total, centred = self._wide_moments(parts, terms) if wide else shifted_moments(shares)
         return self._shaped(total, 0), self._shaped(centred, 0)
 
     def products(self) -> torch.Tensor:
@@ -201,17 +202,23 @@ class Factor:
         output = "N" + self.output
         return contract(terms, present(output, terms)).reshape(_sizes(terms, output, part))
 
-    def _wide_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sum G^2 - (sum G)^2 / n` in float64, whose rounding is 1e9 times finer than that of the float32 shares."""
+    def _wide_moments(self, parts: list[Part], first: list[Term]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum G^2 - (sum G)^2 / n` in float64, whose rounding is 1e9 times finer than that of the float32 shares.
+
+        The first are the terms of the first of some blocks of samples, which may be larger here.
+        """
+        if len(parts) > 1:
+            parts = self.samples.parts(self.work, thresholds.OPERANDS * self.budget)
+            first = self._terms(self.columns.left, parts[0])
         total, squared, shape = [], [], []
-        for part in self.samples.parts(self.work, thresholds.OPERANDS * self.budget):
-            narrow = self._terms(self.columns.left, part)
+        for i, part in enumerate(parts):
+            narrow = first if i == 0 else self._terms(self.columns.left, part)
             kind, terms = narrow[0][1].dtype, [(labels, x.double()) for labels, x in narrow]
             kept, shape = present(self.output, terms), _sizes(terms, self.output)
             total.append(contract(terms, kept))
             squared.append(contract(twice(terms, terms, self.output), kept))
-        centred = torch.addcmul(summed(squared), (first := summed(total)), first, value=-1 / self.samples.count)
-        return first.to(kind).reshape(shape), centred.to(kind).clamp(min=0).reshape(shape)
+        centred = torch.addcmul(summed(squared), (whole := summed(total)), whole, value=-1 / self.samples.count)
+        return whole.to(kind).reshape(shape), centred.to(kind).clamp(min=0).reshape(shape)
 
     def _moments_in_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The moments where shares have few rows: a row that a sample does not touch counts as a zero in its share."""

@@ -172,9 +172,10 @@ class Trace(ParameterUses, Listener):
         return out
 
     def _of_samples(self, seen: Seen) -> Any:
-        lost = seen.lost
-        seen = seen if lost else self.promote(seen, seen.params)
-        params = seen.params
+        lost, params = seen.lost, seen.params
+        if params and not lost:
+            seen = self.promote(seen, params)
+            params = seen.params
         if self.pattern is not None:
             self.pattern.before(len(self.edges), seen)
         if seen.through_view and (params or self._remembers(seen)):
@@ -187,11 +188,19 @@ class Trace(ParameterUses, Listener):
         if not seen.produced(out):
             self.values_left(seen)
             return out
-        return self._noted(seen, out, kept, remembered, lost)
+        return self._noted(seen, params, out, kept, remembered, lost)
 
-    def _noted(self, seen: Seen, out: Any, kept: torch.Tensor | None, remembered: bool, lost: str | None) -> Any:
+    def _noted(
+        self,
+        seen: Seen,
+        params: dict[int, torch.Tensor],
+        out: Any,
+        kept: torch.Tensor | None,
+        remembered: bool,
+        lost: str | None,
+    ) -> Any:
         """Note a call that was run on samples; returns its result, which is another one of a sum that is kept apart."""
-        params, produced = seen.params, seen.produced(out)
+        produced = seen.produced(out)
         if kept is not None:
             params.pop(id(seen.args[0]), None)
             seen.read_instead(kept)

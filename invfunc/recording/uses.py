@@ -118,8 +118,6 @@ class ParameterUses(Provenance):
 
     def promote(self, seen: Seen, params: dict[int, torch.Tensor]) -> Seen:
         """Replace parameters that have an entry for each sample by tensors of samples; each such place is a use."""
-        if not params:
-            return seen
         new: dict[int, torch.Tensor] = {}
         tagged = [(x, seen.tags.get(id(x))) for x in seen.read]
         placed = [(x, t.place) for x, t in tagged if isinstance(t, Sampled) and isinstance(t.place, Axis)]
