@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
 from torch.utils.checkpoint import checkpoint
 
 import invfunc
-from invfunc import chunked, explain, reduced, together, tree
+from invfunc import certified, chunked, explain, reduced, together, tree
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LEAVES, LOSS, MODEL, ROWS, Row
@@ -265,6 +265,20 @@ class Compositions(RuleBasedStateMachine):
         assume("samples=" not in built.text or n == self.net.n)
         self._take(n, seed)
         self._agree(built)
+
+    @rule(built=compositions, seed=st.integers(0, 9))
+    def certify(self, built: Built, seed: int) -> None:
+        """What is right has a certificate."""
+        assume(built.axes and built.depth == 0)
+        t = built.make()
+        try:
+            checked = certified(t, generator=seed)
+        except InvFuncError:  # K-factors, and what is reduced
+            assume(False)
+        assert_trees_close(
+            shown(checked(*self.args[: built.arguments])), shown(built.make()(*self.args[: built.arguments])), 0, 0
+        )
+        assert torch.equal(self.random, torch.get_rng_state())
 
     @rule(built=compositions)
     def say_how(self, built: Built) -> None:

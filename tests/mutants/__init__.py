@@ -1,6 +1,7 @@
 """Planted faults: small changes to the library, each of which the tests have to find.
 
-    python -m tests.mutants [--part 1/4] [--only WORD] [--processes 2]
+    python -m tests.mutants [--part 1/4] [--only WORD] [--processes 2] [--certified]
 
 `fault` says what a fault is and runs it; `statistics`, `operations`, `transforms` and `blocks` list them.
+With `--certified` no test looks for them: `certificates` lets `certified` do it, on drawn problems alone.
 """
