@@ -327,7 +327,10 @@ def assert_same(composed: Callable, form: str, s: Sizes, dtype: torch.dtype, dev
 
 @pytest.mark.parametrize(
     ("form", "composed"),
-    [pytest.param(*each, marks=[pytest.mark.quick] * ("linearize" not in each[1])) for each in TABLE],  # which traces
+    [
+        pytest.param(*each, marks=[pytest.mark.quick] * (i % 3 == 0 and "linearize" not in each[1]))  # which traces
+        for i, each in enumerate(TABLE)
+    ],
 )
 def test_equals_the_function(form, composed, dtype, device):
     assert_same((PLAIN | FUNC)[composed], form, Sizes(), dtype, device)
