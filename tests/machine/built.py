@@ -25,13 +25,15 @@ class Built:
     make: Callable[[], Callable]
     oracle: Callable[[], Callable]
     arguments: int = 3
+    least: int = 1
+    """The fewest samples that it takes."""
     axes: tuple[str, ...] = ()
     """What it can be chunked over; none unless it is a statistic."""
     drawn: bool = False
     by_parameter: bool = False
     """Whether the result is a tree like the parameters."""
     within_func: bool = True
-    """Whether torch.func may be around it; torch refuses its own checkpoint and `torch.autograd` there."""
+    """Whether torch.func may be around it; torch refuses its checkpoint, `torch.autograd` and broken graphs there."""
     smooth: bool = True
     """Whether it has derivatives."""
     batched: bool = False
@@ -104,6 +106,12 @@ def loop_slope_along(t: Callable) -> Callable:
         return sum((g * v).sum() for g, v in pairs)
 
     return call
+
+
+def compiled(t: Callable) -> Callable:
+    """Seen through by dynamo; the backend would only compile what is not ours."""
+    torch._dynamo.reset()
+    return torch.compile(lambda *args: t(*args), backend="eager")
 
 
 POINTS = (1.0, 0.7)
