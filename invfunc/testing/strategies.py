@@ -18,7 +18,7 @@ import torch
 from invfunc.products.extras import extra
 from invfunc.testing.invertibles import PAIRS, Pair
 from invfunc.testing.models import FAMILIES, LOSS_FUNCTIONS, Loss, Model, Problem
-from invfunc.testing.values import Numbers, Parameters, Shape, Tied, seeded
+from invfunc.testing.values import Numbers, Parameters, Shape, Tied, option, seeded
 
 st: Any = extra("hypothesis.strategies", "testing")
 
@@ -69,6 +69,8 @@ def models(
         >>> test_outputs()
     """
     names = [name for name in FAMILIES if name != "sequence"] if families is None else list(families)
+    for name in names:
+        option("models", "family", name, FAMILIES)
     drawn = {"family": st.sampled_from(names), "n": st.integers(*n), "seed": SEEDS, "in_dim": st.sampled_from(in_dims)}
     return st.builds(Model, **drawn, dtype=st.just(dtype), device=st.just(device))
 
@@ -87,7 +89,10 @@ def problems(families: Sequence[str] | None = None, **options: Any) -> Any:
 def parameters(
     *, leaves: int = 4, dtype: torch.dtype = torch.float64, device: str = "cpu", none: bool = True, tied: bool = True
 ) -> Any:
-    """`Parameters`: a tree of dicts, lists and tuples, with leaves of 0 to 3 dimensions, tied ones, and None."""
+    """`Parameters`: a tree of dicts, lists and tuples, with leaves of 0 to 3 dimensions, tied ones, and None.
+
+    `none=False` and `tied=False` leave those out.
+    """
     shape = st.lists(st.integers(1, 3), max_size=3).map(lambda sizes: Shape(*sizes))
     leaf = st.one_of(shape, st.none()) if none else shape
 
@@ -118,7 +123,7 @@ def splits(length: int) -> Any:
 
 def chunkings(axes: Sequence[str] = ("samples", "params"), *, most: int = 4) -> Any:
     """The options of `chunked`: `{"n": 2, "over": "samples"}` or a `chunk_size`, over one of these axes."""
-    over = st.sampled_from(list(axes))
+    over = st.sampled_from([axes] if isinstance(axes, str) else list(axes))
     by_number = st.fixed_dictionaries({"n": st.integers(1, most), "over": over})
     return st.one_of(by_number, st.fixed_dictionaries({"chunk_size": st.integers(1, most), "over": over}))
 

@@ -168,7 +168,49 @@ class TestCheck:
         assert torch.equal(torch.get_rng_state(), before) and self.x._version == version
 
     def test_of_functions_that_draw(self):
-        def dropped(w, x):
-            return (F.dropout(x, 0.4) @ w).square()
+        """Each law sees the same numbers, whatever was tried before it."""
 
-        laws.check(dropped, self.w, self.x, only=["shares equal their loop", "the generators end where f leaves them"])
+        def dropped(w, x):
+            return F.dropout((x * w).tanh(), 0.4).square().sum(1)
+
+        table = laws.check(dropped, self.w, self.x)
+        states = {outcome.law.name: outcome.state for outcome in table.outcomes}
+        assert states["together is the same"] == states["blocks do not matter"] == "holds" and "FAILED" not in states
+
+    def test_of_parameters_with_none(self):
+        def f(p, x):
+            return (x @ p["w"]).tanh().square() + p["more"][1]
+
+        params = {"w": self.w, "none": None, "more": [None, self.w[0]]}
+        only = [name for name in laws.LAWS if "is that of its loop" in name or "is the loop" in name]
+        table = laws.check(f, params, self.x, only=[name for name in only if laws.LAWS[name].subject == "a function"])
+        assert len(table.outcomes) == 4 and {outcome.state for outcome in table.outcomes} == {"holds"}
+
+    def test_of_a_scalar_loss_that_mixes(self):
+        def centred(w, x):
+            z = x * w
+            return (z - z.mean(0)).square().sum()
+
+        with pytest.raises(AssertionError, match="samples do not mix(.|\n)*sum over the samples"):
+            laws.check(centred, self.w, self.x)
+        laws.check(lambda w, x: (x @ w).square().mean() + w.square().sum(), self.w, self.x, only="samples do not mix")
+
+    def test_a_function_that_writes_into_its_arguments_is_told_so(self):
+        def writing(w, x):
+            z = (x @ w).tanh()
+            x.mul_(1.01)
+            return z.square()
+
+        before = self.x.clone()
+        with pytest.raises(invfunc.ArgumentError, match="writes into its arguments"):
+            laws.check(writing, self.w, self.x)
+        assert torch.equal(self.x, before)
+
+    def test_of_fused_attention(self):
+        """Which torch differentiates once only."""
+
+        def attended(w, x):
+            return F.scaled_dot_product_attention(x * w, x, x).flatten(1)
+
+        table = laws.check(attended, self.w, Numbers(1)(2, 2, 3), Numbers(2)(2, 6), loss=F.mse_loss)
+        assert not any(outcome.why_not or outcome.inapplicable for outcome in table.outcomes[:6])

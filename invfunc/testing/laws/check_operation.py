@@ -68,7 +68,7 @@ def check_operation(
 
     def again(law: str, few: list[int]) -> str:
         given = f"*(x[{few}] if i in {samples} else x for i, x in enumerate(args))"
-        return f"check_operation({op!r}, {given}, samples={samples}, seed={seed})"
+        return f"check_operation(op, {given}, samples={samples}, seed={seed})"
 
     given = OperationProblem(op, args, samples, seed, n, rtol, tuple(range(n)))
     outcomes = tried(chosen("check_operation", OPERATION, None), given, seconds / 2)

@@ -29,14 +29,27 @@ def total(result: Any, at: float = 0.0) -> torch.Tensor:
     return torch.stack([(x * fixed(x.shape, x, at)).sum() for x in tree.tensors(result)]).sum()
 
 
+def mapped_over(call: Callable, leaves: list[torch.Tensor]) -> Any:
+    """`vmap`, also where None is in a result."""
+    forms: list[Any] = []
+
+    def tensors(own: list[torch.Tensor]) -> list[torch.Tensor]:
+        found, form = tree.separate(call(own))
+        forms.append(form)
+        return found
+
+    found = vmap(tensors, randomness="same")(leaves)
+    return forms[-1].join(found)
+
+
 @law("vmap over parameters is the loop")
 def batched(problem: Problem) -> Iterator[Claim]:
     """vmap(t, (0, None, ...))(stack(points), *batch) == stack([t(p, *batch) for p in points])"""
     points = [tree.map_tensors(lambda p, c=c: c * p, problem.params) for c in POINTS]
-    stacked = zipped(torch.stack, points)
+    leaves, form = tree.separate(zipped(torch.stack, points))
 
     def mapped(call: Callable, args: tuple) -> Any:
-        return vmap(call, (0, *[None] * len(args[1:])), randomness="same")(stacked, *args[1:])
+        return mapped_over(lambda own: call(form.join(own), *args[1:]), leaves)
 
     for of in every(problem):
         if of.row.drawn:
@@ -44,7 +57,7 @@ def batched(problem: Problem) -> Iterator[Claim]:
 
         def expected(of: Any = of) -> Any:
             mapped(problem.f, (problem.params, *problem.inputs))  # torch has to be able to
-            found = [plain(of.make()(p, *of.args[1:])) for p in points]
+            found = [plain(problem.steady(of.make())(p, *of.args[1:])) for p in points]
             return zipped(torch.stack, found)
 
         def found(of: Any = of) -> Any:
@@ -71,8 +84,23 @@ def _formulas(problem: Problem) -> Iterator[tuple[Any, Callable]]:
 
 def _by_torch(problem: Problem) -> Callable[[], Any]:
     """What torch has to be able to do of f itself, once."""
-    losses = problem.losses
-    return cache(lambda: grad(lambda p: losses(p, *problem.batch).sum())(problem.params))
+    return cache(lambda: grad(_value(problem))(_leaves(problem)))
+
+
+def _leaves(problem: Problem) -> list[torch.Tensor]:
+    """The tensors of the parameters: torch.func takes no None."""
+    return tree.tensors(problem.params)
+
+
+def _of_leaves(problem: Problem, fn: Callable) -> Callable:
+    """A function of the tensors of the parameters, from one of these."""
+    form = tree.separate(problem.params)[1]
+    return lambda leaves: fn(form.join(leaves))
+
+
+def _value(problem: Problem) -> Callable:
+    """The loss, of the tensors of the parameters."""
+    return _of_leaves(problem, lambda p: problem.losses(p, *problem.batch).sum())
 
 
 def _slope(problem: Problem, formula: Callable, at: float = 0.0) -> Any:
@@ -88,11 +116,12 @@ def _slope(problem: Problem, formula: Callable, at: float = 0.0) -> Any:
 @law("grad of a statistic is that of its loop", when=_no_loops)
 def differentiated(problem: Problem) -> Iterator[Claim]:
     """grad(lambda p: total(t(p, *batch)))(params) == the same of the loop, by torch.autograd"""
-    possible = _by_torch(problem)
+    possible, form = _by_torch(problem), tree.separate(problem.params)[1]
     for of, formula in _formulas(problem):
 
         def found(of: Any = of) -> Any:
-            return grad(lambda p: total(of.make()(p, *of.args[1:])))(problem.params)
+            slopes = grad(_of_leaves(problem, lambda p: total(of.make()(p, *of.args[1:]))))
+            return form.join(slopes(_leaves(problem)))
 
         def expected(formula: Callable = formula) -> Any:
             possible()
@@ -104,7 +133,7 @@ def differentiated(problem: Problem) -> Iterator[Claim]:
 @law("jacrev of a statistic is that of its loop", when=_no_loops)
 def jacobian(problem: Problem) -> Iterator[Claim]:
     """jacrev(lambda p: stack([total(t(p, *batch)), other(t(p, *batch))]))(params) == the rows of the loop"""
-    possible = _by_torch(problem)
+    possible, form = _by_torch(problem), tree.separate(problem.params)[1]
     for of, formula in _formulas(problem):
 
         def found(of: Any = of) -> Any:
@@ -112,7 +141,7 @@ def jacobian(problem: Problem) -> Iterator[Claim]:
                 result = of.make()(p, *of.args[1:])
                 return torch.stack([total(result), total(result, 0.7)])
 
-            return jacrev(both)(problem.params)
+            return form.join(jacrev(_of_leaves(problem, both))(_leaves(problem)))
 
         def expected(formula: Callable = formula) -> Any:
             possible()
@@ -124,21 +153,22 @@ def jacobian(problem: Problem) -> Iterator[Claim]:
 @law("jvp of a statistic is that of its loop", when=_no_loops)
 def forward(problem: Problem) -> Iterator[Claim]:
     """total(jvp(t, (params,), (v,))[1]) == grad(total(loop))(params) . v"""
-    v, losses = directions(problem.params, 0.4), problem.losses
+    v = tree.tensors(directions(problem.params, 0.4))
 
     @cache
     def possible() -> Any:
         """Torch has to be able to do this of the gradient of f."""
-        return jvp(grad(lambda p: losses(p, *problem.batch).sum()), (problem.params,), (v,))
+        return jvp(grad(_value(problem)), (_leaves(problem),), (v,))
 
     for of, formula in _formulas(problem):
 
         def found(of: Any = of) -> Any:
-            return total(jvp(lambda p: of.make()(p, *of.args[1:]), (problem.params,), (v,))[1])
+            along = _of_leaves(problem, lambda p: tree.tensors(of.make()(p, *of.args[1:])))
+            return total(jvp(along, (_leaves(problem),), (v,))[1])
 
         def expected(formula: Callable = formula) -> Any:
             possible()
-            pairs = zip(tree.tensors(_slope(problem, formula)), tree.tensors(v), strict=True)
+            pairs = zip(tree.tensors(_slope(problem, formula)), v, strict=True)
             return torch.stack([(g * d).sum() for g, d in pairs]).sum()
 
         yield Claim(of.called, found, expected, problem.n)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._functorch import version
 from invfunc.callables import check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.recording.problem import InDims, batch_dims, batch_size
@@ -118,11 +119,12 @@ class Problem:
     @cached_property
     def floor(self) -> float:
         """What is small beside the gradients and their squares, so that rounding is all there is in it."""
-        sizes = [self._steepness(self)]
-        try:
-            sizes.append(self._steepness(self.part([0])) / self.n)
-        except Exception:  # of the user's f, which may want several samples
-            pass
+        sizes = [0.0]
+        for part in (self, self.part([0])):
+            try:
+                sizes.append(self._steepness(part) * part.n / self.n)
+            except Exception:  # of the user's f, which may want several samples, or not be differentiable
+                continue
         return 1e-6 * min(max(sizes), max(sizes) ** 2)
 
     def _steepness(self, at: Problem) -> float:
@@ -175,7 +177,7 @@ def problem(
     given = Problem(f, params, batch, loss, tuple(dims[i] for i in places), seed, LOSSES, n, False, tuple(range(n)))
     if samples is not None:
         given = given.part([range(n)[i] for i in samples])
-    draws, result = _called(given)
+    draws, result = _called(call, given)
     return replace(given, draws=draws, kind=_kind(call, given, result))
 
 
@@ -189,12 +191,18 @@ def _check_params(params: Any) -> None:
         raise ArgumentError("params has no tensors.")
 
 
-def _called(given: Problem) -> tuple[bool, Any]:
+def _called(call: str, given: Problem) -> tuple[bool, Any]:
     """Whether f draws, and what the loss or the model gives."""
+    own = tree.map_tensors(torch.clone, (given.params, *given.inputs))
     with seeded(given.seed), torch.no_grad():
-        before = generators()
-        result = given.f(given.params, *given.inputs)
+        before, versions = generators(), [version(x) for x in tree.tensors(own)]
+        result = given.f(*own)
         draws = any(not torch.equal(a, b) for a, b in zip(before, generators(), strict=True))
+        if versions != [version(x) for x in tree.tensors(own)]:
+            raise ArgumentError(
+                f"{call}({describe(given.f)}, ...): f writes into its arguments, so that no two calls see the same "
+                "numbers. Write into a copy, as in x = x.clone()."
+            )
         if given.loss is not None:
             result = result, given.loss(result, given.batch[-1])
     return draws, result

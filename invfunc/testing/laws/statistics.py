@@ -11,12 +11,13 @@ import torch
 
 import invfunc
 from invfunc import tree
+from invfunc.errors import SampleAxisError
 from invfunc.testing.laws import loops
 from invfunc.testing.laws.compare import zipped
 from invfunc.testing.laws.law import Claim, law
 from invfunc.testing.laws.paths import generic as generic_path
 from invfunc.testing.laws.paths import in_blocks
-from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, Problem
+from invfunc.testing.laws.problem import BOTH, MODEL, SCALAR, Problem
 from invfunc.testing.laws.rows import BOTH as MODEL_AND_LOSS
 from invfunc.testing.laws.rows import FACTORS, LOSS, ROWS, Row
 from invfunc.testing.laws.rows import MODEL as OF_MODEL
@@ -30,16 +31,17 @@ class Made:
     row: Row
     make: Callable
     args: tuple
-    results: dict[str, Any]
+    problem: Problem
 
     def __call__(self, **options: Any) -> Any:
         return self.make(**options)(*self.args)
 
     def itself(self) -> Any:
-        """Its result, computed once."""
-        if self.called not in self.results:
-            self.results[self.called] = self()
-        return self.results[self.called]
+        """Its result, computed once; of an f that draws always with the same numbers."""
+        known = self.problem.results
+        if self.called not in known:
+            known[self.called] = self.problem.steady(self)()
+        return known[self.called]
 
 
 def made(problem: Problem, name: str, f: Callable | None = None) -> list[Made]:
@@ -49,14 +51,14 @@ def made(problem: Problem, name: str, f: Callable | None = None) -> list[Made]:
     dims, inputs = problem.in_dims, (problem.params, *problem.inputs)
     if problem.kind == BOTH:
         if MODEL_AND_LOSS in row.forms:
-            found.append(Made(name, row, _maker(row, dims, f, problem.loss), problem.args, problem.results))
+            found.append(Made(name, row, _maker(row, dims, f, problem.loss), problem.args, problem))
         elif LOSS in row.forms:
-            found.append(Made(name, row, _maker(row, dims, problem.loss_function), problem.args, problem.results))
+            found.append(Made(name, row, _maker(row, dims, problem.loss_function), problem.args, problem))
         if OF_MODEL in row.forms:
             called = name if row.forms == (OF_MODEL,) else f"{name} of the model"
-            found.append(Made(called, row, _maker(row, dims[:-1], f), inputs, problem.results))
+            found.append(Made(called, row, _maker(row, dims[:-1], f), inputs, problem))
     elif (OF_MODEL if problem.kind == MODEL else LOSS) in row.forms:
-        found.append(Made(name, row, _maker(row, dims, f), problem.args, problem.results))
+        found.append(Made(name, row, _maker(row, dims, f), problem.args, problem))
     return found
 
 
@@ -203,7 +205,7 @@ def _in_any_order(problem: Problem) -> str:
         turned = tree.tensors(problem.f(problem.params, *back.inputs))
     for a, b in zip(there, turned, strict=True):
         a = a[order] if a.ndim else a
-        if not torch.allclose(a, b, 1e-3, 1e-3 * a.abs().max().item(), equal_nan=True):
+        if not torch.allclose(a, b, 1e-3, 1e-3 * a.abs().nan_to_num().max().item(), equal_nan=True):
             return "f itself tells the places of the samples apart"
     return ""
 
@@ -267,16 +269,17 @@ def several(problem: Problem) -> Iterator[Claim]:
         yield Claim(called, found, lambda of=of: tuple(t.itself() for t in of), problem.n)
 
 
-def _value_of_each(problem: Problem) -> str:
-    if problem.kind not in (LOSSES, MODEL, BOTH):
-        return "f is a scalar loss; what mixes samples in it is refused, not tried"
+def _without_draws(problem: Problem) -> str:
     return "f draws" if problem.draws else _several(problem)
 
 
-@law("samples do not mix", when=_value_of_each, of_f=True)
+@law("samples do not mix", when=_without_draws, of_f=True)
 def apart(problem: Problem) -> Iterator[Claim]:
-    """f(params, *batch)[n] stays what it is when the other samples become copies of sample n"""
+    """f(params, *batch)[n] stays what it is when the other samples become copies of sample n; a scalar is a sum"""
     f = problem.f
+    if problem.kind == SCALAR:
+        yield Claim("f", lambda: _mixes(problem), lambda: "")
+        return
 
     def values() -> Any:
         with torch.no_grad():
@@ -289,3 +292,14 @@ def apart(problem: Problem) -> Iterator[Claim]:
         return zipped(torch.stack, rows)
 
     yield Claim("f", values, alone)
+
+
+def _mixes(problem: Problem) -> str:
+    """What mixes the samples of a scalar loss, which is not the sum or mean of its values for each of them."""
+    try:
+        one(problem, "batch_grad").itself()
+    except SampleAxisError as error:
+        if problem.fold:
+            raise
+        return str(error)
+    return ""

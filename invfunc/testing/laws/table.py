@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,6 +30,13 @@ class Table:
         """What this library refused in any law, with its error."""
         return {of: error for outcome in self.outcomes for of, error in outcome.refused.items()}
 
+    @property
+    def summary(self) -> str:
+        """How many laws hold, and how many are left."""
+        states = Counter(outcome.state for outcome in self.outcomes)
+        parts = [f"{count} {'hold' if state == 'holds' else state}" for state, count in states.items()]
+        return f"{len(self.outcomes)} laws: {', '.join(parts)}"
+
     def __str__(self) -> str:
         names = max((len(outcome.law.name) for outcome in self.outcomes), default=0)
         lines = [self.title, f"{'law':<{names}}  {'':<14}  {'error':>7}  {'seconds':>7}  tried on"]
@@ -36,6 +44,7 @@ class Table:
             error = f"{outcome.error:.0e}" if outcome.tried and not outcome.failures else ""
             head = f"{outcome.law.name:<{names}}  {outcome.state:<14}  {error:>7}  {outcome.seconds:>7.2f}  "
             lines += _wrapped(head, _told(outcome))
+        lines += [self.summary]
         for error, ofs in _by_error(self.refused).items():
             lines += _wrapped("refused: ", f"{_few(ofs, REFUSED)}: {error}")
         return "\n".join(lines)

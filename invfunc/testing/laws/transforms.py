@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.func import grad, vmap
+from torch.func import grad
 
 import invfunc
 from invfunc import tree
 from invfunc.plan import Options
 from invfunc.statistic import Statistic
 from invfunc.testing.laws.compare import plain, zipped
-from invfunc.testing.laws.compositions import POINTS, total
+from invfunc.testing.laws.compositions import POINTS, mapped_over, total
 from invfunc.testing.laws.effects import alive, shared, state, written
 from invfunc.testing.laws.law import TRANSFORM, Claim, Inapplicable, law
 from invfunc.testing.laws.paths import generic, in_blocks
@@ -103,7 +103,11 @@ def differentiated(subject: TransformProblem) -> Iterator[Claim]:
             raise Inapplicable("the oracle is not differentiable")
         return form.join(torch.autograd.grad(value, leaves, materialize_grads=True))
 
-    yield Claim(subject.called, lambda: grad(lambda p: total(subject.t(p, *batch)))(params), expected, subject.n)
+    def found() -> Any:
+        leaves, form = tree.separate(params)  # torch.func takes no None
+        return form.join(grad(lambda own: total(subject.t(form.join(own), *batch)))(leaves))
+
+    yield Claim(subject.called, found, expected, subject.n)
 
 
 @law("vmap of it is the loop", TRANSFORM)
@@ -113,11 +117,11 @@ def batched(subject: TransformProblem) -> Iterator[Claim]:
     points = [tree.map_tensors(lambda p, c=c: c * p, params) for c in POINTS]
 
     def mapped() -> Any:
-        dims = (0, *[None] * len(batch))
-        return vmap(lambda *a: plain(subject.t(*a)), dims, randomness="same")(zipped(torch.stack, points), *batch)
+        leaves, form = tree.separate(zipped(torch.stack, points))
+        return mapped_over(lambda own: plain(subject.t(form.join(own), *batch)), leaves)
 
     def looped() -> Any:
-        return zipped(torch.stack, [plain(subject.t(p, *batch)) for p in points])
+        return zipped(torch.stack, [plain(subject.one.steady(subject.t)(p, *batch)) for p in points])
 
     yield Claim(subject.called, mapped, looped, subject.n)
 
