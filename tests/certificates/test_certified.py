@@ -216,7 +216,7 @@ class TestWrongResults:
 
         def found(of):
             faults = 0
-            with planted(lambda result: result + (args[1] == 0) * 1e-9):
+            with planted(lambda result: result + (args[1] == 0) * 1e-6):
                 for seed in range(calls):
                     try:
                         certified(of, generator=seed, confidence=confidence, share=share)(*args)
@@ -324,6 +324,7 @@ class TestErrors:
             (lambda f: certified(reduced(variance(f), torch.sum), generator=0), ArgumentError, "without `reduced`"),
             (lambda f: certified(variance(f), generator=0, share=0), ArgumentError, "between 0 and 1"),
             (lambda f: certified(variance(f), generator=0, confidence=1), ArgumentError, "between 0 and 1"),
+            (lambda f: certified(variance(f), generator=0, confidence="99%"), ArgumentError, "'99%'.*between 0 and 1"),
             (lambda f: certified(variance(f), generator=None), ArgumentTypeError, "pass generator="),
             (lambda f: chunked(certified(variance(f), generator=0), 2), ArgumentTypeError, "Chunk what is in it"),
             (lambda f: together(certified(variance(f), generator=0)), ArgumentTypeError, "not a statistic"),
