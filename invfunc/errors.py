@@ -117,7 +117,7 @@ class RangeError(InvFuncError, ValueError):
     """A number is not on a fixed-point grid, or outside of its range."""
 
 
-class CertificateError(InvFuncError, ArithmeticError):
+class CertificateError(InvFuncError, RuntimeError):
     """A result is not what another path to it gives."""
 
     path = ""

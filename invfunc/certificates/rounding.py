@@ -57,8 +57,9 @@ def spread(expected: Sequence[torch.Tensor], others: Sequence[Sequence[torch.Ten
 def beyond(found: torch.Tensor, expected: torch.Tensor, tolerance: float, dtype: torch.dtype) -> torch.Tensor:
     """Which numbers are further apart. What a dtype cannot hold is infinite or lost in it, and not compared."""
     info = torch.finfo(dtype)
-    same = ~expected.isfinite() | ((expected.abs() > info.max / UNITS) & ~found.isfinite())
-    return ~same & ~((found - expected).abs() <= tolerance + UNITS * info.tiny)
+    largest, least = info.max / UNITS, UNITS * info.tiny
+    same = ~expected.isfinite() | ((expected.abs() > largest) & ~found.isfinite())
+    return ~same & ~((found - expected).abs() <= tolerance + least)
 
 
 def moved(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
