@@ -2,6 +2,7 @@
 
 Each value is small, is drawn simple first, and prints as a line of code that makes it again, numbers and all:
 
+    import torch
     from invfunc.testing.strategies import *
     problem = Problem(model=Model(family='affine', n=2, ...), loss=Loss(called='mse_loss', ...))
 
