@@ -1,4 +1,4 @@
-"""A minute of `python -m tests.machine`, with the same programs each time."""
+"""A little of `python -m tests.machine`, with the same programs each time."""
 
 from hypothesis import HealthCheck, settings
 

@@ -208,7 +208,7 @@ class TestWrongResults:
 
     def test_are_found_as_often_as_promised(self):
         """Small ones, which are not drawn by their size: by k entries evenly, and no more often than that explains."""
-        f = lambda w, x: x @ w  # noqa: E731
+        f = lambda w, x: x @ w  # noqa: E731  (as users write it)
         size, share, confidence = 300, 0.1, 0.8
         args = torch.ones(size, dtype=torch.float64), torch.rand(1, size, dtype=torch.float64)
         args[1][:, : size // 10] = 0
@@ -230,7 +230,7 @@ class TestWrongResults:
         assert found(batch_grad(f)) == calls  # the sum over the samples is the gradient, which is looked at everywhere
 
     def test_are_told(self):
-        f = lambda p, x, y: (x @ p["w"] + p["b"] - y).square()  # noqa: E731
+        f = lambda p, x, y: (x @ p["w"] + p["b"] - y).square()  # noqa: E731  (as users write it)
         args = {"w": torch.ones(3), "b": torch.zeros(())}, torch.ones(2, 3), torch.zeros(2)
 
         def change(result):
@@ -271,7 +271,7 @@ class TestWrongResults:
         def _(cotangent, x, w):
             return "vni,ni->i", 2 * cotangent, x
 
-        f = lambda w, x: scaled(x, w).square().sum(1)  # noqa: E731
+        f = lambda w, x: scaled(x, w).square().sum(1)  # noqa: E731  (as users write it)
         with pytest.raises(CertificateError):
             certified(variance(f), generator=SEED)(torch.ones(3), torch.rand(4, 3))
 
@@ -350,7 +350,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("fold", ["sum", "mean"])
     def test_do_not_come_of_sums_and_means(self, fold):
-        f = lambda *a: getattr(self.F(*a), fold)()  # noqa: E731
+        f = lambda *a: getattr(self.F(*a), fold)()  # noqa: E731  (as users write it)
         for t in (variance(f), batch_grad(f), invfunc.batch_diag_hessian(f), invfunc.clipped_grad(f, 0.1)):
             certified(t, generator=0)(*self.ARGS)
 

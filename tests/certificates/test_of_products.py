@@ -53,7 +53,7 @@ def test_wrong_ones_are_found(name):
 
 @pytest.mark.quick
 def test_of_drawn_columns():
-    f = lambda w, x: x @ w  # noqa: E731
+    f = lambda w, x: x @ w  # noqa: E731  (as users write it)
     g = torch.Generator().manual_seed(1)
     args = torch.randn(3, 2), torch.randn(3, 2), torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
     certified(invfunc.fvp(f, F.cross_entropy, mc_samples=2, generator=g), generator=SEED)(*args)
@@ -61,7 +61,7 @@ def test_of_drawn_columns():
 
 @pytest.mark.quick
 def test_of_a_model_that_mixes_samples():
-    f = lambda w, x: (x @ w).softmax(0)  # noqa: E731
+    f = lambda w, x: (x @ w).softmax(0)  # noqa: E731  (as users write it)
     args = torch.randn(3, 2), torch.randn(3, 2), torch.randn(5, 3), torch.randn(5, 2)
     for product in (invfunc.ggnvp, invfunc.hvp):
         certified(product(f, F.mse_loss), generator=SEED)(*args)
@@ -69,7 +69,7 @@ def test_of_a_model_that_mixes_samples():
 
 @pytest.mark.quick
 def test_errors():
-    f = lambda w, x: (x @ w).square()  # noqa: E731
+    f = lambda w, x: (x @ w).square()  # noqa: E731  (as users write it)
     with pytest.raises(ArgumentError, match="Certify `ggn_block_product`"):
         certified(invfunc.pch_block_product(f, F.mse_loss), generator=SEED)
     with pytest.raises(ArgumentTypeError, match="computed in one way only"):

@@ -34,6 +34,7 @@ def check(
     nothing of this library, or against the same statistic on another way. What this library refuses is no failure: it
     is told, with its error. Give few samples (3 to 8) and small sizes, in float64, where rounding hides least. In a
     lower precision as much is tolerated as the loop itself differs from the same loop in float64, some times over.
+    "Samples do not mix" looks at f and not at `loss`: what a loss mixes is refused by statistics, which is no failure.
 
     Args:
         f: a loss function `f(params, *batch)` that returns a scalar or `[N]`, or a model function `f(params, *inputs)`.
