@@ -17,6 +17,9 @@ from invfunc.errors import CertificateError
 Looked = list[list[Look]]
 """Numbers of one kind beside those of the other path, in a list for each kind."""
 
+Around = torch.Generator | None
+"""What draws vectors by way of which others are multiplied, so that rounding differs; None where they are not."""
+
 
 class Check(ABC):
     """The check of what `t(*args, **kwargs)` gave."""
@@ -33,7 +36,7 @@ class Check(ABC):
         """What is looked at of a result."""
 
     @abstractmethod
-    def expected(self, every: Looked, args: tuple, kwargs: dict[str, Any]) -> list[Tensors]:
+    def expected(self, every: Looked, args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Tensors]:
         """The numbers of the other path."""
 
     def called(self, kind: int) -> str:
@@ -66,7 +69,7 @@ class Check(ABC):
             args, kwargs = self._changed(lambda x: moved(x, self.tape.generator))
             rewound(self.before)
             there = self.looks(args, kwargs, self.t(*args, **kwargs), self.tape.again())
-            yield there, self.expected(there, args, kwargs)
+            yield there, self.expected(there, args, kwargs, self.tape.generator)
         try:
             yield None, self.expected(every, *self._changed(torch.Tensor.double))
         except Exception:

@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
-from invfunc.certificates.check import Check, Looked
+from invfunc.certificates.check import Around, Check, Looked
 from invfunc.certificates.draws import Tape, drawn, rewound
 from invfunc.certificates.look import Look, Tensors, entry
 from invfunc.certificates.reference import Run, units, wide
@@ -54,7 +54,7 @@ class OfProduct(Check):
     def _entry(name: str, shape: torch.Size, places: torch.Tensor, at: int) -> str:
         return entry(name, shape, int(places[at]))
 
-    def expected(self, every: Looked, args: tuple, kwargs: dict[str, Any]) -> list[Tensors]:
+    def expected(self, every: Looked, args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Tensors]:
         rewound(self.before)
         if self.t.name in HESSIANS:
             whole = _twice_backward(self.t, args, kwargs)
@@ -62,7 +62,7 @@ class OfProduct(Check):
         t, names = self.t, self.names.without_vector
         given = Given(t.f, t.loss, (args[0], *args[2:]), kwargs, names, t.in_dims, t.out_dims, t.has_aux)
         with given.scope:
-            along = _along(t, given, tree.flatten(args[1], none_is_leaf=False)[0])
+            along = _along(t, given, _vectors(args), around)
             return [[look.expected(along) for look in looked] for looked in every]
 
 
@@ -70,11 +70,17 @@ Entries = Callable[[int, torch.Tensor], torch.Tensor]
 """From a leaf and places in it to what the product has there, `[K, *lead]`."""
 
 
+def _vectors(args: tuple) -> Tensors:
+    """The leaves of v in the order of the parameters, as a dict may have its keys in another."""
+    given = dict(tree.named_leaves(args[1], none_is_leaf=False))
+    return [given[path] for path, _ in tree.named_leaves(args[0], none_is_leaf=False)]
+
+
 def _numbers(entries: Entries, leaf: int, places: torch.Tensor) -> torch.Tensor:
     return entries(leaf, places)
 
 
-def _along(t: Product, given: Given, v: Tensors) -> Entries:
+def _along(t: Product, given: Given, v: Tensors, around: Around) -> Entries:
     """`(J e) . H (J v)` of drawn entries."""
     if t.name in FISHERS:
         drawing = getattr(t.record, "keywords", {}).get("drawing")
@@ -83,7 +89,7 @@ def _along(t: Product, given: Given, v: Tensors) -> Entries:
         columns = run.gradient if drawing is None else split.drawn(drawing, "fvp")
     else:
         split = given.found_split() if given.loss is None else given.given_split(each=False)
-        run, columns = Run(given, split), None
+        run, columns = Run(given, split, around), None
 
     def numbers(leaf: int, places: torch.Tensor) -> torch.Tensor:
         ways = [run.forth(leaf, x[None]) for x in v[leaf]] if t.lead else [run.there([x[None] for x in v])]
@@ -107,7 +113,7 @@ def _along(t: Product, given: Given, v: Tensors) -> Entries:
 def _twice_backward(t: Product, args: tuple, kwargs: dict[str, Any]) -> Tensors:
     """All entries of the product of a Hessian, or of each of its blocks: `[P, *lead]` of each leaf."""
     leaves, structure = tree.flatten(args[0], none_is_leaf=False)
-    vectors, batch = tree.flatten(args[1], none_is_leaf=False)[0], args[2:]
+    vectors, batch = _vectors(args), args[2:]
     leaves = [p.detach().requires_grad_() for p in leaves]
     mode = TwiceDifferentiable()
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), mode:

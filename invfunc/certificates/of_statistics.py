@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from invfunc.certificates.check import Check, Looked
+from invfunc.certificates.check import Around, Check, Looked
 from invfunc.certificates.draws import Tape, rewound
 from invfunc.certificates.look import Member, Tensors
 from invfunc.certificates.looks import looks
@@ -56,9 +56,9 @@ class OfStatistic(Check):
         rewound(self.before)
         return t, t(*args, **kwargs)
 
-    def expected(self, every: Looked, args: tuple, kwargs: dict[str, Any]) -> list[Tensors]:
+    def expected(self, every: Looked, args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Tensors]:
         given = problem_of(self.t, args, kwargs, self.names)
-        with Reference(given, self.names, [m.quantity for m in self.members], self.before) as r:
+        with Reference(given, self.names, [m.quantity for m in self.members], self.before, around) as r:
             return [[look.expected(r) for look in looked] for looked in every]
 
 

@@ -42,11 +42,17 @@ def units(p: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return v.scatter_(1, places[:, None].to(p.device), 1).reshape(len(places), *p.shape)
 
 
+def _like(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Drawn numbers of the size of those of x."""
+    u = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return x.abs().amax() * u.to(x)
+
+
 class Run:
     """A function that was run at a point and split, with derivatives along entries of its parameters."""
 
-    def __init__(self, given: Given, split: Split) -> None:
-        self.given, self.split = given, split
+    def __init__(self, given: Given, split: Split, around: torch.Generator | None = None) -> None:
+        self.given, self.split, self.around = given, split, around
         self.jacobian = Jacobian.recorded(given, split)
         self._axes = [root.axis for root in split.roots] or [Axis(0)]
         """Where the outputs have their samples; the losses of the samples themselves have nothing else."""
@@ -112,7 +118,14 @@ class Run:
         return torch.cat(found)
 
     def curved(self, t: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
-        """`t H others` of each sample: `[K, N]`."""
+        """`t H others` of each sample: `[K, N]`. By way of others `around` it is `t H (others + u) - u H t`, where what
+        cancels or is lost in H has other rounding errors."""
+        if self.around is None:
+            return self._curved(t, others)
+        u = [_like(x, self.around) for x in others]
+        return self._curved(t, [x + y for x, y in zip(others, u, strict=True)]) - self._curved(u, t)
+
+    def _curved(self, t: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
         with self._back():
             bent = Pull(self.split.scope, batched=True)(self.slopes, [r.value for r in self.split.roots], list(others))
         full = [torch.zeros_like(x) if y is None else y.detach() for x, y in zip(t, bent, strict=True)]
@@ -160,6 +173,8 @@ class Reference:
     quantities: Sequence[Quantity]
     before: States
     """Of the generators, before the result was computed."""
+    around: torch.Generator | None = None
+    """What draws the others, where vectors are multiplied by way of others (`Run.curved`)."""
     runs: int = 0
     """How often the function was evaluated on the whole batch."""
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -199,13 +214,14 @@ class Reference:
             split = given.found_split(losses=True) if given.loss is None else given.given_split(each=True)
         except (SampleAxisError, SplitError):
             given, split = self._each_alone()
-        return Run(given, split)
+        return Run(given, split, self.around)
 
     @cached_property
     def outputs(self) -> Run:
         """The loss of the outputs of a model."""
         given = self._given()
-        return Run(given, given.found_split() if given.loss is None else given.given_split(each=True))
+        split = given.found_split() if given.loss is None else given.given_split(each=True)
+        return Run(given, split, self.around)
 
     @cached_property
     def model(self) -> Run:

@@ -357,3 +357,14 @@ class TestErrors:
     def test_of_the_statistic_are_its_own(self):
         with pytest.raises(ArgumentError, match=r"^variance\("):
             certified(variance(self.F), generator=0)(self.ARGS[0], self.ARGS[1], torch.zeros(5))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("margin", [10.0, 20.0, 30.0])
+def test_no_alarm_where_a_softmax_is_sure(margin):
+    """Both ways lose the digits of `1 - p`, the reference each time in the same way."""
+    w = torch.tensor([[margin, 0.0, 0.3], [0.1, 0.2, 0.0]], dtype=torch.float64)
+    x = torch.tensor([[1.0, 0.5], [1.1, -0.2]], dtype=torch.float64)
+    for make in (diag_ggn, invfunc.batch_diag_ggn):
+        certified(make(lambda w, x: x @ w, F.cross_entropy), generator=SEED)(w, x, torch.tensor([0, 0]))
+    certified(invfunc.ggnvp(lambda w, x: x @ w, F.cross_entropy), generator=SEED)(w, w, x, torch.tensor([0, 0]))

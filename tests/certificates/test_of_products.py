@@ -74,3 +74,16 @@ def test_errors():
         certified(invfunc.pch_block_product(f, F.mse_loss), generator=SEED)
     with pytest.raises(ArgumentTypeError, match="computed in one way only"):
         explain(certified(invfunc.hvp(f), generator=SEED))(torch.ones(2), torch.ones(2), torch.ones(1, 2))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NAMES)
+def test_of_vectors_in_another_order(name):
+    """A dict is a tree by its keys."""
+    f = lambda p, x: (x @ p["a"]).tanh() @ p["b"]  # noqa: E731  (as users write it)
+    loss = lambda z, y: (z - y).square().sum(1)  # noqa: E731
+    rand = strategies.Numbers()
+    t = getattr(invfunc, name)(f, loss)
+    lead = [1] * t.lead
+    params, v = {"a": rand(2, 2), "b": rand(2, 2)}, {"b": rand(*lead, 2, 2), "a": rand(*lead, 2, 2)}
+    certified(t, generator=SEED)(params, v, rand(4, 2), rand(4, 2))

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutants.blocks import BLOCKS
-from tests.mutants.certificates import numeric, search
+from tests.mutants.certificates import SOUND, numeric, search
 from tests.mutants.fault import Fault, Outcome, Search, copied, run, tests
 from tests.mutants.operations import OPERATIONS
 from tests.mutants.statistics import STATISTICS
@@ -61,6 +61,9 @@ def main() -> int:
     chosen = [f for f in chosen if numeric(f) or not options.certified][part - 1 :: parts]
     os.environ["OMP_NUM_THREADS"] = "1"  # there is a process for each core
     started, done = time.perf_counter(), []
+    if options.certified and (false := next(outcomes([SOUND], search, 1))).came != "survived":
+        print(f"without a fault: {false.came} by {false.by}")
+        return 1
     for outcome in outcomes(chosen, search if options.certified else tests, options.processes):
         done.append(outcome)
         fault = outcome.fault
