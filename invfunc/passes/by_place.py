@@ -61,18 +61,26 @@ def check_part(
 ) -> None:
     """Check that the outputs `found` of a part do not depend on how many samples, or which, are beside each; nor those
     of the samples at some other places."""
-    start, stop, n = part.start, part.stop, part.stop - part.start
-    picked = {1: [(start + 1) % total, start], 2: [stop - 1], 3: [stop - 1, start]}
-    places = picked.get(n, [stop - 1, start + n // 2, start])
-    known = [[z[p - start] for z in found] if start <= p < stop else None for p in places]
-    places, known = [*places, *(place for place, _ in beside)], [*known, *(values for _, values in beside)]
-    came = again(places)
-    for i, one in enumerate(known):
-        if one is not None and not all(same_values(z, alone[i]) for z, alone in zip(one, came, strict=True)):
-            raise SampleAxisError(
-                "the outputs of a sample depend on how many are beside it, or on its place (does f use the length "
-                f"of the batch?), so f cannot be chunked over samples. {_GIVE}"
-            )
+    start, stop = part.start, part.stop
+    several = _places(start, stop, total)
+    several[0] += [place for place, _ in beside]
+    known = {place: [z[place - start] for z in found] for place in range(start, stop)} | dict(beside)
+    for places in several:
+        came = again(places)
+        for i, place in enumerate(places):
+            one = known.get(place)
+            if one is not None and not all(same_values(z, x[i]) for z, x in zip(one, came, strict=True)):
+                raise SampleAxisError(
+                    "the outputs of a sample depend on how many are beside it, or on its place (does f use the length "
+                    f"of the batch?), so f cannot be chunked over samples. {_GIVE}"
+                )
+
+
+def _places(start: int, stop: int, total: int) -> list[list[int]]:
+    """Samples of a part beside others than there, on either side and in another mirror image, and never as many."""
+    n, other = stop - start, stop % total
+    few = {1: [[other, start], [start, other]], 2: [[stop - 1], [start]], 3: [[stop - 1, start + 1]]}
+    return few.get(n, [[stop - 1, start, start + n // 2]])
 
 
 def check_again(found: Values, whole: Values, again: Callable[[], Values]) -> None:

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import certified, chunked, outputs, tree
+from invfunc import certified, chunked, outputs, together, tree
 from invfunc.certificates.of_products import HESSIANS, NAMES
 from invfunc.testing import strategies
-from invfunc.testing.laws.rows import BOTH, COLUMNS, FACTORS, MODEL, ROWS
+from invfunc.testing.laws.rows import BOTH, COLUMNS, FACTORS, FIRST_ORDER, MODEL, ROWS
 from tests import criteria, moved
 from tests.crossed import HIGHEST, LOWEST, sides, thresholds_at
 from tests.forms import FORMS
@@ -37,6 +37,18 @@ from tests.torch_layers import LAYERS
 BY_STRUCTURE = {"CLASS": 0.0, "COLUMN": 0.0, "FEW": 0, "PAYS": math.inf}
 """Thresholds by which the structure of a network is used wherever it can be."""
 GIVEN = [name for name, row in ROWS.items() if row.gives != FACTORS]
+GROUPS = [
+    [name for name in FIRST_ORDER if not name.startswith("gram")],
+    [
+        name
+        for name, row in ROWS.items()
+        if row.axes == COLUMNS and BOTH in row.forms and not row.drawn and name in GIVEN
+    ],
+    ["gram", "gram per parameter"],
+    [name for name in GIVEN if ROWS[name].drawn],
+    ["batch_jacobian"],
+]
+"""Which come together, and are refused for the same reasons."""
 DIAGONALS = ["diag_ggn", "batch_diag_ggn", "ggn_trace", "ggn_trace per parameter", "diag_hessian"]
 """What a structure is for."""
 
@@ -84,25 +96,31 @@ def certificates(data: Any) -> tuple[Callable[[], Any], str]:
 
 @st.composite
 def _statistics(draw: Any, world: World) -> Callable[[int], Any]:
-    name = draw(st.sampled_from(list(world.rows)))
-    row, n = ROWS[name], world.n
-    form = draw(st.sampled_from([*row.forms, row.form]))
-    places = st.one_of(st.permutations(range(n)), st.lists(st.integers(-n, n - 1), min_size=1, max_size=5))
+    """Some statistics of one form together, of some samples, in chunks."""
+    group = draw(st.sampled_from(GROUPS))
+    taken = [name for name in group if name in world.rows] or DIAGONALS
+    form = draw(st.sampled_from(ROWS[taken[0]].forms))
+    names = draw(st.lists(st.sampled_from(taken), min_size=1, max_size=5, unique=True))
+    places = st.one_of(st.permutations(range(world.n)), st.lists(st.integers(-world.n, world.n - 1), min_size=1))
     options = draw(st.one_of(st.just({}), st.fixed_dictionaries({"samples": places})))
-    if name in ("variance", "grad_and_variance"):
-        options["correction"] = draw(st.sampled_from([0, -0.5]))
-    divided = draw(st.lists(strategies.chunkings(row.axes, most=3), max_size=2))
+    correction = draw(st.sampled_from([0, -0.5]))
+    axes = [axis for axis in COLUMNS if all(axis in ROWS[name].axes for name in names)]
+    divided = draw(st.lists(strategies.chunkings(axes, most=3), max_size=2))
+
+    def made(name: str) -> Any:
+        own = options | ({"correction": correction} if name in ("variance", "grad_and_variance") else {})
+        if form == MODEL:
+            return ROWS[name].make(world.f, in_dims=world.dims[:-1], **own)
+        if form == BOTH:
+            return ROWS[name].make(world.f, world.loss, in_dims=world.dims, **own)
+        return ROWS[name].make(world.whole, in_dims=world.dims, **own)
 
     def certify(seed: int) -> Any:
-        if form == MODEL:
-            args, t = (world.params, *world.inputs), row.make(world.f, in_dims=world.dims[:-1], **options)
-        elif form == BOTH:
-            args, t = (world.params, *world.batch), row.make(world.f, world.loss, in_dims=world.dims, **options)
-        else:
-            args, t = (world.params, *world.batch), row.make(world.whole, in_dims=world.dims, **options)
+        t = together(*map(made, names)) if len(names) > 1 else made(names[0])
         for how in divided:
             t = chunked(t, **how)
-        return certified(t, generator=seed)(*args)
+        batch = world.inputs if form == MODEL else world.batch
+        return certified(t, generator=seed)(world.params, *batch)
 
     return certify
 
@@ -165,7 +183,7 @@ def _losses(draw: Any) -> World:
     return World(str(found), scaled, found.loss, params, (Numbers(1)(n, 2),), found.target, (0, 0), GGNS)
 
 
-GGNS = [*DIAGONALS, "sqrt_ggn", "batch_grad", "batch_diag_hessian"]
+GGNS = [*DIAGONALS, "sqrt_ggn", "batch_diag_hessian", *(name for name in GIVEN if ROWS[name].drawn)]
 
 
 def _each(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -199,7 +217,9 @@ def _structures(draw: Any) -> World:
     with torch.no_grad():
         criterion = draw(criteria_of(tuple(net.f(net.params, *net.inputs).shape)))
     dims = (*net.in_dims, 0)
-    return World(f"{net}, {criterion}", net.f, criterion.loss, net.params, net.inputs, criterion.target, dims, DIAGONALS)
+    return World(
+        f"{net}, {criterion}", net.f, criterion.loss, net.params, net.inputs, criterion.target, dims, DIAGONALS
+    )
 
 
 @st.composite

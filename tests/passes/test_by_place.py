@@ -1,11 +1,14 @@
 """A function that reads its parameters by the place of a sample gives other shares on a part of the batch, although the
 outputs may be the same there: it does not run in parts unless somebody asks, and then there is an error."""
 
+from contextlib import suppress
 from itertools import count
 
+import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 
 from invfunc import RandomnessError, SampleAxisError, batch_grad, batch_jacobian, chunked, diag_ggn, thresholds
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
@@ -117,3 +120,31 @@ def test_blocks_of_samples_are_of_one_function(n, cache, monkeypatch):
 
     with pytest.raises(RandomnessError, match="draws numbers outside of torch"):
         diag_ggn(f, F.cross_entropy)(p, x, y)
+
+
+MIXED = {
+    "next": lambda x: torch.cat([x[1:], x[-1:]]),
+    "previous": lambda x: torch.cat([x[:1], x[:-1]]),
+    "roll": lambda x: x.roll(1, 0),
+    "roll back": lambda x: x.roll(-1, 0),
+    "flip": lambda x: x.flip(0),
+    "pairs": lambda x: x[torch.arange(len(x)).bitwise_xor(1).clamp(max=len(x) - 1)],
+    "mean": lambda x: x - x.mean(0),
+    "total": lambda x: x / len(x),
+    "first": lambda x: x - x[:1],
+    "last": lambda x: x - x[-1:],
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+@hypothesis.given(total=st.integers(1, 7), size=st.integers(1, 6))
+def test_samples_that_are_mixed_unseen_are_not_divided(mixed, total, size):
+    """vmap hides what it gives: nothing is known of it but its values."""
+    p, x = Numbers()(3, 2), Numbers(1)(total, 3)
+
+    def f(p, x):
+        return (torch.vmap(torch.sin)(MIXED[mixed](x)) @ p).tanh()
+
+    with suppress(SampleAxisError):
+        found = chunked(batch_jacobian(f), chunk_size=size, over="samples")(p, x)
+        assert_trees_close(found, torch.func.jacrev(f)(p, x), EXACT)
