@@ -10,15 +10,19 @@ import torch
 from invfunc import tree
 from invfunc._functorch import innermost, levels, plainly
 from invfunc.callables import describe
-from invfunc.certificates.draws import needed, rewound, states
+from invfunc.certificates.draws import States, needed, rewound, states
 from invfunc.certificates.looks import unknown
 from invfunc.certificates.of_products import NAMES, OfProduct
 from invfunc.certificates.of_statistics import OfStatistic, problem_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.product import Product
+from invfunc.recording.held import held_by
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
+
+SEEDS = range(2**63)
+"""Those that a generator takes."""
 
 
 def certified(
@@ -44,26 +48,32 @@ def certified(
     `gram` it is a sample, and of the kernel of a model an output of a sample.
 
     What it does not: that f is the function that was meant, that what both ways share is right (f itself, where its
-    outputs are found, which columns `mc_samples` draws), or anything about faults below the tolerance. Beside the
-    largest number of a leaf that is, with N samples, `sqrt(N)` times 1e-8 in float64, 3e-5 in float32, 0.06 in float16
-    and 0.18 in bfloat16. It is larger where f itself has larger rounding errors, which is measured before an error is
-    raised: 8 times as much as either way differs from itself, at arguments that are moved in their last place and in
-    float64. In float16, numbers below 6e-5 are lost in rounding. So little or nothing is found where f has a kink at
-    the arguments themselves or numbers that are not finite, where t gives something else at each call, and in half
-    precision from some dozens of samples on. A leaf that is small beside the others counts as a hundredth of them.
+    outputs are found, which columns `mc_samples` draws), or anything about faults below the tolerance. That is, beside
+    the largest number of a leaf, or the root of the sum of squares of what is added up in it, 1e-8 in float64, 3e-5 in
+    float32, 0.008 in float16 and 0.06 in bfloat16, and beside the largest of all leaves 4e-15. Numbers that are further
+    apart are looked at anew before an error is raised: t is called again at the same arguments, which has to give the
+    same, and both ways six times at arguments that are moved by 1e-4, the other one in float64, too. The tolerance of
+    each number is 8 times what its distance to the other way changes by (or half of those of its leaf do, if that is
+    more), and what the other way is off. So nothing is found at a number that jumps there. Numbers that are not finite
+    in both ways count as equal, and where a result has some, or an argument an infinite one, one that is not finite in
+    the other way alone. The Hessians of single samples are looked at in sums of all. In float16, numbers below 6e-5 are
+    lost in rounding. In float64, where a softmax is so sure that nothing is left of a leaf but rounding, an error may
+    be about that.
 
     Args:
         t: a statistic of this library, also `chunked` or of several `together`; not K-factors, and not `reduced`. Or a
             product `(params, v, *batch)`; not `pch_block_product`.
-        generator: draws which entries. An int is the seed of all calls, as an error tells it.
+        generator: draws which entries. An int, at least 0, is the seed of all calls, as an error tells it. Generators
+            that f draws from end where t leaves them, where they are found: torch's own, and what f holds.
         confidence, share: as above, both between 0 and 1.
 
     Returns:
-        A function with the signature of t, which returns its result as it is.
+        A function with the signature of t, which returns its result as it is; of a product with `linearize`.
 
     Raises:
-        CertificateError: numbers are further apart than rounding explains. It has the `path` of the entry, the two
-            numbers `found` and `expected`, and the `seed`.
+        CertificateError: numbers are further apart than rounding explains, or t gives others when it is called again
+            at the same arguments. It has the `path` of the entry, with the sample whose number it is, the two numbers
+            `found` and `expected`, and the `seed`.
         SplitError: f is a scalar loss whose outputs are not known, and neither the sum nor the mean of its values for
             single samples; RandomnessError: it would be, but draws random numbers.
         ArgumentError: K-factors, `reduced`, a share or a confidence that is none; within `torch.func.vmap`.
@@ -80,10 +90,11 @@ def certified(
 
     Cost: f once more, and a product `J e` for each of up to 2 k entries, batched: two passes back; for `gram` and norms
     that of a sample, for Hessians a second derivative. It does not depend on what t costs. A smaller
-    confidence (or a larger share) makes it cheaper: `confidence=0.5, share=0.1` takes 7 entries in place of 90. Before
-    an error, all of it seven times more.
+    confidence (or a larger share) makes it cheaper: `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where
+    numbers are further apart than the tolerance, all of it eight times more.
 
-    Source: this library; `python -m tests.mutants --certified` plants faults and looks which of them it finds.
+    Source: this library; `python -m tests.mutants --certified` plants faults and looks which of them it finds, and
+    `python -m tests.alarms` certifies what is right.
     """
     if not isinstance(t, (Statistic, Product)):
         raise ArgumentTypeError(
@@ -98,8 +109,12 @@ def certified(
             f"certified({t!r}, generator=...): generator is of type {type(generator).__name__}, but entries are drawn "
             "from a torch.Generator: pass generator=torch.Generator().manual_seed(0), or a seed."
         )
+    if isinstance(generator, int) and generator not in SEEDS:
+        raise ArgumentError(f"certified({t!r}, generator={generator}): a seed has to be at least 0 and below 2**63.")
     if why := _nothing_to_compare(t):
         raise ArgumentError(f"certified({t!r}): {why}")
+    if isinstance(t, Product):
+        return CertifiedProduct(t, generator, confidence, share)
     return Certified(t, generator, confidence, share)
 
 
@@ -137,14 +152,17 @@ class Certified(Transform):
         return self.t.names(count)
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        before = states(*self._generators())
+        return self._checked(self.t(*args, **kwargs), before, args, kwargs, names), None
+
+    def _checked(self, result: Any, before: States, args: tuple, kwargs: dict[str, Any], names: Any) -> Any:
+        """The result, which is computed anew from states of generators; these end where they are now."""
         if any(kind == "vmap" for kind, _ in levels()):
             raise ArgumentError(
                 "within torch.func.vmap there are several results at once, whose numbers cannot be looked at. Use a "
                 "loop, as in [certified(t, generator=g)(params, *batch) for params in several]."
             )
-        generators = self._generators()
-        before, result = states(*generators), self.t(*args, **kwargs)
-        seed, after = self._seed(), states(*generators)
+        seed, after = self._seed(), states(*(g for g, _ in before))
         kind = OfStatistic if isinstance(self.t, Statistic) else OfProduct
         try:
             with torch.no_grad(), plainly():
@@ -152,7 +170,7 @@ class Certified(Transform):
                 kind(self.t, self.k, seed, before, args, kwargs, names).run(tree.map_tensors(innermost, result))
         finally:
             rewound(after)
-        return result, None
+        return result
 
     @property
     def k(self) -> int:
@@ -160,12 +178,13 @@ class Certified(Transform):
         return needed(self.confidence, self.share)
 
     def _generators(self) -> set[torch.Generator]:
-        """Those that t draws from."""
+        """Those that t draws from, and those that its functions hold."""
         if isinstance(self.t, Product):
             drawings = [getattr(self.t.record, "keywords", {}).get("drawing")]
         else:
             drawings = [m.drawing for m in self.t.members or (self.t,)]
-        return {d.generator for d in drawings if d is not None}
+        held = [g for f in (self.t.f, self.t.loss) if f is not None for g in held_by(f, torch.Generator)]
+        return {*(d.generator for d in drawings if d is not None), *held}
 
     def _seed(self) -> int:
         if isinstance(self.generator, int):
@@ -182,3 +201,25 @@ class Certified(Transform):
         count = f"all {entries}" if entries <= self.k else f"{self.k} evenly and {self.k} by size of {entries}"
         told = f"certified: {count} entries, each with a derivative of f along it"
         return replace(found, name=repr(self), checked=told)
+
+
+@dataclass(frozen=True, repr=False)
+class CertifiedProduct(Certified):
+    """A product whose result is checked."""
+
+    t: Product
+
+    def linearize(self, *args: Any, **kwargs: Any) -> Any:
+        """The product at some parameters and data, `(params, *batch) -> (v -> product)`; each check runs f again."""
+        before, made = states(*self._generators()), self.t.linearize(*args, **kwargs)
+        linear, aux = made if self.t.has_aux else (made, None)
+
+        def product(v: Any) -> Any:
+            def compute(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, None]:
+                found = linear(v)
+                self._checked((found, aux) if self.t.has_aux else found, before, args, kwargs, names)
+                return found, None
+
+            return self.run(compute, self.names, (args[0], v, *args[1:]), kwargs)
+
+        return (product, aux) if self.t.has_aux else product

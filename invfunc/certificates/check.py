@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from invfunc import tree
 from invfunc.certificates.draws import States, Tape, rewound
-from invfunc.certificates.look import Look, Tensors
-from invfunc.certificates.rounding import AGAIN, APART, beyond, moved, scales, spread, units
+from invfunc.certificates.look import Look
+from invfunc.certificates.rounding import AGAIN, APART, Numbers, beyond, largest, moved, noise, tolerance
 from invfunc.errors import CertificateError
 
-Looked = list[list[Look]]
-"""Numbers of one kind beside those of the other path, in a list for each kind."""
+Looked = tuple[list[Look], list[Numbers]]
+"""Numbers of a result, and those of the other path."""
+
 
 Around = torch.Generator | None
 """What draws vectors by way of which others are multiplied, so that rounding differs; None where they are not."""
@@ -32,77 +33,93 @@ class Check(ABC):
         self.tape = Tape(torch.Generator().manual_seed(seed))
 
     @abstractmethod
-    def looks(self, args: tuple, kwargs: dict[str, Any], result: Any, tape: Tape) -> Looked:
+    def looks(self, args: tuple, kwargs: dict[str, Any], result: Any, tape: Tape) -> list[Look]:
         """What is looked at of a result."""
 
     @abstractmethod
-    def expected(self, every: Looked, args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Tensors]:
+    def expected(self, looks: list[Look], args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Numbers]:
         """The numbers of the other path."""
-
-    def called(self, kind: int) -> str:
-        """Of which result numbers are, where there are several."""
-        return ""
 
     def run(self, result: Any) -> None:
         """Raises where numbers are apart."""
-        every = self.looks(self.args, self.kwargs, result, self.tape.again())
-        expected = self.expected(every, self.args, self.kwargs)
-        again: list[tuple[Looked | None, list[Tensors]]] = []
-        for i, (looked, numbers) in enumerate(zip(every, expected, strict=True)):
-            known = scales(numbers, [look.size() for look in looked])
-            errors = [units(look.dtype, look.terms) for look in looked]
-            if _apart(looked, numbers, [e * size for e, size in zip(errors, known, strict=True)]):
-                again = again or list(self._again(every))
-                found = [[look.found for look in others[i]] for others, _ in again if others is not None]
-                measured = max(
-                    spread(numbers, [others[i] for _, others in again], known),
-                    spread([look.found for look in looked], found, known),
-                )
-                tolerances = [max(e, APART * measured) * size for e, size in zip(errors, known, strict=True)]
-                if wrong := _apart(looked, numbers, tolerances):
-                    raise self._error(i, *wrong)
+        looks = self.looks(self.args, self.kwargs, result, self.tape.again())
+        numbers = self.expected(looks, self.args, self.kwargs)
+        infinite = any(bool(x.isinf().any()) for x in tree.tensors((self.args, self.kwargs)))
+        if infinite or not all(bool(x.isfinite().all()) for x in tree.tensors(result)):  # this path may multiply by 0
+            numbers = [(x.where(~x.isnan(), look.found), size) for look, (x, size) in zip(looks, numbers, strict=True)]
+        whole, doubts = max((largest(x) for x, _ in numbers), default=0.0), dict[int, float]()
+        for i, (look, there) in enumerate(zip(looks, numbers, strict=True)):
+            allowed = tolerance(there, whole, look.dtype)
+            if bool(beyond(look.found, there[0], allowed, look.dtype).any()):
+                doubts[i] = allowed
+        if doubts:
+            self._same_again(looks, doubts)
+            self._beyond_noise(looks, numbers, doubts)
 
-    def _again(self, every: Looked) -> Iterator[tuple[Looked | None, list[Tensors]]]:
-        """Both, at arguments that are moved in their last place; and the other path in float64, where f is of no dtype
-        of its own."""
-        for _ in range(AGAIN):
-            args, kwargs = self._changed(lambda x: moved(x, self.tape.generator))
-            rewound(self.before)
-            there = self.looks(args, kwargs, self.t(*args, **kwargs), self.tape.again())
-            yield there, self.expected(there, args, kwargs, self.tape.generator)
+    def _same_again(self, looks: list[Look], doubts: dict[int, float]) -> None:
+        """Raises where the result differs from itself."""
+        again = self._again(self.args, self.kwargs)
+        for i, allowed in doubts.items():
+            self._agree(
+                looks[i],
+                again[i].found,
+                torch.full_like(again[i].found, allowed),
+                "when it is computed again, at the same arguments and states of random generators, it is",
+                "f or a rule of your own (`operation`) depends on something else, such as a torch.Generator of its own "
+                "or what earlier calls have left.",
+            )
+
+    def _beyond_noise(self, looks: list[Look], numbers: list[Numbers], doubts: dict[int, float]) -> None:
+        """Raises where a distance is larger than rounding makes it."""
+        elsewhere = [found for found in map(self._moved, range(AGAIN)) if found is not None]
+        wide = self._wide(looks)
+        for i, allowed in doubts.items():
+            look, there = looks[i], numbers[i][0]
+            others = [[found[i].found, x[i][0]] for found, x in elsewhere]
+            measured = APART * noise(look.found, there, others, [x[i][0] for x in wide])
+            self._agree(
+                look,
+                there,
+                measured.clamp(min=allowed),
+                "by derivatives along single entries it is",
+                "It is a rule of your own (`operation`), or a fault of this library, which we would like to know of.",
+            )
+
+    def _again(self, args: tuple, kwargs: dict[str, Any]) -> list[Look]:
+        rewound(self.before)
+        return self.looks(args, kwargs, self.t(*args, **kwargs), self.tape.again())
+
+    def _moved(self, _: int) -> Looked | None:
+        """Both at arguments that are moved in their last place; None where one of them is of no use there."""
+        args, kwargs = self._changed(lambda x: moved(x, self.tape.generator))
         try:
-            yield None, self.expected(every, *self._changed(torch.Tensor.double))
+            looks = self._again(args, kwargs)
+            return looks, self.expected(looks, args, kwargs, self.tape.generator)
+        except Exception:  # of a target that has to be at most 1
+            return None
+
+    def _wide(self, looks: list[Look]) -> list[list[Numbers]]:
+        """The other path in float64; none where f has a dtype of its own."""
+        try:
+            return [self.expected(looks, *self._changed(torch.Tensor.double))]
         except Exception:
-            return
+            return []
 
     def _changed(self, of: Callable[[torch.Tensor], torch.Tensor]) -> tuple[tuple, dict[str, Any]]:
         """The arguments with other floats."""
         return tree.map_tensors(lambda x: of(x) if x.is_floating_point() else x, (self.args, self.kwargs))
 
-    def _error(
-        self, kind: int, look: Look, expected: torch.Tensor, apart: torch.Tensor, tolerance: float
-    ) -> CertificateError:
-        worst = int(((look.found - expected).abs().nan_to_num(float("inf")) * apart).argmax())
-        index = [int(i) for i in torch.unravel_index(torch.tensor(worst), apart.shape)]
-        path = look.called(index[0])
-        within = f" (its number {index[1:]})" if index[1:] else ""
-        found, wanted = float(look.found.flatten()[worst]), float(expected.flatten()[worst])
+    def _agree(self, look: Look, other: torch.Tensor, allowed: torch.Tensor, but: str, why: str) -> None:
+        """Raises where numbers are further apart than that."""
+        apart = beyond(look.found, other, allowed, look.dtype)
+        if not bool(apart.any()):
+            return
+        worst = int(torch.where(apart, (look.found - other).abs().nan_to_num(float("inf")), -1).argmax())
+        path = look.called(*(int(i) for i in torch.unravel_index(torch.tensor(worst), apart.shape)))
+        found, wanted, explained = (float(x.flatten()[worst]) for x in (look.found, other, allowed))
         error = CertificateError(
-            f"{path}{within}{self.called(kind)} is {found:.9g}, but by derivatives along single entries it is "
-            f"{wanted:.9g}; rounding explains {tolerance:.1g}. The entries were drawn by generator={self.seed}. It is "
-            "a rule of your own (`operation`), an f that gives something else when it is called again, or a fault of "
-            "this library, which we would like to know of."
+            f"{path} is {found:.9g}, but {but} {wanted:.9g}; rounding explains {explained:.1g}. The entries were drawn "
+            f"by generator={self.seed}. {why}"
         )
         error.path, error.found, error.expected, error.seed = path, found, wanted, self.seed
-        return error
-
-
-def _apart(
-    looked: list[Look], numbers: Tensors, tolerances: list[float]
-) -> tuple[Look, torch.Tensor, torch.Tensor, float] | None:
-    """The first look with numbers that are further apart, with the other numbers, and which."""
-    for look, x, tolerance in zip(looked, numbers, tolerances, strict=True):
-        apart = beyond(look.found, x, tolerance, look.dtype)
-        if bool(apart.any()):
-            return look, x, apart, tolerance
-    return None
+        raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -17,7 +18,8 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 
 def needed(confidence: float, share: float) -> int:
     """How many entries find a fault in a `share` of them with this confidence: `(1 - share)^k <= 1 - confidence`."""
-    return math.ceil(math.log1p(-confidence) / math.log1p(-share) - 1e-9)
+    k = math.log1p(-confidence) / math.log1p(-share) - 1e-9
+    return math.ceil(min(k, sys.maxsize))
 
 
 @dataclass(frozen=True)

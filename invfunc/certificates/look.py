@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from invfunc import tree
 from invfunc.certificates.draws import Places, Tape, drawn
-from invfunc.certificates.reference import Reference, wide
+from invfunc.certificates.reference import Reference
+from invfunc.certificates.rounding import Numbers, Tensors
+from invfunc.certificates.run import wide
 from invfunc.recording.problem import Problem
 from invfunc.statistic import Statistic
-
-Tensors = list[torch.Tensor]
-Size = float | Callable[[], float]
 
 
 @dataclass
@@ -24,20 +22,27 @@ class Look:
     """Numbers of a result, along axis 0 those of one entry each, which stand beside `expected(other path)`."""
 
     found: torch.Tensor
-    expected: Callable[[Any], torch.Tensor]
-    called: Callable[[int], str]
-    """What the entry of a place along axis 0 is called."""
+    expected: Callable[[Any], Numbers]
+    called: Callable[..., str]
+    """What the number at an index is called."""
     dtype: torch.dtype
-    terms: int
-    """How many numbers are added up in one."""
-    size: Callable[[], float]
-    """The size of these, where they may cancel; known once there is what is expected."""
 
 
 def entry(name: str, shape: Sequence[int], place: int) -> str:
     """What an entry of a tensor of this name is called."""
     at = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(place), tuple(shape)))
     return name + (f"[{at}]" if at else "")
+
+
+def at_places(x: torch.Tensor, p: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """A result `[*lead, *p]` at entries of the parameter p: `[K, *lead]`."""
+    lead = x.shape[: x.ndim - p.ndim]
+    return wide(x).reshape(*lead, p.numel())[..., places].movedim(-1, 0)
+
+
+def magnitudes(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """How large a result `[*lead, *p]` is at each entry of the parameter p."""
+    return wide(x).abs().reshape(x.shape[: x.ndim - p.ndim].numel(), p.numel()).sum(0)
 
 
 @dataclass
@@ -49,8 +54,13 @@ class Member:
     result: Any
     k: int
     tape: Tape
-    largest: float = 0.0
-    """The largest square of a share that was met, where they cancel."""
+    of: str = ""
+    """What is said behind the names of its numbers."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The least precise of the parameters."""
+        return max((p.dtype for p in self.problem.leaves), key=lambda d: torch.finfo(d).eps)
 
     @property
     def chosen(self) -> torch.Tensor:
@@ -65,7 +75,7 @@ class Member:
         """Entries of the parameters, by the size of what the results have there."""
         sizes = []
         for i, p in enumerate(self.problem.leaves):
-            parts = [wide(leaves[i]).abs().reshape(-1, p.numel()).sum(0) for leaves in trees]
+            parts = [magnitudes(leaves[i], p) for leaves in trees]
             sizes.append(torch.stack([x / (x.sum() or 1) for x in parts]).sum(0) * max(float(x.sum()) for x in parts))
         return self.tape.draw(lambda generator: drawn(sizes, self.k, generator))
 
@@ -77,42 +87,47 @@ class Member:
         """What an entry of a parameter is called."""
         return entry(self.problem.name(leaf), self.problem.leaves[leaf].shape, place)
 
-    def look(self, found: torch.Tensor, expected: Callable, called: Callable, terms: int = 1, size: Size = 0.0) -> Look:
-        dtype = max((p.dtype for p in self.problem.leaves), key=lambda d: torch.finfo(d).eps)
-        sized = size if callable(size) else partial(float, size)
-        return Look(wide(found), expected, called, dtype, max(1, terms) * self.problem.n, sized)
+    def sample(self, *at: int) -> str:
+        """Whose number it is, by its index behind the entry: of a sample, and of which of its outputs."""
+        if not at:
+            return ""
+        output = f", output {', '.join(map(str, at[1:]))}" if at[1:] else ""
+        return f" of sample {int(self.chosen[at[0]])}{output}"
 
-    def at_entries(self, trees: Sequence[Tensors], numbers: Numbers, size: Size = 0.0) -> Iterator[Look]:
+    def look(self, found: torch.Tensor, expected: Callable[[Reference], Numbers], called: Callable[..., str]) -> Look:
+        return Look(wide(found), expected, lambda *at: called(*at) + self.of, self.dtype)
+
+    def at_entries(self, trees: Sequence[Tensors], numbers: AtEntries) -> Iterator[Look]:
         """The leaves `[*lead, *p]` of some trees at drawn entries, beside `[K, *lead]` for each of the trees."""
         places = self.drawn(trees)
-        for i, at in enumerate(places.of):
+        for i, (p, at) in enumerate(zip(self.problem.leaves, places.of, strict=True)):
             if not len(at):
                 continue
-            computed = Remembered(numbers, i, at)
+            computed = Remembered(lambda r, i=i, at=at: _joined(numbers(r, i, part) for part in r.parts(at)))
             for k, leaves in enumerate(trees):
-                x, count = leaves[i], self.problem.leaves[i].numel()
-                found = wide(x).reshape(*x.shape[: x.ndim - self.problem.leaves[i].ndim], count)[..., at].movedim(-1, 0)
                 yield self.look(
-                    found,
+                    at_places(leaves[i], p, at),
                     lambda r, c=computed, k=k: c(r)[k],
-                    lambda j, i=i, at=at: self.entry(i, int(at[j])),
-                    size=size,
+                    lambda j, *more, i=i, at=at: self.entry(i, int(at[j])) + self.sample(*more),
                 )
 
 
-Numbers = Callable[[Reference, int, torch.Tensor], Tensors]
+AtEntries = Callable[[Reference, int, torch.Tensor], list[Numbers]]
 """From a leaf and places in it to the numbers `[K, ...]` of each tree of results."""
 
 
+def _joined(parts: Iterator[list[Numbers]]) -> list[Numbers]:
+    """The numbers of each tree, from parts of the entries."""
+    return [(torch.cat([x for x, _ in of]), max(size for _, size in of)) for of in zip(*parts, strict=True)]
+
+
 class Remembered:
-    """The numbers of all trees at the places of a leaf, computed once for each reference, in parts that fit."""
+    """Numbers of several looks, computed once for each reference."""
 
-    def __init__(self, numbers: Numbers, leaf: int, places: torch.Tensor) -> None:
-        self.numbers, self.leaf, self.places = numbers, leaf, places
-        self.last: tuple[Reference, Tensors] | None = None
+    def __init__(self, numbers: Callable[[Reference], list[Numbers]]) -> None:
+        self.numbers, self.last = numbers, (None, [])
 
-    def __call__(self, r: Reference) -> Tensors:
-        if self.last is None or self.last[0] is not r:
-            parts = [self.numbers(r, self.leaf, part) for part in r.parts(self.leaf, self.places)]
-            self.last = r, [torch.cat(list(x)) for x in zip(*parts, strict=True)]
+    def __call__(self, r: Reference) -> list[Numbers]:
+        if self.last[0] is not r:
+            self.last = r, self.numbers(r)
         return self.last[1]

@@ -7,17 +7,17 @@ as `J^T (H (J v))`, drawn entries `(J e) . H (J v)`, without the way back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
-from invfunc.certificates.check import Around, Check, Looked
+from invfunc.certificates.check import Around, Check
 from invfunc.certificates.draws import Tape, drawn, rewound
-from invfunc.certificates.look import Look, Tensors, entry
-from invfunc.certificates.reference import Run, units, wide
+from invfunc.certificates.look import Look, at_places, entry, magnitudes
+from invfunc.certificates.rounding import Numbers, Tensors
+from invfunc.certificates.run import Run, in_parts, units, wide
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.given import Given
 from invfunc.products.product import Product
@@ -33,37 +33,35 @@ class OfProduct(Check):
 
     t: Product
 
-    def looks(self, args: tuple, kwargs: dict[str, Any], result: Any, tape: Tape) -> Looked:
+    def looks(self, args: tuple, kwargs: dict[str, Any], result: Any, tape: Tape) -> list[Look]:
         found = tree.flatten(result[0] if self.t.has_aux else result, none_is_leaf=False)[0]
-        params, lead = tree.flatten(args[0], none_is_leaf=False)[0], self.t.lead
-        paths = [path for path, _ in tree.named_leaves(args[0], none_is_leaf=False)]
-        flat = [wide(x).reshape(*x.shape[:lead], -1).movedim(-1, 0) for x in found]
-        sizes = [x.abs().reshape(len(x), -1).sum(1) for x in flat]
+        params = tree.flatten(args[0], none_is_leaf=False)[0]
+        names = [self.names[0] + path for path, _ in tree.named_leaves(args[0], none_is_leaf=False)]
         if self.t.name in HESSIANS:
-            places = [torch.arange(len(x)) for x in flat]
+            places = [torch.arange(p.numel()) for p in params]
         else:
+            sizes = [magnitudes(x, p) for x, p in zip(found, params, strict=True)]
             places = tape.draw(lambda generator: drawn(sizes, self.k, generator)).of
-        terms, made = sum(p.numel() for p in params), []
-        for i, (x, p, at) in enumerate(zip(flat, params, places, strict=True)):
-            if len(at):
-                called = partial(self._entry, self.names[0] + paths[i], p.shape, at)
-                made.append(Look(x[at], partial(_numbers, leaf=i, places=at), called, p.dtype, terms, lambda: 0.0))
-        return [made]
+        each = enumerate(zip(found, params, places, strict=True))
+        return [self._look(i, names[i], x, p, at) for i, (x, p, at) in each if len(at)]
 
     @staticmethod
-    def _entry(name: str, shape: torch.Size, places: torch.Tensor, at: int) -> str:
-        return entry(name, shape, int(places[at]))
+    def _look(leaf: int, name: str, found: torch.Tensor, p: torch.Tensor, places: torch.Tensor) -> Look:
+        def called(j: int, *vector: int) -> str:
+            return entry(name, p.shape, int(places[j])) + "".join(f" of vector {k}" for k in vector)
 
-    def expected(self, every: Looked, args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Tensors]:
+        return Look(at_places(found, p, places), lambda entries: (entries(leaf, places), 0.0), called, p.dtype)
+
+    def expected(self, looks: list[Look], args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Numbers]:
         rewound(self.before)
         if self.t.name in HESSIANS:
             whole = _twice_backward(self.t, args, kwargs)
-            return [[look.expected(lambda leaf, places: whole[leaf][places]) for look in looked] for looked in every]
+            return [look.expected(lambda leaf, places: whole[leaf][places]) for look in looks]
         t, names = self.t, self.names.without_vector
         given = Given(t.f, t.loss, (args[0], *args[2:]), kwargs, names, t.in_dims, t.out_dims, t.has_aux)
         with given.scope:
             along = _along(t, given, _vectors(args), around)
-            return [[look.expected(along) for look in looked] for looked in every]
+            return [look.expected(along) for look in looks]
 
 
 Entries = Callable[[int, torch.Tensor], torch.Tensor]
@@ -74,10 +72,6 @@ def _vectors(args: tuple) -> Tensors:
     """The leaves of v in the order of the parameters, as a dict may have its keys in another."""
     given = dict(tree.named_leaves(args[1], none_is_leaf=False))
     return [given[path] for path, _ in tree.named_leaves(args[0], none_is_leaf=False)]
-
-
-def _numbers(entries: Entries, leaf: int, places: torch.Tensor) -> torch.Tensor:
-    return entries(leaf, places)
 
 
 def _along(t: Product, given: Given, v: Tensors, around: Around) -> Entries:
@@ -94,7 +88,7 @@ def _along(t: Product, given: Given, v: Tensors, around: Around) -> Entries:
     def numbers(leaf: int, places: torch.Tensor) -> torch.Tensor:
         ways = [run.forth(leaf, x[None]) for x in v[leaf]] if t.lead else [run.there([x[None] for x in v])]
         rows = []
-        for part in places.split(run.at_once):
+        for part in in_parts(places, given.args, given.kwargs):
             e = run.forth(leaf, units(given.leaves[leaf], part))
             found = []
             for way in ways:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from invfunc.certificates.check import Around, Check, Looked
+from invfunc.certificates.check import Around, Check
 from invfunc.certificates.draws import Tape, rewound
-from invfunc.certificates.look import Member, Tensors
+from invfunc.certificates.look import Look, Member
 from invfunc.certificates.looks import looks
 from invfunc.certificates.reference import Reference
+from invfunc.certificates.rounding import Numbers
 from invfunc.recording.problem import Problem, problem
 from invfunc.reductions.squares import MatrixTrace, SumOfSquares
 from invfunc.statistic import Statistic
@@ -31,12 +32,11 @@ class OfStatistic(Check):
         """The statistics whose results there are."""
         return self.t.members or (self.t,)
 
-    def called(self, kind: int) -> str:
-        return f" of {self.members[kind].name}" if len(self.members) > 1 else ""
-
-    def looks(self, args: tuple, kwargs: dict[str, Any], result: Any, tape: Tape) -> Looked:
-        given, results = problem_of(self.t, args, kwargs, self.names), self._results(args, kwargs, result)
-        return [list(looks(Member(m, given, x, self.k, tape))) for m, x in zip(self.members, results, strict=True)]
+    def looks(self, args: tuple, kwargs: dict[str, Any], result: Any, tape: Tape) -> list[Look]:
+        given, found = problem_of(self.t, args, kwargs, self.names), list[Look]()
+        for m, x in zip(self.members, self._results(args, kwargs, result), strict=True):
+            found += looks(Member(m, given, x, self.k, tape, f" of {m.name}" if len(self.members) > 1 else ""))
+        return found
 
     def _results(self, args: tuple, kwargs: dict[str, Any], result: Any) -> list[Any]:
         """The result of each member; a trace comes with the diagonal that it is the sum of."""
@@ -56,10 +56,10 @@ class OfStatistic(Check):
         rewound(self.before)
         return t, t(*args, **kwargs)
 
-    def expected(self, every: Looked, args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Tensors]:
+    def expected(self, looks: list[Look], args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Numbers]:
         given = problem_of(self.t, args, kwargs, self.names)
         with Reference(given, self.names, [m.quantity for m in self.members], self.before, around) as r:
-            return [[look.expected(r) for look in looked] for looked in every]
+            return [look.expected(r) for look in looks]
 
 
 def _each(t: Statistic, result: Any) -> list[Any]:

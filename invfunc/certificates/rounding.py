@@ -1,11 +1,11 @@
 """By how much two ways to a number may differ: a model of rounding errors, and a measurement where it is too small.
 
-The model: so many units in the last place of the largest number of a leaf, times the root of how many are added up. It
-knows nothing of what cancels within f (the second derivative of `log(cosh(z))` at a large z). So numbers that are
-further apart are looked at again: computed anew with parameters that are moved by a unit in the last place, and with
-all in float64. By as much as these differ from one another, times a factor, the result may, too. Of float64 there is
-nothing more precise to look with (the slope of a softmax that is sure cancels the same way each time): half of its
-digits are asked for.
+The model: so many units in the last place of the largest number of a leaf, or of what is added up in it. It knows
+nothing of what cancels within f (the second derivative of `log(cosh(z))` at a large z). So numbers that are further
+apart are looked at again, at arguments that are moved by a unit in the last place: a fault is there as well, and about
+as large, while rounding errors come out as other ones. And the other way is taken in float64, which shows its own
+error. Of float64 there is nothing more precise to look with (the slope of a softmax that is sure cancels the same way
+each time): half of its digits are asked for.
 """
 
 from __future__ import annotations
@@ -14,59 +14,68 @@ from collections.abc import Sequence
 
 import torch
 
-UNITS = 256
-"""Units in the last place, for one term; half precision has few of them, and double the root of one instead."""
+UNITS = {torch.float64: 2**26, torch.float32: 2**8, torch.float16: 2**3, torch.bfloat16: 2**3}
+"""Units in the last place: of half precision, which has few of them, less."""
 
 APART = 8
-"""How many times further from the reference a result may be than evaluations of it are from each other."""
+"""How many times further from the reference a result may be than its distance changes by rounding."""
 
 AGAIN = 6
-"""Evaluations at moved parameters."""
+"""Evaluations at moved arguments."""
 
-FLOOR = 1e-2
-"""A leaf that is small beside the others (zero by structure, with what cancels in it) counts as this part of them."""
+STEP = 1e-4
+"""By how much these are moved, of their size."""
+
+LOST = 2.0**-48
+"""What is lost beside the largest number even in float64, which nothing can be measured by."""
 
 Tensors = list[torch.Tensor]
+Numbers = tuple[torch.Tensor, float]
+"""Numbers of the other path, and the size of what is added up in them, where that may cancel."""
 
 
-def scales(expected: Sequence[torch.Tensor], sizes: Sequence[float]) -> list[float]:
-    """The size of the numbers of each list of some that are of one kind."""
-    each = [max(_largest(x), size) for x, size in zip(expected, sizes, strict=True)]
-    return [max(size, FLOOR * max(each)) for size in each]
+def unit(dtype: torch.dtype) -> float:
+    """The relative error of a number, by the model."""
+    return torch.finfo(dtype).eps * UNITS[dtype]
 
 
-def units(dtype: torch.dtype, terms: int) -> float:
-    """The relative error of a sum of so many terms, by the model."""
-    eps = torch.finfo(dtype).eps
-    one = eps**0.5 if dtype == torch.float64 else min(UNITS * eps, 2 * eps**0.5)
-    return one * terms**0.5
+def tolerance(numbers: Numbers, whole: float, dtype: torch.dtype) -> float:
+    """By how much others may be apart from these, by the model; `whole` is the largest number of all leaves."""
+    x, size = numbers
+    return max(unit(dtype) * max(largest(x), size), LOST * whole)
 
 
-def spread(expected: Sequence[torch.Tensor], others: Sequence[Sequence[torch.Tensor]], sizes: Sequence[float]) -> float:
-    """By how much other evaluations differ, beside the size of the numbers; infinite where one is none."""
-    found = 0.0
-    for i, (x, size) in enumerate(zip(expected, sizes, strict=True)):
+def noise(found: torch.Tensor, expected: torch.Tensor, moved: Sequence[Tensors], wide: Tensors) -> torch.Tensor:
+    """By how much the distance of both changes at moved arguments, and what is expected in float64, for each number.
+
+    At least by as much as for half of the numbers; infinite where it is a number only in some of these.
+    """
+    changes = [(there - other) - (found - expected) for there, other in moved] + [x - expected for x in wide]
+    if not changes:
+        return torch.zeros_like(expected)
+    size = torch.stack([x.abs().nan_to_num(0, 0, 0) for x in changes]).amax(0)
+    size = size.clamp(min=size.median())
+    for first, others in ((found, [there for there, _ in moved]), (expected, [*(x for _, x in moved), *wide])):
         for other in others:
-            apart = (other[i] - x).abs()
-            if not bool(apart.isfinite().all()):
-                return float("inf")
-            found = max(found, float(apart.max()) / size if size else 0.0) if apart.numel() else found
-    return found
+            size[first.isfinite() != other.isfinite()] = float("inf")
+    return size
 
 
-def beyond(found: torch.Tensor, expected: torch.Tensor, tolerance: float, dtype: torch.dtype) -> torch.Tensor:
-    """Which numbers are further apart. What a dtype cannot hold is infinite or lost in it, and not compared."""
+def beyond(
+    found: torch.Tensor, expected: torch.Tensor, tolerance: float | torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Which numbers are further apart. Two that are not finite are the same, and so is what a dtype cannot hold."""
     info = torch.finfo(dtype)
-    largest, least = info.max / UNITS, UNITS * info.tiny
-    same = ~expected.isfinite() | ((expected.abs() > largest) & ~found.isfinite())
-    return ~same & ~((found - expected).abs() <= tolerance + least)
+    lost = ~found.isfinite() & (~expected.isfinite() | (expected.abs() > unit(dtype) * info.max))
+    return ~lost & ((found - expected).abs().nan_to_num(float("inf")) > tolerance + info.tiny)
 
 
 def moved(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Numbers that are moved by up to a unit in the last place."""
+    """Numbers that are moved by a little, and by a unit in the last place at least, so that others are rounded."""
     noise = torch.rand(x.shape, generator=generator).to(x.device) * 2 - 1
-    return (x.double() * (1 + torch.finfo(x.dtype).eps * noise.double())).to(x.dtype)
+    return (x.double() * (1 + max(STEP, torch.finfo(x.dtype).eps) * noise.double())).to(x.dtype)
 
 
-def _largest(x: torch.Tensor) -> float:
+def largest(x: torch.Tensor) -> float:
+    """The size of the largest number that is finite."""
     return float(x.abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0

@@ -216,7 +216,7 @@ def entries(
     (slope,) = scope.grad(outputs, [param], given, batched=False, create_graph=True)
     count = samples.count if each else 1
     found = param.detach().new_zeros(count, param.numel())
-    if slope is None or not slope.requires_grad:
+    if slope is None or not slope.requires_grad or not param.numel():
         return scope.leave(found).reshape(count, *param.shape)
     size = max(1, budget // (max(run.trace.sizes, default=1) * n))
     blocks = []

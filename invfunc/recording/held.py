@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from invfunc import thresholds
 
+T = TypeVar("T")
 _PLAIN = {int, float, str, bool, complex, type(None), type, type(torch), type(len), torch.dtype, torch.device}
 
 
-def held_by(f: Callable) -> list[torch.Tensor]:
-    """The tensors that can be reached from f through closures, defaults, globals, containers and modules."""
-    found, seen, todo = list[torch.Tensor](), set[int](), list[Any]([f])
+def held_by(f: Callable, wanted: type[T] = torch.Tensor) -> list[T]:
+    """The tensors that can be reached from f through closures, defaults, globals, containers and modules, or whatever
+    else is wanted."""
+    found, seen, todo = list[T](), set[int](), list[Any]([f])
     home = getattr(f, "__module__", None)
     while todo and len(seen) < thresholds.HELD:
         x = todo.pop()
@@ -24,7 +26,7 @@ def held_by(f: Callable) -> list[torch.Tensor]:
         if kind in _PLAIN or id(x) in seen:
             continue
         seen.add(id(x))
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, wanted):
             found.append(x)
         elif kind is FunctionType:
             if x is f or x.__globals__ is getattr(f, "__globals__", None) or x.__closure__:

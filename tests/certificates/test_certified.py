@@ -238,11 +238,14 @@ class TestWrongResults:
             return result
 
         t = certified(batch_l2_grad(f), generator=5)
-        with planted(change), pytest.raises(CertificateError, match=r"params\['w'\], sample 1 is 109, .* 108;") as told:
+        with (
+            planted(change),
+            pytest.raises(CertificateError, match=r"params\['w'\] of sample 1 is 109, .* 108;") as told,
+        ):
             t(*args)
         error = told.value
         assert str(error).startswith("certified(batch_l2_grad(<lambda>))(p, x, y): ")
-        assert (error.path, error.found, error.expected, error.seed) == ("params['w'], sample 1", 109, 108, 5)
+        assert (error.path, error.found, error.expected, error.seed) == ("params['w'] of sample 1", 109, 108, 5)
         assert isinstance(error, RuntimeError)
 
     def test_are_found_again_by_the_seed(self):
@@ -285,6 +288,13 @@ class TestNumberOfEntries:
         assert needed(confidence, share) == k
         assert (1 - share) ** k <= 1 - confidence + 1e-12 < (1 - share) ** (k - 1)
 
+    @pytest.mark.parametrize("asked", [{"share": 1e-320}, {"share": 1e-18}, {"confidence": 1 - 2**-53}])
+    def test_is_all_where_so_much_is_asked_for(self, asked):
+        f = lambda w, x: (x @ w).square()  # noqa: E731  (as users write it)
+        checked = certified(variance(f), generator=SEED, **asked)
+        checked(torch.ones(3), torch.rand(4, 3))
+        assert "all 3 entries" in str(explain(checked)(torch.ones(3), torch.rand(4, 3)))
+
     def test_and_evaluations_are_told(self):
         calls = []
 
@@ -326,6 +336,8 @@ class TestErrors:
             (lambda f: certified(variance(f), generator=0, confidence=1), ArgumentError, "between 0 and 1"),
             (lambda f: certified(variance(f), generator=0, confidence="99%"), ArgumentError, "'99%'.*between 0 and 1"),
             (lambda f: certified(variance(f), generator=None), ArgumentTypeError, "pass generator="),
+            (lambda f: certified(variance(f), generator=2**70), ArgumentError, "generator=1180.*at least 0 and below"),
+            (lambda f: certified(variance(f), generator=-1), ArgumentError, "at least 0 and below"),
             (lambda f: chunked(certified(variance(f), generator=0), 2), ArgumentTypeError, "Chunk what is in it"),
             (lambda f: together(certified(variance(f), generator=0)), ArgumentTypeError, "not a statistic"),
             (lambda f: reduced(certified(variance(f), generator=0), sum), ArgumentTypeError, "has to be a statistic"),

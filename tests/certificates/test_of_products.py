@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, CertificateError, certified, explain, tree
 from invfunc.certificates.of_products import HESSIANS, NAMES
-from invfunc.products.product import Product
+from invfunc.products.product import Linearised, Product
 from invfunc.testing import strategies
 from tests.strategies import Numbers
 
@@ -65,6 +65,26 @@ def test_of_a_model_that_mixes_samples():
     args = torch.randn(3, 2), torch.randn(3, 2), torch.randn(5, 3), torch.randn(5, 2)
     for product in (invfunc.ggnvp, invfunc.hvp):
         certified(product(f, F.mse_loss), generator=SEED)(*args)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_linearised(name, has_aux):
+    """Each product is checked; the probes of estimates and scipy's operators take it."""
+    problem = strategies.Problem(strategies.Model("perceptron", n=3), strategies.Loss("mse_loss", "none"))
+    f = (lambda *args: (problem.model.f(*args), "aux")) if has_aux else problem.model.f
+    t = getattr(invfunc, name)(f, problem.loss, has_aux=has_aux)
+    params, v, *batch = made(name, problem, alone=False)[1]
+    found = certified(t, generator=SEED).linearize(params, *batch)
+    found, aux = found if has_aux else (found, "aux")
+    plain = t(params, v, *batch)
+    plain = plain[0] if has_aux else plain
+    assert aux == "aux"
+    torch.testing.assert_close(found(v), plain)
+    wrong = mock.patch.object(Linearised, "compute", lambda self, args, *given: (args[0], None))
+    with wrong, pytest.raises(CertificateError, match=rf"^certified\({name}\("):
+        found(v)
 
 
 @pytest.mark.quick

@@ -1,0 +1,171 @@
+"""What is looked at of statistics that are made of each sample's share of the gradient, and of Gram matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from invfunc.certificates.look import Look, Member, Remembered
+from invfunc.certificates.reference import Reference
+from invfunc.certificates.rounding import Numbers, Tensors, largest, unit
+from invfunc.certificates.run import units, wide
+from invfunc.reductions.gradients import CentredSquares, ClippedSum
+from invfunc.reductions.squares import InnerProducts
+
+
+def shares(m: Member, r: Reference, leaf: int, places: torch.Tensor) -> torch.Tensor:
+    """`G[n]` at some entries: `[K, n]` of the samples that were chosen."""
+    run = r.loss
+    return run.along(run.forth(leaf, units(r.leaves[leaf], places)), run.gradient)[0][:, m.chosen]
+
+
+def weights(m: Member, of: torch.Tensor) -> torch.Tensor:
+    """Weights `[N]` of the samples, from those of the chosen ones."""
+    return torch.zeros(m.problem.n, dtype=of.dtype).index_add(0, m.chosen, of)
+
+
+def summed(terms: torch.Tensor) -> Numbers:
+    """Sums of `[K, n]` over the samples, with the size of what is added up: errors of it are independent."""
+    return terms.sum(1), largest(terms.square().sum(1)) ** 0.5
+
+
+def each_sample(m: Member) -> Iterator[Look]:
+    """The shares, and their sum."""
+    leaves = m.leaves(m.result)
+    yield from m.at_entries([leaves], lambda r, i, at: [(shares(m, r, i, at), 0.0)])
+    squares = [wide(x).square().sum(0) for x in leaves]
+    yield from _gradient(m, [wide(x).sum(0) for x in leaves], squares, "the sum over the samples of ")
+
+
+def _gradient(m: Member, sums: Tensors, squares: Tensors, what: str = "") -> Iterator[Look]:
+    """All entries of the gradient, beside a backward pass."""
+    counts = weights(m, torch.ones(len(m.chosen)))
+    sizes = [largest(x) ** 0.5 for x in squares]
+    for i, x in enumerate(sums):
+        if x.numel():
+            yield m.look(
+                x.flatten(),
+                lambda r, i=i: (wide(r.loss.shares(counts[None])[i]).flatten(), sizes[i]),
+                lambda k, i=i: what + m.entry(i, k),
+            )
+
+
+def _centred(m: Member, g: torch.Tensor) -> Numbers:
+    """The variance; its rounding error is at least the square of that of the shares, which cancel."""
+    reduction = m.t.reduction
+    assert isinstance(reduction, CentredSquares)
+    found = (g - g.mean(1, keepdim=True)).square().sum(1) / (g.shape[1] - reduction.correction)
+    return found, largest(g) ** 2 * unit(m.dtype)
+
+
+def centred_squares(m: Member) -> Iterator[Look]:
+    """The variance."""
+    yield from m.at_entries([m.leaves(m.result)], lambda r, i, at: [_centred(m, shares(m, r, i, at))])
+
+
+def sum_and_centred_squares(m: Member) -> Iterator[Look]:
+    """The gradient, all of it, and the variance."""
+    trees, n = [m.leaves(x) for x in m.result], len(m.chosen)
+
+    def numbers(r: Reference, leaf: int, places: torch.Tensor) -> list[Numbers]:
+        g = shares(m, r, leaf, places)
+        return [summed(g), _centred(m, g)]
+
+    yield from m.at_entries(trees, numbers)
+    sums, spread = [[wide(x) for x in leaves] for leaves in trees]
+    yield from _gradient(m, sums, [s.square() / n + n * v for s, v in zip(sums, spread, strict=True)])
+
+
+def squared_norms(m: Member) -> Iterator[Look]:
+    """The norms of the shares in each parameter."""
+    leaves = [wide(x) for x in m.leaves(m.result)]
+    yield from _norms(m, leaves, torch.stack(leaves).sum(0), lambda each: each)
+
+
+def _norms(m: Member, found: Tensors, sizes: torch.Tensor, of: Callable[[Tensors], Tensors]) -> Iterator[Look]:
+    """Norms of shares `[n]`, each beside a backward pass of its sample alone."""
+    at = m.rows(sizes)
+
+    def norms(r: Reference) -> list[Numbers]:
+        parts = [list(map(_squares, r.loss.shares(one_hot(m, which)))) for which in r.parts(at)]
+        return [(x, 0.0) for x in of([torch.cat(x) for x in zip(*parts, strict=True)])]
+
+    computed = Remembered(norms)
+    for i, x in enumerate(found):
+        name = m.problem.name(i) if len(found) > 1 else "the norm"
+        yield m.look(x[at], lambda r, i=i: computed(r)[i], lambda k, name=name: name + m.sample(int(at[k])))
+
+
+def _squares(g: torch.Tensor) -> torch.Tensor:
+    """`|g[s]|^2` of several trees' leaf: `[S]`."""
+    return wide(g).square().flatten(1).sum(1) if g.ndim > 1 else wide(g).square()
+
+
+def one_hot(m: Member, rows: torch.Tensor) -> torch.Tensor:
+    """Weights `[S, N]` that are 1 for one of the chosen samples."""
+    return torch.nn.functional.one_hot(m.chosen[rows], m.problem.n)
+
+
+def clipped_sum(m: Member) -> Iterator[Look]:
+    """The norms, and what is summed up by them."""
+    sums, norms = m.result
+    reduction = m.t.reduction
+    assert isinstance(reduction, ClippedSum)
+    most = torch.as_tensor(reduction.max_norm, dtype=torch.float64).detach().cpu()
+    scales = (wide(norms) / most).clamp(min=1).reciprocal()
+    yield from _norms(m, [wide(norms)], wide(norms).square(), lambda each: [torch.stack(each).sum(0).sqrt()])
+    yield from m.at_entries([m.leaves(sums)], lambda r, i, at: [summed(shares(m, r, i, at) * scales)])
+
+
+def inner_products(m: Member) -> Iterator[Look]:
+    """Rows of the matrices, and their mirror images."""
+    assert isinstance(m.t.reduction, InnerProducts)
+    whole = m.t.reduction.whole
+    grams = [m.result] if whole else m.leaves(m.result)
+    flat = [wide(x).flatten(0, x.ndim // 2 - 1).flatten(1) for x in grams]
+    outputs = grams[0].shape[1 : grams[0].ndim // 2]
+    at = m.rows(torch.stack([x.diagonal() for x in flat]).sum(0))
+
+    def rows(r: Reference) -> list[Numbers]:
+        of = _kernel if outputs else _products
+        parts = [of(m, r, which, whole) for which in r.parts(at)]
+        return [(torch.cat(list(x)), 0.0) for x in zip(*parts, strict=True)]
+
+    def whose(k: int) -> str:
+        return m.sample(*(int(i) for i in torch.unravel_index(torch.tensor(k), (len(m.chosen), *outputs))))
+
+    def product(i: int, row: int, column: int) -> str:
+        of_leaf = "" if whole else m.problem.name(i) + ", "
+        return f"{of_leaf}the product{whose(row)} and{whose(column)}"
+
+    computed = Remembered(rows)
+    for i, x in enumerate(flat):
+        yield m.look(x[at], lambda r, i=i: computed(r)[i], lambda k, other, i=i: product(i, int(at[k]), other))
+        yield m.look(x, lambda r, x=x: (x.T, 0.0), lambda *at, i=i: f"{product(i, *at)}, beside its mirror image,")
+
+
+def _products(m: Member, r: Reference, rows: torch.Tensor, whole: bool) -> Tensors:
+    """`G G[n]^T` of some samples n: `[S, n]`."""
+    run = r.loss
+    each = run.shares(one_hot(m, rows))
+    images = [run.there(each)] if whole else [run.forth(i, g) for i, g in enumerate(each)]
+    return [run.along(t, run.gradient)[0][:, m.chosen] for t in images]
+
+
+def _kernel(m: Member, r: Reference, rows: torch.Tensor, whole: bool) -> Tensors:
+    """`J J[n, c]^T` of some outputs c of samples n: `[S, n * C]`."""
+    run, out = r.model, m.problem.out_dims
+    (z,) = run.split.values
+    first = z.movedim(out, 0)
+    each = first[0].numel()
+    c = torch.nn.functional.one_hot(m.chosen[rows // each] * each + rows % each, first.numel())
+    cotangents = c.to(z).reshape(len(rows), *first.shape).movedim(1, 1 + out % z.ndim)
+    found = run.back([cotangents])
+    images = [run.there(found)] if whole else [run.forth(i, g) for i, g in enumerate(found)]
+    return [wide(samples_first(x, out))[:, m.chosen].flatten(1) for (x,) in images]
+
+
+def samples_first(x: torch.Tensor, out: int) -> torch.Tensor:
+    """`[K, *z] -> [K, N, *out]`"""
+    return x.movedim(1 + out % (x.ndim - 1), 1)

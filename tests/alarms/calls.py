@@ -1,0 +1,98 @@
+"""Calls of certified transforms that are right: each prints as a line of code that makes it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+import invfunc
+from invfunc import CertificateError, certified, chunked, together, tree
+from invfunc.certificates.of_products import HESSIANS, NAMES
+from invfunc.testing import strategies
+from invfunc.testing.laws.rows import BOTH, FACTORS, LOSS, MODEL, ROWS
+from invfunc.testing.strategies import Loss, Model, Numbers, Problem
+
+__all__ = ["Call", "Loss", "Model", "Problem", "drawn", "torch"]
+CERTIFIED = {name: row for name, row in ROWS.items() if row.gives != FACTORS}
+
+
+@dataclass(frozen=True)
+class Call:
+    """`Call(...).check()` certifies statistics of a problem, or a product."""
+
+    problem: Problem
+    names: tuple[str, ...]
+    """Of the statistics, as in `ROWS`, whose results come together, or of one product."""
+    form: str
+    samples: tuple[int, ...] | None = None
+    chunks: int | None = None
+    over: str = ""
+    """What is chunked, if it is."""
+    scale: float = 1.0
+    """Of the parameters: large ones saturate what is there to saturate."""
+    seed: int = 0
+
+    @cached_property
+    def t(self) -> Any:
+        """What is certified."""
+        f, loss, dims = self.problem.model.f, self.problem.loss, self.problem.in_dims
+        functions = {LOSS: (self.problem.f,), MODEL: (f,), BOTH: (f, loss)}[self.form]
+        if self.names[0] in NAMES:
+            options = {} if self.names[0] in HESSIANS else {"in_dims": dims}
+            return getattr(invfunc, self.names[0])(*functions, **options)
+        options = {"in_dims": dims[:1] if self.form == MODEL else dims, "samples": self.samples}
+        each = [ROWS[name].make(*functions, **options) for name in self.names]
+        t = each[0] if len(each) == 1 else together(*each)
+        return t if self.chunks is None else chunked(t, self.chunks, over=self.over)
+
+    @property
+    def args(self) -> tuple:
+        """The arguments of the call."""
+        params = tree.map_tensors(lambda p: self.scale * p, self.problem.model.params)
+        batch = self.problem.batch
+        if self.names[0] not in NAMES:
+            return params, *(batch[:-1] if self.form == MODEL else batch)
+        numbers, lead = Numbers(self.seed), [2] * self.t.lead
+        return params, tree.map_tensors(lambda p: numbers(*lead, *p.shape).to(p), params), *batch
+
+    def check(self) -> None:
+        """The certified call."""
+        certified(self.t, generator=self.seed)(*self.args)
+
+    def outcome(self) -> tuple[str, str]:
+        """What comes of it ("right", "alarm", "refused", perhaps "by the certificate" alone), and what it says."""
+        try:
+            self.check()
+            return "right", ""
+        except CertificateError as error:
+            return "alarm", str(error)
+        except Exception as error:
+            said = f"{type(error).__name__}: {str(error).split('): ', 1)[-1]}"
+        try:
+            self.t(*self.args)
+        except Exception:
+            return "refused", said
+        return "refused by the certificate", said
+
+
+@st.composite
+def drawn(draw: Any, dtype: torch.dtype, scale: float = 1.0) -> Call:
+    """Calls in a precision, with parameters of this size."""
+    few = st.sampled_from([(1, 4), (1, 40)])
+    problem = draw(few.flatmap(lambda n: strategies.problems(dtype=dtype, in_dims=(0, 1), n=n)))
+    own = {"scale": scale, "seed": draw(st.integers(0, 2**31))}
+    if draw(st.integers(0, 5)) == 0:
+        return Call(problem, (draw(st.sampled_from(NAMES)),), draw(st.sampled_from([LOSS, BOTH])), **own)
+    first = draw(st.sampled_from(list(CERTIFIED)))
+    form = draw(st.sampled_from(CERTIFIED[first].forms))
+    others = [name for name, row in CERTIFIED.items() if form in row.forms]
+    names = (first, *draw(st.one_of(st.just([]), st.lists(st.sampled_from(others), min_size=1, max_size=2))))
+    chosen = st.lists(st.integers(0, problem.model.n - 1), min_size=1, max_size=5).map(tuple)
+    samples = draw(st.one_of(st.none(), st.none(), chosen))
+    axes = [axis for axis in CERTIFIED[first].axes if all(axis in CERTIFIED[name].axes for name in names)]
+    over = draw(st.sampled_from(["", "", *axes]))
+    return Call(problem, names, form, samples, draw(st.integers(1, 4)) if over else None, over, **own)

@@ -1,0 +1,278 @@
+"""certified: what is found beside numbers that are not finite, kinks and small leaves, and in half precision."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import invfunc
+from invfunc import CertificateError, batch_grad, batch_l2_grad, certified, gram, operation, tree, variance
+from invfunc.testing.laws.rows import FACTORS, MODEL, ROWS
+from invfunc.testing.models import Loss, Model, Problem
+from tests.certificates.test_certified import made, planted, same
+
+pytestmark = pytest.mark.quick
+CERTIFIED = {name: row for name, row in ROWS.items() if row.gives != FACTORS}
+each_row = pytest.mark.parametrize("row", CERTIFIED.values(), ids=CERTIFIED)
+SEED = 7
+
+
+def squares(p, x, y):
+    return (torch.tanh(x @ p["w"]) @ p["v"] - y).square()
+
+
+def rand(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+PARAMS = {"w": rand(3, 2), "v": rand(2, seed=1)}
+ARGS = PARAMS, rand(5, 3, seed=2), rand(5, seed=3)
+
+
+def spoiled(number, sample=1):
+    """The arguments with one number of a sample's input that is not finite."""
+    x = ARGS[1].clone()
+    x[sample, 0] = number
+    return ARGS[0], x, ARGS[2]
+
+
+class TestNumbersThatAreNotFinite:
+    @pytest.mark.parametrize("number", [float("nan"), float("inf")])
+    @each_row
+    def test_are_no_fault(self, row, number):
+        problem = Problem(Model("perceptron", n=4), Loss("mse_loss", "none"))
+        t, (params, x, *target) = made(row, problem)
+        x = x.clone()
+        x[1, 0] = number
+        certified(t, generator=SEED)(params, x, *target)
+
+    @pytest.mark.parametrize("t", [batch_grad, batch_l2_grad, invfunc.clipped_grad, gram])
+    def test_of_a_norm_are_none(self, t):
+        """Infinity times zero: the norm of the sample is no number."""
+        options = {"max_norm": 1.0} if t is invfunc.clipped_grad else {}
+        f = lambda w, x, y: (x @ w - y).square()  # noqa: E731  (as users write it)
+        x = torch.rand(4, 3)
+        x[1, 0] = float("inf")
+        certified(t(f, **options), generator=SEED)(torch.tensor([0.0, 1.0, 1.0]), x, torch.zeros(4))
+
+    @pytest.mark.parametrize("number", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("t", [batch_grad, invfunc.batch_diag_ggn, invfunc.batch_jacobian])
+    def test_hide_nothing_of_other_samples(self, t, number):
+        f, args = (squares, spoiled(number)) if t is batch_grad else (lambda p, x: torch.tanh(x @ p["w"]), ())
+        if t is not batch_grad:
+            args = spoiled(number)[:2] if t is invfunc.batch_jacobian else (*spoiled(number)[:2], rand(5, 2))
+        loss = (F.mse_loss,) if t is invfunc.batch_diag_ggn else ()
+
+        def change(result):
+            return tree.map_tensors(lambda g: torch.cat([g[:-1], 1.001 * g[-1:]]), result)
+
+        with planted(change), pytest.raises(CertificateError, match="of sample 4"):
+            certified(t(f, *loss), generator=SEED)(*args)
+
+    @pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0])
+    @each_row
+    def test_beside_finite_ones_are_a_fault(self, row, number):
+        """One kind in the place of the other."""
+        problem = Problem(Model("perceptron", n=3), Loss("mse_loss", "none"))
+        t, (params, x, *target) = made(row, problem)
+        if number == 0:
+            x = torch.full_like(x, float("nan"))
+        with planted(lambda result: tree.map_tensors(lambda r: torch.full_like(r, number), result)):
+            with pytest.raises(CertificateError):
+                certified(t, generator=SEED)(params, x, *target)
+
+
+class TestKinks:
+    """|z| where z is 0 to the last digit for one of the samples."""
+
+    @staticmethod
+    def f(p, x, y):
+        return (x @ p["w"] - y).abs() + torch.tanh(x @ p["v"])
+
+    ARGS = {"w": torch.ones(3), "v": rand(3).float()}, torch.randint(9, (6, 3)).float(), torch.zeros(6)
+
+    def args(self):
+        x = self.ARGS[1]
+        return *self.ARGS[:2], torch.cat([x[:1].sum(1), self.ARGS[2][1:]])
+
+    @pytest.mark.parametrize("t", [batch_grad, batch_l2_grad, variance, gram, invfunc.sum_grad_squared])
+    def test_are_no_fault(self, t):
+        for seed in range(5):
+            certified(t(self.f), generator=seed)(*self.args())
+
+    @pytest.mark.parametrize("t, called", [(batch_grad, "[wv]"), (batch_l2_grad, "[wv]"), (variance, "v")])
+    def test_hide_nothing_elsewhere(self, t, called):
+        def change(result):
+            return {"w": result["w"], "v": 1.01 * result["v"]} if called == "v" else tree.map_tensors(off, result)
+
+        def off(x):
+            return torch.cat([x[:-1], 1.01 * x[-1:]])
+
+        with planted(change), pytest.raises(CertificateError, match=rf"'{called}'"):
+            certified(t(self.f), generator=SEED)(*self.args())
+
+
+class TestSmallLeaves:
+    @pytest.mark.parametrize("scale", [1e-3, 1e-6])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    @pytest.mark.parametrize("t", [batch_grad, batch_l2_grad, variance, invfunc.sum_grad_squared])
+    def test_are_looked_at_as_others(self, t, dtype, scale):
+        def f(p, x, y):
+            return squares({"w": p["w"], "v": p["v"] + scale * p["small"]}, x, y)
+
+        params, *batch = tree.map_tensors(lambda x: x.to(dtype), ({**ARGS[0], "small": torch.zeros(2)}, *ARGS[1:]))
+
+        def change(result):
+            return {**result, "small": 1.01 * result["small"]}
+
+        certified(t(f), generator=SEED)(params, *batch)
+        with planted(change), pytest.raises(CertificateError, match="small"):
+            certified(t(f), generator=SEED)(params, *batch)
+
+
+class TestHalfPrecision:
+    @pytest.mark.parametrize("dtype, n", [(torch.bfloat16, 32), (torch.bfloat16, 300), (torch.float16, 300)])
+    @pytest.mark.parametrize("factor", [0, 2])
+    @each_row
+    def test_finds_what_is_nothing_or_twice_as_much(self, row, dtype, n, factor):
+        problem = Problem(Model("perceptron", n, 3, dtype), Loss("mse_loss", "none"))
+        t, args = made(row, problem)
+        with planted(lambda result: tree.map_tensors(lambda x: factor * x, result)), pytest.raises(CertificateError):
+            certified(t, generator=SEED)(*args)
+
+
+class TestWhatDiffersFromCallToCall:
+    def test_by_a_rule_is_told(self):
+        g = torch.Generator()
+
+        @operation
+        def scaled(x, w):
+            return x * w
+
+        @scaled.share_of("w")
+        def _(cotangent, x, w):
+            return "vni,ni->i", cotangent * torch.rand((), generator=g), x
+
+        f = lambda w, x: scaled(x, w).square().sum(1)  # noqa: E731  (as users write it)
+        with pytest.raises(CertificateError, match="when it is computed again, at the same arguments"):
+            certified(variance(f), generator=SEED)(torch.ones(3), torch.rand(4, 3))
+
+    class Hidden:
+        """Where no generator is looked for."""
+
+        __slots__ = ("generator",)
+
+        def __init__(self):
+            self.generator = torch.Generator().manual_seed(0)
+
+    def test_by_a_function_is_told(self):
+        hidden = self.Hidden()
+        f = lambda w, x: (x @ w * torch.rand((), generator=hidden.generator)).square()  # noqa: E731
+        with pytest.raises(CertificateError, match="such as a torch.Generator of its own"):
+            certified(variance(f), generator=SEED)(torch.ones(3), torch.rand(4, 3))
+
+    def test_by_a_generator_that_the_function_holds_is_the_same(self):
+        """It is where t alone leaves it, also behind an error."""
+        g = torch.Generator().manual_seed(0)
+        f = lambda w, x: (x @ w * torch.rand((), generator=g)).square()  # noqa: E731  (as users write it)
+        args = torch.ones(3), torch.rand(4, 3)
+        plain, after = batch_grad(f)(*args), g.get_state()
+        g.manual_seed(0)
+        assert same(certified(batch_grad(f), generator=SEED)(*args), plain)
+        assert torch.equal(g.get_state(), after)
+        g.manual_seed(0)
+        with planted(lambda result: 2 * result), pytest.raises(CertificateError, match="single entries"):
+            certified(batch_grad(f), generator=SEED)(*args)
+        assert torch.equal(g.get_state(), after)
+
+
+class TestPaths:
+    """What an error says of where it is."""
+
+    @pytest.mark.parametrize(
+        "t, path",
+        [
+            (batch_grad, r"params\['[wv]'\]\[[\d, ]+\] of sample 1"),
+            (batch_l2_grad, r"params\['[wv]'\] of sample 1"),
+            (gram, "the product of sample 1 and of sample [14]"),
+            (invfunc.batch_jacobian, r"params\['w'\]\[\d, \d\] of sample 1, output [01]"),
+            (invfunc.sqrt_ggn, r"params\['w'\]\[\d, \d\], squared and summed over the columns, of sample 1"),
+        ],
+    )
+    def test_name_the_sample_of_the_batch(self, t, path):
+        """Of which only some are asked for."""
+        model = lambda p, x: torch.tanh(x @ p["w"])  # noqa: E731  (as users write it)
+        f, args = (squares, ARGS) if t in (batch_grad, batch_l2_grad, gram) else (model, ({"w": PARAMS["w"]}, ARGS[1]))
+        loss, args = ((F.mse_loss,), (*args, rand(5, 2))) if t is invfunc.sqrt_ggn else ((), args)
+
+        def change(result):
+            def off(x):
+                x = x.clone()
+                x.narrow(1 if t is invfunc.sqrt_ggn else 0, 1, 1).mul_(2)
+                return x
+
+            return tree.map_tensors(off, result)
+
+        with planted(change), pytest.raises(CertificateError) as told:
+            certified(t(f, *loss, samples=[4, 1]), generator=SEED)(*args)
+        assert re.fullmatch(path, told.value.path), told.value.path
+
+    def test_name_the_vector(self):
+        product = invfunc.ggn_block_product(lambda w, x: x @ w, F.mse_loss)
+        args = rand(3), rand(2, 3), rand(5, 3), rand(5)
+        compute = type(product).compute
+
+        def wrong(self, *given):
+            result, aux = compute(self, *given)
+            return torch.stack([result[0], 2 * result[1]]), aux
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CertificateError, match=r"w\[\d\] of vector 1 is"):
+            patch.setattr(type(product), "compute", wrong)
+            certified(product, generator=SEED)(*args)
+
+
+class TestRawErrorsOfOld:
+    @each_row
+    def test_a_leaf_without_entries(self, row):
+        def model(p, x):
+            return torch.tanh(x @ p["w"] + p["none"].sum())
+
+        def loss(z, y):
+            return F.mse_loss(z, y, reduction="none").sum(1)
+
+        params, batch = {"w": PARAMS["w"], "none": torch.ones(0, dtype=torch.float64)}, (ARGS[1], rand(5, 2))
+        if row.form == MODEL:
+            certified(row.make(model), generator=SEED)(params, batch[0])
+            return
+        of = (model, loss) if len(row.forms) > 1 else (lambda p, x, y: loss(model(p, x), y),)
+        certified(row.make(*of), generator=SEED)(params, *batch)
+
+    @pytest.mark.parametrize("product", [invfunc.hvp, invfunc.ggnvp, invfunc.fvp])
+    def test_a_product_with_one(self, product):
+        f = lambda p, x, y: squares({"w": p["w"] + p["none"].sum(), "v": p["v"]}, x, y)  # noqa: E731
+        params = {**PARAMS, "none": torch.ones(0, dtype=torch.float64)}
+        of = product(f) if product is not invfunc.ggnvp else product(lambda *a: f(*a).sum(), lambda z, y: z.square())
+        batch = ARGS[1:] if product is not invfunc.ggnvp else (*ARGS[1:], rand(1))
+        certified(of, generator=SEED)(params, params, *batch)
+
+    @pytest.mark.parametrize("loss", ["weighted", "ignored", "dropped"])
+    def test_hessians_of_losses_that_single_samples_do_not_have(self, loss):
+        """Given apart from the model, or found in a function of all."""
+        weight = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
+        options = {"weighted": {"weight": weight}, "ignored": {"ignore_index": 1}, "dropped": {}}[loss]
+
+        def model(w, x):
+            z = torch.tanh(x @ w)
+            return F.dropout(z) if loss == "dropped" else z
+
+        of = lambda z, y: F.cross_entropy(z, y, **options)  # noqa: E731  (as users write it)
+        args = rand(3, 3), rand(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
+        for t in (
+            invfunc.batch_diag_hessian(model, of),
+            invfunc.batch_diag_hessian(lambda w, x, y: of(model(w, x), y)),
+            invfunc.diag_hessian(model, of, samples=[0, 3]),
+        ):
+            certified(t, generator=SEED)(*args)
+            with planted(lambda result: 1.001 * result), pytest.raises(CertificateError):
+                certified(t, generator=SEED)(*args)
