@@ -56,8 +56,8 @@ def certified(
     each number is 8 times what its distance to the other way changes by (or half of those of its leaf do, if that is
     more), and what the other way is off. So nothing is found at a number that jumps there. Numbers that are not finite
     in both ways count as equal, and where a result has some, or an argument an infinite one, one that is not finite in
-    the other way alone. The Hessians of single samples are looked at in sums of all. In float16, numbers below 6e-5 are
-    lost in rounding. In float64, where a softmax is so sure that nothing is left of a leaf but rounding, an error may
+    the other way alone. In float16, numbers below 6e-5 are lost in rounding. Where f is saturated, so that nothing is
+    left of a leaf but rounding in float64 (a softmax that is sure), or overflows for some of its outputs, an error may
     be about that.
 
     Args:

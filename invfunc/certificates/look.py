@@ -103,7 +103,7 @@ class Member:
         for i, (p, at) in enumerate(zip(self.problem.leaves, places.of, strict=True)):
             if not len(at):
                 continue
-            computed = Remembered(lambda r, i=i, at=at: _joined(numbers(r, i, part) for part in r.parts(at)))
+            computed = Remembered(lambda r, i=i, at=at: _joined(numbers(r, i, part) for part in r.in_parts(at)))
             for k, leaves in enumerate(trees):
                 yield self.look(
                     at_places(leaves[i], p, at),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from invfunc.certificates.look import Look, Member, Remembered, at_places
-from invfunc.certificates.of_shares import samples_first, shares, weights
+from invfunc.certificates.of_shares import samples_first, shares, summed
 from invfunc.certificates.reference import Reference
 from invfunc.certificates.rounding import Numbers, largest
 from invfunc.certificates.run import units, wide
@@ -16,10 +15,12 @@ from invfunc.reductions.squares import MatrixTrace
 
 
 def _squares(m: Member, r: Reference, leaf: int, places: torch.Tensor) -> torch.Tensor:
-    """What the columns of each sample add to the diagonal at some entries: `[K, n]`."""
+    """What the columns of each sample add to the diagonal at some entries: `[K, n]`; of Hessians its part of it."""
     q = m.t.quantity
     if q.kind.first_order:
         return shares(m, r, leaf, places).square()
+    if q.kind.second_order:
+        return r.parts.hessian(leaf, places)[:, m.chosen]
     t = r.outputs.forth(leaf, units(r.leaves[leaf], places))
     if q.drawing is None:
         return r.outputs.curved(t, t)[:, m.chosen]
@@ -28,27 +29,17 @@ def _squares(m: Member, r: Reference, leaf: int, places: torch.Tensor) -> torch.
 
 def sum_of_squares(m: Member) -> Iterator[Look]:
     """A diagonal."""
-    of = weights(m, torch.ones(len(m.chosen)))
+    whole = m.t.kind.second_order and m.problem.samples is None
 
     def numbers(r: Reference, leaf: int, places: torch.Tensor) -> list[Numbers]:
-        if m.t.kind.second_order:
-            return [(r.hessian(of)(leaf, places), 0.0)]
-        return [(_squares(m, r, leaf, places).sum(1), 0.0)]
+        return [(r.hessian(leaf, places), 0.0) if whole else summed(_squares(m, r, leaf, places))]
 
     yield from m.at_entries([m.leaves(m.result)], numbers)
 
 
 def squares_of_each(m: Member) -> Iterator[Look]:
-    """The diagonal of each sample; of Hessians their sum with random weights, which has a derivative for each entry."""
-    leaves = m.leaves(m.result)
-    if not m.t.kind.second_order:
-        yield from m.at_entries([leaves], lambda r, i, at: [(_squares(m, r, i, at), 0.0)])
-        return
-    drawn = m.tape.draw(lambda g: torch.randn(len(m.chosen), generator=g, dtype=torch.float64))
-    of, mixed = weights(m, drawn), [torch.tensordot(drawn, wide(x), 1) for x in leaves]
-    sizes = [largest(torch.tensordot(drawn.square(), wide(x).square(), 1)) ** 0.5 for x in leaves]
-    m = replace(m, of=f", summed over the samples with random weights{m.of},")
-    yield from m.at_entries([mixed], lambda r, i, at: [(r.hessian(of)(i, at), sizes[i])])
+    """The diagonal of each sample."""
+    yield from m.at_entries([m.leaves(m.result)], lambda r, i, at: [(_squares(m, r, i, at), 0.0)])
 
 
 def matrix_trace(m: Member) -> Iterator[Look]:

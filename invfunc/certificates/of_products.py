@@ -6,7 +6,6 @@ as `J^T (H (J v))`, drawn entries `(J e) . H (J v)`, without the way back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from invfunc.certificates.check import Around, Check
 from invfunc.certificates.draws import Tape, drawn, rewound
 from invfunc.certificates.look import Look, at_places, entry, magnitudes
 from invfunc.certificates.rounding import Numbers, Tensors
-from invfunc.certificates.run import Run, in_parts, units, wide
+from invfunc.certificates.run import Entries, Run, in_parts, units, wide
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.products.given import Given
 from invfunc.products.product import Product
@@ -62,10 +61,6 @@ class OfProduct(Check):
         with given.scope:
             along = _along(t, given, _vectors(args), around)
             return [look.expected(along) for look in looks]
-
-
-Entries = Callable[[int, torch.Tensor], torch.Tensor]
-"""From a leaf and places in it to what the product has there, `[K, *lead]`."""
 
 
 def _vectors(args: tuple) -> Tensors:

@@ -20,11 +20,6 @@ def shares(m: Member, r: Reference, leaf: int, places: torch.Tensor) -> torch.Te
     return run.along(run.forth(leaf, units(r.leaves[leaf], places)), run.gradient)[0][:, m.chosen]
 
 
-def weights(m: Member, of: torch.Tensor) -> torch.Tensor:
-    """Weights `[N]` of the samples, from those of the chosen ones."""
-    return torch.zeros(m.problem.n, dtype=of.dtype).index_add(0, m.chosen, of)
-
-
 def summed(terms: torch.Tensor) -> Numbers:
     """Sums of `[K, n]` over the samples, with the size of what is added up: errors of it are independent."""
     return terms.sum(1), largest(terms.square().sum(1)) ** 0.5
@@ -40,13 +35,13 @@ def each_sample(m: Member) -> Iterator[Look]:
 
 def _gradient(m: Member, sums: Tensors, squares: Tensors, what: str = "") -> Iterator[Look]:
     """All entries of the gradient, beside a backward pass."""
-    counts = weights(m, torch.ones(len(m.chosen)))
+    counts = torch.bincount(m.chosen, minlength=m.problem.n)[None]
     sizes = [largest(x) ** 0.5 for x in squares]
     for i, x in enumerate(sums):
         if x.numel():
             yield m.look(
                 x.flatten(),
-                lambda r, i=i: (wide(r.loss.shares(counts[None])[i]).flatten(), sizes[i]),
+                lambda r, i=i: (wide(r.loss.shares(counts)[i]).flatten(), sizes[i]),
                 lambda k, i=i: what + m.entry(i, k),
             )
 
@@ -88,7 +83,7 @@ def _norms(m: Member, found: Tensors, sizes: torch.Tensor, of: Callable[[Tensors
     at = m.rows(sizes)
 
     def norms(r: Reference) -> list[Numbers]:
-        parts = [list(map(_squares, r.loss.shares(one_hot(m, which)))) for which in r.parts(at)]
+        parts = [list(map(_squares, r.loss.shares(one_hot(m, which)))) for which in r.in_parts(at)]
         return [(x, 0.0) for x in of([torch.cat(x) for x in zip(*parts, strict=True)])]
 
     computed = Remembered(norms)
@@ -129,7 +124,7 @@ def inner_products(m: Member) -> Iterator[Look]:
 
     def rows(r: Reference) -> list[Numbers]:
         of = _kernel if outputs else _products
-        parts = [of(m, r, which, whole) for which in r.parts(at)]
+        parts = [of(m, r, which, whole) for which in r.in_parts(at)]
         return [(torch.cat(list(x)), 0.0) for x in zip(*parts, strict=True)]
 
     def whose(k: int) -> str:

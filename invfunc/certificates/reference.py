@@ -12,7 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc.certificates.draws import States, rewound, states
-from invfunc.certificates.run import Diagonal, Run, diagonal, in_parts
+from invfunc.certificates.run import Entries, Run, bent, in_parts, wide
 from invfunc.errors import RandomnessError, SampleAxisError, SplitError
 from invfunc.loss.square_root import Columns
 from invfunc.passes.loss import Split
@@ -49,7 +49,6 @@ class Reference:
     runs: int = 0
     """How often the function was evaluated on the whole batch."""
     _stack: ExitStack = field(default_factory=ExitStack)
-    _hessians: dict[torch.Tensor, Diagonal] = field(default_factory=dict)
 
     def __enter__(self) -> Reference:
         return self
@@ -106,22 +105,17 @@ class Reference:
         """The columns that were drawn for the result."""
         return self.outputs.split.made([q for q in self.quantities if q.drawing is not None])
 
-    def hessian(self, weights: torch.Tensor) -> Diagonal:
-        """The diagonal of the Hessian of the sum of the losses, each with its weight."""
-        if weights not in self._hessians:
-            self._hessians[weights] = self._hessian(weights)
-        return self._hessians[weights]
-
-    def _hessian(self, weights: torch.Tensor) -> Diagonal:
-        if bool((weights != 1).any()):
-            return self._parts.hessian(weights)
+    @cached_property
+    def hessian(self) -> Entries:
+        """The diagonal of the Hessian of the whole function: `[K]`."""
         given = self._given()
         value = given.value()
         with given.mode.back(value.device):
-            return diagonal(given, Pull(given.scope, graph=True)([value], given.params, [torch.ones_like(value)]))
+            slopes = Pull(given.scope, graph=True)([value], given.params, [torch.ones_like(value)])
+        return lambda leaf, places: wide(bent(given, slopes[leaf], leaf, places))
 
     @cached_property
-    def _parts(self) -> Run:
+    def parts(self) -> Run:
         """The losses of the samples as functions of all that is before them: of no bottlenecks, which cut them off."""
         given = self._given()
         if given.loss is None:
@@ -164,6 +158,6 @@ class Reference:
         rest = [(x, dims[i]) for i, x in enumerate(self.problem.args) if i in dims]
         return [x if d is None else tree.map_tensors(lambda t, d=d: t.narrow(d, n, 1), x) for x, d in rest]
 
-    def parts(self, places: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def in_parts(self, places: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The places in parts that fit the budget."""
         return in_parts(places, self.problem.args, self.problem.kwargs)

@@ -27,8 +27,8 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x.detach().cpu().double()
 
 
-Diagonal = Callable[[int, torch.Tensor], torch.Tensor]
-"""From a leaf and places in it to `[K]` entries of a diagonal."""
+Entries = Callable[[int, torch.Tensor], torch.Tensor]
+"""From a leaf and places in it to numbers there, `[K, ...]`."""
 
 
 def in_parts(places: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
@@ -148,32 +148,31 @@ class Run:
             found.append(root.axis.restore(each, split.n, 1).reshape(count, *value.shape))
         return found
 
-    def hessian(self, weights: torch.Tensor) -> Diagonal:
-        """The diagonal of the Hessian of the sum of the losses with weights `[N]`: `J^T H J` and what bends f."""
-        cotangents: Vectors = [c[0] for c in self._cotangents(weights[None])]
+    @cached_property
+    def hessian(self) -> Entries:
+        """The diagonal of each sample's part of the Hessian, `J^T H J` and what bends f: `[K, N]` at some places."""
+        weights = self.split.scope.enter(self.split.result.detach().new_ones(1, self.split.n))
         with self._back():
-            slopes = self.jacobian.back(cotangents, Pull(self.split.scope, graph=True))
-        bent = diagonal(self.given, slopes)
+            slopes = self.jacobian.back([c[0] for c in self._cotangents(weights)], Pull(self.split.scope, graph=True))
 
         def found(leaf: int, places: torch.Tensor) -> torch.Tensor:
-            x = bent(leaf, places)
+            x = bent(self.given, slopes[leaf], leaf, places, graph=True)
+            with self._back():  # linear in the weights, with what each sample adds for the slope
+                (each,) = Pull(self.split.scope, batched=True)([x], [weights], [torch.eye(len(places)).to(x)])
+            each = torch.zeros(len(places), self.split.n) if each is None else each[:, 0]
             if not self.split.roots:
-                return x
+                return wide(each)
             t = self.forth(leaf, units(self.given.leaves[leaf], places))
-            return x + self.curved(t, t) @ weights.double()
+            return wide(each) + self.curved(t, t)
 
         return found
 
 
-def diagonal(given: Given, slopes: Vectors) -> Diagonal:
-    """The diagonal of the derivative of a gradient."""
-
-    def found(leaf: int, places: torch.Tensor) -> torch.Tensor:
-        p, slope = given.params[leaf], slopes[leaf]
-        with given.mode.back(p.device):
-            (x,) = Pull(given.scope, batched=True)([slope], [p], [units(p.detach(), places)])
-        if x is None:
-            return torch.zeros(len(places), dtype=torch.float64)
-        return wide(x).reshape(len(places), -1).gather(1, places[:, None])[:, 0]
-
-    return found
+def bent(given: Given, slope: Any, leaf: int, places: torch.Tensor, graph: bool = False) -> torch.Tensor:
+    """The derivative of the slope of a leaf at some places, along each of them: `[K]`."""
+    p = given.params[leaf]
+    with given.mode.back(p.device):
+        (x,) = Pull(given.scope, batched=True, graph=graph)([slope], [p], [units(p.detach(), places)])
+    if x is None:
+        return p.new_zeros(len(places))
+    return x.reshape(len(places), -1).gather(1, places[:, None].to(x.device))[:, 0]

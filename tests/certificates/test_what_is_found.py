@@ -57,12 +57,14 @@ class TestNumbersThatAreNotFinite:
         certified(t(f, **options), generator=SEED)(torch.tensor([0.0, 1.0, 1.0]), x, torch.zeros(4))
 
     @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-    @pytest.mark.parametrize("t", [batch_grad, invfunc.batch_diag_ggn, invfunc.batch_jacobian])
+    @pytest.mark.parametrize(
+        "t", [batch_grad, invfunc.batch_diag_ggn, invfunc.batch_diag_hessian, invfunc.batch_jacobian]
+    )
     def test_hide_nothing_of_other_samples(self, t, number):
         f, args = (squares, spoiled(number)) if t is batch_grad else (lambda p, x: torch.tanh(x @ p["w"]), ())
         if t is not batch_grad:
             args = spoiled(number)[:2] if t is invfunc.batch_jacobian else (*spoiled(number)[:2], rand(5, 2))
-        loss = (F.mse_loss,) if t is invfunc.batch_diag_ggn else ()
+        loss = () if t in (batch_grad, invfunc.batch_jacobian) else (F.mse_loss,)
 
         def change(result):
             return tree.map_tensors(lambda g: torch.cat([g[:-1], 1.001 * g[-1:]]), result)
