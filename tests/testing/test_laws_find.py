@@ -214,3 +214,78 @@ class TestCheck:
 
         table = laws.check(attended, self.w, Numbers(1)(2, 2, 3), Numbers(2)(2, 6), loss=F.mse_loss)
         assert not any(outcome.why_not or outcome.inapplicable for outcome in table.outcomes[:6])
+
+    @pytest.mark.parametrize("few", [[9], [], [-5], ["a"]])
+    def test_samples_that_are_none_are_told(self, few):
+        with pytest.raises(invfunc.ArgumentError, match=r"give some of the samples 0 to 3 of the batch"):
+            laws.check(self.f, self.w, self.x, samples=few)
+
+    def test_no_law_at_all_is_an_error(self):
+        with pytest.raises(invfunc.ArgumentError, match="leave `only` out for all laws"):
+            laws.check(self.f, self.w, self.x, only=[])
+
+    def test_nan_is_an_error(self):
+        with pytest.raises(invfunc.ArgumentError, match="it gives NaN(.|\n)*samples="):
+            laws.check(self.f, self.w, torch.where(self.x == self.x[2], torch.nan, self.x))
+
+    def test_a_table_says_where_little_is_checked(self):
+        """Of a batch norm that trains, products."""
+
+        def mean(w, x):
+            return F.batch_norm(x * w, None, None, training=True).sin().mean()
+
+        few = ["shares sum to the gradient", "chunks do not matter", "products equal those of the matrix"]
+        assert "NEARLY ALL IS REFUSED" in laws.check(mean, self.w, self.x, only=few).summary
+        assert "NEARLY" not in laws.check(self.f, self.w, self.x, only=few).summary
+
+
+MIXING = {
+    "rolled": lambda z, y: F.cross_entropy(z.roll(1, 0), y, reduction="none"),
+    "centred": lambda z, y: (z - z.detach().mean(0)).square().sum(1),
+    "a mean that is rolled": lambda z, y: F.cross_entropy(z.roll(1, 0), y),
+    "a mean that is centred": lambda z, y: (z - z.mean(0)).square().mean(),
+    "contrastive": lambda z, y: F.cross_entropy(z @ z.T, torch.arange(len(z))),
+}
+APART = {
+    "mean": F.cross_entropy,
+    "ignored": lambda z, y: F.cross_entropy(z, y, ignore_index=1),
+    "weighted": lambda z, y: F.cross_entropy(z, y, torch.tensor([0.3, 2.0, 1.0]).to(z)),
+    "[N]": lambda z, y: F.cross_entropy(z, y, reduction="none"),
+}
+
+
+class TestLossesThatMix:
+    """Of a model that does not."""
+
+    args = Numbers()(3, 3), Numbers(1)(5, 3), torch.tensor([0, 1, 1, 2, 0])
+
+    @staticmethod
+    def f(w, x):
+        return (x @ w).tanh()
+
+    @pytest.mark.parametrize("loss", MIXING)
+    def test_are_found(self, loss):
+        with pytest.raises(AssertionError, match="samples do not mix(.|\n)*    loss"):
+            laws.check(self.f, *self.args, loss=MIXING[loss], only="samples do not mix")
+
+    @pytest.mark.parametrize("loss", APART)
+    def test_and_no_others(self, loss):
+        assert not laws.check(self.f, *self.args, loss=APART[loss], only="samples do not mix").failed
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("seed", range(3))
+def test_derivatives_that_are_zero_where_training_starts_have_rounding(dtype, seed):
+    """Two classes with the same probability have the largest curvature."""
+    f = lambda w, x: x @ w  # noqa: E731  (as users write it)
+    x, w = 3 * Numbers(seed)(4, 3).to(dtype), torch.zeros(3, 2, dtype=dtype)
+    only = [name for name in laws.LAWS if "of a statistic is that of its loop" in name]
+    assert not laws.check(f, w, x, torch.tensor([0, 1, 1, 0]), loss=F.cross_entropy, only=only).failed
+
+
+def test_other_random_numbers_under_vmap_are_no_failure():
+    torch.manual_seed(0)
+    f, params = invfunc.functional(torch.nn.TransformerEncoderLayer(4, 2, 4, 0.5, batch_first=True).double().train())
+    args = lambda p, x: f(p, x).flatten(1), params, Numbers()(2, 2, 4), Numbers(1)(2, 8)
+    table = laws.check(*args, loss=F.mse_loss, only="vmap over parameters is the loop")
+    assert table.outcomes[0].state == "does not apply" and "other random numbers under vmap" in str(table)

@@ -89,3 +89,30 @@ def test_finds_a_fault_of_a_checkpoint(law, monkeypatch):
     with pytest.raises(AssertionError, match=f"a law does not hold: {law}"):
         laws.check_pair(*PAIRS["additive"](), only=law)
     KEPT.clear()
+
+
+def remembering():
+    """A pair whose inverse gives what it saw last."""
+    seen = []
+
+    def f(x):
+        seen.append(x)
+        return x.sin()
+
+    return f, lambda y: seen[-1] + 0 * y
+
+
+@pytest.mark.parametrize(
+    "pair, x",
+    [(remembering(), Numbers()(3, 2)), ((lambda x: x * x, lambda y: y), torch.zeros(3).double())],
+    ids=["what was seen last", "at zero"],
+)
+def test_an_inverse_that_is_one_at_this_x_only_is_found(pair, x):
+    with pytest.raises(AssertionError, match="of one y and of another"):
+        laws.check_pair(pair, x)
+
+
+@pytest.mark.parametrize("x", [3, torch.tensor([1.0, float("nan")])], ids=["a number", "NaN"])
+def test_a_state_that_nothing_can_be_said_of_is_an_error(x):
+    with pytest.raises(invfunc.InvFuncError, match="no tensors|not finite"):
+        laws.check_pair((lambda x: 2 * x, lambda y: y / 2), x)

@@ -78,6 +78,16 @@ class TestTransforms:
         with pytest.raises(AssertionError, match=f"a law does not hold: {law}"):
             laws.check_transform(t, loop_variance, self.f, *self.args, only=law)
 
+    def test_an_oracle_that_raises_is_told(self):
+        def broken(f):
+            def loop(*args):
+                raise RuntimeError("it is broken")
+
+            return loop
+
+        with pytest.raises(AssertionError, match="the oracle of f raises RuntimeError: it is broken"):
+            laws.check_transform(invfunc.variance, broken, self.f, *self.args)
+
 
 def missing(*args):
     raise invfunc.MissingExtraError
@@ -118,6 +128,9 @@ def right(cotangent, x, weight):
 
 OPERATIONS = {
     "an operation keeps the samples apart": product(right, lambda x, weight: (x - x.mean(0)) @ weight),
+    "an operation and its rules draw and write nothing": product(
+        lambda s, x, weight: right(s.add_(0), x, weight),
+    ),
     "a rule gives the shares of autograd": product(
         lambda s, x, weight: right(s if len(s) == 1 else s.flip(0) * 0.9, x, weight)
     ),
@@ -148,3 +161,19 @@ class TestOperations:
     def test_two_samples_show_what_mixes(self):
         with pytest.raises(AssertionError, match=r"keeps the samples apart(.|\n)*samples: \[0, 1\], of 4"):
             laws.check_operation(OPERATIONS["an operation keeps the samples apart"], *self.args)
+
+    @pytest.mark.parametrize("args, samples", [((), (0,)), (args, (2,)), ((3.0, args[1]), (0,)), (args, (0, 1))])
+    def test_arguments_without_samples_are_told(self, args, samples):
+        with pytest.raises(invfunc.ArgumentError, match="no positions of the|as many samples along axis 0"):
+            laws.check_operation(product(right), *args, samples=samples)
+
+    def test_rows_say_whose_rule_they_are_of(self):
+        op = invfunc.operation(lambda x, scale, shift: x * scale + shift)
+        op.share_of("scale")(lambda s, x, scale, shift: ("vni,ni->i", s, x))
+        op.share_of("shift")(lambda s, x, scale, shift: ("vni->i", s))
+        told = str(laws.check_operation(op, Numbers()(4, 3), Numbers(1)(3), Numbers(2)(3)))
+        assert "fast equals generic, 'scale'" in told and "fast equals generic, 'shift'" in told
+
+    def test_a_wrong_equation_is_told_first(self):
+        with pytest.raises(invfunc.ArgumentError, match="^every law refuses this function: the rule of operation"):
+            laws.check_operation(product(lambda s, x, weight: ("vno,ni->oi", s, x)), *self.args)

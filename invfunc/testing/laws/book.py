@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from invfunc.errors import ArgumentError
-from invfunc.testing.laws import compositions, effects, operations, pairs, products, statistics, transforms
+from invfunc.testing.laws import compositions, effects, mixing, operations, pairs, products, statistics, transforms
 from invfunc.testing.laws.law import Law
 
 LAWS: dict[str, Law] = {
     law.name: law
     for law in (
         statistics.shares_sum,
-        statistics.apart,
+        mixing.apart,
         statistics.first_order,
         statistics.ggn,
         statistics.hessian,
@@ -48,6 +48,7 @@ LAWS: dict[str, Law] = {
         transforms.passes,
         transforms.effects,
         operations.apart,
+        operations.effects,
         operations.rules,
         operations.single,
     )
@@ -60,8 +61,9 @@ def chosen(call: str, subject: str, only: Iterable[str] | str | None) -> list[La
     if only is None:
         return list(own.values())
     names = [only] if isinstance(only, str) else list(only)
-    unknown = [name for name in names if name not in own]
+    known, unknown = ", ".join(map(repr, own)), [name for name in names if name not in own]
     if unknown:
-        known = ", ".join(map(repr, own))
         raise ArgumentError(f"{call}(..., only={names}): there is no law {unknown[0]!r}; the names are {known}.")
+    if not names:
+        raise ArgumentError(f"{call}(..., only=[]): leave `only` out for all laws, or name some: {known}.")
     return [law for name, law in own.items() if name in names]

@@ -11,7 +11,7 @@ from invfunc.testing.laws.book import chosen
 from invfunc.testing.laws.law import FUNCTION
 from invfunc.testing.laws.problem import Problem, problem
 from invfunc.testing.laws.run import Outcome, smallest, tried
-from invfunc.testing.laws.table import Table
+from invfunc.testing.laws.table import Table, cause
 
 
 def check(
@@ -34,7 +34,8 @@ def check(
     nothing of this library, or against the same statistic on another way. What this library refuses is no failure: it
     is told, with its error. Give few samples (3 to 8) and small sizes, in float64, where rounding hides least. In a
     lower precision as much is tolerated as the loop itself differs from the same loop in float64, some times over.
-    "Samples do not mix" looks at f and not at `loss`: what a loss mixes is refused by statistics, which is no failure.
+    "Samples do not mix" is of f and of `loss`: a contrastive loss, or a batch norm that trains, fails it. An f that
+    gives NaN is an error.
 
     Args:
         f: a loss function `f(params, *batch)` that returns a scalar or `[N]`, or a model function `f(params, *inputs)`.
@@ -85,7 +86,7 @@ def judged(table: Table, subject: Any, again: Again, seconds: float) -> Table:
         raise AssertionError(told(table.failed[0], table, subject, again, seconds))
     asked = [outcome for outcome in table.outcomes if not outcome.law.of_f]
     if table.refused and not any(outcome.tried for outcome in asked):
-        raise ArgumentError(f"every law refuses this function: {next(iter(table.refused.values()))}\n\n{table}")
+        raise ArgumentError(f"every law refuses this function: {cause(next(iter(table.refused.values())))}\n\n{table}")
     return table
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from invfunc.errors import ArgumentTypeError, InvFuncError
+import torch
+
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.operation import Operation
 from invfunc.testing.laws.book import chosen
 from invfunc.testing.laws.check import judged
@@ -51,7 +53,7 @@ def check_operation(
 
     Raises:
         AssertionError: that names the operation and the argument whose rule is wrong, with the smallest case.
-        ArgumentTypeError: `op` is no operation.
+        ArgumentTypeError, ArgumentError: `op` is no operation, or `samples` are no positions of tensors with samples.
 
     Example:
         >>> import torch, invfunc
@@ -64,7 +66,7 @@ def check_operation(
     if not isinstance(op, Operation):
         kind = type(op).__name__
         raise ArgumentTypeError(f"check_operation(op, ...): op is of type {kind}, but has to be made by `operation`.")
-    n = len(args[samples[0]])
+    n = _length(op, args, samples)
 
     def again(law: str, few: list[int]) -> str:
         given = f"*(x[{few}] if i in {samples} else x for i, x in enumerate(args))"
@@ -79,8 +81,19 @@ def check_operation(
         found = tried(laws, model, seconds / 2 / len(op.rules))
         title = f"{op!r}, as a model of {argument!r}, N = {n}"
         judged(Table(title, tuple(found)), model, again, seconds)
-        outcomes += found
+        outcomes += [replace(o, law=replace(o.law, name=f"{o.law.name}, {argument!r}")) for o in found]
     return Table(repr(given), tuple(outcomes))
+
+
+def _length(op: Operation, args: tuple, samples: tuple[int, ...]) -> int:
+    """How many samples the arguments have."""
+    told = f"check_operation({op!r}, ..., samples={samples})"
+    if not samples or not all(isinstance(i, int) and 0 <= i < len(args) for i in samples):
+        raise ArgumentError(f"{told}: these are no positions of the {len(args)} arguments that were given.")
+    lengths = {len(x) if isinstance(x, torch.Tensor) and x.ndim else 0 for x in (args[i] for i in samples)}
+    if len(lengths) > 1 or 0 in lengths:
+        raise ArgumentError(f"{told}: the arguments there have to be tensors with as many samples along axis 0.")
+    return lengths.pop()
 
 
 def _as_model(given: OperationProblem, argument: str | int) -> Problem:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from invfunc import tree
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.pair import Invertible, as_pair
 from invfunc.testing.laws.book import chosen
 from invfunc.testing.laws.check import call, judged
 from invfunc.testing.laws.law import PAIR
-from invfunc.testing.laws.pairs import PairProblem
+from invfunc.testing.laws.pairs import PairProblem, floats
+from invfunc.testing.laws.problem import picked
 from invfunc.testing.laws.run import tried
 from invfunc.testing.laws.table import Table
 
@@ -27,7 +28,7 @@ def check_pair(
 ) -> Table:
     """Assert the laws of an invertible function: that its inverse restores, and that a checkpoint of it is it.
 
-        f_inv(f(x, *args), *args) == x
+        f_inv(f(x, *args), *args) == x                  # also with another x in between
         grad(lambda x: loss(invertible_checkpoint(f, f_inv)(x, *args)))(x) == grad(lambda x: loss(f(x, *args)))(x)
 
     Args:
@@ -41,7 +42,7 @@ def check_pair(
 
     Raises:
         AssertionError: a law does not hold. It tells the smallest case, as that of `check` does.
-        ArgumentError, ArgumentTypeError: `pair` is none, or a name is that of no law.
+        ArgumentError, ArgumentTypeError: `pair` is none, x has no tensors or is not finite, a name is that of no law.
 
     Example:
         >>> import torch
@@ -64,13 +65,17 @@ def check_pair(
         if isinstance(pair, tuple) and len(pair) == 2
         else as_pair("laws.check_pair(pair, ...)", pair, " or (f, f_inv)")
     )
+    if not tree.tensors(x):
+        raise ArgumentTypeError(f"laws.check_pair(pair, x): x is of type {type(x).__name__}, and has no tensors.")
+    if any(not bool(t.isfinite().all()) for t in floats(x)):
+        raise ArgumentError("laws.check_pair(pair, x): x has numbers that are not finite, which are equal to nothing.")
     sizes = {t.shape[0] if t.ndim else 0 for t in tree.tensors(x)}
     n = sizes.pop() if len(sizes) == 1 else 0
     given = PairProblem(found, x, args, seed, n, samples=tuple(range(n)))
     if samples is not None:
         if not n:
             raise ArgumentError("laws.check_pair(..., samples=): the tensors of x have not one size along axis 0.")
-        given = given.part([range(n)[i] for i in samples])
+        given = given.part(picked("laws.check_pair", samples, n))
     outcomes = tried(chosen("laws.check_pair", PAIR, only), given, seconds)
     again = call("laws.check_pair", "pair, x, *args", {}, seed)
     return judged(Table(repr(given), tuple(outcomes)), given, again, seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch.func import grad, jacrev, jvp, vmap
 
 from invfunc import tree
 from invfunc.testing.laws import loops
-from invfunc.testing.laws.compare import directions, fixed, plain, zipped
-from invfunc.testing.laws.law import Claim, law
+from invfunc.testing.laws.compare import difference, directions, fixed, plain, tolerance, zipped
+from invfunc.testing.laws.law import Claim, Inapplicable, law
 from invfunc.testing.laws.problem import Problem
 from invfunc.testing.laws.rows import ROWS
 from invfunc.testing.laws.statistics import every, one
@@ -51,12 +52,22 @@ def batched(problem: Problem) -> Iterator[Claim]:
     def mapped(call: Callable, args: tuple) -> Any:
         return mapped_over(lambda own: call(form.join(own), *args[1:]), leaves)
 
+    @cache
+    def possible() -> None:
+        """Torch has to be able to do this of f, with the random numbers of the loop."""
+        args = (problem.params, *problem.inputs)
+        found = mapped(problem.steady(problem.f), args)
+        if problem.draws:
+            each = zipped(torch.stack, [problem.steady(problem.f)(p, *problem.inputs) for p in points])
+            if difference(found, each).error > tolerance(problem.dtype):
+                raise Inapplicable("f draws other random numbers under vmap")
+
     for of in every(problem):
         if of.row.drawn:
             continue
 
         def expected(of: Any = of) -> Any:
-            mapped(problem.f, (problem.params, *problem.inputs))  # torch has to be able to
+            possible()
             found = [plain(problem.steady(of.make())(p, *of.args[1:])) for p in points]
             return zipped(torch.stack, found)
 
@@ -113,6 +124,12 @@ def _slope(problem: Problem, formula: Callable, at: float = 0.0) -> Any:
     return form.join(list(torch.autograd.grad(value, leaves, materialize_grads=True)))
 
 
+def _nearby(problem: Problem, formula: Callable) -> Callable[[], Any]:
+    """The slope at other parameters: at those that training starts from it may be zero, and its rounding is not."""
+    moved = tree.map_tensors(lambda p: p + 0.1 * fixed(p.shape, p), problem.params)
+    return lambda: _slope(replace(problem, params=moved), formula)
+
+
 @law("grad of a statistic is that of its loop", when=_no_loops)
 def differentiated(problem: Problem) -> Iterator[Claim]:
     """grad(lambda p: total(t(p, *batch)))(params) == the same of the loop, by torch.autograd"""
@@ -127,7 +144,7 @@ def differentiated(problem: Problem) -> Iterator[Claim]:
             possible()
             return _slope(problem, formula)
 
-        yield Claim(of.called, found, expected, problem.n)
+        yield Claim(of.called, found, expected, problem.n, nearby=_nearby(problem, formula))
 
 
 @law("jacrev of a statistic is that of its loop", when=_no_loops)
@@ -147,7 +164,7 @@ def jacobian(problem: Problem) -> Iterator[Claim]:
             possible()
             return zipped(torch.stack, [_slope(problem, formula), _slope(problem, formula, 0.7)])
 
-        yield Claim(of.called, found, expected, problem.n)
+        yield Claim(of.called, found, expected, problem.n, nearby=_nearby(problem, formula))
 
 
 @law("jvp of a statistic is that of its loop", when=_no_loops)
@@ -171,4 +188,4 @@ def forward(problem: Problem) -> Iterator[Claim]:
             pairs = zip(tree.tensors(_slope(problem, formula)), v, strict=True)
             return torch.stack([(g * d).sum() for g, d in pairs]).sum()
 
-        yield Claim(of.called, found, expected, problem.n)
+        yield Claim(of.called, found, expected, problem.n, nearby=_nearby(problem, formula))

@@ -21,6 +21,8 @@ class Claim(NamedTuple):
     """About how many numbers are added up for an entry, for the tolerance."""
     dtype: torch.dtype | None = None
     """Whose rounding is tolerated; that of the subject unless given."""
+    nearby: Callable[[], Any] | None = None
+    """What is expected at other parameters, which tells its size where all cancels at these."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from invfunc.operation import Operation
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.statistics.diag_ggn import diag_ggn
 from invfunc.testing.laws.compare import cast, fixed
+from invfunc.testing.laws.effects import state, written
 from invfunc.testing.laws.law import OPERATION, Claim, Inapplicable, law
+from invfunc.testing.laws.problem import generators
 from invfunc.testing.oracles import dense_diag_ggn, loop_batch_grad
 
 
@@ -93,6 +95,23 @@ def rules(problem: OperationProblem) -> Iterator[Claim]:
         called = f"the rule of {problem.op!r} for {argument!r}"
         yield Claim(called, lambda t=shares, a=args: t(*a), lambda t=wanted, a=args: t(*a), problem.n)
         yield Claim(f"{called}, columns", lambda t=columns, a=args: t(*a), lambda t=dense, a=args: t(*a), problem.n)
+
+
+@law("an operation and its rules draw and write nothing", OPERATION)
+def effects(problem: OperationProblem) -> Iterator[Claim]:
+    """op(x, w) and rule(cotangent, x, w) leave all arguments, and torch's generators, as they were"""
+
+    def after(call: Callable) -> list[torch.Tensor]:
+        call()
+        return generators()
+
+    cotangent = fixed((1, *problem.op(*problem.args).shape), tree.tensors(problem.args)[0])
+    calls: dict[str, tuple[Callable, tuple]] = {f"{problem.op!r}": (problem.op, problem.args)}
+    for argument, rule in problem.op.rules.items():
+        calls[f"the rule for {argument!r}"] = rule, (cotangent, *problem.args)
+    for called, (call, args) in calls.items():
+        yield Claim(called, lambda call=call, args=args: written(lambda: call(*args), args), lambda a=args: state(a))
+        yield Claim(f"{called}: generators", lambda call=call, args=args: after(lambda: call(*args)), generators)
 
 
 @law("a rule is the same in float32", OPERATION)

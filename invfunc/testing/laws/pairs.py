@@ -117,9 +117,14 @@ def no_floats(problem: PairProblem) -> str:
     return "" if floats((problem.x, problem.args)) else "nothing in x has a gradient"
 
 
+def _other(t: torch.Tensor) -> torch.Tensor:
+    """Another state near a state, none of whose numbers is zero."""
+    return torch.where(t == 0, 0.01 * fixed(t.shape, t).abs(), 0.9 * t) if t.is_floating_point() else t
+
+
 @law("the inverse restores", PAIR)
 def restores(problem: PairProblem) -> Iterator[Claim]:
-    """f_inv(f(x, *args), *args) == x, and f(f_inv(y, *args), *args) == y"""
+    """f_inv(f(x, *args), *args) == x, and f(f_inv(y, *args), *args) == y, also with another x in between"""
 
     @cache
     def trip() -> tuple[Any, Any, Any]:
@@ -130,6 +135,14 @@ def restores(problem: PairProblem) -> Iterator[Claim]:
 
     yield Claim("f_inv(f(x))", lambda: trip()[1], lambda: problem.x, ROUND_TRIP)
     yield Claim("f(f_inv(y))", lambda: trip()[2], lambda: trip()[0], ROUND_TRIP)
+    other = tree.map_tensors(_other, problem.x)
+
+    def in_between() -> Any:
+        with torch.no_grad():
+            first, second = problem.forth(problem.x), problem.forth(other)
+            return problem.back(*first), problem.back(*second)
+
+    yield Claim("f_inv of one y and of another", in_between, lambda: (problem.x, other), ROUND_TRIP)
 
 
 @law("a checkpoint has the plain value", PAIR)

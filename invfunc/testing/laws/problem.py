@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -176,9 +176,17 @@ def problem(
         raise type(error)(f"{call}({describe(f)}, ...): {error}") from None
     given = Problem(f, params, batch, loss, tuple(dims[i] for i in places), seed, LOSSES, n, False, tuple(range(n)))
     if samples is not None:
-        given = given.part([range(n)[i] for i in samples])
+        given = given.part(picked(call, samples, n))
     draws, result = _called(call, given)
     return replace(given, draws=draws, kind=_kind(call, given, result))
+
+
+def picked(call: str, samples: Iterable[int], n: int) -> list[int]:
+    """Some of n samples."""
+    places = list(samples)
+    if not places or any(isinstance(i, bool) or not isinstance(i, int) or not -n <= i < n for i in places):
+        raise ArgumentError(f"{call}(..., samples={places}): give some of the samples 0 to {n - 1} of the batch.")
+    return [range(n)[i] for i in places]
 
 
 def _check_params(params: Any) -> None:
@@ -210,6 +218,11 @@ def _called(call: str, given: Problem) -> tuple[bool, Any]:
 
 def _kind(call: str, given: Problem, result: Any) -> str:
     told, kind = f"{call}({describe(given.f)}, ...)", SCALAR
+    if any(bool(x.isnan().any()) for x in tree.tensors(result) if x.is_floating_point()):
+        raise ArgumentError(
+            f"{told}: it gives NaN, which is equal to nothing, and plain loops take it from one sample to others (0 "
+            "times NaN). Look at the samples where all is a number, by samples=[...]."
+        )
     if given.loss is not None:
         outputs, value = result
         if _shape(value) not in ((), (given.n,)):

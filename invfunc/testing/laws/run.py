@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
 from invfunc.errors import InvFuncError
-from invfunc.testing.laws.compare import Difference, difference, plain, tolerance
+from invfunc.testing.laws.compare import FLOOR, Difference, difference, plain, tolerance
 from invfunc.testing.laws.law import Claim, Inapplicable, Law
 from invfunc.testing.laws.problem import seeded
 
@@ -38,6 +38,8 @@ class Failure:
             return f"{self.of}: raises {type(self.error).__name__}: {self.error}"
         error, where, found, expected = self.difference
         at = f" at {where}" if where else ""
+        if expected == "":  # what is wrong is told in words
+            return f"{self.of}{at}: {found}"
         told = f"{self.of}{at}: {_shown(found)} came, {_shown(expected)} is right"
         if math.isinf(error):
             return told
@@ -141,9 +143,21 @@ def weighed(law: Law, claim: Claim, subject: Any) -> Failure | Difference:
         return Failure(claim.of, None, error=error)
     allowed = subject.rtol or tolerance(claim.dtype or subject.dtype, claim.terms)
     largest = difference(found, expected, subject.floor)
+    if largest.error > allowed and claim.nearby is not None:
+        largest = difference(found, expected, max(subject.floor, FLOOR * _size(claim, subject)))
     if largest.error > allowed and not subject.rtol:
         allowed = max(allowed, ROUNDINGS * _rounding(law, claim, subject, expected))
     return largest if largest.error <= allowed else Failure(claim.of, largest, allowed)
+
+
+def _size(claim: Claim, subject: Any) -> float:
+    """The largest number of what is expected nearby; 0 where it is not defined there."""
+    try:
+        with seeded(subject.seed), sdpa_kernel(SDPBackend.MATH):
+            found = tree.tensors(plain(claim.nearby())) if claim.nearby is not None else []
+    except Exception:  # of the user's f, which may not be defined there
+        return 0.0
+    return max((x.detach().abs().nan_to_num(0, 0, 0).max().item() for x in found if x.numel()), default=0.0)
 
 
 def _rounding(law: Law, claim: Claim, subject: Any, expected: Any) -> float:

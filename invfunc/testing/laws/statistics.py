@@ -11,13 +11,11 @@ import torch
 
 import invfunc
 from invfunc import tree
-from invfunc.errors import SampleAxisError
 from invfunc.testing.laws import loops
-from invfunc.testing.laws.compare import zipped
 from invfunc.testing.laws.law import Claim, law
 from invfunc.testing.laws.paths import generic as generic_path
 from invfunc.testing.laws.paths import in_blocks
-from invfunc.testing.laws.problem import BOTH, MODEL, SCALAR, Problem
+from invfunc.testing.laws.problem import BOTH, MODEL, Problem
 from invfunc.testing.laws.rows import BOTH as MODEL_AND_LOSS
 from invfunc.testing.laws.rows import FACTORS, LOSS, ROWS, Row
 from invfunc.testing.laws.rows import MODEL as OF_MODEL
@@ -161,10 +159,6 @@ def agreement(problem: Problem) -> Iterator[Claim]:
     yield Claim("diag_ggn drawn", of("diag_ggn drawn").itself, drawn, problem.n)
 
 
-def _several(problem: Problem) -> str:
-    return "" if problem.n > 1 else "there is one sample"
-
-
 @law("chunks do not matter")
 def chunks(problem: Problem) -> Iterator[Claim]:
     """chunked(t, n, over="samples" | "outputs" | "params")(params, *batch) == t(params, *batch), for every n"""
@@ -267,39 +261,3 @@ def several(problem: Problem) -> Iterator[Claim]:
             return invfunc.together(*(t.make() for t in of))(*of[0].args)
 
         yield Claim(called, found, lambda of=of: tuple(t.itself() for t in of), problem.n)
-
-
-def _without_draws(problem: Problem) -> str:
-    return "f draws" if problem.draws else _several(problem)
-
-
-@law("samples do not mix", when=_without_draws, of_f=True)
-def apart(problem: Problem) -> Iterator[Claim]:
-    """f(params, *batch)[n] stays what it is when the other samples become copies of sample n; a scalar is a sum"""
-    f = problem.f
-    if problem.kind == SCALAR:
-        yield Claim("f", lambda: _mixes(problem), lambda: "")
-        return
-
-    def values() -> Any:
-        with torch.no_grad():
-            return tree.map_tensors(lambda z: z.detach().clone(), f(problem.params, *problem.inputs))
-
-    def alone() -> Any:
-        with torch.no_grad():
-            each = [f(problem.params, *problem.part([n] * problem.n).inputs) for n in range(problem.n)]
-            rows = [tree.map_tensors(lambda z, n=n: z[n], z) for n, z in enumerate(each)]
-        return zipped(torch.stack, rows)
-
-    yield Claim("f", values, alone)
-
-
-def _mixes(problem: Problem) -> str:
-    """What mixes the samples of a scalar loss, which is not the sum or mean of its values for each of them."""
-    try:
-        one(problem, "batch_grad").itself()
-    except SampleAxisError as error:
-        if problem.fold:
-            raise
-        return str(error)
-    return ""

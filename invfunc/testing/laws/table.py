@@ -35,7 +35,9 @@ class Table:
         """How many laws hold, and how many are left."""
         states = Counter(outcome.state for outcome in self.outcomes)
         parts = [f"{count} {'hold' if state == 'holds' else state}" for state, count in states.items()]
-        return f"{len(self.outcomes)} laws: {', '.join(parts)}"
+        checked, refused = (sum(len(of(o)) for o in self.outcomes) for of in (lambda o: o.tried, lambda o: o.refused))
+        told = f"{len(self.outcomes)} laws: {', '.join(parts)}; {checked} claims checked, {refused} refused"
+        return f"{told}: NEARLY ALL IS REFUSED" if refused > 4 * checked else told
 
     def __str__(self) -> str:
         names = max((len(outcome.law.name) for outcome in self.outcomes), default=0)
@@ -72,9 +74,13 @@ def _by_error(told: dict[str, str]) -> dict[str, list[str]]:
     """Those of one error together, without the call that it names, shortened to what a line or two can hold."""
     found: dict[str, list[str]] = {}
     for of, error in told.items():
-        _, _, cause = error.partition("): ")
-        found.setdefault(textwrap.shorten(cause or error, 3 * WIDTH), []).append(of)
+        found.setdefault(textwrap.shorten(cause(error), 3 * WIDTH), []).append(of)
     return found
+
+
+def cause(error: str) -> str:
+    """An error of this library without the call that it begins with."""
+    return error.partition("): ")[2] or error
 
 
 def _wrapped(head: str, text: str) -> list[str]:
