@@ -20,7 +20,7 @@ pair: an invertible function with its inverse. A block is a pair under a checkpo
 recomputation: a call of a block once more, and all that makes it the same call.
 """
 
-from invfunc import layers
+from invfunc import kronecker, layers
 from invfunc.certificates.certified import certified
 from invfunc.chunked import chunked
 from invfunc.errors import (
@@ -144,6 +144,7 @@ __all__ = [
     "kfac",
     "kflr",
     "kfra",
+    "kronecker",
     "layers",
     "leapfrog",
     "linear_operator",

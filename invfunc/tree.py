@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
+from invfunc._no_output import NoOutput
 from invfunc._nodes import Kept
-from invfunc.errors import ArgumentTypeError
 
 Tree = Any
 Path = tuple[Any, ...]
@@ -30,6 +30,12 @@ def flatten(tree: Tree, none_is_leaf: bool = True) -> tuple[list[Any], Any]:
         return found, _walk(tree, found, none_is_leaf)
     except _Other:
         return pytree.tree_flatten(_opened(tree, none_is_leaf))
+
+
+def named_parts(tree: Tree, kind: type) -> tuple[list[tuple[str, Any]], Any]:
+    """The leaves with their key paths, and the structure, of a tree in which nodes of one kind are leaves."""
+    found, structure = pytree.tree_flatten_with_path(_opened(tree, kind=kind), lambda x: isinstance(x, kind))
+    return [(pytree.keystr(path), leaf) for path, leaf in found], structure
 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
@@ -130,56 +136,27 @@ def _opened(
     put: Callable[[Path, Any], Any] = lambda path, leaf: leaf,
     path: Path = (),
     inside: tuple[int, ...] = (),
+    kind: type | tuple = (),
 ) -> Tree:
-    """The tree with nodes of ours, and with what `put` makes of its leaves."""
+    """The tree with nodes of ours, except for those of a kind, and with what `put` makes of its leaves."""
 
     def one(at: Path, leaf: Any) -> Any:
         at = (*path, *at)
         if leaf is None and not none_is_leaf:
             return _constant(None)
-        parts = None if type(leaf) in _PLAIN or id(leaf) in inside else _parts(leaf)
+        closed = type(leaf) in _PLAIN or id(leaf) in inside or isinstance(leaf, kind)
+        parts = None if closed else _parts(leaf)
         if parts is None:
             return put(at, leaf)
         node = _Node(Kept(type(leaf), tuple(parts), leaf), list(parts.values()))
         keys = [key for key, _ in node.with_keys()[0]]
         within = (*inside, id(leaf))
         node.values = [
-            _opened(x, none_is_leaf, put, (*at, key), within) for key, x in zip(keys, node.values, strict=True)
+            _opened(x, none_is_leaf, put, (*at, key), within, kind) for key, x in zip(keys, node.values, strict=True)
         ]
         return node
 
-    return pytree.tree_map_with_path(one, tree)
-
-
-class NoOutput:
-    """Stands in the place of what a function returned beside its outputs, and refuses to be used."""
-
-    def __init__(self, path: str, value: Any) -> None:
-        self.__dict__["said"] = f"{path} of type {type(value).__name__}"
-
-    def __repr__(self) -> str:
-        return f"<no output: {self.__dict__['said']}>"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self.refuse()
-
-    def refuse(self, *_args: Any, **_kwargs: Any) -> Any:
-        """The error for any use of it."""
-        raise ArgumentTypeError(
-            f"{self.__dict__['said']}, which f returned, is used; but outputs are floating-point tensors. Let f return "
-            "what the loss needs as tensors."
-        )
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)).refuse()
-
-    __getitem__ = __iter__ = __len__ = __bool__ = __call__ = __eq__ = __lt__ = __gt__ = __le__ = __ge__ = refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = refuse
-    __neg__ = __float__ = __int__ = __index__ = refuse
-    __hash__ = object.__hash__
+    return pytree.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, kind))
 
 
 def outputs(result: Tree) -> tuple[list[tuple[str, torch.Tensor]], Any]:

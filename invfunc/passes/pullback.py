@@ -13,7 +13,7 @@ from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Block, Columns, joined_block
 from invfunc.passes.run import Run
 from invfunc.per_sample import Shares
-from invfunc.per_sample.biases import roles
+from invfunc.per_sample.biases import Role, roles
 from invfunc.per_sample.cotangents import Columns as PulledBack
 from invfunc.per_sample.cotangents import Cotangents, Samples
 from invfunc.plan import Plan, even
@@ -51,7 +51,7 @@ Kept = list[tuple[Pass, PulledBack]]
 
 Reached = tuple[list[ParameterUse], PulledBack]
 """What reads a parameter, and the columns there."""
-Roles = dict[int, str]
+Roles = dict[int, Role]
 """What parameters are to the operations that read them, by their numbers."""
 
 
@@ -166,7 +166,7 @@ class Pullback:
         leaf: int,
         uses: list[ParameterUse],
         pulled: PulledBack,
-        role: str | None,
+        role: Role | None,
     ) -> None:
         reached = [t for t in uses if pulled.left[t.site] is not None]
         if not reached:
@@ -183,7 +183,7 @@ class Pullback:
             operand.drop()
 
     def shares(
-        self, leaf: int, uses: list[ParameterUse], pulled: PulledBack, seen_before: bool, role: str | None = None
+        self, leaf: int, uses: list[ParameterUse], pulled: PulledBack, seen_before: bool, role: Role | None = None
     ) -> Shares:
         """The shares of a parameter, of the columns that were pulled back to what reads it; `role` is whether
         it is a weight or a bias (`per_sample.biases`)."""

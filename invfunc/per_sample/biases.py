@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from invfunc.operations.batch_axis import Call
 from invfunc.operations.operation import known
 from invfunc.recording.tags import ParameterUse
+
+
+@dataclass(frozen=True)
+class Role:
+    """That of a parameter which the same operations read together with another one, and no others do."""
+
+    called: str
+    """A "weight" or a "bias"."""
+    other: int
+    """The number of the other one."""
 
 
 def _channels(call: Call) -> int:
@@ -22,8 +34,8 @@ def _layers(weight: torch.Tensor, uses: list[ParameterUse]) -> list[Call]:
     return calls if len(calls) == len(uses) else []
 
 
-def roles(params: list[torch.Tensor], uses: list[ParameterUse]) -> dict[int, str]:
-    """The roles "weight" and "bias" of parameters that the same operations read together, and no others."""
+def roles(params: list[torch.Tensor], uses: list[ParameterUse]) -> dict[int, Role]:
+    """The roles of weights and biases: parameters that the same operations read together, and no others."""
     number = {id(x): i for i, x in enumerate(params)}
     of: dict[int, list[ParameterUse]] = {}
     for use in uses:
@@ -39,5 +51,5 @@ def roles(params: list[torch.Tensor], uses: list[ParameterUse]) -> dict[int, str
         if bias is None or bias == i or any(params[bias].numel() != _channels(c) for c in calls):
             continue
         if {id(t.call) for t in of.get(bias, [])} == {id(c) for c in calls}:
-            found |= {i: "weight", bias: "bias"}
+            found |= {i: Role("weight", bias), bias: Role("bias", i)}
     return found

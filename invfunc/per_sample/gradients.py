@@ -12,6 +12,7 @@ from invfunc._functorch import innermost
 from invfunc._values import anywhere
 from invfunc.contract import joined, summed
 from invfunc.operations.factors import Part
+from invfunc.per_sample.biases import Role
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
 from invfunc.per_sample.factor import Factor, shifted_moments, squared
 from invfunc.recording.scope import Scope
@@ -36,8 +37,8 @@ class Shares:
     """The number of the parameter among all."""
     name: Callable[[int], str] = field(default=str, kw_only=True)
     """What the parameter at a place is called."""
-    role: str | None = field(default=None, kw_only=True)
-    """Whether it is the "weight" or the "bias" of operations that read it with another parameter, and only those."""
+    role: Role | None = field(default=None, kw_only=True)
+    """That in operations which read it with another parameter, if they are all that read it."""
     factors: list[Factor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,6 +46,16 @@ class Shares:
         for use in self.uses:
             alike.setdefault(use.kind if len(self.uses) > 1 else None, []).append(use)
         self.factors = [Factor(uses, self.columns, self.samples, self.budget) for uses in alike.values()]
+
+    @property
+    def bias(self) -> int | None:
+        """The number of the bias whose weight it is."""
+        return self.role.other if self.role is not None and self.role.called == "weight" else None
+
+    @property
+    def weight(self) -> int | None:
+        """The number of the weight whose bias it is."""
+        return self.role.other if self.role is not None and self.role.called == "bias" else None
 
     def dense(self) -> torch.Tensor:
         """`[V, count, *p]`, instantiated."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError
-from invfunc.kronecker import Kronecker
+from invfunc.kronecker import Kronecker, Origin
 from invfunc.reductions.reduction import Found, Reduction, State
 
 
@@ -19,7 +19,7 @@ class Block(Reduction):
         dims = tuple(range(leaf.ndim))
         groups = (dims[:1], dims[1:]) if leaf.ndim > 1 else (dims,)
         zeros = tuple(leaf.new_zeros(math.prod(leaf.shape[d] for d in group)) for group in groups)
-        return (Kronecker(zeros, groups, leaf.shape),)
+        return (Kronecker(zeros, groups, leaf.shape, origin=Origin(n=n, reached=False)),)
 
     def assemble(self, results: list[Any], found: Found) -> Any:
         if found.refused:

@@ -61,7 +61,7 @@ class InEigenbasis(Block):
         uses = []
         try:
             for use in shares.uses:
-                layer = Layer(shares, use, self.factors.joined and shares.role == "weight")
+                layer = Layer(shares, use, self.factors.joined and shares.bias is not None)
                 layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
                 recipe, derived = self._recipe(layer, basis), Derived(frozenset(), True, picked=True)
                 uses.append(replace(use, param=rotated, derived=derived, recipe=recipe, call=None, versions=()))

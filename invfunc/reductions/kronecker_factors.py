@@ -13,7 +13,7 @@ import torch
 from invfunc import thresholds
 from invfunc.contract import outer, summed
 from invfunc.errors import ArgumentError
-from invfunc.kronecker import Kronecker, Of
+from invfunc.kronecker import Joint, Kronecker, Origin
 from invfunc.operations.factors import Part
 from invfunc.per_sample import Shares
 from invfunc.per_sample.cotangents import Columns
@@ -35,7 +35,8 @@ class Factors:
     """How many there are, in all samples."""
     samples: int
     places: list[Place]
-    joint: bool
+    bias: str
+    """What the bias is called that is one more input, if there is one."""
     shape: torch.Size
     blocks: tuple[int, ...] | None = None
 
@@ -109,12 +110,14 @@ class KroneckerFactors(Block):
     rooted = "known"  # so that products are symmetric
     paired = thin = squares = counts = True
     shortcuts = "narrow"
+    sums = True  # of n samples each on its own
 
-    def __init__(self, sharing: str, joint: bool, unsupported: str = "error") -> None:
-        self.sharing, self.joined, self.unsupported = sharing, joint, unsupported
+    def __init__(self, sharing: str, joint: bool, unsupported: str = "error", degree: int | None = 1) -> None:
+        """`degree` is the power of the loss's scale that B has, None if its n is not that of the samples reduced."""
+        self.sharing, self.joined, self.unsupported, self.degree = sharing, joint, unsupported, degree
 
     def step(self, shares: Shares) -> State:
-        if self.joined and shares.role == "bias":
+        if self.joined and shares.weight is not None:
             return (None,)
         name, shape = shares.name(shares.place), shares.leaf.shape
         if any(use.derived.repeated for use in shares.uses):
@@ -127,7 +130,7 @@ class KroneckerFactors(Block):
         except Unfactored as why:
             if sum(n != 1 for n in shape) < 2:  # its block is no larger than a factor of a matrix
                 places = [Place(tuple(range(len(shape))), shape.numel())]
-                whole = Factors(shares.outer(), None, 1.0, 1, places, False, shape)
+                whole = Factors(shares.outer(), None, 1.0, 1, places, "", shape)
                 return (Kept(name, {"whole": whole}),)
             if self.unsupported == "skip":
                 return (None,)
@@ -137,28 +140,28 @@ class KroneckerFactors(Block):
 
     def _factors(self, shares: Shares) -> dict[Hashable, Factors]:
         """The sums of outer products of one parameter, in each of its roles."""
-        with_bias = self.joined and shares.role == "weight"
-        layers = [Layer(shares, use, with_bias, read=not shares.seen_before) for use in shares.uses]
+        bias = shares.name(shares.bias) if self.joined and shares.bias is not None else ""
+        layers = [Layer(shares, use, bool(bias), read=not shares.seen_before) for use in shares.uses]
         known, key = shares.columns.known, (self.sharing, id(shares.uses[0].call))
         alone = len(layers) == 1
-        same = alone and shares.role == "bias" and key in known  # as the weight's
+        same = alone and shares.weight is not None and key in known  # as the weight's
         if same or not alone:
             for layer in layers:
                 layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
         if same:
             b = known[key]
-            return {layers[0].role: Factors(b, None, 1.0, 1, layers[0].places, False, shares.leaf.shape)}
+            return {layers[0].role: Factors(b, None, 1.0, 1, layers[0].places, "", shares.leaf.shape)}
         parts = shares.samples.parts(sum(f.work for f in shares.factors), thresholds.OPERANDS * shares.budget)
         found: dict[Hashable, Factors] = {}
         for some in _by_role(layers):
-            each = (self._of(shares, some, part, with_bias) for part in parts)
+            each = (self._of(shares, some, part, bias) for part in parts)
             total = reduce(lambda kept, more: kept.joined(more, samples=True), each)
             found[some[0].role] = total  # known by now
-        if alone and shares.role == "weight" and layers[0].blocks is None:
+        if alone and shares.bias is not None and layers[0].blocks is None:
             known[key] = found[layers[0].role].b
         return found
 
-    def _of(self, shares: Shares, layers: list[Layer], part: Part, joint: bool) -> Factors:
+    def _of(self, shares: Shares, layers: list[Layer], part: Part, bias: str) -> Factors:
         used = [self._used(layer, shares.columns, part) for layer in layers]
         counts = [sum(each) for each in zip(*(u.positions for u in used), strict=True)]
         b = self._sent(used, None if shares.columns.weight is None else shares.columns.weight[:, part])
@@ -169,7 +172,7 @@ class KroneckerFactors(Block):
             out, read = min(1.0, sum(u.out for u in used)), min(1.0, sum(u.read for u in used))
             a, b = a if a is None or out == 1 else a / out, b if read == 1 else b / read**2
         positions = sum(k > 0 for k in counts) if self.sharing == "reduce" else sum(counts)
-        return Factors(b, a, positions, len(counts), places, joint, shares.leaf.shape, layers[0].blocks)
+        return Factors(b, a, positions, len(counts), places, bias, shares.leaf.shape, layers[0].blocks)
 
     def _used(self, layer: Layer, columns: Columns, part: Part) -> Used:
         left = (layer.operands if self.sharing == "reduce" else layer.products)(columns.left, part)
@@ -213,30 +216,39 @@ class KroneckerFactors(Block):
             return [kept]
         if isinstance(kept, Diagonal):
             dims, shape = tuple(range(kept.values.ndim)), kept.values.shape
-            return [Kronecker((kept.values.flatten(),), (dims,), shape, name=Of(kept.name))]
-        return [nearest([self._matrix(factors, Of(kept.name), found) for factors in kept.roles.values()])]
+            return [Kronecker((kept.values.flatten(),), (dims,), shape, origin=self._origin(kept, found))]
+        origin = self._origin(kept, found)
+        return [nearest([self._matrix(factors, origin, found) for factors in kept.roles.values()])]
 
-    def _matrix(self, found: Factors, name: Of, known: Found) -> Kronecker:
+    def _origin(self, kept: Kept, found: Found) -> Origin:
+        return Origin(kept.name, found.n if self.sums else None, degree=self.degree)
+
+    def _matrix(self, found: Factors, origin: Origin, known: Found) -> Kronecker:
         shape, dims, blocks = found.shape, [p.dims for p in found.places], found.blocks
         if found.a is None:
-            return Kronecker((found.b,), (dims[0],), shape, blocks=blocks, name=name)
-        a = found.a / known.n
+            return Kronecker((found.b,), (dims[0],), shape, blocks=blocks, origin=origin)
+        a, inputs = found.a / known.n, float(known.n)
         if self.sharing != "backpack":  # which does not divide by the positions
             a = a * (found.samples / (found.positions or found.samples))
-        if found.joint:
+            inputs = inputs * found.positions / found.samples
+        if found.bias:
+            joint = Joint(found.bias, shape, dims[0], dims[1], blocks or (1,) * len(shape))
+            origin = replace(origin, inputs=inputs, read=1, joint=joint)
             sizes = [math.prod(x.shape[:-1]) for x in (found.b, a)] if blocks else [len(found.b), len(a)]
             count = math.prod(blocks or (1,))
             shape, blocks = torch.Size([sizes[0], sizes[1] // count]), (count, 1) if blocks else None
-            return Kronecker((found.b, a), ((0,), (1,)), shape, blocks=blocks, name=name)
+            return Kronecker((found.b, a), ((0,), (1,)), shape, blocks=blocks, origin=origin)
         pairs = sorted(zip(dims, (found.b, a), strict=True), key=lambda pair: pair[0])
         groups, factors = zip(*pairs, strict=True)
-        return Kronecker(factors, groups, shape, blocks=blocks, name=name)
+        origin = replace(origin, inputs=inputs, read=int(dims[0] <= dims[1]))
+        return Kronecker(factors, groups, shape, blocks=blocks, origin=origin)
 
 
 class ChainFactors(KroneckerFactors):
     """The factors of KFRA, whose recursion needs all samples and outputs at once."""
 
     axes = ()
+    sums = False
 
 
 def _by_role(layers: list[Layer]) -> list[list[Layer]]:

@@ -30,7 +30,7 @@ def nearest(terms: list[Kronecker]) -> Kronecker:
     x, length = over @ y, (y @ over @ y)
     x = x / torch.where(length == 0, torch.ones_like(length), length)
     factors = [added([c * f.to(c.dtype) for c, f in zip(cs, fs, strict=True)]) for cs, fs in ((x, first), (y, last))]
-    return Kronecker(tuple(factors), terms[0].groups, terms[0].shape, name=terms[0].name)
+    return Kronecker(tuple(factors), terms[0].groups, terms[0].shape, origin=terms[0].origin.derived)
 
 
 _SQUARED = 40

@@ -88,7 +88,8 @@ def kfac(
                 [1., 2.]]))
 
     Composes with: `chunked` over outputs, samples and params; `together` with the diagonals, which shares the columns;
-    `torch.func.grad` around it, and `vmap` where the result is used inside.
+    `torch.func.grad` around it, and `vmap` where the result is used inside. `invfunc.kronecker` takes its result, with
+    `solve` for all parameters at once, and `merge` for the factors of several batches.
 
     Cost: one forward pass, a pullback of mc_samples columns (of all, if exact), and the products of each layer's inputs
     with themselves.
@@ -99,4 +100,6 @@ def kfac(
     check_factors("kfac", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     columns = fisher_columns("kfac", fisher, mc_samples, generator, sample)
-    return Statistic("kfac", f, KroneckerFactors(weight_sharing, joint, unsupported), loss=loss, **columns, **options)
+    degree = None if samples is not None else 2 if fisher == "empirical" else 1
+    factors = KroneckerFactors(weight_sharing, joint, unsupported, degree)
+    return Statistic("kfac", f, factors, loss=loss, **columns, **options)

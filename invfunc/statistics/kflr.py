@@ -60,7 +60,7 @@ def kflr(
     return Statistic(
         "kflr",
         f,
-        KroneckerFactors(weight_sharing, joint, unsupported),
+        KroneckerFactors(weight_sharing, joint, unsupported, 1 if samples is None else None),
         kind=GGN,
         loss=loss,
         options=by_method("kflr", f, method),

@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-KRONECKER = "test_kronecker.py test_kronecker_transforms.py"
+KRONECKER = "kronecker"
 FUNCTIONAL = "test_functional.py test_functional_filled.py test_functional_strays.py test_functional_threads.py"
 
 TRANSFORMS = [
@@ -232,24 +232,24 @@ TRANSFORMS = [
     # Kronecker factors
     Fault(
         "groups of dims come back in the order of the groups",
-        "kronecker.py",
+        "kronecker/matrix.py",
         "return x.permute(sorted(range(v.ndim), key=order.__getitem__)).to(dtype)",
         "return x.permute(order).to(dtype)",
-        "test_kronecker.py::TestMatrix::test_is_the_product_of_its_factors " + KRONECKER,
+        "kronecker/test_matrix.py::TestMatrix::test_is_the_product_of_its_factors " + KRONECKER,
     ),
     Fault(
         "damping is split by traces, not by mean eigenvalues",
-        "kronecker.py",
+        "kronecker/matrix.py",
         "_diagonal(f).mean(dtype=",
         "_diagonal(f).sum(dtype=",
-        "test_kronecker.py::TestInverse::test_with_a_split_is_that_of_damped_factors " + KRONECKER,
+        "kronecker/test_matrix.py::TestInverse::test_with_a_split_is_that_of_damped_factors " + KRONECKER,
     ),
     Fault(
         "the trace of blocks is that of the mean block",
-        "kronecker.py",
+        "kronecker/matrix.py",
         "return torch.vmap(Kronecker.trace)(each).sum()",
         "return torch.vmap(Kronecker.trace)(each).mean()",
-        "test_kronecker.py::TestMatrix::test_of_blocks_that_differ " + KRONECKER,
+        "kronecker/test_matrix.py::TestMatrix::test_of_blocks_that_differ " + KRONECKER,
     ),
     Fault(
         "eigenvectors of a flipped layer are taken the other way round",
@@ -264,6 +264,34 @@ TRANSFORMS = [
         "zip(cs, fs, strict=True)]) for cs, fs in ((x, first), (y, last))]",
         "zip(cs, fs, strict=True)]) for cs, fs in ((x, first), (y.mean().expand(len(y)), last))]",
         "reductions/test_kfac_models.py::TestRoles::test_have_the_product_that_is_nearest_to_the_sum reductions",
+    ),
+    Fault(
+        "merged factors of a mean loss weigh alike",
+        "kronecker/batches.py",
+        "weights = [(k / (n or 1)) ** first.degree for k in known]",
+        "weights = [1 / len(known)] * len(known)",
+        "kronecker/test_batches.py::TestMerge::test_does_not_depend_on_the_order_or_on_steps " + KRONECKER,
+    ),
+    Fault(
+        "merged inputs are counted as samples",
+        "kronecker/batches.py",
+        "inputs = sum(known), [part.origin.inputs for part in parts]",
+        "inputs = sum(known), known",
+        "kronecker/test_batches.py::TestMerge::test_counts_positions " + KRONECKER,
+    ),
+    Fault(
+        "a bias comes before the inputs of its weight",
+        "kronecker/origin.py",
+        "torch.cat([w, b.unsqueeze(-1)], -1)",
+        "torch.cat([b.unsqueeze(-1), w], -1)",
+        "kronecker/test_trees.py::TestSolve::test_of_one_position_is_that_of_the_gradient " + KRONECKER,
+    ),
+    Fault(
+        "an inverse still counts as a sum over samples",
+        "kronecker/origin.py",
+        "return replace(self, n=None)",
+        "return self",
+        "kronecker/test_batches.py::test_errors_name_the_place " + KRONECKER,
     ),
     # Modules as functions
     Fault(

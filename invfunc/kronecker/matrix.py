@@ -13,23 +13,9 @@ import torch
 from invfunc import _blocks, _symmetric, tree
 from invfunc._functorch import innermost
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker.origin import Origin
 
 Damping = float | torch.Tensor
-
-
-class Of(str):
-    """The name of a parameter, which any other one is equal to: trees of different parameters have one structure."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Of)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(Of)
 
 
 @tree.register("factors", "values")
@@ -55,7 +41,7 @@ class Kronecker:
             own: all factors and values have an axis more in front, which counts the parts in the order of the dims. The
             weight `[out, in, ...]` of a convolution in g groups has `blocks=(g, 1, ...)`, and factors
             `[g, out / g, out / g]` and `[g, in, in]`.
-        name: of the parameter, which errors tell.
+        origin: what the transform that computed it knows of it, such as its name, which errors tell.
 
     Raises:
         ArgumentError: shapes that do not fit, damping that is negative or not finite, a factor that is not symmetric,
@@ -91,7 +77,7 @@ class Kronecker:
     shape: torch.Size
     values: torch.Tensor | None = None
     blocks: tuple[int, ...] | None = None
-    name: Of = Of()
+    origin: Origin = Origin()
 
     def __post_init__(self) -> None:
         leaves = tree.leaves(self)
@@ -151,16 +137,17 @@ class Kronecker:
     def eigen(self) -> Kronecker:
         """The matrix in the form with eigenvalues."""
         values, vectors = self._spectrum()
-        return replace(self, factors=vectors, values=values)
+        return self._made(vectors, values)
 
     def sqrt(self) -> Kronecker:
         """The symmetric positive semi-definite matrix whose square it is, in the form with values."""
         values, vectors = self._spectrum()
-        return replace(self, factors=vectors, values=values.sqrt())
+        return self._made(vectors, values.sqrt())
 
     def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
         """The logarithm of the determinant of `K + damping I`."""
-        return _symmetric.positive(self._spectrum()[0] + _checked(damping)).log().sum()
+        shifted = self._spectrum()[0] + _checked(damping)
+        return _symmetric.positive(shifted, self._called("the matrix")).log().sum()
 
     def inverse(self, damping: Damping = 0.0, split: str | None = None) -> Kronecker:
         """The inverse of `K + damping I`, where the damping is not 0 in the form with values.
@@ -176,18 +163,15 @@ class Kronecker:
             raise ArgumentError(f"{self}: split='pi' is of two factors without values. Pass split=None.")
         if self.values is not None or not (split or undamped):
             values, vectors = self._spectrum()
-            return replace(self, factors=vectors, values=_symmetric.positive(values + damping).reciprocal())
+            return self._made(vectors, _symmetric.positive(values + damping, self._called("the matrix")).reciprocal())
         self._check()
         if self.blocks is not None:
             parts = torch.vmap(lambda part: part.inverse(damping, split))(self._each())
-            return replace(self, factors=parts.factors)
+            return self._made(parts.factors)
         shifts = [0.0] * len(self.factors) if undamped else _split(self.factors, damping)
         parts = zip(self.factors, shifts, strict=True)
-        return replace(
-            self,
-            factors=tuple(
-                _symmetric.inverse(f, shift, self._called(f"factors[{i}]")) for i, (f, shift) in enumerate(parts)
-            ),
+        return self._made(
+            tuple(_symmetric.inverse(f, shift, self._called(f"factors[{i}]")) for i, (f, shift) in enumerate(parts))
         )
 
     def solve(self, v: torch.Tensor, damping: Damping = 0.0, split: str | None = None) -> torch.Tensor:
@@ -210,9 +194,13 @@ class Kronecker:
         )
         return reduce(lambda a, b: a[..., None] * b, spectra), vectors
 
+    def _made(self, factors: tuple[torch.Tensor, ...], values: torch.Tensor | None = None) -> Kronecker:
+        """A matrix that is a function of this one."""
+        return replace(self, factors=factors, values=values, origin=self.origin.derived)
+
     def _called(self, part: str) -> str:
         """What errors call one of its tensors."""
-        return f"{part} of {self.name}" if self.name else part
+        return f"{part} of {self.origin.name}" if self.origin.name else part
 
     def _each(self) -> Kronecker:
         """One block, with an axis more that counts them: what a vmap takes."""

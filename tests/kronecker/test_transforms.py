@@ -13,9 +13,9 @@ from torch.func import grad, jvp, vmap
 
 from invfunc import ArgumentError, Kronecker, tree
 from invfunc.testing import assert_trees_close
+from tests.kronecker.test_matrix import EXACT, eye, kroneckers, matrix, small, split
 from tests.networks import total
 from tests.strategies import Numbers
-from tests.test_kronecker import EXACT, eye, kroneckers, matrix, small, split
 
 
 def logdet(matrix):

@@ -1,0 +1,16 @@
+"""The `Kronecker` of a parameter, and what is done with those of a whole tree: `kfac(f, loss)(params, *batch)`.
+
+`solve`, `logdet` and `eigen` are those of the block-diagonal matrix over all parameters; `merge` and `ema` join the
+factors of several batches. `torch.load` takes them with its default settings, once invfunc is imported.
+"""
+
+import torch
+
+from invfunc.kronecker.batches import ema, merge
+from invfunc.kronecker.matrix import Kronecker
+from invfunc.kronecker.origin import Joint, Origin
+from invfunc.kronecker.trees import eigen, logdet, solve
+
+torch.serialization.add_safe_globals([Joint, Kronecker, Origin])  # they hold tensors, numbers and names only
+
+__all__ = ["Joint", "Kronecker", "Origin", "eigen", "ema", "logdet", "merge", "solve"]

@@ -1,0 +1,201 @@
+"""Of the matrices of all parameters, each over its own block: products with inverses, and determinants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker.matrix import Damping, Kronecker
+from invfunc.kronecker.origin import Joint
+from invfunc.tree import Tree
+
+
+def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = None) -> Tree:
+    """The product of the inverse of the block-diagonal matrix, plus damping, with a tree of vectors.
+
+        {name: K.solve(v[name], damping, split) for name, K in factors.items()}
+
+    A weight and a bias that have one matrix (`joint=True`) are solved together.
+
+    Args:
+        factors: what `kfac`, `kflr`, `kfra` or `ekfac` returned, or a part of that tree: a `Kronecker` for each
+            parameter, or None. Pass `kronecker.eigen(factors)` to solve several times with one decomposition each.
+        v: a tensor `[*lead, *p]` for each parameter p, such as a gradient, or what `batch_grad` returns.
+        damping, split: as in `Kronecker.inverse`.
+
+    Returns:
+        A tree like v. It has None in the places of parameters whose block is not known (`unsupported="skip"`).
+
+    Raises:
+        ArgumentError: v has other parameters or shapes than factors; a bias that is not found beside its weight; as
+            `Kronecker.solve`.
+        ArgumentTypeError: factors has something else than `Kronecker` and None.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f, params = invfunc.functional(torch.nn.Linear(2, 1))
+        >>> x, y = torch.tensor([[1.0, 0.0], [1.0, 2.0]]), torch.zeros(2, 1)
+        >>> factors = invfunc.kflr(f, torch.nn.functional.mse_loss, joint=True)(params, x, y)
+        >>> gradient = {"weight": torch.tensor([[8.0, 10.0]]), "bias": torch.tensor([8.0])}
+        >>> step = invfunc.kronecker.solve(factors, gradient, damping=2.0)
+        >>> step["weight"].round(decimals=3), step["bias"].round(decimals=3)
+        (tensor([[1., 1.]]), tensor([1.]))
+
+    Composes with: torch.func, as `Kronecker.solve`.
+
+    Cost: that of `Kronecker.solve` for each: with damping and no split, one eigendecomposition of each factor.
+
+    Source: Martens and Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015.
+    """
+    call = "kronecker.solve(factors, v)"
+    matrices, (_, structure), given = kroneckers(call, factors), tree.flatten(v), dict(tree.named_leaves(v))
+    same_places(call, "factors", matrices, "v", given)
+    found: dict[str, Any] = dict.fromkeys(given)
+    for path, matrix in matrices.items():
+        if matrix is None:
+            continue
+        joint = matrix.origin.joint
+        shape = matrix.shape if joint is None else joint.shape
+        lead = _lead(call, path, given[path], shape)
+        if joint is None:
+            found[path] = matrix.solve(given[path], damping, split)
+        else:
+            bias = _bias(call, path, matrix.origin.name, joint, matrices)
+            _fits(call, bias, given[bias], torch.Size((*lead, matrix.shape[0])), len(lead))
+            x = matrix.solve(joint.matrix(given[path], given[bias]), damping, split)
+            found[path], found[bias] = joint.parts(x, given[bias].shape)
+    return tree.unflatten(list(found.values()), structure)
+
+
+def logdet(factors: Tree, damping: Damping = 0.0) -> torch.Tensor:
+    """The logarithm of the determinant of the block-diagonal matrix, plus damping.
+
+        sum(K.logdet(damping) for K in factors.values())
+
+    Args:
+        factors: as in `solve`. Parameters with None are left out, or are in the matrix of their weight.
+        damping: as in `Kronecker.logdet`.
+
+    Returns:
+        A 0-d tensor.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: as in `solve`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f, params = invfunc.functional(torch.nn.Linear(2, 1, bias=False))
+        >>> x, y = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 1)
+        >>> factors = invfunc.kflr(f, torch.nn.functional.mse_loss)(params, x, y)   # diag(1, 4)
+        >>> invfunc.kronecker.logdet(factors, damping=1.0)
+        tensor(2.3026)
+
+    Composes with: torch.func, as `Kronecker.logdet`.
+
+    Cost: one eigendecomposition of each factor; none of what `kronecker.eigen` returned.
+
+    Source: Ritter, Botev and Barber, "A scalable Laplace approximation for neural networks", ICLR 2018.
+    """
+    matrices = kroneckers("kronecker.logdet(factors)", factors).values()
+    each = [matrix.logdet(damping) for matrix in matrices if matrix is not None]
+    return reduce(lambda a, b: a + b.to(a.device), each)
+
+
+def eigen(factors: Tree) -> Tree:
+    """Each matrix in the form with eigenvalues, so that what comes next decomposes nothing again.
+
+        {name: K.eigen() for name, K in factors.items()}
+
+    Args:
+        factors: as in `solve`.
+
+    Returns:
+        A tree like factors.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: as in `solve`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> K = invfunc.Kronecker((torch.tensor([[2.0, 1.0], [1.0, 2.0]]),), groups=((0,),), shape=torch.Size([2]))
+        >>> found = invfunc.kronecker.eigen({"w": K})
+        >>> found["w"].values.round(decimals=3)
+        tensor([1., 3.])
+        >>> [invfunc.kronecker.logdet(found, damping).exp().round(decimals=3) for damping in (0.0, 1.0)]
+        [tensor(3.), tensor(8.)]
+
+    Composes with: torch.func, as `Kronecker.eigen`.
+
+    Cost: one eigendecomposition of each factor.
+
+    Source: Martens and Grosse (ICML 2015).
+    """
+    matrices = kroneckers("kronecker.eigen(factors)", factors)
+    return rebuilt(factors, [matrix and matrix.eigen() for matrix in matrices.values()])
+
+
+def kroneckers(call: str, factors: Tree, name: str = "factors") -> dict[str, Kronecker | None]:
+    """The matrix of each parameter by its key path, or None."""
+    found = dict(tree.named_parts(factors, Kronecker)[0])
+    for path, matrix in found.items():
+        if not isinstance(matrix, Kronecker | None):
+            raise ArgumentTypeError(
+                f"{call}: {name}{path} is of type {type(matrix).__name__}, but has to be a Kronecker or None, as kfac, "
+                "kflr, kfra and ekfac return them."
+            )
+    if all(matrix is None for matrix in found.values()):
+        raise ArgumentError(f"{call}: {name} has no Kronecker; pass what kfac, kflr, kfra or ekfac returned.")
+    return found
+
+
+def same_places(call: str, name: str, some: dict[str, Any], other: str, others: dict[str, Any]) -> None:
+    """Whether two trees have leaves at the same places."""
+    for path in [*some, *others]:
+        if path not in some or path not in others:
+            has, lacks = (name, other) if path in some else (other, name)
+            raise ArgumentError(
+                f"{call}: {has} has a leaf {has}{path}, but {lacks} has none there; pass trees of the same parameters."
+            )
+
+
+def rebuilt(factors: Tree, matrices: Sequence[Kronecker | None]) -> Tree:
+    """The tree with other matrices."""
+    return tree.unflatten(matrices, tree.named_parts(factors, Kronecker)[1])
+
+
+def _lead(call: str, path: str, v: Any, shape: Sequence[int]) -> torch.Size:
+    """The axes in front of a vector for a parameter of this shape."""
+    if not isinstance(v, torch.Tensor):
+        raise ArgumentTypeError(
+            f"{call}: v{path} is of type {type(v).__name__}, but has to be a tensor, as factors are."
+        )
+    count = v.ndim - len(shape)
+    if count < 0 or v.shape[count:] != torch.Size(shape):
+        wanted = ", ".join(map(str, ("*lead", *shape)))
+        raise ArgumentError(f"{call}: v{path} has shape {list(v.shape)}, but has to have shape [{wanted}].")
+    return v.shape[:count]
+
+
+def _fits(call: str, path: str, bias: Any, shape: torch.Size, lead: int) -> None:
+    """Whether a bias has as many axes in front as its weight, and the entries of one; these may be `[1, out]`."""
+    _lead(call, path, bias, ())
+    if bias.shape[:lead] != shape[:lead] or bias.numel() != shape.numel():
+        raise ArgumentError(
+            f"{call}: v{path} has shape {list(bias.shape)}, but beside its weight has to have shape {list(shape)}."
+        )
+
+
+def _bias(call: str, path: str, name: str, joint: Joint, matrices: dict[str, Any]) -> str:
+    """The key path of the bias whose weight is at this one: as far from it as in the tree that was returned."""
+    found = joint.bias.removeprefix(name.removesuffix(path))
+    if not name.endswith(path) or found not in matrices or matrices[found] is not None:
+        raise ArgumentError(
+            f"{call}: factors{path} has one matrix of {name} and {joint.bias}, but the place of {joint.bias} is not "
+            "known in factors. Pass the tree that came with joint=True under its own keys, or a part with both."
+        )
+    return found

@@ -1,0 +1,241 @@
+"""Factors of several batches: merged they are those of the whole, and averages are those of each factor."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import grad, vmap
+
+from invfunc import (
+    ArgumentError,
+    ArgumentTypeError,
+    Kronecker,
+    chunked,
+    ekfac,
+    functional,
+    kfac,
+    kflr,
+    kfra,
+    kronecker,
+    tree,
+)
+from invfunc.testing import assert_trees_close
+from invfunc.testing.strategies import problems, splits
+from tests.kronecker.test_matrix import EXACT, small
+from tests.laws import RTOL, moved
+from tests.networks import total
+from tests.strategies import Numbers
+
+FAMILIES = ["affine", "perceptron", "convolution", "derived", "generic", "module", "attention", "recurrent", "graph"]
+OPTIONS = st.fixed_dictionaries(
+    {"weight_sharing": st.sampled_from(["expand", "reduce", "backpack"]), "joint": st.booleans()}
+)
+
+
+def parts(batch, lengths):
+    """The batch in parts of these lengths."""
+    n = sum(lengths)
+    ends = [sum(lengths[: k + 1]) for k in range(len(lengths))]
+    for start, stop in zip([0, *ends[:-1]], ends, strict=True):
+        yield tree.map_tensors(lambda t, a=start, b=stop: t[a:b] if len(t) == n else t, batch)
+
+
+def reduction(loss):
+    return "mean" if loss.reduction == "mean" else "sum"
+
+
+@pytest.mark.quick
+class TestMerge:
+    @given(problem=problems(FAMILIES, n=(2, 5)), options=OPTIONS, draw=st.data())
+    def test_is_that_of_all_samples(self, problem, options, draw, device, dtype):
+        """Exact factors, and those of the shares, which have the square of the loss's scale."""
+        lengths = draw.draw(splits(problem.model.n))
+        made = [kflr(problem.model.f, problem.loss, unsupported="diagonal", **options)]
+        made += [kfac(problem.f, fisher="empirical", unsupported="diagonal", **options)]
+        for one in made:
+            params, batch = moved((problem.model.params, problem.batch), dtype, device)
+            found = [one(params, *part) for part in parts(batch, lengths)]
+            whole = one(params, *batch)
+            assert_trees_close(kronecker.merge(*found, reduction=reduction(problem.loss)), whole, RTOL[dtype], 1e-6)
+
+    @given(reduction=st.sampled_from(["mean", "sum"]), lengths=st.lists(st.integers(1, 3), min_size=3, max_size=4))
+    def test_does_not_depend_on_the_order_or_on_steps(self, reduction, lengths):
+        f, params, x, y = perceptron(sum(lengths))
+        one = kflr(f, lambda z, y: F.mse_loss(z, y, reduction=reduction), joint=True)
+        found = [one(params, *part) for part in parts((x, y), lengths)]
+        wanted, total = one(params, x, y), found[0]
+        for more in found[1:]:
+            total = kronecker.merge(total, more, reduction=reduction)
+        assert_trees_close(total, wanted, EXACT)
+        assert_trees_close(kronecker.merge(*reversed(found), reduction=reduction), wanted, EXACT)
+        assert_trees_close(kronecker.merge(wanted, reduction=reduction), wanted, EXACT)
+        assert {K.origin.n for K in total.values() if K is not None} == {sum(lengths)}
+
+    @given(sharing=st.sampled_from(["expand", "reduce"]), seed=st.integers(0, 9))
+    def test_counts_positions(self, sharing, seed):
+        """Batches of sequences of different lengths: A is the mean over all positions, or over all samples."""
+        rand = Numbers(seed)
+        w, batches = rand(3, 2), [(rand(2, 4, 3), rand(2, 2)), (rand(3, 1, 3), rand(3, 2))]
+
+        def loss(z, y):
+            return (z - y).square().sum()
+
+        one = kflr(lambda w, x: (x @ w).sum(1), loss, weight_sharing=sharing)
+        A, B = kronecker.merge(*(one(w, *batch) for batch in batches), reduction="sum").factors
+        each = [x.mean(1) if sharing == "reduce" else x.flatten(0, 1) for x, _ in batches]
+        rows = torch.cat(each)
+        assert_trees_close(A, rows.mT @ rows / len(rows), EXACT)
+        assert_trees_close(B, sum(one(w, *batch).factors[1] for batch in batches), EXACT)
+
+    def test_drawn_columns_weigh_by_samples(self):
+        f, params, x, y = perceptron(5)
+        one = kfac(f, F.mse_loss, generator=torch.Generator().manual_seed(0))
+        a, b = (one(params, *part)["0.weight"].factors for part in parts((x, y), [2, 3]))
+        one = kfac(f, F.mse_loss, generator=torch.Generator().manual_seed(0))
+        found = kronecker.merge(*(one(params, *part) for part in parts((x, y), [2, 3])), reduction="mean")
+        wanted = tuple((2 * p + 3 * q) / 5 for p, q in zip(a, b, strict=True))
+        assert_trees_close(found["0.weight"].factors, wanted, EXACT)
+
+    @pytest.mark.parametrize("joint", [False, True])
+    @pytest.mark.parametrize("first", [False, True])
+    def test_a_batch_that_does_not_reach_a_parameter_counts(self, joint, first):
+        params = {"w": Numbers(1)(3, 2), "b": Numbers(2)(3), "always": Numbers(3)(3)}
+
+        def f(params, x):
+            z = F.linear(x, params["w"], params["b"]) if x.sum() > 0 else 0 * x[:, :1]
+            return z + params["always"]
+
+        x, y = torch.ones(2, 2).double(), Numbers(4)(6, 3)
+        x = torch.cat([x, torch.zeros(4, 2).double()])
+        for reduction in ("mean", "sum"):
+            one = kflr(f, lambda z, y, how=reduction: F.mse_loss(z, y, reduction=how), joint=joint)
+            there, not_there = one(params, x[:2], y[:2]), one(params, x[2:], y[2:])
+            batches = [there, not_there] if first else [not_there, there]
+            found = kronecker.merge(*batches, reduction=reduction)
+            c = 1 / 3 if reduction == "mean" else 1.0
+            A, B = there["w"].factors[::-1]
+            assert_trees_close(found["w"].factors, (c * B, A / 3), EXACT)
+            assert_trees_close(found["always"].factors, one(params, x, y)["always"].factors, EXACT)
+            assert (found["b"] is None) == joint
+
+    def test_is_that_of_chunks_and_has_derivatives(self):
+        f, params, x, y = perceptron(4)
+        one = kflr(f, F.cross_entropy)
+        y = y.softmax(1)
+
+        def merged(params):
+            return kronecker.merge(*(one(params, *part) for part in parts((x, y), [1, 3])), reduction="mean")
+
+        assert_trees_close(merged(params), chunked(one, 2, over="samples")(params, x, y), EXACT)
+        found = grad(lambda params: total(merged(params)))(params)
+        assert_trees_close(found, grad(lambda params: total(one(params, x, y)))(params), 1e-9)
+
+    @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+    def test_of_half_precision_is_rounded_once(self, half):
+        f, params, x, y = perceptron(8)
+        one = kflr(f, lambda z, y: F.mse_loss(z, y, reduction="sum"))
+        found = [moved(one(params, *part), half, torch.device("cpu")) for part in parts((x, y), [1] * 8)]
+        merged = kronecker.merge(*found, reduction="sum")
+        wide = kronecker.merge(*moved(found, torch.float32, torch.device("cpu")), reduction="sum")
+        assert_trees_close(merged, moved(wide, half, torch.device("cpu")), 0)
+
+
+@pytest.mark.quick
+class TestAverage:
+    @given(decay=st.sampled_from([0.0, 0.3, 0.95, 1.0]))
+    def test_is_that_of_each_factor(self, decay):
+        f, params, x, y = perceptron(4)
+        old, new = (kflr(f, F.mse_loss, joint=True)(params, *part) for part in parts((x, y), [3, 1]))
+        found = kronecker.ema(old, new, decay)
+        wanted = tree.map_leaves(lambda a, b: a if a is None else decay * a + (1 - decay) * b, old, new)
+        assert_trees_close(found, wanted, EXACT)
+        v = {name: torch.ones_like(p) for name, p in params.items()}
+        assert_trees_close(kronecker.solve(found, v, 0.1), kronecker.solve(wanted, v, 0.1), EXACT)
+
+    def test_of_products_is_not_the_product_of_averages(self):
+        """What README says: with decay 1/2 the mean matrix of 1 x 1 and 3 x 3 is 5, and that of mean factors 4."""
+        old, new = ({"w": diagonal(c)} for c in (1.0, 3.0))
+        found = kronecker.ema(old, new, 0.5)["w"].dense()
+        assert found.item() == 4.0 != (old["w"].dense() + new["w"].dense()).item() / 2 == 5.0
+
+    def test_takes_a_tensor_and_has_derivatives(self):
+        old, new = {"w": small("dense", "diagonal")}, {"w": small("dense", "diagonal", seed=1)}
+        decay = torch.tensor(0.3, dtype=torch.float64)
+        assert_trees_close(kronecker.ema(old, new, decay), kronecker.ema(old, new, 0.3), EXACT)
+        slope = grad(lambda d: total(kronecker.ema(old, new, d)))(decay)
+        assert_trees_close(slope, total(old) - total(new), 1e-9)
+        each = [kronecker.ema(old, new, d)["w"].trace() for d in (0.3, 0.6)]
+        found = vmap(lambda d: kronecker.ema(old, new, d)["w"].trace())(torch.tensor([0.3, 0.6], dtype=torch.float64))
+        assert_trees_close(found, torch.stack(each), EXACT)
+
+
+def diagonal(c):
+    return Kronecker((torch.tensor([c]), torch.tensor([c])), ((0,), (1,)), torch.Size([1, 1]))
+
+
+def perceptron(n):
+    f, params = functional(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3, bias=False)).double())
+    return f, {name: Numbers(2)(*p.shape) for name, p in params.items()}, Numbers(3)(n, 2), Numbers(4)(n, 3)
+
+
+def of(make, *args, **options):
+    """Factors of a small perceptron."""
+    f, params, x, y = perceptron(4)
+    return make(f, F.mse_loss, *args, **options)(params, x, y)
+
+
+def tied():
+    return kflr(lambda w, x: (x @ w).tanh() @ w.mT, F.mse_loss)(Numbers(1)(3, 2), Numbers(2)(4, 3), Numbers(3)(4, 3))
+
+
+def merge(*factors, reduction="sum"):
+    return lambda: kronecker.merge(*(make() for make in factors), reduction=reduction)
+
+
+def inverses():
+    return {name: K.inverse(0.1, "pi") for name, K in of(kflr).items() if len(K.factors) == 2}
+
+
+PLAIN, EIGEN = (lambda: of(kflr)), (lambda: of(ekfac, fisher="exact"))
+# fmt: off
+WRONG = {
+    "no reduction": (lambda: kronecker.merge(PLAIN()), TypeError, "reduction"),
+    "another reduction": (merge(PLAIN, reduction="none"), ArgumentError, "'none' ... 'sum' or 'mean'"),
+    "nothing": (merge(), ArgumentError, "no factors"),
+    "of ekfac": (merge(EIGEN, EIGEN), ArgumentError, "factors['0.weight'] has eigenvalues ... kronecker.eigen"),
+    "average of ekfac": (lambda: kronecker.ema(EIGEN(), EIGEN(), 0.5), ArgumentError, "['0.weight'] has eigenvalues"),
+    "of kfra": (merge(lambda: of(kfra)), ArgumentError, "factors['0.weight'] is not a sum over samples"),
+    "of averages": (merge(lambda: kronecker.ema(PLAIN(), PLAIN(), 0.5)), ArgumentError, "not a sum over samples"),
+    "of inverses": (merge(inverses), ArgumentError, "not a sum over samples"),
+    "of two roles": (merge(tied), ArgumentError, "not a sum over samples ... two roles"),
+    "of selected samples": (merge(lambda: of(kflr, samples=[0, 2]), reduction="mean"), ArgumentError, "samples="),
+    "another tree": (merge(PLAIN, lambda: {"w": of(kflr)["0.weight"]}), ArgumentError, "factors[0]['0.weight']"),
+    "other options": (merge(PLAIN, lambda: of(kflr, joint=True)), ArgumentError, "['0.weight'] ... of one form"),
+    "None against factors": (merge(lambda: of(kflr) | {"0.bias": None}, PLAIN), ArgumentError, "['0.bias'] ... form"),
+    "no matrix": (merge(lambda: {"w": 1}), ArgumentTypeError, "factors[0]['w'] is of type int"),
+    "a large decay": (lambda: kronecker.ema(PLAIN(), PLAIN(), 1.5), ArgumentError, "decay ... 0 to 1"),
+    "a negative decay": (lambda: kronecker.ema(PLAIN(), PLAIN(), torch.tensor(-0.1)), ArgumentError, "decay"),
+    "a decay of no number": (lambda: kronecker.ema(PLAIN(), PLAIN(), "0.9"), ArgumentTypeError, "decay ... str"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(("wrong", "kind", "text"), WRONG.values(), ids=WRONG)
+def test_errors_name_the_place(wrong, kind, text):
+    with pytest.raises(kind, match=".*".join(map(re.escape, text.split(" ... ")))):
+        wrong()
+
+
+def test_selected_samples_of_a_sum_merge():
+    f, params, x, y = perceptron(5)
+    one = kflr(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), samples=[0, 2])
+    found = kronecker.merge(one(params, x, y), one(params, x[1:], y[1:]), reduction="sum")
+    chosen = [0, 2, 1, 3]
+    wanted = kflr(f, lambda z, y: F.mse_loss(z, y, reduction="sum"))(params, x[chosen], y[chosen])
+    assert_trees_close(found, wanted, EXACT)

@@ -1,0 +1,88 @@
+"""torch.save and torch.load with their default settings keep factors, in this process and in another one."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from invfunc import Kronecker, ekfac, functional, kfac, kflr, kfra, kronecker, tree
+from invfunc.testing import assert_trees_close
+from tests.strategies import Numbers
+
+
+def computed(make, layers, shape, **options):
+    """Factors of a small network."""
+    model = nn.Sequential(*layers(), nn.Flatten()).double()
+    f, params = functional(model)
+    rand, x = Numbers(1), Numbers(2)(5, *shape)
+    return make(f, F.mse_loss, **options)(
+        {n: rand(*p.shape) for n, p in params.items()}, x, Numbers(3)(*f(params, x).shape)
+    )
+
+
+def dense():
+    return [nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)]
+
+
+MADE = {
+    "kfac": lambda: computed(kfac, dense, (2,), generator=torch.Generator().manual_seed(0)),
+    "kflr, joint": lambda: computed(kflr, dense, (2,), joint=True),
+    "kflr in groups, joint": lambda: computed(kflr, lambda: [nn.Conv1d(2, 4, 2, groups=2)], (2, 2), joint=True),
+    "kfra": lambda: computed(kfra, dense, (2,)),
+    "ekfac": lambda: computed(ekfac, dense, (2,), fisher="exact"),
+}
+
+
+def forms(factors):
+    """All of it that is no tensor."""
+    return [(path, None if K is None else described(K)) for path, K in tree.named_parts(factors, Kronecker)[0]]
+
+
+def described(K):
+    return K.groups, K.shape, K.blocks, {**vars(K.origin)}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_factors_are_loaded_as_they_were(made):
+    factors, file = made(), io.BytesIO()
+    torch.save({"factors": factors, "epoch": 3}, file)
+    file.seek(0)
+    found = torch.load(file, map_location="cpu")["factors"]
+    assert_trees_close(found, factors, 0)
+    assert forms(found) == forms(factors)
+
+
+def test_and_in_a_process_that_imports_invfunc(tmp_path):
+    factors = MADE["kflr, joint"]()
+    more = kronecker.eigen(factors)
+    torch.save({"factors": factors, "eigen": more}, tmp_path / "factors.pt")
+    v = {name: torch.ones(shape).double() for name, shape in SHAPES.items()}
+    torch.save([v, kronecker.solve(factors, v, 0.1)], tmp_path / "solved.pt")
+    code = """
+import sys, torch, invfunc
+found, (v, wanted) = torch.load(sys.argv[1] + "/factors.pt"), torch.load(sys.argv[1] + "/solved.pt")
+for factors in (found["factors"], found["eigen"]):
+    for name, x in invfunc.kronecker.solve(factors, v, 0.1).items():
+        assert torch.allclose(x, wanted[name], 1e-10)
+merged = invfunc.kronecker.merge(found["factors"], found["factors"], reduction="sum")
+assert merged["0.weight"].origin.n == 10
+"""
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+SHAPES = {"0.weight": (3, 2), "0.bias": (3,), "2.weight": (2, 3), "2.bias": (2,)}
+
+
+def test_nothing_else_becomes_safe():
+    ours = {
+        kind for kind in torch.serialization.get_safe_globals() if getattr(kind, "__module__", "").startswith("invfunc")
+    }
+    assert ours == {Kronecker, kronecker.Joint, kronecker.Origin}

@@ -1,0 +1,293 @@
+"""Of all parameters together: solves and determinants against dense matrices of each block, in any tree."""
+
+from __future__ import annotations
+
+import re
+from collections import UserDict
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import grad, vmap
+
+from invfunc import ArgumentError, ArgumentTypeError, Kronecker, ekfac, functional, kfac, kflr, kfra, kronecker, tree
+from invfunc.testing import assert_trees_close
+from invfunc.testing.strategies import models, parameters
+from tests.kronecker.test_matrix import EXACT, small
+from tests.laws import RTOL, moved
+from tests.networks import total
+from tests.strategies import Numbers
+
+MADE = {
+    "kfac": lambda f, **options: kfac(f, F.mse_loss, generator=torch.Generator().manual_seed(0), **options),
+    "kflr": lambda f, **options: kflr(f, F.mse_loss, **options),
+    "ekfac": lambda f, **options: ekfac(f, F.mse_loss, fisher="exact", **options),
+    "kfra": lambda f, **options: kfra(f, F.mse_loss, **options),
+}
+DAMPING = 0.3
+
+
+def arranged(model, called="kflr", **options):
+    """The factors of a model, and vectors for them."""
+    made = MADE[called](model.f, unsupported="diagonal", **options)
+    rand = Numbers(7)
+    return made(model.params, model.x, Numbers(8)(model.n, 3)), tree.map_tensors(lambda p: rand(*p.shape), model.params)
+
+
+def solved(K, *vs, damping=DAMPING):
+    """By the dense matrix over the entries of some vectors, those of its last one behind each row of the first."""
+    columns = [v.reshape(K.shape[0], -1) if len(vs) > 1 else v.reshape(-1, 1) for v in vs]
+    v, dense = torch.cat(columns, 1), K.dense()
+    x = torch.linalg.solve(dense + damping * torch.eye(len(dense)).to(dense), v.flatten()).reshape(v.shape)
+    return [part.reshape(v.shape) for part, v in zip(x.split([c.shape[1] for c in columns], 1), vs, strict=True)]
+
+
+@pytest.mark.quick
+class TestSolve:
+    @given(model=models(), called=st.sampled_from(["kfac", "kflr", "ekfac"]))
+    def test_is_that_of_each_block(self, model, called, device, dtype):
+        factors, v = arranged(model, called)
+        found = kronecker.solve(*moved((factors, v), dtype, device), damping=DAMPING)
+        each = zip(tree.tensors(found), tree.named_parts(factors, Kronecker)[0], tree.tensors(v), strict=True)
+        for x, (_, K), part in each:
+            assert_trees_close(x, solved(K, part)[0], RTOL[dtype])
+        assert tree.flatten(found)[1] == tree.flatten(v)[1]
+
+    @given(model=models(["perceptron", "convolution", "module"]), called=st.sampled_from(["kflr", "ekfac"]))
+    def test_of_a_weight_with_its_bias_is_that_of_their_block(self, model, called, device, dtype):
+        """Here each bias comes behind its weight."""
+        factors, v = arranged(model, called, joint=True)
+        found = dict(tree.named_leaves(kronecker.solve(*moved((factors, v), dtype, device), damping=DAMPING)))
+        matrices, given = tree.named_parts(factors, Kronecker)[0], dict(tree.named_leaves(v))
+        for (path, K), (after, bias) in zip(matrices, [*matrices[1:], ("", 0)], strict=True):
+            paths = [] if K is None else [path, after] if bias is None else [path]
+            wanted = [] if K is None else solved(K, *(given[p] for p in paths))
+            assert_trees_close([found[p] for p in paths], wanted, RTOL[dtype])
+        assert None in [K for _, K in matrices]
+
+    @pytest.mark.parametrize(
+        ("layer", "shape"),
+        [
+            (lambda: nn.Linear(3, 2), (3,)),
+            (lambda: nn.Conv1d(4, 6, 2, groups=2), (4, 2)),
+            (lambda: nn.Conv2d(2, 3, (2, 1)), (2, 2, 1)),
+            (lambda: nn.ConvTranspose1d(4, 6, 3, padding=1, groups=2), (4, 1)),
+            (lambda: nn.ConvTranspose2d(2, 3, 1), (2, 1, 1)),
+        ],
+        ids=["linear", "groups", "patches", "transposed, groups", "transposed"],
+    )
+    @pytest.mark.parametrize("lead", [(), (2,)], ids=str)
+    def test_of_one_position_is_that_of_the_gradient(self, layer, shape, lead):
+        """Where a sample has one position, the block of weight and bias is `g g^T`, in each group."""
+        f, params = functional(layer().double())
+        rand, x = Numbers(1), Numbers(2)(1, *shape)
+        y = Numbers(3)(*f(params, x).shape)
+
+        def loss(params, x, y):
+            return (f(params, x) - y).square().sum()
+
+        factors = kfac(loss, fisher="empirical", joint=True)(params, x, y)
+        g, v = grad(loss)(params, x, y), {name: rand(*lead, *p.shape) for name, p in params.items()}
+        found = kronecker.solve(factors, v, damping=DAMPING)
+        groups = 1 if factors["weight"].blocks is None else factors["weight"].blocks[0]
+
+        def rows(part, k):
+            """The entries of a group, in some order."""
+            weight, bias = part["weight"], part["bias"]
+            axis = weight.ndim - params["weight"].ndim
+            return torch.cat(
+                [weight.chunk(groups, axis)[k].flatten(axis), bias.chunk(groups, axis)[k].flatten(axis)], -1
+            )
+
+        for k in range(groups):
+            one = rows(g, k)
+            dense = torch.outer(one, one) + DAMPING * torch.eye(len(one)).double()
+            assert_trees_close(rows(found, k), rows(v, k) @ dense.inverse(), 1e-9)
+
+    @pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+    @pytest.mark.parametrize("options", [{}, {"damping": 0.1}, {"damping": 0.1, "split": "pi"}], ids=str)
+    def test_is_that_of_each_matrix(self, made, options):
+        """Bit by bit, for each transform, with a split too."""
+        factors = two_layers(made, bias=False)
+        if "split" in options:
+            factors = {name: K for name, K in factors.items() if K.values is None}
+        v = {name: Numbers(5)(3, *K.shape) for name, K in factors.items()}
+        found = kronecker.solve(factors, v, **options) if factors else {}
+        assert_trees_close(found, {name: K.solve(v[name], **options) for name, K in factors.items()}, 0)
+
+    def test_of_a_block_that_is_not_known_is_none(self):
+        factors = kflr(exponential, F.mse_loss, unsupported="skip")(*EXPONENTIAL)
+        v = tree.map_leaves(torch.ones_like, EXPONENTIAL[0])
+        found = kronecker.solve(factors, v, 1.0)
+        assert factors["scale"] is None and found["scale"] is None
+        assert_trees_close(found["w"], factors["w"].solve(v["w"], 1.0), 0)
+
+
+def two_layers(made, bias=True, **options):
+    """The factors of a small perceptron, positive definite."""
+    f, params = functional(nn.Sequential(nn.Linear(2, 3, bias), nn.Tanh(), nn.Linear(3, 2, bias)).double())
+    rand = Numbers(2)
+    params = {name: rand(*p.shape) for name, p in params.items()}
+    return made(f, **options)(params, Numbers(3)(9, 2), Numbers(4)(9, 2))
+
+
+def exponential(params, x):
+    return x @ params["w"] * params["scale"].exp()
+
+
+EXPONENTIAL = {"w": Numbers(1)(2, 3), "scale": Numbers(2)(4, 3)}, Numbers(3)(4, 2), Numbers(4)(4, 3)
+
+
+class TestOthers:
+    @given(model=models())
+    def test_logdet_is_that_of_all_blocks(self, model, device, dtype):
+        factors, _ = arranged(model)
+        dense = torch.block_diag(*(K.dense() for _, K in tree.named_parts(factors, Kronecker)[0]))
+        wanted = (dense + DAMPING * torch.eye(len(dense)).double()).logdet()
+        for found in (moved(factors, dtype, device), kronecker.eigen(moved(factors, dtype, device))):
+            assert_trees_close(kronecker.logdet(found, DAMPING), wanted, RTOL[dtype], 1)
+
+    def test_logdet_of_a_weight_with_its_bias_counts_both_once(self):
+        factors = two_layers(MADE["kflr"], joint=True)
+        wanted = factors["0.weight"].logdet(DAMPING) + factors["2.weight"].logdet(DAMPING)
+        assert_trees_close(kronecker.logdet(factors, DAMPING), wanted, EXACT)
+
+    @pytest.mark.parametrize("joint", [False, True])
+    def test_factors_are_decomposed_once(self, joint):
+        factors = two_layers(MADE["kflr"], joint=joint)
+        v = tree.map_leaves(torch.ones_like, functional(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)))[1])
+        dense = sum(f.ndim == 2 for f in tree.tensors(factors))
+        for fn in (lambda K: kronecker.solve(K, v, 0.1), lambda K: kronecker.logdet(K, 0.1), kronecker.eigen):
+            with patch("torch.linalg.eigh", wraps=torch.linalg.eigh) as seen:
+                fn(factors)
+            assert seen.call_count == dense > 0
+        with patch("torch.linalg.eigh", wraps=torch.linalg.eigh) as seen:
+            decomposed = kronecker.eigen(factors)
+            found = [kronecker.solve(decomposed, v, damping) for damping in (0.1, 1.0)]
+        assert seen.call_count == dense
+        assert_trees_close(found, [kronecker.solve(factors, v, damping) for damping in (0.1, 1.0)], EXACT)
+
+
+class TestTrees:
+    @given(drawn=parameters(tied=False))
+    def test_of_any_form(self, drawn):
+        rand, params = Numbers(1), drawn.tree
+        leaves, structure = tree.flatten(params)
+        matrices = [None if p is None else diagonal(rand(*p.shape).exp()) for p in leaves]
+        factors = tree.unflatten(matrices, structure)
+        pairs = list(zip(leaves, matrices, strict=True))
+        wanted = [None if K is None else p / (K.factors[0].reshape(p.shape) + DAMPING) for p, K in pairs]
+        assert_trees_close(kronecker.solve(factors, params, DAMPING), tree.unflatten(wanted, structure), EXACT)
+        same = kronecker.ema(factors, factors, 0.5)
+        assert_trees_close(same, factors, EXACT)
+
+    @pytest.mark.parametrize("kind", [dict, UserDict], ids=["dict", "UserDict"])
+    def test_of_mappings_in_any_order(self, kind):
+        factors = kind(two_layers(MADE["kflr"], joint=True))
+        v = {name: Numbers(5)(*s) for name, s in SHAPES.items()}
+        other = kind(reversed(v.items()))
+        wanted, found = kronecker.solve(factors, v, 0.1), kronecker.solve(factors, other, 0.1)
+        assert type(found) is kind and list(found) == list(v)[::-1]
+        assert_trees_close(dict(sorted(found.items())), dict(sorted(wanted.items())), 0)
+        turned = kind(reversed(list(factors.items())))
+        assert_trees_close(kronecker.solve(turned, v, 0.1), wanted, 0)
+        assert type(kronecker.eigen(factors)) is kind
+
+    def test_of_several_arguments_and_of_a_part(self):
+        rand = Numbers(1)
+        args = rand(3, 2), rand(3), rand(4, 2), rand(4, 3)
+
+        def f(w, b, x):
+            return F.linear(x, w, b)
+
+        factors = kflr(f, F.mse_loss, argnums=(0, 1), joint=True)(*args)
+        assert factors[1] is None
+        v = rand(3, 2), rand(3)
+        found = kronecker.solve(factors, v, DAMPING)
+        assert type(found) is tuple
+        assert_trees_close(list(found), solved(factors[0], *v), EXACT)
+        nested = kflr(lambda p, x: f(*p["deep"]["layer"], x), F.mse_loss, joint=True)
+        nested = nested({"deep": {"layer": args[:2]}}, *args[2:])
+        assert_trees_close(kronecker.solve(nested["deep"], {"layer": v}, DAMPING), {"layer": found}, EXACT)
+
+    def test_goes_through_vmap(self):
+        factors = two_layers(MADE["kflr"], joint=True)
+        v = {name: Numbers(5)(4, *s) for name, s in SHAPES.items()}
+        wanted = kronecker.solve(factors, v, 0.1)
+        assert_trees_close(vmap(lambda v: kronecker.solve(factors, v, 0.1))(v), wanted, EXACT)
+        dampings, one = torch.tensor([0.1, 1.0]).double(), {name: x[0] for name, x in v.items()}
+        each = [kronecker.solve(factors, one, d) for d in dampings]
+        found = vmap(lambda d: kronecker.solve(factors, one, d))(dampings)
+        assert_trees_close(found, tree.map_leaves(lambda *x: torch.stack(x), *each), EXACT)
+        logdets = vmap(lambda d: kronecker.logdet(factors, d))(dampings)
+        assert_trees_close(logdets, torch.stack([kronecker.logdet(factors, d) for d in dampings]), EXACT)
+
+    @pytest.mark.parametrize("joint", [False, True])
+    def test_has_the_derivatives_of_the_matrices(self, joint):
+        f, params = functional(nn.Linear(2, 3).double())
+        x, y, v = Numbers(3)(9, 2), Numbers(4)(9, 3), {"weight": Numbers(5)(3, 2), "bias": Numbers(6)(3)}
+        params = {name: Numbers(2)(*p.shape) for name, p in params.items()}
+
+        def made(params):
+            return kflr(f, lambda z, y: F.poisson_nll_loss(z, y, reduction="sum"), joint=joint)(params, x, y)
+
+        def found(params, d):
+            return total(kronecker.solve(made(params), v, d)) + kronecker.logdet(made(params), d)
+
+        def wanted(params, d):
+            factors = made(params)
+            each = [(K, [name]) for name, K in factors.items()] if not joint else [(factors["weight"], [*v])]
+            parts = {}
+            for K, names in each:
+                parts |= zip(names, solved(K, *(v[n] for n in names), damping=d), strict=True)
+            shifted = [K.dense() + d * torch.eye(K.shape.numel()).double() for K, _ in each]
+            return total({n: parts[n] for n in v}) + sum(m.logdet() for m in shifted)
+
+        d = torch.tensor(0.3).double()
+        for argnum in (0, 1):
+            assert_trees_close(grad(found, argnum)(params, d), grad(wanted, argnum)(params, d), 1e-8)
+
+
+SHAPES = {"0.weight": (3, 2), "0.bias": (3,), "2.weight": (2, 3), "2.bias": (2,)}
+
+
+def diagonal(values):
+    return Kronecker((values.flatten(),), (tuple(range(values.ndim)),), values.shape)
+
+
+ONE = {"w": small("dense", "dense")}
+V = {"w": torch.ones(2, 3)}
+JOINT = two_layers(MADE["kflr"], joint=True)
+FULL = {name: torch.ones(s) for name, s in SHAPES.items()}
+RENAMED = {name.replace("0.", "first."): K for name, K in JOINT.items()}
+# fmt: off
+WRONG = {
+    "another tree": (lambda: kronecker.solve(ONE, {"v": V["w"]}), ArgumentError, "factors['w'] ... v has none"),
+    "more vectors": (lambda: kronecker.solve(ONE, V | {"b": V["w"]}), ArgumentError, "v['b'] ... factors has none"),
+    "no vector": (lambda: kronecker.solve(ONE, {"w": None}), ArgumentTypeError, "v['w'] ... NoneType ... tensor"),
+    "another shape": (lambda: kronecker.solve(ONE, {"w": torch.ones(3, 2)}), ArgumentError, "v['w'] ... [3, 2] ... 3]"),
+    "no matrix": (lambda: kronecker.solve({"w": 3.0}, V), ArgumentTypeError, "factors['w'] ... float ... Kronecker"),
+    "no matrices": (lambda: kronecker.logdet({"w": None}), ArgumentError, "logdet ... no Kronecker"),
+    "a bias of other samples": (lambda: kronecker.solve(JOINT, FULL | {"2.bias": torch.ones(3, 2)}, 1.0), ArgumentError,
+        "v['2.bias'] ... [3, 2]"),
+    "a joint weight, renamed": (lambda: kronecker.solve(RENAMED, {n: torch.ones(3, 2) for n in RENAMED}, 1.0),
+        ArgumentError, "factors['first.weight'] ... params['0.bias'] ... keys"),
+    "a joint weight without its bias": (lambda: kronecker.solve({"0.weight": JOINT["0.weight"]}, {
+        "0.weight": torch.ones(3, 2)}, 1.0), ArgumentError, "params['0.bias'] ... not known"),
+    "negative damping": (lambda: kronecker.solve(ONE, V, -1.0), ArgumentError, "damping is -1.0"),
+    "negative damping of logdet": (lambda: kronecker.logdet(ONE, -1.0), ArgumentError, "damping is -1.0"),
+    "singular": (lambda: kronecker.logdet(SINGULAR), ArgumentError, "the matrix of params['w'] ... singular"),
+    "singular, solved": (lambda: kronecker.solve(SINGULAR, {"w": torch.ones(2, 1)}), ArgumentError, "params['w']"),
+}
+# fmt: on
+SINGULAR = kflr(lambda p, x: x @ p["w"], F.mse_loss)({"w": torch.ones(2, 1)}, torch.ones(3, 2), torch.ones(3, 1))
+
+
+@pytest.mark.parametrize(("wrong", "kind", "text"), WRONG.values(), ids=WRONG)
+def test_errors_name_the_place(wrong, kind, text):
+    with pytest.raises(kind, match=".*".join(map(re.escape, text.split(" ... ")))):
+        wrong()
