@@ -24,7 +24,7 @@ def merge(*factors: Tree, reduction: str) -> Tree:
         B = sum(B[k] for k in range(K))                               # of a loss that is a sum
         B = sum(n[k] * B[k] for k in range(K)) / sum(n)               # of a mean: c = 1 / n[k] becomes 1 / sum(n)
 
-    The factors know their n and inputs, which add up, so that what is merged may be merged again. With
+    The factors know their n and inputs (`K.origin`), which add up, so that what is merged may be merged again. With
     `fisher="empirical"` B has the square of the scale, so that weights are `(n[k] / sum(n))^2`.
 
     Args:
@@ -38,7 +38,8 @@ def merge(*factors: Tree, reduction: str) -> Tree:
     Raises:
         ArgumentError: trees of different parameters or factors; factors that are not sums over samples: those of
             `ekfac` (whose eigenvalues belong to the basis of one batch), of `kfra` (which averages over its batch at
-            each layer), of a weight in two roles, averages and inverses; with "mean", those of `samples=`.
+            each layer), of a weight in two roles, averages and inverses; with "mean", those of `samples=`; those of
+            fisher="empirical" beside others.
         ArgumentTypeError: as in `kronecker.solve`.
 
     Example:
@@ -73,17 +74,24 @@ def _merged(call: str, path: str, parts: list[Kronecker], reduction: str) -> Kro
             "is read in two roles, and take averages, inverses and eigendecompositions afterwards."
         )
     n, inputs = sum(known), [part.origin.inputs for part in parts]
+    degrees = {part.origin.degree for part in parts}
+    if len(degrees - {None}) > 1:
+        raise ArgumentError(
+            f"{call}: factors{path} are of the shares of the gradient in one tree (fisher='empirical'), and of columns "
+            "of the GGN in another. Pass those of the same options."
+        )
+    degree = None if None in degrees else first.degree
     if reduction == "sum":
         weights = [1.0] * len(parts)
-    elif first.degree is not None:
-        weights = [(k / (n or 1)) ** first.degree for k in known]
+    elif degree is not None:
+        weights = [(k / (n or 1)) ** degree for k in known]
     else:
         raise ArgumentError(
             f"{call}: factors{path} is of samples= of a batch whose mean is over more. Return [N] losses, and pass "
             "reduction='sum'."
         )
     means = [k / (sum(inputs) or 1) for k in inputs]
-    origin = replace(first, n=n, inputs=sum(inputs))
+    origin = replace(first, n=n, inputs=sum(inputs), degree=degree)
     return _combined(parts, lambda i: means if i == first.read else weights, origin)
 
 

@@ -132,7 +132,9 @@ class TestMerge:
         def merged(params):
             return kronecker.merge(*(one(params, *part) for part in parts((x, y), [1, 3])), reduction="mean")
 
-        assert_trees_close(merged(params), chunked(one, 2, over="samples")(params, x, y), EXACT)
+        chunks = chunked(one, 2, over="samples")(params, x, y)
+        assert_trees_close(merged(params), chunks, EXACT)
+        assert {n: vars(K.origin) for n, K in merged(params).items()} == {n: vars(K.origin) for n, K in chunks.items()}
         found = grad(lambda params: total(merged(params)))(params)
         assert_trees_close(found, grad(lambda params: total(one(params, x, y)))(params), 1e-9)
 
@@ -215,6 +217,10 @@ WRONG = {
     "of inverses": (merge(inverses), ArgumentError, "not a sum over samples"),
     "of two roles": (merge(tied), ArgumentError, "not a sum over samples ... two roles"),
     "of selected samples": (merge(lambda: of(kflr, samples=[0, 2]), reduction="mean"), ArgumentError, "samples="),
+    "and of others": (merge(PLAIN, lambda: of(kflr, samples=[0]), reduction="mean"), ArgumentError, "samples="),
+    "of both again": (merge(lambda: merge(PLAIN, lambda: of(kflr, samples=[0]))(), PLAIN, reduction="mean"),
+        ArgumentError, "samples="),
+    "of shares and columns": (merge(PLAIN, lambda: of(kfac, fisher="empirical")), ArgumentError, "empirical ... GGN"),
     "another tree": (merge(PLAIN, lambda: {"w": of(kflr)["0.weight"]}), ArgumentError, "factors[0]['0.weight']"),
     "other options": (merge(PLAIN, lambda: of(kflr, joint=True)), ArgumentError, "['0.weight'] ... of one form"),
     "None against factors": (merge(lambda: of(kflr) | {"0.bias": None}, PLAIN), ArgumentError, "['0.bias'] ... form"),

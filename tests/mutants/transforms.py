@@ -268,7 +268,7 @@ TRANSFORMS = [
     Fault(
         "merged factors of a mean loss weigh alike",
         "kronecker/batches.py",
-        "weights = [(k / (n or 1)) ** first.degree for k in known]",
+        "weights = [(k / (n or 1)) ** degree for k in known]",
         "weights = [1 / len(known)] * len(known)",
         "kronecker/test_batches.py::TestMerge::test_does_not_depend_on_the_order_or_on_steps " + KRONECKER,
     ),
