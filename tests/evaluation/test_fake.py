@@ -9,9 +9,12 @@ from torch.utils import _pytree
 import invfunc
 from invfunc import explain
 from invfunc.testing.laws.rows import CASES
+from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers
 
 N = 4
+NUMBERS = 4 * 8
+"""Bytes of the single numbers that FakeTensorMode keeps a little longer: fewer than the smallest parameter has."""
 
 
 def model(p, x):
@@ -27,20 +30,25 @@ def given():
     return {"w": rand(5, 3), "b": rand(5), "v": rand(3, 5)}, rand(N, 3), torch.arange(N) % 3
 
 
-def shapes(result):
-    return [tuple(x.shape) for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+def shapes_and_bytes(t):
+    """The shapes of a result, and the most bytes that were alive on the way."""
+    args = given()
+    with nothing_collected(), Meter() as meter:
+        leaves = _pytree.tree_leaves(t(*args))
+    return [tuple(x.shape) for x in leaves if isinstance(x, torch.Tensor)], meter.peak()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shapes_are_those_of_numbers(case):
+def test_shapes_and_bytes_are_those_of_numbers(case):
     row, form = CASES[case]
-
-    def result():
-        return shapes(row.of(model, F.cross_entropy, form)(*given()))
-
-    wanted = result()
-    with FakeTensorMode():
-        assert result() == wanted
+    t = row.of(model, F.cross_entropy, form)
+    chunks = [invfunc.chunked(t, 2)] if getattr(t, "axes", ()) else []
+    for some in (t, *chunks):
+        shapes, peak = shapes_and_bytes(some)
+        with FakeTensorMode():
+            found, predicted = shapes_and_bytes(some)
+        assert found == shapes
+        assert peak <= predicted <= peak + NUMBERS, some
 
 
 def test_columns_are_not_looked_at():
