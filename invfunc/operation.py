@@ -43,7 +43,8 @@ def operation(fn: Callable) -> Operation:
         `rule(cotangent, *args) -> (equation, *operands)`: an einsum, in which v enumerates columns, n samples, and the
         labels of the output the dimensions of the parameter. `cotangent` is `[V, n, *out]`, the cotangents of some
         samples; the arguments come as `op` got them, for the same samples. Each dimension of the parameter has a label
-        of its own: where two of an operand are one in it, flatten the operand.
+        of its own: where two of an operand are one in it, flatten the operand. A rule is linear in the cotangent, can
+        be differentiated where `fn` can, and draws and writes nothing.
 
     Raises:
         ArgumentError: in `share_of`, an argument that `fn` does not have; when the rule is used, an equation that does

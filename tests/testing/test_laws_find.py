@@ -289,3 +289,8 @@ def test_other_random_numbers_under_vmap_are_no_failure():
     args = lambda p, x: f(p, x).flatten(1), params, Numbers()(2, 2, 4), Numbers(1)(2, 8)
     table = laws.check(*args, loss=F.mse_loss, only="vmap over parameters is the loop")
     assert table.outcomes[0].state == "does not apply" and "other random numbers under vmap" in str(table)
+
+    def test_a_target_that_the_loss_does_not_take_is_told_so(self):
+        given = Numbers()(3, 2), self.x, torch.tensor([0, 1, 5, 0])
+        with pytest.raises(invfunc.ArgumentError, match="target, the last argument"):
+            laws.check(lambda w, x: x @ w, *given, loss=F.cross_entropy)

@@ -137,6 +137,8 @@ OPERATIONS = {
     "a rule is the same in float32": product(
         lambda s, x, weight: right(s, x if x.dtype == torch.float64 else x.bfloat16().to(x), weight)
     ),
+    "a rule is linear in the cotangent": product(lambda s, x, weight: right(s.clamp(-50, 50), x, weight)),
+    "a rule can be differentiated": product(lambda s, x, weight: right(s, x.detach(), weight)),
 }
 
 
@@ -153,6 +155,16 @@ class TestOperations:
     def test_finds_its_fault(self, law):
         with pytest.raises(AssertionError, match=f"a law does not hold: {law}(.|\n)*of 4"):
             laws.check_operation(OPERATIONS[law], *self.args)
+
+    def test_a_rule_that_gradients_do_not_go_through(self):
+        for fault in (lambda s, x, weight: right(s.detach(), x, weight), lambda s, x, weight: right(s.data, x.data, 0)):
+            with pytest.raises(AssertionError, match="a rule can be differentiated"):
+                laws.check_operation(product(fault), *self.args)
+
+    def test_one_that_does_not_return_a_tensor_with_the_samples_is_told_so(self):
+        for fn, kind in ((lambda x, weight: (x, weight), "a tuple"), (lambda x, weight: weight, r"shape \[3, 2\]")):
+            with pytest.raises(invfunc.InvFuncError, match=f"check_operation(.*): it returns {kind}"):
+                laws.check_operation(product(right, fn), *self.args)
 
     def test_a_rule_that_is_wrong_for_several_columns_only(self):
         with pytest.raises(AssertionError, match=r"columns at \[(.|\n)*samples: \[0\], of 4"):

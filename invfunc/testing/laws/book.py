@@ -50,6 +50,8 @@ LAWS: dict[str, Law] = {
         operations.apart,
         operations.effects,
         operations.rules,
+        operations.linear,
+        operations.differentiated,
         operations.single,
     )
 }

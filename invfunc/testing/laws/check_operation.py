@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.operation import Operation
 from invfunc.testing.laws.book import chosen
@@ -14,7 +15,7 @@ from invfunc.testing.laws.check import judged
 from invfunc.testing.laws.compare import fixed
 from invfunc.testing.laws.law import FUNCTION, OPERATION
 from invfunc.testing.laws.operations import OperationProblem, half_squares
-from invfunc.testing.laws.problem import Problem, problem
+from invfunc.testing.laws.problem import Problem, problem, seeded
 from invfunc.testing.laws.run import tried
 from invfunc.testing.laws.table import Table
 
@@ -73,6 +74,7 @@ def check_operation(
         return f"check_operation(op, {given}, samples={samples}, seed={seed})"
 
     given = OperationProblem(op, args, samples, seed, n, rtol, tuple(range(n)))
+    _check_output(given)
     outcomes = tried(chosen("check_operation", OPERATION, None), given, seconds / 2)
     judged(Table(repr(given), tuple(outcomes)), given, again, seconds)
     for argument in op.rules:
@@ -94,6 +96,16 @@ def _length(op: Operation, args: tuple, samples: tuple[int, ...]) -> int:
     if len(lengths) > 1 or 0 in lengths:
         raise ArgumentError(f"{told}: the arguments there have to be tensors with as many samples along axis 0.")
     return lengths.pop()
+
+
+def _check_output(given: OperationProblem) -> None:
+    told, n = f"check_operation({given.op!r}, ...)", given.n
+    with seeded(given.seed), torch.no_grad():
+        out = given.op(*tree.map_tensors(torch.clone, given.args))
+    if not isinstance(out, torch.Tensor):
+        raise ArgumentTypeError(f"{told}: it returns a {type(out).__name__}, but has to return one tensor [N, ...].")
+    if not out.ndim or len(out) != n:
+        raise ArgumentError(f"{told}: it returns shape {list(out.shape)} for {n} samples, but has to return [N, ...].")
 
 
 def _as_model(given: OperationProblem, argument: str | int) -> Problem:

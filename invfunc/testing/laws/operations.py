@@ -9,14 +9,18 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.operation import Operation
+from invfunc.operation import Answer, Operation
 from invfunc.statistics.batch_grad import batch_grad
 from invfunc.statistics.diag_ggn import diag_ggn
 from invfunc.testing.laws.compare import cast, fixed
 from invfunc.testing.laws.effects import state, written
 from invfunc.testing.laws.law import OPERATION, Claim, Inapplicable, law
+from invfunc.testing.laws.pairs import floats, live
 from invfunc.testing.laws.problem import generators
 from invfunc.testing.oracles import dense_diag_ggn, loop_batch_grad
+
+COLUMNS = 2
+"""For how many columns a rule is asked itself."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,6 +99,79 @@ def rules(problem: OperationProblem) -> Iterator[Claim]:
         called = f"the rule of {problem.op!r} for {argument!r}"
         yield Claim(called, lambda t=shares, a=args: t(*a), lambda t=wanted, a=args: t(*a), problem.n)
         yield Claim(f"{called}, columns", lambda t=columns, a=args: t(*a), lambda t=dense, a=args: t(*a), problem.n)
+
+
+def _by_rule(problem: OperationProblem, argument: str | int, cotangent: torch.Tensor, args: tuple) -> torch.Tensor:
+    """The shares `[V, N, *p]` of a rule, asked for one column of one sample at a time."""
+    rule, at = problem.op.rules[argument], replace(problem, args=args)
+
+    def share(v: int, n: int) -> torch.Tensor:
+        equation, *operands = rule(cotangent[v : v + 1, n : n + 1], *at.part([n]).args)
+        return torch.einsum(equation, *operands)
+
+    return torch.stack([torch.stack([share(v, n) for n in range(problem.n)]) for v in range(len(cotangent))])
+
+
+def _by_autograd(problem: OperationProblem, argument: str | int, cotangent: torch.Tensor, args: tuple) -> torch.Tensor:
+    """The same by torch.autograd, which can differentiate it again."""
+    out, p = problem.op(*args), args[problem.op.position(argument)]
+
+    def share(of: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(of.sum(), p, create_graph=True, materialize_grads=True)[0]
+
+    return torch.stack([torch.stack([share(of) for of in out * column]) for column in cotangent])
+
+
+def _has_shares(problem: OperationProblem, argument: str | int) -> None:
+    """What a rule answers that gives none is told where it is used."""
+    cotangent, args = _cotangents(problem)[:1, :1], problem.part([0]).args
+    answer = problem.op.rules[argument](cotangent, *args)
+    equation, *operands = answer if isinstance(answer, (tuple, list)) else (answer,)
+    if not Answer(equation, tuple(operands)).gives(problem.args[problem.op.position(argument)].shape):
+        raise Inapplicable("it returns no einsum that gives a share")
+
+
+def _cotangents(problem: OperationProblem) -> torch.Tensor:
+    """Those of some columns."""
+    out = problem.op(*problem.args)
+    return fixed((COLUMNS, *out.shape), out, 0.6)
+
+
+@law("a rule is linear in the cotangent", OPERATION)
+def linear(problem: OperationProblem) -> Iterator[Claim]:
+    """rule(c * cotangent, x, w) == c * rule(cotangent, x, w), also for a large and a small c of either sign"""
+    for argument in problem.op.rules:
+        for c in (-1e3, 1e-3):
+
+            def found(argument: str | int = argument, c: float = c) -> Any:
+                return _by_rule(problem, argument, c * _cotangents(problem), problem.args)
+
+            def expected(argument: str | int = argument, c: float = c) -> Any:
+                _has_shares(problem, argument)
+                return c * _by_rule(problem, argument, _cotangents(problem), problem.args)
+
+            yield Claim(f"the rule for {argument!r}, times {c:g}", found, expected, problem.n)
+
+
+@law("a rule can be differentiated", OPERATION)
+def differentiated(problem: OperationProblem) -> Iterator[Claim]:
+    """grad of its share in the cotangent and all arguments is that of autograd, so that statistics have gradients"""
+    for argument in problem.op.rules:
+
+        def slopes(shares: Callable, argument: str | int = argument) -> Any:
+            given = live((_cotangents(problem), problem.args))
+            with torch.enable_grad():
+                found = shares(problem, argument, *given)
+                value = (found * fixed(found.shape, found)).sum()
+            if not value.requires_grad:
+                return tree.map_tensors(torch.zeros_like, floats(given))
+            return list(torch.autograd.grad(value, floats(given), materialize_grads=True))
+
+        def expected(argument: str | int = argument, slopes: Callable = slopes) -> Any:
+            _has_shares(problem, argument)
+            return slopes(_by_autograd)
+
+        yield Claim(f"the rule for {argument!r}", lambda s=slopes: s(_by_rule), expected, problem.n)
 
 
 @law("an operation and its rules draw and write nothing", OPERATION)

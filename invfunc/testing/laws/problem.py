@@ -212,8 +212,23 @@ def _called(call: str, given: Problem) -> tuple[bool, Any]:
                 "numbers. Write into a copy, as in x = x.clone()."
             )
         if given.loss is not None:
-            result = result, given.loss(result, given.batch[-1])
+            result = result, _lost(call, given, result)
     return draws, result
+
+
+def _lost(call: str, given: Problem, outputs: Any) -> Any:
+    """The loss of outputs, which may not fit the target."""
+    assert given.loss is not None
+    try:
+        return given.loss(outputs, given.batch[-1])
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, InvFuncError):
+            raise
+        got, target = (", ".join(map(_shown, tree.leaves(x))) for x in (outputs, given.batch[-1]))
+        raise ArgumentError(
+            f"{call}({describe(given.f)}, ...): loss(outputs, target) raises {type(error).__name__}: {error} f returns "
+            f"{got}, and the target, the last argument, is of {target}; give what loss takes."
+        ) from error
 
 
 def _kind(call: str, given: Problem, result: Any) -> str:
