@@ -85,6 +85,7 @@ from invfunc.statistics.kfra import kfra
 from invfunc.statistics.sqrt_ggn import sqrt_ggn
 from invfunc.statistics.sum_grad_squared import sum_grad_squared
 from invfunc.statistics.variance import variance
+from invfunc.streamed import streamed
 from invfunc.together import together
 
 __version__ = "0.1.0"
@@ -157,6 +158,7 @@ __all__ = [
     "repeated",
     "sqrt_ggn",
     "state_first",
+    "streamed",
     "sum_grad_squared",
     "together",
     "variance",

@@ -98,9 +98,18 @@ class Transform(ABC):
             from invfunc._eager import eagerly  # imports the compiler, which takes a second
 
             return eagerly(partial(self.run, compute, names, method=method), args, kwargs)
+        result, aux = self.told(compute, names, args, kwargs, method)
+        if self.owned:
+            result = own_memory(result, (args, kwargs, self.memory))
+        if not self.has_aux:
+            return result
+        return (*result, aux) if self.several else (result, aux)
+
+    def told(self, compute: Compute, names: Callable[[int], Any], args: tuple, kwargs: dict, method: str = "") -> Any:
+        """What a call computes; an error says which call it is of."""
         called = names(len(args))
         try:
-            result, aux = compute(args, kwargs, called)
+            return compute(args, kwargs, called)
         except InvFuncError as error:
             raise told(error, f"{self!r}{method}({', '.join(called)})") from error.__cause__
         except TypeError as error:
@@ -108,11 +117,6 @@ class Transform(ABC):
             if not why:
                 raise
             raise told(ArgumentTypeError(why), f"{self!r}{method}({', '.join(called)})") from error
-        if self.owned:
-            result = own_memory(result, (args, kwargs, self.memory))
-        if not self.has_aux:
-            return result
-        return (*result, aux) if self.several else (result, aux)
 
 
 def own_memory(results: Any, given: Any) -> Any:

@@ -41,6 +41,7 @@ FLOORS = [
         "chunked",
         "together",
         "reduced",
+        "streamed",
         "outputs",
         "functional",
         "operation",

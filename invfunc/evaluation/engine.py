@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from invfunc import thresholds
+from invfunc import thresholds, tree
 from invfunc._generators import state_of
 from invfunc.errors import SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
 from invfunc.evaluation.fold import SLOPE, Fold
+from invfunc.evaluation.weights import LossPart
 from invfunc.loss.outputs import OutputFinder, searched
 from invfunc.loss.square_root import Columns, Gradient
 from invfunc.operations.axis import Axis
@@ -64,12 +65,26 @@ class Engine:
         self.runner = Runner(problem, self.scope, options, limit, remember, whole, apart)
         self.report = Report(problem, limit, any(self.plan.splits.values())) if explaining else None
         self.fold = Fold(problem, self.scope, options, quantities, limit, self.runner.places, self.report)
+        self.scalar = False
+        """Whether f, or the loss, has turned out to return one number for all samples."""
+        self.loss_part: LossPart | None = None
 
     def result(self) -> tuple[list[Any], Any]:
         """What is asked for, and aux."""
         with self.scope:
             aux = self._run()
             return self.fold.finished(), self.scope.result(aux)
+
+    def kept(self) -> Any:
+        """Fold what is not the last batch, so that there are no results yet; aux."""
+        self.fold.last = False
+        with self.scope:
+            return self.scope.result(self._run())
+
+    def finished(self) -> list[Any]:
+        """The results of all batches that the fold has seen."""
+        with self.scope:
+            return self.fold.finished()
 
     def explained(self) -> list[Explanation]:
         """How the columns of each quantity would be pulled back, and those of all together."""
@@ -96,6 +111,7 @@ class Engine:
         if self.plan.asked("samples"):
             return self._found_split()
         run = self.runner.loss()
+        self.scalar = not run.result.ndim
         self.fold.over(lambda: [run], self._ones)
         return run.aux
 
@@ -143,6 +159,8 @@ class Engine:
         joined, target = self._joined(runs), problem.target(trace)
         split = at_given(trace, joined, runs[0].result, self._lost, target, partial(problem.drawn, trace))
         check_roots(self.scope, trace, split.result, split.roots)
+        self.scalar = not split.result.ndim
+        self.loss_part = LossPart.of(problem, tree.unflatten([z for z, _ in joined], runs[0].result))
         made = self._made(split)
 
         def again(part: slice | torch.Tensor, n: int, pattern: Pattern | None) -> Run:
@@ -199,6 +217,7 @@ class Engine:
                 raise to_be_split(error) if error.unknown and error.reason else error from None
             return self._each_alone(error, draws)
         trace, finder = light.trace, light.trace.watcher
+        self.scalar = not light.result.ndim
         assert isinstance(finder, OutputFinder)
         wanted = finder.selected(check_loss(trace, light.result), self.scope.wanted)
         try:
@@ -230,6 +249,7 @@ class Engine:
     def _each_alone(self, error: SampleAxisError, draws: Draws) -> Any:
         """The losses of the samples, from a function that cannot be followed."""
         whole = self.runner.loss_alone(error)
+        self.scalar = not whole.result.ndim
         self.fold.over(lambda: self.runner.loss_parts(whole.result, draws), self._ones)
         return whole.aux
 

@@ -58,6 +58,8 @@ class Fold:
         n = problem.n if problem.samples is None else len(problem.samples)
         self._decisions: dict[Hashable, Decision] = {}
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1])
+        self.last = True
+        """Whether no other batch follows."""
 
     def over(
         self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made], look: Look | None = None
@@ -178,7 +180,8 @@ class Fold:
     def _add(self, run: Run, group: list[Accumulator], k: int, leaf: int, state: State) -> None:
         """What a reduction keeps of one parameter in one run; where that is all, the parameter is done."""
         group[k].add(leaf, state)
-        if self.options.reduce is not None and run.trace.n == self.problem.n and group[k] in self.accumulators:
+        done = self.options.reduce is not None and self.last and run.trace.n == self.problem.n
+        if done and group[k] in self.accumulators:
             self._close(group[k], leaf, self._found(group[k]))
 
     def _hessian(
@@ -228,6 +231,19 @@ class Fold:
             return Samples(n)
         chosen = sorted(i - run.start for i in chosen if run.start <= i < run.start + n)
         return Samples(n, torch.tensor(chosen, device=self.problem.leaves[0].device, dtype=torch.long))
+
+    # Other batches
+
+    def after(self, accumulators: Sequence[Accumulator], n: int) -> None:
+        """Put what was kept of n samples of other batches in front."""
+        for own, before in zip(self.accumulators, accumulators, strict=True):
+            own.after(before, self.problem.leaves, n, self.found.n)
+        self.found = replace(self.found, n=n + self.found.n)
+
+    def scaled(self, by: float) -> None:
+        """Make the loss so many times as large."""
+        for t in self.accumulators:
+            t.scaled(by)
 
     # Results
 

@@ -68,6 +68,10 @@ class Kept:
             found[role] = found[role].joined(factors, samples) if role in found else factors
         return replace(self, roles=found)
 
+    def scaled(self, by: float) -> Kept:
+        """With B, or the diagonal, so many times as large."""
+        return replace(self, roles={role: replace(f, b=f.b * by) for role, f in self.roles.items()})
+
 
 @dataclass
 class Diagonal(Kept):
@@ -77,6 +81,9 @@ class Diagonal(Kept):
 
     def merged(self, other: Any, samples: bool) -> Kept:
         return replace(self, values=self.values + other.values)
+
+    def scaled(self, by: float) -> Kept:
+        return replace(self, values=self.values * by)
 
 
 @dataclass
@@ -199,6 +206,9 @@ class KroneckerFactors(Block):
             return outer(total.unsqueeze(-1)) / (counts[0] or 1) ** 2
         each = total.new_tensor([k or 1 for k in counts]).reshape(-1, *[1] * (total.ndim - 1))
         return outer((total / each).unsqueeze(-1))
+
+    def scaled(self, state: State, by: float) -> State:
+        return (state[0].scaled(by**2) if isinstance(state[0], Kept) else state[0],)
 
     def merge(self, a: State, b: State, over: Over) -> State:
         if a[0] is None or b[0] is None:

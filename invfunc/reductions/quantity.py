@@ -93,6 +93,20 @@ class Accumulator:
         if self.before is not None and self.reduction.apart:
             self.before.end(leaves, n)
 
+    def after(self, before: Accumulator, leaves: list[torch.Tensor], n: int, own: int) -> None:
+        """Put what was kept of n other samples in front of what is kept of these `own` ones."""
+        for i in {**before.states, **self.states}:
+            first = before.states.get(i) or self.reduction.init(leaves[i], n, before.columns)
+            second = self.states.get(i) or self.reduction.init(leaves[i], own, self.columns)
+            self.states[i] = self.reduction.merge(first, second, "samples")
+        if self.before is not None and before.before is not None:
+            self.before.after(before.before, leaves, n, own)
+
+    def scaled(self, by: float) -> None:
+        """Make the loss so many times as large; columns other than its gradient are of a square root of its Hessian."""
+        columns = by if self.quantity.kind.first_order else by**0.5
+        self.states = {i: self.reduction.scaled(state, columns) for i, state in self.states.items()}
+
     def add(self, leaf: int, state: State) -> None:
         """Add the state of another block of samples."""
         self.added.add(leaf)

@@ -104,6 +104,10 @@ class Reduction:
         """What is kept of two blocks of samples, of columns, or, for a result of all together, of two parameters."""
         return tuple(x + y for x, y in zip(a, b, strict=True))
 
+    def scaled(self, state: State, by: float) -> State:
+        """What is kept of columns that are `by` times as large."""
+        raise NotImplementedError  # only of the columns of a loss that is given apart
+
     def together(self, states: Iterable[State]) -> State:
         """What is kept of several parameters."""
         return reduce(partial(self.merge, over="params"), states)

@@ -22,6 +22,9 @@ class SquaresOfEach(EachSample):
     def step(self, shares: Shares) -> State:
         return (shares.square_sum(each=True),)
 
+    def scaled(self, state: State, by: float) -> State:
+        return tuple(x * by**2 for x in state)
+
     def directly(self, rows: torch.Tensor) -> State:
         return (rows,)
 
@@ -33,6 +36,9 @@ class SumOfSquares(Reduction):
 
     def step(self, shares: Shares) -> State:
         return (shares.square_sum(),)
+
+    def scaled(self, state: State, by: float) -> State:
+        return (state[0] * by**2,)
 
     def directly(self, rows: torch.Tensor) -> State:
         return (rows.sum(0),)
@@ -103,6 +109,9 @@ class SquareRoot(JacobianRows):
 
     each = (1,)
     rooted = "all"
+
+    def scaled(self, state: State, by: float) -> State:
+        return (state[0] * by,)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         return [state[0]]

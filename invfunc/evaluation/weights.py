@@ -1,0 +1,103 @@
+"""How much a batch counts beside others where the loss is one number for all of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.errors import ArgumentError
+from invfunc.recording.problem import Problem
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """A loss that is given apart, at the outputs of some samples and their targets."""
+
+    loss: Callable[[Any, Any], Any]
+    outputs: Any
+    target: Any
+    n: int
+    out_dim: int
+    dim: int | None
+    """The sample dimension of the target, if it has one."""
+
+    @classmethod
+    def of(cls, problem: Problem, outputs: Any) -> LossPart:
+        assert problem.loss is not None
+        place = len(problem.args) - 1
+        outputs = tree.map_tensors(torch.Tensor.detach, outputs)
+        return cls(problem.loss, outputs, problem.args[place], problem.n, problem.out_dims, problem.dims[place])
+
+    def gradient(self, first: LossPart | None = None, shift: float = 0) -> torch.Tensor:
+        """The gradient in these outputs, moved by `shift`, of the loss of them, or of `first` and them joined."""
+        with torch.enable_grad(), torch.random.fork_rng(self._devices):
+            own = tree.map_tensors(lambda z: (z + shift).requires_grad_(z.is_floating_point()), self.outputs)
+            outputs, target = own, self.target
+            if first is not None:
+                outputs = _joined(first.outputs, own, self.out_dim)
+                target = target if self.dim is None else _joined(first.target, target, self.dim)
+            inputs = [z for z in tree.tensors((own,)) if z.requires_grad]
+            found = torch.autograd.grad(self.loss(outputs, target), inputs, allow_unused=True)
+        return torch.cat(
+            [(torch.zeros_like(z) if g is None else g).flatten() for z, g in zip(inputs, found, strict=True)]
+        )
+
+    @property
+    def _devices(self) -> list[int]:
+        found = {z.device.index for z in tree.tensors((self.outputs,)) if z.device.type == "cuda"}
+        return [i for i in found if i is not None]
+
+
+class Weights:
+    """Finds out whether a loss is a sum over the samples or their mean, of each batch beside the first one."""
+
+    def __init__(self) -> None:
+        self.first: LossPart | None = None
+        self.mean = False
+
+    def of(self, part: LossPart) -> int:
+        """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
+        first = self.first or part
+        r = self._ratio(first, part)
+        near = torch.finfo(r.dtype).eps ** 0.75
+        share = part.n / (first.n + part.n)
+        mean = abs(float(r) - share) <= near * share
+        if not mean and not abs(float(r) - 1) <= near:
+            raise _neither(f"counts {float(r):.4g} of itself")
+        if self.first is not None and mean != self.mean:
+            raise _neither("is a mean in one batch and a sum in another")
+        self.first, self.mean = first, mean
+        return part.n if mean else 1
+
+    def _ratio(self, first: LossPart, part: LossPart) -> torch.Tensor:
+        """By how much the gradient of a batch's loss changes where the first batch is joined to it."""
+        for shift in (0, 1):  # the loss may be at its minimum
+            alone, joined = part.gradient(shift=shift), part.gradient(first, shift)
+            wide = torch.promote_types(alone.dtype, torch.float32)
+            if alone.any():
+                r = (joined.double() @ alone.double() / alone.double().square().sum()).to(wide)
+                off = (joined - r * alone).abs().amax() / joined.abs().amax()
+                eps = torch.finfo(alone.dtype).eps
+                if not off <= eps**0.75:
+                    raise _neither("changes in another way than by a factor")
+                return r.to(alone.dtype)
+        raise _neither("has no gradient")
+
+
+def _neither(why: str) -> ArgumentError:
+    return ArgumentError(
+        f"the loss is one number, and neither the sum over the samples nor their mean: beside another batch, it {why}. "
+        "So the batches cannot be joined (ignore_index and class weights divide a mean by the weights of its batch). "
+        "Return the [N] losses of the samples, as with reduction='none', or their sum."
+    )
+
+
+def _joined(a: Any, b: Any, dim: int) -> Any:
+    """Two trees of tensors, one behind the other along a dimension."""
+    (xs, structure), (ys, _) = tree.flatten(a), tree.flatten(b)
+    both = [torch.cat([x, y], dim) if isinstance(y, torch.Tensor) else y for x, y in zip(xs, ys, strict=True)]
+    return tree.unflatten(both, structure)

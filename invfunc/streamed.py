@@ -1,0 +1,192 @@
+"""A data set in the memory of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import transforming
+from invfunc.callables import describe
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.evaluation.engine import Engine
+from invfunc.evaluation.weights import Weights
+from invfunc.recording.problem import batch_dims
+from invfunc.reductions.quantity import Accumulator
+from invfunc.statistic import Statistic
+from invfunc.transform import Transform
+
+
+def streamed(t: Statistic) -> Streamed:
+    """Compute a statistic of a data set that comes batch by batch, in the memory of one batch.
+
+        t(params, *(torch.cat(parts) for parts in zip(*loader)))
+
+    Each batch is reduced to what the statistic keeps of it; that is added to what was kept before (variances by the
+    formula of Chan, Golub and LeVeque, results with a sample axis one behind the other, in the order of the loader).
+
+    The scale is that of the whole data set. `[N]` losses are summed: they are of one sample each, without a factor that
+    depends on the batch, which is not seen. A loss that is given apart, as in `diag_ggn(f, loss)`, may be a sum or a
+    mean, too: which it is, is found out by evaluating it on the outputs of each batch joined with those of the first,
+    and the batches of a mean count as many times as they have samples.
+
+    Args:
+        t: a statistic of this library, also `chunked` (within each batch), `reduced` (after the last one) or of several
+            `together` (in one sweep).
+
+    Returns:
+        A function `(params, loader) -> result`. A loader is anything that gives batches: a `DataLoader`, a list, a
+        generator. A batch is a tuple or list of the arguments behind the parameters; a tensor or a mapping is one
+        argument: f gets the mapping. Batches of any size are moved to the device of the parameters, those without
+        samples are left out. Further keywords are constants. The result cannot be differentiated; aux is a list of that
+        of each batch.
+
+    Raises:
+        ArgumentTypeError: t is not a statistic, or the loader gives no batches.
+        ArgumentError: there are no samples; a statistic that does not add up over batches (`gram`, which is of pairs of
+            samples, `kfra`, and `ekfac`, which looks at all samples twice) or has `samples=`; a scalar loss that is not
+            given apart, or that is neither a mean nor a sum (`ignore_index` and class weights divide by what is in the
+            batch); within torch.func's transforms.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda params, x: x @ params
+        >>> whole = invfunc.streamed(invfunc.diag_ggn(f, torch.nn.functional.mse_loss))
+        >>> loader = [(torch.ones(3, 2), torch.zeros(3)), (torch.zeros(1, 2), torch.zeros(1))]
+        >>> whole(torch.ones(2), loader)
+        tensor([1.5000, 1.5000])
+
+    Composes with: `chunked`, `together`, `reduced` inside. Drawn columns (`mc_samples=`) come from the generator batch
+    by batch: other batches are another draw.
+
+    Cost: that of t for each batch, and where a loss is one number, two gradients of it in the outputs. Memory is that
+    of one batch, the result (with a sample axis it is as long as the data set) and the outputs of the first batch.
+
+    Source: Chan, Golub and LeVeque (1979) for variances.
+    """
+    if not isinstance(t, Statistic):
+        raise ArgumentTypeError(
+            f"streamed({describe(t)}): it is of type {type(t).__name__}, but has to be a statistic."
+        )
+    for m in t.members or (t,):
+        if why := _not_by_batches(m):
+            raise ArgumentError(f"streamed({t!r}): {m.name} {why}.")
+    return Streamed(t)
+
+
+def _not_by_batches(t: Statistic) -> str:
+    """Why a statistic cannot be reduced batch by batch; empty if it can."""
+    if t.samples is not None:
+        return "has samples=, which are places in a batch: let the loader give those"
+    if t.argnums not in (0, (0,)):
+        return f"has argnums={t.argnums}, but the parameters have to come first, and alone"
+    if t.reduction.before is not None and not t.reduction.apart:
+        return "looks at all samples twice, which batches that come once do not allow: take `kfac` or `kflr`"
+    if "samples" not in t.reduction.axes:
+        return "is of all samples at once, and does not add up over batches"
+    return ""
+
+
+@dataclass(frozen=True, repr=False)
+class Streamed(Transform):
+    """A function `(params, loader) -> result`, of all batches together."""
+
+    t: Statistic
+    outermost = True
+
+    def __repr__(self) -> str:
+        return f"streamed({self.t!r})"
+
+    @property
+    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.has_aux
+
+    @property
+    def several(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.several
+
+    @property
+    def owned(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.owned
+
+    def names(self, count: int) -> Any:
+        return ["params", "loader"][:count]
+
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        if len(args) != 2:
+            raise ArgumentTypeError(f"it takes the parameters and a loader, and got {len(args)} positional arguments.")
+        params, loader = args
+        if isinstance(loader, (torch.Tensor, Mapping, str)) or not isinstance(loader, Iterable):
+            kind = type(loader).__name__
+            raise ArgumentTypeError(f"loader is of type {kind}, but has to give batches, as a DataLoader or [(x, y)].")
+        if transforming():
+            raise ArgumentError(
+                "within a transform of torch.func, as it is not differentiated. Apply the transform to the function, "
+                "or to the statistic of each batch."
+            )
+        with torch.no_grad():
+            return self._swept(params, loader, kwargs)
+
+    def _swept(self, params: Any, loader: Iterable[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        kept: list[Accumulator] = []
+        n, weights, aux, engine = 0, Weights(), [], None
+        for number, batch in enumerate(loader):
+            given = (params, *_arguments(batch, params))
+            if self._empty(given):
+                continue
+            engine = None  # nothing of the batch before is in memory, but what is kept
+            try:
+                engine, extra = self.t.told(self._kept, self.t.names, given, kwargs)
+                if engine.scalar:
+                    engine.fold.scaled(self._weight(engine, weights))
+            except Exception as error:
+                error.add_note(f"This is batch {number} of the loader.")
+                raise
+            if n:
+                engine.fold.after(kept, n)
+            kept, n = engine.fold.accumulators, engine.fold.found.n
+            aux.append(extra)
+        if engine is None:
+            raise ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
+        if weights.mean:
+            engine.fold.scaled(1 / n)
+        results = engine.finished()
+        return tuple(results) if self.t.members else results[0], aux
+
+    def _kept(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Engine, Any]:
+        """An engine that has folded a batch, and aux."""
+        engine = self.t.engine(args, kwargs, names)
+        return engine, engine.kept()
+
+    def _weight(self, engine: Engine, weights: Weights) -> int:
+        if engine.loss_part is None:
+            raise ArgumentError(
+                "the loss is one number, which does not say whether it is the mean over its batch or the sum, and so "
+                "not how batches are joined. Return the [N] losses of the samples, as with reduction='none', or (where "
+                "the statistic takes it) give the loss apart, as in `diag_ggn(f, loss)`."
+            )
+        return weights.of(engine.loss_part)
+
+    def _empty(self, args: tuple) -> bool:
+        """Whether a batch has no samples; one that is wrong in another way has an error of its own."""
+        dims = batch_dims(self.t.in_dims, list(range(1, len(args))))
+        sizes = {
+            x.shape[dim] if -x.ndim <= dim < x.ndim else None
+            for i, dim in dims.items()
+            if dim is not None
+            for x in tree.tensors((args[i],))
+        }
+        return sizes == {0}
+
+
+def _arguments(batch: Any, params: Any) -> tuple:
+    """The arguments behind the parameters, where these are."""
+    device = next((p.device for p in tree.tensors((params,))), torch.device("cpu"))
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return x.to(device, non_blocking=device.type == "cuda")
+
+    return tuple(tree.map_tensors(moved, x) for x in (batch if isinstance(batch, (tuple, list)) else (batch,)))

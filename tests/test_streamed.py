@@ -1,0 +1,228 @@
+"""streamed: the statistic of a data set that comes batch by batch."""
+
+from collections import UserDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+import invfunc
+from invfunc import ArgumentError, ArgumentTypeError, streamed, tree
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
+from tests.meter import Meter, nothing_collected
+from tests.networks import CLASSES, LOSSES, networks, samples_loss
+from tests.strategies import Numbers
+
+EXACT, FLOOR = 1e-12, 1e-9
+AT_ONCE = {"gram", "gram per parameter", "kfra", "ekfac", "ekfac exact"}
+"""What is of pairs of samples, of averages on the way back, or looks at all samples twice."""
+CASES = [(name, form) for name, row in ROWS.items() for form in row.forms if not row.drawn]
+
+
+def linear(params, x):
+    return x @ params["w"] + params["b"]
+
+
+def losses(params, x, y):
+    return F.cross_entropy(linear(params, x), y, reduction="none")
+
+
+@pytest.fixture
+def data():
+    rand = Numbers(0)
+    params = {"w": rand(4, CLASSES), "b": rand(CLASSES)}
+    return params, rand(9, 4), LOSSES[0].target(rand, 9)
+
+
+def batches(edges, *data):
+    """The data, divided at these places; where two are the same there is an empty batch."""
+    edges = [0, *sorted(edges), len(tree.tensors(data)[0])]
+    return [tree.map_tensors(lambda x: x[a:b], data) for a, b in zip(edges[:-1], edges[1:], strict=True)]  # noqa: B023
+
+
+@pytest.mark.parametrize("name, form", CASES)
+@settings(max_examples=6)
+@given(
+    net=networks(low=2),
+    loss=st.sampled_from(LOSSES),
+    reduction=st.sampled_from(["none", "mean", "sum"]),
+    edges=st.lists(st.integers(0, 5), max_size=3),
+)
+def test_batches_give_what_all_samples_at_once_do(name, form, net, loss, reduction, edges):
+    y = loss.target(Numbers(1), net.n)
+    if form == LOSS:
+        functions, args = (samples_loss(net, loss),), (net.x, y)
+    elif form == MODEL:
+        functions, args = (net.f,), (net.x,)
+    else:
+        functions, args = (net.f, lambda z, y: loss(z, y, reduction)), (net.x, y)
+        if reduction == "none" and loss(net.f(net.params, net.x), y, "none").ndim > 1:
+            functions = net.f, lambda z, y: loss(z, y, "none").sum(1)
+    t = ROWS[name].make(*functions)
+    if name in AT_ONCE:
+        with pytest.raises(ArgumentError, match="at once|twice"):
+            streamed(t)
+        return
+    parts = batches([min(e, net.n) for e in edges], *args)
+    try:
+        wanted = t(net.params, *args)
+    except ArgumentError as error:
+        assert "K-factors" in str(error) or "Kronecker factors" in str(error)
+        return
+    assert_trees_close(streamed(t)(net.params, parts), wanted, EXACT, FLOOR)
+
+
+def test_every_statistic_is_in_the_law():
+    assert {name.split()[0] for name, _ in CASES} >= {name.split()[0] for name in ROWS} - {"kfac", "ekfac"}
+    assert ("kfac empirical", BOTH) in CASES
+
+
+class TestScale:
+    @pytest.mark.parametrize("size", [1, 2, 4, 9])
+    def test_a_mean_is_that_of_the_data_set(self, data, size):
+        t = invfunc.diag_ggn(linear, F.cross_entropy)
+        parts = batches(range(size, 9, size), *data[1:])
+        assert_trees_close(streamed(t)(data[0], parts), t(*data), EXACT)
+
+    def test_at_the_minimum_of_the_loss(self, data):
+        params, x, _ = data
+        t = invfunc.diag_ggn(linear, F.mse_loss)
+        y = linear(params, x)
+        assert_trees_close(streamed(t)(params, batches([2, 7], x, y)), t(params, x, y), EXACT)
+
+    @pytest.mark.parametrize("options", [{"weight": torch.arange(1.0, CLASSES + 1)}, {"ignore_index": 0}])
+    def test_what_divides_by_weights_of_the_batch_is_refused(self, data, options):
+        params, x, _ = data
+        y = torch.tensor([0, 1, 2] * 3) % CLASSES
+        options = {k: v.to(x) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        t = streamed(invfunc.diag_ggn(linear, lambda z, y: F.cross_entropy(z, y, **options)))
+        with pytest.raises(ArgumentError, match=r"neither the sum .*ignore_index"):
+            t(params, batches([2], x, y.to(x.device)))
+
+    def test_zero_parameters_hide_no_weights(self, data):
+        """All losses are the same there."""
+        params, x, y = data
+        y = torch.zeros_like(y)
+        y[4:] = 1
+        t = streamed(invfunc.diag_ggn(linear, lambda z, y: F.cross_entropy(z, y, ignore_index=0)))
+        with pytest.raises(ArgumentError):
+            t(tree.map_tensors(torch.zeros_like, params), batches([3, 6], x, y)[1:])
+
+    def test_a_scalar_that_cannot_be_looked_at_is_refused(self, data):
+        t = streamed(invfunc.variance(lambda *args: losses(*args).mean()))
+        with pytest.raises(ArgumentError, match=r"Return the \[N\] losses") as error:
+            t(data[0], batches([2], *data[1:]))
+        assert error.value.__notes__ == ["This is batch 0 of the loader."]
+
+
+class TestLoaders:
+    def test_what_gives_batches(self, data):
+        params, *rest = data
+        t = streamed(invfunc.grad_and_variance(losses))
+        wanted = invfunc.grad_and_variance(losses)(*data)
+        parts = batches([3, 5], *rest)
+        loader = DataLoader(TensorDataset(*rest), batch_size=4)
+        for each in (parts, tuple(parts), (part for part in parts), map(list, parts), loader):
+            assert_trees_close(t(params, each), wanted, EXACT)
+
+    @pytest.mark.parametrize("kind", [dict, UserDict])
+    def test_a_mapping_is_one_argument(self, data, kind):
+        params, *rest = data
+        t = invfunc.batch_grad(lambda params, batch: losses(params, batch["x"], batch["y"]))
+        parts = [kind(x=x, y=y) for x, y in batches([0, 3], *rest)]
+        assert_trees_close(streamed(t)(params, parts), invfunc.batch_grad(losses)(*data), EXACT)
+
+    def test_nothing_in_it(self, data):
+        t = streamed(invfunc.variance(losses))
+        used_up = iter(batches([], *data[1:]))
+        t(data[0], used_up)
+        for loader in ([], used_up, [(data[1][:0], data[2][:0])]):
+            with pytest.raises(ArgumentError, match="no samples"):
+                t(data[0], loader)
+
+    def test_what_is_none(self, data):
+        t = streamed(invfunc.variance(losses))
+        for loader in (data[1], {"x": data[1]}, 3):
+            with pytest.raises(ArgumentTypeError, match="has to give batches"):
+                t(data[0], loader)
+        with pytest.raises(ArgumentTypeError, match="got 3 positional"):
+            t(*data)
+
+    def test_an_error_says_which_batch(self, data):
+        parts = [*batches([3], *data[1:]), (data[1][:3], data[2][:2])]
+        with pytest.raises(ArgumentError, match="has 3 samples but") as error:
+            streamed(invfunc.variance(losses))(data[0], parts)
+        assert error.value.__notes__ == ["This is batch 2 of the loader."]
+
+
+class TestComposes:
+    def test_one_sweep_for_several(self, data):
+        t = invfunc.together(invfunc.variance(losses), invfunc.diag_ggn(losses))
+        found = streamed(t)(data[0], (part for part in batches([2, 4], *data[1:])))
+        assert_trees_close(found, t(*data), EXACT)
+
+    def test_reduced_runs_after_the_last_batch(self, data):
+        seen = []
+        t = invfunc.reduced(invfunc.variance(losses), lambda path, x: seen.append(path) or x.sum())
+        assert_trees_close(streamed(t)(data[0], batches([2, 4], *data[1:])), t(*data), EXACT)
+        assert len(seen) == 4  # once for each of two parameters, by either
+
+    def test_chunks_are_of_a_batch(self, data):
+        for over in ("outputs", "samples", "params"):
+            t = invfunc.chunked(invfunc.diag_ggn(linear, F.cross_entropy), 2, over=over)
+            assert_trees_close(streamed(t)(data[0], batches([2, 4], *data[1:])), t(*data), EXACT)
+
+    def test_aux_is_a_list(self, data):
+        t = invfunc.variance(lambda *args: (losses(*args), len(args[1])), has_aux=True)
+        assert streamed(t)(data[0], batches([2, 2, 4], *data[1:]))[1] == [2, 2, 5]
+
+    def test_a_parameter_that_one_batch_does_not_reach(self, data):
+        def f(params, x, y):
+            return losses(params, x, y) if len(x) > 3 else losses({**params, "w": params["w"].detach()}, x, y)
+
+        for make in (invfunc.batch_grad, invfunc.variance, invfunc.sum_grad_squared):
+            found = streamed(make(f))(data[0], batches([2], *data[1:]))
+            shares = invfunc.batch_grad(losses)(*data)
+            shares["w"][:2] = 0
+            wanted = {
+                invfunc.batch_grad: lambda g: g,
+                invfunc.variance: lambda g: g.var(0, correction=0),
+                invfunc.sum_grad_squared: lambda g: g.square().sum(0),
+            }[make]
+            assert_trees_close(found, tree.map_tensors(wanted, shares), EXACT)
+
+    def test_it_is_of_everything(self, data):
+        t = streamed(invfunc.variance(losses))
+        with pytest.raises(ArgumentTypeError, match="Chunk what is in it"):
+            invfunc.chunked(t, 2)
+        with pytest.raises(ArgumentError, match=r"torch\.func"):
+            torch.func.grad(lambda p: t(p, [data[1:]])["w"].sum())(data[0])
+        with pytest.raises(ArgumentTypeError, match="has to be a statistic"):
+            streamed(losses)
+        with pytest.raises(ArgumentError, match="samples="):
+            streamed(invfunc.variance(losses, samples=[0]))
+        assert repr(t) == "streamed(variance(losses))"
+
+
+@pytest.mark.parametrize("make", [invfunc.variance, invfunc.diag_ggn, invfunc.kflr], ids=lambda make: make.__name__)
+def test_memory_is_that_of_one_batch(make):
+    rand = Numbers(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
+    f, params = invfunc.functional(model.to(rand(1)))
+    t = streamed(make(lambda params, x, y: F.cross_entropy(f(params, x), y, reduction="none")))
+
+    def peak(count):
+        def loader():
+            for seed in range(count):
+                yield Numbers(seed)(64, 30), LOSSES[0].target(Numbers(seed), 64)
+
+        with nothing_collected(), Meter() as meter:
+            result = t(params, loader())
+        return meter.peak(result)
+
+    peak(1)
+    assert peak(12) <= 1.1 * peak(3)
