@@ -44,7 +44,7 @@ OPERATIONS = [
         "operations/norms.py",
         "return func is F.instance_norm or 1 in (input.shape[0], *input.shape[2:])",
         "return False",
-        "operations/test_twice_differentiable.py::test_what_is_normalised_may_lie_in_memory_in_any_order operations",
+        "operations/test_norms_twice.py::test_what_is_normalised_may_lie_in_memory_in_any_order operations",
     ),
     Fault(
         "a part of a concatenation begins one place late",
