@@ -49,8 +49,8 @@ def certified(
 
     What it does not: that f is the function that was meant, that what both ways share is right (f itself, where its
     outputs are found, which columns `mc_samples` draws), or anything about faults below the tolerance. That is, beside
-    the largest number of a leaf, or the root of the sum of squares of what is added up in it, 1e-8 in float64, 3e-5 in
-    float32, 0.008 in float16 and 0.06 in bfloat16, and beside the largest of all leaves 4e-15. Numbers that are further
+    the largest number of a leaf, or the root of the sum of squares of what is added up in it, 1e-8 in float64, 4e-6 in
+    float32, 0.004 in float16 and 0.03 in bfloat16, and beside the largest of all leaves 4e-15. Numbers that are further
     apart are looked at anew before an error is raised: t is called again at the same arguments, which has to give the
     same, and both ways six times at arguments that are moved by 1e-4, the other one in float64, too. The tolerance of
     each number is 8 times what its distance to the other way changes by (or half of those of its leaf do, if that is

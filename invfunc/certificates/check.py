@@ -17,7 +17,6 @@ from invfunc.errors import CertificateError
 Looked = tuple[list[Look], list[Numbers]]
 """Numbers of a result, and those of the other path."""
 
-
 Around = torch.Generator | None
 """What draws vectors by way of which others are multiplied, so that rounding differs; None where they are not."""
 
@@ -90,7 +89,7 @@ class Check(ABC):
         return self.looks(args, kwargs, self.t(*args, **kwargs), self.tape.again())
 
     def _moved(self, _: int) -> Looked | None:
-        """Both at arguments that are moved in their last place; None where one of them is of no use there."""
+        """Both at arguments that are moved by a little; None where one of them is of no use there."""
         args, kwargs = self._changed(lambda x: moved(x, self.tape.generator))
         try:
             looks = self._again(args, kwargs)

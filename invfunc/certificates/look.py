@@ -41,8 +41,8 @@ def at_places(x: torch.Tensor, p: torch.Tensor, places: torch.Tensor) -> torch.T
 
 
 def magnitudes(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """How large a result `[*lead, *p]` is at each entry of the parameter p."""
-    return wide(x).abs().reshape(x.shape[: x.ndim - p.ndim].numel(), p.numel()).sum(0)
+    """How large a result `[*lead, *p]` is at each entry of the parameter p, without numbers that are not finite."""
+    return wide(x).abs().nan_to_num(0, 0, 0).reshape(x.shape[: x.ndim - p.ndim].numel(), p.numel()).sum(0)
 
 
 @dataclass

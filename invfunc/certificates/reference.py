@@ -46,8 +46,6 @@ class Reference:
     """Of the generators, before the result was computed."""
     around: torch.Generator | None = None
     """What draws the others, where vectors are multiplied by way of others (`Run.curved`)."""
-    runs: int = 0
-    """How often the function was evaluated on the whole batch."""
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Reference:
@@ -73,7 +71,6 @@ class Reference:
         given = Given(f, p.loss, args, p.kwargs, names, dims, p.out_dims, p.has_aux)
         self._stack.enter_context(given.scope)
         rewound(self.before)
-        self.runs += 1
         return given
 
     @cached_property

@@ -2,8 +2,8 @@
 
 The model: so many units in the last place of the largest number of a leaf, or of what is added up in it. It knows
 nothing of what cancels within f (the second derivative of `log(cosh(z))` at a large z). So numbers that are further
-apart are looked at again, at arguments that are moved by a unit in the last place: a fault is there as well, and about
-as large, while rounding errors come out as other ones. And the other way is taken in float64, which shows its own
+apart are looked at again, at arguments that are moved by a little: a fault is there as well, and about as large, while
+rounding errors come out as other ones. And the other way is taken in float64, which shows its own
 error. Of float64 there is nothing more precise to look with (the slope of a softmax that is sure cancels the same way
 each time): half of its digits are asked for.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-UNITS = {torch.float64: 2**26, torch.float32: 2**8, torch.float16: 2**3, torch.bfloat16: 2**3}
+UNITS = {torch.float64: 2**26, torch.float32: 2**5, torch.float16: 2**2, torch.bfloat16: 2**2}
 """Units in the last place: of half precision, which has few of them, less."""
 
 APART = 8
