@@ -10,7 +10,8 @@ from invfunc.callables import check_functions, describe
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
 from invfunc.plan import Options
-from invfunc.recording.problem import InDims, problem
+from invfunc.recording.beside import beside
+from invfunc.recording.problem import InDims, Problem, problem
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.sparsity.report import Explanation
@@ -31,6 +32,8 @@ class Statistic(Transform):
     out_dims: int = 0
     has_aux: bool = False
     samples: Any = None
+    others: tuple | None = None
+    """Another batch, whose samples come behind those of a call."""
     drawing: Drawing | None = None
     options: Options = field(default_factory=Options)
     members: tuple[Statistic, ...] = ()
@@ -51,9 +54,14 @@ class Statistic(Transform):
 
     def engine(self, args: tuple, kwargs: dict[str, Any], names: Any, explaining: bool = False) -> Engine:
         """The evaluation at these arguments; `explaining` says that it is only asked how it would be done."""
+        given = self.problem(args, kwargs, names)
+        return Engine(given, self.options, [s.quantity for s in self.members or (self,)], explaining)
+
+    def problem(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Problem:
+        """The arguments of a call, sorted."""
         dims = self.in_dims, self.out_dims
         given = problem(self.f, self.loss, args, kwargs, self.argnums, *dims, self.has_aux, names, self.samples)
-        return Engine(given, self.options, [s.quantity for s in self.members or (self,)], explaining)
+        return given if self.others is None else beside(given, self.others, names)
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed at these arguments."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plan import Options
 from invfunc.statistic import Statistic
 
-_SHARED = ("f", "loss", "argnums", "in_dims", "out_dims", "has_aux", "samples")
+_SHARED = ("f", "loss", "argnums", "in_dims", "out_dims", "has_aux", "samples", "others")
 
 
 def together(*statistics: Statistic) -> Statistic:
@@ -78,4 +80,4 @@ def _same(a: Any, b: Any) -> bool:
     try:
         return bool(a == b)
     except (RuntimeError, TypeError, ValueError):  # tensors of several entries
-        return a.shape == b.shape and bool((a == b).all())
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)

@@ -138,10 +138,30 @@ def _of_the_model(case: Case, z: torch.Tensor, jacobian: Any, chosen: list[int],
     yield Expectation(batch_jacobian(f, samples=chosen, **options), args, picked, (next(others),))
     yield Expectation(gram(f, **options), args, sum(tree.leaves(kernels)), ("fast", next(others)))
     yield Expectation(gram(f, per_parameter=True, **options), args, kernels, (next(others),))
+    yield from _between_batches(case, kernels, z)
     outputs = list(range(1, z.ndim))
     squares = tree.map_tensors(lambda j: j.square().sum(outputs) if outputs else j.square(), jacobian)
     curvature = batch_diag_ggn(f, _half_squares, in_dims=(*case.in_dims, 0))
     yield Expectation(curvature, (*args, Numbers(1)(*z.shape).to(z)), squares, ("fast",))
+
+
+def _between_batches(case: Case, kernels: Any, z: torch.Tensor) -> Iterator:
+    """The products with another batch, here the first two samples."""
+    given = [(x, d) for x, d in zip(case.inputs, case.in_dims, strict=True) if d is not None]
+    first = tuple(tree.map_tensors(lambda t, d=d: t.narrow(d, 0, min(2, t.shape[d])), x) for x, d in given)
+    both = iter(
+        [tree.map_leaves(lambda a, b, d=d: torch.cat([a, b], d), x, y) for (x, d), y in zip(given, first, strict=True)]
+    )
+    try:
+        args = [x if d is None else next(both) for x, d in zip(case.inputs, case.in_dims, strict=True)]
+        found = case.f(case.params, *args)
+    except RuntimeError:
+        return  # it holds something of each sample of one batch
+    if not torch.allclose(found, torch.cat([z, z[:2]])):
+        return  # or something that depends on their number or places
+    expected = tree.map_tensors(lambda k: k.narrow(z.ndim, 0, min(2, len(k))), kernels)
+    t = gram(case.f, others=first, per_parameter=True, in_dims=case.in_dims)
+    yield Expectation(t, (case.params, *case.inputs), expected, ("fast",))
 
 
 def _of_curvature(case: Case, z: torch.Tensor, jacobian: Any, losses: dict, scalar: bool) -> Iterator:

@@ -13,7 +13,7 @@ from invfunc.callables import describe
 from invfunc.certificates.draws import States, needed, rewound, states
 from invfunc.certificates.looks import unknown
 from invfunc.certificates.of_products import NAMES, OfProduct
-from invfunc.certificates.of_statistics import OfStatistic, problem_of
+from invfunc.certificates.of_statistics import OfStatistic
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.product import Product
 from invfunc.recording.held import held_by
@@ -197,7 +197,7 @@ class Certified(Transform):
         if isinstance(self.t, Product):
             raise ArgumentTypeError("explain is of statistics, and a product is computed in one way only.")
         found = self.t.explanation(args, kwargs, names)
-        entries = sum(p.numel() for p in problem_of(self.t, args, kwargs, names).leaves)
+        entries = sum(p.numel() for p in self.t.problem(args, kwargs, names).leaves)
         count = f"all {entries}" if entries <= self.k else f"{self.k} evenly and {self.k} by size of {entries}"
         told = f"certified: {count} entries, each with a derivative of f along it"
         return replace(found, name=repr(self), checked=told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -114,29 +115,33 @@ def clipped_sum(m: Member) -> Iterator[Look]:
 
 
 def inner_products(m: Member) -> Iterator[Look]:
-    """Rows of the matrices, and their mirror images."""
+    """Rows of the matrices, and their mirror images where both sides are the same samples."""
     assert isinstance(m.t.reduction, InnerProducts)
-    whole = m.t.reduction.whole
+    whole, others = m.t.reduction.whole, m.t.reduction.others
     grams = [m.result] if whole else m.leaves(m.result)
     flat = [wide(x).flatten(0, x.ndim // 2 - 1).flatten(1) for x in grams]
     outputs = grams[0].shape[1 : grams[0].ndim // 2]
-    at = m.rows(torch.stack([x.diagonal() for x in flat]).sum(0))
+    at = m.rows(torch.stack([x.square().sum(1) if others else x.diagonal() for x in flat]).sum(0))
 
     def rows(r: Reference) -> list[Numbers]:
         of = _kernel if outputs else _products
         parts = [of(m, r, which, whole) for which in r.in_parts(at)]
-        return [(torch.cat(list(x)), 0.0) for x in zip(*parts, strict=True)]
+        columns = flat[0].shape[1]  # those of the other samples come last
+        return [(torch.cat([y[:, -columns:] for y in x]), 0.0) for x in zip(*parts, strict=True)]
 
     def whose(k: int) -> str:
         return m.sample(*(int(i) for i in torch.unravel_index(torch.tensor(k), (len(m.chosen), *outputs))))
 
     def product(i: int, row: int, column: int) -> str:
         of_leaf = "" if whole else m.problem.name(i) + ", "
-        return f"{of_leaf}the product{whose(row)} and{whose(column)}"
+        of_other = whose(column + len(m.chosen[others:]) * math.prod(outputs)) if others else whose(column)
+        return f"{of_leaf}the product{whose(row)} and{of_other}"
 
     computed = Remembered(rows)
     for i, x in enumerate(flat):
         yield m.look(x[at], lambda r, i=i: computed(r)[i], lambda k, other, i=i: product(i, int(at[k]), other))
+        if others:
+            continue
         yield m.look(x, lambda r, x=x: (x.T, 0.0), lambda *at, i=i: f"{product(i, *at)}, beside its mirror image,")
 
 

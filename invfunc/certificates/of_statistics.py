@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +11,8 @@ from invfunc.certificates.look import Look, Member
 from invfunc.certificates.looks import looks
 from invfunc.certificates.reference import Reference
 from invfunc.certificates.rounding import Numbers
-from invfunc.recording.problem import Problem, problem
 from invfunc.reductions.squares import MatrixTrace, SumOfSquares
 from invfunc.statistic import Statistic
-
-
-def problem_of(t: Statistic, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> Problem:
-    """The arguments of a call, sorted."""
-    return problem(t.f, t.loss, args, kwargs, t.argnums, t.in_dims, t.out_dims, t.has_aux, names, t.samples)
 
 
 class OfStatistic(Check):
@@ -33,7 +26,7 @@ class OfStatistic(Check):
         return self.t.members or (self.t,)
 
     def looks(self, args: tuple, kwargs: dict[str, Any], result: Any, tape: Tape) -> list[Look]:
-        given, found = problem_of(self.t, args, kwargs, self.names), list[Look]()
+        given, found = self.t.problem(args, kwargs, self.names), list[Look]()
         for m, x in zip(self.members, self._results(args, kwargs, result), strict=True):
             found += looks(Member(m, given, x, self.k, tape, f" of {m.name}" if len(self.members) > 1 else ""))
         return found
@@ -57,7 +50,7 @@ class OfStatistic(Check):
         return t, t(*args, **kwargs)
 
     def expected(self, looks: list[Look], args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Numbers]:
-        given = problem_of(self.t, args, kwargs, self.names)
+        given = self.t.problem(args, kwargs, self.names)
         with Reference(given, self.names, [m.quantity for m in self.members], self.before, around) as r:
             return [look.expected(r) for look in looks]
 

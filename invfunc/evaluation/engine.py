@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,16 +20,17 @@ from invfunc.loss.outputs import OutputFinder, searched
 from invfunc.loss.square_root import Columns, Gradient
 from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.passes.by_place import other_again
+from invfunc.passes.by_place import other_again, runs_on_part
 from invfunc.passes.certified import check_roots
 from invfunc.passes.loss import Made, Split, at_found, at_given
 from invfunc.passes.run import WHOLE, Run
 from invfunc.passes.runs import Runner
 from invfunc.plan import Options
 from invfunc.recording import Trace
+from invfunc.recording.beside import check_batches
 from invfunc.recording.checks import check_loss, same_values
 from invfunc.recording.problem import Problem
-from invfunc.recording.random import Draws, restore
+from invfunc.recording.random import Draws, Drew, restore
 from invfunc.recording.scope import Scope
 from invfunc.recording.steps import any_step, nonlinear
 from invfunc.reductions.quantity import Quantity
@@ -137,8 +139,17 @@ class Engine:
     def _gradient_or_jacobian(self) -> Any:
         """The shares of a loss function, or the rows of the Jacobian of a model function."""
         run = self.runner.loss(or_model=True)
+        if self.problem.others:
+            z = run.result if isinstance(run.result, torch.Tensor) else run.outputs[0][0]
+            with suppress(Drew):  # what draws at random is not the same again
+                check_batches(self.problem, z, self._batch_alone if self.runner.alone is None else None)
         self.fold.over(lambda: [run], self._ones if isinstance(run.result, torch.Tensor) else self.fold.units)
         return run.aux
+
+    def _batch_alone(self, part: slice) -> Any:
+        """What f returns for one of two batches that were joined."""
+        with runs_on_part(True):
+            return self.runner.run(part, part.stop - part.start, with_uses=False, draws=Draws(stop=True)).result
 
     def _ones(self, run: Run) -> Made:
         """The columns of a run whose output is the loss itself, of which no part is an affine function."""

@@ -305,7 +305,7 @@ class Fold:
         def delivered(x: torch.Tensor) -> torch.Tensor:
             if order is not None:
                 for axis in reduction.sample_axes(found):
-                    x = x.index_select(axis, order)
+                    x = x.index_select(axis, order[: x.shape[axis]])  # those of another batch come last, in order
             return x.to(dtype)
 
         return [tree.map_tensors(delivered, result) for result in results]

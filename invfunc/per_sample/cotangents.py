@@ -40,9 +40,10 @@ class Samples:
     def all(self) -> Part:
         return slice(0, self.n) if self.chosen is None else self.chosen
 
-    def parts(self, size: int, budget: int) -> list[Part]:
-        """Blocks of samples of which each makes about `budget` numbers, `size` a sample."""
-        ranges = even(self.count, max(1, budget // max(1, size)))
+    def parts(self, size: int, budget: int, start: int = 0, stop: int | None = None) -> list[Part]:
+        """Blocks of samples of which each makes about `budget` numbers, `size` a sample; of all, or of a range."""
+        ranges = even((self.count if stop is None else stop) - start, max(1, budget // max(1, size)))
+        ranges = [(start + a, start + b) for a, b in ranges]
         return [slice(a, b) if self.chosen is None else self.chosen[a:b] for a, b in ranges]
 
 

@@ -131,6 +131,16 @@ class Factor:
             rows.append([*mirrored, self._products(part, terms, part, terms), *others])
         return torch.cat([torch.cat(row, 3) for row in rows], 1) if len(parts) > 1 else rows[0][0]
 
+    def products_with(self, last: int) -> torch.Tensor:
+        """The products of all samples but the last so many with these: `[V, n - last, V, last]`."""
+        size, first = thresholds.OPERANDS * self.budget, self.samples.count - last
+        columns = self.samples.parts(self.work, size, start=first)
+        rows = []
+        for part in self.samples.parts(self.work, size, stop=first):
+            terms = self._terms(self.columns.left, part)
+            rows.append(joined([self._products(part, terms, q, self._terms(self.columns.left, q)) for q in columns], 3))
+        return joined(rows, 1)
+
     def _products(self, part: Part, terms: list[Term], other: Part, others: list[Term]) -> torch.Tensor:
         """The products of the shares of two blocks of samples, `[V, b, V, c]`."""
         output = "VN" + self.output

@@ -121,6 +121,14 @@ class Shares:
         flat = share.reshape(share.shape[0] * share.shape[1], -1)
         return (flat @ flat.T).reshape(*share.shape[:2], *share.shape[:2])
 
+    def products_with(self, last: int) -> torch.Tensor:
+        """The products of all samples but the last so many with these: `[V, count - last, V, last]`."""
+        if self._apart:
+            return summed(f.products_with(last) for f in self.factors)
+        one, other = self.dense().split([self.samples.count - last, last], 1)
+        flat, others = (x.reshape(x.shape[0] * x.shape[1], -1) for x in (one, other))
+        return (flat @ others.T).reshape(*one.shape[:2], *other.shape[:2])
+
     def _blocks(self, budget: int | None = None, size: int | None = None) -> Iterator[Part]:
         """Blocks of samples whose shares fit the budget."""
         if size is None:

@@ -55,6 +55,8 @@ class Problem:
     n: int
     samples: list[int] | None = None
     """The samples that the caller chose, as places in the batch."""
+    others: int = 0
+    """How many of the last samples are those of another batch, joined to the first."""
 
     @property
     def inputs(self) -> range:

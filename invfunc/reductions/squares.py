@@ -58,25 +58,26 @@ class MatrixTrace(SumOfSquares):
 
 
 class InnerProducts(Reduction):
-    """`sum_p G[v, n, p] G[w, m, p]`, of all parameters together or of each."""
+    """`sum_p G[v, n, p] G[w, m, p]`, of all parameters together or of each; m are all samples, or the last `others`,
+    which are not among the n then."""
 
     axes = ("params",)
 
-    def __init__(self, per_parameter: bool) -> None:
-        self.whole = not per_parameter
+    def __init__(self, per_parameter: bool, others: int = 0) -> None:
+        self.whole, self.others = not per_parameter, others
 
     def step(self, shares: Shares) -> State:
-        return (shares.products(),)
+        return (shares.products_with(self.others) if self.others else shares.products(),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
-        return (leaf.new_zeros(columns, n, columns, n),)
+        return (leaf.new_zeros(columns, n - self.others, columns, self.others or n),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         (one,) = found.outputs
         return [_with_outputs(_with_outputs(state[0].permute(1, 0, 3, 2), 3, one), 1, one)]
 
     def sample_axes(self, found: Found) -> tuple[int, ...]:
-        return (0, 1 + len(found.outputs[0]))
+        return (0,) if self.others else (0, 1 + len(found.outputs[0]))
 
 
 class JacobianRows(Reduction):

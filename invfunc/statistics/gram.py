@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from invfunc import tree
+from invfunc.errors import ArgumentTypeError
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.quantity import GRADIENT_OR_JACOBIAN
 from invfunc.reductions.squares import InnerProducts
@@ -13,6 +15,7 @@ from invfunc.statistic import Statistic
 def gram(
     f: Callable,
     *,
+    others: tuple | list | None = None,
     per_parameter: bool = False,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
@@ -28,21 +31,32 @@ def gram(
         J = torch.cat([j.flatten(2) for j in batch_jacobian(f)(params, *inputs).values()], 2)    # [N, C, P]
         torch.einsum("ncp,mdp->ncmd", J, J)
 
+    With `others`, those of the samples of a call with the samples of another batch, as of training data with test data:
+
+        H = torch.cat([g.flatten(1) for g in batch_grad(f)(params, *others).values()], 1)        # [M, P]
+        G @ H.T
+
     A mean loss puts 1/N^2 into every product of a loss function; a model function has no such scale.
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`, or a model function
             `f(params, *inputs)`, which returns one tensor `[N, *out]` of two dimensions or more.
+        others: the other batch, an entry for each batch argument with a sample axis; but for the number of samples M
+            its tensors are like those of a call. f runs once, on both batches joined, and has to give a loss for
+            each sample, or their outputs.
         per_parameter: a matrix for each parameter instead of their sum.
         out_dims: the sample axis of the outputs of a model function.
-        samples, argnums, in_dims, has_aux: as in `batch_grad`.
+        samples, argnums, in_dims, has_aux: as in `batch_grad`; `samples` are some of the call's, and of `others` all
+            count.
 
     Returns:
         A function `(params, *batch) -> [N, N]`, in the unit of (loss / parameter)^2; for a model function
-        `(params, *inputs) -> [N, *out, N, *out]`. With `per_parameter` a tree like the parameters of these.
+        `(params, *inputs) -> [N, *out, N, *out]`. With `others`, `[N, M]` and `[N, *out, M, *out]`. With
+        `per_parameter` a tree like the parameters of these.
 
     Raises:
-        ArgumentError, SampleAxisError: as in `batch_grad`.
+        ArgumentError, SampleAxisError: as in `batch_grad`; beside `others` a scalar loss, whose scale in either batch
+            is not known, or an f that depends on the number of samples or on their places.
 
     Example:
         >>> import torch, invfunc
@@ -51,13 +65,61 @@ def gram(
         tensor([[ 4., 16.],
                 [16., 64.]])
 
-    Composes with: `chunked` over params; `torch.func.grad`, `vmap`, `jvp` around it.
+        Which sample of the training data moves the loss of a test sample: a step down the gradient of the first lowers
+        that of the second where their product is positive.
+
+        >>> test = torch.tensor([[-1.0]]), torch.ones(1)
+        >>> invfunc.gram(f, others=test)(torch.tensor([1.0]), torch.tensor([[1.0], [2.0]]), torch.zeros(2))
+        tensor([[ 8.],
+                [32.]])
+
+        Of chosen outputs, here one logit of each sample: a function that picks them is a loss function, whose products
+        take one column in place of all C.
+
+        >>> logit = lambda w, x, y: (x @ w).gather(1, y[:, None])[:, 0]
+        >>> invfunc.gram(logit)(torch.eye(2), torch.ones(3, 2), torch.tensor([0, 1, 0]))
+        tensor([[2., 0., 2.],
+                [0., 2., 0.],
+                [2., 0., 2.]])
+
+    Composes with: `chunked` over params, `reduced`, `certified`; `torch.func.grad`, `vmap`, `jvp` around it, in what
+    `others` holds too. Tiles of a large matrix: `chunked(lambda *args: gram(f, others=others)(*args), n)` goes over the
+    rows, a loop over parts of `others` over the columns.
 
     Cost: one forward pass and a pullback of all outputs of a sample at once. The shares of a layer are formed where
-    that is cheaper than the products of what it reads and of its cotangents, slice by slice.
+    that is cheaper than the products of what it reads and of its cotangents, slice by slice. With `others` that of
+    N + M samples, without the products within either batch, and a forward pass of each batch alone, as a check that f
+    does not mix them (none of an f that draws at random).
 
     Source: Jacot, Gabriel and Hongler, "Neural tangent kernel", NeurIPS 2018; Dangel, Tatzel and Hennig, "ViViT",
     TMLR 2022.
     """
-    options = {"argnums": argnums, "in_dims": in_dims, "has_aux": has_aux, "samples": samples, "out_dims": out_dims}
-    return Statistic("gram", f, InnerProducts(per_parameter), kind=GRADIENT_OR_JACOBIAN, **options)
+    if others is not None and not isinstance(others, (tuple, list)):
+        raise ArgumentTypeError(
+            f"gram(f, others=...): others is of type {type(others).__name__}, but has to be a tuple of batch "
+            "arguments, as in gram(f, others=(x, y)); of one argument, others=(x,)."
+        )
+    both = None if others is None else tuple(others)
+    options = {
+        "others": both,
+        "argnums": argnums,
+        "in_dims": in_dims,
+        "has_aux": has_aux,
+        "samples": samples,
+        "out_dims": out_dims,
+    }
+    return Statistic(
+        "gram",
+        f,
+        InnerProducts(per_parameter, 0 if both is None else _count(both, in_dims)),
+        kind=GRADIENT_OR_JACOBIAN,
+        **options,
+    )
+
+
+def _count(others: tuple, in_dims: InDims) -> int:
+    """How many samples the first tensor of another batch has; a call checks the rest."""
+    dims = [in_dims] * len(others) if in_dims is None or isinstance(in_dims, int) else in_dims
+    given = zip(others, (d for d in dims if d is not None), strict=False)
+    sizes = (x.shape[d] for other, d in given for x in tree.tensors(other) if -x.ndim <= d < x.ndim)
+    return next(sizes, 0)

@@ -93,21 +93,32 @@ def loop_batch_jacobian(f: Callable, *, out_dims: int = 0, samples: Samples = No
     return oracle
 
 
-def loop_gram(f: Callable, *, per_parameter: bool = False, out_dims: int = 0, samples: Samples = None) -> Callable:
+def loop_gram(
+    f: Callable,
+    *,
+    others: tuple | None = None,
+    per_parameter: bool = False,
+    out_dims: int = 0,
+    samples: Samples = None,
+) -> Callable:
     """The oracle of `gram`: the inner products of all rows of `batch_jacobian`, row by row.
 
-    For an `[N]`-valued loss function the rows are the shares; for a model function it is the empirical NTK.
+    For an `[N]`-valued loss function the rows are the shares; for a model function it is the empirical NTK. `others`
+    are all arguments behind the parameters in a call of f on another batch, whose rows are the second factors then.
     """
-    jacobian = loop_batch_jacobian(f, out_dims=out_dims, samples=samples)
 
     def oracle(params: Any, *inputs: Any, **kwargs: Any) -> Any:
         leaves, form = tree.separate(params)
+        each = tree.tensors(loop_batch_jacobian(f, out_dims=out_dims, samples=samples)(params, *inputs, **kwargs))
+        beside = each
+        if others is not None:
+            beside = tree.tensors(loop_batch_jacobian(f, out_dims=out_dims)(params, *others, **kwargs))
         grams = []
-        for j, p in zip(tree.tensors(jacobian(params, *inputs, **kwargs)), leaves, strict=True):
-            outputs = j.shape[: j.ndim - p.ndim]
-            rows = j.reshape(outputs.numel(), p.numel())
-            products = torch.stack([rows @ row for row in rows]) if len(rows) else rows @ rows.T
-            grams.append(products.reshape(*outputs, *outputs))
+        for j, k, p in zip(each, beside, leaves, strict=True):
+            shapes = [x.shape[: x.ndim - p.ndim] for x in (j, k)]
+            rows, columns = (x.reshape(shape.numel(), p.numel()) for x, shape in zip((j, k), shapes, strict=True))
+            products = torch.stack([columns @ row for row in rows]) if len(rows) else rows @ columns.T
+            grams.append(products.reshape(*shapes[0], *shapes[1]))
         return form.join(grams) if per_parameter else sum(grams)
 
     return oracle

@@ -1,0 +1,199 @@
+"""gram between two batches: the loop, the block of the joined batch, compositions, memory, and what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import invfunc
+from invfunc import ArgumentError, ArgumentTypeError, batch_grad, certified, chunked, gram, reduced, together, tree
+from invfunc.testing import assert_trees_close, loop_gram
+from tests.networks import LOSSES, NETWORKS, network, networks, samples_loss
+from tests.strategies import Numbers
+
+EXACT = 1e-10
+names, losses, sizes = st.sampled_from(sorted({*NETWORKS} - {"module"})), st.sampled_from(LOSSES), st.integers(1, 4)
+
+
+def batches(called, loss, n, m):
+    """A loss function, parameters, and two batches."""
+    one, other = network(called, n), network(called, m, seed=1)
+    return (
+        samples_loss(one, loss),
+        one.params,
+        (one.x, loss.target(Numbers(1), n)),
+        (other.x, loss.target(Numbers(2), m)),
+    )
+
+
+def classifier():
+    rand = Numbers()
+    params = {"w": rand(6, 8), "v": rand(8, 5)}
+    return (lambda p, x: (x @ p["w"]).tanh() @ p["v"]), params, rand(4, 6), rand(3, 6)
+
+
+@pytest.mark.quick
+class TestBetweenBatches:
+    @given(names, losses, sizes, sizes, st.booleans())
+    def test_of_losses_equals_the_loop(self, called, loss, n, m, per_parameter):
+        f, params, batch, others = batches(called, loss, n, m)
+        found = gram(f, others=others, per_parameter=per_parameter)(params, *batch)
+        assert_trees_close(
+            found, loop_gram(f, others=others, per_parameter=per_parameter)(params, *batch), EXACT, 1e-12
+        )
+
+    @given(names, sizes, sizes)
+    def test_of_a_model_equals_the_loop(self, called, n, m):
+        net, others = network(called, n), (network(called, m, seed=1).x,)
+        found = gram(net.f, others=others)(net.params, net.x)
+        assert_trees_close(found, loop_gram(net.f, others=others)(net.params, net.x), EXACT)
+
+    @given(networks(sequences=True))
+    def test_with_the_batch_itself_is_gram(self, net):
+        assert_trees_close(gram(net.f, others=(net.x,))(net.params, net.x), gram(net.f)(net.params, net.x), EXACT)
+
+    @given(names, losses, st.lists(st.integers(-3, 2), min_size=1, max_size=4))
+    def test_samples_are_those_of_the_call(self, called, loss, samples):
+        f, params, batch, others = batches(called, loss, 3, 2)
+        found = gram(f, others=others, samples=samples)(params, *batch)
+        assert_trees_close(found, gram(f, others=others)(params, *batch)[samples], EXACT, 1e-12)
+
+    @given(names, losses, sizes)
+    def test_does_not_depend_on_passes_over_parameters_or_tiles(self, called, loss, k):
+        f, params, batch, others = batches(called, loss, 4, 3)
+        t = gram(f, others=others)
+        for divided in (chunked(t, k, over="params"), chunked(lambda *args: t(*args), k)):
+            assert_trees_close(divided(params, *batch), t(params, *batch), EXACT, 1e-12)
+
+    def test_keeps_what_samples_share_and_axes_of_trees(self):
+        w, x, other = Numbers()(3, 2), {"a": Numbers(1)(3, 4)}, {"a": Numbers(2)(3, 5)}
+        t = gram(lambda x, w, s: (x["a"].T @ w) * s, others=(other,), argnums=1, in_dims=(1, None))
+        wanted = loop_gram(lambda w, x, s: (x["a"].T @ w) * s, others=(other, 2.0))(w, x, 2.0)
+        assert_trees_close(t(x, w, 2.0), wanted, EXACT)
+
+    def test_what_no_sample_reads_is_zero(self):
+        args = {"w": Numbers()(3), "unused": Numbers()(2)}, Numbers(1)(4, 3)
+        found = gram(lambda p, x: x @ p["w"], others=(Numbers(2)(2, 3),), per_parameter=True)(*args)
+        assert found["unused"].shape == (4, 2) and not found["unused"].any()
+
+    def test_is_differentiable_in_both_batches_and_maps_over_either(self):
+        f, params, x, u = classifier()
+        loop = lambda p, x, u: loop_gram(f, others=(u,))(p, x)  # noqa: E731
+        t = lambda p, x, u: gram(f, others=(u,))(p, x)  # noqa: E731
+        c = Numbers(3)(4, 5, 3, 5)
+        given = [y.clone().requires_grad_() for y in (params["w"], x, u)]
+        wanted = torch.autograd.grad((loop(params | {"w": given[0]}, *given[1:]) * c).sum(), given)
+        plain = torch.autograd.grad((t(params | {"w": given[0]}, *given[1:]) * c).sum(), given)
+        of_func = torch.func.grad(lambda w, x, u: (t(params | {"w": w}, x, u) * c).sum(), (0, 1, 2))(params["w"], x, u)
+        assert_trees_close(plain, wanted, EXACT)
+        assert_trees_close(of_func, wanted, EXACT)
+        many = torch.stack([u, 2 * u])
+        mapped = torch.vmap(lambda u: t(params, x, u))(many)
+        assert_trees_close(mapped, torch.stack([loop(params, x, u) for u in many]), EXACT)
+
+    def test_reduced_together_and_certified(self):
+        f, params, x, u = classifier()
+        t, others = gram(f, others=(u,)), (u,)
+        each = gram(f, others=others, per_parameter=True)
+        wanted = t(params, x)
+        sums = reduced(each, torch.sum)(params, x)
+        assert_trees_close(sum(tree.leaves(sums)), wanted.sum(), EXACT)
+        both = together(gram(f, others=others), each)
+        assert_trees_close(both(params, x), (wanted, each(params, x)), EXACT)
+        for statistic in (t, each, gram(f, others=others, samples=[2, 0])):
+            certified(statistic, generator=0)(params, x)
+        with pytest.raises(ArgumentError, match="different others"):
+            together(t, gram(f))
+
+    def test_a_certificate_sees_a_wrong_product(self, monkeypatch):
+        f, params, x, u = classifier()
+        right = invfunc.per_sample.Shares.products_with
+        monkeypatch.setattr(invfunc.per_sample.Shares, "products_with", lambda *a: right(*a).roll(1, -1))
+        with pytest.raises(invfunc.CertificateError, match="the product of sample"):
+            certified(gram(f, others=(u,)), generator=0)(params, x)
+
+
+class TestWithoutTheShares:
+    def test_forms_no_shares_where_gram_does_not(self):
+        """Two layers of 2^20 weights: the shares of 6 samples would be 12 times that."""
+        w, largest = {"a": Numbers()(1024, 1024), "b": Numbers(1)(1024, 1024)}, []
+
+        class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                largest.extend(y.numel() for y in tree.tensors(out) if y.shape not in [(1024, 1024)])
+                return out
+
+        t = gram(lambda w, x: ((x @ w["a"]).tanh() @ w["b"]).square().sum(1), others=(Numbers(2)(2, 1024),))
+        with Sizes():
+            t(w, Numbers(3)(4, 1024))
+        assert largest and max(largest) < 2**15
+
+    def test_chosen_outputs_take_one_column(self):
+        """Products of one logit of each sample, without those of the other logits."""
+        f, params, x, u = classifier()
+        y, v, seen = torch.arange(4), torch.arange(3), []
+
+        def z(p, x):
+            z = f(p, x) + 0
+            if z.requires_grad:
+                z.register_hook(lambda g: seen.append(g.shape) and None)
+            return z
+
+        t = gram(lambda p, x, y: z(p, x).gather(1, y[:, None])[:, 0], others=(u, v))
+        found = t(params, x, y)
+        assert seen == [(7, 5)]
+        kernel = loop_gram(f, others=(u,))(params, x)
+        assert_trees_close(found, kernel[torch.arange(4)[:, None], y[:, None], torch.arange(3), v], EXACT)
+
+
+class TestErrors:
+    f, params, x, u = classifier()
+    f = staticmethod(f)
+
+    @pytest.mark.parametrize(
+        ("others", "text"),
+        [
+            ((), r"others has 0 entries, but there are 1 batch arguments: \(x\)"),
+            ((u, u), "others has 2 entries"),
+            (({"a": u},), "others.0. has another structure than x"),
+            ((u[:, :5],), "others.0. has shape .3, 5.*beside .4, 6.*Pad"),
+            ((u.float(),), "float32.*float64.*have to agree"),
+            ((u[:0],), "no samples"),
+            ((torch.tensor(1.0),), "no axis 0"),
+        ],
+        ids=["none", "two", "a tree", "short", "float32", "empty", "no axis"],
+    )
+    def test_names_what_does_not_fit(self, others, text):
+        with pytest.raises(ArgumentError, match=f"gram.*{text}"):
+            gram(self.f, others=others)(self.params, self.x)
+
+    def test_wants_a_tuple(self):
+        with pytest.raises(ArgumentTypeError, match=r"others is of type Tensor.*others=\(x,\)"):
+            gram(self.f, others=self.u)
+
+    @pytest.mark.parametrize("scalar", [torch.sum, torch.mean])
+    def test_refuses_a_loss_of_both_batches_together(self, scalar):
+        t = gram(lambda p, x: scalar(self.f(p, x)), others=(self.u,))
+        with pytest.raises(ArgumentError, match=r"scaled in each.*Return the losses \[N\]"):
+            t(self.params, self.x)
+
+    @pytest.mark.parametrize("held", [lambda n: torch.linspace(1, 2, n), torch.arange], ids=["number", "place"])
+    def test_refuses_what_depends_on_the_other_samples(self, held):
+        def f(p, x):
+            return self.f(p, x) * (1 + held(len(x)))[:, None]
+
+        with pytest.raises(ArgumentError, match="where both batches are joined"):
+            gram(f, others=(self.u,))(self.params, self.x)
+
+    def test_is_what_a_step_on_training_data_does_to_test_data(self):
+        y, v = torch.arange(4), torch.arange(3)
+        loss = lambda p, x, y: F.cross_entropy(self.f(p, x), y, reduction="none")  # noqa: E731
+        influence = gram(loss, others=(self.u, v))(self.params, self.x, y)
+        for n in range(4):
+            step = tree.map_leaves(
+                lambda p, g, n=n: p - 1e-6 * g[n], self.params, batch_grad(loss)(self.params, self.x, y)
+            )
+            change = loss(step, self.u, v) - loss(self.params, self.u, v)
+            assert_trees_close(change, -1e-6 * influence[n], 1e-4)
