@@ -62,7 +62,7 @@ def streamed(t: Statistic) -> Streamed:
     Composes with: `chunked`, `together`, `reduced` inside. Drawn columns (`mc_samples=`) come from the generator batch
     by batch: other batches are another draw.
 
-    Cost: that of t for each batch, and where a loss is one number, two gradients of it in the outputs. Memory is that
+    Cost: that of t for each batch, and where a loss is one number, four gradients of it in the outputs. Memory is that
     of one batch, the result (with a sample axis it is as long as the data set) and the outputs of the first batch.
 
     Source: Chan, Golub and LeVeque (1979) for variances.

@@ -112,6 +112,17 @@ class TestScale:
         with pytest.raises(ArgumentError):
             t(tree.map_tensors(torch.zeros_like, params), batches([3, 6], x, y)[1:])
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_large_batch_behind_a_small_one(self, data, dtype):
+        """Beside one sample, those of a large batch count nearly as much in a mean as in a sum."""
+        params, x = tree.map_tensors(lambda z: z.to(dtype), (data[0], data[1].repeat(50, 1)))
+        y = data[2].repeat(50)
+        t = invfunc.diag_ggn(linear, lambda z, y: F.cross_entropy(z, y, reduction="sum"))
+        assert_trees_close(streamed(t)(params, batches([1], x, y)), t(params, x, y), 0.02)
+        y = y.index_fill(0, torch.arange(1, 200, device=y.device), -100)
+        with pytest.raises(ArgumentError, match="neither the sum"):
+            streamed(invfunc.diag_ggn(linear, F.cross_entropy))(params, batches([1], x, y))
+
     def test_a_scalar_that_cannot_be_looked_at_is_refused(self, data):
         t = streamed(invfunc.variance(lambda *args: losses(*args).mean()))
         with pytest.raises(ArgumentError, match=r"Return the \[N\] losses") as error:

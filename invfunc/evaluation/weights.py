@@ -62,16 +62,15 @@ class Weights:
     def of(self, part: LossPart) -> int:
         """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
         first = self.first or part
-        r = self._ratio(first, part)
-        near = torch.finfo(r.dtype).eps ** 0.75
-        share = part.n / (first.n + part.n)
-        mean = abs(float(r) - share) <= near * share
-        if not mean and not abs(float(r) - 1) <= near:
-            raise _neither(f"counts {float(r):.4g} of itself")
-        if self.first is not None and mean != self.mean:
-            raise _neither("is a mean in one batch and a sum in another")
-        self.first, self.mean = first, mean
-        return part.n if mean else 1
+        both = first.n + part.n
+        ratios = [(self._ratio(first, part), part.n / both), (self._ratio(part, first), first.n / both)]
+        if self.first is None:
+            self.first, self.mean = part, bool(ratios[0][0] < 0.75)  # joined with itself: 1/2 or 1
+        for r, share in ratios:  # that of the smaller one tells with more digits what it weighs
+            wanted = share if self.mean else 1
+            if not abs(float(r) - wanted) <= torch.finfo(r.dtype).eps ** 0.75 * wanted:
+                raise _neither(f"counts {float(r):.4g} of itself")
+        return part.n if self.mean else 1
 
     def _ratio(self, first: LossPart, part: LossPart) -> torch.Tensor:
         """By how much the gradient of a batch's loss changes where the first batch is joined to it."""
