@@ -25,7 +25,7 @@ OF_FACTORS = {
     "patches of groups are those of one",
 }
 """Faults in files of other results too, but on the way of K-factors alone."""
-EXAMPLES, SECONDS = 2000, 150
+EXAMPLES, SECONDS = 4000, 120
 """Functions that a fault is looked for on, at most, and the time of the processor for that."""
 SOUND = Fault("no fault at all", "contract.py", "def contract(", "def contract(", "")
 """What is not to be found: where it is, the drawn functions give false alarms, and no count says anything."""
