@@ -6,6 +6,7 @@ import ast
 import copy
 import inspect
 import re
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -93,7 +94,8 @@ def told(called: str) -> list[Expectation]:
 
 def assert_all(called: str, kind: torch.dtype, way: Any = lambda t: t) -> None:
     for t in told(called):
-        assert_trees_close(way(t.statistic)(*moved(t.args, kind, "cpu")), t.expected, RTOL[kind], t.floor)
+        args, others = moved((t.args, t.statistic.others), kind, "cpu")
+        assert_trees_close(way(replace(t.statistic, others=others))(*args), t.expected, RTOL[kind], t.floor)
 
 
 class TestTheFile:
