@@ -77,6 +77,16 @@ class Statistic(Transform):
         return Quantity(self.reduction, self.kind, self.drawing)
 
     @property
+    def drawings(self) -> list[Drawing]:
+        """How its columns are drawn, or those of its members."""
+        return [m.drawing for m in self.members or (self,) if m.drawing is not None]
+
+    def keyed(self, keys: dict[Drawing, int], first: int) -> Statistic:
+        """The statistic of a batch behind so many samples, each of which draws from a generator of its own."""
+        drawing = None if self.drawing is None else replace(self.drawing, key=keys[self.drawing], first=first)
+        return replace(self, drawing=drawing, members=tuple(m.keyed(keys, first) for m in self.members))
+
+    @property
     def several(self) -> bool:
         return bool(self.members) or self.reduction.several
 

@@ -159,6 +159,13 @@ def _opened(
     return pytree.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, kind))
 
 
+def joined(trees: Sequence[Tree], dim: int) -> Tree:
+    """Trees of tensors, one behind the other along a dimension; what is no tensor is that of the last."""
+    parts, (*_, structure) = zip(*map(flatten, trees), strict=True)
+    columns = zip(*parts, strict=True)
+    return unflatten([torch.cat(x, dim) if isinstance(x[-1], torch.Tensor) else x[-1] for x in columns], structure)
+
+
 def outputs(result: Tree) -> tuple[list[tuple[str, torch.Tensor]], Any]:
     """The tensors that a function returned, with their key paths, and the structure of all.
 

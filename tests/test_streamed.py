@@ -1,6 +1,7 @@
 """streamed: the statistic of a data set that comes batch by batch."""
 
 from collections import UserDict
+from functools import partial
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
 from tests.meter import Meter, nothing_collected
 from tests.networks import CLASSES, LOSSES, networks, samples_loss
-from tests.strategies import Numbers
+from tests.strategies import Numbers, seeded
 
 EXACT, FLOOR = 1e-12, 1e-9
 AT_ONCE = {"gram", "gram per parameter", "kfra", "ekfac", "ekfac exact"}
 """What is of pairs of samples, of averages on the way back, or looks at all samples twice."""
+SAMPLED = [loss for loss in LOSSES if loss.called != "log cosh of outputs"]
 CASES = [(name, form) for name, row in ROWS.items() for form in row.forms if not row.drawn]
 
 
@@ -237,3 +239,57 @@ def test_memory_is_that_of_one_batch(make):
 
     peak(1)
     assert peak(12) <= 1.1 * peak(3)
+
+
+class TestDrawn:
+    """Each sample draws by itself: from the key that the generator gives, and its place in the data set."""
+
+    @pytest.mark.parametrize(
+        "name, form", [(n, f) for n, row in ROWS.items() for f in row.forms if row.drawn and n not in AT_ONCE]
+    )
+    @settings(max_examples=6)
+    @given(
+        net=networks(low=2),
+        loss=st.sampled_from(SAMPLED),
+        reduction=st.sampled_from(["mean", "sum"]),
+        edges=st.lists(st.integers(0, 5), max_size=3),
+    )
+    def test_how_the_data_are_divided_makes_no_difference(self, name, form, net, loss, reduction, edges):
+        args = net.x, loss.target(Numbers(1), net.n)
+        functions = (samples_loss(net, loss),) if form == LOSS else (net.f, lambda z, y: loss(z, y, reduction))
+        found = []
+        for parts in ([args], batches([min(e, net.n) for e in edges], *args)):
+            try:
+                found.append(streamed(ROWS[name].make(*functions))(net.params, parts))
+            except ArgumentError as error:
+                assert "K-factors" in str(error) or "Kronecker factors" in str(error)
+                return
+        assert_trees_close(*found, EXACT, FLOOR)
+
+    @pytest.mark.parametrize("loss", SAMPLED, ids=repr)
+    @pytest.mark.parametrize("sample", [None, lambda z, g: torch.rand(z.shape, generator=g, dtype=z.dtype).to(z)])
+    def test_it_is_the_sum_of_what_each_sample_gives(self, data, loss, sample):
+        params, x, _ = data
+        y = x[:, :CLASSES] if sample else loss.target(Numbers(0), len(x))
+
+        def of(generator):
+            each = lambda z, y: (z - y).square().sum(1) if sample else loss(z, y, "sum")  # noqa: E731
+            return invfunc.diag_ggn(linear, each, mc_samples=2, generator=generator, sample=sample)
+
+        found = streamed(of(seeded(3)))(params, batches([2, 2, 7], x, y))
+        key = int(torch.randint(2**31, (), generator=seeded(3)))
+        parts = enumerate(batches(range(1, 9), x, y))
+        each = [of(seeded(key + i))(params, *part) for i, part in parts]
+        assert_trees_close(found, {name: sum(one[name] for one in each) for name in params}, EXACT)
+
+    def test_statistics_of_the_same_generator_are_independent_unless_they_draw_the_same(self, data):
+        generator = seeded()
+        of = partial(invfunc.diag_ggn, linear, F.cross_entropy, generator=generator)
+        a, b, c = streamed(invfunc.together(of(mc_samples=1), of(mc_samples=1), of(mc_samples=2)))(data[0], [data[1:]])
+        assert_trees_close(a, b, EXACT)
+        assert (a["w"] - c["w"]).abs().max() > 1e-3
+        again = streamed(of(mc_samples=1))(data[0], [data[1:]])
+        assert (a["w"] - again["w"]).abs().max() > 1e-3  # the generator goes on
+        before = torch.get_rng_state()
+        streamed(of(mc_samples=1))(data[0], [data[1:]])
+        assert torch.equal(before, torch.get_rng_state())

@@ -182,7 +182,7 @@ class Certified(Transform):
         if isinstance(self.t, Product):
             drawings = [getattr(self.t.record, "keywords", {}).get("drawing")]
         else:
-            drawings = [m.drawing for m in self.t.members or (self.t,)]
+            drawings = self.t.drawings
         held = [g for f in (self.t.f, self.t.loss) if f is not None for g in held_by(f, torch.Generator)]
         return {*(d.generator for d in drawings if d is not None), *held}
 

@@ -38,8 +38,8 @@ class LossPart:
             own = tree.map_tensors(lambda z: (z + shift).requires_grad_(z.is_floating_point()), self.outputs)
             outputs, target = own, self.target
             if first is not None:
-                outputs = _joined(first.outputs, own, self.out_dim)
-                target = target if self.dim is None else _joined(first.target, target, self.dim)
+                outputs = tree.joined([first.outputs, own], self.out_dim)
+                target = target if self.dim is None else tree.joined([first.target, target], self.dim)
             inputs = [z for z in tree.tensors((own,)) if z.requires_grad]
             found = torch.autograd.grad(self.loss(outputs, target), inputs, allow_unused=True)
         return torch.cat(
@@ -93,10 +93,3 @@ def _neither(why: str) -> ArgumentError:
         "So the batches cannot be joined (ignore_index and class weights divide a mean by the weights of its batch). "
         "Return the [N] losses of the samples, as with reduction='none', or their sum."
     )
-
-
-def _joined(a: Any, b: Any, dim: int) -> Any:
-    """Two trees of tensors, one behind the other along a dimension."""
-    (xs, structure), (ys, _) = tree.flatten(a), tree.flatten(b)
-    both = [torch.cat([x, y], dim) if isinstance(y, torch.Tensor) else y for x, y in zip(xs, ys, strict=True)]
-    return tree.unflatten(both, structure)

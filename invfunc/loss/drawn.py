@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from invfunc import tree
 from invfunc._functorch import plainly
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Affine, Block, Columns, Elementwise, Softmax, safe_root
+
+Source = torch.Generator | Sequence[torch.Generator]
+"""Where random numbers come from: one generator for all samples, or one for each of them."""
 
 
 @dataclass
@@ -26,18 +31,18 @@ class Drawn:
         return Block({i: columns[start:stop, part] for i, columns in self.values.items()})
 
 
-def drawn(made: list[Columns], count: int, generator: torch.Generator) -> list[Columns]:
+def drawn(made: list[Columns], count: int, source: Source) -> list[Columns]:
     """`count` columns for each kind: the gradient of its loss at targets from the predictive of the model."""
-    return [_drawn(columns, count, generator) for columns in made]
+    return [_drawn(columns, count, source) for columns in made]
 
 
-def _drawn(columns: Columns, count: int, generator: torch.Generator) -> Drawn:
+def _drawn(columns: Columns, count: int, source: Source) -> Drawn:
     if isinstance(columns, Affine):
-        return Drawn(columns.pull(_drawn(columns.inner, count, generator).values[columns.root], slice(None)))
+        return Drawn(columns.pull(_drawn(columns.inner, count, source).values[columns.root], slice(None)))
     if isinstance(columns, Softmax):
-        return Drawn({columns.root: columns.layout(_categorical(columns, count, generator))})
+        return Drawn({columns.root: columns.layout(_categorical(columns, count, source))})
     if isinstance(columns, Elementwise):
-        noise = _NOISE[columns.predictive](columns, count, generator)
+        noise = _NOISE[columns.predictive](columns, count, source)
         return Drawn({columns.root: noise * (safe_root(columns.diagonal) * count**-0.5)})
     raise ArgumentError(
         "mc_samples needs a loss with a known sampler: one of torch's convex losses, alone. Pass `sample=`, a function "
@@ -45,36 +50,36 @@ def _drawn(columns: Columns, count: int, generator: torch.Generator) -> Drawn:
     )
 
 
-def _categorical(columns: Softmax, count: int, generator: torch.Generator) -> torch.Tensor:
+def _categorical(columns: Softmax, count: int, source: Source) -> torch.Tensor:
     """`sqrt(k / M) (p - onehot(y))` with y from p: `[M, n, C, positions]`."""
     p = columns.logits.softmax(1)
     below = _wide(p.detach()).cumsum(1)
     n, classes, positions = p.shape
-    number = _uniform((count, n, 1, positions), below, generator) * below[:, -1:]
+    number = _uniform((count, n, 1, positions), below, source) * below[:, -1:]
     target = (below <= number).sum(2).clamp(max=classes - 1)
     onehot = target.unsqueeze(2) == torch.arange(classes, device=p.device)[:, None]
     return (p - onehot.to(p.dtype)) * (safe_root(columns.weight) * count**-0.5).unsqueeze(1)
 
 
-def _normal(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:
+def _normal(columns: Elementwise, count: int, source: Source) -> torch.Tensor:
     h = columns.diagonal
-    return by(generator, torch.randn, (count, *h.shape), h.dtype, h.device)
+    return by(source, torch.randn, (count, *h.shape), h.dtype, h.device)
 
 
-def _bernoulli(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:
+def _bernoulli(columns: Elementwise, count: int, source: Source) -> torch.Tensor:
     """`(p - y) / sqrt(p (1 - p))`, which has variance 1; 0 where p is 0 or 1 up to rounding."""
     assert columns.logits is not None
     p = _wide(columns.logits).sigmoid()
-    number = _uniform((count, *p.shape), p, generator)
+    number = _uniform((count, *p.shape), p, source)
     variance = p * (1 - p)
     none = variance <= 0
     noise = torch.where(none, 0, (p - (number < p).to(p.dtype)) * torch.where(none, 1, variance).rsqrt())
     return noise.to(columns.diagonal.dtype)
 
 
-def _signs(columns: Elementwise, count: int, generator: torch.Generator) -> torch.Tensor:
+def _signs(columns: Elementwise, count: int, source: Source) -> torch.Tensor:
     h = columns.diagonal
-    return torch.where(_uniform((count, *h.shape), h, generator) < 0.5, -1.0, 1.0).to(h.dtype)
+    return torch.where(_uniform((count, *h.shape), h, source) < 0.5, -1.0, 1.0).to(h.dtype)
 
 
 _NOISE = {"normal": _normal, "bernoulli": _bernoulli, "signs": _signs}
@@ -85,13 +90,37 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _uniform(shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return by(generator, torch.rand, shape, like.dtype, like.device)
+def _uniform(shape: tuple[int, ...], like: torch.Tensor, source: Source) -> torch.Tensor:
+    return by(source, torch.rand, shape, like.dtype, like.device)
 
 
-def by(
-    generator: torch.Generator, draw: Callable, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Random numbers: drawn where the generator is, and brought to where they are wanted."""
+def by(source: Source, draw: Callable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Random numbers, drawn where the generator is, and brought to where they are wanted; `[M, n, ...]` if n draw."""
     with plainly():
-        return draw(shape, dtype=dtype, device=generator.device, generator=generator).to(device)
+        if isinstance(source, torch.Generator):
+            return draw(shape, dtype=dtype, device=source.device, generator=source).to(device)
+        one = (shape[0], 1, *shape[2:])
+        return torch.cat([draw(one, dtype=dtype, device=g.device, generator=g) for g in source], 1).to(device)
+
+
+def key_of(generator: torch.Generator) -> int:
+    """A number that generators of samples are made of, drawn from a generator."""
+    with plainly():
+        return int(torch.randint(2**31, (), generator=generator, device=generator.device))
+
+
+def of_samples(key: int, first: int, n: int, device: torch.device) -> list[torch.Generator]:
+    """A generator for each of n samples: what it draws depends on the place of the sample, not on those beside it."""
+    return [torch.Generator(device).manual_seed(key + i) for i in range(first, first + n)]
+
+
+def targets(sample: Callable, outputs: Any, dims: Sequence[int | None], source: Source) -> Any:
+    """Targets from a sampler of the user's, for outputs whose leaves have their samples in these dimensions."""
+    if isinstance(source, torch.Generator):
+        return sample(outputs, source)
+    leaves, structure = tree.flatten(outputs)
+    each = [
+        [z if dim is None else z.narrow(dim, i, 1) for z, dim in zip(leaves, dims, strict=True)]
+        for i in range(len(source))
+    ]
+    return tree.joined([sample(tree.unflatten(one, structure), g) for one, g in zip(each, source, strict=True)], 0)

@@ -10,7 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError
-from invfunc.loss.drawn import Drawn, drawn
+from invfunc.loss.drawn import Drawn, drawn, targets
 from invfunc.loss.hessian import gradient, hessian
 from invfunc.loss.outputs import LossTerm, ModelOutput, OutputFinder, check_seen, check_split, marking, shown
 from invfunc.loss.square_root import Columns, Gradient, rooted
@@ -71,15 +71,16 @@ class Split:
     def drawn(self, drawing: Drawing, transform: str) -> list[Columns]:
         """Columns at targets that are drawn from the predictive of a known loss, or by a sampler of the user's."""
         if drawing.sample is None:
-            return drawn(self.hessian(), drawing.count, drawing.generator)
+            return drawn(self.hessian(), drawing.count, drawing.source(self.n))
         if self.again is None:
             raise ArgumentError(
                 f"with `sample=`, the loss has to be given apart from the model, as in `{transform}(f, loss, ...)`: a "
                 "function of all arguments does not say which is the target."
             )
-        found, sample, generator = [], drawing.sample, drawing.generator
+        found, sample, source = [], drawing.sample, drawing.source(self.n)
+        dims = [r.axis.dim for r in self.roots]
         for _ in range(drawing.count):
-            losses = self.again(lambda outputs: sample(outputs, generator))
+            losses = self.again(lambda outputs: targets(sample, outputs, dims, source))
             if not losses.ndim:
                 raise ArgumentError(
                     "with `sample=`, the loss has to return the [N] losses of the samples: a scalar does not say "

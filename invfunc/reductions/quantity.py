@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from invfunc.loss.drawn import Source, of_samples
 from invfunc.reductions import Reduction, State, States
 
 
@@ -44,6 +45,16 @@ class Drawing:
     count: int
     generator: torch.Generator
     sample: Callable | None = None
+    key: int | None = None
+    """Where it is given, each sample has a generator by itself, which the key and its place in the data set make."""
+    first: int = 0
+    """How many samples came in other batches before."""
+
+    def source(self, n: int) -> Source:
+        """What draws for n samples."""
+        if self.key is None:
+            return self.generator
+        return of_samples(self.key, self.first, n, self.generator.device)
 
 
 @dataclass(frozen=True)
