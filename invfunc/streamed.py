@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 
-from invfunc import tree
-from invfunc._functorch import transforming
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.evaluation.batches import check_loader, swept, unscaled
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.weights import Weights
 from invfunc.loss.drawn import key_of
-from invfunc.recording.problem import batch_dims
-from invfunc.reductions.quantity import Accumulator
+from invfunc.products.product import Product
+from invfunc.products.streamed import StreamedProduct
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 
 
-def streamed(t: Statistic) -> Streamed:
-    """Compute a statistic of a data set that comes batch by batch, in the memory of one batch.
+@overload
+def streamed(t: Statistic) -> Streamed: ...
+@overload
+def streamed(t: Product) -> StreamedProduct: ...
+def streamed(t: Any) -> Any:
+    """Compute a statistic of a data set that comes batch by batch, or a product, in the memory of one batch.
 
-        t(params, *(torch.cat(parts) for parts in zip(*loader)))
+        t(params, *(torch.cat(parts) for parts in zip(*loader)))       # of a product, t(params, v, ...)
 
     Each batch is reduced to what the statistic keeps of it; that is added to what was kept before (variances by the
     formula of Chan, Golub and LeVeque, results with a sample axis one behind the other, in the order of the loader).
+    Products are added, so that `linear_operator(streamed(ggnvp(f, loss)))(params, loader)` is the matrix of a data set.
 
     The scale is that of the whole data set. `[N]` losses are summed: they are of one sample each, without a factor that
     depends on the batch, which is not seen. A loss that is given apart, as in `diag_ggn(f, loss)`, may be a sum or a
@@ -37,21 +40,25 @@ def streamed(t: Statistic) -> Streamed:
 
     Args:
         t: a statistic of this library, also `chunked` (within each batch), `reduced` (after the last one) or of several
-            `together` (in one sweep).
+            `together` (in one sweep); or a product, as `hvp(f)`.
 
     Returns:
-        A function `(params, loader) -> result`. A loader is anything that gives batches: a `DataLoader`, a list, a
-        generator. A batch is a tuple or list of the arguments behind the parameters; a tensor or a mapping is one
-        argument: f gets the mapping. Batches of any size are moved to the device of the parameters, those without
-        samples are left out. Further keywords are constants. The result cannot be differentiated; aux is a list of that
-        of each batch.
+        A function `(params, loader) -> result`, of a product `(params, v, loader) -> result`, whose
+        `.linearize(params, loader)` gives `v -> product`. A loader is anything that gives batches: a `DataLoader`, a
+        list, a generator, or a function without arguments that returns one of these. A batch is a tuple or list of the
+        arguments behind the parameters; a tensor or a mapping is one argument: f gets the mapping. Batches of any size
+        are moved to the device of the parameters, those without samples are left out. Further keywords are constants.
+        The result cannot be differentiated; aux is a list of that of each batch.
 
     Raises:
-        ArgumentTypeError: t is not a statistic, or the loader gives no batches.
-        ArgumentError: there are no samples; a statistic that does not add up over batches (`gram`, which is of pairs of
-            samples, `kfra`, and `ekfac`, which looks at all samples twice) or has `samples=`; a scalar loss that is not
-            given apart, or that is neither a mean nor a sum (`ignore_index` and class weights divide by what is in the
-            batch); within torch.func's transforms.
+        ArgumentTypeError: t is neither statistic nor product, the loader gives no batches, or it gives them only once
+            (a generator) but is needed for each vector, as by a linearisation.
+        SampleAxisError: f mixes samples, or gives them a factor that depends on how many there are (products look for
+            that; a loss that is given apart is not looked at).
+        ArgumentError: there are no samples, or others than for the first vector; a statistic that does not add up over
+            batches (`gram`, which is of pairs of samples, `kfra`, and `ekfac`, which looks at all samples twice) or has
+            `samples=`; a scalar loss that is not given apart, or that is neither a mean nor a sum (`ignore_index` and
+            class weights divide by what is in the batch); within torch.func's transforms.
 
     Example:
         >>> import torch, invfunc
@@ -60,10 +67,14 @@ def streamed(t: Statistic) -> Streamed:
         >>> loader = [(torch.ones(3, 2), torch.zeros(3)), (torch.zeros(1, 2), torch.zeros(1))]
         >>> whole(torch.ones(2), loader)
         tensor([1.5000, 1.5000])
+        >>> invfunc.streamed(invfunc.ggnvp(f, torch.nn.functional.mse_loss))(torch.ones(2), torch.ones(2), loader)
+        tensor([3., 3.])
 
-    Composes with: `chunked`, `together`, `reduced` inside. Drawn columns (`mc_samples=`) are other ones than without
-    it: the generator gives a key, and each sample draws from a generator of its own, made of the key and of how many
-    samples came before. So they are the same however the data set is divided; `sample=` gets the samples one by one.
+    Composes with: `chunked`, `together`, `reduced` inside; `linear_operator`, `estimate_trace`, `estimate_diagonal`
+    around products, which go through the loader once for each vector. Drawn columns (`mc_samples=`) are other ones than
+    without it: the generator gives a key, and each sample draws from a generator of its own, made of the key and of how
+    many samples came before. So they are the same however the data set is divided, and for all vectors of a
+    linearisation; `sample=` gets the samples one by one.
 
     Cost: that of t for each batch, and where a loss is one number, four gradients of it in the outputs; of what is
     drawn, 5 microseconds for each sample. Memory is that of one batch, the result (with a sample axis it is as long as
@@ -71,9 +82,12 @@ def streamed(t: Statistic) -> Streamed:
 
     Source: Chan, Golub and LeVeque (1979) for variances.
     """
+    if isinstance(t, Product):
+        return StreamedProduct(t)
     if not isinstance(t, Statistic):
+        kind = type(t).__name__
         raise ArgumentTypeError(
-            f"streamed({describe(t)}): it is of type {type(t).__name__}, but has to be a statistic."
+            f"streamed({describe(t)}): it is of type {kind}, but has to be a statistic, or a product as `hvp(f)` is."
         )
     for m in t.members or (t,):
         if why := _not_by_batches(m):
@@ -123,40 +137,29 @@ class Streamed(Transform):
         if len(args) != 2:
             raise ArgumentTypeError(f"it takes the parameters and a loader, and got {len(args)} positional arguments.")
         params, loader = args
-        if isinstance(loader, (torch.Tensor, Mapping, str)) or not isinstance(loader, Iterable):
-            kind = type(loader).__name__
-            raise ArgumentTypeError(f"loader is of type {kind}, but has to give batches, as a DataLoader or [(x, y)].")
-        if transforming():
-            raise ArgumentError(
-                "within a transform of torch.func, as it is not differentiated. Apply the transform to the function, "
-                "or to the statistic of each batch."
-            )
+        check_loader(loader)
         with torch.no_grad():
             return self._swept(params, loader, kwargs)
 
-    def _swept(self, params: Any, loader: Iterable[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        kept: list[Accumulator] = []
-        n, weights, aux, engine = 0, Weights(), [], None
+    def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        weights, aux, last = Weights(), [], list[Engine]()
         keys = {d: key_of(d.generator) for d in dict.fromkeys(self.t.drawings)}
-        for number, batch in enumerate(loader):
-            given = (params, *_arguments(batch, params))
-            if self._empty(given):
-                continue
-            engine = None  # nothing of the batch before is in memory, but what is kept
-            try:
-                kept_of = partial(self._kept, self.t.keyed(keys, n))
-                engine, extra = self.t.told(kept_of, self.t.names, given, kwargs)
-                if engine.scalar:
-                    engine.fold.scaled(self._weight(engine, weights))
-            except Exception as error:
-                error.add_note(f"This is batch {number} of the loader.")
-                raise
+
+        def visit(args: tuple, n: int) -> int:
+            kept = last.pop().fold.accumulators if last else []  # nothing else of the batch before stays in memory
+            kept_of = partial(self._kept, self.t.keyed(keys, n))
+            engine, extra = self.t.told(kept_of, self.t.names, args, kwargs)
+            if engine.scalar:
+                engine.fold.scaled(self._weight(engine, weights))
+            own = engine.fold.found.n
             if n:
                 engine.fold.after(kept, n)
-            kept, n = engine.fold.accumulators, engine.fold.found.n
+            last.append(engine)
             aux.append(extra)
-        if engine is None:
-            raise ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
+            return own
+
+        n = swept(loader, params, self.t.in_dims, visit)
+        (engine,) = last
         if weights.mean:
             engine.fold.scaled(1 / n)
         results = engine.finished()
@@ -168,32 +171,8 @@ class Streamed(Transform):
         engine = t.engine(args, kwargs, names)
         return engine, engine.kept()
 
-    def _weight(self, engine: Engine, weights: Weights) -> int:
+    @staticmethod
+    def _weight(engine: Engine, weights: Weights) -> int:
         if engine.loss_part is None:
-            raise ArgumentError(
-                "the loss is one number, which does not say whether it is the mean over its batch or the sum, and so "
-                "not how batches are joined. Return the [N] losses of the samples, as with reduction='none', or (where "
-                "the statistic takes it) give the loss apart, as in `diag_ggn(f, loss)`."
-            )
+            raise unscaled()
         return weights.of(engine.loss_part)
-
-    def _empty(self, args: tuple) -> bool:
-        """Whether a batch has no samples; one that is wrong in another way has an error of its own."""
-        dims = batch_dims(self.t.in_dims, list(range(1, len(args))))
-        sizes = {
-            x.shape[dim] if -x.ndim <= dim < x.ndim else None
-            for i, dim in dims.items()
-            if dim is not None
-            for x in tree.tensors((args[i],))
-        }
-        return sizes == {0}
-
-
-def _arguments(batch: Any, params: Any) -> tuple:
-    """The arguments behind the parameters, where these are."""
-    device = next((p.device for p in tree.tensors((params,))), torch.device("cpu"))
-
-    def moved(x: torch.Tensor) -> torch.Tensor:
-        return x.to(device, non_blocking=device.type == "cuda")
-
-    return tuple(tree.map_tensors(moved, x) for x in (batch if isinstance(batch, (tuple, list)) else (batch,)))

@@ -180,7 +180,7 @@ class Certified(Transform):
     def _generators(self) -> set[torch.Generator]:
         """Those that t draws from, and those that its functions hold."""
         if isinstance(self.t, Product):
-            drawings = [getattr(self.t.record, "keywords", {}).get("drawing")]
+            drawings = [self.t.drawing]
         else:
             drawings = self.t.drawings
         held = [g for f in (self.t.f, self.t.loss) if f is not None for g in held_by(f, torch.Generator)]

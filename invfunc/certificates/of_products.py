@@ -72,7 +72,7 @@ def _vectors(args: tuple) -> Tensors:
 def _along(t: Product, given: Given, v: Tensors, around: Around) -> Entries:
     """`(J e) . H (J v)` of drawn entries."""
     if t.name in FISHERS:
-        drawing = getattr(t.record, "keywords", {}).get("drawing")
+        drawing = t.drawing
         split = given.given_split(each=True) if given.loss is not None else given.found_split(losses=drawing is None)
         run = Run(given, split)
         columns = run.gradient if drawing is None else split.drawn(drawing, "fvp")

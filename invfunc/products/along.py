@@ -11,7 +11,7 @@ from invfunc import tree
 from invfunc.callables import check_callable
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.maps import Kind
-from invfunc.products.product import Product, Space
+from invfunc.products.product import Space
 from invfunc.recording.problem import check_params
 from invfunc.statistic import Statistic
 from invfunc.transform import ArgumentNames
@@ -28,8 +28,9 @@ def check_product(name: str, product: Any) -> None:
 
 def names_of(product: Callable, count: int) -> Sequence[str]:
     """What the arguments behind a transform of a product are called in an error: all but the vector."""
-    if isinstance(product, Product):
-        return ArgumentNames(product.f, count, product.loss is not None)
+    known = getattr(product, "names_of_f", None)
+    if known is not None:
+        return known(count)
     names = ArgumentNames(product, count + 1)
     return [*names[:1], *names[2:]]
 

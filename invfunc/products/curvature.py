@@ -15,7 +15,6 @@ from invfunc.passes.loss import Split
 from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear, Pull, Steps, Vectors, Way
 from invfunc.recording.scope import Scope
-from invfunc.reductions.quantity import Drawing
 
 
 def of_hessian(given: Given, blocks: bool = False) -> Linear:
@@ -45,8 +44,9 @@ def of_ggn(given: Given, blocks: bool = False) -> Linear:
     return sandwich(given, split, lambda t, pull: pull(slopes, roots, t), blocks)
 
 
-def of_fisher(given: Given, drawing: Drawing | None = None) -> Linear:
+def of_fisher(given: Given) -> Linear:
     """`sum_mn S[m, n] (S[m, n] . v)`: S are the shares of the gradient, or of gradients at targets that are drawn."""
+    drawing = given.drawing
     if given.loss is not None:
         split = given.given_split(each=True)
     else:

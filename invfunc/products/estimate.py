@@ -16,7 +16,6 @@ from invfunc.loss.square_root import safe_root
 from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.extras import extra
 from invfunc.products.maps import Kind
-from invfunc.products.product import Product
 from invfunc.transform import Transform
 
 DISTRIBUTIONS = ("rademacher", "gaussian")
@@ -47,7 +46,7 @@ class Estimator(Transform):
     def __post_init__(self) -> None:
         name, shown = f"estimate_{self.of}", repr(self)[:-1]
         check_product(name, self.product)
-        if isinstance(self.product, Product) and self.product.lead:
+        if getattr(self.product, "lead", 0):
             raise ArgumentError(f"{shown}): a product of blocks takes several vectors at once; give that of the whole.")
         if not isinstance(self.probes, int) or isinstance(self.probes, bool):
             kind = type(self.probes).__name__

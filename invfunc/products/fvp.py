@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -75,5 +74,6 @@ def fvp(
     Source: Martens, "New insights and perspectives on the natural gradient method", JMLR 2020; Kunstner, Balles and
     Hennig, "Limitations of the empirical Fisher approximation", NeurIPS 2019.
     """
-    record = partial(of_fisher, drawing=drawing("fvp", mc_samples, generator, sample))
-    return Product("fvp", f, record, loss, in_dims, out_dims, has_aux)
+    drawn = drawing("fvp", mc_samples, generator, sample)
+    degree = 2 if drawn is None else 1
+    return Product("fvp", f, of_fisher, loss, in_dims, out_dims, has_aux, degree=degree, drawing=drawn)

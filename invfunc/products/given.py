@@ -10,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, SampleAxisError
+from invfunc.evaluation.weights import LossPart
 from invfunc.loss.outputs import ModelOutput, OutputFinder, marking, searched
 from invfunc.operations.axis import Axis
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -18,12 +19,13 @@ from invfunc.passes.evidence import Evidence
 from invfunc.passes.loss import Split, at_found, at_given
 from invfunc.passes.run import WHOLE, Run
 from invfunc.recording import Trace
-from invfunc.recording.checks import check_loss, no_outputs, output_axis
+from invfunc.recording.checks import check_loss, no_outputs, output_axis, same_values
 from invfunc.recording.problem import InDims, batch_dims, batch_size, check_params, problem, with_aux
 from invfunc.recording.random import Draws
 from invfunc.recording.scope import Scope
 from invfunc.recording.seen import Seen
 from invfunc.recording.steps import nonlinear
+from invfunc.reductions.quantity import Drawing
 
 
 class Given:
@@ -39,9 +41,10 @@ class Given:
         in_dims: InDims = 0,
         out_dims: int = 0,
         has_aux: bool = False,
+        drawing: Drawing | None = None,
     ) -> None:
         self.f, self.loss, self.args, self.kwargs, self.names = f, loss, args, kwargs, names
-        self.in_dims, self.out_dims, self.has_aux = in_dims, out_dims, has_aux
+        self.in_dims, self.out_dims, self.has_aux, self.drawing = in_dims, out_dims, has_aux, drawing
         if len(args) < 1 + (loss is not None):
             raise ArgumentError("arguments are missing: the parameters come first, and the target last for a loss.")
         check_params(args[0], names, 0)
@@ -53,6 +56,10 @@ class Given:
         self.params: list[torch.Tensor] = []
         """The leaves, as the function has got them."""
         self.aux: Any = None
+        self.result: Any = None
+        """What f returned, without aux."""
+        self.losses: Any = None
+        """The loss that was evaluated last."""
 
     def run(self) -> Any:
         """What f returns, without aux."""
@@ -67,6 +74,7 @@ class Given:
         if self.has_aux:
             result, self.aux = with_aux(result)
         _tell_constants(self.scope, result, self.params)
+        self.result = self.losses = result
         return result
 
     def value(self) -> torch.Tensor:
@@ -101,7 +109,52 @@ class Given:
         assert self.loss is not None
         target = tree.map_tensors(self.scope.alias, self.args[-1]) if target is None else target
         with self.mode:
-            return self.loss(outputs, target)
+            self.losses = self.loss(outputs, target)
+        return self.losses
+
+    # Other batches
+
+    @property
+    def n(self) -> int:
+        """How many samples there are."""
+        return batch_size(self.args, self._dims, self.names)
+
+    @property
+    def _dims(self) -> dict[int, int | None]:
+        return batch_dims(self.in_dims, list(range(1, len(self.args))))
+
+    @property
+    def loss_part(self) -> LossPart:
+        """The loss that was given apart, at the outputs of this batch."""
+        assert self.loss is not None
+        outputs, place = tree.map_tensors(torch.Tensor.detach, self.result), len(self.args) - 1
+        return LossPart(self.loss, outputs, self.args[place], self.n, self.out_dims, self._dims[place])
+
+    def check_apart(self) -> None:
+        """Check that half of the batch by itself gives the samples what they have here, unless f draws at random."""
+        half, whole = self.n // 2, tree.tensors(self.result)
+        if not all(z.ndim for z in whole):
+            return
+        dim = 0 if self.loss is None else self.out_dims
+        if _same(self._of_first(half), [z.narrow(dim, 0, half) for z in whole]):
+            return
+        if _same(self._of_first(self.n), whole):
+            raise SampleAxisError(
+                "f gives a sample something else beside fewer ones, so that batches cannot be joined: it mixes the "
+                "samples, as batch normalisation in train mode does, or has a factor that depends on how many there "
+                "are. Take `model.eval()`, or losses without that factor."
+            )
+
+    def _of_first(self, n: int) -> list[torch.Tensor]:
+        """What f returns for the first n samples alone."""
+        inputs = []
+        for i, x in enumerate(self.args[1 : len(self.args) - (self.loss is not None)], 1):
+            dim = self._dims[i]
+            inputs.append(x if dim is None else tree.map_tensors(lambda t, d=dim: t.narrow(d, 0, n), x))
+        devices = [x.device.index for x in self.leaves if x.device.type == "cuda"]
+        with torch.no_grad(), torch.random.fork_rng([i for i in set(devices) if i is not None]):
+            result = self.f(self.args[0], *inputs, **self.kwargs)
+        return tree.tensors(with_aux(result)[0] if self.has_aux else result)
 
     # Splits
 
@@ -139,8 +192,8 @@ class Given:
         trace = Trace(self.scope, given.n, with_uses=False, remember=_nonlinear_before_the_loss)
         self.params = trace.parameters(self.leaves)
         with self.mode:
-            result, self.aux = given.call(trace, self.params, slice(None))
-        named, structure = tree.outputs(result)
+            self.result, self.aux = given.call(trace, self.params, slice(None))
+        named, structure = tree.outputs(self.result)
         values, dims = [z for _, z in named], batch_dims(in_dims, [*range(1, len(self.args))])
         axes = [output_axis(trace, z, out_dims, path) for path, z in named]
         whole = Trace(self.scope, given.n, with_uses=False, watcher=OutputFinder())
@@ -197,7 +250,7 @@ class Given:
             if alone is None:
                 raise
             return alone
-        self.params, self.aux = found.params, found.aux
+        self.params, self.aux, self.result, self.losses = found.params, found.aux, found.result, found.result
         trace, finder, result = found.trace, found.trace.watcher, found.result
         assert isinstance(finder, OutputFinder)
         tag = check_loss(trace, result)
@@ -221,6 +274,10 @@ class Given:
 
 def _nonlinear_before_the_loss(seen: Seen) -> bool:
     return nonlinear(seen) and not any(tag.crossed for tag in seen.sampled)
+
+
+def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(same_values, a, b))
 
 
 def _checked_value(result: Any, name: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.extras import extra
-from invfunc.products.product import Product, Space
+from invfunc.products.product import Space
 from invfunc.transform import Transform
 
 
@@ -55,7 +55,7 @@ def linear_operator(product: Callable) -> Operator:
     Source: `scipy.sparse.linalg.LinearOperator`; curvlinops (Dangel et al.).
     """
     check_product("linear_operator", product)
-    if isinstance(product, Product) and product.lead:
+    if getattr(product, "lead", 0):
         raise ArgumentError(f"linear_operator({product!r}): a product of blocks takes several vectors at once.")
     return Operator(product)
 

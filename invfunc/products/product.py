@@ -14,6 +14,7 @@ from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear
 from invfunc.recording.problem import InDims
+from invfunc.reductions.quantity import Drawing
 from invfunc.transform import ArgumentNames, Transform
 
 
@@ -89,7 +90,7 @@ class Linearised(Transform):
     """A linear map `v -> tree`, as a function that has recorded all it needs."""
 
     shown: str
-    linear: Linear
+    linear: Callable[[list[torch.Tensor], int], list[torch.Tensor]]
     takes: Space
     gives: Space
     vector: str = "v"
@@ -123,6 +124,10 @@ class Product(Transform):
     has_aux: bool = False
     lead: int = 0
     """Axes that v has in front of those of the parameters."""
+    degree: int = 1
+    """The power of a factor of the loss that is in the product."""
+    drawing: Drawing | None = None
+    """How columns are drawn, if they are."""
 
     def __post_init__(self) -> None:
         check_functions(self.name, self.f, self.loss)
@@ -145,14 +150,14 @@ class Product(Transform):
     def compute(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Any, Any]:
         if len(args) < 2:
             raise ArgumentError("arguments are missing: the parameters come first, then the vector.")
-        given, space = self._given((args[0], *args[2:]), kwargs, names.without_vector)
+        given, space = self.given((args[0], *args[2:]), kwargs, names.without_vector)
         leaves = space.leaves(args[1], self.vector, self.lead)
-        linear, aux = self._recorded(given)
+        linear, aux = self.recorded(given)
         return space.tree(linear(leaves, self.lead, keep=False)), aux
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Any, Any]:
-        given, space = self._given(args, kwargs, names)
-        linear, aux = self._recorded(given)
+        given, space = self.given(args, kwargs, names)
+        linear, aux = self.recorded(given)
         shown = f"{self!r}.linearize({', '.join(names)})"
         return Linearised(shown, linear, space, space, self.vector, self.lead, (args, kwargs)), aux
 
@@ -160,11 +165,13 @@ class Product(Transform):
         """What so many arguments are called that are all but the vector."""
         return ArgumentNames(self.f, count, self.loss is not None)
 
-    def _given(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Given, Space]:
-        given = Given(self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux)
+    def given(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Given, Space]:
+        """The arguments of a call, and the space of the vectors."""
+        given = Given(self.f, self.loss, args, kwargs, names, self.in_dims, self.out_dims, self.has_aux, self.drawing)
         return given, Space(names, given.structure, [Kind.of(p) for p in given.leaves])
 
-    def _recorded(self, given: Given) -> tuple[Linear, Any]:
+    def recorded(self, given: Given) -> tuple[Linear, Any]:
+        """The map at these arguments, and aux."""
         with given.scope:
             linear = self.record(given)
             return linear, given.scope.result(given.aux)

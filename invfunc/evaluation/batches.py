@@ -1,0 +1,82 @@
+"""Batches that come one after the other: what is checked of a loader, and how it is gone through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import transforming
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.recording.problem import InDims, batch_dims
+
+
+def check_loader(loader: Any, sweeps: str = "") -> None:
+    """Check that there are batches in it, and, if it has to be gone through more than once, say for what, that it can
+    be."""
+    if isinstance(loader, (torch.Tensor, Mapping, str)) or not (isinstance(loader, Iterable) or callable(loader)):
+        kind = type(loader).__name__
+        raise ArgumentTypeError(f"loader is of type {kind}, but has to give batches, as a DataLoader or [(x, y)].")
+    if sweeps and isinstance(loader, Iterator):
+        raise ArgumentTypeError(
+            f"loader is of type {type(loader).__name__}, which gives its batches once, but {sweeps}. Give what can be "
+            "gone through again: a list, a DataLoader, or the function that makes the generator, without calling it."
+        )
+    if transforming():
+        raise ArgumentError(
+            "within a transform of torch.func, as it is not differentiated. Apply the transform to the function, or to "
+            "what is computed of each batch."
+        )
+
+
+def swept(loader: Any, params: Any, in_dims: InDims, visit: Callable[[tuple, int], int]) -> int:
+    """Give `visit` the arguments of each batch, and how many samples came before; it returns how many there are.
+
+    Returns how many samples came in all. Batches without samples are left out.
+    """
+    n = 0
+    for number, batch in enumerate(loader if isinstance(loader, Iterable) else loader()):
+        args = (params, *_arguments(batch, params))
+        if _empty(args, in_dims):
+            continue
+        try:
+            n += visit(args, n)
+        except Exception as error:
+            error.add_note(f"This is batch {number} of the loader.")
+            raise
+    if not n:
+        raise ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
+    return n
+
+
+def unscaled() -> ArgumentError:
+    """What is said of a loss that is one number where it is not given apart."""
+    return ArgumentError(
+        "the loss is one number, which does not say whether it is the mean over its batch or the sum, and so not how "
+        "batches are joined. Return the [N] losses of the samples, as with reduction='none', or (where it is taken) "
+        "give the loss apart, as in `diag_ggn(f, loss)`."
+    )
+
+
+def _arguments(batch: Any, params: Any) -> tuple:
+    """The arguments behind the parameters, where these are."""
+    device = next((p.device for p in tree.tensors((params,))), torch.device("cpu"))
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return x.to(device, non_blocking=device.type == "cuda")
+
+    return tuple(tree.map_tensors(moved, x) for x in (batch if isinstance(batch, (tuple, list)) else (batch,)))
+
+
+def _empty(args: tuple, in_dims: InDims) -> bool:
+    """Whether a batch has no samples; one that is wrong in another way has an error of its own."""
+    dims = batch_dims(in_dims, list(range(1, len(args))))
+    sizes = {
+        x.shape[dim] if -x.ndim <= dim < x.ndim else None
+        for i, dim in dims.items()
+        if dim is not None
+        for x in tree.tensors((args[i],))
+    }
+    return sizes == {0}
