@@ -10,7 +10,7 @@ import torch
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import check_loader, swept, unscaled
+from invfunc.evaluation.batches import Feed, check_loader, swept, unscaled
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.weights import Weights
 from invfunc.loss.drawn import key_of
@@ -21,10 +21,10 @@ from invfunc.transform import Transform
 
 
 @overload
-def streamed(t: Statistic) -> Streamed: ...
+def streamed(t: Statistic, *, device: Any = None, progress: bool = False) -> Streamed: ...
 @overload
-def streamed(t: Product) -> StreamedProduct: ...
-def streamed(t: Any) -> Any:
+def streamed(t: Product, *, device: Any = None, progress: bool = False) -> StreamedProduct: ...
+def streamed(t: Any, *, device: Any = None, progress: bool = False) -> Any:
     """Compute a statistic of a data set that comes batch by batch, or a product, in the memory of one batch.
 
         t(params, *(torch.cat(parts) for parts in zip(*loader)))       # of a product, t(params, v, ...)
@@ -41,13 +41,17 @@ def streamed(t: Any) -> Any:
     Args:
         t: a statistic of this library, also `chunked` (within each batch), `reduced` (after the last one) or of several
             `together` (in one sweep); or a product, as `hvp(f)`.
+        device: where batches are moved; that of the first parameter, unless parameters on several devices leave a
+            choice. From pinned memory (`DataLoader(..., pin_memory=True)`) a GPU takes them while it computes.
+        progress: whether a bar shows the batches that are done, the samples per second and, where the loader has a
+            length, the time that is left. It shows on a terminal and in a notebook only.
 
     Returns:
         A function `(params, loader) -> result`, of a product `(params, v, loader) -> result`, whose
         `.linearize(params, loader)` gives `v -> product`. A loader is anything that gives batches: a `DataLoader`, a
         list, a generator, or a function without arguments that returns one of these. A batch is a tuple or list of the
         arguments behind the parameters; a tensor or a mapping is one argument: f gets the mapping. Batches of any size
-        are moved to the device of the parameters, those without samples are left out. Further keywords are constants.
+        are moved to the parameters, those without samples are left out. Further keywords are constants.
         The result cannot be differentiated; aux is a list of that of each batch.
 
     Raises:
@@ -58,7 +62,9 @@ def streamed(t: Any) -> Any:
         ArgumentError: there are no samples, or others than for the first vector; a statistic that does not add up over
             batches (`gram`, which is of pairs of samples, `kfra`, and `ekfac`, which looks at all samples twice) or has
             `samples=`; a scalar loss that is not given apart, or that is neither a mean nor a sum (`ignore_index` and
-            class weights divide by what is in the batch); within torch.func's transforms.
+            class weights divide by what is in the batch); a device on which there is no parameter; within torch.func's
+            transforms.
+        MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
 
     Example:
         >>> import torch, invfunc
@@ -82,8 +88,9 @@ def streamed(t: Any) -> Any:
 
     Source: Chan, Golub and LeVeque (1979) for variances.
     """
+    feed = Feed.of(device, f"streamed({describe(t)})" if progress else "")
     if isinstance(t, Product):
-        return StreamedProduct(t)
+        return StreamedProduct(t, feed)
     if not isinstance(t, Statistic):
         kind = type(t).__name__
         raise ArgumentTypeError(
@@ -92,7 +99,7 @@ def streamed(t: Any) -> Any:
     for m in t.members or (t,):
         if why := _not_by_batches(m):
             raise ArgumentError(f"streamed({t!r}): {m.name} {why}.")
-    return Streamed(t)
+    return Streamed(t, feed)
 
 
 def _not_by_batches(t: Statistic) -> str:
@@ -113,6 +120,7 @@ class Streamed(Transform):
     """A function `(params, loader) -> result`, of all batches together."""
 
     t: Statistic
+    feed: Feed
     outermost = True
 
     def __repr__(self) -> str:
@@ -158,7 +166,7 @@ class Streamed(Transform):
             aux.append(extra)
             return own
 
-        n = swept(loader, params, self.t.in_dims, visit)
+        n = swept(loader, params, self.t.in_dims, visit, self.feed)
         (engine,) = last
         if weights.mean:
             engine.fold.scaled(1 / n)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from invfunc import tree
+from invfunc._extras import told_of_batches
 from invfunc._functorch import transforming
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.recording.problem import InDims, batch_dims
@@ -31,21 +33,52 @@ def check_loader(loader: Any, sweeps: str = "") -> None:
         )
 
 
-def swept(loader: Any, params: Any, in_dims: InDims, visit: Callable[[tuple, int], int]) -> int:
+@dataclass(frozen=True)
+class Feed:
+    """How the batches of a loader are brought to where they are needed."""
+
+    device: torch.device | None = None
+    """One of those of the parameters; without it that of the first one."""
+    progress: str = ""
+    """What a progress bar says, if there is one."""
+
+    @classmethod
+    def of(cls, device: Any, progress: str) -> Feed:
+        try:
+            return cls(None if device is None else torch.device(device), progress)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(f"streamed(t, device={device!r}): it is none: {str(error).splitlines()[0]}.") from None
+
+    def goal(self, params: Any) -> torch.device:
+        """Where batches go."""
+        found = list(dict.fromkeys(p.device for p in tree.tensors((params,)))) or [torch.device("cpu")]
+        if self.device is None:
+            return found[0]
+        for device in found:
+            if device.type == self.device.type and self.device.index in (None, device.index):
+                return device
+        raise ArgumentError(
+            f"batches are to be moved to device={str(self.device)!r}, but the parameters are on "
+            f"{', '.join(map(str, found))}, where it is computed. Move the parameters, or leave device out."
+        )
+
+
+def swept(loader: Any, params: Any, in_dims: InDims, visit: Callable[[tuple, int], int], feed: Feed) -> int:
     """Give `visit` the arguments of each batch, and how many samples came before; it returns how many there are.
 
     Returns how many samples came in all. Batches without samples are left out.
     """
-    n = 0
-    for number, batch in enumerate(loader if isinstance(loader, Iterable) else loader()):
-        args = (params, *_arguments(batch, params))
-        if _empty(args, in_dims):
-            continue
-        try:
-            n += visit(args, n)
-        except Exception as error:
-            error.add_note(f"This is batch {number} of the loader.")
-            raise
+    n, device = 0, feed.goal(params)
+    batches = loader if isinstance(loader, Iterable) else loader()
+    with told_of_batches(feed.progress, batches) as tell:
+        for number, batch in enumerate(batches):
+            args = (params, *_arguments(batch, device))
+            try:
+                n += 0 if _empty(args, in_dims) else visit(args, n)
+            except Exception as error:
+                error.add_note(f"This is batch {number} of the loader.")
+                raise
+            tell(n)
     if not n:
         raise ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
     return n
@@ -60,9 +93,8 @@ def unscaled() -> ArgumentError:
     )
 
 
-def _arguments(batch: Any, params: Any) -> tuple:
-    """The arguments behind the parameters, where these are."""
-    device = next((p.device for p in tree.tensors((params,))), torch.device("cpu"))
+def _arguments(batch: Any, device: torch.device) -> tuple:
+    """The arguments behind the parameters, on a device."""
 
     def moved(x: torch.Tensor) -> torch.Tensor:
         return x.to(device, non_blocking=device.type == "cuda")

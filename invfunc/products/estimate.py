@@ -9,12 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from invfunc._extras import extra
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import by
 from invfunc.loss.square_root import safe_root
 from invfunc.products.along import along, check_product, names_of, space_of
-from invfunc.products.extras import extra
 from invfunc.products.maps import Kind
 from invfunc.transform import Transform
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from invfunc._extras import extra
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.along import along, check_product, names_of, space_of
-from invfunc.products.extras import extra
 from invfunc.products.product import Space
 from invfunc.transform import Transform
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import check_loader, swept, unscaled
+from invfunc.evaluation.batches import Feed, check_loader, swept, unscaled
 from invfunc.evaluation.weights import Weights
 from invfunc.loss.drawn import key_of
 from invfunc.products.along import space_of
@@ -24,6 +24,7 @@ class StreamedProduct(Transform):
     """A function `(params, v, loader) -> tree like params`, the sum of a product over the batches."""
 
     product: Product
+    feed: Feed = Feed()
     outermost = True
 
     def __repr__(self) -> str:
@@ -62,7 +63,7 @@ class StreamedProduct(Transform):
             raise ArgumentTypeError(f"it takes the parameters, {self.vector} and a loader, and got {given}.")
         params, v, loader = args
         space = space_of((params,), names)
-        sums = _Sums(self.product, params, loader, kwargs)
+        sums = _Sums(self.product, self.feed, params, loader, kwargs)
         found = sums(space.leaves(v, self.vector, self.lead), self.lead)
         return space.tree(found), sums.aux
 
@@ -71,7 +72,7 @@ class StreamedProduct(Transform):
             raise ArgumentTypeError(f"it takes the parameters and a loader, and got {len(args)} positional arguments.")
         check_loader(args[1], sweeps="it is gone through for every vector")
         space = space_of(args, names)
-        sums = _Sums(self.product, *args, kwargs)
+        sums = _Sums(self.product, self.feed, *args, kwargs)
         shown = f"{self!r}.linearize({', '.join(names)})"
         return Linearised(shown, sums, space, space, self.vector, self.lead, (args, kwargs)), []
 
@@ -79,8 +80,8 @@ class StreamedProduct(Transform):
 class _Sums:
     """The linear map of a data set: the loader is gone through for each vector, or for several at once."""
 
-    def __init__(self, product: Product, params: Any, loader: Any, kwargs: dict[str, Any]) -> None:
-        self.product, self.params, self.loader, self.kwargs = product, params, loader, kwargs
+    def __init__(self, product: Product, feed: Feed, params: Any, loader: Any, kwargs: dict[str, Any]) -> None:
+        self.product, self.feed, self.params, self.loader, self.kwargs = product, feed, params, loader, kwargs
         self.key = None if product.drawing is None else key_of(product.drawing.generator)
         self.n: int | None = None
         """How many samples there were the first time."""
@@ -108,7 +109,7 @@ class _Sums:
             self.aux.append(aux)
             return given.n
 
-        n = swept(self.loader, self.params, self.product.in_dims, visit)
+        n = swept(self.loader, self.params, self.product.in_dims, visit, self.feed)
         if self.n not in (None, n):
             raise ArgumentError(
                 f"the loader gave {n} samples, and {self.n} for the first vector; a matrix is that of the same ones."

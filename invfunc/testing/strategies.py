@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from invfunc.products.extras import extra
+from invfunc._extras import extra
 from invfunc.testing.invertibles import PAIRS, Pair
 from invfunc.testing.models import FAMILIES, LOSS_FUNCTIONS, Loss, Model, Problem
 from invfunc.testing.values import Numbers, Parameters, Shape, Tied, option, seeded
