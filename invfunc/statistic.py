@@ -77,6 +77,11 @@ class Statistic(Transform):
         return Quantity(self.reduction, self.kind, self.drawing)
 
     @property
+    def sweeps(self) -> int:
+        """How many times it has to see all samples."""
+        return max(m.reduction.sweeps for m in self.members or (self,))
+
+    @property
     def drawings(self) -> list[Drawing]:
         """How its columns are drawn, or those of its members."""
         return [m.drawing for m in self.members or (self,) if m.drawing is not None]

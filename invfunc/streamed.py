@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, overload
 
 import torch
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, check_loader, swept, unscaled
-from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.weights import Weights
+from invfunc.evaluation.batches import Feed, check_loader, swept
+from invfunc.evaluation.sweep import Sweep
 from invfunc.loss.drawn import key_of
 from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
@@ -31,6 +29,7 @@ def streamed(t: Any, *, device: Any = None, progress: bool = False) -> Any:
 
     Each batch is reduced to what the statistic keeps of it; that is added to what was kept before (variances by the
     formula of Chan, Golub and LeVeque, results with a sample axis one behind the other, in the order of the loader).
+    `ekfac` goes through the loader twice, in any order: the basis of all samples comes before the eigenvalues in it.
     Products are added, so that `linear_operator(streamed(ggnvp(f, loss)))(params, loader)` is the matrix of a data set.
 
     The scale is that of the whole data set. `[N]` losses are summed: they are of one sample each, without a factor that
@@ -56,14 +55,13 @@ def streamed(t: Any, *, device: Any = None, progress: bool = False) -> Any:
 
     Raises:
         ArgumentTypeError: t is neither statistic nor product, the loader gives no batches, or it gives them only once
-            (a generator) but is needed for each vector, as by a linearisation.
+            (a generator) but is needed twice (`ekfac`) or for each vector (a linearisation).
         SampleAxisError: f mixes samples, or gives them a factor that depends on how many there are (products look for
             that; a loss that is given apart is not looked at).
-        ArgumentError: there are no samples, or others than for the first vector; a statistic that does not add up over
-            batches (`gram`, which is of pairs of samples, `kfra`, and `ekfac`, which looks at all samples twice) or has
-            `samples=`; a scalar loss that is not given apart, or that is neither a mean nor a sum (`ignore_index` and
-            class weights divide by what is in the batch); a device on which there is no parameter; within torch.func's
-            transforms.
+        ArgumentError: there are no samples, or more or fewer than the first time; a statistic that does not add up over
+            batches (`gram`, which is of pairs of samples, and `kfra`) or has `samples=`; a scalar loss that is not
+            given apart, or that is neither a mean nor a sum (`ignore_index` and class weights divide by what is in the
+            batch); a device on which there is no parameter; within torch.func's transforms.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
 
     Example:
@@ -83,8 +81,8 @@ def streamed(t: Any, *, device: Any = None, progress: bool = False) -> Any:
     linearisation; `sample=` gets the samples one by one.
 
     Cost: that of t for each batch, and where a loss is one number, four gradients of it in the outputs; of what is
-    drawn, 5 microseconds for each sample. Memory is that of one batch, the result (with a sample axis it is as long as
-    the data set) and the outputs of the first batch.
+    drawn, 5 microseconds for each sample. A second sweep runs f again, which draws anew if it does. Memory is that of
+    one batch, the result (with a sample axis it is as long as the data set) and the outputs of the first batch.
 
     Source: Chan, Golub and LeVeque (1979) for variances.
     """
@@ -108,8 +106,6 @@ def _not_by_batches(t: Statistic) -> str:
         return "has samples=, which are places in a batch: let the loader give those"
     if t.argnums not in (0, (0,)):
         return f"has argnums={t.argnums}, but the parameters have to come first, and alone"
-    if t.reduction.before is not None and not t.reduction.apart:
-        return "looks at all samples twice, which batches that come once do not allow: take `kfac` or `kflr`"
     if "samples" not in t.reduction.axes:
         return "is of all samples at once, and does not add up over batches"
     return ""
@@ -145,42 +141,31 @@ class Streamed(Transform):
         if len(args) != 2:
             raise ArgumentTypeError(f"it takes the parameters and a loader, and got {len(args)} positional arguments.")
         params, loader = args
-        check_loader(loader)
+        check_loader(loader, sweeps=_twice(self.t))
         with torch.no_grad():
             return self._swept(params, loader, kwargs)
 
     def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        weights, aux, last = Weights(), [], list[Engine]()
         keys = {d: key_of(d.generator) for d in dict.fromkeys(self.t.drawings)}
+        sweep, aux = Sweep(), []
 
         def visit(args: tuple, n: int) -> int:
-            kept = last.pop().fold.accumulators if last else []  # nothing else of the batch before stays in memory
-            kept_of = partial(self._kept, self.t.keyed(keys, n))
-            engine, extra = self.t.told(kept_of, self.t.names, args, kwargs)
-            if engine.scalar:
-                engine.fold.scaled(self._weight(engine, weights))
-            own = engine.fold.found.n
-            if n:
-                engine.fold.after(kept, n)
-            last.append(engine)
-            aux.append(extra)
-            return own
+            t = self.t.keyed(keys, n)
 
-        n = swept(loader, params, self.t.in_dims, visit, self.feed)
-        (engine,) = last
-        if weights.mean:
-            engine.fold.scaled(1 / n)
-        results = engine.finished()
+            def add(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, Any]:
+                return None, sweep.add(t.engine(args, kwargs, names))
+
+            aux.append(t.told(add, t.names, args, kwargs)[1])
+            return sweep.n - n
+
+        swept(loader, params, self.t.in_dims, visit, self.feed)
+        for _ in range(self.t.sweeps - 1):
+            sweep, aux = Sweep(sweep), []
+            swept(loader, params, self.t.in_dims, visit, self.feed)
+        results = sweep.results()
         return tuple(results) if self.t.members else results[0], aux
 
-    @staticmethod
-    def _kept(t: Statistic, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Engine, Any]:
-        """An engine that has folded a batch, and aux."""
-        engine = t.engine(args, kwargs, names)
-        return engine, engine.kept()
 
-    @staticmethod
-    def _weight(engine: Engine, weights: Weights) -> int:
-        if engine.loss_part is None:
-            raise unscaled()
-        return weights.of(engine.loss_part)
+def _twice(t: Statistic) -> str:
+    """Why the loader has to be gone through more than once; empty if it has not."""
+    return "" if t.sweeps == 1 else f"{t.name} looks at all samples twice"

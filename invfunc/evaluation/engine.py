@@ -78,7 +78,7 @@ class Engine:
             return self.fold.finished(), self.scope.result(aux)
 
     def kept(self) -> Any:
-        """Fold what is not the last batch, so that there are no results yet; aux."""
+        """Fold one of several batches, so that there are no results yet; aux."""
         self.fold.last = False
         with self.scope:
             return self.scope.result(self._run())

@@ -60,20 +60,29 @@ class Fold:
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1])
         self.last = True
         """Whether no other batch follows."""
+        self.phase: int | None = None
+        """The only one, where the batches come again for each."""
 
     def over(
         self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made], look: Look | None = None
     ) -> None:
         """Pull the columns back through every run; again, where what comes next has to know what all have brought."""
-        lines = [t.line for t in self.accumulators]
-        last = max(map(len, lines)) - 1
-        for k in range(last + 1):
-            accumulators = [line[k] for line in lines if k < len(line)]
-            for t in accumulators if k and self.report is None else []:
-                assert t.before is not None
-                t.reduction = t.reduction.then(t.before.states, self._found(t.before))
+        last = max(t.reduction.sweeps for t in self.accumulators) - 1
+        for k in range(last + 1) if self.phase is None else [self.phase]:
+            if k and self.phase is None and self.report is None:
+                self.tell(k)
             for run in runs():
-                self._consume(run, made(run) if callable(made) else made, look, accumulators, last=k == last)
+                self._consume(run, made(run) if callable(made) else made, look, self.of_phase(k), last=k == last)
+
+    def of_phase(self, k: int) -> list[Accumulator]:
+        """What keeps something in a phase."""
+        return [t.line[k] for t in self.accumulators if k < len(t.line)]
+
+    def tell(self, k: int) -> None:
+        """Have a phase know what the one before has kept of all samples."""
+        for t in self.of_phase(k):
+            assert t.before is not None
+            t.reduction = t.reduction.then(t.before.states, self._found(t.before))
 
     def units(self, run: Run) -> Made:
         """A unit column for each output of a model function, whose shapes and tree are part of what is found."""
@@ -231,19 +240,6 @@ class Fold:
             return Samples(n)
         chosen = sorted(i - run.start for i in chosen if run.start <= i < run.start + n)
         return Samples(n, torch.tensor(chosen, device=self.problem.leaves[0].device, dtype=torch.long))
-
-    # Other batches
-
-    def after(self, accumulators: Sequence[Accumulator], n: int) -> None:
-        """Put what was kept of n samples of other batches in front."""
-        for own, before in zip(self.accumulators, accumulators, strict=True):
-            own.after(before, self.problem.leaves, n, self.found.n)
-        self.found = replace(self.found, n=n + self.found.n)
-
-    def scaled(self, by: float) -> None:
-        """Make the loss so many times as large."""
-        for t in self.accumulators:
-            t.scaled(by)
 
     # Results
 

@@ -93,11 +93,8 @@ class _Sums:
     def __call__(self, vectors: list[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
         check_loader(self.loader)
         wide = [torch.promote_types(x.dtype, torch.float32) for x in vectors]
-        sums, weights, self.aux = (
-            [torch.zeros_like(x, dtype=to) for x, to in zip(vectors, wide, strict=True)],
-            Weights(),
-            [],
-        )
+        sums = [torch.zeros_like(x, dtype=to) for x, to in zip(vectors, wide, strict=True)]
+        weights, self.aux = Weights(), []
 
         def visit(args: tuple, first: int) -> int:
             product = self._behind(first)

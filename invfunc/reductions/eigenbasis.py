@@ -33,7 +33,6 @@ def basis_of(matrix: Kronecker) -> Kronecker:
 class InEigenbasis(Block):
     """`sum_vn (Q^T G[v, n])^2` for the eigenvectors Q of the factors, which the phase before finds."""
 
-    axes = ("outputs", "params")
     paired = squares = True
     forms = "blocks"
     rooted = KroneckerFactors.rooted
@@ -104,6 +103,10 @@ class InEigenbasis(Block):
         if a[1] is None or b[1] is None:
             return b if a[1] is None else a
         return a[0], a[1] + b[1]
+
+    def scaled(self, state: State, by: float) -> State:
+        basis, values = state
+        return basis, None if values is None else values * by**2
 
     def finish(self, state: State, found: Found) -> list[Any]:
         matrix, values = state

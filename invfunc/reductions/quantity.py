@@ -104,13 +104,22 @@ class Accumulator:
         if self.before is not None and self.reduction.apart:
             self.before.end(leaves, n)
 
+    def behind(self, earlier: Accumulator, phase: int) -> Accumulator:
+        """It, as the phases before have left an earlier one; that one itself, if there is nothing more to keep."""
+        if self.reduction.sweeps <= phase:
+            return earlier
+        self.reduction = earlier.reduction
+        if self.before is not None and earlier.before is not None:
+            self.before = self.before.behind(earlier.before, phase)
+        return self
+
     def after(self, before: Accumulator, leaves: list[torch.Tensor], n: int, own: int) -> None:
         """Put what was kept of n other samples in front of what is kept of these `own` ones."""
         for i in {**before.states, **self.states}:
             first = before.states.get(i) or self.reduction.init(leaves[i], n, before.columns)
             second = self.states.get(i) or self.reduction.init(leaves[i], own, self.columns)
             self.states[i] = self.reduction.merge(first, second, "samples")
-        if self.before is not None and before.before is not None:
+        if self.before is not None and before.before is not None and self.reduction.apart:
             self.before.after(before.before, leaves, n, own)
 
     def scaled(self, by: float) -> None:

@@ -83,6 +83,11 @@ class Reduction:
         """This one, after all that come before it."""
         return [self] if self.before is None else [*self.before.phases, self]
 
+    @property
+    def sweeps(self) -> int:
+        """How many times all samples have to be seen."""
+        return 1 if self.before is None or self.apart else self.before.sweeps + 1
+
     def then(self, states: States, found: Found) -> Reduction:
         """This reduction, given what the phase before has kept of the parameters that influence the result."""
         raise NotImplementedError  # only where there is something before

@@ -56,8 +56,8 @@ def ekfac(
         tensor([[1., 0.],
                 [0., 4.]])
 
-    Composes with: `chunked` over outputs and params; `torch.func.vmap` where the result is used inside. Eigenvectors
-    have no derivative at equal eigenvalues.
+    Composes with: `chunked` over outputs, samples and params; `streamed`, which goes through the loader twice;
+    `torch.func.vmap` where the result is used inside. Eigenvectors have no derivative at equal eigenvalues.
 
     Cost: that of `kfac`, a second pullback, and eigendecompositions of the factors.
 

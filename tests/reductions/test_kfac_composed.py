@@ -63,18 +63,13 @@ class TestChunks:
         last = chunked(make(composed(f, LOSSES[0])), 2, over=over)(*args)
         assert_factors(last, factors(make(f, LOSSES[0])(*args)), EXACT)
 
-    @pytest.mark.parametrize("over", ["outputs", "params"])
+    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
     def test_of_ekfac(self, called, over):
         f, args = arranged(called)
         wanted = ekfac(f, LOSSES[0], fisher="exact")(*args)
         found = chunked(ekfac(f, LOSSES[0], fisher="exact"), 2, over=over)(*args)
         for name, k in wanted.items():
             assert_trees_close(found[name].dense(), k.dense(), EXACT)
-
-    def test_of_ekfac_over_samples(self, called):
-        f, _ = arranged(called)
-        with pytest.raises(ArgumentError, match="'samples'.*axes"):
-            chunked(ekfac(f, LOSSES[0], fisher="exact"), 2, over="samples")
 
 
 @pytest.mark.parametrize("called", CALLED)

@@ -175,8 +175,8 @@ ROWS = {
     "kfac empirical": FACTORED(partial(invfunc.kfac, fisher="empirical"), axes=("samples", "params")),
     "kflr": FACTORED(invfunc.kflr),
     "kfra": FACTORED(invfunc.kfra, axes=()),
-    "ekfac": FACTORED(_drawn(invfunc.ekfac), drawn=True, axes=("outputs", "params")),
-    "ekfac exact": FACTORED(partial(invfunc.ekfac, fisher="exact"), axes=("outputs", "params")),
+    "ekfac": FACTORED(_drawn(invfunc.ekfac), drawn=True),
+    "ekfac exact": FACTORED(partial(invfunc.ekfac, fisher="exact")),
 }
 """By the public name, and what makes it another one of that name."""
 CASES = {f"{name}, {form}": (row, form) for name, row in ROWS.items() for form in row.forms}

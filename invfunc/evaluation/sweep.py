@@ -1,0 +1,77 @@
+"""One time through all batches of a data set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from invfunc.errors import ArgumentError
+from invfunc.evaluation.batches import unscaled
+from invfunc.evaluation.engine import Engine
+from invfunc.evaluation.fold import Fold
+from invfunc.evaluation.weights import Weights
+from invfunc.reductions.quantity import Accumulator
+
+
+class Sweep:
+    """What the batches seen so far have brought, joined in the fold of the last one.
+
+    What has to know something of all samples first, as the eigenvalues of `ekfac` their basis, is a phase of its own,
+    for which the batches come again: a sweep after another.
+    """
+
+    def __init__(self, before: Sweep | None = None) -> None:
+        self.engine: Engine | None = None
+        """That of the last batch; nothing else of the others is in memory but what is kept of them."""
+        self.n = 0
+        self.phase, self.weights = 0, Weights()
+        self.told: list[Accumulator] = []
+        self.refused: dict[str, str] = {}
+        self.expected: int | None = None
+        if before is not None:
+            fold = before.joined()
+            self.phase, self.weights, self.expected = before.phase + 1, before.weights, before.n
+            fold.tell(self.phase)
+            self.told, self.refused = fold.accumulators, fold.found.refused
+
+    def add(self, engine: Engine) -> Any:
+        """See another batch; aux."""
+        before = [] if self.engine is None else self.engine.fold.of_phase(self.phase)
+        self.engine, fold = engine, engine.fold
+        fold.phase = self.phase
+        if self.phase:
+            pairs = zip(fold.accumulators, self.told, strict=True)
+            fold.accumulators = [own.behind(earlier, self.phase) for own, earlier in pairs]
+            fold.found = replace(fold.found, refused=self.refused)
+        aux, own = engine.kept(), fold.found.n
+        if engine.scalar:
+            if engine.loss_part is None:
+                raise unscaled()
+            self._scale(fold, self.weights.of(engine.loss_part))
+        for t, first in zip(fold.of_phase(self.phase), before, strict=True) if self.n else ():
+            t.after(first, fold.problem.leaves, self.n, own)
+        self.n += own
+        fold.found = replace(fold.found, n=self.n)
+        return aux
+
+    def joined(self) -> Fold:
+        """The fold of all batches, with the loss of all."""
+        assert self.engine is not None
+        if self.expected not in (None, self.n):
+            raise ArgumentError(
+                f"the loader gave {self.n} samples the second time, and {self.expected} the first time; what needs two "
+                "sweeps is of the same samples in both."
+            )
+        if self.weights.mean:
+            self._scale(self.engine.fold, 1 / self.n)
+        return self.engine.fold
+
+    def results(self) -> list[Any]:
+        """What all batches give."""
+        self.joined()
+        assert self.engine is not None
+        return self.engine.finished()
+
+    def _scale(self, fold: Fold, by: float) -> None:
+        for t in fold.of_phase(self.phase):
+            t.scaled(by)
