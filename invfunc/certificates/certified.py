@@ -40,25 +40,26 @@ def certified(
     single entries, backward passes of single samples, the loss's own Hessian. Whole results are compared where that
     costs no more: `batch_grad` and `grad_and_variance` with the gradient, `ggn_trace` with the sum of the diagonal, the
     matrix of `gram` with its transpose, `hvp` and `hessian_block_product` with two plain backward passes. Products with
-    the GGN and Fisher matrices are compared with `(J e) . H (J v)`.
+    the GGN and Fisher matrices are compared with `(J e) . H (J v)`. Where operations of f are replaced by forms that
+    can be differentiated twice, what f gives with them is compared with what it gives without.
 
     What it promises: a fault in a `share` of the entries that is larger than the tolerance is found with at least this
     `confidence`, in each call, by `k = log(1 - confidence) / log(1 - share)` entries that are drawn evenly (90). An
     entry is that of a parameter, with what each sample has there; of `batch_l2_grad`, the norms of `clipped_grad` and
     `gram` it is a sample, and of the kernel of a model an output of a sample.
 
-    What it does not: that f is the function that was meant, that what both ways share is right (f itself, where its
+    What it does not: that f is the function that was meant, that what both ways share is right (where its
     outputs are found, which columns `mc_samples` draws), or anything about faults below the tolerance. That is, beside
     the largest number of a leaf, or the root of the sum of squares of what is added up in it, 1e-8 in float64, 4e-6 in
     float32, 0.004 in float16 and 0.03 in bfloat16, and beside the largest of all leaves 4e-15. Numbers that are further
     apart are looked at anew before an error is raised: t is called again at the same arguments, which has to give the
     same, and both ways six times at arguments that are moved by 1e-4, the other one in float64, too. The tolerance of
-    each number is 8 times what its distance to the other way changes by (or half of those of its leaf do, if that is
-    more), and what the other way is off. So nothing is found at a number that jumps there. Numbers that are not finite
-    in both ways count as equal, and where a result has some, or an argument an infinite one, one that is not finite in
-    the other way alone. In float16, numbers below 6e-5 are lost in rounding. Where f is saturated, so that nothing is
-    left of a leaf but rounding in float64 (a softmax that is sure), or overflows for some of its outputs, an error may
-    be about that.
+    each number is 8 times (in bfloat16 12 times) what its distance to the other way changes by (or half of those of its
+    leaf do, if that is more), and what the other way is off. So nothing is found at a number that jumps there. Numbers
+    that are not finite in both ways count as equal, and where a result has some, or an argument an infinite one, one
+    that is not finite in the other way alone. In float16, numbers below 6e-5 are lost in rounding. Where f is
+    saturated, so that nothing is left of a leaf but rounding (a softmax that is sure), or overflows for some of its
+    outputs, an error may be about that.
 
     Args:
         t: a statistic of this library, also `chunked` or of several `together`; not K-factors, and not `reduced`. Or a
@@ -88,10 +89,11 @@ def certified(
     Composes with: `chunked`, `together` inside; `explain` around it, which tells the cost; `torch.func.grad`, `jvp`
     around it, which differentiate t. What is certified is the result, not its derivative.
 
-    Cost: f once more, and a product `J e` for each of up to 2 k entries, batched: two passes back; for `gram` and norms
-    that of a sample, for Hessians a second derivative. It does not depend on what t costs. A smaller
-    confidence (or a larger share) makes it cheaper: `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where
-    numbers are further apart than the tolerance, all of it eight times more.
+    Cost: f twice more, or four times where operations of it have another form, and a product `J e` for each of up to
+    2 k entries, batched: two passes back; for `gram` and norms that of a sample, for Hessians a second derivative. It
+    does not depend on what t costs. A smaller confidence (or a larger share) makes it cheaper: `confidence=0.5,
+    share=0.1` takes 7 entries in place of 90. Where numbers are further apart than the tolerance, all of it eight times
+    more.
 
     Source: this library; `python -m tests.mutants --certified` plants faults and looks which of them it finds, and
     `python -m tests.alarms` certifies what is right.

@@ -12,7 +12,10 @@ from invfunc import tree
 from invfunc.certificates.draws import States, Tape, rewound
 from invfunc.certificates.look import Look
 from invfunc.certificates.rounding import AGAIN, APART, Numbers, beyond, largest, moved, noise, tolerance
+from invfunc.certificates.values import Value, Values
 from invfunc.errors import CertificateError
+from invfunc.products.product import Product
+from invfunc.statistic import Statistic
 
 Looked = tuple[list[Look], list[Numbers]]
 """Numbers of a result, and those of the other path."""
@@ -25,7 +28,7 @@ class Check(ABC):
     """The check of what `t(*args, **kwargs)` gave."""
 
     def __init__(
-        self, t: Callable, k: int, seed: int, before: States, args: tuple, kwargs: dict[str, Any], names: Any
+        self, t: Statistic | Product, k: int, seed: int, before: States, args: tuple, kwargs: dict[str, Any], names: Any
     ) -> None:
         self.t, self.k, self.seed, self.before = t, k, seed, before
         self.args, self.kwargs, self.names = args, kwargs, names
@@ -41,8 +44,8 @@ class Check(ABC):
 
     def run(self, result: Any) -> None:
         """Raises where numbers are apart."""
-        looks = self.looks(self.args, self.kwargs, result, self.tape.again())
-        numbers = self.expected(looks, self.args, self.kwargs)
+        looks = self._looks(self.args, self.kwargs, result)
+        numbers = self._expected(looks, self.args, self.kwargs)
         infinite = any(bool(x.isinf().any()) for x in tree.tensors((self.args, self.kwargs)))
         if infinite or not all(bool(x.isfinite().all()) for x in tree.tensors(result)):  # this path may multiply by 0
             numbers = [(x.where(~x.isnan(), look.found), size) for look, (x, size) in zip(looks, numbers, strict=True)]
@@ -54,6 +57,16 @@ class Check(ABC):
         if doubts:
             self._same_again(looks, doubts)
             self._beyond_noise(looks, numbers, doubts)
+
+    def _looks(self, args: tuple, kwargs: dict[str, Any], result: Any) -> list[Look]:
+        """What f gives, which both ways rely on, and what is looked at of the result."""
+        values = Values(self.t, self.before)
+        return [*values.looks(args, kwargs), *self.looks(args, kwargs, result, self.tape.again())]
+
+    def _expected(self, looks: list[Look], args: tuple, kwargs: dict[str, Any], around: Around = None) -> list[Numbers]:
+        entries = [look for look in looks if not isinstance(look, Value)]
+        values = Values(self.t, self.before).expected(args, kwargs) if len(entries) < len(looks) else []
+        return [*values, *self.expected(entries, args, kwargs, around)]
 
     def _same_again(self, looks: list[Look], doubts: dict[int, float]) -> None:
         """Raises where the result differs from itself."""
@@ -75,32 +88,32 @@ class Check(ABC):
         for i, allowed in doubts.items():
             look, there = looks[i], numbers[i][0]
             others = [[found[i].found, x[i][0]] for found, x in elsewhere]
-            measured = APART * noise(look.found, there, others, [x[i][0] for x in wide])
+            measured = APART[look.dtype] * noise(look.found, there, others, [x[i][0] for x in wide])
             self._agree(
                 look,
                 there,
                 measured.clamp(min=allowed),
-                "by derivatives along single entries it is",
+                f"{look.other} it is",
                 "It is a rule of your own (`operation`), or a fault of this library, which we would like to know of.",
             )
 
     def _again(self, args: tuple, kwargs: dict[str, Any]) -> list[Look]:
         rewound(self.before)
-        return self.looks(args, kwargs, self.t(*args, **kwargs), self.tape.again())
+        return self._looks(args, kwargs, self.t(*args, **kwargs))
 
     def _moved(self, _: int) -> Looked | None:
         """Both at arguments that are moved by a little; None where one of them is of no use there."""
         args, kwargs = self._changed(lambda x: moved(x, self.tape.generator))
         try:
             looks = self._again(args, kwargs)
-            return looks, self.expected(looks, args, kwargs, self.tape.generator)
+            return looks, self._expected(looks, args, kwargs, self.tape.generator)
         except Exception:  # of a target that has to be at most 1
             return None
 
     def _wide(self, looks: list[Look]) -> list[list[Numbers]]:
         """The other path in float64; none where f has a dtype of its own."""
         try:
-            return [self.expected(looks, *self._changed(torch.Tensor.double))]
+            return [self._expected(looks, *self._changed(torch.Tensor.double))]
         except Exception:
             return []
 

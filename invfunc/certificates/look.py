@@ -26,6 +26,8 @@ class Look:
     called: Callable[..., str]
     """What the number at an index is called."""
     dtype: torch.dtype
+    other: str = "by derivatives along single entries"
+    """How the same numbers are had."""
 
 
 def entry(name: str, shape: Sequence[int], place: int) -> str:

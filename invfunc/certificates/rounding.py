@@ -17,8 +17,9 @@ import torch
 UNITS = {torch.float64: 2**26, torch.float32: 2**5, torch.float16: 2**2, torch.bfloat16: 2**2}
 """Units in the last place: of half precision, which has few of them, less."""
 
-APART = 8
-"""How many times further from the reference a result may be than its distance changes by rounding."""
+APART = {torch.float64: 8, torch.float32: 8, torch.float16: 8, torch.bfloat16: 12}
+"""How many times further from the reference a result may be than its distance changes by rounding: of bfloat16, where
+what is left of a sum that cancels takes few values, more."""
 
 AGAIN = 6
 """Evaluations at moved arguments."""

@@ -308,7 +308,7 @@ class TestNumberOfEntries:
         alone, calls[:] = len(calls), []
         checked = certified(t, generator=SEED)
         checked(*args)
-        assert len(calls) == alone + 1
+        assert len(calls) == alone + 4
         told = str(explain(checked)(*args))
         assert told.startswith("certified(diag_ggn(f, mse_loss)): ")
         assert "certified: 90 evenly and 90 by size of 300 entries" in told

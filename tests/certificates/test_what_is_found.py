@@ -278,3 +278,24 @@ class TestRawErrorsOfOld:
             certified(t, generator=SEED)(*args)
             with planted(lambda result: 1.001 * result), pytest.raises(CertificateError):
                 certified(t, generator=SEED)(*args)
+
+
+class TestFormsOfOperations:
+    """Both ways differentiate f in a form that can be differentiated twice, so f is compared with that."""
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_that_give_something_else(self, monkeypatch, dtype):
+        f, params = invfunc.functional(torch.nn.EmbeddingBag(4, 2, mode="mean", padding_idx=1).to(dtype))
+        data = torch.tensor([[0, 1, 2], [1, 1, 3], [2, 3, 0]]), rand(3, 2, dtype=dtype)
+        whole = lambda p, x, y: (f(p, x) - y).square().sum(1)  # noqa: E731  (as users write it)
+        statistics = batch_grad(whole), invfunc.diag_ggn(f, F.mse_loss), invfunc.batch_jacobian(f)
+        product = certified(invfunc.ggnvp(f, F.mse_loss), generator=SEED)
+        for t in statistics:
+            certified(t, generator=SEED)(params, *data[: 1 if t is statistics[2] else 2])
+        product(params, params, *data)
+        monkeypatch.setattr(torch.Tensor, "logical_not", lambda x: torch.ones_like(x))
+        for t in statistics:
+            with pytest.raises(CertificateError, match=r"f\[.*in the form in which it is differentiated"):
+                certified(t, generator=SEED)(params, *data[: 1 if t is statistics[2] else 2])
+        with pytest.raises(CertificateError, match="in the form in which it is differentiated"):
+            product(params, params, *data)

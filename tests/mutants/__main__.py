@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutants.blocks import BLOCKS
-from tests.mutants.certificates import SOUND, numeric, search
+from tests.mutants.certificates import SOUND, numeric, runners, search
 from tests.mutants.fault import Fault, Outcome, Search, copied, run, tests
 from tests.mutants.operations import OPERATIONS
 from tests.mutants.statistics import STATISTICS
@@ -61,10 +62,11 @@ def main() -> int:
     chosen = [f for f in chosen if numeric(f) or not options.certified][part - 1 :: parts]
     os.environ["OMP_NUM_THREADS"] = "1"  # there is a process for each core
     started, done = time.perf_counter(), []
-    if options.certified and (false := next(outcomes([SOUND], search, 1))).came != "survived":
+    look = partial(search, among=runners(chosen)) if options.certified else tests
+    if options.certified and (false := next(outcomes([SOUND], look, 1))).came != "survived":
         print(f"without a fault: {false.came} by {false.by}")
         return 1
-    for outcome in outcomes(chosen, search if options.certified else tests, options.processes):
+    for outcome in outcomes(chosen, look, options.processes):
         done.append(outcome)
         fault = outcome.fault
         print(f"{outcome.came:8} {outcome.seconds:5.0f} s  {fault.name} ({fault.file})  {outcome.by}", flush=True)

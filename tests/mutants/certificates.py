@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
 
-from tests.mutants.fault import Fault, Say
+from tests.mutants.fault import ROOT, Fault, Say
 
 NUMERIC = ("contract.py", "evaluation", "loss", "operations", "passes", "per_sample", "plan.py", "products")
 NUMERIC += ("recording/problem.py", "reductions", "sparsity")
@@ -25,8 +29,9 @@ OF_FACTORS = {
     "patches of groups are those of one",
 }
 """Faults in files of other results too, but on the way of K-factors alone."""
-EXAMPLES, SECONDS = 4000, 120
-"""Functions that a fault is looked for on, at most, and the time of the processor for that."""
+LOOKS, EXAMPLES, SECONDS = 3, 4000, 60
+"""How often each kind is looked at for whether it runs a fault; how many calls of those that do are certified, at most,
+and the time of the processor for that."""
 SOUND = Fault("no fault at all", "contract.py", "def contract(", "def contract(", "")
 """What is not to be found: where it is, the drawn functions give false alarms, and no count says anything."""
 
@@ -37,30 +42,82 @@ def numeric(fault: Fault) -> bool:
     return fault.file.startswith(NUMERIC) and not other
 
 
-def search(fault: Fault, say: Say) -> tuple[str, str]:
-    """Certify statistics of drawn functions until one is wrong."""
-    from invfunc.errors import CertificateError
-    from tests.mutants.drawn import certificates
+At = tuple[str, str]
+"""A kind of function and a group of statistics or products."""
 
+
+def drawn_calls() -> dict[At, Any]:
+    """What there is to draw."""
+    from tests.mutants.drawn import GROUPS, calls
+    from tests.mutants.worlds import KINDS
+
+    return {(kind, group): calls(KINDS[kind], group) for kind in KINDS for group in GROUPS}
+
+
+def runners(faults: Sequence[Fault]) -> dict[str, list[At]]:
+    """What runs the lines of each fault (by its name), in some of a few examples of each kind."""
+    lines = {fault.name: {(fault.file, line) for line in fault.lines()} for fault in faults}
+    wanted = set().union(*lines.values())
+    ran: dict[At, set[tuple[str, int]]] = {}
+    for at, drawn in drawn_calls().items():
+        ran[at] = _lines(drawn, wanted)
+    return {name: [at for at, found in ran.items() if found & own] for name, own in lines.items()}
+
+
+def _lines(drawn: Any, wanted: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Which of these lines are run by what is drawn."""
+    found: set[tuple[str, int]] = set()
+
+    @cache
+    def file_of(code: CodeType) -> str:
+        """The file of a function that has such a line; empty for others."""
+        file = code.co_filename.removeprefix(f"{ROOT / 'invfunc'}/")
+        return file if any((file, line) in wanted for *_, line in code.co_lines()) else ""
+
+    def called(frame: FrameType, event: str, arg: Any) -> Any:
+        return within if file_of(frame.f_code) else None
+
+    def within(frame: FrameType, event: str, arg: Any) -> Any:
+        found.add((file_of(frame.f_code), frame.f_lineno))
+        return within
+
+    @_examples(LOOKS)
+    @given(drawn)
+    def look(call: Any) -> None:
+        sys.settrace(called)
+        try:
+            _called(call, certify=False)
+        finally:
+            sys.settrace(None)
+
+    try:
+        look()
+    except Unsatisfiable:  # there is no such statistic of this kind of function
+        pass
+    return found & wanted
+
+
+def search(fault: Fault, say: Say, among: dict[str, list[At]]) -> tuple[str, str]:
+    """Certify what is drawn of the kinds that run a fault, until a result is wrong."""
+    from invfunc.errors import CertificateError
+
+    every = drawn_calls()
+    taken = among.get(fault.name, list(every))
+    if not taken:
+        return "survived", "nothing that is drawn runs it"
     until, tried = time.process_time() + SECONDS, 0
 
-    @settings(
-        max_examples=EXAMPLES,
-        phases=[Phase.generate],
-        database=None,
-        derandomize=True,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-    )
+    @_examples(EXAMPLES)
     @given(st.data())
     def look(data: Any) -> None:
         nonlocal tried
-        call, called = certificates(data)
+        at = data.draw(st.sampled_from(taken))
+        call = data.draw(every[at])
         if time.process_time() > until:
             raise TimeoutError
         tried += 1
-        say(called)
-        _certify(call)
+        say(", ".join(at))
+        _called(call, certify=True)
 
     try:
         look()
@@ -68,15 +125,28 @@ def search(fault: Fault, say: Say) -> tuple[str, str]:
         return "found", str(error)[:100]
     except TimeoutError:
         pass
-    return "survived", f"{tried} problems"
+    return "survived", f"{tried} calls of {len(taken)} kinds"
 
 
-def _certify(call: Callable[[], Any]) -> None:
+def _examples(most: int) -> Callable[[Any], Any]:
+    """So many of what is drawn, always the same."""
+    every = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    return settings(
+        max_examples=most,
+        phases=[Phase.generate],
+        database=None,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=every,
+    )
+
+
+def _called(call: Callable[[bool], Any], certify: bool) -> None:
     """What fails otherwise is told to the user as it is, but not by a certificate."""
     from invfunc.errors import CertificateError
 
     try:
-        call()
+        call(certify)
     except CertificateError:
         raise
     except Exception:

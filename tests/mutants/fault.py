@@ -46,6 +46,12 @@ class Fault:
             raise ValueError(f"{self.name!r}: {self.file} has its text {source.count(self.old)} times: {self.old!r}")
         return source.replace(self.old, self.new)
 
+    def lines(self) -> range:
+        """The numbers of the lines that it changes."""
+        sound = (ROOT / "invfunc" / self.file).read_text()
+        first = sound.count("\n", 0, sound.index(self.old)) + 1
+        return range(first, first + self.old.rstrip("\n").count("\n") + 1)
+
     @property
     def package(self) -> str:
         """The folder of the library that its file is in, or the file at the top."""

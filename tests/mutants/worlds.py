@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from invfunc import outputs
 from invfunc.testing import strategies
 from invfunc.testing.laws.rows import FACTORS, ROWS
+from invfunc.testing.models import FAMILIES
 from tests import criteria, moved
 from tests.forms import FORMS
 from tests.lost import WAYS
@@ -57,9 +58,9 @@ class World:
 
 
 @st.composite
-def _families(draw: Any) -> World:
+def _families(draw: Any, names: list[str]) -> World:
     dtype = draw(st.sampled_from([torch.float64, torch.float32]))
-    problem = draw(strategies.problems(n=(1, 6), in_dims=(0, 1), dtype=dtype))
+    problem = draw(strategies.problems(names, n=(1, 6), in_dims=(0, 1), dtype=dtype))
     model = problem.model
     sharp = draw(st.sampled_from([1.0, 8.0]))
 
@@ -119,9 +120,9 @@ def _cases(draw: Any, cases: Any) -> World:
 
 
 @st.composite
-def _structures(draw: Any) -> World:
+def _structures(draw: Any, networks: Any) -> World:
     """Networks whose outputs see few of their entries."""
-    net = draw(st.one_of(*NETWORKS.values()))
+    net = draw(networks)
     with torch.no_grad():
         criterion = draw(criteria_of(tuple(net.f(net.params, *net.inputs).shape)))
     dims = (*net.in_dims, 0)
@@ -216,30 +217,26 @@ def _several(draw: Any) -> World:
     return World("several outputs", f, loss, params, (x,), y, (at, at))
 
 
-@st.composite
-def _programs(draw: Any) -> Case:
+def _program(name: str) -> Case:
     """Layers one after the other, for each of which there are several ways."""
-    called = draw(st.sampled_from(list(PROGRAMS)))
-    return of_module(called, *built(called))
+    return of_module(name, *built(name))
 
 
-OPERATIONS = [linears(), matmuls(), *(c(d) for c in (convolutions, transposed_convolutions) for d in (1, 2))]
-WORLDS: list[tuple[int, Any]] = [
-    (2, _families()),
-    (2, _losses()),
-    (2, _cases(st.sampled_from([form for of in FORMS.values() for form in of]).flatmap(formed))),
-    (3, _cases(st.sampled_from(list(LAYERS)).flatmap(LAYERS.__getitem__))),
-    (3, _cases(_programs())),
-    (2, _cases(st.one_of(*OPERATIONS))),
-    (4, _structures()),
-    (1, _moved()),
-    (1, _hidden()),
-    (1, _graphs()),
-    (1, _several()),
-]
-"""What is drawn, and how often."""
+def _dense() -> Any:
+    return st.one_of(linears(), matmuls(), *(c(d) for c in (convolutions, transposed_convolutions) for d in (1, 2)))
 
 
-def worlds() -> Any:
-    """A function of any kind."""
-    return st.one_of([world for often, world in WORLDS for _ in range(often)])
+KINDS: dict[str, Any] = {
+    **{f"model: {name}": _families([name]) for name in FAMILIES if name != "sequence"},
+    "losses": _losses(),
+    **{f"expressions: {name}": _cases(st.sampled_from(forms).flatmap(formed)) for name, forms in FORMS.items()},
+    **{f"layer: {name}": _cases(layer) for name, layer in LAYERS.items()},
+    **{f"program: {name}": _cases(st.builds(_program, st.just(name))) for name in PROGRAMS},
+    "products of any shape": _cases(_dense()),
+    **{f"structure: {name}": _structures(networks) for name, networks in NETWORKS.items()},
+    "moved": _moved(),
+    "hidden": _hidden(),
+    "graphs": _graphs(),
+    "several outputs": _several(),
+}
+"""What is drawn."""
