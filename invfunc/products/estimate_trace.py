@@ -50,7 +50,8 @@ def estimate_trace(
         >>> estimate(torch.zeros(2), torch.tensor([1.0, 3.0]))
         Estimate(value=tensor(10.), standard_error=tensor(0.))
 
-    Composes with: `hvp`, `ggnvp`, `fvp` and products of one's own; `torch.func.grad`, `vmap`, `jvp` around it.
+    Composes with: `hvp`, `ggnvp`, `fvp`, these `streamed`, and products of one's own; `torch.func.grad`, `vmap`,
+    `jvp` around it.
 
     Cost: one linearisation of a product that has `.linearize`, and `probes` products.
 

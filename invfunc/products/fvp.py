@@ -66,8 +66,8 @@ def fvp(
         >>> invfunc.fvp(f)(w, torch.tensor([1.0, 0.0]), x, y)
         tensor([10.,  9.])
 
-    Composes with: `linear_operator`, `estimate_trace`, `estimate_diagonal`; `torch.func.grad`, `vmap`, `jvp` around it
-    and around its linearisation.
+    Composes with: `linear_operator`, `estimate_trace`, `estimate_diagonal`, `streamed`; `torch.func.grad`, `vmap`,
+    `jvp` around it and around its linearisation.
 
     Cost: that of `ggnvp`.
 

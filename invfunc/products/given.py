@@ -136,7 +136,12 @@ class Given:
         if not all(z.ndim for z in whole):
             return
         dim = 0 if self.loss is None else self.out_dims
-        if _same(self._of_first(half), [z.narrow(dim, 0, half) for z in whole]):
+        try:
+            alone = self._of_first(half)
+        except Exception as error:
+            error.add_note(f"This is of the first {half} samples, which f has to give what it gives them in the batch.")
+            raise
+        if _same(alone, [z.narrow(dim, 0, half) for z in whole]):
             return
         if _same(self._of_first(self.n), whole):
             raise SampleAxisError(

@@ -41,8 +41,8 @@ def hvp(f: Callable, loss: Callable | None = None, *, has_aux: bool = False) -> 
         tensor([[2., 1.],
                 [1., 1.]])
 
-    Composes with: `linear_operator`, `estimate_trace`, `estimate_diagonal`; `torch.func.grad`, `vmap`, `jvp` around it
-    and around its linearisation.
+    Composes with: `linear_operator`, `estimate_trace`, `estimate_diagonal`, `streamed`; `torch.func.grad`, `vmap`,
+    `jvp` around it and around its linearisation.
 
     Cost: two and a half to four gradients, and the memory of two. A linearisation keeps that memory, and each product
     takes about half of the time. Attention runs without fused kernels, which have no second derivative.

@@ -47,7 +47,8 @@ def linear_operator(product: Callable) -> Operator:
         >>> cg(A, [1.0, 2.0, 18.0])[0].round(6).tolist()
         [1.0, 0.5, 2.0]
 
-    Composes with: `hvp`, `ggnvp`, `fvp` and products of one's own. Arrays of numpy have no derivatives.
+    Composes with: `hvp`, `ggnvp`, `fvp`, these `streamed`, for the matrix of a data set, and products of one's own.
+    Arrays of numpy have no derivatives.
 
     Cost: of a product that has `.linearize`, one linearisation, which is kept as long as the operator is, and its
     products; several columns, one after the other.

@@ -1,0 +1,93 @@
+"""Faults in how the batches of a data set are joined."""
+
+from tests.mutants.fault import Fault
+
+BATCHES = "test_streamed.py::test_batches_give_what_all_samples_at_once_do test_streamed.py"
+PRODUCTS = "test_streamed_products.py::test_batches_give_what_all_samples_at_once_do test_streamed_products.py"
+
+STREAMED = [
+    Fault(
+        "the batches of a mean count alike",
+        "evaluation/weights.py",
+        "return part.n if self.mean else 1",
+        "return 1",
+        "test_streamed.py::TestScale " + BATCHES,
+    ),
+    Fault(
+        "columns of a square root grow as the loss does",
+        "reductions/quantity.py",
+        "columns = by if self.quantity.kind.first_order else by**0.5",
+        "columns = by",
+        "test_streamed.py::TestScale " + BATCHES,
+    ),
+    Fault(
+        "the basis is that of the last batch",
+        "evaluation/sweep.py",
+        "strict=True) if self.n else ():",
+        "strict=True) if self.n and self.phase >= engine.quantities[0].reduction.sweeps - 1 else ():",
+        BATCHES,
+    ),
+    Fault(
+        "eigenvalues are those of the sum where the loss is a mean",
+        "reductions/eigenbasis.py",
+        "return basis, None if values is None else values * by**2",
+        "return basis, values",
+        BATCHES,
+    ),
+    Fault(
+        "a second sweep may be of other samples",
+        "evaluation/sweep.py",
+        "if self.expected not in (None, self.n):",
+        "if False:",
+        "test_streamed.py::TestTwoSweeps",
+    ),
+    Fault(
+        "parameters without factors are forgotten in the second sweep",
+        "evaluation/sweep.py",
+        "            fold.found = replace(fold.found, refused=self.refused)\n",
+        "",
+        "test_streamed.py::TestTwoSweeps",
+    ),
+    Fault(
+        "each batch draws what the first one drew",
+        "loss/drawn.py",
+        "for i in range(first, first + n)]",
+        "for i in range(n)]",
+        "test_streamed.py::TestDrawn",
+    ),
+    Fault(
+        "the generator gives the same key again",
+        "loss/drawn.py",
+        "return int(torch.randint(2**31, (), generator=generator, device=generator.device))",
+        "return generator.initial_seed() % 2**31",
+        "test_streamed.py::TestDrawn",
+    ),
+    Fault(
+        "the mean of a loss is once in an empirical Fisher matrix",
+        "products/streamed.py",
+        "** product.degree",
+        "** 1",
+        PRODUCTS,
+    ),
+    Fault(
+        "samples that products mix are joined",
+        "products/streamed.py",
+        "            given.check_apart()\n",
+        "",
+        "test_streamed_products.py::TestWhatIsRefused",
+    ),
+    Fault(
+        "products are added in the precision of the parameters",
+        "products/streamed.py",
+        "torch.promote_types(x.dtype, torch.float32)",
+        "x.dtype",
+        "test_streamed_products.py::test_sums_are_kept_in_more_digits_than_halves_have",
+    ),
+    Fault(
+        "each vector has columns of its own",
+        "products/streamed.py",
+        "key=self.key, first=first",
+        "key=key_of(drawing.generator), first=first",
+        "test_streamed_products.py",
+    ),
+]
