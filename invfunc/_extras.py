@@ -23,19 +23,21 @@ def extra(module: str, name: str) -> Any:
 
 
 @contextmanager
-def told_of_batches(title: str, batches: Any) -> Iterator[Callable[[int], None]]:
-    """A function that is told after each batch how many samples have come by now, and shows it under a title, if there
-    is one: how many a second, and the time that is left where the batches are counted."""
+def told_of_batches(title: str, batches: Any) -> Iterator[Callable[[int, int], None]]:
+    """A function that is told after each batch how many are done, and how many samples this one has; it shows that
+    under a title, if there is one: how many a second, and the time that is left where the batches are counted."""
     if not title:
-        yield lambda n: None
+        yield lambda done, samples: None
         return
     everywhere = False if hasattr(builtins, "__IPYTHON__") else None  # a notebook; None: only on a terminal
-    total = length_hint(batches, 0) or None
+    total, n = length_hint(batches, 0) or None, 0
     with extra("tqdm", "notebooks").tqdm(desc=title, total=total, unit="batch", disable=everywhere) as bar:
 
-        def tell(n: int) -> None:
+        def tell(done: int, samples: int) -> None:
+            nonlocal n
+            n += samples
             if not bar.disable:
                 bar.set_postfix_str(f"{n / max(bar.format_dict['elapsed'], 1e-9):.3g} samples/s", refresh=False)
-                bar.update()
+                bar.update(done - bar.n)
 
         yield tell

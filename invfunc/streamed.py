@@ -7,9 +7,11 @@ from typing import Any, overload
 
 import torch
 
+from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Feed, check_loader, swept
+from invfunc.evaluation.checkpoint import Checkpoint, Log, State, described, loadable, resume, state_of
 from invfunc.evaluation.sweep import Sweep
 from invfunc.loss.drawn import key_of
 from invfunc.products.product import Product
@@ -19,10 +21,12 @@ from invfunc.transform import Transform
 
 
 @overload
-def streamed(t: Statistic, *, device: Any = None, progress: bool = False) -> Streamed: ...
+def streamed(
+    t: Statistic, *, device: Any = None, progress: bool = False, checkpoint: Any = None, every: float = 60
+) -> Streamed: ...
 @overload
 def streamed(t: Product, *, device: Any = None, progress: bool = False) -> StreamedProduct: ...
-def streamed(t: Any, *, device: Any = None, progress: bool = False) -> Any:
+def streamed(t: Any, *, device: Any = None, progress: bool = False, checkpoint: Any = None, every: float = 60) -> Any:
     """Compute a statistic of a data set that comes batch by batch, or a product, in the memory of one batch.
 
         t(params, *(torch.cat(parts) for parts in zip(*loader)))       # of a product, t(params, v, ...)
@@ -44,6 +48,11 @@ def streamed(t: Any, *, device: Any = None, progress: bool = False) -> Any:
             choice. From pinned memory (`DataLoader(..., pin_memory=True)`) a GPU takes them while it computes.
         progress: whether a bar shows the batches that are done, the samples per second and, where the loader has a
             length, the time that is left. It shows on a terminal and in a notebook only.
+        checkpoint: the name of a file in which a statistic keeps what the batches that are done have brought, every so
+            many seconds and when an error or Ctrl-C ends the call. A next call with the same arguments, also of another
+            process, goes on from there: the loader gives its batches again from the first one on, and those that are
+            done are compared with what they were, and left out. When the result is there, the file is removed.
+        every: the seconds after which that file is written anew, 0 for after each batch.
 
     Returns:
         A function `(params, loader) -> result`, of a product `(params, v, loader) -> result`, whose
@@ -84,11 +93,22 @@ def streamed(t: Any, *, device: Any = None, progress: bool = False) -> Any:
     drawn, 5 microseconds for each sample. A second sweep runs f again, which draws anew if it does. Memory is that of
     one batch, the result (with a sample axis it is as long as the data set) and the outputs of the first batch.
 
+    A checkpoint is replaced as a whole, so that a process that is killed at any moment leaves a complete one, and read
+    by `torch.load` with its default settings. Of f and the loss it knows only the names. All batches, and once the
+    parameters, are copied to the CPU for a checksum; a result with a sample axis is written in full each time. Where
+    the loss is one number, the first batch is computed again to go on.
+
     Source: Chan, Golub and LeVeque (1979) for variances.
     """
     feed = Feed.of(device, f"streamed({describe(t)})" if progress else "")
-    if isinstance(t, Product):
+    file = Checkpoint.of(checkpoint, every)
+    if isinstance(t, Product) and file is None:
         return StreamedProduct(t, feed)
+    if file is not None and not (isinstance(t, Statistic) and t.sweeps == 1):
+        raise ArgumentError(
+            f"streamed({describe(t)}, checkpoint=...): the loader is gone through more than once, of which no file is "
+            "kept. Leave checkpoint out."
+        )
     if not isinstance(t, Statistic):
         kind = type(t).__name__
         raise ArgumentTypeError(
@@ -97,7 +117,7 @@ def streamed(t: Any, *, device: Any = None, progress: bool = False) -> Any:
     for m in t.members or (t,):
         if why := _not_by_batches(m):
             raise ArgumentError(f"streamed({t!r}): {m.name} {why}.")
-    return Streamed(t, feed)
+    return Streamed(t, feed, file)
 
 
 def _not_by_batches(t: Statistic) -> str:
@@ -117,6 +137,7 @@ class Streamed(Transform):
 
     t: Statistic
     feed: Feed
+    checkpoint: Checkpoint | None = None
     outermost = True
 
     def __repr__(self) -> str:
@@ -146,24 +167,64 @@ class Streamed(Transform):
             return self._swept(params, loader, kwargs)
 
     def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        keys = {d: key_of(d.generator) for d in dict.fromkeys(self.t.drawings)}
-        sweep, aux = Sweep(), []
+        work, in_dims = _Work(self.t, kwargs), self.t.in_dims
+        if self.checkpoint is None:
+            swept(loader, params, in_dims, work.visit, self.feed)
+            for _ in range(self.t.sweeps - 1):
+                work.sweep, work.aux = Sweep(work.sweep), []
+                swept(loader, params, in_dims, work.visit, self.feed)
+            return work.results()
+        identity = {"the statistic": self._options(), "keyword arguments": described(kwargs)}
+        identity |= {f"params{path}": described(x) for path, x in tree.named_leaves(params)}
+        with Log(self.checkpoint, work, identity, self.feed.goal(params)) as log:
+            swept(loader, params, in_dims, log.visit, self.feed, log.remaining)
+            return work.results()
 
-        def visit(args: tuple, n: int) -> int:
-            t = self.t.keyed(keys, n)
+    def _options(self) -> str:
+        """What tells it from other statistics, in every process."""
+        each = [(m.reduction, m.drawing and (m.drawing.count, m.drawing.sample)) for m in self.t.members or (self.t,)]
+        return f"{described(self)} {described([each, self.t.in_dims, self.t.out_dims, self.t.options.dense])}"
 
-            def add(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, Any]:
-                return None, sweep.add(t.engine(args, kwargs, names))
 
-            aux.append(t.told(add, t.names, args, kwargs)[1])
-            return sweep.n - n
+class _Work:
+    """What a statistic does with the batches of a loader."""
 
-        swept(loader, params, self.t.in_dims, visit, self.feed)
-        for _ in range(self.t.sweeps - 1):
-            sweep, aux = Sweep(sweep), []
-            swept(loader, params, self.t.in_dims, visit, self.feed)
-        results = sweep.results()
-        return tuple(results) if self.t.members else results[0], aux
+    def __init__(self, t: Statistic, kwargs: dict[str, Any]) -> None:
+        self.t, self.kwargs = t, kwargs
+        self.sweep, self.aux = Sweep(), list[Any]()
+        self.keys = {d: key_of(d.generator) for d in dict.fromkeys(t.drawings)}
+
+    def visit(self, args: tuple, n: int) -> int:
+        t, sweep = self.t.keyed(self.keys, n), self.sweep
+
+        def add(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, Any]:
+            return None, sweep.add(t.engine(args, kwargs, names))
+
+        self.aux.append(t.told(add, t.names, args, self.kwargs)[1])
+        return sweep.n - n
+
+    def results(self) -> tuple[Any, Any]:
+        results = self.sweep.results()
+        return tuple(results) if self.t.members else results[0], self.aux
+
+    # In a checkpoint
+
+    def state(self) -> State:
+        kept, count, keys = state_of(self.sweep), len(self.aux), list(self.keys.values())
+        if self.t.has_aux and not loadable(self.aux[-1:]):
+            raise ArgumentError("aux is kept in the checkpoint, which takes tensors, numbers, texts and lists of them.")
+        return lambda: {**kept, "aux": self.aux[:count], "keys": keys}
+
+    def again(self, args: tuple, state: dict[str, Any], last: bool) -> int:
+        if state["weighed"] and self.sweep.weights.first is None:
+            first = Sweep()
+            first.add(self.t.keyed(self.keys, 0).engine(args, self.kwargs, self.t.names(len(args))))
+            self.sweep.weights = first.weights
+        if not last:
+            return 0
+        self.aux, self.keys = state["aux"], dict(zip(self.keys, state["keys"], strict=True))
+        resume(self.sweep, self.t.engine(args, self.kwargs, self.t.names(len(args))), state)
+        return self.sweep.n
 
 
 def _twice(t: Statistic) -> str:

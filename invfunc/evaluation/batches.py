@@ -63,22 +63,30 @@ class Feed:
         )
 
 
-def swept(loader: Any, params: Any, in_dims: InDims, visit: Callable[[tuple, int], int], feed: Feed) -> int:
+def swept(
+    loader: Any,
+    params: Any,
+    in_dims: InDims,
+    visit: Callable[[tuple, int], int],
+    feed: Feed,
+    numbered: Callable[[Iterable[Any]], Iterable[tuple[int, Any]]] = enumerate,
+) -> int:
     """Give `visit` the arguments of each batch, and how many samples came before; it returns how many there are.
 
-    Returns how many samples came in all. Batches without samples are left out.
+    Returns how many samples came in all. Batches without samples are left out, and those that `numbered` leaves out.
     """
     n, device = 0, feed.goal(params)
     batches = loader if isinstance(loader, Iterable) else loader()
     with told_of_batches(feed.progress, batches) as tell:
-        for number, batch in enumerate(batches):
+        for number, batch in numbered(batches):
             args = (params, *_arguments(batch, device))
             try:
-                n += 0 if _empty(args, in_dims) else visit(args, n)
+                own = 0 if _empty(args, in_dims) else visit(args, n)
             except Exception as error:
                 error.add_note(f"This is batch {number} of the loader.")
                 raise
-            tell(n)
+            n += own
+            tell(number + 1, own)
     if not n:
         raise ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
     return n

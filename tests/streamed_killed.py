@@ -1,0 +1,89 @@
+"""A process that is killed while it goes through a data set: `python -m tests.streamed_killed FOLDER KILLS`."""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import invfunc
+from invfunc import tree
+
+BATCHES = 12
+SECONDS = 1e-3
+"""For which a batch is waited."""
+
+
+def linear(params, x):
+    return x @ params["w"]
+
+
+def statistic():
+    generator = torch.Generator().manual_seed(5)
+    return invfunc.together(
+        invfunc.variance(losses),
+        invfunc.batch_l2_grad(losses),
+        invfunc.diag_ggn(losses, mc_samples=2, generator=generator),
+    )
+
+
+def losses(params, x, y):
+    return F.cross_entropy(linear(params, x), y, reduction="none")
+
+
+def data(seconds=0.0):
+    generator = torch.Generator().manual_seed(3)
+    params = {"w": torch.randn(4, 3, generator=generator, dtype=torch.float64)}
+
+    def loader():
+        g = torch.Generator().manual_seed(4)
+        for size in [1 + k % 3 for k in range(BATCHES)]:
+            time.sleep(seconds)
+            yield torch.randn(size, 4, generator=g, dtype=torch.float64), torch.randint(3, (size,), generator=g)
+
+    return params, loader
+
+
+def run(where: Path) -> None:
+    """Go on with the checkpoint in a folder, and write the result beside it."""
+    found = invfunc.streamed(statistic(), checkpoint=where / "state", every=0)(*data(SECONDS))
+    torch.save(found, where / "result.part")
+    (where / "result.part").replace(where / "result")
+
+
+def main(where: Path, kills: int) -> None:
+    """Kill a process so many times at random moments, begin it anew, and compare each result that it brings."""
+    torch.set_num_threads(1)
+    wanted, rng, done = invfunc.streamed(statistic())(*data()), random.Random(0), 0
+    start = time.monotonic()
+    run(where)
+    whole = time.monotonic() - start
+    (where / "result").unlink()
+    while kills:
+        child = os.fork()  # torch is imported once
+        if not child:
+            run(where)
+            os._exit(0)
+        end, over = time.monotonic() + rng.uniform(0, whole), 0
+        while not over and time.monotonic() < end:
+            time.sleep(SECONDS)
+            over = os.waitpid(child, os.WNOHANG)[0]
+        if not over:
+            kills -= 1
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        if (where / "result").exists():
+            found = torch.load(where / "result")
+            pairs = zip(tree.tensors(found), tree.tensors(wanted), strict=True)
+            assert all(torch.equal(x, y) for x, y in pairs) and not (where / "state").exists()
+            (where / "result").unlink()
+            done += 1
+    sys.stdout.write(f"{done}\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
