@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -93,6 +94,24 @@ class TestBrokenOff:
         before = len(seen)
         assert_trees_close(streamed(t, checkpoint=file)(params, parts), invfunc.batch_grad(losses)(params, x, y), 1e-12)
         assert len(seen) - before == (0 if where == "result" else 5)
+
+    def test_behind_a_batch_before_it_is_noted(self, data, file, monkeypatch):  # noqa: F811
+        """As Ctrl-C may come there: that batch is done again, and no other is forgotten."""
+        params, *rest = data
+        t, parts = invfunc.variance(losses), batches([2, 4, 6], *rest)
+
+        @contextmanager
+        def told(title, batches):
+            def tell(done, samples):
+                if done == 3:
+                    raise KeyboardInterrupt
+
+            yield tell
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("invfunc.evaluation.batches.told_of_batches", told)
+            streamed(t, checkpoint=file)(params, parts)
+        same(streamed(t, checkpoint=file)(params, parts), streamed(t)(params, parts))
 
     def test_several_times(self, data, file):  # noqa: F811
         params, *rest = data

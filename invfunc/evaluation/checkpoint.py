@@ -126,7 +126,7 @@ class Log:
         self._ends: list[int] = found["ends"] if found else []
         """The first batch that has samples, and the last one of those that are done."""
         self._done, self._number = len(self._prints), 0
-        self._latest: tuple[int, State] | None = None
+        self._latest: tuple[int, list[int], State] | None = None
         self._written = time.monotonic()
 
     def __enter__(self) -> Log:
@@ -156,7 +156,7 @@ class Log:
             self._number = number
             yield number, batch
             if number >= self._done:
-                self._latest = number + 1, self.work.state()
+                self._latest = number + 1, self._ends, self.work.state()
                 if time.monotonic() - self._written >= self.checkpoint.every:
                     self._write()
         if number + 1 < self._done:
@@ -175,9 +175,9 @@ class Log:
     def _write(self) -> None:
         if self._latest is None:
             return
-        (count, state), self._latest = self._latest, None
+        (count, ends, state), self._latest = self._latest, None
         prints = torch.tensor(self._prints[:count], dtype=torch.int64)
-        record = {"identity": self.identity, "prints": prints, "ends": self._ends, "state": state()}
+        record = {"identity": self.identity, "prints": prints, "ends": ends, "state": state()}
         self.checkpoint.write({"format": _FORMAT, **record})
         self._written = time.monotonic()
 
