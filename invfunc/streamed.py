@@ -10,23 +10,37 @@ import torch
 from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, check_loader, swept
-from invfunc.evaluation.checkpoint import Checkpoint, Log, State, described, loadable, resume, state_of
+from invfunc.evaluation.batches import Feed, check_loader, counted, swept
+from invfunc.evaluation.checkpoint import Checkpoint, Log, described
 from invfunc.evaluation.sweep import Sweep
-from invfunc.loss.drawn import key_of
 from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
+from invfunc.visits import RowByRow, Work
 
 
 @overload
 def streamed(
-    t: Statistic, *, device: Any = None, progress: bool = False, checkpoint: Any = None, every: float = 60
+    t: Statistic,
+    *,
+    device: Any = None,
+    progress: bool = False,
+    checkpoint: Any = None,
+    every: float = 60,
+    out: Any = None,
 ) -> Streamed: ...
 @overload
 def streamed(t: Product, *, device: Any = None, progress: bool = False) -> StreamedProduct: ...
-def streamed(t: Any, *, device: Any = None, progress: bool = False, checkpoint: Any = None, every: float = 60) -> Any:
+def streamed(
+    t: Any,
+    *,
+    device: Any = None,
+    progress: bool = False,
+    checkpoint: Any = None,
+    every: float = 60,
+    out: Any = None,
+) -> Any:
     """Compute a statistic of a data set that comes batch by batch, or a product, in the memory of one batch.
 
         t(params, *(torch.cat(parts) for parts in zip(*loader)))       # of a product, t(params, v, ...)
@@ -53,6 +67,10 @@ def streamed(t: Any, *, device: Any = None, progress: bool = False, checkpoint: 
             process, goes on from there: the loader gives its batches again from the first one on, and those that are
             done are compared with what they were, and left out. When the result is there, the file is removed.
         every: the seconds after which that file is written anew, 0 for after each batch.
+        out: where a result with a sample axis (`batch_grad`, `sqrt_ggn`) goes batch by batch, so that it need not fit
+            in memory: a tree like the result of tensors with room for all samples, which may be mapped to a file
+            (`torch.from_file`, `torch.from_numpy(memmap)`) and on another device; or a function `out(start, rows)` of
+            the number of samples before, and the result of a batch. Of several `together`, a tuple.
 
     Returns:
         A function `(params, loader) -> result`, of a product `(params, v, loader) -> result`, whose
@@ -60,7 +78,8 @@ def streamed(t: Any, *, device: Any = None, progress: bool = False, checkpoint: 
         list, a generator, or a function without arguments that returns one of these. A batch is a tuple or list of the
         arguments behind the parameters; a tensor or a mapping is one argument: f gets the mapping. Batches of any size
         are moved to the parameters, those without samples are left out. Further keywords are constants.
-        The result cannot be differentiated; aux is a list of that of each batch.
+        The result cannot be differentiated; aux is a list of that of each batch. With `out`, the result is the part of
+        it that was written, or None if it is a function.
 
     Raises:
         ArgumentTypeError: t is neither statistic nor product, the loader gives no batches, or it gives them only once
@@ -91,7 +110,8 @@ def streamed(t: Any, *, device: Any = None, progress: bool = False, checkpoint: 
 
     Cost: that of t for each batch, and where a loss is one number, four gradients of it in the outputs; of what is
     drawn, 5 microseconds for each sample. A second sweep runs f again, which draws anew if it does. Memory is that of
-    one batch, the result (with a sample axis it is as long as the data set) and the outputs of the first batch.
+    one batch, the result (with a sample axis it is as long as the data set, unless it goes to `out`) and the outputs
+    of the first batch.
 
     A checkpoint is replaced as a whole, so that a process that is killed at any moment leaves a complete one, and read
     by `torch.load` with its default settings. Of f and the loss it knows only the names. All batches, and once the
@@ -102,8 +122,10 @@ def streamed(t: Any, *, device: Any = None, progress: bool = False, checkpoint: 
     """
     feed = Feed.of(device, f"streamed({describe(t)})" if progress else "")
     file = Checkpoint.of(checkpoint, every)
-    if isinstance(t, Product) and file is None:
+    if isinstance(t, Product) and file is None and out is None:
         return StreamedProduct(t, feed)
+    if isinstance(t, Product) and file is None:
+        raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
     if file is not None and not (isinstance(t, Statistic) and t.sweeps == 1):
         raise ArgumentError(
             f"streamed({describe(t)}, checkpoint=...): the loader is gone through more than once, of which no file is "
@@ -117,7 +139,9 @@ def streamed(t: Any, *, device: Any = None, progress: bool = False, checkpoint: 
     for m in t.members or (t,):
         if why := _not_by_batches(m):
             raise ArgumentError(f"streamed({t!r}): {m.name} {why}.")
-    return Streamed(t, feed, file)
+    if out is not None and (why := _no_rows(t, file)):
+        raise ArgumentError(f"streamed({t!r}, out=...): {why}.")
+    return Streamed(t, feed, file, out)
 
 
 def _not_by_batches(t: Statistic) -> str:
@@ -131,6 +155,16 @@ def _not_by_batches(t: Statistic) -> str:
     return ""
 
 
+def _no_rows(t: Statistic, file: Checkpoint | None) -> str:
+    """Why its result cannot be written batch by batch; empty if it can."""
+    if file is not None:
+        return "what is written there is not in a checkpoint, and lost where it is in memory. Leave one of them out"
+    if t.options.reduce is not None:
+        return "what is reduced comes after the last batch. Pass a function (start, rows) as out"
+    none = [m.name for m in t.members or (t,) if len(m.reduction.each) != 1]
+    return f"{none[0]} has no result with a sample axis. Leave out away" if none else ""
+
+
 @dataclass(frozen=True, repr=False)
 class Streamed(Transform):
     """A function `(params, loader) -> result`, of all batches together."""
@@ -138,6 +172,7 @@ class Streamed(Transform):
     t: Statistic
     feed: Feed
     checkpoint: Checkpoint | None = None
+    out: Any = None
     outermost = True
 
     def __repr__(self) -> str:
@@ -153,7 +188,7 @@ class Streamed(Transform):
 
     @property
     def owned(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.t.owned
+        return self.t.owned and self.out is None
 
     def names(self, count: int) -> Any:
         return ["params", "loader"][:count]
@@ -167,7 +202,10 @@ class Streamed(Transform):
             return self._swept(params, loader, kwargs)
 
     def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        work, in_dims = _Work(self.t, kwargs), self.t.in_dims
+        in_dims = self.t.in_dims
+        work = Work(self.t, kwargs) if self.out is None else RowByRow(self.t, kwargs, self.out)
+        if isinstance(work, RowByRow):
+            work.rows.check(params, counted(loader, in_dims))
         if self.checkpoint is None:
             swept(loader, params, in_dims, work.visit, self.feed)
             for _ in range(self.t.sweeps - 1):
@@ -184,47 +222,6 @@ class Streamed(Transform):
         """What tells it from other statistics, in every process."""
         each = [(m.reduction, m.drawing and (m.drawing.count, m.drawing.sample)) for m in self.t.members or (self.t,)]
         return f"{described(self)} {described([each, self.t.in_dims, self.t.out_dims, self.t.options.dense])}"
-
-
-class _Work:
-    """What a statistic does with the batches of a loader."""
-
-    def __init__(self, t: Statistic, kwargs: dict[str, Any]) -> None:
-        self.t, self.kwargs = t, kwargs
-        self.sweep, self.aux = Sweep(), list[Any]()
-        self.keys = {d: key_of(d.generator) for d in dict.fromkeys(t.drawings)}
-
-    def visit(self, args: tuple, n: int) -> int:
-        t, sweep = self.t.keyed(self.keys, n), self.sweep
-
-        def add(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, Any]:
-            return None, sweep.add(t.engine(args, kwargs, names))
-
-        self.aux.append(t.told(add, t.names, args, self.kwargs)[1])
-        return sweep.n - n
-
-    def results(self) -> tuple[Any, Any]:
-        results = self.sweep.results()
-        return tuple(results) if self.t.members else results[0], self.aux
-
-    # In a checkpoint
-
-    def state(self) -> State:
-        kept, count, keys = state_of(self.sweep), len(self.aux), list(self.keys.values())
-        if self.t.has_aux and not loadable(self.aux[-1:]):
-            raise ArgumentError("aux is kept in the checkpoint, which takes tensors, numbers, texts and lists of them.")
-        return lambda: {**kept, "aux": self.aux[:count], "keys": keys}
-
-    def again(self, args: tuple, state: dict[str, Any], last: bool) -> int:
-        if state["weighed"] and self.sweep.weights.first is None:
-            first = Sweep()
-            first.add(self.t.keyed(self.keys, 0).engine(args, self.kwargs, self.t.names(len(args))))
-            self.sweep.weights = first.weights
-        if not last:
-            return 0
-        self.aux, self.keys = state["aux"], dict(zip(self.keys, state["keys"], strict=True))
-        resume(self.sweep, self.t.engine(args, self.kwargs, self.t.names(len(args))), state)
-        return self.sweep.n
 
 
 def _twice(t: Statistic) -> str:

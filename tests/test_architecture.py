@@ -47,7 +47,7 @@ FLOORS = [
         "explain",
     },
     {"statistics", "products", "pairs"},
-    {"certificates", "streamed"},
+    {"certificates", "streamed", "visits"},
     {"recomputation"},
     {"invertible"},
     {"layers"},

@@ -81,7 +81,9 @@ def swept(
         for number, batch in numbered(batches):
             args = (params, *_arguments(batch, device))
             try:
-                own = 0 if _empty(args, in_dims) else visit(args, n)
+                own = (
+                    0 if _sizes(args, in_dims) == {0} else visit(args, n)
+                )  # what is wrong in another way is told there
             except Exception as error:
                 error.add_note(f"This is batch {number} of the loader.")
                 raise
@@ -107,16 +109,26 @@ def _arguments(batch: Any, device: torch.device) -> tuple:
     def moved(x: torch.Tensor) -> torch.Tensor:
         return x.to(device, non_blocking=device.type == "cuda")
 
-    return tuple(tree.map_tensors(moved, x) for x in (batch if isinstance(batch, (tuple, list)) else (batch,)))
+    return tuple(tree.map_tensors(moved, x) for x in _parts(batch))
 
 
-def _empty(args: tuple, in_dims: InDims) -> bool:
-    """Whether a batch has no samples; one that is wrong in another way has an error of its own."""
+def counted(loader: Any, in_dims: InDims) -> int:
+    """How many samples are sure to come: those of a list, else 0."""
+    batches = loader if isinstance(loader, (list, tuple)) else ()
+    sizes = (_sizes((None, *_parts(batch)), in_dims) - {None} for batch in batches)
+    return sum(min(each, default=0) for each in sizes)
+
+
+def _parts(batch: Any) -> tuple:
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+
+def _sizes(args: tuple, in_dims: InDims) -> set[Any]:
+    """How many samples each argument has; None if one has no such axis."""
     dims = batch_dims(in_dims, list(range(1, len(args))))
-    sizes = {
+    return {
         x.shape[dim] if -x.ndim <= dim < x.ndim else None
         for i, dim in dims.items()
         if dim is not None
         for x in tree.tensors((args[i],))
     }
-    return sizes == {0}

@@ -70,6 +70,11 @@ class Quantity:
         """A key that quantities share if they reduce the same columns."""
         return self.kind, self.drawing, self.reduction.rooted if self.drawing is None else None
 
+    def factor(self, by: float) -> float:
+        """How many times as large its columns are where the loss is `by` times as large: those other than its gradient
+        are of a square root of its Hessian."""
+        return by if self.kind.first_order else by**0.5
+
 
 @dataclass
 class Accumulator:
@@ -123,8 +128,8 @@ class Accumulator:
             self.before.after(before.before, leaves, n, own)
 
     def scaled(self, by: float) -> None:
-        """Make the loss so many times as large; columns other than its gradient are of a square root of its Hessian."""
-        columns = by if self.quantity.kind.first_order else by**0.5
+        """Make the loss so many times as large."""
+        columns = self.quantity.factor(by)
         self.states = {i: self.reduction.scaled(state, columns) for i, state in self.states.items()}
 
     def add(self, leaf: int, state: State) -> None:
