@@ -27,7 +27,8 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
         print(explain(diag_ggn(f, loss))(params, *batch))
 
     Args:
-        statistic: a statistic of this library, also `chunked`, `reduced`, `certified` or of several `together`.
+        statistic: a statistic of this library, also `chunked`, `reduced`, `certified`, `streamed` or of several
+            `together`.
 
     Returns:
         A function with the arguments of the statistic that returns an `Explanation`, which prints as a table: how many
@@ -37,10 +38,11 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
         narrow layer; of each of the `params` whether its share has a "fast" rule at all `operations` that read it or is
         "generic" (and where), or whether it is "unread"; about how many `bytes` the columns take; the estimated `cost`
         over that of all columns; what is said of each of the `members` of `together`; what is `checked` if it is
-        `certified`.
+        `certified`. Of what is `streamed`, how many `sweeps` go through how many `batches` (None where the loader has
+        no length), and all this for the first batch, which the loader is asked for.
 
     Raises:
-        ArgumentTypeError: something else than a statistic.
+        ArgumentTypeError: something else than a statistic; a loader that gives its batches once, as a generator.
         What the statistic raises where it cannot follow f. What it finds out later, as that a parameter has no
             Kronecker factors, is not told.
 
@@ -56,7 +58,7 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
           params['s']  fast  mul
           about 0.0 MiB for the columns, 100.0% of the work of all columns
 
-    Composes with: `chunked`, `reduced`, `together`, `certified` inside of it.
+    Composes with: `chunked`, `reduced`, `together`, `certified`, `streamed` inside of it.
 
     Cost: the forward passes of the statistic (for the Hessian also what is sent back to the nonlinear operations);
     where structure is looked for, another one and one of a single sample. No random numbers are consumed.

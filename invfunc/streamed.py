@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -10,11 +10,12 @@ import torch
 from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, check_loader, counted, swept
+from invfunc.evaluation.batches import Feed, check_loader, counted, first, swept
 from invfunc.evaluation.checkpoint import Checkpoint, Log, described
 from invfunc.evaluation.sweep import Sweep
 from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
+from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 from invfunc.visits import RowByRow, Work
@@ -102,11 +103,11 @@ def streamed(
         >>> invfunc.streamed(invfunc.ggnvp(f, torch.nn.functional.mse_loss))(torch.ones(2), torch.ones(2), loader)
         tensor([3., 3.])
 
-    Composes with: `chunked`, `together`, `reduced` inside; `linear_operator`, `estimate_trace`, `estimate_diagonal`
-    around products, which go through the loader once for each vector. Drawn columns (`mc_samples=`) are other ones than
-    without it: the generator gives a key, and each sample draws from a generator of its own, made of the key and of how
-    many samples came before. So they are the same however the data set is divided, and for all vectors of a
-    linearisation; `sample=` gets the samples one by one.
+    Composes with: `chunked`, `together`, `reduced` inside; `explain` around statistics; `linear_operator`,
+    `estimate_trace`, `estimate_diagonal` around products, which go through the loader once for each vector. Drawn
+    columns (`mc_samples=`) are other ones than without it: the generator gives a key, and each sample draws from a
+    generator of its own, made of the key and of how many samples came before. So they are the same however the data set
+    is divided, and for all vectors of a linearisation; `sample=` gets the samples one by one.
 
     Cost: that of t for each batch, and where a loss is one number, four gradients of it in the outputs; of what is
     drawn, 5 microseconds for each sample. A second sweep runs f again, which draws anew if it does. Memory is that of
@@ -194,12 +195,24 @@ class Streamed(Transform):
         return ["params", "loader"][:count]
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        if len(args) != 2:
-            raise ArgumentTypeError(f"it takes the parameters and a loader, and got {len(args)} positional arguments.")
-        params, loader = args
-        check_loader(loader, sweeps=_twice(self.t))
+        params, loader = self._given(args, _twice(self.t))
         with torch.no_grad():
             return self._swept(params, loader, kwargs)
+
+    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
+        """How it would be computed: what is done with the first batch, and how often with how many."""
+        params, loader = self._given(args, "to look at the first one takes it away")
+        given, batches = first(loader, params, self.t.in_dims, self.feed)
+        found = self.t.explanation(given, kwargs, self.t.names(len(given)))
+        return replace(found, name=repr(self), sweeps=self.t.sweeps, batches=batches)
+
+    @staticmethod
+    def _given(args: tuple, twice: str) -> tuple[Any, Any]:
+        """The parameters and the loader, which gives its batches more than once if there is a reason."""
+        if len(args) != 2:
+            raise ArgumentTypeError(f"it takes the parameters and a loader, and got {len(args)} positional arguments.")
+        check_loader(args[1], sweeps=twice)
+        return args[0], args[1]
 
     def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         in_dims = self.t.in_dims

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -90,8 +91,25 @@ def swept(
             n += own
             tell(number + 1, own)
     if not n:
-        raise ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
+        raise _empty()
     return n
+
+
+def first(loader: Any, params: Any, in_dims: InDims, feed: Feed) -> tuple[tuple, int | None]:
+    """The arguments of the first batch with samples, and how many batches there are, if they are counted."""
+    device = feed.goal(params)
+    with torch.random.fork_rng([]):  # a DataLoader draws numbers when it begins
+        batches = loader if isinstance(loader, Iterable) else loader()
+        count = length_hint(batches, 0) or None
+        for batch in batches:
+            args = (params, *_arguments(batch, device))
+            if _sizes(args, in_dims) != {0}:
+                return args, count
+    raise _empty()
+
+
+def _empty() -> ArgumentError:
+    return ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
 
 
 def unscaled() -> ArgumentError:

@@ -66,12 +66,20 @@ class Explanation:
     """An explanation for each statistic computed together; the numbers above are of all, with shared pullbacks once."""
     checked: str = ""
     """What is checked of the result, if it is `certified`."""
+    sweeps: int = 0
+    """How often a loader is gone through, if it is `streamed`; the numbers above are those of its first batch."""
+    batches: int | None = None
+    """How many batches the loader gives, if it has a length."""
 
     def __str__(self) -> str:
-        below = [self._passes(), *self._of_parts(), *self._table(), self._cost(), *[self.checked] * bool(self.checked)]
-        return "\n".join([f"{self.name}: {self.why}", *(f"  {line}" for line in below)])
+        below = [self._sweeps(), self._passes(), *self._of_parts(), *self._table(), self._cost(), self.checked]
+        return "\n".join([f"{self.name}: {self.why}", *(f"  {line}" for line in below if line)])
 
     __repr__ = __str__
+
+    def _sweeps(self) -> str:
+        over = "the batches" if self.batches is None else _counted(self.batches, "batch")
+        return f"{_counted(self.sweeps, 'sweep')} over {over}; for the first batch, in all:" if self.sweeps else ""
 
     def _passes(self) -> str:
         times = _counted(self.pullbacks, "pullback") if self.pullbacks else "no pullback"
@@ -90,7 +98,7 @@ class Explanation:
 
 
 def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("s") else "s")
+    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith(("s", "ch")) else "s")
 
 
 def planned(way: Way, columns: int, run: Run, budget: int, called: Callable[[int], str]) -> tuple[list[Part], int]:
