@@ -22,16 +22,21 @@ def extra(module: str, name: str) -> Any:
         ) from None
 
 
+def _bar(title: str, total: int | None, unit: str) -> Any:
+    """A progress bar on a terminal or in a notebook; of tqdm's `disable`, None is for a terminal only."""
+    shown = False if hasattr(builtins, "__IPYTHON__") else None
+    return extra("tqdm", "notebooks").tqdm(desc=title, total=total, unit=unit, disable=shown)
+
+
 @contextmanager
-def told_of_batches(title: str, batches: Any) -> Iterator[Callable[[int, int], None]]:
-    """A function that is told after each batch how many are done, and how many samples this one has; it shows that
-    under a title, if there is one: how many a second, and the time that is left where the batches are counted."""
+def told_of_parts(title: str, parts: Any, unit: str = "batch") -> Iterator[Callable[[int, int], None]]:
+    """A function that is told after each part how many are done, and how many samples this one has; it shows that
+    under a title, if there is one: how many a second, and the time that is left where the parts are counted."""
     if not title:
         yield lambda done, samples: None
         return
-    everywhere = False if hasattr(builtins, "__IPYTHON__") else None  # a notebook; None: only on a terminal
-    total, n = length_hint(batches, 0) or None, 0
-    with extra("tqdm", "notebooks").tqdm(desc=title, total=total, unit="batch", disable=everywhere) as bar:
+    n = 0
+    with _bar(title, length_hint(parts, 0) or None, unit) as bar:
 
         def tell(done: int, samples: int) -> None:
             nonlocal n
@@ -41,3 +46,35 @@ def told_of_batches(title: str, batches: Any) -> Iterator[Callable[[int, int], N
                 bar.update(done - bar.n)
 
         yield tell
+
+
+class Ticks:
+    """Counts the pullbacks that are done, for a progress bar if there is one."""
+
+    def __init__(self, bar: Any = None, samples: int = 0) -> None:
+        """Of so many samples in all, each counted as often as the function runs on it."""
+        self._bar, self._samples, self._seen, self._expected = bar, samples, 0, 0
+
+    def reach(self, n: int) -> None:
+        """A run of so many samples begins."""
+        self._seen += n
+
+    def expect(self, count: int) -> None:
+        """So many pullbacks of this run follow; the other samples will have as many."""
+        self._expected += count
+        if self._bar is not None:
+            self._bar.total = max(self._expected, round(self._expected * self._samples / max(1, self._seen)))
+
+    def done(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+
+@contextmanager
+def ticking(title: str, samples: int) -> Iterator[Ticks]:
+    """Counts pullbacks, and shows how many are done under a title, if there is one."""
+    if not title:
+        yield Ticks()
+        return
+    with _bar(title, None, "pass") as bar:
+        yield Ticks(bar, samples)

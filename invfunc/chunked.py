@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from invfunc import tree
+from invfunc._extras import told_of_parts
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plan import AxisName, Split
@@ -30,6 +31,7 @@ def chunked(
     in_dims: InDims = 0,
     out_dims: int = 0,
     has_aux: bool = False,
+    progress: bool = False,
 ) -> Any:
     """Compute a statistic, or any function of a batch, in exactly n passes.
 
@@ -63,6 +65,7 @@ def chunked(
         ArgumentError: n < 1, an axis that f does not have, a scalar result with `fold="cat"`.
         SplitError: over samples, a scalar loss whose outputs are neither marked nor found.
         RandomnessError: over samples, a function that draws random numbers.
+        MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
 
     Example:
         >>> import torch, invfunc
@@ -82,7 +85,7 @@ def chunked(
     Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
     """
     if f is None:
-        options = {"fold": fold, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux}
+        options = {"fold": fold, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "progress": progress}
         return partial(chunked, n=n, chunk_size=chunk_size, over=over, **options)
     check_callable("chunked", f)
     split, text = _split(f, n, chunk_size)
@@ -96,8 +99,9 @@ def chunked(
         over = over or f.axes[0]
         if over not in f.axes:
             raise ArgumentError(f"chunked({f!r}, over={over!r}): its axes are {', '.join(map(repr, f.axes))}.")
-        options = replace(f.options, plan=f.options.plan.split(cast(AxisName, over), split))
-        return replace(f, options=options, shown=f"chunked({f!r}, {text}, over={over!r})")
+        shown, plan = f"chunked({f!r}, {text}, over={over!r})", f.options.plan.split(cast(AxisName, over), split)
+        options = replace(f.options, plan=plan, progress=shown if progress else f.options.progress)
+        return replace(f, options=options, shown=shown)
     if isinstance(f, Transform) and f.outermost:
         raise ArgumentTypeError(f"chunked({f!r}): it is of the whole batch. Chunk what is in it, and not it.")
     if over not in (None, "samples"):
@@ -107,7 +111,7 @@ def chunked(
             raise ArgumentError(
                 f"chunked({describe(f)}, fold={name!r}): a fold is one of {', '.join(map(repr, _FOLDS))}."
             )
-    return ChunkedFunction(f, split, text, fold, in_dims, out_dims, has_aux)
+    return ChunkedFunction(f, split, text, fold, in_dims, out_dims, has_aux, progress)
 
 
 def _split(f: Callable, n: Any, size: Any) -> tuple[Split | None, str]:
@@ -139,6 +143,7 @@ class ChunkedFunction(Transform):
     in_dims: InDims
     out_dims: int
     has_aux: bool
+    progress: bool = False
     owned = False  # it is f, and gives what f gives
 
     def __repr__(self) -> str:
@@ -148,14 +153,17 @@ class ChunkedFunction(Transform):
         dims = batch_dims(self.in_dims, list(range(1, len(args))))
         length = batch_size(args, dims, names)
         parts, aux, sizes = [], [], []
-        for start, stop in self.split.ranges(0, length):
-            given = [_part(x, dims.get(i), start, stop) for i, x in enumerate(args)]
-            result = self.f(*given, **kwargs)
-            if self.has_aux:
-                result, extra = with_aux(result)
-                aux.append(extra)
-            parts.append(result)
-            sizes.append(stop - start)
+        ranges = self.split.ranges(0, length)
+        with told_of_parts(repr(self) if self.progress else "", ranges, "chunk") as tell:
+            for start, stop in ranges:
+                given = [_part(x, dims.get(i), start, stop) for i, x in enumerate(args)]
+                result = self.f(*given, **kwargs)
+                if self.has_aux:
+                    result, extra = with_aux(result)
+                    aux.append(extra)
+                parts.append(result)
+                sizes.append(stop - start)
+                tell(len(parts), stop - start)
         return self._folded(parts, sizes), aux
 
     def _folded(self, parts: list[Any], sizes: list[int]) -> Any:

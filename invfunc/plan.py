@@ -54,6 +54,8 @@ class Options:
     dense: bool = False
     reduce: Callable[[str, Any], Any] | None = None
     """What becomes of the result of a parameter (by its key path) as soon as it is known."""
+    progress: str = ""
+    """What a progress bar says, if there is one."""
 
 
 def even(length: int, size: int) -> list[tuple[int, int]]:

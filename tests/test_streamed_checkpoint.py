@@ -109,7 +109,7 @@ class TestBrokenOff:
             yield tell
 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr("invfunc.evaluation.batches.told_of_batches", told)
+            patched.setattr("invfunc.evaluation.batches.told_of_parts", told)
             streamed(t, checkpoint=file)(params, parts)
         same(streamed(t, checkpoint=file)(params, parts), streamed(t)(params, parts))
 

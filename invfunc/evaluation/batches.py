@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._extras import told_of_batches
+from invfunc._extras import told_of_parts
 from invfunc._functorch import transforming
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.recording.problem import InDims, batch_dims
@@ -78,7 +78,7 @@ def swept(
     """
     n, device = 0, feed.goal(params)
     batches = loader if isinstance(loader, Iterable) else loader()
-    with told_of_batches(feed.progress, batches) as tell:
+    with told_of_parts(feed.progress, batches) as tell:
         for number, batch in numbered(batches):
             args = (params, *_arguments(batch, device))
             try:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
+from invfunc._extras import ticking
 from invfunc._generators import state_of
 from invfunc.errors import SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
@@ -73,7 +74,8 @@ class Engine:
 
     def result(self) -> tuple[list[Any], Any]:
         """What is asked for, and aux."""
-        with self.scope:
+        samples = self.problem.n * max(q.reduction.sweeps for q in self.quantities)
+        with self.scope, ticking(self.fold.options.progress, samples) as self.fold.ticks:
             aux = self._run()
             return self.fold.finished(), self.scope.result(aux)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._extras import Ticks
 from invfunc._values import fake
 from invfunc.evaluation.explained import Decision, Report
 from invfunc.loss.square_root import Columns, Gradient, Units
@@ -53,7 +54,7 @@ class Fold:
     ) -> None:
         """`places` says where the samples are in a run; `report` gathers what would be done, if only that is wanted."""
         self.problem, self.scope, self.options, self.budget = problem, scope, options, budget
-        self.places, self.report = places, report
+        self.places, self.report, self.ticks = places, report, Ticks()
         self.accumulators = [Accumulator(q, q.reduction) for q in quantities]
         n = problem.n if problem.samples is None else len(problem.samples)
         self._decisions: dict[Hashable, Decision] = {}
@@ -98,6 +99,7 @@ class Fold:
         samples = self._samples(run)
         if self.report is not None:
             self.report.ran(run)
+        self.ticks.reach(run.trace.n)
         alike: dict[Hashable, list[Accumulator]] = {}
         for t in sorted(accumulators, key=_turn):
             t.columns = sum(c.count for c in made[t.quantity.columns])
@@ -152,7 +154,7 @@ class Fold:
     ) -> Pullback:
         alone = self.options.reduce is not None
         plan, name = self.options.plan, self.problem.name
-        return Pullback(self.scope, run, made, plan, samples, self.budget, leaves, alone, last, name)
+        return Pullback(self.scope, run, made, plan, samples, self.budget, leaves, alone, last, name, ticks=self.ticks)
 
     def _decision(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> Decision:
         """A cheaper way than to pull every column back, where there is one; that of the first run is that of all."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from invfunc import thresholds
+from invfunc._extras import Ticks
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Block, Columns, joined_block
@@ -75,6 +76,7 @@ class Pullback:
     """The name of the parameter with a number."""
     everywhere: bool = False
     """Whether all outputs have a part in every pullback, so that each reaches the same parameter uses."""
+    ticks: Ticks = field(default_factory=Ticks)
 
     @property
     def total(self) -> int:
@@ -91,10 +93,12 @@ class Pullback:
         passes = self.passes(reductions)
         paired = any(m.paired for m in reductions)
         known = roles(self.run.params, self.run.trace.uses) if paired else {}  # while the uses are there
+        self.ticks.expect(len(passes))
         if kept is None and self.streams(passes):
             states: list[States] = [{} for _ in reductions]
             for k in range(len(passes)):
                 self._stream(reductions, states, passes[k], known, done, last=self.last and k + 1 == len(passes))
+                self.ticks.done()
         else:
             self._sweep(reductions, kept or self._pulled(passes), known, done)
 
@@ -148,6 +152,7 @@ class Pullback:
                 if each.completes:
                     self._tell(states, i, done)
             del columns  # before the next pass makes its own
+            self.ticks.done()
 
     def told_apart(self, each: Pass, leaf: int, uses: list[ParameterUse], pulled: PulledBack) -> Iterable[Reached]:
         """What reads a parameter with the columns that reached it, where a pass has one group of columns: all."""

@@ -1,0 +1,88 @@
+"""chunked(..., progress=True): a bar of exactly the passes that are made."""
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import invfunc
+from invfunc import MissingExtraError, chunked
+from invfunc._extras import Ticks
+from invfunc.testing import assert_trees_close
+from tests.strategies import seeded
+from tests.test_streamed import data, linear, losses  # noqa: F401
+from tests.test_streamed_feed import Terminal
+
+ONE = {
+    "outputs": (lambda: invfunc.diag_ggn(linear, F.cross_entropy), {"n": 2, "over": "outputs"}, 2),
+    "samples": (lambda: invfunc.variance(losses), {"n": 4}, 4),
+    "a size": (lambda: invfunc.variance(losses), {"chunk_size": 2}, 5),
+    "more than there are": (lambda: invfunc.batch_grad(losses), {"n": 20}, 9),
+    "params": (lambda: invfunc.diag_ggn(linear, F.cross_entropy), {"n": 2, "over": "params"}, 2),
+    "twice": (lambda: invfunc.ekfac(linear, F.cross_entropy, fisher="exact"), {"n": 3, "over": "samples"}, 6),
+    "several": (lambda: invfunc.together(invfunc.variance(losses), invfunc.sqrt_ggn(losses)), {"n": 2}, None),
+}
+
+
+def terminal(monkeypatch):
+    """What a terminal shows last."""
+    found = Terminal()
+    monkeypatch.setattr(sys, "stderr", found)
+    return lambda: found.getvalue().split("\r")[-1]
+
+
+@pytest.mark.parametrize("called", ONE)
+def test_it_ends_with_the_passes_that_were_made(called, data, monkeypatch):  # noqa: F811
+    (make, options, passes), shown = ONE[called], terminal(monkeypatch)
+    found = chunked(make(), **options, progress=True)(*data)
+    title, done, total = re.match(r"(.*): 100%\|.*\| (\d+)/(\d+) \[", shown()).groups()
+    assert title == repr(chunked(make(), **options)) and done == total
+    assert passes is None or int(done) == passes
+    assert int(done) == invfunc.explain(chunked(make(), **options))(*data).pullbacks
+    assert_trees_close(found, chunked(make(), **options)(*data), 1e-12)
+
+
+def test_what_is_left_is_known_after_the_first_run():
+    bar = SimpleNamespace(total=None, update=lambda: None)
+    ticks, totals = Ticks(bar, samples=9), []
+    for n in (3, 3, 2, 1):
+        ticks.reach(n)
+        for _ in range(2):  # of two kinds of columns
+            ticks.expect(2)
+            totals.append(bar.total)
+    assert totals == [6, 12, 9, 12, 11, 14, 14, 16]
+
+
+def test_of_chunks_of_chunks_the_outer_one_says_what_it_is(data, monkeypatch):  # noqa: F811
+    shown = terminal(monkeypatch)
+    inner = chunked(invfunc.diag_ggn(linear, F.cross_entropy), 3, over="samples", progress=True)
+    chunked(inner, 2, over="outputs")(*data)
+    assert "chunked(diag_ggn" in shown() and "6/6 [" in shown()
+
+
+def test_of_a_plain_function(data, monkeypatch):  # noqa: F811
+    shown = terminal(monkeypatch)
+    found = chunked(linear, 4, progress=True)(*data[:2])
+    assert re.match(r"chunked\(linear, n=4\): 100%\|.*\| 4/4 \[.*chunk.*samples/s\]", shown())
+    assert torch.equal(found, chunked(n=4, progress=True)(linear)(*data[:2]))
+
+
+def test_none_is_shown_but_where_somebody_looks(data, capsys, monkeypatch):  # noqa: F811
+    t = chunked(invfunc.variance(losses), 3, progress=True)
+    t(*data)
+    assert capsys.readouterr().err == ""
+    shown = terminal(monkeypatch)
+    invfunc.streamed(t)(data[0], [data[1:]])
+    invfunc.explain(t)(*data)
+    chunked(invfunc.variance(losses), 3)(*data)
+    assert shown() == ""
+
+
+def test_without_tqdm(data, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    for t in (invfunc.ekfac(linear, F.cross_entropy, generator=seeded()), linear):
+        with pytest.raises(MissingExtraError, match=r"^chunked\(.*tqdm is missing"):
+            chunked(t, 2, progress=True)(*data[: 2 + (t is not linear)])
