@@ -29,7 +29,7 @@ OF_FACTORS = {
     "patches of groups are those of one",
 }
 """Faults in files of other results too, but on the way of K-factors alone."""
-LOOKS, EXAMPLES, SECONDS = 3, 4000, 60
+LOOKS, EXAMPLES, SECONDS = 6, 4000, 60
 """How often each kind is looked at for whether it runs a fault; how many calls of those that do are certified, at most,
 and the time of the processor for that."""
 SOUND = Fault("no fault at all", "contract.py", "def contract(", "def contract(", "")
@@ -86,7 +86,7 @@ def _lines(drawn: Any, wanted: set[tuple[str, int]]) -> set[tuple[str, int]]:
     def look(call: Any) -> None:
         sys.settrace(called)
         try:
-            _called(call, certify=False)
+            _called(call, certify=True)
         finally:
             sys.settrace(None)
 

@@ -20,6 +20,7 @@ from tests.forms import FORMS
 from tests.lost import WAYS
 from tests.modules import of_module
 from tests.operations.test_thresholds import PROGRAMS, built
+from tests.recording.test_hidden import Averaged
 from tests.strategies import Case, Numbers, convolutions, formed, linears, matmuls, transposed_convolutions
 from tests.structure_losses import criteria_of
 from tests.structures import NETWORKS
@@ -109,13 +110,18 @@ def _line(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (z - y).reshape(len(z), -1).sum(1).square()
 
 
+def _both_orders(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A sum of two criteria, whose samples come in two orders."""
+    return F.mse_loss(z, y) + F.mse_loss(z.flip(0).tanh(), y.flip(0))
+
+
 @st.composite
 def _cases(draw: Any, cases: Any) -> World:
     """A model function that is drawn alone, with squares."""
     case = draw(cases)
     with torch.no_grad():
         shape = case.f(case.params, *case.inputs).shape
-    loss = draw(st.sampled_from([F.mse_loss, _each, _bent, _line]))
+    loss = draw(st.sampled_from([F.mse_loss, _each, _bent, _line, _both_orders]))
     return World(str(case), case.f, loss, case.params, case.inputs, Numbers(1)(*shape), (*case.in_dims, 0))
 
 
@@ -156,12 +162,12 @@ class _Apart(torch.autograd.Function):
 @st.composite
 def _hidden(draw: Any) -> World:
     """Samples that go where they are not seen, and may be mixed there."""
-    called = draw(st.sampled_from(["mixed", *WAYS]))
-    g = _Apart.apply if called == "mixed" else WAYS[called]
-    after = draw(st.booleans())
+    unseen = {"mixed": _Apart.apply, "averaged": Averaged.apply}
+    called = draw(st.sampled_from([*unseen, *WAYS]))
+    after, g = called in unseen and draw(st.booleans()), (unseen | WAYS)[called]
 
     def f(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return (_Apart.apply(x @ p) if called == "mixed" and after else g(x) @ p).tanh()
+        return (g(x @ p) if after else g(x) @ p).tanh()
 
     loss = draw(st.sampled_from([F.mse_loss, _each]))
     return World(called, f, loss, Numbers()(3, 3), (Numbers(1)(4, 3),), Numbers(2)(4, 3), (0, 0))

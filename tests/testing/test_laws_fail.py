@@ -76,6 +76,18 @@ FAULTS = {
     "fast equals generic": (ALWAYS, when(lambda t: not t.options.fast)),
     "blocks do not matter": (ALWAYS, when(lambda t: thresholds.CACHE["cpu"] < 100)),
     "chunks do not matter": (ALWAYS, when(lambda t: t.options.plan.asked("params"))),
+    "chunks within chunks do not matter": (
+        ALWAYS,
+        when(lambda t: t.options.plan.asked("params") and t.options.plan.asked("samples")),
+    ),
+    "grad of grad of a statistic is that of its loop": (
+        ALWAYS,
+        lambda t, given, result: tree.map_tensors(lambda g: g + (g - g.detach()).square(), result),
+    ),
+    "grad of a statistic in the data is that of its loop": (
+        ALWAYS,
+        lambda t, given, result: tree.map_tensors(lambda g: 1.1 * g - 0.1 * g.detach(), result),
+    ),
     "grad of a statistic is that of its loop": (
         ALWAYS,
         lambda t, given, result: tree.map_tensors(lambda g: g.detach(), result),

@@ -21,6 +21,8 @@ from invfunc.testing.oracles import dense_diag_ggn
 
 POINTS = (1.0, -0.5)
 """What the parameters are multiplied by, for several of them."""
+STEP, WEIGHTS = 1e-4, 0.3
+"""How far parameters are moved for differences, and where the numbers begin that these are weighed with."""
 DENSE = 4096
 """Numbers in the Jacobian up to which the dense GGN is differentiated."""
 
@@ -86,11 +88,14 @@ def _formulas(problem: Problem) -> Iterator[tuple[Any, Callable]]:
     for name, row in ROWS.items():
         of_shares = row.of_shares
         if of_shares is not None and "clipped" not in name:
-            yield one(problem, name), lambda p, of=of_shares: of(loops.shares(problem, p))
+            yield (
+                one(problem, name),
+                lambda p, *batch, of=of_shares: of(loops.shares(replace(problem, batch=batch or problem.batch), p)),
+            )
     numbers = sum(p.numel() for p in tree.tensors(problem.params))
     if problem.loss is not None and numbers * problem.n <= DENSE:
         formula = dense_diag_ggn(problem.f, problem.loss)
-        yield one(problem, "diag_ggn"), lambda p: formula(p, *problem.batch)
+        yield one(problem, "diag_ggn"), lambda p, *batch: formula(p, *(batch or problem.batch))
 
 
 def _by_torch(problem: Problem) -> Callable[[], Any]:
@@ -115,19 +120,28 @@ def _value(problem: Problem) -> Callable:
 
 
 def _slope(problem: Problem, formula: Callable, at: float = 0.0) -> Any:
-    """The gradient of the total of a formula, by torch.autograd."""
-    leaves, form = tree.separate(problem.params)
-    leaves = [p.detach().clone().requires_grad_() for p in leaves]
-    value = total(formula(form.join(leaves)), at)
+    """The gradient of the total of a formula in the parameters, by torch.autograd."""
+    form = tree.separate(problem.params)[1]
+    return form.join(_slopes(lambda own: formula(form.join(own)), _leaves(problem), at))
+
+
+def _slopes(formula: Callable, leaves: list[torch.Tensor], at: float = 0.0) -> list[torch.Tensor]:
+    """The gradient of the total of a formula of some leaves."""
+    own = [x.detach().clone().requires_grad_() for x in leaves]
+    value = total(formula(own), at)
     if not value.requires_grad:
-        return tree.map_tensors(torch.zeros_like, problem.params)
-    return form.join(list(torch.autograd.grad(value, leaves, materialize_grads=True)))
+        return [torch.zeros_like(x) for x in leaves]
+    return list(torch.autograd.grad(value, own, materialize_grads=True))
+
+
+def _moved(problem: Problem) -> Problem:
+    """At other parameters: at those that training starts from a derivative may be zero, and its rounding is not."""
+    return replace(problem, params=tree.map_tensors(lambda p: p + 0.1 * fixed(p.shape, p), problem.params))
 
 
 def _nearby(problem: Problem, formula: Callable) -> Callable[[], Any]:
-    """The slope at other parameters: at those that training starts from it may be zero, and its rounding is not."""
-    moved = tree.map_tensors(lambda p: p + 0.1 * fixed(p.shape, p), problem.params)
-    return lambda: _slope(replace(problem, params=moved), formula)
+    """The slope at other parameters."""
+    return lambda: _slope(_moved(problem), formula)
 
 
 @law("grad of a statistic is that of its loop", when=_no_loops)
@@ -189,3 +203,74 @@ def forward(problem: Problem) -> Iterator[Claim]:
             return torch.stack([(g * d).sum() for g, d in pairs]).sum()
 
         yield Claim(of.called, found, expected, problem.n, nearby=_nearby(problem, formula))
+
+
+@law("grad of grad of a statistic is that of its loop", when=_no_loops)
+def differentiated_twice(problem: Problem) -> Iterator[Claim]:
+    """grad(lambda p: c . grad(total of t)(p))(params) == (slope(params + h c) - slope(params - h c)) / 2h of the loop
+
+    By differences, in float64: third derivatives of torch itself are wrong for some norms.
+    """
+    problem = problem.double()
+    form = tree.separate(problem.params)[1]
+
+    @cache
+    def possible() -> None:
+        """Torch has to be able to do this of f, right or not."""
+        slopes = grad(_value(problem))
+        twice = grad(lambda own: total(grad(lambda own: total(slopes(own)))(own)))
+        twice(_leaves(problem))
+
+    def changes(formula: Callable, at: Problem) -> Any:
+        def beside(h: float) -> Any:
+            params = tree.map_tensors(lambda p: p + h * fixed(p.shape, p, WEIGHTS), at.params)
+            return _slope(replace(at, params=params), lambda p: formula(p, *at.batch))
+
+        return zipped(lambda x: (x[0] - x[1]) / (2 * STEP), [beside(STEP), beside(-STEP)])
+
+    for of, formula in _formulas(problem):
+
+        def found(of: Any = of) -> Any:
+            slopes = grad(_of_leaves(problem, lambda p: total(of.make()(p, *of.args[1:]))))
+            return form.join(grad(lambda own: total(slopes(own), WEIGHTS))(_leaves(problem)))
+
+        def expected(formula: Callable = formula) -> Any:
+            possible()
+            return changes(formula, problem)
+
+        def nearby(formula: Callable = formula) -> Any:
+            return changes(formula, _moved(problem))
+
+        yield Claim(of.called, found, expected, problem.n, torch.float32, nearby)
+
+
+def _no_data(problem: Problem) -> str:
+    floats = any(x.is_floating_point() for x in tree.tensors(problem.inputs))
+    return _no_loops(problem) or ("" if floats else "there are no floats among the inputs")
+
+
+@law("grad of a statistic in the data is that of its loop", when=_no_data)
+def differentiated_in_data(problem: Problem) -> Iterator[Claim]:
+    """grad(lambda x: total(t(params, x, *rest)))(x) == the same of the loop, by torch.autograd"""
+    tensors, form = tree.separate(problem.inputs)
+    places = [i for i, x in enumerate(tensors) if x.is_floating_point()]
+    own, rest = [tensors[i] for i in places], problem.batch[len(problem.inputs) :]
+
+    def batch(own: list[torch.Tensor]) -> tuple:
+        given = dict(zip(places, own, strict=True))
+        return (*form.join([given.get(i, x) for i, x in enumerate(tensors)]), *rest)
+
+    possible = cache(lambda: grad(lambda own: problem.losses(problem.params, *batch(own)).sum())(own))
+    for of, formula in _formulas(problem):
+
+        def found(of: Any = of) -> Any:
+            return grad(lambda own: total(of.make()(problem.params, *batch(own))))(own)
+
+        def expected(formula: Callable = formula) -> Any:
+            possible()
+            return _slopes(lambda own: formula(problem.params, *batch(own)), own)
+
+        def nearby(formula: Callable = formula) -> Any:
+            return _slopes(lambda own: formula(_moved(problem).params, *batch(own)), own)
+
+        yield Claim(of.called, found, expected, problem.n, nearby=nearby)

@@ -25,7 +25,7 @@ def no_shares(problem: Problem) -> str:
 
 
 def shares(problem: Problem, params: Any = None) -> Any:
-    """`G[n]`, one by one; differentiable in `params` where these require grad."""
+    """`G[n]`, one by one; differentiable in `params` and the batch where these require grad."""
     params = problem.params if params is None else params
     if problem.kind == SCALAR:
         scale = problem.n if problem.fold == "mean" else 1
@@ -40,7 +40,7 @@ def shares(problem: Problem, params: Any = None) -> Any:
 
 def _by_outputs(problem: Problem, params: Any) -> Any:
     """Of a scalar loss of outputs: the pullback of its slope in those of sample n alone."""
-    deep = any(p.requires_grad for p in tree.tensors(params))
+    deep = any(x.requires_grad for x in tree.tensors((params, problem.batch)))
     leaves, form = fresh(params)
     with torch.enable_grad():
         z = tree.tensors(problem.steady(problem.f)(form.join(leaves), *problem.inputs))

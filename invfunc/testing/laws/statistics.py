@@ -172,6 +172,20 @@ def chunks(problem: Problem) -> Iterator[Claim]:
             yield Claim(f"{of.called} over {over}", found, of.itself, problem.n)
 
 
+@law("chunks within chunks do not matter")
+def nested_chunks(problem: Problem) -> Iterator[Claim]:
+    """chunked(chunked(t, n, over=a), m, over=b)(params, *batch) == t(params, *batch)"""
+    for of in every(problem):
+        axes = of.row.axes
+        for inner, outer in zip(axes, [*axes[1:], axes[0]], strict=True) if axes else ():
+
+            def found(of: Made = of, inner: str = inner, outer: str = outer) -> Any:
+                within = invfunc.chunked(of.make(), chunk_size=1, over=inner)
+                return invfunc.chunked(within, n=2, over=outer)(*of.args)
+
+            yield Claim(f"{of.called} over {inner}, then {outer}", found, of.itself, problem.n)
+
+
 @law("blocks do not matter")
 def blocks(problem: Problem) -> Iterator[Claim]:
     """t(params, *batch) is the same whatever fits the cache, and with it the samples and columns of one pass"""
