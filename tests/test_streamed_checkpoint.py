@@ -113,6 +113,27 @@ class TestBrokenOff:
             streamed(t, checkpoint=file)(params, parts)
         same(streamed(t, checkpoint=file)(params, parts), streamed(t)(params, parts))
 
+    @pytest.mark.parametrize("at", ["save", "fsync"])
+    def test_while_the_file_is_written(self, data, file, monkeypatch, at):  # noqa: F811
+        """It is written once more then, as the batches before are done."""
+        params, *rest = data
+        t, parts = invfunc.variance(losses), batches([2, 4, 6], *rest)
+        where, seen = {"save": module.torch, "fsync": module.os}[at], []
+        real = getattr(where, at)
+
+        def broken(*args):
+            seen.append(args)
+            if len(seen) == 3:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(where, at, broken)
+            streamed(t, checkpoint=file, every=0)(params, parts)
+        done = len(torch.load(file)["prints"])
+        assert done == (3 if at == "save" else 2)  # of either the file and its folder are synchronised
+        same(streamed(t, checkpoint=file)(params, parts), streamed(t)(params, parts))
+
     def test_several_times(self, data, file):  # noqa: F811
         params, *rest = data
         t, parts = invfunc.kflr(linear, F.cross_entropy), batches(range(1, 9), *rest)

@@ -175,11 +175,11 @@ class Log:
     def _write(self) -> None:
         if self._latest is None:
             return
-        (count, ends, state), self._latest = self._latest, None
+        count, ends, state = self._latest
         prints = torch.tensor(self._prints[:count], dtype=torch.int64)
         record = {"identity": self.identity, "prints": prints, "ends": ends, "state": state()}
         self.checkpoint.write({"format": _FORMAT, **record})
-        self._written = time.monotonic()
+        self._latest, self._written = None, time.monotonic()
 
 
 def state_of(sweep: Sweep) -> dict[str, Any]:
