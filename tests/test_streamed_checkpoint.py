@@ -295,4 +295,4 @@ def test_killed_at_any_moment(tmp_path):
         command = [sys.executable, "-m", "tests.streamed_killed", folder, str(KILLS)]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1])
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) >= 3
+    assert int(ran.stdout) >= 2
