@@ -12,7 +12,7 @@ from invfunc.testing.laws.rows import FACTORS, MODEL, ROWS
 from invfunc.testing.models import Loss, Model, Problem
 from tests.certificates.test_certified import made, planted, same
 
-pytestmark = pytest.mark.quick
+quick = pytest.mark.quick
 CERTIFIED = {name: row for name, row in ROWS.items() if row.gives != FACTORS}
 each_row = pytest.mark.parametrize("row", CERTIFIED.values(), ids=CERTIFIED)
 SEED = 7
@@ -144,6 +144,7 @@ class TestHalfPrecision:
             certified(t, generator=SEED)(*args)
 
 
+@quick
 class TestWhatDiffersFromCallToCall:
     def test_by_a_rule_is_told(self):
         g = torch.Generator()
@@ -280,6 +281,7 @@ class TestRawErrorsOfOld:
                 certified(t, generator=SEED)(*args)
 
 
+@quick
 class TestFormsOfOperations:
     """Both ways differentiate f in a form that can be differentiated twice, so f is compared with that."""
 

@@ -49,8 +49,11 @@ def forced(everywhere):
     return cost
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("everywhere", [True, False], ids=["displacements everywhere", "patches of the slices"])
+@pytest.mark.parametrize(
+    "everywhere",
+    [pytest.param(True, marks=pytest.mark.quick), False],
+    ids=["displacements everywhere", "patches of the slices"],
+)
 @settings(max_examples=100)
 @given(problem=problems(), positions=st.sampled_from([4096, 20, 3]))
 def test_equals_the_patches(everywhere, problem, positions):
