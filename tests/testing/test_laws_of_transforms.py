@@ -88,6 +88,16 @@ class TestTransforms:
         with pytest.raises(AssertionError, match="the oracle of f raises RuntimeError: it is broken"):
             laws.check_transform(invfunc.variance, broken, self.f, *self.args)
 
+    def test_an_oracle_that_cannot_be_differentiated_is_told(self):
+        def through_numpy(f):
+            return lambda *args: torch.from_numpy(loop_variance(f)(*args).numpy())
+
+        table = laws.check_transform(invfunc.variance, through_numpy, self.f, *self.args)
+        states = {outcome.law.name: outcome.state for outcome in table.outcomes}
+        assert states["it equals its oracle"] == "holds"
+        assert states["grad of it is that of its oracle"] == "does not apply"
+        assert "its oracle cannot be differentiated: RuntimeError: Can't call numpy()" in " ".join(str(table).split())
+
 
 def missing(*args):
     raise invfunc.MissingExtraError

@@ -233,10 +233,12 @@ def _lost(call: str, given: Problem, outputs: Any) -> Any:
 
 def _kind(call: str, given: Problem, result: Any) -> str:
     told, kind = f"{call}({describe(given.f)}, ...)", SCALAR
-    if any(bool(x.isnan().any()) for x in tree.tensors(result) if x.is_floating_point()):
+    if _has_nan(result):
+        alone = [given.samples[i] for i in range(given.n) if _has_nan(_alone(given.part([i])))]
+        of = f"of samples {alone}" if alone else "of all samples together, though of none alone"
         raise ArgumentError(
-            f"{told}: it gives NaN, which is equal to nothing, and plain loops take it from one sample to others (0 "
-            "times NaN). Look at the samples where all is a number, by samples=[...]."
+            f"{told}: it gives NaN {of}, which is equal to nothing, and plain loops take it from one sample to others "
+            "(0 times NaN). Look at the samples where all is a number, by samples=[...]."
         )
     if given.loss is not None:
         outputs, value = result
@@ -250,6 +252,20 @@ def _kind(call: str, given: Problem, result: Any) -> str:
         _check_outputs(told, result, given.n)
         kind = MODEL
     return kind
+
+
+def _has_nan(result: Any) -> bool:
+    return any(bool(x.isnan().any()) for x in tree.tensors(result) if x.is_floating_point())
+
+
+def _alone(given: Problem) -> Any:
+    """What a sample gives by itself; nothing where f wants several."""
+    try:
+        with seeded(given.seed), torch.no_grad():
+            outputs = given.f(*tree.map_tensors(torch.clone, (given.params, *given.inputs)))
+            return outputs, given.loss and given.loss(outputs, given.batch[-1])
+    except Exception:  # of the user's f
+        return ()
 
 
 def _check_outputs(told: str, outputs: Any, n: int) -> None:

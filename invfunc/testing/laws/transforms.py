@@ -12,6 +12,7 @@ from torch.func import grad
 
 import invfunc
 from invfunc import tree
+from invfunc.errors import InvFuncError
 from invfunc.plan import Options
 from invfunc.statistic import Statistic
 from invfunc.testing.laws.compare import plain, zipped
@@ -106,10 +107,13 @@ def differentiated(subject: TransformProblem) -> Iterator[Claim]:
     def expected() -> Any:
         leaves, form = tree.separate(params)
         leaves = [p.detach().clone().requires_grad_() for p in leaves]
-        value = total(subject.oracle(form.join(leaves), *batch))
-        if not value.requires_grad:
-            raise Inapplicable("the oracle is not differentiable")
-        return form.join(torch.autograd.grad(value, leaves, materialize_grads=True))
+        try:
+            value = total(subject.oracle(form.join(leaves), *batch))
+            return form.join(torch.autograd.grad(value, leaves, materialize_grads=True))
+        except InvFuncError:
+            raise
+        except Exception as error:
+            raise Inapplicable(f"its oracle cannot be differentiated: {type(error).__name__}: {error}") from error
 
     def found() -> Any:
         leaves, form = tree.separate(params)  # torch.func takes no None
