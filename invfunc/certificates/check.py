@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ Looked = tuple[list[Look], list[Numbers]]
 
 Around = torch.Generator | None
 """What draws vectors by way of which others are multiplied, so that rounding differs; None where they are not."""
+OWN = "It is a rule of your own (`operation`), or a fault of this library, which we would like to know of."
+"""What is wrong where nothing else is known."""
 
 
 class Check(ABC):
@@ -46,6 +49,8 @@ class Check(ABC):
         """Raises where numbers are apart."""
         looks = self._looks(self.args, self.kwargs, result)
         numbers = self._expected(looks, self.args, self.kwargs)
+        for look, (x, _) in zip(looks, numbers, strict=True):
+            self._same_shape(look, x)
         infinite = any(bool(x.isinf().any()) for x in tree.tensors((self.args, self.kwargs)))
         if infinite or not all(bool(x.isfinite().all()) for x in tree.tensors(result)):  # this path may multiply by 0
             numbers = [(x.where(~x.isnan(), look.found), size) for look, (x, size) in zip(looks, numbers, strict=True)]
@@ -57,6 +62,14 @@ class Check(ABC):
         if doubts:
             self._same_again(looks, doubts)
             self._beyond_noise(looks, numbers, doubts)
+
+    def _same_shape(self, look: Look, other: torch.Tensor) -> None:
+        """Raises where there are more or fewer numbers than there should be."""
+        if look.found.shape != other.shape:
+            raise self._error(
+                look.called(*[0] * other.ndim),
+                f"is among {list(look.found.shape)} numbers, but {look.other} among {list(other.shape)}",
+            )
 
     def _looks(self, args: tuple, kwargs: dict[str, Any], result: Any) -> list[Look]:
         """What f gives, which both ways rely on, and what is looked at of the result."""
@@ -94,7 +107,7 @@ class Check(ABC):
                 there,
                 measured.clamp(min=allowed),
                 f"{look.other} it is",
-                "It is a rule of your own (`operation`), or a fault of this library, which we would like to know of.",
+                OWN,
             )
 
     def _again(self, args: tuple, kwargs: dict[str, Any]) -> list[Look]:
@@ -129,9 +142,12 @@ class Check(ABC):
         worst = int(torch.where(apart, (look.found - other).abs().nan_to_num(float("inf")), -1).argmax())
         path = look.called(*(int(i) for i in torch.unravel_index(torch.tensor(worst), apart.shape)))
         found, wanted, explained = (float(x.flatten()[worst]) for x in (look.found, other, allowed))
-        error = CertificateError(
-            f"{path} is {found:.9g}, but {but} {wanted:.9g}; rounding explains {explained:.1g}. The entries were drawn "
-            f"by generator={self.seed}. {why}"
-        )
+        told = f"is {found:.9g}, but {but} {wanted:.9g}; rounding explains {explained:.1g}"
+        raise self._error(path, told, why, found, wanted)
+
+    def _error(
+        self, path: str, told: str, why: str = OWN, found: float = math.nan, wanted: float = math.nan
+    ) -> CertificateError:
+        error = CertificateError(f"{path} {told}. The entries were drawn by generator={self.seed}. {why}")
         error.path, error.found, error.expected, error.seed = path, found, wanted, self.seed
-        raise error
+        return error

@@ -301,3 +301,12 @@ class TestFormsOfOperations:
                 certified(t, generator=SEED)(params, *data[: 1 if t is statistics[2] else 2])
         with pytest.raises(CertificateError, match="in the form in which it is differentiated"):
             product(params, params, *data)
+
+
+class TestShapes:
+    @pytest.mark.parametrize("change", [lambda x: x[:, :2], lambda x: torch.cat([x, x], 1)], ids=["fewer", "more"])
+    def test_of_samples_that_are_missing_or_come_twice(self, change):
+        t = invfunc.sqrt_ggn(lambda p, x: torch.tanh(x @ p["w"]) @ p["v"], lambda z, y: (z - y).square())
+        wrong = planted(lambda result: tree.map_tensors(change, result))
+        with wrong, pytest.raises(CertificateError, match=r"is among \[8, \d+\] numbers, but .* among \[8, 5\]"):
+            certified(t, generator=SEED)(*ARGS)
