@@ -1,4 +1,7 @@
-"""Operations whose structure is a label for each dimension: products, element by element, without a rule, tied."""
+"""Operations whose structure is a label for each dimension: products, element by element, without a rule, tied.
+
+Private to the tests: single operations that rules are written for; `invfunc.testing.strategies` draws whole models.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Networks that can run backwards: each as a plain function and as its checkpointed twin."""
+"""Networks that can run backwards: each as a plain function and as its checkpointed twin.
+
+Private to the tests: `laws.check_pair` takes a pair, and these are networks with the options of checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import invfunc
 from invfunc import chain, invertible_checkpoint, layers, repeated, tree, with_log_det
-from tests.laws import moved
+from invfunc.testing.values import moved
 from tests.strategies import Numbers
 
 RTOL = {torch.float64: 1e-9, torch.float32: 1e-3}

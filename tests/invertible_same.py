@@ -9,10 +9,9 @@ import torch
 
 from invfunc import invertible_checkpoint
 from invfunc.testing import assert_trees_close
-from tests.laws import moved
+from invfunc.testing.values import moved
+from tests.invertible_cases import RTOL
 from tests.strategies import Numbers
-
-RTOL = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
 def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
