@@ -20,8 +20,10 @@ NUMERIC += ("recording/problem.py", "reductions", "sparsity")
 """Where numbers of statistics are computed."""
 WITHOUT = ("passes/kfra.py", "products/estimate", "products/linear_operator.py", "products/positive.py")
 WITHOUT += ("reductions/eigenbasis.py", "reductions/kronecker_factors.py", "reductions/nearest.py")
-"""What is in there, but of no result that `certified` takes: K-factors, estimates, products that are made positive."""
-OF_FACTORS = "on the way of K-factors alone"
+WITHOUT += ("evaluation/checkpoint.py", "evaluation/sweep.py", "evaluation/weights.py", "products/streamed.py")
+"""What is in there, but of no result that `certified` takes: K-factors, estimates, products that are made positive, and
+data sets."""
+OF_FACTORS, OF_STREAMS = "on the way of K-factors alone", "on the way of data sets alone"
 LESS = "what it loses is less than rounding may be"
 ALIKE = "both ways have it alike"
 GUARD = "a check of what is right without it"
@@ -32,6 +34,9 @@ UNSEEN = {
     "products as the gradient of a convolution are doubled": OF_FACTORS,
     "a joint bias counts at samples that are missing": OF_FACTORS,
     "patches of groups are those of one": OF_FACTORS,
+    "columns of a square root grow as the loss does": OF_STREAMS,
+    "each batch draws what the first one drew": OF_STREAMS,
+    "the generator gives the same key again": OF_STREAMS,
     "bfloat16 is not widened": LESS,
     "autocast is not what it was where a call runs again": LESS,
     "targets are drawn with too few columns in the scale": ALIKE,
