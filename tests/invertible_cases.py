@@ -1,7 +1,5 @@
-"""Networks that can run backwards: each as a plain function and as its checkpointed twin.
-
-Private to the tests: `laws.check_pair` takes a pair, and these are networks with the options of checkpoints.
-"""
+"""Networks that can run backwards, each as a plain function and as its checkpointed twin with options of checkpoints
+(`laws.check_pair` takes a pair)."""
 
 from __future__ import annotations
 

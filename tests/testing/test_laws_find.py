@@ -220,6 +220,11 @@ class TestCheck:
         with pytest.raises(invfunc.ArgumentError, match=r"give some of the samples 0 to 3 of the batch"):
             laws.check(self.f, self.w, self.x, samples=few)
 
+    def test_a_target_that_the_loss_does_not_take_is_told_so(self):
+        given = Numbers()(3, 2), self.x, torch.tensor([0, 1, 5, 0])
+        with pytest.raises(invfunc.ArgumentError, match="target, the last argument"):
+            laws.check(lambda w, x: x @ w, *given, loss=F.cross_entropy)
+
     def test_no_law_at_all_is_an_error(self):
         with pytest.raises(invfunc.ArgumentError, match="leave `only` out for all laws"):
             laws.check(self.f, self.w, self.x, only=[])
@@ -289,8 +294,3 @@ def test_other_random_numbers_under_vmap_are_no_failure():
     args = lambda p, x: f(p, x).flatten(1), params, Numbers()(2, 2, 4), Numbers(1)(2, 8)
     table = laws.check(*args, loss=F.mse_loss, only="vmap over parameters is the loop")
     assert table.outcomes[0].state == "does not apply" and "other random numbers under vmap" in str(table)
-
-    def test_a_target_that_the_loss_does_not_take_is_told_so(self):
-        given = Numbers()(3, 2), self.x, torch.tensor([0, 1, 5, 0])
-        with pytest.raises(invfunc.ArgumentError, match="target, the last argument"):
-            laws.check(lambda w, x: x @ w, *given, loss=F.cross_entropy)
