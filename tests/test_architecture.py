@@ -134,7 +134,7 @@ class TestImports:
                 private.append(ast.unparse(node))
         assert not private
 
-    @pytest.mark.parametrize("called", ["oracles", "curvature", "laws/loops"])
+    @pytest.mark.parametrize("called", ["oracles", "curvature", "laws/loops", "laws/around"])
     def test_of_oracles_have_nothing_of_what_they_judge(self, called):
         """Plain loops and torch's own derivatives: of the package they take trees, errors and one another."""
         allowed = ("invfunc.tree", "invfunc.errors", "invfunc.__init__", "invfunc.testing.")

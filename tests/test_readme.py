@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from invfunc.testing.laws import LAWS
 from tests import coverage
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -30,3 +31,9 @@ def test_commands_stand_on_lines_of_their_own():
 def test_layers_and_quantities_are_those_of_todays_code():
     """If not, `python -m tests.coverage` brings the table up to date."""
     assert README == coverage.rewritten(README)
+
+
+def test_the_laws_are_those_that_there_are():
+    listed = README.partition("<!-- laws: begin -->\n")[2].partition("<!-- laws: end -->")[0]
+    names = [re.sub(r"\s+", " ", line).partition(": ")[2].rstrip(". ").split("; ") for line in listed.split("\n* ")]
+    assert [name for of in names for name in of] == list(LAWS)

@@ -94,6 +94,21 @@ FAULTS = {
     ),
     "vmap over parameters is the loop": (ALWAYS, when(lambda t: _functorch.transforming())),
     "jacrev of a statistic is that of its loop": (ALWAYS, when(lambda t: _functorch.transforming())),
+    "modes do not matter": (ALWAYS, when(lambda t: not torch.is_grad_enabled())),
+    "vmap over data sets is the loop": (ALWAYS, when(lambda t: _functorch.transforming())),
+    "vmap of grad of a statistic is that of its loop": (
+        ALWAYS,
+        when(lambda t: _functorch.transforming()),
+    ),
+    "grad of chunks of some samples is that of its loop": (
+        ALWAYS,
+        lambda t, given, result: tree.map_tensors(lambda g: 1.1 * g - 0.1 * g.detach(), result),
+    ),
+    "what f closes over is differentiated": (ALWAYS, when(lambda t: _functorch.transforming())),
+    "derivatives of the Hessian are those of its loop": (
+        "diag_hessian",
+        lambda t, given, result: tree.map_tensors(lambda g: 1.1 * g - 0.1 * g.detach(), result),
+    ),
     "jvp of a statistic is that of its loop": (
         ALWAYS,
         lambda t, given, result: tree.map_tensors(lambda g: 1.1 * g - 0.1 * g.detach(), result),

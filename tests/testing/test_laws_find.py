@@ -184,7 +184,7 @@ class TestCheck:
         params = {"w": self.w, "none": None, "more": [None, self.w[0]]}
         only = [name for name in laws.LAWS if "is that of its loop" in name or "is the loop" in name]
         table = laws.check(f, params, self.x, only=[name for name in only if laws.LAWS[name].subject == "a function"])
-        assert len(table.outcomes) == 6 and {outcome.state for outcome in table.outcomes} == {"holds"}
+        assert len(table.outcomes) == 9 and {outcome.state for outcome in table.outcomes} == {"holds"}
 
     def test_of_a_scalar_loss_that_mixes(self):
         def centred(w, x):

@@ -33,7 +33,7 @@ def some(model):
 
 def may_be_refused(of, problem):
     """Not every model has K-factors, not every loss a sampler."""
-    row = ROWS.get(of.split(" over ")[0].removesuffix(" of the model"))
+    row = ROWS.get(of.split(" over ")[0].split(", ")[0].removesuffix(" of the model"))
     factors = of.startswith(("K-factors", "kfac of params")) if row is None else row.gives == FACTORS
     drawn = row is not None and row.drawn
     chain = of.startswith("kfra")

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from invfunc.errors import ArgumentError
-from invfunc.testing.laws import compositions, effects, mixing, operations, pairs, products, statistics, transforms
+from invfunc.testing.laws import (
+    derivatives,
+    effects,
+    mapped,
+    mixing,
+    operations,
+    pairs,
+    products,
+    statistics,
+    surroundings,
+    transforms,
+)
 from invfunc.testing.laws.law import Law
 
 LAWS: dict[str, Law] = {
@@ -27,16 +38,22 @@ LAWS: dict[str, Law] = {
         effects.memory,
         effects.random_numbers,
         effects.life,
+        surroundings.modes,
         statistics.generic,
         statistics.blocks,
         statistics.chunks,
         statistics.nested_chunks,
-        compositions.differentiated,
-        compositions.batched,
-        compositions.jacobian,
-        compositions.forward,
-        compositions.differentiated_in_data,
-        compositions.differentiated_twice,
+        derivatives.differentiated,
+        mapped.batched,
+        derivatives.jacobian,
+        derivatives.forward,
+        derivatives.of_chunks,
+        derivatives.differentiated_in_data,
+        mapped.batched_in_data,
+        mapped.batched_slopes,
+        surroundings.closed_over,
+        derivatives.differentiated_twice,
+        derivatives.of_hessian,
         pairs.restores,
         pairs.values,
         pairs.first,

@@ -90,7 +90,8 @@ def _variance(shares: Any) -> Any:
 
 
 def _clipped(shares: Any, max_norm: float) -> tuple[Any, torch.Tensor]:
-    norms = _added(map(_norms, tree.tensors(shares))).sqrt()
+    squares = _added(map(_norms, tree.tensors(shares)))
+    norms = torch.where(squares > 0, squares, 1).sqrt() * (squares > 0)  # the slope of a norm at zero is zero
     return tree.map_tensors(lambda g: torch.tensordot((max_norm / norms).clamp(max=1), g, 1), shares), norms
 
 

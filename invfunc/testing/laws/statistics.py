@@ -20,6 +20,9 @@ from invfunc.testing.laws.rows import BOTH as MODEL_AND_LOSS
 from invfunc.testing.laws.rows import FACTORS, LOSS, ROWS, Row
 from invfunc.testing.laws.rows import MODEL as OF_MODEL
 
+OF_THE_MODEL = " of the model"
+"""Behind the name of a statistic that is of a loss function too."""
+
 
 @dataclass(frozen=True)
 class Made:
@@ -41,6 +44,11 @@ class Made:
             known[self.called] = self.problem.steady(self)()
         return known[self.called]
 
+    def again(self, problem: Problem) -> Made:
+        """The same of another problem of the kind."""
+        known = made(problem, self.called.removesuffix(OF_THE_MODEL))
+        return next(one for one in known if one.called == self.called)
+
 
 def made(problem: Problem, name: str, f: Callable | None = None) -> list[Made]:
     """A statistic by the name of its row, in the forms that fit the problem; `f` in place of its function."""
@@ -53,7 +61,7 @@ def made(problem: Problem, name: str, f: Callable | None = None) -> list[Made]:
         elif LOSS in row.forms:
             found.append(Made(name, row, _maker(row, dims, problem.loss_function), problem.args, problem))
         if OF_MODEL in row.forms:
-            called = name if row.forms == (OF_MODEL,) else f"{name} of the model"
+            called = name if row.forms == (OF_MODEL,) else name + OF_THE_MODEL
             found.append(Made(called, row, _maker(row, dims[:-1], f), inputs, problem))
     elif (OF_MODEL if problem.kind == MODEL else LOSS) in row.forms:
         found.append(Made(name, row, _maker(row, dims, f), problem.args, problem))
@@ -248,7 +256,7 @@ def samples(problem: Problem) -> Iterator[Claim]:
         row = of.row
 
         def expected(of: Made = of, row: Row = row) -> Any:
-            if row.of_shares is not None and "of the model" not in of.called:
+            if row.of_shares is not None and OF_THE_MODEL not in of.called:
                 return row.of_shares(picked("batch_grad"))
             if row.of_each is not None:
                 return row.of_each(picked("batch_diag_ggn"))

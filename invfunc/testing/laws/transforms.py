@@ -15,8 +15,8 @@ from invfunc import tree
 from invfunc.errors import InvFuncError
 from invfunc.plan import Options
 from invfunc.statistic import Statistic
+from invfunc.testing.laws.around import POINTS, mapped_over, total
 from invfunc.testing.laws.compare import plain, zipped
-from invfunc.testing.laws.compositions import POINTS, mapped_over, total
 from invfunc.testing.laws.effects import alive, shared, state, written
 from invfunc.testing.laws.law import TRANSFORM, Claim, Inapplicable, law
 from invfunc.testing.laws.paths import generic, in_blocks
