@@ -1,5 +1,7 @@
 """operation: a function of the user's as one operation, with shares by the generic path or by a rule of the user's."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,16 +17,14 @@ from invfunc import (
     chunked,
     diag_ggn,
     operation,
-    tree,
 )
-from invfunc.testing import assert_trees_close, check_operation, dense_diag_ggn, loop_batch_grad
-from tests.evaluation.test_differentiable import DERIVED, derivatives
+from invfunc.testing import assert_trees_close, check_operation, dense_diag_ggn, laws, loop_batch_grad
 from tests.laws import FLOOR, STATISTICS, arranged
 from tests.networks import LOSSES, total
 from tests.own_operations import affine, of_no_rule, of_rules, of_tied_rules, spectrum, with_rules
 from tests.strategies import Numbers
 
-EXACT = 1e-10
+EXACT, DERIVED = 1e-10, 1e-8
 statistics = pytest.mark.parametrize("statistic", STATISTICS)
 
 
@@ -58,16 +58,14 @@ class TestStatistics:
         for over in (None, *kind.axes):
             assert_trees_close((t if over is None else chunked(t, 2, over=over))(*args), wanted, EXACT, FLOOR)
 
-    def test_are_differentiable(self, statistic, called):
-        kind, t, loop, args = self.both(statistic, called)
-        assert_trees_close(derivatives(t, *args), derivatives(loop, *args), DERIVED, FLOOR)
 
-    def test_under_vmap_over_parameters(self, statistic, called):
-        kind, t, loop, (params, *batch) = self.both(statistic, called)
-        points = [tree.map_leaves(lambda leaf, c=c: c * leaf, params) for c in (1, -0.5)]
-        stacked = tree.map_leaves(lambda *leaves: torch.stack(leaves), *points)
-        wanted = tree.map_leaves(lambda *found: torch.stack(found), *(loop(p, *batch) for p in points))
-        assert_trees_close(vmap(t, (0, *[None] * len(batch)))(stacked, *batch), wanted, EXACT, FLOOR)
+@pytest.mark.parametrize("called", MODELS)
+def test_laws_of_what_is_around_statistics_hold_with_operations(called):
+    net, loss = MODELS[called](), partial(LOSSES[0], reduction="sum")
+    only = [name for name in laws.LAWS if "of a statistic is that of its loop" in name and not name.startswith("jvp")]
+    only += ["vmap over parameters is the loop"]  # torch has no jvp of what has rules
+    table = laws.check(net.f, net.params, net.x, LOSSES[0].target(Numbers(1), net.n), loss=loss, only=only, seconds=300)
+    assert {outcome.state for outcome in table.outcomes} == {"holds"}, table
 
 
 class TestScalarLosses:

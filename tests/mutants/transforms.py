@@ -65,16 +65,16 @@ TRANSFORMS = [
         "recording/scope.py",
         "return x if self.wanted else x.detach()",
         "return x.detach()",
-        "evaluation/test_differentiable.py::TestDerivatives::test_by_autograd "
-        "evaluation/test_differentiable.py evaluation",
+        "evaluation/test_differentiable.py::TestRandomNumbers::test_are_those_of_one_call "
+        "evaluation testing/test_laws_hold.py",
     ),
     Fault(
         "a constant that requires grad does not make the result require it",
         "recording/scope.py",
         "            self.wanted = True\n",
         "            pass\n",
-        "evaluation/test_composition.py::TestWhatIsDifferentiated::test_closed_over_tensors "
-        "evaluation/test_differentiable.py evaluation",
+        "evaluation/test_composition.py::TestWhatIsDifferentiated::test_closed_over_module_parameters "
+        "evaluation testing/test_laws_hold.py",
     ),
     Fault(
         "what is missing in one column is taken for another's",

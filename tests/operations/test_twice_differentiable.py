@@ -26,7 +26,7 @@ from invfunc.operations.operation import OPERATIONS, having, known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.testing import assert_trees_close
 from tests import matrices
-from tests.evaluation.test_composition import differentiated
+from tests.around import differentiated
 from tests.matrices import assert_near, directions, flat
 from tests.networks import total
 from tests.strategies import Numbers

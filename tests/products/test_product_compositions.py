@@ -14,7 +14,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from invfunc import ggn_block_product, hessian_block_product, linearize, tree
 from invfunc.testing import assert_trees_close
 from tests import matrices
-from tests.evaluation.test_composition import COMPOSITIONS, SMOOTH, differentiated
+from tests.around import COMPOSITIONS, SMOOTH, differentiated
 from tests.evaluation.test_effects import DRAWS, rng, shaken
 from tests.matrices import MAKING, READING, flat, loss_of, summed
 from tests.networks import LOSSES, NETWORKS, network, total

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from invfunc import batch_diag_ggn, chunked, diag_ggn, ggn_trace
 from invfunc.testing import assert_trees_close
-from tests.evaluation.test_composition import COMPOSITIONS, differentiated
+from tests.around import COMPOSITIONS, differentiated
 from tests.laws import composed
 from tests.networks import total
 from tests.sparsity.test_structure import arranged
