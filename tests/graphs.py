@@ -1,4 +1,7 @@
-"""Graphs of operations on images `[1, C, *S]`, drawn by hypothesis, for the laws of what depends on what."""
+"""Graphs of operations on images `[1, C, *S]`, drawn by hypothesis, for the laws of what depends on what.
+
+Private: receptive fields are internals, of which a user sees the number of passes only.
+"""
 
 from __future__ import annotations
 

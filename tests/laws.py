@@ -1,4 +1,8 @@
-"""The laws of the statistics, for one case: every path gives what the plain loop gives."""
+"""The laws of the statistics, for one case: every path gives what the plain loop gives.
+
+Private: of the thousands of cases of operations each has its loops once, and is tried on paths and in precisions by
+turns. The public laws try all statistics of one function of a user, with the same rows and oracles.
+"""
 
 from __future__ import annotations
 

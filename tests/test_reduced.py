@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, tree
 from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.paths import in_blocks
 from invfunc.testing.laws.rows import BOTH, LEAVES, MODEL, rows
-from tests.laws import composed, in_blocks
+from tests.laws import composed
 from tests.networks import CLASSES, LOSSES, network, networks, samples_loss, total
 from tests.strategies import Numbers
 

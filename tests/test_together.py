@@ -12,8 +12,9 @@ from torch.func import grad, vmap
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, reduced, together, tree
 from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.paths import in_blocks
 from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, MODEL, ROWS, rows
-from tests.laws import composed, in_blocks
+from tests.laws import composed
 from tests.networks import LOSSES, network, networks, samples_loss, total
 from tests.strategies import Numbers
 

@@ -17,7 +17,8 @@ from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.invertible.chain import chain, repeated
 from invfunc.pairs.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
-from tests.laws import FLOOR, moved
+from invfunc.testing.values import moved
+from tests.laws import FLOOR
 from tests.layers.test_invertible_layers import conditioned, there
 from tests.pairs.test_couplings import RTOL, dense_log_det, summed, volume
 from tests.strategies import Numbers

@@ -18,8 +18,8 @@ from invfunc.errors import ArgumentTypeError, InverseError
 from invfunc.invertible.chain import chain, repeated
 from invfunc.pairs.integrators import leapfrog
 from invfunc.pairs.pair import Invertible, invert
+from invfunc.testing.values import moved
 from tests.invertible.test_chain import ADDITIVE, AFFINE, KINDS, WIDTH, added, blocks, gradients, looped, mixed
-from tests.laws import moved
 from tests.strategies import Numbers
 
 Point = namedtuple("Point", "left right")

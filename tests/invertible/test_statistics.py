@@ -16,9 +16,9 @@ import invfunc as i
 from invfunc import tree
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, FACTORS, FIRST_ORDER, LEAVES, LOSS, MODEL, WHOLE, Row, rows
+from invfunc.testing.values import moved
 from tests.invertible.test_composition import Module, steps, turned
 from tests.invertible_cases import FLOOR, RTOL, Sizes, Twins, sizes, twins
-from tests.laws import moved
 from tests.strategies import Numbers
 from tests.torch_layers import LAYERS
 

@@ -27,8 +27,9 @@ from invfunc import (
 )
 from invfunc.testing import assert_trees_close
 from invfunc.testing.strategies import problems, splits
+from invfunc.testing.values import moved
 from tests.kronecker.test_matrix import EXACT, small
-from tests.laws import RTOL, moved
+from tests.laws import RTOL
 from tests.networks import total
 from tests.strategies import Numbers
 

@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from invfunc import ArgumentError, ArgumentTypeError, Kronecker, ekfac, functional, kfac, kflr, kfra, tree
 from invfunc.testing import assert_trees_close
-from tests.laws import RTOL, moved
+from invfunc.testing.values import moved
+from tests.laws import RTOL
 from tests.strategies import Numbers
 
 EXACT = RTOL[torch.float64]

@@ -17,8 +17,9 @@ from torch.func import grad, vmap
 from invfunc import ArgumentError, ArgumentTypeError, Kronecker, ekfac, functional, kfac, kflr, kfra, kronecker, tree
 from invfunc.testing import assert_trees_close
 from invfunc.testing.strategies import models, parameters
+from invfunc.testing.values import moved
 from tests.kronecker.test_matrix import EXACT, small
-from tests.laws import RTOL, moved
+from tests.laws import RTOL
 from tests.networks import total
 from tests.strategies import Numbers
 

@@ -10,7 +10,7 @@ import invfunc
 from invfunc import ArgumentError, tree
 from invfunc.loss.drawn import by
 from invfunc.testing import assert_trees_close
-from tests.laws import moved
+from invfunc.testing.values import moved
 from tests.strategies import Numbers, seeded
 
 PARAMS, X, Y = {"w": Numbers()(3, 2), "b": Numbers(1)(2)}, Numbers(2)(4, 3), Numbers(3)(4, 2).sigmoid()

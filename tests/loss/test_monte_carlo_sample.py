@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 from invfunc import ArgumentError, ArgumentTypeError, batch_diag_ggn, chunked, diag_ggn, outputs, sqrt_ggn, tree
 from invfunc.testing import assert_trees_close, dense_diag_ggn
+from invfunc.testing.laws.paths import generic, in_blocks
 from tests.criteria import model
-from tests.laws import composed, generic, in_blocks
+from tests.laws import composed
 from tests.loss.test_monte_carlo import EXACT, near, shifted
 from tests.strategies import Numbers, seeded
 

@@ -1,4 +1,7 @@
-"""A composition of transforms beside the same composition of a plain loop."""
+"""A composition of transforms beside the same composition of a plain loop.
+
+Private: records for the rules of the machine. What is put around a composition is that of the public laws.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import grad, jvp, vjp
 from torch.utils._pytree import tree_map
 
-from invfunc import Kronecker, tree
-from tests.networks import total
+from invfunc import Kronecker
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,79 +63,10 @@ def shown(result: Any) -> Any:
     )
 
 
-def number(t: Callable) -> Callable:
-    """One number of what a function gives."""
-    return lambda *args: total(shown(t(*args)))
-
-
-def tangent(like: Any) -> Any:
-    return tree.map_leaves(lambda p: torch.arange(1, p.numel() + 1).to(p).sin().reshape(p.shape), like)
-
-
-def scaled(params: Any, by: Any) -> Any:
-    return tree.map_leaves(lambda p: by * p, params)
-
-
-def slopes(t: Callable) -> Callable:
-    """The gradient of its number, by torch.func."""
-    return lambda p, *batch: grad(lambda p: number(t)(p, *batch))(p)
-
-
-def loop_slopes(t: Callable) -> Callable:
-    """The same by plain autograd, of what is differentiable in what requires grad."""
-
-    def call(params: Any, *batch: Any) -> Any:
-        deep = any(p.requires_grad for p in tree.leaves(params))
-        given = params if deep else tree.map_leaves(lambda p: p.detach().requires_grad_(), params)
-        leaves, structure = tree.flatten(given)
-        with torch.enable_grad():
-            value = number(t)(given, *batch) + 0 * total(leaves)  # a result may be constant
-        found = torch.autograd.grad(value, leaves, create_graph=deep, materialize_grads=True)
-        return tree.unflatten(list(found), structure)
-
-    return call
-
-
-def slope_along(t: Callable) -> Callable:
-    """The derivative of its number along a tangent, in forward mode."""
-    return lambda p, *batch: jvp(lambda p: number(t)(p, *batch), (p,), (tangent(p),))[1]
-
-
-def loop_slope_along(t: Callable) -> Callable:
-    def call(params: Any, *batch: Any) -> torch.Tensor:
-        found = loop_slopes(t)(params, *batch)
-        pairs = zip(tree.leaves(found), tree.leaves(tangent(params)), strict=True)
-        return sum((g * v).sum() for g, v in pairs)
-
-    return call
-
-
 def compiled(t: Callable) -> Callable:
     """Seen through by dynamo; the backend would only compile what is not ours."""
     torch._dynamo.reset()
     return torch.compile(lambda *args: t(*args), backend="eager")
-
-
-POINTS = (1.0, 0.7)
-"""Multiples of the parameters."""
-
-
-def at_points(t: Callable) -> Callable:
-    """Its results at several points at once."""
-
-    def call(params: Any, *batch: Any) -> Any:
-        by = tree.leaves(params)[0].new_tensor(POINTS)
-        return vmap(lambda c: shown(t(scaled(params, c), *batch)))(by)
-
-    return call
-
-
-def loop_at_points(t: Callable) -> Callable:
-    def call(params: Any, *batch: Any) -> Any:
-        results = [shown(t(scaled(params, c), *batch)) for c in POINTS]
-        return tree.map_leaves(lambda *xs: torch.stack(xs), *results)
-
-    return call
 
 
 def loop_hvp(f: Callable, loss: Callable) -> Callable:

@@ -17,21 +17,17 @@ import invfunc
 from invfunc import certified, chunked, explain, reduced, together, tree
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import BOTH, LEAVES, LOSS, MODEL, ROWS, Row
-from tests.machine.built import (
-    Built,
+from invfunc.testing.laws.around import (
     at_points,
-    compiled,
     loop_at_points,
-    loop_ggnvp,
-    loop_hvp,
     loop_slope_along,
     loop_slopes,
-    shown,
     slope_along,
     slopes,
-    tangent,
 )
+from invfunc.testing.laws.compare import directions
+from invfunc.testing.laws.rows import BOTH, LEAVES, LOSS, MODEL, ROWS, Row
+from tests.machine.built import Built, compiled, loop_ggnvp, loop_hvp, shown
 from tests.networks import LOSSES, NETWORKS, Loss, network
 from tests.strategies import Numbers
 
@@ -173,8 +169,8 @@ class Compositions(RuleBasedStateMachine):
         return self._begun(
             Built(
                 f"{name}, {how} of {way}",
-                lambda: lambda p, x, y: make(*functions)(p, tangent(p), x, y),
-                lambda: lambda p, x, y: LOOPS[name](self.f, self.of_outputs[how])(p, tangent(p), x, y),
+                lambda: lambda p, x, y: make(*functions)(p, directions(p), x, y),
+                lambda: lambda p, x, y: LOOPS[name](self.f, self.of_outputs[how])(p, directions(p), x, y),
                 by_parameter=True,
                 smooth=self._smooth([], way),
                 within_func=way != CHECKPOINTED,

@@ -12,8 +12,9 @@ from torch import nn
 
 from invfunc import SampleAxisError, batch_grad, diag_ggn, tree
 from invfunc.testing import assert_trees_close
+from invfunc.testing.values import moved
 from tests import layer_cases as cases
-from tests.laws import OF_LOSSES, RTOL, assert_every_path_equals_the_loop, composed, moved, squares
+from tests.laws import OF_LOSSES, RTOL, assert_every_path_equals_the_loop, composed, squares
 from tests.strategies import Numbers
 from tests.torch_layers import LAYERS, refused
 

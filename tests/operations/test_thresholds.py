@@ -40,8 +40,10 @@ from invfunc.testing import (
     loop_kfac,
     loop_variance,
 )
+from invfunc.testing.laws.paths import generic
+from invfunc.testing.values import moved
 from tests.crossed import FAR, GATES_OF_PATCHES, HIGHEST, LOWEST, SIDES, sides, thresholds_at
-from tests.laws import RTOL, Expectation, composed, expectations, generic, moved, squares
+from tests.laws import RTOL, Expectation, composed, expectations, squares
 from tests.modules import of_module
 from tests.networks import LOSSES, total
 from tests.reductions.test_kfac import SHARINGS, assert_factors

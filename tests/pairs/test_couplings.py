@@ -18,7 +18,8 @@ from invfunc.invertible.chain import chain
 from invfunc.pairs.log_det import with_log_det
 from invfunc.pairs.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
-from tests.laws import FLOOR, moved
+from invfunc.testing.values import moved
+from tests.laws import FLOOR
 from tests.strategies import Numbers
 
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-4}

@@ -24,7 +24,7 @@ from invfunc import (
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.pairs.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
-from tests.laws import moved
+from invfunc.testing.values import moved
 from tests.strategies import Numbers
 
 

@@ -24,8 +24,8 @@ from invfunc import (
     tree,
 )
 from invfunc.testing import assert_trees_close
+from invfunc.testing.values import moved
 from tests import matrices
-from tests.laws import moved
 from tests.matrices import assert_near, flat
 from tests.networks import LOSSES, network, networks, total
 from tests.strategies import Numbers, seeded

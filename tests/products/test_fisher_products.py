@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from invfunc import batch_grad, diag_ggn, fvp, tree
 from invfunc.testing import assert_trees_close
+from invfunc.testing.values import moved
 from tests import matrices
-from tests.laws import composed, moved
+from tests.laws import composed
 from tests.matrices import assert_near, directions, flat
 from tests.networks import LOSSES, network, networks, samples_loss
 from tests.strategies import Numbers, seeded

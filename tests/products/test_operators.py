@@ -12,8 +12,8 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator, cg, eigsh, lob
 
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, MissingExtraError, fvp, ggnvp, hvp, linear_operator, tree
+from invfunc.testing.values import moved
 from tests import matrices
-from tests.laws import moved
 from tests.matrices import assert_near, flat, shaped
 from tests.networks import LOSSES, network, networks
 from tests.strategies import Numbers

@@ -25,9 +25,10 @@ from invfunc import (
     tree,
 )
 from invfunc.testing import assert_trees_close
+from invfunc.testing.values import moved
 from tests import matrices
 from tests.criteria import after_logarithms, cross_entropies, elementwise, model
-from tests.laws import composed, moved
+from tests.laws import composed
 from tests.matrices import assert_near, flat
 from tests.networks import LOSSES, network, networks, samples_loss
 from tests.statistics.test_diag_ggn import CONVEX, NOT_CONVEX

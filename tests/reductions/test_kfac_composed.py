@@ -23,7 +23,8 @@ from invfunc import (
 )
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close, loop_kfac
-from tests.laws import composed, in_blocks
+from invfunc.testing.laws.paths import in_blocks
+from tests.laws import composed
 from tests.networks import LOSSES, total
 from tests.reductions.test_kfac import MODULES, SHARINGS, assert_factors, built, matrices
 from tests.strategies import Numbers, seeded

@@ -25,7 +25,8 @@ from invfunc import (
 )
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close, dense_ggn, loop_kfra
-from tests.laws import composed, in_blocks
+from invfunc.testing.laws.paths import in_blocks
+from tests.laws import composed
 from tests.loss.test_monte_carlo import near
 from tests.modules import MODELS
 from tests.networks import CLASSES, LOSSES

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from invfunc import ArgumentError, chunked, kflr
 from invfunc.testing import assert_trees_close
-from tests.laws import in_blocks
+from invfunc.testing.laws.paths import in_blocks
 from tests.reductions.test_kfac import FLOOR, SHARINGS
 from tests.strategies import Numbers
 

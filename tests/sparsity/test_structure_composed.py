@@ -12,7 +12,8 @@ from torch import nn
 import invfunc
 from invfunc import chunked, diag_ggn, functional, reduced, together, tree
 from invfunc.testing import assert_trees_close
-from tests.laws import RTOL, composed, moved
+from invfunc.testing.values import moved
+from tests.laws import RTOL, composed
 from tests.sparsity.test_structure import EXACT, FLOOR, STATISTICS, arranged, assert_as_dense
 from tests.strategies import Numbers
 from tests.structure_layers import FEW

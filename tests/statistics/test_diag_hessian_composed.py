@@ -19,7 +19,9 @@ from invfunc import (
 )
 from invfunc.errors import InvFuncError
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
-from tests.laws import composed, in_blocks, moved
+from invfunc.testing.laws.paths import in_blocks
+from invfunc.testing.values import moved
+from tests.laws import composed
 from tests.networks import LOSSES, network, total
 from tests.strategies import Numbers
 
