@@ -23,6 +23,7 @@ recomputation: a call of a block once more, and all that makes it the same call.
 from invfunc import kronecker, layers
 from invfunc.certificates.certified import certified
 from invfunc.chunked import chunked
+from invfunc.distributed import distributed
 from invfunc.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -35,6 +36,7 @@ from invfunc.errors import (
     InvFuncWarning,
     MissingExtraError,
     ModifiedError,
+    ProcessError,
     RandomnessError,
     RangeError,
     ReplayError,
@@ -107,6 +109,7 @@ __all__ = [
     "Kronecker",
     "MissingExtraError",
     "ModifiedError",
+    "ProcessError",
     "RandomnessError",
     "RangeError",
     "ReplayError",
@@ -126,6 +129,7 @@ __all__ = [
     "clipped_grad",
     "diag_ggn",
     "diag_hessian",
+    "distributed",
     "drift",
     "ekfac",
     "estimate_diagonal",

@@ -117,6 +117,10 @@ class RangeError(InvFuncError, ValueError):
     """A number is not on a fixed-point grid, or outside of its range."""
 
 
+class ProcessError(InvFuncError, RuntimeError):
+    """Another process, without which there is no result, has failed."""
+
+
 class CertificateError(InvFuncError, RuntimeError):
     """A result is not what another path to it gives."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from invfunc import tree
 from invfunc.callables import check_functions, describe
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
@@ -56,6 +57,13 @@ class Statistic(Transform):
         """The evaluation at these arguments; `explaining` says that it is only asked how it would be done."""
         given = self.problem(args, kwargs, names)
         return Engine(given, self.options, [s.quantity for s in self.members or (self,)], explaining)
+
+    def without_samples(self, params: Any) -> Engine:
+        """The evaluation of no samples, which has parameters only."""
+        leaves, structure = tree.flatten([params], none_is_leaf=False)
+        several, sizes = isinstance(self.argnums, tuple), (self.out_dims, leaves, structure)
+        given = Problem(self.f, self.loss, (params,), {}, (0,), several, self.has_aux, *sizes, dims={}, n=0)
+        return Engine(given, self.options, [s.quantity for s in self.members or (self,)])
 
     def problem(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Problem:
         """The arguments of a call, sorted."""

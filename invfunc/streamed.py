@@ -12,7 +12,6 @@ from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Feed, check_loader, counted, first, swept
 from invfunc.evaluation.checkpoint import Checkpoint, Log, described
-from invfunc.evaluation.sweep import Sweep
 from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
 from invfunc.sparsity.report import Explanation
@@ -138,14 +137,14 @@ def streamed(
             f"streamed({describe(t)}): it is of type {kind}, but has to be a statistic, or a product as `hvp(f)` is."
         )
     for m in t.members or (t,):
-        if why := _not_by_batches(m):
+        if why := not_by_batches(m):
             raise ArgumentError(f"streamed({t!r}): {m.name} {why}.")
     if out is not None and (why := _no_rows(t, file)):
         raise ArgumentError(f"streamed({t!r}, out=...): {why}.")
     return Streamed(t, feed, file, out)
 
 
-def _not_by_batches(t: Statistic) -> str:
+def not_by_batches(t: Statistic) -> str:
     """Why a statistic cannot be reduced batch by batch; empty if it can."""
     if t.samples is not None:
         return "has samples=, which are places in a batch: let the loader give those"
@@ -195,7 +194,7 @@ class Streamed(Transform):
         return ["params", "loader"][:count]
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        params, loader = self._given(args, _twice(self.t))
+        params, loader = self._given(args, twice(self.t))
         with torch.no_grad():
             return self._swept(params, loader, kwargs)
 
@@ -222,21 +221,22 @@ class Streamed(Transform):
         if self.checkpoint is None:
             swept(loader, params, in_dims, work.visit, self.feed)
             for _ in range(self.t.sweeps - 1):
-                work.sweep, work.aux = Sweep(work.sweep), []
+                work.again()
                 swept(loader, params, in_dims, work.visit, self.feed)
             return work.results()
-        identity = {"the statistic": self._options(), "keyword arguments": described(kwargs)}
+        identity = {"the statistic": options_of(self.t), "keyword arguments": described(kwargs)}
         identity |= {f"params{path}": described(x) for path, x in tree.named_leaves(params)}
         with Log(self.checkpoint, work, identity, self.feed.goal(params)) as log:
             swept(loader, params, in_dims, log.visit, self.feed, log.remaining)
             return work.results()
 
-    def _options(self) -> str:
-        """What tells it from other statistics, in every process."""
-        each = [(m.reduction, m.drawing and (m.drawing.count, m.drawing.sample)) for m in self.t.members or (self.t,)]
-        return f"{described(self)} {described([each, self.t.in_dims, self.t.out_dims, self.t.options.dense])}"
+
+def options_of(t: Statistic) -> str:
+    """What tells a statistic from others, in every process."""
+    each = [(m.reduction, m.drawing and (m.drawing.count, m.drawing.sample)) for m in t.members or (t,)]
+    return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense])}"
 
 
-def _twice(t: Statistic) -> str:
+def twice(t: Statistic) -> str:
     """Why the loader has to be gone through more than once; empty if it has not."""
     return "" if t.sweeps == 1 else f"{t.name} looks at all samples twice"

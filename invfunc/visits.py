@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from invfunc.errors import ArgumentError
+from invfunc.evaluation.batches import no_samples
 from invfunc.evaluation.checkpoint import State, loadable, resume, state_of
+from invfunc.evaluation.engine import Engine
+from invfunc.evaluation.fold import Then
 from invfunc.evaluation.rows import Rows
 from invfunc.evaluation.sweep import Sweep
 from invfunc.loss.drawn import key_of
@@ -30,6 +33,14 @@ class Work:
         self.aux.append(t.told(add, t.names, args, self.kwargs)[1])
         return sweep.n - before
 
+    def again(self, then: Then | None = None) -> None:
+        """Go through all batches once more, for the next phase."""
+        self.sweep, self.aux = Sweep(self.sweep, then), []
+
+    def without_samples(self, params: Any) -> Engine:
+        """The evaluation of a process that has no samples."""
+        return self.t.keyed(self.keys, 0).without_samples(params)
+
     def results(self) -> tuple[Any, Any]:
         results = self.sweep.results()
         return tuple(results) if self.t.members else results[0], self.aux
@@ -42,7 +53,7 @@ class Work:
             raise ArgumentError("aux is kept in the checkpoint, which takes tensors, numbers, texts and lists of them.")
         return lambda: {**kept, "aux": self.aux[:count], "keys": keys}
 
-    def again(self, args: tuple, state: dict[str, Any], last: bool) -> int:
+    def resumed(self, args: tuple, state: dict[str, Any], last: bool) -> int:
         if state["weighed"] and self.sweep.weights.first is None:
             first = Sweep()
             first.add(self.t.keyed(self.keys, 0).engine(args, self.kwargs, self.t.names(len(args))))
@@ -79,6 +90,8 @@ class RowByRow(Work):
         return own
 
     def results(self) -> tuple[Any, Any]:
+        if not self.n:
+            raise no_samples()
         if self.sweep.weights.mean:
             self.rows.scaled(self.n, 1 / self.n)
         return self.rows.result(self.n), self.aux

@@ -15,6 +15,11 @@ from invfunc._functorch import transforming
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.recording.problem import InDims, batch_dims
 
+Visit = Callable[[tuple, int], int]
+"""Sees the arguments of a batch behind so many samples; returns how many there are in it."""
+Batches = Callable[[Visit], int]
+"""Has all batches seen; returns how many samples there were."""
+
 
 def check_loader(loader: Any, sweeps: str = "") -> None:
     """Check that there are batches in it, and, if it has to be gone through more than once, say for what, that it can
@@ -68,7 +73,7 @@ def swept(
     loader: Any,
     params: Any,
     in_dims: InDims,
-    visit: Callable[[tuple, int], int],
+    visit: Visit,
     feed: Feed,
     numbered: Callable[[Iterable[Any]], Iterable[tuple[int, Any]]] = enumerate,
 ) -> int:
@@ -82,16 +87,12 @@ def swept(
         for number, batch in numbered(batches):
             args = (params, *_arguments(batch, device))
             try:
-                own = (
-                    0 if _sizes(args, in_dims) == {0} else visit(args, n)
-                )  # what is wrong in another way is told there
+                own = 0 if _sizes(args, in_dims) == {0} else visit(args, n)  # what else is wrong is told there
             except Exception as error:
                 error.add_note(f"This is batch {number} of the loader.")
                 raise
             n += own
             tell(number + 1, own)
-    if not n:
-        raise _empty()
     return n
 
 
@@ -105,10 +106,10 @@ def first(loader: Any, params: Any, in_dims: InDims, feed: Feed) -> tuple[tuple,
             args = (params, *_arguments(batch, device))
             if _sizes(args, in_dims) != {0}:
                 return args, count
-    raise _empty()
+    raise no_samples()
 
 
-def _empty() -> ArgumentError:
+def no_samples() -> ArgumentError:
     return ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
 
 
@@ -128,6 +129,19 @@ def _arguments(batch: Any, device: torch.device) -> tuple:
         return x.to(device, non_blocking=device.type == "cuda")
 
     return tuple(tree.map_tensors(moved, x) for x in _parts(batch))
+
+
+def size_of(args: tuple, in_dims: InDims) -> int:
+    """How many samples there are in the arguments of a batch; 1 where that is not clear, of which errors tell later."""
+    sizes = _sizes(args, in_dims)
+    return 1 if len(sizes) != 1 or None in sizes else sizes.pop()
+
+
+def samples_of(loader: Any, in_dims: InDims) -> int:
+    """How many samples a loader gives, which is gone through for that."""
+    with torch.random.fork_rng([]):  # a DataLoader draws numbers when it begins
+        batches = loader if isinstance(loader, Iterable) else loader()
+        return sum(size_of((None, *_parts(batch)), in_dims) for batch in batches)
 
 
 def counted(loader: Any, in_dims: InDims) -> int:

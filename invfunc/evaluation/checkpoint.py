@@ -23,7 +23,7 @@ from invfunc.evaluation.sweep import Sweep
 from invfunc.kronecker import Joint, Kronecker, Origin
 from invfunc.per_sample.places import Place
 from invfunc.reductions import Reduction
-from invfunc.reductions.kronecker_factors import Diagonal, Factors, Kept, Refused
+from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
 from invfunc.reductions.quantity import Accumulator
 
 _SAFE = [Diagonal, Factors, Joint, Kept, Kronecker, Origin, Place, Refused]
@@ -105,7 +105,7 @@ class Work(Protocol):
         """See the next batch, behind n samples; how many it has."""
         ...
 
-    def again(self, args: tuple, state: dict[str, Any], last: bool) -> int:
+    def resumed(self, args: tuple, state: dict[str, Any], last: bool) -> int:
         """See the first batch or the last one of those that led to a state, after which n samples more are done."""
         ...
 
@@ -167,7 +167,7 @@ class Log:
         if self._number < self._done:
             last = self._number == self._ends[-1]
             before, self._before = self._before, {} if last else self._before
-            return self.work.again(args, before, last)
+            return self.work.resumed(args, before, last)
         own = self.work.visit(args, n)
         self._ends = [*self._ends[:1], self._number]
         return own

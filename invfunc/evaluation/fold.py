@@ -35,6 +35,8 @@ from invfunc.sparsity.planner import Planner
 
 Look = Callable[[Pattern, Run], Run | None]
 """Runs the model part on one sample under a pattern; None where that is something else than in the batch."""
+Then = Callable[[Reduction, States, Found], Reduction]
+"""What makes of a reduction, and of what the phase before has kept, the one that comes next."""
 SLOPE = "slope"
 """The key of the gradient of the loss among the columns, which a Hessian needs beside its own."""
 
@@ -79,11 +81,12 @@ class Fold:
         """What keeps something in a phase."""
         return [t.line[k] for t in self.accumulators if k < len(t.line)]
 
-    def tell(self, k: int) -> None:
+    def tell(self, k: int, then: Then | None = None) -> None:
         """Have a phase know what the one before has kept of all samples."""
         for t in self.of_phase(k):
             assert t.before is not None
-            t.reduction = t.reduction.then(t.before.states, self._found(t.before))
+            found = self._found(t.before)
+            t.reduction = (then or type(t.reduction).then)(t.reduction, t.before.states, found)
 
     def units(self, run: Run) -> Made:
         """A unit column for each output of a model function, whose shapes and tree are part of what is found."""

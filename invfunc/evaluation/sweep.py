@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.batches import unscaled
+from invfunc.evaluation.batches import no_samples, unscaled
 from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.fold import Fold
+from invfunc.evaluation.fold import Fold, Then
 from invfunc.evaluation.weights import Weights
 from invfunc.reductions.quantity import Accumulator
 
@@ -20,7 +20,7 @@ class Sweep:
     for which the batches come again: a sweep after another.
     """
 
-    def __init__(self, before: Sweep | None = None) -> None:
+    def __init__(self, before: Sweep | None = None, then: Then | None = None) -> None:
         self.engine: Engine | None = None
         """That of the last batch; nothing else of the others is in memory but what is kept of them."""
         self.n = 0
@@ -31,18 +31,23 @@ class Sweep:
         if before is not None:
             fold = before.joined()
             self.phase, self.weights, self.expected = before.phase + 1, before.weights, before.n
-            fold.tell(self.phase)
+            fold.tell(self.phase, then)
             self.told, self.refused = fold.accumulators, fold.found.refused
 
-    def add(self, engine: Engine) -> Any:
-        """See another batch; aux."""
-        before = [] if self.engine is None else self.engine.fold.of_phase(self.phase)
+    def enter(self, engine: Engine) -> Fold:
+        """Put an evaluation in the place of that of the last batch; its fold."""
         self.engine, fold = engine, engine.fold
         fold.phase = self.phase
         if self.phase:
             pairs = zip(fold.accumulators, self.told, strict=True)
             fold.accumulators = [own.behind(earlier, self.phase) for own, earlier in pairs]
             fold.found = replace(fold.found, refused=self.refused)
+        return fold
+
+    def add(self, engine: Engine) -> Any:
+        """See another batch; aux."""
+        before = [] if self.engine is None else self.engine.fold.of_phase(self.phase)
+        fold = self.enter(engine)
         aux, own = engine.kept(), fold.found.n
         if engine.scalar:
             if engine.loss_part is None:
@@ -56,7 +61,8 @@ class Sweep:
 
     def joined(self) -> Fold:
         """The fold of all batches, with the loss of all."""
-        assert self.engine is not None
+        if self.engine is None:
+            raise no_samples()
         if self.expected not in (None, self.n):
             raise ArgumentError(
                 f"the loader gave {self.n} samples the second time, and {self.expected} the first time; what needs two "

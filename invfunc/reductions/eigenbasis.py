@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from invfunc.per_sample.operands import Layer
 from invfunc.per_sample.places import Unfactored
 from invfunc.recording.tags import Derived
 from invfunc.reductions.block import Block
+from invfunc.reductions.exchange import Exchange, Sums, filled
 from invfunc.reductions.kronecker_factors import KroneckerFactors
-from invfunc.reductions.reduction import Found, Over, State, States
+from invfunc.reductions.reduction import Found, Over, State
 
 
 def basis_of(matrix: Kronecker) -> Kronecker:
@@ -41,9 +44,12 @@ class InEigenbasis(Block):
         self.before = self.factors = factors
         self.bases = bases
 
-    def then(self, states: States, found: Found) -> InEigenbasis:
-        factors = {i: self.factors.finish(state, found)[0] for i, state in states.items()}
-        return InEigenbasis(self.factors, {i: None if one is None else basis_of(one) for i, one in factors.items()})
+    def learned(self, state: State, found: Found) -> Kronecker | None:
+        (matrix,) = self.factors.finish(state, found)
+        return None if matrix is None else basis_of(matrix)
+
+    def knowing(self, learned: dict[int, Kronecker | None]) -> InEigenbasis:
+        return InEigenbasis(self.factors, learned)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         return *super().init(leaf, n, columns), None
@@ -103,6 +109,12 @@ class InEigenbasis(Block):
         if a[1] is None or b[1] is None:
             return b if a[1] is None else a
         return a[0], a[1] + b[1]
+
+    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
+        whole = reduce(partial(self.merge, over="samples"), each)
+        if whole[1] is None or self.bases is None:
+            return own
+        return self.bases[place], *(yield Sums([filled(whole, own)[1]]))
 
     def scaled(self, state: State, by: float) -> State:
         basis, values = state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from invfunc.contract import joined
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import safe_root
 from invfunc.per_sample import Shares
+from invfunc.reductions.exchange import Exchange, Rows, Sums
 from invfunc.reductions.reduction import Found, Over, Reduction, State, States
 
 
@@ -24,6 +26,9 @@ class EachSample(Reduction):
 
     def merge(self, a: State, b: State, over: Over) -> State:
         return (*a, *b) if over == "samples" else (joined(list(a)) + joined(list(b)),)
+
+    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
+        return tuple((yield Rows([joined(list(own))], 0)))
 
     def finish(self, state: State, found: Found) -> list[Any]:
         return [joined(list(state))]
@@ -69,6 +74,12 @@ class CentredSquares(Reduction):
         (m, total, centred), (n, other, more) = a, b
         apart = other / n - total / m
         return m + n, total + other, centred + more + apart.square() * (m * n / (m + n))
+
+    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
+        n, total, centred = own
+        of_all, whole = yield Sums([n, total])
+        apart = total / n.clamp(min=1) - whole / of_all
+        return of_all, whole, *(yield Sums([centred + apart.square() * n]))
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         wide = torch.promote_types(leaf.dtype, torch.float32)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 
-from invfunc import thresholds
+from invfunc import thresholds, tree
 from invfunc.contract import outer, summed
 from invfunc.errors import ArgumentError
 from invfunc.kronecker import Joint, Kronecker, Origin
@@ -20,80 +20,10 @@ from invfunc.per_sample.cotangents import Columns
 from invfunc.per_sample.operands import Layer, Operands
 from invfunc.per_sample.places import Place, Unfactored
 from invfunc.reductions.block import Block, added
+from invfunc.reductions.exchange import Exchange, Sums, filled, of_triangle, triangle
+from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
 from invfunc.reductions.nearest import nearest
 from invfunc.reductions.reduction import Found, Over, State
-
-
-@dataclass
-class Factors:
-    """What is known of the factors of one parameter in one role: sums of outer products, in the order of its dims."""
-
-    b: torch.Tensor
-    a: torch.Tensor | None
-    """None where it has one factor only, or other columns brought it."""
-    positions: float
-    """How many there are, in all samples."""
-    samples: int
-    places: list[Place]
-    bias: str
-    """What the bias is called that is one more input, if there is one."""
-    shape: torch.Size
-    blocks: tuple[int, ...] | None = None
-
-    def joined(self, other: Factors, samples: bool) -> Factors:
-        a = self.a if other.a is None else other.a
-        if samples and self.a is not None and other.a is not None:
-            a = self.a + other.a
-        found = replace(self, b=self.b + other.b, a=a)
-        if samples:
-            found.positions, found.samples = self.positions + other.positions, self.samples + other.samples
-        return found
-
-
-@dataclass
-class Kept:
-    """What is kept of one parameter: its factors in each of the roles in which operations read it."""
-
-    name: str
-    roles: dict[Hashable, Factors]
-
-    def joined(self, other: Kept, samples: bool) -> Kept:
-        if type(other) is not type(self):
-            return Refused(self.name, {}, "some columns reach it where it has factors, others where it has none")
-        return self.merged(other, samples)
-
-    def merged(self, other: Any, samples: bool) -> Kept:
-        found = dict(self.roles)
-        for role, factors in other.roles.items():
-            found[role] = found[role].joined(factors, samples) if role in found else factors
-        return replace(self, roles=found)
-
-    def scaled(self, by: float) -> Kept:
-        """With B, or the diagonal, so many times as large."""
-        return replace(self, roles={role: replace(f, b=f.b * by) for role, f in self.roles.items()})
-
-
-@dataclass
-class Diagonal(Kept):
-    """The diagonal of the block, kept in place of factors."""
-
-    values: torch.Tensor
-
-    def merged(self, other: Any, samples: bool) -> Kept:
-        return replace(self, values=self.values + other.values)
-
-    def scaled(self, by: float) -> Kept:
-        return replace(self, values=self.values * by)
-
-
-@dataclass
-class Refused(Kept):
-    """A parameter that has no factors, and why."""
-
-    why: str
-
-    def joined(self, other: Kept, samples: bool) -> Kept:
-        return self
 
 
 @dataclass
@@ -216,6 +146,16 @@ class KroneckerFactors(Block):
         if isinstance(a[0], Kronecker) or isinstance(b[0], Kronecker):  # of samples that do not reach it
             return b if isinstance(a[0], Kronecker) else a
         return (a[0].joined(b[0], samples=over == "samples"),)
+
+    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
+        """Of symmetric matrices, a triangle says all."""
+        whole = reduce(partial(self.merge, over="samples"), each)
+        if not isinstance(whole[0], Kept) or isinstance(whole[0], Refused):
+            return own if isinstance(whole[0], Kronecker) else whole
+        numbers, form = tree.separate(filled(whole, own))
+        symmetric = not isinstance(whole[0], Diagonal)
+        sums = yield Sums([triangle(x) for x in numbers] if symmetric else numbers)
+        return form.join(map(of_triangle, sums, numbers) if symmetric else sums)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         kept: Kept | Kronecker | None = state[0]

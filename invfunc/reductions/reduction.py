@@ -3,7 +3,7 @@ parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any, ClassVar, Literal
@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from invfunc.per_sample import Shares
+from invfunc.reductions.exchange import Exchange, Sums
 
 State = tuple[Any, ...]
 """What a reduction keeps of one parameter and one block, unrounded: tensors, or objects of its own."""
@@ -90,6 +91,14 @@ class Reduction:
 
     def then(self, states: States, found: Found) -> Reduction:
         """This reduction, given what the phase before has kept of the parameters that influence the result."""
+        return self.knowing({i: self.learned(state, found) for i, state in states.items()})
+
+    def learned(self, state: State, found: Found) -> Any:
+        """What it has to know of one parameter, where each stands by itself."""
+        raise NotImplementedError  # only where there is something before
+
+    def knowing(self, learned: dict[int, Any]) -> Reduction:
+        """This reduction, with what it has to know of each parameter."""
         raise NotImplementedError  # only where there is something before
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
@@ -112,6 +121,11 @@ class Reduction:
     def scaled(self, state: State, by: float) -> State:
         """What is kept of columns that are `by` times as large."""
         raise NotImplementedError  # only of the columns of a loss that is given apart
+
+    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
+        """What all processes keep of one parameter: of what this one keeps, and, of each, what that would be without
+        its numbers (on the meta device)."""
+        return tuple((yield Sums(list(own))))
 
     def together(self, states: Iterable[State]) -> State:
         """What is kept of several parameters."""

@@ -10,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc.per_sample import Shares
+from invfunc.reductions.exchange import Exchange, Rows
 from invfunc.reductions.gradients import EachSample
 from invfunc.reductions.reduction import Found, Over, Reduction, State
 
@@ -95,6 +96,9 @@ class JacobianRows(Reduction):
 
     def merge(self, a: State, b: State, over: Over) -> State:
         return (torch.cat([a[0], b[0]], 1 if over == "samples" else 0),)
+
+    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
+        return tuple((yield Rows(list(own), 1)))
 
     def finish(self, state: State, found: Found) -> list[Any]:
         sizes = [math.prod(one) for one in found.outputs]

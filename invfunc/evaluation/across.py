@@ -1,0 +1,154 @@
+"""The statistic of all processes, of what the samples of each have brought."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.errors import ArgumentError
+from invfunc.evaluation.batches import no_samples
+from invfunc.evaluation.engine import Engine
+from invfunc.evaluation.processes import Processes, on_cpu
+from invfunc.evaluation.sweep import Sweep
+from invfunc.evaluation.weights import Weights
+from invfunc.reductions import Found, Reduction, States
+from invfunc.reductions.quantity import Accumulator
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a process says of its sweep: all but the numbers."""
+
+    n: int
+    mean: bool | None
+    """Whether its loss is a mean; None if that was not looked at."""
+    outputs: list[torch.Size]
+    structure: Any
+    columns: list[int]
+    states: list[States]
+    """What each accumulator keeps, on the meta device."""
+
+    @classmethod
+    def of(cls, sweep: Sweep) -> Brought:
+        if sweep.engine is None:
+            return cls(0, None, [], None, [], [])
+        found, kept = sweep.engine.fold.found, list(_kept(sweep))
+        structure = tree.unflatten([*range(len(found.outputs))], found.structure)
+        mean = None if sweep.weights.first is None else sweep.weights.mean
+        states = [tree.map_tensors(_without_numbers, t.states) for t in kept]
+        return cls(sweep.n, mean, found.outputs, structure, [t.columns for t in kept], states)
+
+
+def share(
+    sweep: Sweep, run: Callable[[], Any], processes: Processes, gather: bool, blank: Callable[[], Engine]
+) -> None:
+    """Have a sweep keep what those of all processes do, once `run` has seen the batches of this one.
+
+    `gather` says that results with a sample axis are those of all samples, too; `blank` makes an evaluation of no
+    samples, for a process that has none.
+    """
+    _, each = processes.told("samples", lambda: (run(), Brought.of(sweep)))
+    own = sweep.n
+    n = sum(one.n for one in each)
+    if not n:
+        raise no_samples()
+    first = next(rank for rank, one in enumerate(each) if one.n)
+    like = each[first]
+    for rank, one in enumerate(each):
+        if one.n and (one.outputs, one.columns) != (like.outputs, like.columns):
+            raise ArgumentError(
+                f"the outputs of one sample have shapes {[*map(tuple, like.outputs)]} in process {first}, and "
+                f"{[*map(tuple, one.outputs)]} in process {rank}, from {like.columns} and {one.columns} columns."
+            )
+    if any(one.mean is not None for one in each):
+        same_scale(sweep.weights, processes, first)
+    if sweep.engine is None:
+        sweep.enter(blank())
+        sweep.weights.mean = bool(like.mean)
+    assert sweep.engine is not None
+    fold, kept = sweep.engine.fold, list(_kept(sweep))
+    structure = tree.flatten(like.structure)[1]
+    fold.found, sweep.n = replace(fold.found, n=n, outputs=like.outputs, structure=structure), n
+    exchanges = {}
+    for k, (t, columns) in enumerate(zip(kept, like.columns, strict=True)):
+        t.columns = columns
+        if t.reduction.each and not gather:  # those of this process, of all parameters
+            for i, leaf in enumerate(fold.problem.leaves):
+                t.states.setdefault(i, t.reduction.init(leaf, own, columns))
+            continue
+        for i in sorted({i for one in each if one.n for i in one.states[k]}):
+            leaf = fold.problem.leaves[i]
+            state = t.states.get(i) or t.reduction.init(leaf, own, columns)
+            blanks = [
+                one.states[k].get(i) or tree.map_tensors(_without_numbers, t.reduction.init(leaf, one.n, columns))
+                for one in each
+                if one.n
+            ]
+            exchanges[k, i] = t.reduction.across(i, state, blanks)
+    for (k, i), state in zip(exchanges, processes.exchanged(list(exchanges.values())), strict=True):
+        kept[k].states[i] = state
+
+
+def dealt(processes: Processes, reduction: Reduction, states: States, found: Found) -> Reduction:
+    """What comes after a phase; where each parameter stands by itself, they are dealt out to the processes."""
+    if type(reduction).then is not Reduction.then:
+        return reduction.then(states, found)
+    places = sorted(states, key=partial(_size, states), reverse=True)[processes.rank :: processes.size]
+
+    def learned() -> tuple[None, Any]:
+        own = {i: reduction.learned(states[i], found) for i in places}
+        return None, (on_cpu(own), found.refused)
+
+    _, each = processes.told("parameters", learned)
+    together: dict[int, Any] = {}
+    for part, refused in each:
+        together |= {i: _moved(one, states[i]) for i, one in part.items()}
+        found.refused.update(refused)
+    return reduction.knowing(together)
+
+
+def _kept(sweep: Sweep) -> Iterator[Accumulator]:
+    """What keeps something of all samples."""
+    assert sweep.engine is not None
+    for t in sweep.engine.fold.of_phase(sweep.phase):
+        yield t
+        if t.before is not None and t.reduction.apart:
+            yield t.before
+
+
+def same_scale(known: Weights, processes: Processes, first: int) -> None:
+    """Check that the losses of all processes are sums, or all means, beside a batch of the first one that has any."""
+    own = known.first
+    travels = None
+    if processes.rank == first and own is not None:
+        travels = on_cpu((own.outputs, own.target)), own.n
+    trees, n = processes.from_first(first, travels)
+
+    def looked() -> tuple[None, None]:
+        if own is not None:
+            outputs, target = _moved(trees, own.outputs)
+            weights = Weights()
+            weights.of(replace(own, outputs=outputs, target=own.target if own.dim is None else target, n=n))
+            weights.of(own)
+        return None, None
+
+    processes.told("scale", looked)
+
+
+def _without_numbers(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, device="meta")
+
+
+def _size(states: States, place: int) -> int:
+    return sum(x.numel() for x in tree.tensors((states[place],)))
+
+
+def _moved(x: Any, like: Any) -> Any:
+    """A tree whose tensors are where those of another one are."""
+    device = next((y.device for y in tree.tensors((like,))), torch.device("cpu"))
+    return tree.map_tensors(lambda y: y.to(device), x)

@@ -1,0 +1,205 @@
+"""What processes tell each other that compute one result, each of its own samples."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from invfunc import tree
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, ProcessError
+from invfunc.reductions import State
+from invfunc.reductions.exchange import Exchange, Rows, Sums
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """A group of them, and which of them this one is; one alone, where there is no group."""
+
+    group: Any = None
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of(cls, group: Any) -> Processes:
+        """Those of a group of torch.distributed; without one, all that were started."""
+        if not (dist.is_available() and dist.is_initialized()):
+            if group is not None:
+                raise ArgumentError("group is given, but torch.distributed.init_process_group was not called.")
+            return cls()
+        if not (group is None or isinstance(group, dist.ProcessGroup)):
+            if group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise ArgumentError("this process is not in the group, so that it has no part in the result.")
+            kind = type(group).__name__
+            raise ArgumentTypeError(
+                f"group is of type {kind}, but has to be a process group (of a DeviceMesh: mesh.get_group())."
+            )
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def told(self, at: str, work: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
+        """What this process computes, and what each says of it; where one fails, or is `at` another step, all do."""
+        if self.size == 1:
+            own, message = work()
+            return own, [message]
+        own, error = None, None
+        try:
+            own, message = work()
+            said = pickle.dumps((at, None, message))
+        except Exception as caught:
+            error, said = caught, pickle.dumps((at, _shown(caught), None))
+        each = [pickle.loads(text) for text in self._gathered(said)]
+        if error is not None:
+            raise error
+        failed = [f"process {rank} failed with {text}" for rank, (_, text, _) in enumerate(each) if text is not None]
+        failed = failed or [
+            f"process {rank} is at {step!r}, and process {self.rank} at {at!r}: all have to make the same calls"
+            for rank, (step, _, _) in enumerate(each)
+            if step != at
+        ]
+        if failed:
+            raise ProcessError(f"{'; '.join(failed)}\nThe result is that of all processes, so that none has one.")
+        return own, [message for _, _, message in each]  # pyright: ignore[reportReturnType]
+
+    def from_first(self, first: int, value: Any) -> Any:
+        """The value of a process, in all of them."""
+        if self.size == 1:
+            return value
+        found = [value]
+        with _connected():
+            dist.broadcast_object_list(found, group=self.group, group_src=first)
+        return found[0]
+
+    def exchanged(self, exchanges: Sequence[Exchange]) -> list[State]:
+        """What comes of them, one step of all at a time, so that what they ask for travels together."""
+        answers: list[Any] = [None] * len(exchanges)
+        found: dict[int, State] = {}
+        while len(found) < len(exchanges):
+            sums, rows = _Asked(), _Asked()
+            for i, exchange in enumerate(exchanges):
+                if i in found:
+                    continue
+                try:
+                    request = exchange.send(answers[i])
+                except StopIteration as stop:
+                    found[i] = stop.value
+                    continue
+                answers[i] = []
+                (sums if isinstance(request, Sums) else rows).ask(i, request)
+            for i, tensors in (*self._summed(sums), *self._joined(rows)):
+                answers[i] = tensors
+        return [found[i] for i in range(len(exchanges))]
+
+    def _summed(self, asked: _Asked) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        found = list(asked.tensors)
+        if self.size > 1:
+            kinds: dict[Any, list[int]] = {}
+            for k, x in enumerate(found):
+                kinds.setdefault((x.dtype, x.device), []).append(k)
+            for places in kinds.values():
+                flat = torch.cat([found[k].reshape(-1) for k in places])
+                with _connected():
+                    dist.all_reduce(flat, group=self.group)
+                parts = flat.split([found[k].numel() for k in places])
+                for k, part in zip(places, parts, strict=True):
+                    found[k] = part.view(found[k].shape)
+        return asked.answers(found)
+
+    def _joined(self, asked: _Asked) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        found = list(asked.tensors)
+        if self.size > 1 and found:
+            _, shapes = self.told("rows", lambda: (None, [x.shape for x in asked.tensors]))
+            for k, (x, axis) in enumerate(zip(asked.tensors, asked.axes, strict=True)):
+                found[k] = self._rows(x, axis, [each[k] for each in shapes])
+        return asked.answers(found)
+
+    def _rows(self, x: torch.Tensor, axis: int, shapes: list[torch.Size]) -> torch.Tensor:
+        """A tensor of each process, as bytes (not all dtypes travel) and as long as the longest."""
+        sizes = [shape.numel() * x.itemsize for shape in shapes]
+        padded = x.new_zeros(max(sizes), dtype=torch.uint8)
+        padded[: sizes[self.rank]] = x.contiguous().view(-1).view(torch.uint8)
+        each = [torch.empty_like(padded) for _ in shapes]
+        with _connected():
+            dist.all_gather(each, padded, group=self.group)
+        rows = zip(each, sizes, shapes, strict=True)
+        return torch.cat([part[:size].view(x.dtype).view(shape) for part, size, shape in rows], axis)
+
+    def _gathered(self, said: bytes) -> list[bytes]:
+        each: list[Any] = [b""] * self.size
+        with _connected():
+            dist.all_gather_object(each, said, group=self.group)
+        return each
+
+
+@dataclass
+class _Asked:
+    """What several exchanges ask for in one step."""
+
+    places: list[int] = field(default_factory=list)
+    """Which exchange each tensor is of."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    axes: list[int] = field(default_factory=list)
+
+    def ask(self, place: int, request: Sums | Rows) -> None:
+        count = len(request.tensors)
+        self.places += [place] * count
+        self.tensors += [x.detach() for x in request.tensors]
+        self.axes += [request.axis if isinstance(request, Rows) else 0] * count
+
+    def answers(self, found: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        for place in dict.fromkeys(self.places):
+            yield place, [x for p, x in zip(self.places, found, strict=True) if p == place]
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    """Says of a connection that is lost what that means."""
+    try:
+        yield
+    except InvFuncError:
+        raise
+    except RuntimeError as error:
+        raise ProcessError(
+            "the connection to another process is lost: it has ended, or did not come within the timeout of the group "
+            f"({str(error).splitlines()[0]})."
+        ) from error
+
+
+def _shown(error: Exception) -> str:
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}"
+
+
+def bits(name: str, x: Any) -> dict[str, str]:
+    """The tensors of a tree by name: what they are, and the sum of the bits of their numbers, a hash."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+    def shown(y: torch.Tensor) -> str:
+        number = y.detach().contiguous().view(kinds[y.itemsize]).sum()
+        return f"{y.dtype} {tuple(y.shape)} with hash {int(number):x}"
+
+    return {name + path: shown(y) for path, y in tree.named_leaves(x) if isinstance(y, torch.Tensor)}
+
+
+def same(each: Sequence[dict[str, str]]) -> None:
+    """Check that what all processes say of themselves is the same."""
+    for rank, said in enumerate(each):
+        for name in {**each[0], **said}:
+            first, other = each[0].get(name, "none"), said.get(name, "none")
+            if first != other:
+                raise ArgumentError(
+                    f"{name} has to be the same in all processes, but is {first} in process 0, and {other} in process "
+                    f"{rank}."
+                )
+
+
+def on_cpu(x: Any) -> Any:
+    """A tree whose tensors are on the CPU, as those that travel as objects have to be."""
+    return tree.map_tensors(lambda y: y.detach().cpu(), x)

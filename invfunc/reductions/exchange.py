@@ -1,0 +1,61 @@
+"""What a process asks of the others, so that each keeps what all have kept."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc import tree
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Asks for the sums of tensors over all processes, each of which gives tensors of these shapes."""
+
+    tensors: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Asks for the tensors of all processes, one behind the other along an axis."""
+
+    tensors: list[torch.Tensor]
+    axis: int
+
+
+Exchange = Generator[Sums | Rows, list[torch.Tensor], tuple[Any, ...]]
+"""Asks for tensors, again and again, and returns what all processes keep."""
+
+
+def filled(whole: Any, own: Any) -> Any:
+    """A state without numbers, with those of this process's own one where it has them, and zeros elsewhere."""
+    mine = {path: x for path, x in tree.named_leaves(own) if isinstance(x, torch.Tensor)}
+    like = next(iter(mine.values()))
+
+    def found(path: str, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or path in mine:
+            return mine.get(path, x)
+        return like.new_zeros(x.shape, dtype=x.dtype)
+
+    return tree.unflatten([found(path, x) for path, x in tree.named_leaves(whole)], tree.flatten(whole)[1])
+
+
+def triangle(x: torch.Tensor) -> torch.Tensor:
+    """The numbers of a symmetric matrix, or of several, each once; a vector stands for a diagonal matrix."""
+    return x if x.ndim < 2 else x[..., _lower(x)]
+
+
+def of_triangle(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The symmetric matrix with these numbers, of a shape as another one."""
+    if like.ndim < 2:
+        return numbers
+    found = numbers.new_zeros(like.shape)
+    found[..., _lower(found)] = numbers
+    return found + found.tril(-1).mT
+
+
+def _lower(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril()

@@ -1,0 +1,88 @@
+"""What is kept of the Kronecker factors of a parameter, before they are divided by the number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.per_sample.places import Place
+
+
+@tree.register("b", "a")
+@dataclass
+class Factors:
+    """What is known of the factors of one parameter in one role: sums of outer products, in the order of its dims."""
+
+    b: torch.Tensor
+    a: torch.Tensor | None
+    """None where it has one factor only, or other columns brought it."""
+    positions: float
+    """How many there are, in all samples."""
+    samples: int
+    places: list[Place]
+    bias: str
+    """What the bias is called that is one more input, if there is one."""
+    shape: torch.Size
+    blocks: tuple[int, ...] | None = None
+
+    def joined(self, other: Factors, samples: bool) -> Factors:
+        a = self.a if other.a is None else other.a
+        if samples and self.a is not None and other.a is not None:
+            a = self.a + other.a
+        found = replace(self, b=self.b + other.b, a=a)
+        if samples:
+            found.positions, found.samples = self.positions + other.positions, self.samples + other.samples
+        return found
+
+
+@tree.register("roles")
+@dataclass
+class Kept:
+    """What is kept of one parameter: its factors in each of the roles in which operations read it."""
+
+    name: str
+    roles: dict[Hashable, Factors]
+
+    def joined(self, other: Kept, samples: bool) -> Kept:
+        if type(other) is not type(self):
+            return Refused(self.name, {}, "some columns reach it where it has factors, others where it has none")
+        return self.merged(other, samples)
+
+    def merged(self, other: Any, samples: bool) -> Kept:
+        found = dict(self.roles)
+        for role, factors in other.roles.items():
+            found[role] = found[role].joined(factors, samples) if role in found else factors
+        return replace(self, roles=found)
+
+    def scaled(self, by: float) -> Kept:
+        """With B, or the diagonal, so many times as large."""
+        return replace(self, roles={role: replace(f, b=f.b * by) for role, f in self.roles.items()})
+
+
+@tree.register("values")
+@dataclass
+class Diagonal(Kept):
+    """The diagonal of the block, kept in place of factors."""
+
+    values: torch.Tensor
+
+    def merged(self, other: Any, samples: bool) -> Kept:
+        return replace(self, values=self.values + other.values)
+
+    def scaled(self, by: float) -> Kept:
+        return replace(self, values=self.values * by)
+
+
+@tree.register()
+@dataclass
+class Refused(Kept):
+    """A parameter that has no factors, and why."""
+
+    why: str
+
+    def joined(self, other: Kept, samples: bool) -> Kept:
+        return self
