@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from invfunc import tree
 from invfunc._functorch import transforming
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
@@ -146,7 +147,7 @@ class _Part:
                     "within a transform of torch.func, as it is not differentiated. Apply the transform to the "
                     "function, or to what is computed of each batch."
                 )
-            space_of(args, names)  # are there parameters?
+            _check_whole(args, names)
             batches, count = self._of_batch(args, own) if self.feed is None else self._of_loader(args, own, keys, again)
             return batches, ({**identity, **bits("params", args[0])}, keys, count)
 
@@ -168,6 +169,16 @@ class _Part:
         feed = self.feed or Feed()
         count = samples_of(args[own], self.in_dims) if keys else 0
         return lambda visit: swept(args[own], args[0], self.in_dims, visit, feed), count
+
+
+def _check_whole(args: tuple, names: Any) -> None:
+    """Check that there are parameters, of which no process has a part only."""
+    for path, leaf in zip(space_of(args, names).paths, tree.tensors(args[:1]), strict=True):
+        if hasattr(leaf, "full_tensor"):  # DTensor, whose import takes a second
+            raise ArgumentTypeError(
+                f"{names[0]}{path} is a DTensor, but each process needs the whole parameters. Pass p.full_tensor() of "
+                "each, if they fit."
+            )
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
     """Make a pure function of a module: `f(params, *inputs, **kwargs) == model(*inputs, **kwargs)`.
 
     Args:
-        model: any module, or a method of one (`model.encode`). It is never changed: `f` computes on a copy that shares
-            everything with it but the parameters, so that threads may call `f` and the module at once.
+        model: any module (of a DistributedDataParallel, the one in it), or a method of one (`model.encode`). It is
+            never changed: `f` computes on a copy that shares all but the parameters, so that threads may call both.
 
     Returns:
         `(f, params)`. `params` maps the name of each parameter that requires grad to a detached alias of it; a tied
@@ -64,9 +64,9 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
 
     Source: `torch.func.functional_call`, without its change of the module.
     """
-    method = "__call__"
-    if isinstance(model, types.MethodType) and isinstance(model.__self__, nn.Module):
-        model, method = model.__self__, model.__name__
+    is_method = isinstance(model, types.MethodType) and isinstance(model.__self__, nn.Module)
+    model, method = (model.__self__, model.__name__) if is_method else (model, "__call__")
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if not isinstance(model, nn.Module):
         kind = model.__name__ if isinstance(model, type) else type(model).__name__
         is_class = isinstance(model, type) and issubclass(model, nn.Module)

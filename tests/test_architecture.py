@@ -47,7 +47,7 @@ FLOORS = [
         "explain",
     },
     {"statistics", "products", "pairs"},
-    {"certificates", "streamed", "visits"},
+    {"certificates", "distributed", "streamed", "visits"},
     {"recomputation"},
     {"invertible"},
     {"layers"},

@@ -1,0 +1,258 @@
+"""What several processes compute: programs for `tests/test_distributed.py`, which starts them as torchrun does."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import invfunc
+from invfunc import distributed, streamed, tree
+from invfunc.evaluation.processes import bits
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import LOSS, MODEL, ROWS
+from tests.networks import LOSSES, network, samples_loss
+from tests.strategies import Numbers
+from tests.test_streamed import EXACT, FLOOR, batches, dense, linear, losses
+
+PRODUCTS = ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A statistic of a drawn network, or a product, and how its samples are divided."""
+
+    name: str
+    form: str
+    net: str
+    n: int
+    loss: int
+    reduction: str
+    edges: list[int]
+    """Of the samples of all processes, one behind the other."""
+    within: list[int] | None
+    """Where the samples of a process are divided into batches, if they come from a loader."""
+    gather: bool
+
+
+def start(size: int, program: Any, *args: Any) -> list[Any]:
+    """What a program returns in each of so many processes, which torch's launcher starts."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        run_id=f"{program.__name__}-{size}-{time.time_ns()}", max_restarts=0, monitor_interval=0.1,
+    )  # fmt: skip
+    found = elastic_launch(config, _joined)(program, *args)
+    return [found[rank] for rank in range(size)]
+
+
+def _joined(program: Any, *args: Any) -> Any:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        return program(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def made(e: Example) -> tuple[Any, Any, tuple]:
+    """A statistic or product, its parameters, and all samples."""
+    net, loss = network(e.net, e.n), LOSSES[e.loss]
+    args = net.x, loss.target(Numbers(1), e.n)
+    make = ROWS[e.name].make if e.name in ROWS else getattr(invfunc, e.name)
+    if e.form == LOSS:
+        return make(samples_loss(net, loss)), net.params, args
+    if e.form == MODEL:
+        return make(net.f), net.params, args[:1]
+    if e.reduction == "none":
+        return make(net.f, lambda z, y: loss(z, y, "none").reshape(len(z), -1).sum(1)), net.params, args
+    return make(net.f, lambda z, y: loss(z, y, e.reduction)), net.params, args
+
+
+def own_part(e: Example, args: tuple) -> tuple[tuple, torch.Tensor]:
+    """The samples of this process, and their places among all."""
+    edges = [min(i, e.n) for i in e.edges]
+    part, (place,) = (batches(edges, *x)[dist.get_rank()] for x in (args, [torch.arange(e.n)]))
+    return part, place
+
+
+def hold(examples: list[Example]) -> list[tuple[str, str, dict[str, str]]]:
+    """Of each example, "right", why it was refused, or what is wrong; and a hash of the result."""
+    return [_held(e) for e in examples]
+
+
+def _held(e: Example) -> tuple[str, str, dict[str, str]]:
+    t, params, args = made(e)
+    part, place = own_part(e, args)
+    lead = [] if e.name in ROWS else [tree.map_tensors(lambda p: Numbers(5)(*_lead(t), *p.shape), params)]
+    try:
+        wanted, refused = streamed(t)(params, *lead, [args]), ""
+    except invfunc.InvFuncError as error:
+        wanted, refused = None, type(error).__name__
+    t, params, _ = made(e)  # whose generator begins anew
+    options = {"each": "gather"} if e.gather and e.name in ROWS else {}
+    try:
+        if e.within is None:
+            found = distributed(t, **options)(params, *lead, *part)
+        else:
+            n = len(place)
+            parts = batches([min(i, n) for i in e.within], *part)
+            found = distributed(streamed(t), **options)(params, *lead, parts)
+    except invfunc.InvFuncError as error:
+        return ("right" if type(error).__name__ == refused else repr(error)), refused, {}
+    row = ROWS.get(e.name.removesuffix(" drawn"))
+    picks = None if row is None else row.picks
+    if picks is not None and not e.gather:
+        wanted = picks(wanted, place)
+    try:
+        assert_trees_close(dense(found), dense(wanted), EXACT, FLOOR)
+    except AssertionError as error:
+        return f"{error}", refused, {}
+    return "right", refused, {} if picks is not None else bits("", found)
+
+
+def _lead(t: Any) -> list[int]:
+    return [2] * t.lead
+
+
+def told_of_all(examples: list[Example]) -> tuple:
+    """The programs of this file that go on with each other, as it takes seconds to start processes."""
+    return hold(examples), composed(), faults()
+
+
+# Faults: what each process raises, and after how many seconds
+
+
+def data(size: int = 12) -> tuple[Any, tuple]:
+    rand = Numbers(0)
+    params = {"w": rand(4, 3), "b": rand(3)}
+    own = [rand(size, 4), torch.arange(size) % 3]
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    return params, tuple(x[rank::processes] for x in own)
+
+
+def faults() -> dict[str, tuple[str, str, float]]:
+    """By name: the type of the error, what it says, and the seconds that it took."""
+    rank, found = dist.get_rank(), {}
+    params, (x, y) = data()
+    of = invfunc.variance(losses)
+
+    def fails(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            raise KeyError("no such thing")
+        return losses(params, x, y)
+
+    def late(x: torch.Tensor, y: torch.Tensor) -> Any:
+        yield x, y
+        if rank == 1:
+            raise OSError("the disk is gone")
+        yield x, y
+
+    def weighted(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(z, y, weight=torch.tensor([1.0, 2.0, 5.0]).to(z))
+
+    product = invfunc.hvp(losses)
+    own = {"w": params["w"] + rank, "b": params["b"]}
+    cases = {
+        "f fails": lambda: distributed(invfunc.variance(fails))(params, x, y),
+        "the loader fails": lambda: distributed(streamed(of))(params, lambda: late(x, y)),
+        "other parameters": lambda: distributed(of)(own, x, y),
+        "another statistic": lambda: distributed(of if rank else invfunc.diag_ggn(losses))(params, x, y),
+        "another vector": lambda: distributed(product)(params, own, x, y),
+        "another step": lambda: distributed(of if rank else product)(*[params] * (1 if rank else 2), x, y),
+        "weighted means": lambda: distributed(invfunc.diag_ggn(linear, weighted))(params, x[: 1 + rank], y[: 1 + rank]),
+        "no argument": lambda: distributed(of)(params, x) if rank else distributed(of)(params, x, y),
+        "no samples": lambda: distributed(of)(params, x[:0], y[:0]),
+        "used up": lambda: distributed(streamed(invfunc.ekfac(linear, F.cross_entropy, fisher="exact")))(
+            params, iter([(x, y)]) if rank else [(x, y)]
+        ),
+    }
+    for name, call in cases.items():
+        began = time.monotonic()
+        try:
+            call()
+        except Exception as error:
+            found[name] = type(error).__name__, str(error), time.monotonic() - began
+    shards = distribute_tensor(params["w"], init_device_mesh("cpu", (2,)), [Shard(0)])
+    try:
+        distributed(of)({**params, "w": shards}, x, y)
+    except Exception as error:
+        found["sharded"] = type(error).__name__, str(error), 0.0
+    found["then all is well"] = (
+        "",
+        str(tree.map_tensors(lambda v: v.isfinite().all(), distributed(of)(params, x, y))),
+        0.0,
+    )
+    return found
+
+
+def after_one_is_gone(rank: int, folder: str) -> None:
+    """What a process sees of another one that is killed while it waits for it, in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    params, (x, y) = data()
+
+    def f(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return losses(params, x, y)
+
+    began = time.monotonic()
+    try:
+        distributed(invfunc.variance(f))(params, x, y)
+    except Exception as error:
+        Path(folder, str(rank)).write_text(f"{type(error).__name__} {time.monotonic() - began:.3f} {error}")
+
+
+def composed() -> list[str]:
+    """What composes, compared with all samples in one process; what is wrong."""
+    params, (x, y) = data()
+    each = [None] * dist.get_world_size()
+    dist.all_gather_object(each, (x, y))
+    whole = tuple(torch.cat(parts) for parts in zip(*each, strict=True))
+    wrong: list[str] = []
+
+    def compare(name: str, found: Any, wanted: Any) -> None:
+        try:
+            assert_trees_close(found, wanted, EXACT, FLOOR)
+        except AssertionError as error:
+            wrong.append(f"{name}: {error}")
+
+    v, g = invfunc.variance(losses), partial(torch.Generator().manual_seed, 0)
+    several = invfunc.together(v, invfunc.batch_l2_grad(losses), invfunc.diag_ggn(losses))
+    compare("together", distributed(several, each="gather")(params, x, y), several(params, *whole))
+    seen: list[str] = []
+    summed = invfunc.reduced(v, lambda path, q: seen.append(path) or q.sum())
+    compare("reduced", distributed(summed)(params, x, y), tree.map_tensors(torch.sum, v(params, *whole)))
+    compare("once for each", torch.tensor(len(seen)), torch.tensor(2))
+    for over in ("samples", "outputs", "params"):
+        t = invfunc.chunked(invfunc.diag_ggn(linear, F.cross_entropy), 2, over=over)
+        compare(f"chunked over {over}", distributed(t)(params, x, y), t(params, *whole))
+    p = invfunc.ggnvp(linear, F.cross_entropy)
+    dense = invfunc.linear_operator(p)(params, *whole) @ torch.eye(15, dtype=torch.float64).numpy()
+    found = invfunc.linear_operator(distributed(p))(params, x, y) @ torch.eye(15, dtype=torch.float64).numpy()
+    compare("operator", torch.from_numpy(found), torch.from_numpy(dense))
+    of = partial(invfunc.estimate_trace, probes=3)
+    compare(
+        "trace",
+        of(distributed(p), generator=g())(params, x, y).value,
+        of(p, generator=g())(params, *whole).value,
+    )
+    with_aux = invfunc.variance(lambda *args: (losses(*args), len(args[1])), has_aux=True)
+    compare("aux", torch.tensor(distributed(with_aux)(params, x, y)[1]), torch.tensor(len(x)))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double().eval()
+    of_ddp, ps = invfunc.functional(torch.nn.parallel.DistributedDataParallel(model))
+    t = invfunc.diag_ggn(of_ddp, F.cross_entropy)
+    compare("a module under DDP", distributed(t)(ps, x, y), t(ps, *whole))
+    compare("its names", torch.tensor(sorted(ps) == sorted(invfunc.functional(model)[1])), torch.tensor(True))
+    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    compare("a group of one", distributed(v, groups[dist.get_rank()])(params, x, y), v(params, x, y))
+    return wrong
