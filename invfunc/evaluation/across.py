@@ -17,6 +17,7 @@ from invfunc.evaluation.processes import Processes, on_cpu
 from invfunc.evaluation.sweep import Sweep
 from invfunc.evaluation.weights import Weights
 from invfunc.reductions import Found, Reduction, States
+from invfunc.reductions.exchange import Exchange
 from invfunc.reductions.quantity import Accumulator
 
 
@@ -53,45 +54,48 @@ def share(
     samples, for a process that has none.
     """
     _, each = processes.told("samples", lambda: (run(), Brought.of(sweep)))
-    own = sweep.n
-    n = sum(one.n for one in each)
-    if not n:
-        raise no_samples()
-    first = next(rank for rank, one in enumerate(each) if one.n)
-    like = each[first]
-    for rank, one in enumerate(each):
-        if one.n and (one.outputs, one.columns) != (like.outputs, like.columns):
-            raise ArgumentError(
-                f"the outputs of one sample have shapes {[*map(tuple, like.outputs)]} in process {first}, and "
-                f"{[*map(tuple, one.outputs)]} in process {rank}, from {like.columns} and {one.columns} columns."
-            )
-    if any(one.mean is not None for one in each):
+    first = _alike(each)
+    like, own = each[first], sweep.n
+    if like.mean is not None:
         same_scale(sweep.weights, processes, first)
     if sweep.engine is None:
         sweep.enter(blank())
         sweep.weights.mean = bool(like.mean)
     assert sweep.engine is not None
-    fold, kept = sweep.engine.fold, list(_kept(sweep))
-    structure = tree.flatten(like.structure)[1]
-    fold.found, sweep.n = replace(fold.found, n=n, outputs=like.outputs, structure=structure), n
-    exchanges = {}
-    for k, (t, columns) in enumerate(zip(kept, like.columns, strict=True)):
-        t.columns = columns
+    fold, structure = sweep.engine.fold, tree.flatten(like.structure)[1]
+    sweep.n = sum(one.n for one in each)
+    fold.found = replace(fold.found, n=sweep.n, outputs=like.outputs, structure=structure)
+    exchanges: dict[tuple[int, int], Exchange] = {}
+    kept, leaves = list(_kept(sweep)), fold.problem.leaves
+    for k, (t, t.columns) in enumerate(zip(kept, like.columns, strict=True)):
         if t.reduction.each and not gather:  # those of this process, of all parameters
-            for i, leaf in enumerate(fold.problem.leaves):
-                t.states.setdefault(i, t.reduction.init(leaf, own, columns))
+            t.states = {i: t.states.get(i) or t.reduction.init(leaf, own, t.columns) for i, leaf in enumerate(leaves)}
             continue
         for i in sorted({i for one in each if one.n for i in one.states[k]}):
-            leaf = fold.problem.leaves[i]
-            state = t.states.get(i) or t.reduction.init(leaf, own, columns)
-            blanks = [
-                one.states[k].get(i) or tree.map_tensors(_without_numbers, t.reduction.init(leaf, one.n, columns))
-                for one in each
-                if one.n
-            ]
-            exchanges[k, i] = t.reduction.across(i, state, blanks)
+            exchanges[k, i] = _exchange(t, i, leaves[i], own, [(one.n, one.states[k]) for one in each if one.n])
     for (k, i), state in zip(exchanges, processes.exchanged(list(exchanges.values())), strict=True):
         kept[k].states[i] = state
+
+
+def _alike(each: list[Brought]) -> int:
+    """The first process that has samples; those of all are of the same shape."""
+    first = next((rank for rank, one in enumerate(each) if one.n), None)
+    if first is None:
+        raise no_samples()
+    for rank, one in enumerate(each):
+        if one.n and (one.outputs, one.columns) != (each[first].outputs, each[first].columns):
+            raise ArgumentError(
+                f"the outputs of one sample have shapes {[*map(tuple, each[first].outputs)]} in process {first}, and "
+                f"{[*map(tuple, one.outputs)]} in process {rank}, from {each[first].columns} and {one.columns} columns."
+            )
+    return first
+
+
+def _exchange(t: Accumulator, place: int, leaf: torch.Tensor, own: int, each: list[tuple[int, States]]) -> Exchange:
+    """That of what is kept of a parameter, which the samples of some processes may not reach."""
+    init = t.reduction.init
+    blanks = [states.get(place) or tree.map_tensors(_without_numbers, init(leaf, n, t.columns)) for n, states in each]
+    return t.reduction.across(place, t.states.get(place) or init(leaf, own, t.columns), blanks)
 
 
 def dealt(processes: Processes, reduction: Reduction, states: States, found: Found) -> Reduction:

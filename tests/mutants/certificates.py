@@ -21,9 +21,11 @@ NUMERIC += ("recording/problem.py", "reductions", "sparsity")
 WITHOUT = ("passes/kfra.py", "products/estimate", "products/linear_operator.py", "products/positive.py")
 WITHOUT += ("reductions/eigenbasis.py", "reductions/kronecker_factors.py", "reductions/nearest.py")
 WITHOUT += ("evaluation/checkpoint.py", "evaluation/sweep.py", "evaluation/weights.py", "products/streamed.py")
-"""What is in there, but of no result that `certified` takes: K-factors, estimates, products that are made positive, and
-data sets."""
+WITHOUT += ("evaluation/across.py", "evaluation/processes.py", "reductions/exchange.py")
+"""What is in there, but of no result that `certified` takes: K-factors, estimates, products that are made positive, data
+sets, and several processes."""
 OF_FACTORS, OF_STREAMS = "on the way of K-factors alone", "on the way of data sets alone"
+OF_PROCESSES = "on the way of several processes alone"
 LESS = "what it loses is less than rounding may be"
 ALIKE = "both ways have it alike"
 GUARD = "a check of what is right without it"
@@ -37,6 +39,7 @@ UNSEEN = {
     "columns of a square root grow as the loss does": OF_STREAMS,
     "each batch draws what the first one drew": OF_STREAMS,
     "the generator gives the same key again": OF_STREAMS,
+    "the means of the processes are taken for the same": OF_PROCESSES,
     "bfloat16 is not widened": LESS,
     "autocast is not what it was where a call runs again": LESS,
     "targets are drawn with too few columns in the scale": ALIKE,
