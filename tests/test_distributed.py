@@ -41,10 +41,10 @@ def examples(size):
             st.just(name),
             st.just(form),
             net=st.sampled_from(list(NETWORKS)),
-            n=st.integers(2, 5),
+            n=st.integers(size + 1, 6),
             loss=st.sampled_from([LOSSES.index(loss) for loss in (SAMPLED if drawn else LOSSES)]),
             reduction=st.sampled_from(["mean", "sum", *["none"] * (not drawn)]),
-            edges=st.lists(st.integers(0, 5), min_size=size - 1, max_size=size - 1),
+            edges=st.just([*range(1, size)]) | st.lists(st.integers(0, 6), min_size=size - 1, max_size=size - 1),
             within=st.none() | st.lists(st.integers(0, 3), max_size=2),
             gather=st.booleans(),
         )
