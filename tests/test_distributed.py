@@ -44,7 +44,8 @@ def examples(size):
             n=st.integers(size + 1, 6),
             loss=st.sampled_from([LOSSES.index(loss) for loss in (SAMPLED if drawn else LOSSES)]),
             reduction=st.sampled_from(["mean", "sum", *["none"] * (not drawn)]),
-            edges=st.just([*range(1, size)]) | st.lists(st.integers(0, 6), min_size=size - 1, max_size=size - 1),
+            edges=st.sampled_from([[*range(1, size)], [0] * (size - 1)])
+            | st.lists(st.integers(0, 6), min_size=size - 1, max_size=size - 1),
             within=st.none() | st.lists(st.integers(0, 3), max_size=2),
             gather=st.booleans(),
         )

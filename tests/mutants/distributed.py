@@ -56,10 +56,10 @@ DISTRIBUTED = [
         FAULTS,
     ),
     Fault(
-        "an error is not told to the other processes",
+        "an error of another process is not seen",
         "evaluation/processes.py",
-        "error, said = caught, pickle.dumps((at, _shown(caught), None))",
-        "error, said = caught, pickle.dumps((at, None, None))",
+        "for rank, (_, text, _) in enumerate(each) if text is not None]",
+        "for rank, (_, text, _) in enumerate(each) if False]",
         FAULTS,
     ),
 ]
