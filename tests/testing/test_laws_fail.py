@@ -9,7 +9,9 @@ import invfunc
 from invfunc import _functorch, thresholds, tree
 from invfunc.statistic import Statistic
 from invfunc.testing import laws
+from invfunc.testing.laws import problem as of_functions
 from invfunc.testing.laws.rows import ROWS
+from invfunc.testing.laws.run import Failure, weighed
 from tests.networks import LOSSES, network
 from tests.strategies import Numbers
 
@@ -160,6 +162,50 @@ def test_finds_its_fault(law, monkeypatch):
     with pytest.raises(AssertionError, match=f"a law does not hold: {law}"):
         laws.check(*args, loss=LOSSES[0], only=law)
     KEPT.clear()
+
+
+def detached_unless_transforming(t, given, result):
+    return result if _functorch.transforming() else tree.map_tensors(lambda g: g.detach(), result)
+
+
+def recording(t, given, result):
+    return tree.map_tensors(lambda g: g.detach().requires_grad_(), result)
+
+
+WAYS = {
+    "grad of a statistic is that of its loop": ("batch_grad by autograd", detached_unless_transforming),
+    "grad of a statistic in the data is that of its loop": ("batch_grad by autograd", detached_unless_transforming),
+    "grad of grad of a statistic is that of its loop": ("batch_grad by autograd", detached_unless_transforming),
+    "what f closes over is differentiated": ("sum_grad_squared by autograd", detached_unless_transforming),
+    "vmap over data sets is the loop": (
+        "sum_grad_squared over data sets along the last axis",
+        when(lambda t: _functorch.transforming()),
+    ),
+    "modes do not matter": ("batch_l2_grad", recording),
+    "vmap of grad of a statistic is that of its loop": (
+        "batch_l2_grad, autograd of vmap",
+        lambda t, given, result: tree.map_tensors(
+            lambda g: 1.1 * g - 0.1 * g.detach() if _functorch.transforming() else g, result
+        ),
+    ),
+}
+"""One of several ways in which a law tries a statistic, and a fault on it."""
+
+
+@pytest.mark.parametrize("law", WAYS)
+def test_finds_a_fault_on_one_of_its_ways(law, monkeypatch):
+    net, args = given()
+    claim, fault = WAYS[law]
+    name = claim.partition(",")[0].partition(" by ")[0].partition(" over ")[0]
+
+    def outcome():
+        problem = of_functions.problem("laws.check", net.f, net.params, args[2:], LOSSES[0], 0, None, 0)
+        (found,) = [one for one in laws.LAWS[law].claims(problem) if one.of == claim]
+        return weighed(laws.LAWS[law], found, problem)
+
+    assert not isinstance(outcome(), Failure)
+    planted(fault, name, monkeypatch)
+    assert isinstance(outcome(), Failure)
 
 
 @pytest.mark.parametrize("product", ["hvp", "ggnvp", "fvp"])
