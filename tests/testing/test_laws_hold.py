@@ -9,6 +9,7 @@ from invfunc.testing.laws.rows import FACTORS, ROWS
 from invfunc.testing.models import FAMILIES
 
 OF_FUNCTIONS = [name for name, law in laws.LAWS.items() if law.subject == "a function"]
+AROUND = [name for name in OF_FUNCTIONS[6:] if laws.LAWS[name].claims.__module__.endswith(("derivatives", "mapped"))]
 FORMS = {
     "a model and its loss": lambda of: (of.args, of.options),
     "a loss function": lambda of: ((of.f, of.model.params, *of.batch), {"in_dims": of.in_dims}),
@@ -40,10 +41,22 @@ def may_be_refused(of, problem):
     return chain or (factors and problem.model.family in COMPUTED) or (drawn and problem.loss.called == WITHOUT_SAMPLER)
 
 
-@pytest.mark.parametrize("law", [*quick(OF_FUNCTIONS[:6]), *OF_FUNCTIONS[6:]])
+@pytest.mark.parametrize("law", [*quick(OF_FUNCTIONS[:6]), *[law for law in OF_FUNCTIONS[6:] if law not in AROUND]])
 @given(st.data())
 @settings(max_examples=12)
 def test_of_functions(law, dtype, device, data):
+    holds(law, dtype, device, data)
+
+
+@pytest.mark.parametrize("law", AROUND)
+@given(st.data())
+@settings(max_examples=5)
+def test_of_functions_inside_of_transforms(law, dtype, device, data):
+    """They try a statistic in several ways each."""
+    holds(law, dtype, device, data)
+
+
+def holds(law, dtype, device, data):
     families = [name for name in FAMILIES if law != OF_FACTORS or name not in COMPUTED]
     problems = strategies.models(families, in_dims=(0, 1), dtype=dtype, device=str(device)).flatmap(some)
     problem, form = data.draw(problems), data.draw(st.sampled_from([*FORMS]))
