@@ -114,9 +114,10 @@ def streamed(
     of the first batch.
 
     A checkpoint is replaced as a whole, so that a process that is killed at any moment leaves a complete one, and read
-    by `torch.load` with its default settings. Of f and the loss it knows only the names. All batches, and once the
-    parameters, are copied to the CPU for a checksum; a result with a sample axis is written in full each time. Where
-    the loss is one number, the first batch is computed again to go on.
+    by `torch.load` with its default settings. Of f and the loss it knows only the names, and columns go on being drawn
+    as they were begun, whatever generator a next call has. All batches, and once the parameters, are copied to the CPU
+    for a checksum; a result with a sample axis is written in full each time. Where the loss is one number, the first
+    batch is computed again to go on.
 
     Source: Chan, Golub and LeVeque (1979) for variances.
     """

@@ -171,6 +171,8 @@ class TestLoaders:
         for loader in (data[1], {"x": data[1]}, 3):
             with pytest.raises(ArgumentTypeError, match="has to give batches"):
                 t(data[0], loader)
+        with pytest.raises(ArgumentTypeError, match="is the class DataLoader"):
+            t(data[0], DataLoader)
         with pytest.raises(ArgumentTypeError, match="got 3 positional"):
             t(*data)
 

@@ -53,13 +53,13 @@ def certified(
     the largest number of a leaf, or the root of the sum of squares of what is added up in it, 1e-8 in float64, 4e-6 in
     float32, 0.004 in float16 and 0.03 in bfloat16, and beside the largest of all leaves 4e-15. Numbers that are further
     apart are looked at anew before an error is raised: t is called again at the same arguments, which has to give the
-    same, and both ways six times at arguments that are moved by 1e-4, the other one in float64, too. The tolerance of
-    each number is 8 times (in bfloat16 12 times) what its distance to the other way changes by (or half of those of its
-    leaf do, if that is more), and what the other way is off. So nothing is found at a number that jumps there. Numbers
-    that are not finite in both ways count as equal, and where a result has some, or an argument an infinite one, one
-    that is not finite in the other way alone. In float16, numbers below 6e-5 are lost in rounding. Where f is
-    saturated, so that nothing is left of a leaf but rounding (a softmax that is sure), or overflows for some of its
-    outputs, an error may be about that.
+    same, and both ways six times at arguments that are moved by 1e-4 (integers up to 8 stay: they are codes), the other
+    one in float64, too. The tolerance of each number is 8 times (in bfloat16 12 times) what its distance to the other
+    way changes by (or half of those of its leaf do, if that is more), and what the other way is off. So nothing is
+    found at a number that jumps there, in f or in a rule. Numbers that are not finite in both ways count as equal, and
+    where a result has some, or an argument an infinite one, one that is not finite in the other way alone. In float16,
+    numbers below 6e-5 are lost in rounding. Where f is saturated, so that nothing is left of a leaf but rounding (a
+    softmax that is sure), or overflows for some of its outputs, an error may be about that.
 
     Args:
         t: a statistic of this library, also `chunked` or of several `together`; not K-factors, and not `reduced`. Or a

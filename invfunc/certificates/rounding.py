@@ -27,6 +27,9 @@ AGAIN = 6
 STEP = 1e-4
 """By how much these are moved, of their size."""
 
+CODES = 8
+"""The largest integer that may be a code: larger ones are many of the numbers of half precision."""
+
 LOST = 2.0**-48
 """What is lost beside the largest number even in float64, which nothing can be measured by."""
 
@@ -72,9 +75,13 @@ def beyond(
 
 
 def moved(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Numbers that are moved by a little, and by a unit in the last place at least, so that others are rounded."""
+    """Numbers that are moved by a little, and by a unit in the last place at least, so that others are rounded.
+
+    Small integers stay: they are codes (one-hot, binary features), of which a rule may be wrong there alone.
+    """
     noise = torch.rand(x.shape, generator=generator).to(x.device) * 2 - 1
-    return (x.double() * (1 + max(STEP, torch.finfo(x.dtype).eps) * noise.double())).to(x.dtype)
+    found = (x.double() * (1 + max(STEP, torch.finfo(x.dtype).eps) * noise.double())).to(x.dtype)
+    return torch.where((x == x.round()) & (x.abs() <= CODES), x, found)
 
 
 def largest(x: torch.Tensor) -> float:

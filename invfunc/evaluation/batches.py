@@ -27,6 +27,8 @@ def check_loader(loader: Any, sweeps: str = "") -> None:
     if isinstance(loader, (torch.Tensor, Mapping, str)) or not (isinstance(loader, Iterable) or callable(loader)):
         kind = type(loader).__name__
         raise ArgumentTypeError(f"loader is of type {kind}, but has to give batches, as a DataLoader or [(x, y)].")
+    if isinstance(loader, type):
+        raise ArgumentTypeError(f"loader is the class {loader.__name__}, but has to be one that is made of it.")
     if sweeps and isinstance(loader, Iterator):
         raise ArgumentTypeError(
             f"loader is of type {type(loader).__name__}, which gives its batches once, but {sweeps}. Give what can be "

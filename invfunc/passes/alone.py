@@ -154,7 +154,7 @@ class Alone:
         functions = dict.fromkeys(kind.__name__ for z in values for kind in functions_below(z))
         if not functions:
             return
-        sent = [self.scope.enter(c) for c in one]
+        sent = [self.scope.enter(self.scope.leave(c)) for c in one]  # a level of torch.func takes no tensor of its own
         found = self.scope.grad(values, params, sent, batched=False, create_graph=True)
         slopes = [g for g in found if g is not None]
         again = self.scope.grad(slopes, sent, [g.detach() for g in slopes], batched=False)

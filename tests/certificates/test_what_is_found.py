@@ -310,3 +310,26 @@ class TestShapes:
         wrong = planted(lambda result: tree.map_tensors(change, result))
         with wrong, pytest.raises(CertificateError, match=r"is among \[8, \d+\] numbers, but .* among \[8, 5\]"):
             certified(t, generator=SEED)(*ARGS)
+
+
+class TestCodes:
+    """Features that are 0 or 1 are not moved: a rule that is wrong for just these would be right beside them."""
+
+    @pytest.mark.parametrize("code", [1, -1, 2])
+    @pytest.mark.parametrize("name", ["batch_grad", "diag_ggn", "batch_jacobian"])
+    def test_of_which_a_rule_is_wrong(self, name, code):
+        product = operation(lambda x, w: x @ w)
+
+        @product.share_of("w")
+        def rule(cotangent, x, w):
+            return "vno,ni->io", cotangent * (1 + 0.05 * (x == code).any(1))[None, :, None], x
+
+        def f(p, x):
+            return torch.tanh(product(x, p["w"])) @ p["v"]
+
+        x = rand(5, 6).index_fill(1, torch.tensor([3]), code)
+        params = {"w": rand(6, 4, seed=1), "v": rand(4, 3, seed=2)}
+        loss = (F.cross_entropy,) if name == "diag_ggn" else ()
+        t = getattr(invfunc, name)(f if name != "batch_grad" else lambda *args: f(*args).square().sum(1), *loss)
+        with pytest.raises(CertificateError, match="w"):
+            certified(t, generator=SEED)(params, x, *[torch.arange(5) % 3] * len(loss))

@@ -119,6 +119,13 @@ class TestTransformsInside:
         args = (Numbers()(3, 2), Numbers(1)(4, 3))
         holds(f, *args, Numbers(2)(*f(*args).shape), loss=F.mse_loss, only="the GGN equals its loop")
 
+    @pytest.mark.parametrize("name", ["diag_hessian", "batch_diag_hessian"])
+    def test_in_the_hessian_under_vmap(self, name):
+        """What is sent back to see that the backward pass of a custom Function has a derivative is of its level."""
+        t = getattr(invfunc, name)(INSIDE["autograd.Function"], F.mse_loss)
+        w, x, y = Numbers()(2, 3, 2), Numbers(1)(4, 3), Numbers(2)(4, 2)
+        assert_trees_close(vmap(t, (0, None, None))(w, x, y), torch.stack([t(each, x, y) for each in w]), EXACT)
+
     @pytest.mark.parametrize("f", INSIDE.values(), ids=INSIDE)
     def test_in_a_mean_a_checkpoint_is_seen_through_and_others_refused(self, f):
         args = (Numbers()(3, 2), Numbers(1)(4, 3))

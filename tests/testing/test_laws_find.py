@@ -126,6 +126,19 @@ class TestCheck:
         with pytest.raises(invfunc.InvFuncError, match=match):
             laws.check(*args)
 
+    @pytest.mark.parametrize("seconds", ["a", -1, float("nan"), None])
+    def test_of_seconds_that_are_none(self, seconds):
+        with pytest.raises(invfunc.ArgumentError, match="seconds="):
+            laws.check(self.f, self.w, self.x, seconds=seconds)
+
+    def test_of_a_function_that_keeps_to_float32(self):
+        """Laws that are tried in float64 do not apply."""
+        fixed = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+        f = lambda w, x: torch.tanh(x @ fixed) @ w  # noqa: E731
+        args = torch.ones(4, 3), torch.ones(2, 5), torch.tensor([0, 2])
+        table = laws.check(f, *args, loss=F.cross_entropy, only=["grad of grad of a statistic is that of its loop"])
+        assert [outcome.state for outcome in table.outcomes] == ["does not apply"] and "float64" in str(table)
+
     def test_lists_what_there_was_no_time_for(self):
         table = laws.check(self.f, self.w, self.x, seconds=0)
         states = {outcome.state for outcome in table.outcomes}

@@ -38,6 +38,17 @@ def test_hold_for_right_pairs(called):
     assert not table.refused and table.outcomes[0].state == "holds"
 
 
+def test_an_inverse_that_forgets_an_argument_is_found_where_that_changes():
+    """The block says so itself, which is no refusal."""
+    with pytest.raises(AssertionError, match="InverseError"):
+        laws.check_pair((lambda x, s: x * s, lambda y, s: y / 2), Numbers()(4, 6), torch.tensor(2.0).double())
+
+
+def test_a_pair_of_nothing_is_an_error():
+    with pytest.raises(invfunc.ArgumentError, match="no numbers"):
+        laws.check_pair((torch.exp, torch.sin), torch.zeros(0, 3).double())
+
+
 def block_of(fault):
     """A checkpoint with a fault."""
     return lambda pair: lambda x, *args: fault(pair, x, *args)

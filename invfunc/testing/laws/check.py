@@ -44,7 +44,8 @@ def check(
         loss: `loss(outputs, target)` of a model function, a scalar or `[N]`.
         in_dims: the sample axis of each batch argument, or of all; None for what all samples share.
         seconds: how long laws are tried, the cheap and telling ones first. What is left is listed as not tried, and
-            is no failure. A smallest case is looked for as long again.
+            is no failure; what was begun is finished, which may take minutes (the Hessian of attention, without fast
+            rules). A smallest case is looked for as long again.
         only: the name of a law, or several.
         samples: these of the batch only.
         seed: where torch's global generators start; they are put back behind.

@@ -23,7 +23,7 @@ from invfunc.testing.laws.around import (
     total,
 )
 from invfunc.testing.laws.compare import directions, fixed, zipped
-from invfunc.testing.laws.formulas import Formula, floats, formulas, moved, no_formulas, value
+from invfunc.testing.laws.formulas import Formula, floats, formulas, in_float64, moved, no_formulas, value
 from invfunc.testing.laws.law import Claim, law
 from invfunc.testing.laws.problem import Problem
 from invfunc.testing.laws.statistics import Made, no_loss, one
@@ -106,7 +106,7 @@ def of_hessian(problem: Problem) -> Iterator[Claim]:
     """c . grad(total of diag_hessian(f))(params) == (total(params + h c) - total(params - h c)) / 2h of the loop, and
     the second derivative along c; by differences in float64, as third derivatives of torch itself are wrong for some
     norms"""
-    problem = problem.double()
+    problem = in_float64(problem)
     of = one(problem, "diag_hessian")
     leaves, form = tree.separate(problem.params)
     c = [fixed(p.shape, p, WEIGHTS) for p in leaves]
@@ -205,7 +205,7 @@ def differentiated_twice(problem: Problem) -> Iterator[Claim]:
 
     By differences, in float64: third derivatives of torch itself are wrong for some norms.
     """
-    problem = problem.double()
+    problem = in_float64(problem)
     data, batch = floats(problem)
     weights = [fixed(p.shape, p, WEIGHTS) for p in tree.tensors(problem.params)]
     along = [*weights, *map(torch.zeros_like, data)]

@@ -12,7 +12,8 @@ from invfunc import tree
 from invfunc.testing.laws import loops
 from invfunc.testing.laws.around import total
 from invfunc.testing.laws.compare import fixed
-from invfunc.testing.laws.problem import BOTH, MODEL, Problem
+from invfunc.testing.laws.law import Inapplicable
+from invfunc.testing.laws.problem import BOTH, MODEL, Problem, seeded
 from invfunc.testing.laws.rows import ROWS
 from invfunc.testing.laws.statistics import Made, made, one
 from invfunc.testing.oracles import dense_diag_ggn
@@ -70,6 +71,17 @@ def value(problem: Problem) -> Callable:
     if problem.kind == MODEL:
         return lambda params, *batch: total(problem.f(params, *batch))
     return lambda params, *batch: problem.losses(params, *batch).sum()
+
+
+def in_float64(problem: Problem) -> Problem:
+    """The same in float64, if f takes it."""
+    found = problem.double()
+    try:
+        with torch.no_grad(), seeded(problem.seed):
+            value(found)(*found.args)
+    except Exception as error:  # of the user's f, with constants of its own
+        raise Inapplicable(f"it is tried in float64, where f raises {type(error).__name__}: {error}") from error
+    return found
 
 
 def moved(problem: Problem, by: float = 0.1, at: float = 0.0) -> Problem:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
-from invfunc.errors import InvFuncError
+from invfunc.errors import ArgumentError, InverseError, InvFuncError
 from invfunc.testing.laws.compare import FLOOR, Difference, difference, plain, tolerance
 from invfunc.testing.laws.law import Claim, Inapplicable, Law
 from invfunc.testing.laws.problem import seeded
@@ -91,6 +91,8 @@ class Outcome:
 
 def tried(laws: Iterable[Law], subject: Any, seconds: float) -> list[Outcome]:
     """The outcomes of all laws. Those for which no time is left are listed with what is left of them."""
+    if not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise ArgumentError(f"seconds={seconds!r}: it has to be a number of seconds.")
     deadline = time.perf_counter() + seconds
     return [_tried(law, subject, deadline) for law in laws]
 
@@ -101,11 +103,14 @@ def _tried(law: Law, subject: Any, deadline: float) -> Outcome:
         with seeded(subject.seed):
             outcome.why_not = law.when(subject)
     if not outcome.why_not:
-        for claim in law.claims(subject):
-            if time.perf_counter() >= deadline:
-                outcome.left += 1
-            else:
-                _weigh(claim, subject, outcome)
+        try:
+            for claim in law.claims(subject):
+                if time.perf_counter() >= deadline:
+                    outcome.left += 1
+                else:
+                    _weigh(claim, subject, outcome)
+        except Inapplicable as why:
+            outcome.why_not = str(why)
     outcome.seconds = time.perf_counter() - start
     return outcome
 
@@ -130,6 +135,8 @@ def weighed(law: Law, claim: Claim, subject: Any) -> Failure | Difference:
     try:
         with seeded(subject.seed), sdpa_kernel(SDPBackend.MATH):  # torch differentiates no other attention twice
             expected = claim.expected()
+    except InverseError as error:
+        return Failure(claim.of, None, error=error)
     except InvFuncError:
         raise
     except (RuntimeError, ValueError) as error:  # as torch has them
@@ -137,6 +144,8 @@ def weighed(law: Law, claim: Claim, subject: Any) -> Failure | Difference:
     try:
         with seeded(subject.seed):
             found = claim.found()
+    except InverseError as error:  # it says of an inverse that it is none, and refuses nothing
+        return Failure(claim.of, None, error=error)
     except InvFuncError:
         raise
     except Exception as error:
