@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import invfunc
 from invfunc import distributed, streamed, tree
-from invfunc.evaluation.processes import bits
+from invfunc.evaluation.processes import Processes, bits
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import LOSS, MODEL, ROWS
 from tests.networks import LOSSES, network, samples_loss
@@ -168,6 +168,7 @@ def faults() -> dict[str, tuple[str, str, float]]:
         "another statistic": lambda: distributed(of if rank else invfunc.diag_ggn(losses))(params, x, y),
         "another vector": lambda: distributed(product)(params, own, x, y),
         "another step": lambda: distributed(of if rank else product)(*[params] * (1 if rank else 2), x, y),
+        "another moment": lambda: Processes.of(None).told(f"step {rank}", lambda: (None, None)),
         "weighted means": lambda: distributed(invfunc.diag_ggn(linear, weighted))(params, x[: 1 + rank], y[: 1 + rank]),
         "no argument": lambda: distributed(of)(params, x) if rank else distributed(of)(params, x, y),
         "no samples": lambda: distributed(of)(params, x[:0], y[:0]),

@@ -94,6 +94,7 @@ class TestFaults:
             "another statistic": ("ArgumentError", "ArgumentError"),
             "another vector": ("ArgumentError", "ArgumentError"),
             "another step": ("ArgumentError", "ArgumentError"),
+            "another moment": ("ProcessError", "ProcessError"),
             "weighted means": ("ProcessError", "ArgumentError"),
             "no argument": ("ProcessError", "ArgumentTypeError"),
             "no samples": ("ArgumentError", "ArgumentError"),
