@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from invfunc import _blocks
+from invfunc._spectrum import spectrum
 from invfunc._values import anywhere
 from invfunc.errors import ArgumentError
 
@@ -20,12 +21,12 @@ def eigen(factor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _spectrum(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The eigenvalues and eigenvectors, in float64 if float32 fails, as LAPACK may where rows are zero (dead units)."""
     try:
-        values, vectors = torch.linalg.eigh(f)
+        values, vectors = spectrum(f)
         if not anywhere(~(values.sum(-1) + vectors.sum((-1, -2))).isfinite()):  # a sum is, if all of it is
             return values, vectors
     except RuntimeError:  # that of torch.linalg is one
         pass
-    values, vectors = torch.linalg.eigh(f.double())
+    values, vectors = spectrum(f.double())
     return values.to(f.dtype), vectors.to(f.dtype)
 
 

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from invfunc._spectrum import spectrum
+
 OutputCotangents = dict[int, torch.Tensor]
 """Cotangents `[V, n, *one]` at the outputs, by the numbers of the roots that take part."""
 
@@ -225,7 +227,7 @@ def rooted(columns: Columns, which: str) -> Columns:
 def _eigh(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eigenvalues and eigenvectors of `[n, M, M]`: NaN for a matrix with NaN or inf in it, at which LAPACK gives up."""
     wrong = ~h.detach().isfinite().all(2).all(1)[:, None]
-    values, vectors = torch.linalg.eigh(h.masked_fill(wrong[:, None], 0))
+    values, vectors = spectrum(h.masked_fill(wrong[:, None], 0))
     return values.masked_fill(wrong, torch.nan), vectors
 
 
