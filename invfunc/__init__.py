@@ -27,6 +27,7 @@ from invfunc.distributed import distributed
 from invfunc.errors import (
     ArgumentError,
     ArgumentTypeError,
+    BudgetError,
     CertificateError,
     ClosedOverError,
     ConvexityError,
@@ -95,6 +96,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "BudgetError",
     "CertificateError",
     "ClosedOverError",
     "ConvexityError",

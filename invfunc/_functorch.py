@@ -11,7 +11,7 @@ import torch
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # nor for it
+from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import _get_current_function_mode_stack, handle_torch_function, has_torch_function_unary
@@ -177,8 +177,6 @@ def backward_pass() -> int:
 
 is_zero = torch.Tensor._is_zerotensor
 """Whether a tensor is the zeros of a jvp, which have no memory."""
-
-
 unwatched = torch._C.DisableTorchFunction
 """A context without torch function modes, for what a function does not do itself."""
 
@@ -195,6 +193,8 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 undispatched = _disable_current_modes
 """A context without dispatch modes."""
+FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
+NoNumbers = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
 def leaf(x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 
 from invfunc._functorch import FakeTensor, innermost
@@ -15,6 +19,26 @@ def differentiable(tensor: torch.Tensor) -> bool:
 def fake(x: torch.Tensor) -> bool:
     """Whether a tensor has no numbers (FakeTensorMode)."""
     return isinstance(innermost(x), FakeTensor)
+
+
+_UNDECIDED: ContextVar[list[str] | None] = ContextVar("_UNDECIDED", default=None)
+
+
+@contextmanager
+def undecided() -> Iterator[list[str]]:
+    """Gathers which choices between two ways are made without the numbers that they depend on."""
+    found: list[str] = []
+    token = _UNDECIDED.set(found)
+    try:
+        yield found
+    finally:
+        _UNDECIDED.reset(token)
+
+
+def decides(x: torch.Tensor, what: str) -> None:
+    """Say that what is done next depends on the numbers of a tensor."""
+    if (found := _UNDECIDED.get()) is not None and fake(x):
+        found.append(what)
 
 
 def anywhere(x: torch.Tensor) -> bool:

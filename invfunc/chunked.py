@@ -1,4 +1,4 @@
-"""Exactly n passes: time for memory."""
+"""Exactly n passes, or as few as a memory budget allows: time for memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import told_of_parts
+from invfunc.budget.search import Chunks
+from invfunc.budget.size import size_of
+from invfunc.budgeted import Budgeted, BudgetedStatistic
 from invfunc.callables import check_callable, describe
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.plan import AxisName, Split
 from invfunc.recording.problem import InDims, batch_dims, batch_size, with_aux
 from invfunc.statistic import Statistic
@@ -26,6 +29,7 @@ def chunked(
     n: int | None = None,
     *,
     chunk_size: int | None = None,
+    memory: int | float | str | None = None,
     over: str | None = None,
     fold: Any = "cat",
     in_dims: InDims = 0,
@@ -48,6 +52,10 @@ def chunked(
             `@chunked(n=16)`.
         n: the number of passes, at least 1; more than the axis is long are as many as it is long. Chunks may be ragged.
         chunk_size: in place of n, the length of a chunk. With neither (or None), f is returned as it is.
+        memory: in place of n, what a call may take over what is in use before it, its result included: bytes, a text as
+            `"512MiB"`, or a float, the part of what is free. Chunks of samples, then of outputs, then of parameters
+            (or of `over` alone) are made until it fits. Every column is pulled back by itself, as with
+            `method="dense"`. CPU only.
         over: of a statistic: `"outputs"` (the columns of the loss Hessian or of the outputs; default for the GGN family
             and `batch_jacobian`: one forward pass, kept), `"samples"` (default for first-order statistics: the model
             part is run chunk by chunk, the loss part once on all outputs, so that means, weights and ignore_index keep
@@ -65,6 +73,7 @@ def chunked(
         ArgumentError: n < 1, an axis that f does not have, a scalar result with `fold="cat"`.
         SplitError: over samples, a scalar loss whose outputs are neither marked nor found.
         RandomnessError: over samples, a function that draws random numbers.
+        BudgetError: it does not fit `memory`: with the least that it takes, also as a number, `error.least`.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
 
     Example:
@@ -76,18 +85,35 @@ def chunked(
                 [1., 1.],
                 [1., 1.]])
 
-    Composes with: every statistic; `torch.func.grad`, `vmap` around it.
+        >>> invfunc.explain(invfunc.chunked(invfunc.variance(f), memory="64MiB"))(torch.ones(3), torch.ones(5, 3)).why
+        'in one piece, at most 1.01MiB of 64.00MiB'
+
+    Composes with: every statistic; `torch.func.grad`, `vmap` around it, but not around `memory`, which `streamed` and
+    `reduced` do not take either.
 
     Cost: n pullbacks of 1/n of the columns; memory falls with n until the forward pass dominates. For a mean over
     samples of a plain function, `grad(chunked(f, n, fold="mean"))` keeps all graphs, while chunking the gradient,
     `chunked(grad(f), n, fold="mean")`, keeps one.
+    With `memory`, before anything large is made, the call runs without numbers (torch's FakeTensorMode) in some ways to
+    divide it, and the bytes that are alive are counted, with the buffers of matrix products and convolutions. Each of
+    these runs takes about as long as a small call; `explain` tells what was chosen, to be given as n. Where numbers
+    decide what is done (a mask, a branch), it is an error. Counted is what tensors and kernels take: memory that
+    malloc keeps of what was freed comes on top (`invfunc.testing.return_freed_memory`), and so does what libraries load
+    when they are first used.
 
     Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
     """
     if f is None:
         options = {"fold": fold, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "progress": progress}
-        return partial(chunked, n=n, chunk_size=chunk_size, over=over, **options)
+        return partial(chunked, n=n, chunk_size=chunk_size, memory=memory, over=over, **options)
     check_callable("chunked", f)
+    if memory is not None:
+        if n is not None or chunk_size is not None:
+            raise ArgumentError(
+                f"chunked({describe(f)}, memory={memory!r}): give memory, n or chunk_size, one of them."
+            )
+        options = {"fold": fold, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux}
+        return _within(f, memory, over, options, progress)
     split, text = _split(f, n, chunk_size)
     if split is None:
         return f
@@ -112,6 +138,36 @@ def chunked(
                 f"chunked({describe(f)}, fold={name!r}): a fold is one of {', '.join(map(repr, _FOLDS))}."
             )
     return ChunkedFunction(f, split, text, fold, in_dims, out_dims, has_aux, progress)
+
+
+def _within(f: Callable, memory: Any, over: str | None, options: dict[str, Any], progress: bool) -> Budgeted:
+    """A function in the chunks that a budget asks for; `chunked` with them checks the options, too."""
+    text = f"memory={memory!r}" + (f", over={over!r}" if over is not None else "")
+    try:
+        size = size_of(memory)
+    except InvFuncError as error:
+        raise type(error)(f"chunked({describe(f)}, {text}): {error}") from None
+    first = chunked(f, 1, over=over, **options)
+    if isinstance(f, Statistic) and f.options.reduce is not None:
+        raise ArgumentError(
+            f"chunked({f!r}, {text}): the function in it would be called without numbers, too. Give n, or chunk the "
+            "statistic in it."
+        )
+    if isinstance(first, Statistic):
+        axes = (over,) if over is not None else first.axes
+
+        def make(chunks: Chunks, shown: bool) -> Statistic:
+            made = chunked(f, 1, over="params") if "params" in first.axes else first  # so that nothing else is tried
+            for axis, n in chunks.items():
+                made = chunked(made, n, over=axis, progress=shown and progress)
+            return made
+
+        return BudgetedStatistic(f, make, axes, size, text, has_aux=f.has_aux)
+
+    def parts(chunks: Chunks, shown: bool) -> ChunkedFunction:
+        return chunked(f, chunks.get("samples", 1), over=over, progress=shown and progress, **options)
+
+    return Budgeted(f, parts, ("samples",), size, text, options["in_dims"], options["has_aux"])
 
 
 def _split(f: Callable, n: Any, size: Any) -> tuple[Split | None, str]:

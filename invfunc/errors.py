@@ -93,6 +93,13 @@ class RandomnessError(InvFuncError, RuntimeError):
     """The function draws random numbers where they cannot be replayed."""
 
 
+class BudgetError(InvFuncError, MemoryError):
+    """A call takes more memory than it may."""
+
+    least = 0
+    """The bytes of which it is known that they are enough."""
+
+
 class MissingExtraError(InvFuncError, ImportError):
     """A feature needs a package that belongs to an extra."""
 

@@ -9,7 +9,7 @@ import torch
 
 from invfunc import thresholds, tree
 from invfunc._functorch import innermost, version
-from invfunc._values import anywhere
+from invfunc._values import anywhere, decides
 from invfunc.errors import ConvexityError, SplitError
 from invfunc.loss.outputs import LossTerm, ModelOutput
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
@@ -70,6 +70,7 @@ def _varies(scope: Scope, slope: torch.Tensor, roots: list[ModelOutput], nodes: 
         return False
     weights = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().reshape(slope.shape)
     found = scope.grad([slope], [r.value for r in roots], [weights], batched=False)
+    decides(slope, "whether the loss is curved beside its criterion")
     return any(g is not None and anywhere(g != 0) for g in found)
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from invfunc import tree
 from invfunc._functorch import version
-from invfunc._values import anywhere
+from invfunc._values import anywhere, decides
 from invfunc.contract import Term, summed
 from invfunc.errors import InvFuncError, RandomnessError
 from invfunc.operations.axis import Axis
@@ -48,6 +48,7 @@ class Alone:
 
     def __init__(self, problem: Problem, scope: Scope) -> None:
         self.problem, self.scope = problem, scope
+        decides(problem.leaves[0], "whether f can be evaluated sample by sample")
         batch = {i: problem.args[i] for i in problem.inputs if i not in problem.argnums}
         flat, self._form = tree.flatten(batch)
         dims = [problem.dims[i] for i in batch for _ in tree.leaves(batch[i])]

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from invfunc._values import decides
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.passes.evidence import Evidence, checks
 from invfunc.passes.run import Run
@@ -72,6 +73,7 @@ class Places:
                 if self.entries or not self.multiplied:
                     raise
                 draws.rewind()
+                decides(self.problem.leaves[0], "what each sample adds to sums")
                 self.entries = True
                 return self.evidence.settled(run, draws) if loss else run()
 
@@ -87,6 +89,7 @@ class Places:
 
     def _by_rows(self, attempt: Callable[[], T], draws: Draws) -> T | None:
         order, after = self.order, draws.rewind()
+        decides(self.problem.leaves[0], "to which sample each row of the data belongs")
         self.by_rows = True
         try:
             return attempt()

@@ -17,6 +17,7 @@ import torch
 
 from invfunc import thresholds, tree
 from invfunc._functorch import innermost, version
+from invfunc._values import decides
 from invfunc.errors import SampleAxisError, samples_unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.calls import read_by, spelled
@@ -106,6 +107,7 @@ class Evidence:
             if not self.doubtful or self.learned is not None:
                 raise
             draws.rewind()
+            decides(self.problem.leaves[0], "where the samples are in tensors that were made where it is not seen")
             self.learned = learn(self.problem, self.scope)
             return run()
 

@@ -9,7 +9,7 @@ import torch
 
 from invfunc import thresholds
 from invfunc._functorch import innermost
-from invfunc._values import anywhere
+from invfunc._values import anywhere, decides
 from invfunc.contract import joined, summed
 from invfunc.operations.factors import Part
 from invfunc.per_sample.biases import Role
@@ -184,6 +184,7 @@ class Shares:
         if sum(f.use.param.numel() for f in self.factors) > self.leaf.numel():
             return False
         read = summed(self._pull(f, torch.ones_like(f.use.param), 0) for f in self.factors)
+        decides(read, "whether two operations read the same entries of a parameter")
         return not anywhere(read > 1.5)
 
 

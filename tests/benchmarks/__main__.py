@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 
+from .budgets import CASES, MEMORY_BUDGET, budgets, budgets_here
 from .chain_ways import INSTALL_PEERS, missing
 from .first_order import FIRST_ORDER
 from .measure import difference, medians, peak_here, peak_in_a_process
@@ -26,7 +27,8 @@ from .thresholds import THRESHOLDS, measured
 
 _EXPECTED = "Full backward hook is firing", "There is a performance drop"  # BackPACK's first layer; vmap of attention
 _FAILS = "Extension saving to"  # BackPACK leaves out a module that it does not know
-_OTHERS = REVERSIBLE | {STRUCTURE: structure, THRESHOLDS: measured, PROCESSES: processes}
+_OTHERS = REVERSIBLE | {STRUCTURE: structure, THRESHOLDS: measured, PROCESSES: processes, MEMORY_BUDGET: budgets}
+_OF_ONE_CASE = {MEMORY_TABLE: activation_memory, STRUCTURE: memory, MEMORY_BUDGET: budgets_here}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -38,11 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("error", _FAILS)
     if options.memory_case:
         name, row, peer = options.memory_case
-        if name == MEMORY_TABLE:
-            print(activation_memory((row, peer), options.device))
-            return
-        if name == STRUCTURE:
-            print(memory((row, peer), options.device))
+        if name in _OF_ONE_CASE:
+            print(_OF_ONE_CASE[name]((row, peer), options.device))
             return
         problem = TABLES[name].problem().to(options.device)
         print(peak_here(TABLES[name].peers()[row, peer](problem), options.device))
@@ -164,7 +163,9 @@ def _count(things: str) -> Callable[[str], int]:
 
 def _case(text: str) -> tuple[str, str, str]:
     table, row, peer = (text.split("/") + ["", ""])[:3]
-    of_tables = {MEMORY_TABLE: MEMORY_CASES, STRUCTURE: MEMORY} | {name: TABLES[name].peers() for name in TABLES}
+    of_tables = {MEMORY_TABLE: MEMORY_CASES, STRUCTURE: MEMORY, MEMORY_BUDGET: CASES} | {
+        name: TABLES[name].peers() for name in TABLES
+    }
     cases = of_tables.get(table, ())
     if (row, peer) not in cases:
         raise argparse.ArgumentTypeError(f"TABLE/ROW/PEER is wanted, not {text!r}")

@@ -1,0 +1,132 @@
+"""The memory that a call would take: it is run without numbers, and its tensors are counted."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._functorch import FakeTensorMode, NoNumbers, TorchDispatchMode, storage
+from invfunc._generators import set_states, state_of
+from invfunc._values import undecided
+from invfunc.budget.scratch import scratch
+from invfunc.errors import ArgumentError
+
+MARGIN, SLACK = 1.02, 2**20
+"""What is added to the bytes that are counted: pages that are not full, and objects of Python."""
+BY_HAND = "Say in how many passes: chunked(t, n)."
+CALL = 2**15
+"""What a call of an operation costs, in bytes that could be read or written meanwhile."""
+
+
+class Footprint(TorchDispatchMode):
+    """Counts the bytes that are in use at once, and those that are read and written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.kept, self.counted, self.work = 0, 0, 0, 0
+        self.at = ""
+        """The operation at which the most was in use."""
+        self.results = 0
+        """The bytes of what the call returned."""
+        self.undecided: list[str] = []
+        """What depends on numbers, so that it may be otherwise in the call itself."""
+        self._known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in tree.tensors((args, kwargs or {})) if not x.is_meta]
+        for x in given:
+            self._see(x, new=False)
+        try:
+            result = func(*args, **(kwargs or {}))
+        except NoNumbers:
+            self.undecided.append(f"what `{_name(func)}` reads")
+            raise
+        made = [x for x in tree.tensors((result,)) if not x.is_meta]
+        for x in made:
+            self._see(x, new=True)
+        beside, kept = scratch(func, given, made, args)
+        self.kept = max(self.kept, kept)
+        self.work += CALL + sum(x.numel() * x.element_size() for x in (*given, *made))
+        if self.live + beside + self.kept > self.counted:
+            self.counted, self.at = self.live + beside + self.kept, _name(func)
+        return result
+
+    @property
+    def peak(self) -> int:
+        """The bytes that are never exceeded."""
+        return int(MARGIN * self.counted) + SLACK
+
+    def _see(self, x: torch.Tensor, new: bool) -> None:
+        memory = storage(x)
+        key = id(memory)  # one object as long as there is the memory
+        if key not in self._known:
+            size = memory.nbytes() if new else 0
+            self.live += size
+            self._known[key] = weakref.ref(memory, lambda _: self._gone(key, size))
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.pop(key, None)
+        self.live -= size
+
+
+def _name(func: Any) -> str:
+    return func.overloadpacket.__name__
+
+
+def footprint(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], drawn: Iterable[Any]) -> Footprint:
+    """What a call takes beside its arguments, from a run without numbers; generators are as they were."""
+    mode, found = FakeTensorMode(allow_non_fake_inputs=True), Footprint()
+    given, named = tree.map_tensors(mode.from_tensor, (args, kwargs))
+    states = [(g, state_of(g)) for g in (torch.default_generator, *drawn)]
+    try:
+        with _nothing_collected(), mode, found, undecided() as more:
+            try:
+                result = call(*given, **named)
+            finally:
+                found.undecided += more
+        found.results = sum({id(m := storage(x)): m.nbytes() for x in tree.tensors((result,))}.values())
+    finally:
+        set_states(states)
+    return found
+
+
+def certain(found: Footprint) -> Footprint:
+    """What a call takes, if it takes it whatever the numbers are."""
+    if found.undecided:
+        raise unpredictable(f"{found.undecided[0]} depends on numbers")
+    return found
+
+
+def unpredictable(why: str) -> ArgumentError:
+    """The error for a call of which nobody knows beforehand what it takes."""
+    return ArgumentError(f"what it takes cannot be predicted: {why}. {BY_HAND}")
+
+
+@cache
+def warmed() -> None:
+    """Have the libraries take what they keep for the whole process, which is not of one call."""
+    with torch.no_grad():
+        x, slope = (torch.ones(16, 64, 128).mT for _ in range(2))
+        weight = torch.ones(1).expand(128, 128, 1)
+        torch.ops.aten.convolution_backward(slope, x, weight, None, [1], [0], [1], False, [0], 1, [True, True, False])
+        torch.conv2d(torch.ones(2, 64, 16, 16), torch.ones(64, 64, 3, 3))
+        torch.mm(torch.ones(256, 256), torch.ones(256, 256))
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without the garbage collector: what nobody refers to is free at once, and what refers to itself is not."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()

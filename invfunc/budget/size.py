@@ -1,0 +1,67 @@
+"""Sizes of memory: as they are given, as they are told, and what is free."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+from typing import Any
+
+from invfunc.errors import ArgumentError, ArgumentTypeError
+
+_UNITS = {"": 1} | {p + i: b ** (k + 1) for k, p in enumerate("kmgt") for i, b in (("", 1000), ("i", 1024))}
+_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b", re.IGNORECASE)
+_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+
+
+def size_of(given: Any) -> int | float:
+    """A number of bytes, or a fraction of what is free when it is needed."""
+    if isinstance(given, str):
+        found = _TEXT.fullmatch(given.strip())
+        if found is None or not (size := int(float(found[1]) * _UNITS[(found[2] or "").lower()])):
+            raise ArgumentError(f"memory={given!r}: it is no size. Write '512MiB', '2 GB', or a number of bytes.")
+        return size
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise ArgumentTypeError(
+            f"memory={given!r}: memory is of type {type(given).__name__}, but has to be a number of bytes, a text as "
+            "'512MiB', or a fraction of what is free."
+        )
+    if not (given >= 1 if isinstance(given, int) else 0 < given <= 1):
+        raise ArgumentError(
+            f"memory={given!r}: an int is a number of bytes, at least 1, and a float a fraction of what is free, "
+            "above 0.0 and at most 1.0."
+        )
+    return given
+
+
+def in_bytes(size: int | float) -> int:
+    """So many bytes, of a fraction those of what is free now."""
+    return size if isinstance(size, int) else int(size * free())
+
+
+def free() -> int:
+    """The bytes that this process can have without taking them from others (Linux)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    except (OSError, StopIteration):
+        raise ArgumentError(
+            "memory is a fraction of what is free, which only Linux tells. Give it in bytes, or as '512MiB'."
+        ) from None
+    try:  # a container may have less than the machine
+        return min(found, max(0, int(_LIMIT.read_text()) - int(_USED.read_text())))
+    except (OSError, ValueError):
+        return found
+
+
+def resident() -> int:
+    """The bytes of memory that this process has; 0 where the system does not tell (other than Linux)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+def told(size: int) -> str:
+    """Bytes as people read them, rounded up, so that what is told can be given."""
+    return f"{-(-size * 100 // 2**20) / 100:.2f}MiB"

@@ -1,0 +1,253 @@
+"""chunked(t, memory=...): the same result, never more than promised, and errors where nothing can be promised."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import invfunc
+from invfunc import BudgetError, chunked, explain, functional
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.statistic import Statistic
+from invfunc.testing.laws.rows import CASES
+from invfunc.testing.oracles import assert_trees_close
+from tests.meter import Meter, nothing_collected
+from tests.strategies import Numbers
+
+ROOT = Path(__file__).parents[1]
+N = 6
+
+
+def model(p, x):
+    return F.linear(torch.tanh(F.linear(x, p["w"], p["b"])), p["v"])
+
+
+def loss(p, x, y):
+    return F.cross_entropy(model(p, x), y)
+
+
+def given(n=N):
+    rand = Numbers()
+    return {"w": rand(5, 3), "b": rand(5), "v": rand(3, 5)}, rand(n, 3), torch.arange(n) % 3
+
+
+def wide(n=8):
+    """A batch whose activations are most of what a call takes."""
+    rand = Numbers()
+    return {"w": rand(2000, 3), "b": rand(2000), "v": rand(3, 2000)}, rand(n, 3), torch.arange(n) % 3
+
+
+def least_of(t, args):
+    with pytest.raises(BudgetError) as told:
+        chunked(t, memory=1)(*args)
+    return told.value.least
+
+
+class TestResults:
+    @pytest.mark.parametrize("case", CASES)
+    def test_are_those_of_the_statistic(self, case):
+        row, form = CASES[case]
+        t = row.of(model, F.cross_entropy, form)
+        if isinstance(t, Statistic) and not t.axes:
+            with pytest.raises(ArgumentError, match="cannot be computed in parts"):
+                chunked(t, memory="1GiB")
+            return
+        if not isinstance(t, Statistic):  # a function of one
+            return
+        wanted = row.of(model, F.cross_entropy, form)(*given())
+        assert_trees_close(chunked(t, memory="1GiB")(*given()), wanted, 1e-10)
+
+    def test_do_not_depend_on_the_budget(self):
+        t, args = invfunc.diag_ggn(model, F.cross_entropy), wide()
+        least_of(t, args)  # the first prediction takes some memory itself
+        wanted, least = t(*args), least_of(t, args)
+        whys = set()
+        for factor in (1.05, 1e3):
+            within = chunked(t, memory=int(factor * least))
+            whys.add(explain(within)(*args).why.split(",")[0])
+            assert_trees_close(within(*args), wanted, 1e-10)
+        assert len(whys) > 1 and "in one piece" in whys
+
+    def test_of_drawn_columns_are_those_of_one_call(self):
+        def drawn():
+            generator = torch.Generator().manual_seed(0)
+            return generator, invfunc.diag_ggn(model, F.cross_entropy, mc_samples=2, generator=generator)
+
+        (one, plain), (other, t) = drawn(), drawn()
+        before = torch.random.get_rng_state()
+        assert_trees_close(chunked(t, memory="1GiB")(*given()), plain(*given()), 1e-10)
+        assert torch.equal(one.get_state(), other.get_state())
+        assert torch.equal(before, torch.random.get_rng_state())
+
+    @pytest.mark.quick
+    def test_of_several_statistics_come_together(self):
+        t = invfunc.together(invfunc.diag_ggn(loss), invfunc.variance(loss))
+        assert_trees_close(chunked(t, memory="1GiB")(*given()), t(*given()), 1e-10)
+
+    @pytest.mark.quick
+    def test_of_plain_functions_are_folded(self):
+        args = wide()
+        within = chunked(model, memory=least_of(model, args[:2]))
+        assert_trees_close(within(*args[:2]), model(*args[:2]), 1e-10)
+        gradient = chunked(memory="1GiB", fold="mean")(torch.func.grad(loss))
+        assert_trees_close(gradient(*given()), torch.func.grad(loss)(*given()), 1e-10)
+
+    @pytest.mark.quick
+    def test_of_a_module_leave_it_as_it_was(self):
+        net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3).eval(), nn.Flatten(), nn.Linear(12, 2)).double()
+        before = {name: x.clone() for name, x in net.state_dict().items()}
+        f, params = functional(net)
+        args = params, Numbers()(3, 1, 4, 4), torch.tensor([0, 1, 1])
+        t = invfunc.diag_ggn(f, F.cross_entropy)
+        assert_trees_close(chunked(t, memory="1GiB")(*args), t(*args), 1e-10)
+        assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
+
+
+@pytest.mark.quick
+class TestPromises:
+    def test_the_least_that_is_told_is_enough(self):
+        for t in (invfunc.variance(loss), invfunc.gram(loss)):
+            args = wide(4)
+            least = least_of(t, args)
+            chunked(t, memory=least)(*args)
+            with pytest.raises(BudgetError):
+                chunked(t, memory=least // 2)(*args)
+
+    def test_live_bytes_are_within(self):
+        t, args = invfunc.diag_ggn(model, F.cross_entropy), wide()
+        least_of(t, args)
+        least = least_of(t, args)
+        for factor in (1.05, 1.5):
+            within = chunked(t, memory=int(factor * least))
+            found, budget = within.fitting(args, {}, within.names(3))
+            with nothing_collected(), Meter() as meter:
+                within.make(found.chunks, False)(*args)
+            assert meter.peak() <= found.peak <= budget == int(factor * least)
+
+    def test_errors_tell_the_least_and_why(self):
+        with pytest.raises(BudgetError, match=r"does not fit 0.01MiB.*result has.*most is in use at `\w+`.*memory='"):
+            chunked(invfunc.variance(loss), memory=1000)(*wide())
+        assert issubclass(BudgetError, (InvFuncError, MemoryError))
+
+    def test_an_axis_can_be_chosen(self):
+        t, args = invfunc.diag_ggn(model, F.cross_entropy), wide()
+        least = least_of(chunked(t, 1, over="outputs"), args)
+        with pytest.raises(BudgetError) as told:
+            chunked(t, memory=least, over="outputs")(*args)
+        assert "samples" not in str(told.value)
+
+    def test_explain_tells_them(self):
+        text = str(explain(chunked(invfunc.variance(loss), memory="1GiB"))(*given()))
+        assert "chunked(variance(loss), memory='1GiB'): in one piece, at most 1." in text and "1024.00MiB" in text
+
+
+@pytest.mark.quick
+class TestWhatCannotBePromised:
+    @pytest.mark.parametrize(
+        "f",
+        [
+            lambda p, x, y: F.cross_entropy(model(p, x)[x.sum(1) > 0], y[x.sum(1) > 0]),
+            lambda p, x, y: loss(p, x, y) * (2 if x.sum() > 0 else 1),
+            lambda p, x, y: torch.from_numpy(x.numpy()).sum() + loss(p, x, y),
+        ],
+        ids=["a mask", "a branch", "numpy"],
+    )
+    def test_depends_on_numbers(self, f):
+        with pytest.raises(ArgumentError, match=r"cannot be predicted: .*chunked\(t, n\)"):
+            chunked(invfunc.batch_grad(f), memory="1GiB")(*given())
+
+    def test_is_inside_of_a_transform(self):
+        p, x, y = given()
+        t = chunked(invfunc.variance(loss), memory="1GiB")
+        with pytest.raises(ArgumentError, match="torch.func"):
+            torch.func.grad(lambda p: t(p, x, y)["w"].sum())(p)
+
+    def test_calls_a_function_of_the_caller(self):
+        with pytest.raises(ArgumentError, match="without numbers"):
+            chunked(invfunc.reduced(invfunc.variance(loss), lambda name, x: x), memory="1GiB")
+
+    def test_is_within_a_transform_of_its_own(self):
+        within = chunked(invfunc.variance(loss), memory="1GiB")
+        for around in (invfunc.streamed, lambda t: chunked(t, 2), lambda t: chunked(t, memory=0.5)):
+            with pytest.raises(InvFuncError):
+                around(within)
+
+    def test_is_an_error_of_the_statistic_itself(self):
+        with pytest.raises(InvFuncError, match="the samples"):
+            chunked(invfunc.variance(lambda p, x: model(p, x).std(0).sum()), memory="1GiB")(*given()[:2])
+
+
+@pytest.mark.quick
+class TestArguments:
+    @pytest.mark.parametrize("memory", ["512", "MiB", "-1MiB", "0MiB", 0, -5, 0.0, 1.5, float("nan")])
+    def test_that_are_no_size(self, memory):
+        with pytest.raises(ArgumentError, match="memory="):
+            chunked(invfunc.variance(loss), memory=memory)
+
+    @pytest.mark.parametrize("memory", [True, [1], torch.ones(())])
+    def test_of_another_kind(self, memory):
+        with pytest.raises(ArgumentTypeError, match="memory="):
+            chunked(invfunc.variance(loss), memory=memory)
+
+    def test_are_one_of_three(self):
+        with pytest.raises(ArgumentError, match="one of them"):
+            chunked(invfunc.variance(loss), 2, memory="1MiB")
+
+
+PROGRAM = """
+import json, sys
+import torch
+from torch.nn import functional as F
+from invfunc.testing import peak_memory, return_freed_memory
+return_freed_memory()
+torch.set_num_threads(1)
+import invfunc
+from tests.test_chunked_memory import cases
+
+found = {}
+for name, (t, args) in cases().items():
+    p, *batch = args
+    invfunc.chunked(t, memory="1GiB")(p, *(x[:2] for x in batch))
+    for memory in ("24MiB",):
+        within = invfunc.chunked(t, memory=memory)
+        peak = peak_memory(lambda: within(*args))[1]
+        trial, budget = within.fitting(args, {}, within.names(3))
+        again = peak_memory(lambda: within(*args))[1]
+        found[f"{name} in {memory}, {trial.chunks}"] = peak, again, trial.peak, budget
+print(json.dumps(found))
+"""
+
+
+def cases():
+    """Statistics with arguments of which each takes some ten MiB."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 32, 5), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(1152, 10))
+    f, params = functional(net)
+    images = params, torch.rand(24, 3, 28, 28), torch.randint(10, (24,))
+    encoder = nn.TransformerEncoderLayer(64, 2, dim_feedforward=256, dropout=0.0, batch_first=True)
+    words, weights = functional(nn.Sequential(encoder, nn.Linear(64, 5)))
+
+    def mean(p, x):
+        return words(p, x).mean(1)
+
+    sentences = weights, torch.randn(16, 32, 64), torch.randint(5, (16,))
+    return {
+        "diag_ggn of images": (invfunc.diag_ggn(f, F.cross_entropy), images),
+        "variance of images": (invfunc.variance(lambda p, x, y: F.cross_entropy(f(p, x), y)), images),
+        "kfac of sentences": (invfunc.kfac(mean, F.cross_entropy, generator=torch.Generator()), sentences),
+    }
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of a process is read from /proc")
+def test_a_process_takes_no_more_than_was_promised():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert len(found) == 3
+    for name, (first, again, predicted, budget) in found.items():
+        assert first <= budget, name
+        assert 0.4 * (predicted - 2**20) <= again <= predicted <= budget, name
