@@ -252,7 +252,9 @@ class TestFamily:
         assert len(errors) > 5
         for error in errors:
             assert issubclass(error, InvFuncError) and getattr(invfunc, error.__name__) is error
-            assert error is InvFuncError or issubclass(error, (ValueError, TypeError, RuntimeError, ImportError))
+            assert error is InvFuncError or issubclass(
+                error, (ValueError, TypeError, RuntimeError, ImportError, MemoryError)
+            )
 
     def test_every_warning_is_of_the_family_and_a_builtin(self):
         kinds = [e for e in public_exceptions() if issubclass(e, Warning)]
