@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from invfunc import tree
+from invfunc import thresholds, tree
 from invfunc._functorch import dispatched, transforming
 from invfunc.budget.footprint import BY_HAND, SLACK, Footprint, certain, footprint, unpredictable, warmed
-from invfunc.budget.search import MOST, Chunks, Trial, search
+from invfunc.budget.search import Chunks, Trial, search
 from invfunc.budget.size import in_bytes, resident, told
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, BudgetError, InvFuncError
@@ -126,7 +126,7 @@ def _spelled(chunks: Chunks) -> str:
 def _too_little(budget: int, least: Trial, taken: int) -> BudgetError:
     found, results, needed = least.footprint, least.footprint.results, least.peak + taken
     error = BudgetError(
-        f"it does not fit {told(budget)}. The least that it takes in up to {MOST} passes is {told(needed)}, "
+        f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} passes is {told(needed)}, "
         f"{_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at `{found.at}`. Give "
         f"memory={told(needed)!r}, or a smaller batch."
     )

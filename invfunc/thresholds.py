@@ -154,6 +154,12 @@ HESSIAN = 2**28
 CHECKED = 2**24
 """Numbers of a Hessian up to which a product looks whether it is convex, which takes all of it."""
 
+# Budgets of memory (budget/search.py)
+
+TRIED_PASSES = 256
+"""Passes into which a call is divided at most to find out what it takes: it runs without numbers, pass by pass. A limit
+of time."""
+
 # What is looked through (passes/evidence.py, recording/held.py, module_copy.py, recomputation/attributes.py)
 
 COMPARED = 2**22

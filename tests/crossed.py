@@ -70,6 +70,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "NUMBERED": (FAR, 0),
     "CHECKED": (0, FAR),
     "COMPARED": (0, FAR),
+    "TRIED_PASSES": (1, FAR),
     "HELD": (0, FAR),
     "SEARCHED": (0, FAR),
     "COPIED": (0, FAR),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from invfunc import thresholds
 from invfunc.budget.footprint import Footprint
 from invfunc.plan import AxisName
 
@@ -16,8 +17,6 @@ Measure = Callable[[Chunks], Footprint | None]
 
 STEP, REFINED = 4, 2
 """By how many times more chunks the next trial has, and how many trials there are between the last two."""
-MOST = 256
-"""Passes of a trial at most: what it takes is known once it has run without numbers, pass by pass."""
 NO_BETTER = 2
 """After how many trials that save nothing an axis is divided no further."""
 SAVES = 0.99
@@ -62,7 +61,7 @@ def _divided(measure: Measure, base: Chunks, axis: AxisName, length: int | None,
     n, idle = 1, 0
     while idle < NO_BETTER and (length is None or n < length):
         n = n * STEP if length is None else min(n * STEP, length)
-        if n * math.prod(base.values()) > MOST:
+        if n * math.prod(base.values()) > thresholds.TRIED_PASSES:
             return
         found = measure({**base, axis: n})
         if found is None:

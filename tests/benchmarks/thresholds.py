@@ -19,6 +19,7 @@ from .report import Cells, announce, print_table
 
 THRESHOLDS = "thresholds"
 LIMITS = {
+    "of time": "TRIED_PASSES",
     "of memory": "OPERANDS PRODUCTS SHARES KEPT_READ FACTORED COMPARED HESSIAN",
     "of rounding": "CANCELS DISPLACED_DTYPES NUMBERED",
     "of what is looked at": "CHECKED PARTS_CHECKED HELD SEARCHED COPIED ENTERED PROBED PROBED_SAVED AT_ONCE",

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from invfunc import thresholds
 from invfunc.budget.footprint import MARGIN, SLACK, Footprint, footprint
 from invfunc.budget.scratch import PRODUCT
-from invfunc.budget.search import MOST, search
+from invfunc.budget.search import search
 from invfunc.budget.size import free, in_bytes, size_of, told
 
 
@@ -106,7 +107,7 @@ class TestSearch:
     def test_ends(self):
         seen: list = []
         search(self.measure(lambda c: 10**8 // sum(c.values(), 1), seen), {"samples": 10**6, "outputs": None}, 1)
-        assert all(c.get("samples", 1) * c.get("outputs", 1) <= MOST for c in seen)
+        assert all(c.get("samples", 1) * c.get("outputs", 1) <= thresholds.TRIED_PASSES for c in seen)
         seen.clear()
         search(self.measure(lambda c: 10**8, seen), {"samples": 10**6, "outputs": None}, 1)
         assert len(seen) == 5
