@@ -126,8 +126,8 @@ def _spelled(chunks: Chunks) -> str:
 def _too_little(budget: int, least: Trial, taken: int) -> BudgetError:
     found, results, needed = least.footprint, least.footprint.results, least.peak + taken
     error = BudgetError(
-        f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} passes is {told(needed)}, "
-        f"{_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at `{found.at}`. Give "
+        f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} passes is "
+        f"{told(needed)}, {_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at `{found.at}`. Give "
         f"memory={told(needed)!r}, or a smaller batch."
     )
     error.least = needed
