@@ -127,8 +127,8 @@ def _too_little(budget: int, least: Trial, taken: int) -> BudgetError:
     found, results, needed = least.footprint, least.footprint.results, least.peak + taken
     error = BudgetError(
         f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} passes is "
-        f"{told(needed)}, {_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at `{found.at}`. Give "
-        f"memory={told(needed)!r}, or a smaller batch."
+        f"{told(needed)}, {_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at "
+        f"`{found.at}`. Give memory={told(needed)!r}, or a smaller batch."
     )
     error.least = needed
     return error
