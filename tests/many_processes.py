@@ -215,7 +215,7 @@ def after_one_is_gone(rank: int, folder: str) -> None:
 
 def composed() -> list[str]:
     """What composes, compared with all samples in one process; what is wrong."""
-    params, (x, y) = data()
+    rank, (params, (x, y)) = dist.get_rank(), data()
     each = [None] * dist.get_world_size()
     dist.all_gather_object(each, (x, y))
     whole = tuple(torch.cat(parts) for parts in zip(*each, strict=True))
@@ -254,6 +254,12 @@ def composed() -> list[str]:
     t = invfunc.diag_ggn(of_ddp, F.cross_entropy)
     compare("a module under DDP", distributed(t)(ps, x, y), t(ps, *whole))
     compare("its names", torch.tensor(sorted(ps) == sorted(invfunc.functional(model)[1])), torch.tensor(True))
+    t = invfunc.ekfac(lambda p, x: x @ p["w"].exp() + p["b"], F.cross_entropy, fisher="exact", unsupported="skip")
+    none = {
+        name: torch.tensor(k is None)
+        for name, k in distributed(t)(params, x[: len(x) * rank], y[: len(x) * rank]).items()
+    }
+    compare("factors that no process has", none, {"w": torch.tensor(True), "b": torch.tensor(False)})
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     compare("a group of one", distributed(v, groups[dist.get_rank()])(params, x, y), v(params, x, y))
     return wrong

@@ -113,7 +113,7 @@ class InEigenbasis(Block):
     def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
         whole = reduce(partial(self.merge, over="samples"), each)
         if whole[1] is None or self.bases is None:
-            return own
+            return whole if whole[0] is None else own
         return self.bases[place], *(yield Sums([filled(whole, own)[1]]))
 
     def scaled(self, state: State, by: float) -> State:
