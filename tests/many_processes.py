@@ -260,6 +260,9 @@ def composed() -> list[str]:
         for name, k in distributed(t)(params, x[: len(x) * rank], y[: len(x) * rank]).items()
     }
     compare("factors that no process has", none, {"w": torch.tensor(True), "b": torch.tensor(False)})
+    half, t = tree.map_tensors(torch.Tensor.bfloat16, params), invfunc.grad_and_variance(losses)
+    found = distributed(t)(half, x[: len(x) * rank].bfloat16(), y[: len(x) * rank])
+    compare("halves that are kept as floats", found, t(half, each[1][0].bfloat16(), each[1][1]))
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     compare("a group of one", distributed(v, groups[dist.get_rank()])(params, x, y), v(params, x, y))
     return wrong

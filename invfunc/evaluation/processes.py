@@ -97,9 +97,19 @@ class Processes:
                 answers[i] = tensors
         return [found[i] for i in range(len(exchanges))]
 
+    def _check(self, kinds: list[Any]) -> None:
+        """Check that all processes are about to exchange the same: torch would mix up, or end them."""
+        _, each = self.told("exchange", lambda: (None, kinds))
+        if any(one != kinds for one in each):
+            raise ProcessError(
+                "the processes have kept tensors of different shapes or dtypes, which is a fault of this library that "
+                "we would like to know of, or their functions are different ones."
+            )
+
     def _summed(self, asked: _Asked) -> Iterator[tuple[int, list[torch.Tensor]]]:
         found = list(asked.tensors)
-        if self.size > 1:
+        if self.size > 1 and found:
+            self._check([(x.dtype, x.shape) for x in found])
             kinds: dict[Any, list[int]] = {}
             for k, x in enumerate(found):
                 kinds.setdefault((x.dtype, x.device), []).append(k)
@@ -115,6 +125,7 @@ class Processes:
     def _joined(self, asked: _Asked) -> Iterator[tuple[int, list[torch.Tensor]]]:
         found = list(asked.tensors)
         if self.size > 1 and found:
+            self._check([(x.dtype, x.ndim) for x in found])
             _, shapes = self.told("rows", lambda: (None, [x.shape for x in asked.tensors]))
             for k, (x, axis) in enumerate(zip(asked.tensors, asked.axes, strict=True)):
                 found[k] = self._rows(x, axis, [each[k] for each in shapes])

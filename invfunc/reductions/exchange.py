@@ -36,9 +36,9 @@ def filled(whole: Any, own: Any) -> Any:
     like = next(iter(mine.values()))
 
     def found(path: str, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or path in mine:
-            return mine.get(path, x)
-        return like.new_zeros(x.shape, dtype=x.dtype)
+        if not isinstance(x, torch.Tensor):
+            return x
+        return mine[path].to(x.dtype) if path in mine else like.new_zeros(x.shape, dtype=x.dtype)
 
     return tree.unflatten([found(path, x) for path, x in tree.named_leaves(whole)], tree.flatten(whole)[1])
 
