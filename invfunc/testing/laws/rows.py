@@ -91,7 +91,8 @@ def _variance(shares: Any) -> Any:
 
 def _clipped(shares: Any, max_norm: float) -> tuple[Any, torch.Tensor]:
     squares = _added(map(_norms, tree.tensors(shares)))
-    norms = torch.where(squares > 0, squares, 1).sqrt() * (squares > 0)  # the slope of a norm at zero is zero
+    none = squares == 0  # where the slope of a norm is zero; that of NaN is NaN
+    norms = squares.masked_fill(none, 1).sqrt().masked_fill(none, 0)
     return tree.map_tensors(lambda g: torch.tensordot((max_norm / norms).clamp(max=1), g, 1), shares), norms
 
 
