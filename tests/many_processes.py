@@ -57,12 +57,13 @@ def start(size: int, program: Any, *args: Any) -> list[Any]:
 
 def _joined(program: Any, *args: Any) -> Any:
     torch.set_num_threads(1)
-    atexit.register(os._exit, 0)  # at the end of a process, gloo of torch 2.13 aborts now and then
     dist.init_process_group("gloo")
     try:
-        return program(*args)
+        found = program(*args)
     finally:
         dist.destroy_process_group()
+    atexit.register(os._exit, 0)  # at the end of a process, gloo of torch 2.13 aborts now and then
+    return found
 
 
 def made(e: Example) -> tuple[Any, Any, tuple]:
