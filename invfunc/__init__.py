@@ -58,7 +58,6 @@ from invfunc.pairs.integrators import leapfrog, momentum
 from invfunc.pairs.log_det import with_log_det
 from invfunc.pairs.pair import Invertible, invert
 from invfunc.pairs.state_first import state_first
-from invfunc.products.estimate import Estimate
 from invfunc.products.estimate_diagonal import estimate_diagonal
 from invfunc.products.estimate_trace import estimate_trace
 from invfunc.products.fvp import fvp
@@ -70,6 +69,7 @@ from invfunc.products.linear_operator import linear_operator
 from invfunc.products.linearize import linearize
 from invfunc.products.pch_block_product import pch_block_product
 from invfunc.reduced import reduced
+from invfunc.reductions.estimate import Estimate
 from invfunc.statistics.batch_diag_ggn import batch_diag_ggn
 from invfunc.statistics.batch_diag_hessian import batch_diag_hessian
 from invfunc.statistics.batch_grad import batch_grad

@@ -234,7 +234,10 @@ class Streamed(Transform):
 
 def options_of(t: Statistic) -> str:
     """What tells a statistic from others, in every process."""
-    each = [(m.reduction, m.drawing and (m.drawing.count, m.drawing.sample)) for m in t.members or (t,)]
+    each = [
+        (m.reduction, m.drawing and (m.drawing.count, m.drawing.sample, m.drawing.peel and m.drawing.peel.columns))
+        for m in t.members or (t,)
+    ]
     return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense])}"
 
 

@@ -71,7 +71,7 @@ class Split:
     def drawn(self, drawing: Drawing, transform: str) -> list[Columns]:
         """Columns at targets that are drawn from the predictive of a known loss, or by a sampler of the user's."""
         if drawing.sample is None:
-            return drawn(self.hessian(), drawing.count, drawing.source(self.n))
+            return drawn(self.hessian(), drawing.count, drawing.source(self.n), drawing.peel)
         if self.again is None:
             raise ArgumentError(
                 f"with `sample=`, the loss has to be given apart from the model, as in `{transform}(f, loss, ...)`: a "

@@ -15,6 +15,7 @@ from invfunc.operations.factors import Part
 from invfunc.per_sample.biases import Role
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
 from invfunc.per_sample.factor import Factor, shifted_moments, squared
+from invfunc.per_sample.lots import Drawn, drawn, variances
 from invfunc.recording.scope import Scope
 from invfunc.recording.tags import ParameterUse
 
@@ -80,6 +81,20 @@ class Shares:
                 square = square * columns.weight[:, part].T.reshape(*square.shape[:2], *[1] * self.leaf.ndim)
             found.append(square.sum(1) if each else square.sum((0, 1)))
         return joined(found) if each else summed(found)
+
+    def squares_and_variance(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum_vn G[v, n]^2`, and the variance that it has as some columns are drawn."""
+        squares, spread = [], []
+        for part in self._blocks():
+            each = self._dense(part).square()
+            squares.append(each.sum((0, 1)))
+            spread.append(variances(each, drawn(self.columns.lots, part, each)).sum(0))
+        return summed(squares), summed(spread)
+
+    def squares_of_columns(self) -> tuple[torch.Tensor, Drawn]:
+        """`sum_p G[v, n, p]^2` as `[V, count]`, and which columns are drawn."""
+        norms = [self._dense(part).unsqueeze(-1).flatten(2).square().sum(2) for part in self._blocks()]
+        return (found := torch.cat(norms, 1)), drawn(self.columns.lots, self.samples.all, found)
 
     def outer(self) -> torch.Tensor:
         """`sum_vn weight[v, n] G[v, n] G[v, n]^T` as `[P, P]`; symmetric also with products of left and right."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -16,20 +16,10 @@ from invfunc.loss.drawn import by
 from invfunc.loss.square_root import safe_root
 from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.maps import Kind
+from invfunc.reductions.estimate import Estimate
 from invfunc.transform import Transform
 
 DISTRIBUTIONS = ("rademacher", "gaussian")
-
-
-class Estimate(NamedTuple):
-    """A mean over random vectors, and the standard error of that mean.
-
-    `standard_error` is the standard deviation of the values for single vectors, divided by the square root of how many
-    they are; with one vector it is NaN. Both have the same structure: tensors, or trees of them.
-    """
-
-    value: Any
-    standard_error: Any
 
 
 @dataclass(frozen=True, repr=False)

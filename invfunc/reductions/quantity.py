@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from invfunc.loss.drawn import Source, of_samples
+from invfunc.loss.peeled import Peel
 from invfunc.reductions import Reduction, State, States
 
 
@@ -45,6 +46,8 @@ class Drawing:
     count: int
     generator: torch.Generator
     sample: Callable | None = None
+    peel: Peel | None = None
+    """How many are taken as they are, where all others are mixed."""
     key: int | None = None
     """Where it is given, each sample has a generator by itself, which the key and its place in the data set make."""
     first: int = 0
