@@ -29,6 +29,8 @@ from invfunc import (
     leapfrog,
     momentum,
     repeated,
+    reversible_step,
+    runge_kutta,
     tree,
     with_log_det,
 )
@@ -43,6 +45,10 @@ WIDTH = 4
 
 def layer(b: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return torch.tanh(b @ p)
+
+
+def field(x: torch.Tensor, t: float, p: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p) + t
 
 
 def two_layers(b: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,6 +105,9 @@ PAIRS = {
     "affine, split": lambda r: Drawn(affine_coupling(two_layers, two_layers, split_dim=1), r(3, 2 * WIDTH), weights(r)),
     "momentum": lambda r: Drawn(momentum(layer, 0.7), halves(r), weight(r)),
     "leapfrog": lambda r: Drawn(leapfrog(layer, 0.3), halves(r), weight(r)),
+    "reversible_step": lambda r: Drawn(
+        reversible_step(runge_kutta(field, "heun"), 0.7), halves(r), (0.0, 0.5, weight(r))
+    ),
     "functions": lambda r: Drawn(Invertible(stretch, unstretch), r(3, WIDTH), weight(r)),
     "modules": lambda r: Drawn(additive_coupling(*modules(r)), halves(r), None),
     "modules, momentum": lambda r: Drawn(momentum(modules(r)[1]), halves(r), None),
