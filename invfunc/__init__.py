@@ -49,11 +49,13 @@ from invfunc.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import InverseReport, check_inverse, drift
+from invfunc.invertible.equilibrium import Equilibrium, equilibrium
 from invfunc.kronecker import Kronecker
 from invfunc.operation import operation
 from invfunc.outputs import outputs
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
 from invfunc.pairs.exact import Grid
+from invfunc.pairs.fixed_point import fixed_point
 from invfunc.pairs.integrators import leapfrog, momentum
 from invfunc.pairs.log_det import with_log_det
 from invfunc.pairs.pair import Invertible, invert
@@ -102,6 +104,7 @@ __all__ = [
     "CertificateError",
     "ClosedOverError",
     "ConvexityError",
+    "Equilibrium",
     "Estimate",
     "Grid",
     "InexactWarning",
@@ -136,9 +139,11 @@ __all__ = [
     "distributed",
     "drift",
     "ekfac",
+    "equilibrium",
     "estimate_diagonal",
     "estimate_trace",
     "explain",
+    "fixed_point",
     "functional",
     "fvp",
     "ggn_block_product",

@@ -307,6 +307,7 @@ FORMS: dict[str, Callable[[Numbers, Sizes], tuple]] = {
     "affine": _affine,
     "momentum": partial(_of_one_branch, make=partial(invfunc.momentum, gamma=0.7)),
     "leapfrog": partial(_of_one_branch, make=partial(invfunc.leapfrog, step=0.6)),
+    "fixed_point": partial(_of_one_branch, make=partial(invfunc.fixed_point, beta=0.4)),
     "reversible_step": _solved,
     "functions of a dict": _functions,
     "functions of a tensor": _one_tensor,

@@ -73,6 +73,12 @@ def reversible_step(rand: Numbers, n: int, width: int) -> Built:
     return invfunc.reversible_step(invfunc.runge_kutta(field, "heun"), 0.8), x, (ends, _weights(rand, width, width))
 
 
+def fixed_point(rand: Numbers, n: int, width: int) -> Built:
+    """A step towards a fixed point."""
+    x = rand(n, width), rand(n, width)
+    return invfunc.fixed_point(layer, 0.4), x, (_weights(rand, width, width),)
+
+
 def squash(rand: Numbers, n: int, width: int) -> Built:
     """Two functions of one tensor, number by number."""
 
@@ -119,6 +125,7 @@ PAIRS: dict[str, Callable[[Numbers, int, int], Built]] = {
     "momentum": momentum,
     "leapfrog": leapfrog,
     "reversible_step": reversible_step,
+    "fixed_point": fixed_point,
     "batch_norm": batch_norm,
     "chain": chain,
     "repeated": repeated,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from invfunc import additive_coupling, affine_coupling, leapfrog, momentum, reversible_step, tree
+from invfunc import additive_coupling, affine_coupling, fixed_point, leapfrog, momentum, reversible_step, tree
 from invfunc.pairs.pair import Invertible
 from tests.strategies import Numbers
 
@@ -116,7 +116,7 @@ def couplings(draw, affine: bool) -> Case:
 
 @st.composite
 def dynamics(draw, kind: str) -> Case:
-    """Momentum and leapfrog."""
+    """Momentum, leapfrog and steps towards a fixed point."""
     rand, shape = Numbers(), draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))
     weights, own = [rand(shape[-1], shape[-1]) / 2], draw(st.booleans())
     f, c = mixing(-1, 1, weights if own else None), draw(st.sampled_from([0.25, 0.5, 0.9]))
@@ -125,6 +125,9 @@ def dynamics(draw, kind: str) -> Case:
         if kind == "momentum":
             v = c * v + (1 - c) * f(x, *p)
             return x + v, v
+        if kind == "fixed_point":
+            x = (1 - c) * x + c * f(v, *p)
+            return x, (1 - c) * v + c * f(x, *p)
         w = v + c / 2 * f(x, *p)
         x = x + c * w
         return x, w + c / 2 * f(x, *p)
@@ -133,6 +136,9 @@ def dynamics(draw, kind: str) -> Case:
         if kind == "momentum":
             x = x - v
             return x, (v - (1 - c) * f(x, *p)) / c
+        if kind == "fixed_point":
+            v = (v - c * f(x, *p)) / (1 - c)
+            return (x - c * f(v, *p)) / (1 - c), v
         w = v - c / 2 * f(x, *p)
         x = x - c * w
         return x, w - c / 2 * f(x, *p)
@@ -140,7 +146,7 @@ def dynamics(draw, kind: str) -> Case:
     def called(formula):
         return lambda state, *p: formula(*state, p)
 
-    pair = momentum(f, gamma=c) if kind == "momentum" else leapfrog(f, step=c)
+    pair = {"momentum": momentum, "leapfrog": leapfrog, "fixed_point": fixed_point}[kind](f, c)
     args = () if own else (weights,)
     x = (rand(*shape), rand(*shape))
     return Case(pair, called(there), called(back), x, args, functions=1 if kind == "momentum" else 2)
@@ -179,4 +185,5 @@ KINDS = {
     "momentum": dynamics("momentum"),
     "leapfrog": dynamics("leapfrog"),
     "reversible_step": solvers(),
+    "fixed_point": dynamics("fixed_point"),
 }

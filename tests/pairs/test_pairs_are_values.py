@@ -23,6 +23,7 @@ from invfunc import (
     additive_coupling,
     affine_coupling,
     chain,
+    fixed_point,
     invert,
     invertible_checkpoint,
     layers,
@@ -108,6 +109,8 @@ PAIRS = {
     "reversible_step": lambda r: Drawn(
         reversible_step(runge_kutta(field, "heun"), 0.7), halves(r), (0.0, 0.5, weight(r))
     ),
+    "fixed_point": lambda r: Drawn(fixed_point(layer, 0.3), halves(r), weight(r)),
+    "modules, fixed_point": lambda r: Drawn(fixed_point(modules(r)[1]), halves(r), None),
     "functions": lambda r: Drawn(Invertible(stretch, unstretch), r(3, WIDTH), weight(r)),
     "modules": lambda r: Drawn(additive_coupling(*modules(r)), halves(r), None),
     "modules, momentum": lambda r: Drawn(momentum(modules(r)[1]), halves(r), None),
