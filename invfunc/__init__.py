@@ -53,6 +53,7 @@ from invfunc.invertible.equilibrium import Equilibrium, equilibrium
 from invfunc.kronecker import Kronecker
 from invfunc.operation import operation
 from invfunc.outputs import outputs
+from invfunc.pairs.bdia import bdia
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.fixed_point import fixed_point
@@ -129,6 +130,7 @@ __all__ = [
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
+    "bdia",
     "certified",
     "chain",
     "check_inverse",

@@ -22,6 +22,7 @@ from invfunc import (
     Invertible,
     additive_coupling,
     affine_coupling,
+    bdia,
     chain,
     fixed_point,
     invert,
@@ -102,6 +103,9 @@ PAIRS = {
     "additive": lambda r: Drawn(additive_coupling(layer, layer), halves(r), weights(r)),
     "additive, split": lambda r: Drawn(additive_coupling(layer, layer, split_dim=-1), r(3, 2 * WIDTH), weights(r)),
     "exact": lambda r: Drawn(additive_coupling(layer, layer, exact=Grid(20)), Grid(20).enter(halves(r)), weights(r)),
+    "bdia": lambda r: Drawn(
+        bdia(layer, Grid(20, torch.float64)), Grid(20, torch.float64).enter(halves(r)), (True, weight(r)), False
+    ),
     "affine": lambda r: Drawn(affine_coupling(two_layers, two_layers, log_scale=torch.sin), halves(r), weights(r)),
     "affine, split": lambda r: Drawn(affine_coupling(two_layers, two_layers, split_dim=1), r(3, 2 * WIDTH), weights(r)),
     "momentum": lambda r: Drawn(momentum(layer, 0.7), halves(r), weight(r)),
