@@ -49,14 +49,19 @@ from invfunc.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import InverseReport, check_inverse, drift
+from invfunc.invertible.equilibrium import Equilibrium, equilibrium
 from invfunc.kronecker import Kronecker
 from invfunc.operation import operation
 from invfunc.outputs import outputs
+from invfunc.pairs.bdia import bdia
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
 from invfunc.pairs.exact import Grid
+from invfunc.pairs.fixed_point import fixed_point
 from invfunc.pairs.integrators import leapfrog, momentum
 from invfunc.pairs.log_det import with_log_det
 from invfunc.pairs.pair import Invertible, invert
+from invfunc.pairs.reversible_step import reversible_step
+from invfunc.pairs.runge_kutta import runge_kutta
 from invfunc.pairs.state_first import state_first
 from invfunc.products.estimate_diagonal import estimate_diagonal
 from invfunc.products.estimate_trace import estimate_trace
@@ -100,6 +105,7 @@ __all__ = [
     "CertificateError",
     "ClosedOverError",
     "ConvexityError",
+    "Equilibrium",
     "Estimate",
     "Grid",
     "InexactWarning",
@@ -124,6 +130,7 @@ __all__ = [
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
+    "bdia",
     "certified",
     "chain",
     "check_inverse",
@@ -134,9 +141,11 @@ __all__ = [
     "distributed",
     "drift",
     "ekfac",
+    "equilibrium",
     "estimate_diagonal",
     "estimate_trace",
     "explain",
+    "fixed_point",
     "functional",
     "fvp",
     "ggn_block_product",
@@ -162,6 +171,8 @@ __all__ = [
     "pch_block_product",
     "reduced",
     "repeated",
+    "reversible_step",
+    "runge_kutta",
     "sqrt_ggn",
     "state_first",
     "streamed",
