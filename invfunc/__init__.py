@@ -57,6 +57,8 @@ from invfunc.pairs.exact import Grid
 from invfunc.pairs.integrators import leapfrog, momentum
 from invfunc.pairs.log_det import with_log_det
 from invfunc.pairs.pair import Invertible, invert
+from invfunc.pairs.reversible_adam import reversible_adam
+from invfunc.pairs.reversible_sgd import reversible_sgd
 from invfunc.pairs.state_first import state_first
 from invfunc.products.estimate import Estimate
 from invfunc.products.estimate_diagonal import estimate_diagonal
@@ -162,6 +164,8 @@ __all__ = [
     "pch_block_product",
     "reduced",
     "repeated",
+    "reversible_adam",
+    "reversible_sgd",
     "sqrt_ggn",
     "state_first",
     "streamed",
