@@ -98,9 +98,8 @@ class _Forth(_Exact):
     def forward(
         x: torch.Tensor, digits: torch.Tensor, gained: torch.Tensor, by: Fraction, bits: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with unwatched():  # as no one else has these numbers
-            product, digits = _times(_whole(x, bits), digits, by)
-            return (product + _whole(gained, bits)).to(x.dtype) * 2.0**-bits, digits
+        product, digits = _times(_whole(x, bits), digits, by)
+        return (product + _whole(gained, bits)).to(x.dtype) * 2.0**-bits, digits
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:
@@ -119,9 +118,8 @@ class _Back(_Exact):
     def forward(
         x: torch.Tensor, digits: torch.Tensor, gained: torch.Tensor, by: Fraction, bits: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with unwatched():
-            product, digits = _times(_whole(x, bits) - _whole(gained, bits), digits, 1 / by)
-            return product.to(x.dtype) * 2.0**-bits, digits
+        product, digits = _times(_whole(x, bits) - _whole(gained, bits), digits, 1 / by)
+        return product.to(x.dtype) * 2.0**-bits, digits
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:

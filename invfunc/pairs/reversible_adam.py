@@ -53,7 +53,7 @@ def reversible_adam(
         >>> train, cs = invfunc.repeated(step), torch.ones(100)
         >>> state = step.start(torch.tensor(4.0))
         >>> train(state, cs[:3]).params
-        tensor(2.5149)
+        tensor(2.5111)
         >>> invfunc.invert(train)(train(state, cs), cs).params
         tensor(4.)
 
