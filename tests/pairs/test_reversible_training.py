@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 
 from invfunc import Grid, chain, invert, invertible_checkpoint, repeated, reversible_adam, reversible_sgd, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, RangeError
@@ -316,6 +316,23 @@ class TestComposes:
         first, second, wanted = (vmap(grad(f))(cs) for f in of)
         assert_trees_close((first, second), (wanted, wanted), 1e-12)
         assert_trees_close(grad(of[0])(cs[0]), wanted[0], 1e-12)
+        v = Numbers(2)(4)
+        assert_trees_close(jvp(of[0], (cs[0],), (v,))[1], wanted[0] @ v, 1e-12)
+
+    @of_each
+    def test_with_invert_whose_derivative_is_the_inverse(self, make):
+        """There and back is the identity, which does not depend on what is between."""
+        step = make(lambda w, c: (c * w.sin()).sum(), lr=0.1)
+        train, start, c, v = repeated(step), Numbers(0)(3), Numbers(1)(4).sigmoid(), Numbers(2)(3)
+
+        def there_and_back(params: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            state = step.start(params)
+            return invert(train)(train(state, list(c)), list(c)).weights
+
+        of_start, of_c = grad(lambda w, c: v @ there_and_back(w, c), argnums=(0, 1))(start, c)
+        assert_trees_close((of_start, of_c), (v, 0 * c), 1e-9, floor=1)
+        along = jvp(there_and_back, (start, c), (v, c))[1]
+        assert_trees_close(along, v, 1e-9)
 
     def test_with_options_of_checkpoints(self):
         problem = Problem(5)
