@@ -29,6 +29,8 @@ class Decay:
     """
 
     by: Fraction
+    call: str
+    """Of the optimiser, for errors."""
 
     @staticmethod
     def of(call: str, name: str, by: Any) -> Decay:
@@ -36,7 +38,7 @@ class Decay:
         if isinstance(by, (int, float, Fraction)) and 0 < by < 1:
             near = Fraction(by).limit_denominator(_DENOMINATOR)
             if abs(near - Fraction(by)) < Fraction(1, 10**12) and 0 < near < 1:
-                return Decay(near)
+                return Decay(near, call)
         raise ArgumentError(
             f"{call}: {name} has to be between 0 and 1, and a fraction with a denominator up to {_DENOMINATOR}, as 0.9 "
             "or Fraction(9, 10): only such a product can be undone to the last bit."
@@ -71,9 +73,9 @@ class Decay:
             used_up = not bool(innermost(last).any())
         if not used_up:
             raise InverseError(
-                f"the digits that were kept of the last {self.capacity} steps or fewer are not used up at their start, "
-                "so that the gradients were not those of the way forth: the data are other ones, an operation is not "
-                "deterministic (torch.use_deterministic_algorithms), or random numbers were drawn, which "
+                f"{self.call}: the digits that were kept of at most {self.capacity} steps are not used up at their "
+                "start, so that the gradients were not those of the way forth: the data are other ones, an operation "
+                "is not deterministic (torch.use_deterministic_algorithms), or random numbers were drawn, which "
                 "invertible_checkpoint draws again."
             )
         return x, words[:-1] if steps else (last,)

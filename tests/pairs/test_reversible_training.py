@@ -230,7 +230,8 @@ class TestGradient:
     @of_each
     def test_where_a_weight_has_no_gradient_at_all(self, make):
         """The root of Adam has an infinite slope at 0."""
-        step = make(lambda w, c: (c * w[:2].square()).sum(), lr=0.1)
+        mask = torch.tensor([1.0, 1.0, 0.0]).double()
+        step = make(lambda w, c: (c * (w * mask).square()).sum(), lr=0.1)
         start = step.start(torch.ones(3).double())
         slope = grad(lambda cs: repeated(step)(start, cs).params.square().sum())(torch.ones(4).double())
         assert slope.isfinite().all() and slope.abs().min() > 0
