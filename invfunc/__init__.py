@@ -60,6 +60,8 @@ from invfunc.pairs.fixed_point import fixed_point
 from invfunc.pairs.integrators import leapfrog, momentum
 from invfunc.pairs.log_det import with_log_det
 from invfunc.pairs.pair import Invertible, invert
+from invfunc.pairs.reversible_adam import reversible_adam
+from invfunc.pairs.reversible_sgd import reversible_sgd
 from invfunc.pairs.reversible_step import reversible_step
 from invfunc.pairs.runge_kutta import runge_kutta
 from invfunc.pairs.state_first import state_first
@@ -171,6 +173,8 @@ __all__ = [
     "pch_block_product",
     "reduced",
     "repeated",
+    "reversible_adam",
+    "reversible_sgd",
     "reversible_step",
     "runge_kutta",
     "sqrt_ggn",

@@ -5,6 +5,7 @@ from tests.mutants.fault import Fault
 PAIRS = "pairs layers invertible/test_check_inverse.py"
 LAYERS = "layers"
 AGAIN = "recomputation invertible"
+TRAINING = "pairs/test_reversible_training.py"
 
 BLOCKS = [
     # Pairs and layers
@@ -228,6 +229,42 @@ BLOCKS = [
         "return scaled.round_().mul_(2.0**-bits).add_(0.0)",
         "return scaled.round_().mul_(2.0**-bits)",
         "pairs/test_exact.py::TestGrid::test_enter_gives_the_nearest_number " + PAIRS + " " + AGAIN,
+    ),
+    # Training run backwards
+    Fault(
+        "a product on the grid takes no digits",
+        "pairs/decay.py",
+        "_divided(part * n + taken, d)",
+        "_divided(part * n, d)",
+        f"{TRAINING}::TestDecay::test_is_undone_to_the_last_bit_and_off_by_less_than_a_unit {TRAINING}",
+    ),
+    Fault(
+        "a word of digits takes one step more than it holds",
+        "pairs/decay.py",
+        "        return steps\n",
+        "        return steps + 1\n",
+        f"{TRAINING}::TestDecay::test_words_never_overflow_and_are_nearly_full {TRAINING}",
+    ),
+    Fault(
+        "digits that are not used up are not told",
+        "pairs/decay.py",
+        "if not used_up:",
+        "if False:",
+        f"{TRAINING}::TestWayBack::test_other_gradients_are_found {TRAINING}",
+    ),
+    Fault(
+        "the way back is differentiated as the way forth",
+        "pairs/decay.py",
+        "return found, None, -found, None, None",
+        "return found, None, found, None, None",
+        f"{TRAINING}::TestComposes::test_with_invert_whose_derivative_is_the_inverse {TRAINING}",
+    ),
+    Fault(
+        "the root of a second moment of zero is differentiated",
+        "pairs/reversible_adam.py",
+        "(square.clamp(min=self._unit) / second)",
+        "(square / second)",
+        f"{TRAINING}::TestGradient::test_where_a_weight_has_no_gradient_at_all {TRAINING}",
     ),
     # What is held and given back
     Fault(
