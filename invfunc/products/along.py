@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from invfunc import tree
 from invfunc.callables import check_callable
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.products.maps import Kind
-from invfunc.products.product import Space
+from invfunc.products.product import Linearised, Space
 from invfunc.recording.problem import check_params
 from invfunc.statistic import Statistic
 from invfunc.transform import ArgumentNames
@@ -47,9 +48,10 @@ def space_of(args: tuple, names: Sequence[str]) -> Space:
 
 
 def along(
-    product: Callable, args: tuple, kwargs: dict[str, Any], space: Space
+    product: Callable, args: tuple, kwargs: dict[str, Any], space: Space, several: bool = False
 ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """From the leaves of a vector to those of its product, without aux; linearised once where that can be done."""
+    """From the leaves of a vector to those of its product, without aux; linearised once where that can be done. Of
+    `several` vectors, which an axis in front counts, to those of all."""
     aux, linearize = getattr(product, "has_aux", False), getattr(product, "linearize", None)
     if linearize is not None:
         made = linearize(*args, **kwargs)
@@ -60,4 +62,12 @@ def along(
             result = product(args[0], v, *args[1:], **kwargs)
             return result[0] if aux else result
 
-    return lambda v: space.leaves(at(space.tree(v)), "product")
+    def of_one(v: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return space.leaves(at(space.tree([*v])), "product")
+
+    if not several:
+        return of_one
+    if isinstance(at, Linearised):
+        of_all = replace(at, lead=1)
+        return lambda v: space.leaves(of_all(space.tree(v)), "product", 1)
+    return lambda v: [torch.stack(x) for x in zip(*map(of_one, zip(*v, strict=True)), strict=True)]

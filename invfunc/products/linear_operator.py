@@ -1,40 +1,47 @@
-"""A curvature matrix as an operator of scipy."""
+"""A curvature matrix as an operator of scipy, or of torch's tensors."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from invfunc._extras import extra
 from invfunc.callables import describe
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.product import Space
 from invfunc.transform import Transform
 
 
-def linear_operator(product: Callable) -> Operator:
-    """A symmetric matrix, given by its products, as a `scipy.sparse.linalg.LinearOperator`.
+def linear_operator(product: Callable, kind: Literal["scipy", "torch"] | str = "scipy") -> Operator:
+    """A symmetric matrix, given by its products: a `scipy.sparse.linalg.LinearOperator`, or curvlinops' of tensors.
 
         A @ x == flat(product(params, tree(x), *batch))      # flat: the leaves one behind the other; tree: its inverse
 
-    What scipy has for matrices works with it: eigenvalues (`eigsh`, `lobpcg`), equations (`cg`, `minres`).
+    What scipy has for matrices works with the first: eigenvalues (`eigsh`, `lobpcg`), equations (`cg`, `minres`). The
+    second is what curvlinops' estimators and solvers take: traces (`hutchpp_trace`, `xtrace`), diagonals (`xdiag`),
+    spectral densities (`lanczos_approximate_spectrum`), inverses (`CGInverseLinearOperator`, Neumann's, LSMR).
 
     Args:
         product: a function `(params, v, *batch) -> tree like params`, linear in v and symmetric, as `hvp`, `ggnvp` and
             `fvp` make them; their aux is dropped.
+        kind: "scipy", or "torch" for a `PyTorchLinearOperator` of curvlinops.
 
     Returns:
-        A function `(params, *batch) -> LinearOperator` of shape `(P, P)` for P numbers in the leaves of params, of
-        their dtype. It takes and gives arrays of numpy, wherever the parameters are.
+        A function `(params, *batch) -> operator` of shape `(P, P)` for P numbers in the leaves of params, of their
+        dtype. That of scipy takes and gives arrays of numpy, wherever the parameters are. That of torch takes and gives
+        tensors on their device: `[P]`, `[P, K]`, or a list of `[*p]`, `[*p, K]` for the leaves; it can be added to
+        others, scaled and multiplied with them.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the parameters have different dtypes, or one that numpy has not, or the result
-            of the product is not a tree like them.
-        MissingExtraError: scipy is missing: `pip install 'invfunc[scipy]'`.
+        ArgumentError, ArgumentTypeError: the parameters have different dtypes or, for torch, are on several devices, or
+            scipy's dtype is one that numpy has not; an unknown kind; the result of the product is not a tree like them.
+        MissingExtraError: scipy is missing: `pip install 'invfunc[scipy]'`; or curvlinops is, which is of no extra, as
+            it brings torchvision: `pip install curvlinops-for-pytorch`.
 
     Example:
         >>> import torch, invfunc
@@ -47,68 +54,87 @@ def linear_operator(product: Callable) -> Operator:
         >>> cg(A, [1.0, 2.0, 18.0])[0].round(6).tolist()
         [1.0, 0.5, 2.0]
 
-    Composes with: `hvp`, `ggnvp`, `fvp`, these `streamed`, for the matrix of a data set, and products of one's own.
-    Arrays of numpy have no derivatives.
+        With curvlinops, the trace of the GGN of a data set from 30 vectors, by Hutch++, in two ways through the loader:
+
+            A = invfunc.linear_operator(invfunc.streamed(invfunc.ggnvp(f, loss)), kind="torch")(params, loader)
+            trace = curvlinops.hutchpp_trace(A, 30)
+
+    Composes with: `hvp`, `ggnvp`, `fvp`, these `streamed` and `distributed`, for the matrix of a data set, and products
+    of one's own. What an operator gives has no derivatives.
 
     Cost: of a product that has `.linearize`, one linearisation, which is kept as long as the operator is, and its
-    products; several columns, one after the other.
+    products. Several columns go one after the other in scipy's, and all at once in torch's, in the memory of as many
+    pullbacks, and through a loader once.
 
     Source: `scipy.sparse.linalg.LinearOperator`; curvlinops (Dangel et al.).
     """
     check_product("linear_operator", product)
+    if kind not in KINDS:
+        raise ArgumentError(f"linear_operator({describe(product)}, kind={kind!r}): it is one of 'scipy', 'torch'.")
     if getattr(product, "lead", 0):
         raise ArgumentError(f"linear_operator({product!r}): a product of blocks takes several vectors at once.")
-    return Operator(product)
+    return Operator(product, kind)
 
 
 @dataclass(frozen=True, repr=False)
 class Operator(Transform):
-    """A function `(params, *batch) -> LinearOperator`."""
+    """A function `(params, *batch) -> operator`."""
 
     product: Callable
+    kind: str = "scipy"
 
     def __repr__(self) -> str:
-        return f"linear_operator({describe(self.product)})"
+        kind = "" if self.kind == "scipy" else f", kind={self.kind!r}"
+        return f"linear_operator({describe(self.product)}{kind})"
 
     def names(self, count: int) -> Sequence[str]:
         return names_of(self.product, count)
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> tuple[Any, Any]:
-        scipy, space = extra("scipy.sparse.linalg", "scipy"), space_of(args, names)
-        dtype = _dtype_of_all(space)
+        made, space = KINDS[self.kind](), space_of(args, names)
+        _check_alike(space, "dtype")
         with torch.no_grad() if hasattr(self.product, "linearize") else torch.enable_grad():
-            at = along(self.product, args, kwargs, space)
-        return _operator(scipy.LinearOperator, at, space, dtype), None
+            return made(space, lambda several: along(self.product, args, kwargs, space, several)), None
 
 
-def _dtype_of_all(space: Space) -> Any:
-    """The dtype that numpy has for all parameters."""
-    name, kinds = space.name, space.kinds
-    for path, kind in zip(space.paths, kinds, strict=True):
-        if kind.dtype != kinds[0].dtype:
+At = Callable[[bool], Callable[[list[torch.Tensor]], list[torch.Tensor]]]
+"""Makes the map from the leaves of a vector, or of several, to those of its product."""
+
+
+def _check_alike(space: Space, what: str) -> None:
+    """Check that an attribute is that of all parameters."""
+    first, *_ = found = [getattr(kind, what) for kind in space.kinds]
+    for path, x in zip(space.paths, found, strict=True):
+        if x != first:
+            has = {"dtype": "has dtype", "device": "is on"}[what]
             raise ArgumentError(
-                f"{name}{path} has dtype {kind.dtype}, but {name}{space.paths[0]} has {kinds[0].dtype}; an operator "
-                "has one dtype for all."
+                f"{space.name}{path} {has} {x}, but {space.name}{space.paths[0]} {has} {first}; an operator has one "
+                f"{what} for all."
             )
-    try:
-        return torch.zeros(0, dtype=kinds[0].dtype).numpy().dtype
-    except TypeError:
-        raise ArgumentTypeError(f"{name} has dtype {kinds[0].dtype}, which numpy has not.") from None
 
 
-def _operator(base: Any, at: Callable, space: Space, dtype: Any) -> Any:
-    kinds = space.kinds
-    sizes = [kind.shape.numel() for kind in kinds]
+def _of_scipy() -> Callable[[Space, At], Any]:
+    base = extra("scipy.sparse.linalg", "scipy").LinearOperator
 
     class Curvature(base):
         """The products of a symmetric matrix."""
 
+        def __init__(self, space: Space, at: At) -> None:
+            self.kinds, size = space.kinds, sum(kind.shape.numel() for kind in space.kinds)
+            try:
+                dtype = torch.zeros(0, dtype=self.kinds[0].dtype).numpy().dtype
+            except TypeError:
+                raise ArgumentTypeError(f"{space.name} has dtype {self.kinds[0].dtype}, which numpy has not.") from None
+            self.at = at(False)
+            super().__init__(dtype, (size, size))
+
         def _matvec(self, x: Any) -> Any:
             if x.dtype.kind == "c":
                 return self._matvec(x.real) + 1j * self._matvec(x.imag)
-            parts = torch.tensor(x.reshape(-1), dtype=kinds[0].dtype).split(sizes)
+            kinds = self.kinds
+            parts = torch.tensor(x.reshape(-1), dtype=kinds[0].dtype).split([kind.shape.numel() for kind in kinds])
             v = [part.reshape(kind.shape).to(kind.device) for part, kind in zip(parts, kinds, strict=True)]
-            return torch.cat([y.detach().cpu().reshape(-1) for y in at(v)]).numpy()
+            return torch.cat([y.detach().cpu().reshape(-1) for y in self.at(v)]).numpy()
 
         def _adjoint(self) -> Any:
             return self
@@ -116,4 +142,52 @@ def _operator(base: Any, at: Callable, space: Space, dtype: Any) -> Any:
         def _transpose(self) -> Any:
             return self
 
-    return Curvature(dtype, (sum(sizes), sum(sizes)))
+    return Curvature
+
+
+def _of_torch() -> Callable[[Space, At], Any]:
+    base = _curvlinops()
+
+    class Curvature(base):
+        """The products of a symmetric matrix."""
+
+        SELF_ADJOINT = True
+
+        def __init__(self, space: Space, at: At) -> None:
+            _check_alike(space, "device")
+            shapes, self.kind = [tuple(kind.shape) for kind in space.kinds], space.kinds[0]
+            self.space, self.at = space, at(True)
+            super().__init__(shapes, shapes)
+
+        @property
+        def dtype(self) -> torch.dtype:
+            return self.kind.dtype
+
+        @property
+        def device(self) -> torch.device:
+            return self.kind.device
+
+        def _matmat(self, X: list[torch.Tensor]) -> list[torch.Tensor]:
+            v = self.space.leaves(self.space.tree([x.detach().movedim(-1, 0) for x in X]), "x", 1)
+            return [y.detach().movedim(0, -1) for y in self.at(v)]
+
+        def _adjoint(self) -> Any:
+            return self
+
+    return Curvature
+
+
+def _curvlinops() -> Any:
+    """The base class of curvlinops' operators, which it does not export: its own derive from it."""
+    try:
+        curvlinops = importlib.import_module("curvlinops")
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(
+            f"the package {missing.name} is missing: python -m pip install curvlinops-for-pytorch; it is of no extra, "
+            "as it brings torchvision."
+        ) from None
+    return next(kind for kind in curvlinops.HessianLinearOperator.__mro__ if kind.__name__ == "PyTorchLinearOperator")
+
+
+KINDS = {"scipy": _of_scipy, "torch": _of_torch}
+"""The classes of operators, made of a base when it is asked for."""

@@ -120,7 +120,7 @@ class Sums:
 
         def visit(args: tuple, first: int) -> int:
             product = self._behind(self.before + first)
-            of_batch = partial(self._of_batch, product, vectors)
+            of_batch = partial(self._of_batch, product, vectors, lead)
             (given, found), aux = product.told(of_batch, product.names_of_f, args, self.kwargs)
             by = self._weight(given, weights) ** product.degree
             for total, x in zip(sums, found, strict=True):
@@ -153,7 +153,7 @@ class Sums:
         return replace(self.product, drawing=replace(drawing, key=self.key, first=first))
 
     def _of_batch(
-        self, product: Product, vectors: list[torch.Tensor], args: tuple, kwargs: dict[str, Any], names: Any
+        self, product: Product, vectors: list[torch.Tensor], lead: int, args: tuple, kwargs: dict[str, Any], names: Any
     ) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
         """What was given, and the product with it; aux."""
         given, _ = product.given(args, kwargs, names)
@@ -161,7 +161,7 @@ class Sums:
         if not self.apart and given.n > 1:
             given.check_apart()
             self.apart = True
-        return (given, linear(vectors, product.lead, keep=False)), aux
+        return (given, linear(vectors, lead, keep=False)), aux
 
     def _of_all(self, sums: list[torch.Tensor], weights: Weights, scalar: list[bool]) -> list[torch.Tensor]:
         """The sums of all processes, of which some have evaluated a loss that is one number."""

@@ -171,6 +171,21 @@ TRANSFORMS = [
         "products/test_operators.py::TestOperator::test_takes_complex_and_integer_vectors products/test_operators.py",
     ),
     Fault(
+        "an operator of torch has its columns in front",
+        "products/linear_operator.py",
+        "y.detach().movedim(0, -1) for y",
+        "y.detach() for y",
+        "products/test_operators_of_torch.py::TestOperator::test_is_the_matrix products/test_operators_of_torch.py",
+    ),
+    Fault(
+        "a product of the user of several vectors is that of the first",
+        "products/along.py",
+        "zip(*map(of_one, zip(*v, strict=True)), strict=True)",
+        "zip(*[of_one([y[0] for y in v])] * len(v[0]), strict=True)",
+        "products/test_operators_of_torch.py::TestOperator::test_of_a_product_of_the_user "
+        "products/test_operators_of_torch.py",
+    ),
+    Fault(
         "an estimate adds in half precision",
         "products/estimate.py",
         "return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x",
