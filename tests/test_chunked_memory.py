@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import invfunc
 from invfunc import BudgetError, chunked, explain, functional
+from invfunc.budget.footprint import Footprint
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.statistic import Statistic
 from invfunc.testing.laws.rows import CASES
@@ -201,12 +203,21 @@ class TestChoices:
 
     def test_are_for_a_budget(self, predicted):
         t, args = invfunc.variance(loss), wide()
-        within = chunked(t, memory=2 * least_of(t, args))
+        within = chunked(t, memory=3 * least_of(t, args))
         within(*args)
         (same, (trial, budget)), before = next(iter(within.choices.items())), len(predicted)
-        within.choices[same] = trial, budget // 2  # as if much less had been free
-        within(*args)
-        assert len(predicted) > before
+        for kept in [(trial, budget // 2), (replace(trial, footprint=larger(budget)), budget)]:
+            within.choices[same] = kept  # as if much less, or more, had been free then
+            within(*args)
+            assert len(predicted) > before and within.choices[same][0].peak <= budget
+            before = len(predicted)
+
+
+def larger(budget):
+    """What a call takes that takes more than a budget."""
+    found = Footprint()
+    found.counted = 2 * budget
+    return found
 
 
 @pytest.mark.quick
