@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import BudgetError, chunked, explain, functional
+from invfunc import BudgetError, budgeted, chunked, explain, functional
 from invfunc.budget.footprint import Footprint
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.statistic import Statistic
@@ -152,7 +152,7 @@ class TestChoices:
     @pytest.fixture
     def predicted(self, monkeypatch):
         """The runs without numbers that were made."""
-        found, own = [], invfunc.budgeted.footprint
+        found, own = [], budgeted.footprint
         monkeypatch.setattr("invfunc.budgeted.footprint", lambda *args: found.append(1) or own(*args))
         return found
 
