@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -13,7 +12,6 @@ from invfunc import tree
 from invfunc._functorch import transforming
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.across import dealt, share
 from invfunc.evaluation.batches import Batches, Feed, check_loader, samples_of, size_of, swept
 from invfunc.evaluation.processes import Processes, bits, same
 from invfunc.products.along import space_of
@@ -158,7 +156,7 @@ class _Part:
     def _of_batch(self, args: tuple, own: int) -> tuple[Batches, int]:
         given = (args[0], *args[own:])
         n = size_of(given, self.in_dims)
-        return lambda visit: visit(given, 0) if n else 0, n
+        return lambda visit, _: visit(given, 0) if n else 0, n
 
     def _of_loader(self, args: tuple, own: int, keys: list[int], again: str) -> tuple[Batches, int]:
         if len(args) != own + 1:
@@ -168,7 +166,7 @@ class _Part:
         check_loader(args[own], sweeps=again or drawn)
         feed = self.feed or Feed()
         count = samples_of(args[own], self.in_dims) if keys else 0
-        return lambda visit: swept(args[own], args[0], self.in_dims, visit, feed), count
+        return lambda visit, numbered: swept(args[own], args[0], self.in_dims, visit, feed, numbered), count
 
 
 def _check_whole(args: tuple, names: Any) -> None:
@@ -223,15 +221,11 @@ class Distributed(Transform):
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         with torch.no_grad():
-            work = Work(self.t, kwargs)
+            work = Work(self.t, args[0], kwargs)
             identity, keys = {"the statistic": options_of(self.t)}, [*work.keys.values()]
             begun = self.part.begun(args, 1, names, identity, keys, twice(self.t))
-            work.keys = dict(zip(work.keys, begun.keys, strict=True))
-            for k in range(self.t.sweeps):
-                if k:
-                    work.again(partial(dealt, begun.processes))
-                run = partial(begun.batches, lambda args, n: work.visit(args, begun.before + n))
-                share(work.sweep, run, begun.processes, self.gather, lambda: work.without_samples(args[0]))
+            work.draw_by(begun.keys, begun.before)
+            work.computed(lambda: begun.batches(work.visit, enumerate), begun.processes, self.gather)
             results, aux = work.results()
             return results, aux if self.part.feed is not None else aux[0] if aux else None
 

@@ -10,14 +10,16 @@ import torch
 from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, check_loader, counted, first, swept
-from invfunc.evaluation.checkpoint import Checkpoint, Log, described
+from invfunc.evaluation.batches import Feed, Numbered, Visit, check_loader, counted, first, swept
+from invfunc.evaluation.checkpoint import Checkpoint
+from invfunc.evaluation.course import Course, Log
+from invfunc.evaluation.fingerprint import described
 from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
-from invfunc.visits import RowByRow, Work
+from invfunc.visits import work_of
 
 
 @overload
@@ -127,7 +129,7 @@ def streamed(
         return StreamedProduct(t, feed)
     if isinstance(t, Product) and file is None:
         raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
-    if file is not None and not (isinstance(t, Statistic) and t.sweeps == 1):
+    if file is not None and not isinstance(t, Statistic):
         raise ArgumentError(
             f"streamed({describe(t)}, checkpoint=...): the loader is gone through more than once, of which no file is "
             "kept. Leave checkpoint out."
@@ -215,21 +217,26 @@ class Streamed(Transform):
         return args[0], args[1]
 
     def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        in_dims = self.t.in_dims
-        work = Work(self.t, kwargs) if self.out is None else RowByRow(self.t, kwargs, self.out)
-        if isinstance(work, RowByRow):
-            work.rows.check(params, counted(loader, in_dims))
-        if self.checkpoint is None:
-            swept(loader, params, in_dims, work.visit, self.feed)
-            for _ in range(self.t.sweeps - 1):
-                work.again()
-                swept(loader, params, in_dims, work.visit, self.feed)
+        def batches(visit: Visit, numbered: Numbered) -> int:
+            return swept(loader, params, self.t.in_dims, visit, self.feed, numbered)
+
+        work, course = work_of(self.t, params, kwargs, self.out), Course()
+        work.check(counted(loader, self.t.in_dims))
+        if self.checkpoint is not None:
+            identity = {"the statistic": options_of(self.t), **beside_batches(params, kwargs)}
+            record = self.checkpoint.record(identity, [*work.keys.values()], self.feed.goal(params))
+            work.draw_by(record.keys)
+            course = Log(self.checkpoint, record)
+        with course:
+            course.begin(work)
+            work.computed(lambda: course.through(batches))
             return work.results()
-        identity = {"the statistic": options_of(self.t), "keyword arguments": described(kwargs)}
-        identity |= {f"params{path}": described(x) for path, x in tree.named_leaves(params)}
-        with Log(self.checkpoint, work, identity, self.feed.goal(params)) as log:
-            swept(loader, params, in_dims, log.visit, self.feed, log.remaining)
-            return work.results()
+
+
+def beside_batches(params: Any, kwargs: dict[str, Any]) -> dict[str, str]:
+    """What tells a call from others, beside its batches."""
+    found = {f"params{path}": described(x) for path, x in tree.named_leaves(params)}
+    return {"keyword arguments": described(kwargs), **found}
 
 
 def options_of(t: Statistic) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.across import same_scale
-from invfunc.evaluation.batches import Batches, Feed, Visit, check_loader, no_samples, swept, unscaled
-from invfunc.evaluation.processes import Processes, bits, same
+from invfunc.evaluation.across import one_scale
+from invfunc.evaluation.batches import Batches, Feed, Numbered, Visit, check_loader, no_samples, swept, unscaled
+from invfunc.evaluation.checkpoint import State, check_loadable
+from invfunc.evaluation.course import Course
+from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.weights import Weights
 from invfunc.loss.drawn import key_of
 from invfunc.products.along import space_of
@@ -81,14 +82,11 @@ class StreamedProduct(Transform):
         return Linearised(shown, sums, space, space, self.vector, self.lead, (args, kwargs)), []
 
     def _batches(self, params: Any, loader: Any) -> Batches:
-        def batches(visit: Visit) -> int:
+        def batches(visit: Visit, numbered: Numbered) -> int:
             check_loader(loader)
-            return swept(loader, params, self.product.in_dims, visit, self.feed)
+            return swept(loader, params, self.product.in_dims, visit, self.feed, numbered)
 
         return batches
-
-
-ALONE = Processes()
 
 
 class Sums:
@@ -113,26 +111,16 @@ class Sums:
         self.aux: list[Any] = []
 
     @torch.no_grad()
-    def __call__(self, vectors: list[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
-        wide = [torch.promote_types(x.dtype, torch.float32) for x in vectors]
-        sums = [torch.zeros_like(x, dtype=to) for x, to in zip(vectors, wide, strict=True)]
-        weights, self.aux = Weights(), []
+    def __call__(self, vectors: list[torch.Tensor], lead: int = 0, course: Course | None = None) -> list[torch.Tensor]:
+        work, course = Products(self, vectors), course or Course()
+        course.begin(work)
 
-        def visit(args: tuple, first: int) -> int:
-            product = self._behind(self.before + first)
-            of_batch = partial(self._of_batch, product, vectors)
-            (given, found), aux = product.told(of_batch, product.names_of_f, args, self.kwargs)
-            by = self._weight(given, weights) ** product.degree
-            for total, x in zip(sums, found, strict=True):
-                total.add_(x, alpha=by)
-            self.aux.append(aux)
-            return given.n
-
-        def seen() -> tuple[None, tuple[int, bool, dict[str, str]]]:
-            return None, (self.batches(visit), weights.first is not None, bits(self.product.vector, vectors))
+        def seen() -> tuple[None, tuple[int, bool | None, dict[str, str]]]:
+            course.through(self.batches)
+            return None, (work.n, work.weights.seen, bits(self.product.vector, vectors))
 
         _, each = self.processes.told("samples", seen)
-        n = sum(own for own, _, _ in each)
+        n, self.aux = sum(own for own, _, _ in each), work.aux
         same([vector for _, _, vector in each])  # their products are added
         if not n:
             raise no_samples()
@@ -141,45 +129,77 @@ class Sums:
                 f"the loader gave {n} samples, and {self.n} for the first vector; a matrix is that of the same ones."
             )
         self.n = n
-        sums = self._of_all(sums, weights, [scalar and bool(own) for own, scalar, _ in each])
-        by = n**-self.product.degree if weights.mean else 1
+        one_scale(work.weights, self.processes, [mean for _, mean, _ in each])
+        sums = self.processes.exchanged([_summed(work.sums)])[0]
+        by = n**-self.product.degree if work.weights.mean else 1
         return [(by * total).to(x.dtype) for total, x in zip(sums, vectors, strict=True)]
 
-    def _behind(self, first: int) -> Product:
-        """The product of a batch behind so many samples."""
+    def behind(self, n: int) -> Product:
+        """The product of a batch behind so many samples of this process."""
         drawing = self.product.drawing
         if drawing is None:
             return self.product
-        return replace(self.product, drawing=replace(drawing, key=self.key, first=first))
+        return replace(self.product, drawing=replace(drawing, key=self.key, first=self.before + n))
 
-    def _of_batch(
-        self, product: Product, vectors: list[torch.Tensor], args: tuple, kwargs: dict[str, Any], names: Any
-    ) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
-        """What was given, and the product with it; aux."""
-        given, _ = product.given(args, kwargs, names)
-        linear, aux = product.recorded(given)
-        if not self.apart and given.n > 1:
-            given.check_apart()
-            self.apart = True
-        return (given, linear(vectors, product.lead, keep=False)), aux
 
-    def _of_all(self, sums: list[torch.Tensor], weights: Weights, scalar: list[bool]) -> list[torch.Tensor]:
-        """The sums of all processes, of which some have evaluated a loss that is one number."""
-        if self.processes.size == 1:
-            return sums
-        if any(scalar):
-            same_scale(weights, self.processes, scalar.index(True))
-            weights.mean = self.processes.from_first(scalar.index(True), weights.mean)
-        return [*self.processes.exchanged([_summed(sums)])[0]]
+class Products:
+    """Adds up the products of the batches with some vectors."""
 
-    @staticmethod
-    def _weight(given: Given, weights: Weights) -> int:
+    phase = 0
+
+    def __init__(self, of: Sums, vectors: list[torch.Tensor]) -> None:
+        self.of, self.vectors, self.weights = of, vectors, Weights()
+        self.sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in vectors]
+        self.n = 0
+        self.aux: list[Any] = []
+        self.weighed = False
+
+    def visit(self, args: tuple, n: int) -> int:
+        (given, found), aux = self._of_batch(args, n)
+        by = self._weight(given) ** self.of.product.degree
+        self.sums = [torch.add(total, x, alpha=by) for total, x in zip(self.sums, found, strict=True)]
+        self.n += given.n
+        self.aux.append(aux)
+        return given.n
+
+    def _of_batch(self, args: tuple, n: int) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
+        """What is given behind n samples, and the product with it; aux."""
+        product = self.of.behind(n)
+
+        def compute(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
+            given, _ = product.given(args, kwargs, names)
+            linear, aux = product.recorded(given)
+            if not self.of.apart and given.n > 1:
+                given.check_apart()
+                self.of.apart = True
+            return (given, linear(self.vectors, product.lead, keep=False)), aux
+
+        return product.told(compute, product.names_of_f, args, self.of.kwargs)
+
+    def _weight(self, given: Given) -> int:
         """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
         if given.losses.ndim:
             return 1
         if given.loss is None:
             raise unscaled()
-        return weights.of(given.loss_part)
+        return self.weights.of(given.loss_part)
+
+    # In a checkpoint
+
+    def state(self) -> State:
+        kept = {"sums": self.sums, "n": self.n, "weighed": self.weights.first is not None}
+        count = len(self.aux)
+        if self.of.product.has_aux:
+            check_loadable("aux", self.aux[-1:])
+        return lambda: {**kept, "aux": self.aux[:count]}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.sums, self.n, self.weighed, self.aux = (state[name] for name in ("sums", "n", "weighed", "aux"))
+
+    def weigh(self, args: tuple) -> None:
+        if self.weighed and self.weights.first is None:
+            (given, _), _ = self._of_batch(args, 0)
+            self._weight(given)
 
 
 def key_of_drawn(product: Product) -> int | None:

@@ -16,14 +16,14 @@ DISTRIBUTED = [
     Fault(
         "a process does not know how many samples come before its own",
         "distributed.py",
-        "work.visit(args, begun.before + n)",
-        "work.visit(args, n)",
+        "work.draw_by(begun.keys, begun.before)",
+        "work.draw_by(begun.keys)",
         ALL,
     ),
     Fault(
         "a process without samples does not know that the loss is a mean",
         "evaluation/across.py",
-        "        sweep.weights.mean = bool(like.mean)\n",
+        "    known.mean = bool(each[first])\n",
         "",
         ALL,
     ),
@@ -44,8 +44,8 @@ DISTRIBUTED = [
     Fault(
         "weighted means of single batches are taken for means",
         "evaluation/across.py",
-        "    if like.mean is not None:\n",
-        "    if False:\n",
+        '    processes.told("scale", looked)\n',
+        "",
         FAULTS,
     ),
     Fault(
