@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 import torch
 
-from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Feed, Numbered, Visit, check_loader, counted, first, swept
 from invfunc.evaluation.checkpoint import Checkpoint
-from invfunc.evaluation.course import Course, Log
-from invfunc.evaluation.fingerprint import described
+from invfunc.evaluation.course import course_of
+from invfunc.evaluation.fingerprint import described, named
 from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
 from invfunc.sparsity.report import Explanation
@@ -33,7 +33,9 @@ def streamed(
     out: Any = None,
 ) -> Streamed: ...
 @overload
-def streamed(t: Product, *, device: Any = None, progress: bool = False) -> StreamedProduct: ...
+def streamed(
+    t: Product, *, device: Any = None, progress: bool = False, checkpoint: Any = None, every: float = 60
+) -> StreamedProduct: ...
 def streamed(
     t: Any,
     *,
@@ -125,15 +127,10 @@ def streamed(
     """
     feed = Feed.of(device, f"streamed({describe(t)})" if progress else "")
     file = Checkpoint.of(checkpoint, every)
-    if isinstance(t, Product) and file is None and out is None:
-        return StreamedProduct(t, feed)
-    if isinstance(t, Product) and file is None:
-        raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
-    if file is not None and not isinstance(t, Statistic):
-        raise ArgumentError(
-            f"streamed({describe(t)}, checkpoint=...): the loader is gone through more than once, of which no file is "
-            "kept. Leave checkpoint out."
-        )
+    if isinstance(t, Product):
+        if out is not None:
+            raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
+        return StreamedProduct(t, feed, file)
     if not isinstance(t, Statistic):
         kind = type(t).__name__
         raise ArgumentTypeError(
@@ -220,29 +217,25 @@ class Streamed(Transform):
         def batches(visit: Visit, numbered: Numbered) -> int:
             return swept(loader, params, self.t.in_dims, visit, self.feed, numbered)
 
-        work, course = work_of(self.t, params, kwargs, self.out), Course()
+        work = work_of(self.t, params, kwargs, self.out)
         work.check(counted(loader, self.t.in_dims))
-        if self.checkpoint is not None:
-            identity = {"the statistic": options_of(self.t), **beside_batches(params, kwargs)}
-            record = self.checkpoint.record(identity, [*work.keys.values()], self.feed.goal(params))
-            work.draw_by(record.keys)
-            course = Log(self.checkpoint, record)
-        with course:
+        identity = partial(identity_of, self.t, params, kwargs)
+        with course_of(self.checkpoint, identity, [*work.keys.values()], self.feed.goal(params)) as course:
+            work.draw_by(course.record.keys)
             course.begin(work)
             work.computed(lambda: course.through(batches))
             return work.results()
-
-
-def beside_batches(params: Any, kwargs: dict[str, Any]) -> dict[str, str]:
-    """What tells a call from others, beside its batches."""
-    found = {f"params{path}": described(x) for path, x in tree.named_leaves(params)}
-    return {"keyword arguments": described(kwargs), **found}
 
 
 def options_of(t: Statistic) -> str:
     """What tells a statistic from others, in every process."""
     each = [(m.reduction, m.drawing and (m.drawing.count, m.drawing.sample)) for m in t.members or (t,)]
     return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense])}"
+
+
+def identity_of(t: Statistic, params: Any, kwargs: dict[str, Any]) -> dict[str, str]:
+    """What a call has to have like one before that it goes on from, beside its batches."""
+    return {"the statistic": options_of(t), "keyword arguments": described(kwargs), **named("params", params)}
 
 
 def twice(t: Statistic) -> str:

@@ -353,9 +353,12 @@ class TestAnotherOne:
         with pytest.raises(ArgumentError, match="there is no folder"):
             streamed(invfunc.variance(losses), checkpoint=tmp_path / "a" / "b")(data[0], [data[1:]])
 
-    def test_what_takes_none(self):
-        with pytest.raises(ArgumentError, match="more than once, of which no file"):
-            streamed(invfunc.hvp(losses), checkpoint="state")
+    def test_what_takes_none(self, data):  # noqa: F811
+        params, *rest = data
+        for around in (lambda t: t.linearize, invfunc.linear_operator, invfunc.estimate_trace):
+            for t in (streamed, lambda *args, **kw: invfunc.distributed(streamed(*args, **kw))):
+                with pytest.raises(ArgumentError, match="one product, but a linearisation.*by itself"):
+                    around(t(invfunc.hvp(losses), checkpoint="state"))(params, [rest])
         with pytest.raises(ArgumentTypeError, match="has to be a file name"):
             streamed(invfunc.variance(losses), checkpoint=True)
         for every in (-1, float("nan"), "1"):

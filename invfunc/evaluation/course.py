@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
+
 from invfunc.evaluation.batches import Batches
-from invfunc.evaluation.checkpoint import Checkpoint, Record, State
+from invfunc.evaluation.checkpoint import Checkpoint, Head, Record, State
 from invfunc.evaluation.fingerprint import fingerprint
 
 
@@ -41,6 +43,15 @@ class Course:
     """Has a work see batches."""
 
     work: Work
+    keeps = False
+    """Whether a file has to be there until the result is."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+    def agree(self, each: Sequence[Head]) -> None:
+        """Go on from where all processes can, of whose records these are the heads."""
+        self.record = self.record.agreed(each)
 
     def begin(self, work: Work) -> None:
         """Put it where it was when a call before ended."""
@@ -60,15 +71,21 @@ class Course:
 class Log(Course):
     """Has a work see those that are not done: what they have brought is in a file when it is left too early."""
 
-    def __init__(self, file: Checkpoint, record: Record, several: bool = False) -> None:
-        """`several` says that other processes may have to go back to the phase before, and this one with them."""
-        self.file, self.record, self.several = file, record, several
-        self._prints, self._known = [*record.prints], len(record.prints)
+    keeps = True
+
+    def __init__(self, file: Checkpoint, record: Record) -> None:
+        super().__init__(record)
+        self.file, self.several = file, False
         self._done = self._n = self._number = 0
         self._new, self._written = False, time.monotonic()
 
+    def agree(self, each: Sequence[Head]) -> None:
+        super().agree(each)
+        self.several = len(each) > 1  # which may have to go back to the phase before, and this one with them
+
     def begin(self, work: Work) -> None:
         super().begin(work)
+        self._prints, self._known = [*self.record.prints], len(self.record.prints)
         if self.record.state is not None:
             work.resume(self.record.state())
 
@@ -132,3 +149,15 @@ class Log(Course):
     def _write(self) -> None:
         self.file.write(replace(self.record, prints=self._prints[: max(self._known, self.record.done)]))
         self._new, self._written = False, time.monotonic()
+
+
+def course_of(
+    file: Checkpoint | None, identity: Callable[[], dict[str, str]], keys: list[int], device: torch.device
+) -> Course:
+    """That of a call which draws by these keys, unless it goes on with a file, if it has one; states are on a device.
+
+    `identity` says by name what has to be the same as before, beside the batches.
+    """
+    if file is None:
+        return Course(Record({}, keys))
+    return Log(file, file.record(identity(), keys, device))

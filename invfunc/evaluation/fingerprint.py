@@ -39,6 +39,11 @@ def described(x: Any) -> str:
     return re.sub(" at 0x[0-9a-f]+", "", getattr(x, "__name__", repr(x))) if callable(x) else _shown(x)
 
 
+def named(name: str, x: Any) -> dict[str, str]:
+    """The leaves of a tree by name, as such texts."""
+    return {name + path: described(leaf) for path, leaf in tree.named_leaves(x)}
+
+
 def _named(options: Mapping[Any, Any]) -> str:
     return ", ".join(f"{name}={described(x)}" for name, x in options.items())
 

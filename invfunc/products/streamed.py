@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.across import one_scale
 from invfunc.evaluation.batches import Batches, Feed, Numbered, Visit, check_loader, no_samples, swept, unscaled
-from invfunc.evaluation.checkpoint import State, check_loadable
-from invfunc.evaluation.course import Course
+from invfunc.evaluation.checkpoint import Checkpoint, Record, State, check_loadable
+from invfunc.evaluation.course import Course, course_of
+from invfunc.evaluation.fingerprint import described, named
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.weights import Weights
 from invfunc.loss.drawn import key_of
@@ -30,6 +32,7 @@ class StreamedProduct(Transform):
 
     product: Product
     feed: Feed = Feed()
+    checkpoint: Checkpoint | None = None
     outermost = True
 
     def __repr__(self) -> str:
@@ -68,18 +71,21 @@ class StreamedProduct(Transform):
             raise ArgumentTypeError(f"it takes the parameters, {self.vector} and a loader, and got {given}.")
         params, v, loader = args
         space = space_of((params,), names)
-        sums = Sums(self.product, kwargs, self._batches(params, loader), key_of_drawn(self.product))
-        found = sums(space.leaves(v, self.vector, self.lead), self.lead)
-        return space.tree(found), sums.aux
+        leaves = space.leaves(v, self.vector, self.lead)
+        identity = partial(identity_of, self.product, params, v, kwargs)
+        with course_of(self.checkpoint, identity, keys_of(self.product), self.feed.goal(params)) as course:
+            sums = Sums(self.product, kwargs, self._batches(params, loader), course.record.keys)
+            return space.tree(sums(leaves, course)), sums.aux
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         if len(args) != 2:
             raise ArgumentTypeError(f"it takes the parameters and a loader, and got {len(args)} positional arguments.")
+        check_linearized(self.checkpoint)
         check_loader(args[1], sweeps="it is gone through for every vector")
         space = space_of(args, names)
-        sums = Sums(self.product, kwargs, self._batches(*args), key_of_drawn(self.product))
+        sums = Sums(self.product, kwargs, self._batches(*args), keys_of(self.product))
         shown = f"{self!r}.linearize({', '.join(names)})"
-        return Linearised(shown, sums, space, space, self.vector, self.lead, (args, kwargs)), []
+        return Linearised(shown, sums.along, space, space, self.vector, self.lead, (args, kwargs)), []
 
     def _batches(self, params: Any, loader: Any) -> Batches:
         def batches(visit: Visit, numbered: Numbered) -> int:
@@ -97,12 +103,12 @@ class Sums:
         product: Product,
         kwargs: dict[str, Any],
         batches: Batches,
-        key: int | None,
+        keys: list[int],
         processes: Processes = ALONE,
         before: int = 0,
     ) -> None:
-        """`key` is that of drawn columns. `processes` have batches each, and those before this one so many samples."""
-        self.product, self.kwargs, self.batches, self.key = product, kwargs, batches, key
+        """`keys` are those of drawn columns; `processes` before this one have so many samples."""
+        self.product, self.kwargs, self.batches, self.keys = product, kwargs, batches, keys
         self.processes, self.before = processes, before
         self.n: int | None = None
         """How many samples there were the first time."""
@@ -110,9 +116,13 @@ class Sums:
         """Whether f has been seen to keep samples apart."""
         self.aux: list[Any] = []
 
+    def along(self, vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
+        """The products with one of many vectors, or with several."""
+        return self(vectors, Course(Record({}, self.keys)))
+
     @torch.no_grad()
-    def __call__(self, vectors: list[torch.Tensor], lead: int = 0, course: Course | None = None) -> list[torch.Tensor]:
-        work, course = Products(self, vectors), course or Course()
+    def __call__(self, vectors: list[torch.Tensor], course: Course) -> list[torch.Tensor]:
+        work = Products(self, vectors)
         course.begin(work)
 
         def seen() -> tuple[None, tuple[int, bool | None, dict[str, str]]]:
@@ -139,7 +149,7 @@ class Sums:
         drawing = self.product.drawing
         if drawing is None:
             return self.product
-        return replace(self.product, drawing=replace(drawing, key=self.key, first=self.before + n))
+        return replace(self.product, drawing=replace(drawing, key=self.keys[0], first=self.before + n))
 
 
 class Products:
@@ -202,9 +212,31 @@ class Products:
             self._weight(given)
 
 
-def key_of_drawn(product: Product) -> int | None:
+def keys_of(product: Product) -> list[int]:
     """The key of what a product draws for each sample, if it does."""
-    return None if product.drawing is None else key_of(product.drawing.generator)
+    return [] if product.drawing is None else [key_of(product.drawing.generator)]
+
+
+def options_of(product: Product) -> str:
+    """What tells a product from others, in every process."""
+    drawn = product.drawing and (product.drawing.count, product.drawing.sample)
+    return f"{described(product)} {described([product.degree, drawn, product.in_dims, product.out_dims])}"
+
+
+def identity_of(product: Product, params: Any, v: Any, kwargs: dict[str, Any]) -> dict[str, str]:
+    """What a call has to have like one before that it goes on from, beside its batches."""
+    given = {"the product": options_of(product), "keyword arguments": described(kwargs)}
+    return {**given, **named("params", params), **named(product.vector, v)}
+
+
+def check_linearized(file: Checkpoint | None) -> None:
+    """Check that there is no file, which would be of another vector than the first one that comes again."""
+    if file is not None:
+        raise ArgumentError(
+            f"checkpoint={str(file.path)!r} is of one product, but a linearisation gives one after the other: a call "
+            "that is begun anew has the first vector again, of which the file is not. Leave checkpoint out, or compute "
+            "each product by itself, with a file of its own, as streamed(t, checkpoint=file)(params, v, loader)."
+        )
 
 
 def _summed(tensors: list[torch.Tensor]) -> Exchange:
