@@ -198,8 +198,9 @@ class DistributedProduct(Transform):
         return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        identity = partial(identity_of_product, self.product, args[0], args[1:2], kwargs)
-        begun, sums = self._begun(args, 2, kwargs, names, identity)
+        begun, sums = self._begun(
+            args, 2, kwargs, names, lambda: identity_of_product(self.product, args[0], args[1], kwargs)
+        )
         space = space_of(args[:1], names)
         with begun.course as course:
             found = sums(space.leaves(args[1], self.vector, self.lead), course)

@@ -1,4 +1,4 @@
-"""A process that is killed while it goes through a data set: `python -m tests.streamed_killed CASE FOLDER KILLS`."""
+"""A process that is killed while it goes through a data set: `python -m tests.streamed_killed FOLDER`."""
 
 import os
 import random
@@ -43,7 +43,8 @@ def product():
     return invfunc.ggnvp(linear, F.cross_entropy)
 
 
-CASES = {made.__name__: made for made in (one_sweep, two_sweeps, product)}
+CASES = {"one_sweep": (one_sweep, 50), "two_sweeps": (two_sweeps, 20), "product": (product, 10)}
+"""With how often each is killed."""
 
 
 def losses(params, x, y):
@@ -66,7 +67,7 @@ def data(seconds=0.0):
 def computed(case: str, seconds: float = 0.0, **options):
     params, loader = data(seconds)
     v = [params] if case == "product" else []
-    return invfunc.streamed(CASES[case](), **options)(params, *v, loader)
+    return invfunc.streamed(CASES[case][0](), **options)(params, *v, loader)
 
 
 def run(case: str, where: Path) -> None:
@@ -76,10 +77,10 @@ def run(case: str, where: Path) -> None:
     (where / "result.part").replace(where / "result")
 
 
-def main(case: str, where: Path, kills: int) -> None:
+def main(case: str, where: Path) -> None:
     """Kill a process so many times at random moments, begin it anew, and compare each result that it brings."""
     torch.set_num_threads(1)
-    wanted, rng, done = computed(case), random.Random(0), 0
+    wanted, rng, kills, done = computed(case), random.Random(0), CASES[case][1], 0
     start = time.monotonic()
     run(case, where)
     whole = most = time.monotonic() - start
@@ -108,4 +109,5 @@ def main(case: str, where: Path, kills: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    for called in CASES:
+        main(called, Path(sys.argv[1]))

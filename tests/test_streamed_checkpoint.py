@@ -24,7 +24,6 @@ from tests.strategies import Numbers, seeded
 from tests.test_streamed import AT_ONCE, batches, data, linear, losses  # noqa: F401
 
 CASES = [(name, form) for name, row in ROWS.items() if name not in AT_ONCE for form in row.forms]
-KILLS = {"one_sweep": 50, "two_sweeps": 20, "product": 10}
 
 
 class Lost(Exception):
@@ -254,7 +253,7 @@ class TestProducts:
             t(params, {**v, "b": 2 * v["b"]}, parts)
         with pytest.raises(ArgumentError, match=r"another value of the product"):
             streamed(invfunc.ggnvp(losses), checkpoint=file)(params, v, parts)
-        with pytest.raises(ArgumentError, match=r"another value of the product: none"):
+        with pytest.raises(ArgumentError, match=r"another value of the product: hvp.* and not none"):
             streamed(invfunc.variance(losses), checkpoint=file)(params, parts)
         same(t(params, v, parts), streamed(invfunc.hvp(losses))(params, v, parts))
 
@@ -435,12 +434,11 @@ class TestFingerprint:
         assert fingerprint(torch.eye(3).to_sparse()) != fingerprint(torch.ones(3, 3).to_sparse())
 
 
-@pytest.mark.parametrize("case", KILLS)
-def test_killed_at_any_moment(tmp_path, case):
+def test_killed_at_any_moment(tmp_path):
     """A process ends at a random moment, and the next goes on, until the result is there, again and again."""
     memory = Path("/dev/shm")  # where disks do not wait
     with TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
-        command = [sys.executable, "-m", "tests.streamed_killed", case, folder, str(KILLS[case])]
+        command = [sys.executable, "-m", "tests.streamed_killed", folder]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1])
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) >= 1
+    assert all(int(done) >= 1 for done in ran.stdout.split())
