@@ -110,4 +110,6 @@ def main(case: str, where: Path) -> None:
 
 if __name__ == "__main__":
     for called in CASES:
-        main(called, Path(sys.argv[1]))
+        folder = Path(sys.argv[1], called)
+        folder.mkdir()
+        main(called, folder)
