@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -11,16 +11,18 @@ import torch
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.evaluation.processes import Processes
 from invfunc.part import Asked, Begun, Part
 from invfunc.products.along import space_of
 from invfunc.products.product import Linearised, Product
 from invfunc.products.streamed import StreamedProduct, Sums, check_linearized, keys_of
 from invfunc.products.streamed import identity_of as identity_of_product
 from invfunc.recording.problem import InDims
+from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.streamed import Streamed, identity_of, not_by_batches, options_of, twice
 from invfunc.transform import Transform
-from invfunc.visits import work_of
+from invfunc.visits import exchanged, work_of
 
 
 @overload
@@ -53,11 +55,13 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
         A function `(params, *batch) -> result`, or `(params, loader) -> result` if t is streamed; of a product
         `(params, v, ...) -> result`, whose `.linearize` gives `v -> product`. The batch may have no samples in some
         processes, and loaders any number of batches. Aux is that of this process. The result cannot be differentiated.
+        Where t is streamed to `out`, each process writes the rows of its own samples, whose places begin with 0.
 
     Raises:
         ProcessError: another process has failed, or ended; with its message.
         ArgumentError: as `streamed`; parameters, statistic or vectors that are not the same in all processes; this
-            process is not in the group; `checkpoint=` or `out=` of `streamed`.
+            process is not in the group; a checkpoint of another process, of another number of them, or of another call
+            than those of the others; `out=` of `streamed` with `each="gather"`.
         ArgumentTypeError: t is neither statistic nor product; the group is of another type.
 
     Example:
@@ -76,7 +80,7 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
         A DistributedSampler repeats samples until all processes have as many, which count twice then, or drops some
         (`drop_last=True`). `torch.utils.data.Subset(data, range(rank, len(data), processes))` does neither.
 
-    Composes with: `streamed`, `chunked`, `together`, `reduced` inside; `linear_operator`, `estimate_trace`,
+    Composes with: `streamed`, `chunked`, `together`, `reduced` inside; `explain`; `linear_operator`, `estimate_trace`,
     `estimate_diagonal` around products, with the same seed in each process. Drawn columns are those of the first
     process's generator, and each sample draws by its place among those of all processes, as `streamed` says: they are
     the same for any number of processes. A loader is gone through once more to count its samples then.
@@ -84,6 +88,12 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
     Cost: that of t for the samples of this process; of what is exchanged, each number of the result once (of K-factors
     a triangle, of a variance twice, of a sample axis nothing unless it is gathered), in one collective for each of a
     few steps; the memory of the result once more. The eigendecompositions of `ekfac` are dealt out to the processes.
+
+    With `checkpoint="file"` of `streamed`, each process has a file of its own, "file.0" the first. When one fails, the
+    others write theirs, too; of processes that are killed (torchrun ends all if one is), the last `every` seconds are
+    lost. All go on from where each was, with the same number of processes and the same batches in each; those that were
+    done wait for the others, and no file is removed before all have the result. In its second sweep, `ekfac` also keeps
+    what the first one has brought in this process: all go back to its end if one of them has lost its file.
 
     Source: Chan, Golub and LeVeque (1979) for variances; torch.distributed.
     """
@@ -145,6 +155,16 @@ class Distributed(Transform):
 
     def names(self, count: int) -> Any:
         return self.part.names(["params"], self.t.names(count), count)
+
+    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
+        """How this process would compute it, which does not wait for the others, and what it would give to them."""
+        processes, given = Processes.of(self.part.group), args
+        if self.part.feed is None:
+            found = self.t.explanation(args, kwargs, names)
+        else:
+            found, given = Streamed(self.t, self.part.feed).looked_at(args, kwargs)
+        size = 0 if self.out is not None else exchanged(self.t, given, kwargs, self.gather)
+        return replace(found, name=repr(self), processes=processes.size, exchanged=size)
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         with torch.no_grad():

@@ -66,10 +66,12 @@ def streamed(
             choice. From pinned memory (`DataLoader(..., pin_memory=True)`) a GPU takes them while it computes.
         progress: whether a bar shows the batches that are done, the samples per second and, where the loader has a
             length, the time that is left. It shows on a terminal and in a notebook only.
-        checkpoint: the name of a file in which a statistic keeps what the batches that are done have brought, every so
-            many seconds and when an error or Ctrl-C ends the call. A next call with the same arguments, also of another
-            process, goes on from there: the loader gives its batches again from the first one on, and those that are
-            done are compared with what they were, and left out. When the result is there, the file is removed.
+        checkpoint: the name of a file that keeps what the batches that are done have brought, every so many seconds and
+            when an error or Ctrl-C ends the call. A next call with the same arguments, also of another process, goes on
+            from there, in the sweep that it was in: the loader gives its batches again from the first one on, and those
+            that are done are compared with what they were, and left out. A loader that is gone through twice has to
+            give the same batches in the same order then. When the result is there, the file is removed. That of a
+            product is of one vector, and not of a linearisation.
         every: the seconds after which that file is written anew, 0 for after each batch.
         out: where a result with a sample axis (`batch_grad`, `sqrt_ggn`) goes batch by batch, so that it need not fit
             in memory: a tree like the result of tensors with room for all samples, which may be mapped to a file
@@ -93,7 +95,8 @@ def streamed(
         ArgumentError: there are no samples, or more or fewer than the first time; a statistic that does not add up over
             batches (`gram`, which is of pairs of samples, and `kfra`) or has `samples=`; a scalar loss that is not
             given apart, or that is neither a mean nor a sum (`ignore_index` and class weights divide by what is in the
-            batch); a device on which there is no parameter; within torch.func's transforms.
+            batch); a device on which there is no parameter; a checkpoint of something else, or of a linearisation;
+            within torch.func's transforms.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
 
     Example:
@@ -121,7 +124,8 @@ def streamed(
     by `torch.load` with its default settings. Of f and the loss it knows only the names, and columns go on being drawn
     as they were begun, whatever generator a next call has. All batches, and once the parameters, are copied to the CPU
     for a checksum; a result with a sample axis is written in full each time. Where the loss is one number, the first
-    batch is computed again to go on.
+    batch is computed again to go on. That of `ekfac` has the eigenvectors, which another machine may find with other
+    signs.
 
     Source: Chan, Golub and LeVeque (1979) for variances.
     """
@@ -200,10 +204,14 @@ class Streamed(Transform):
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed: what is done with the first batch, and how often with how many."""
+        return self.looked_at(args, kwargs)[0]
+
+    def looked_at(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Explanation, tuple]:
+        """The explanation, and the arguments of the first batch."""
         params, loader = self._given(args, "to look at the first one takes it away")
         given, batches = first(loader, params, self.t.in_dims, self.feed)
         found = self.t.explanation(given, kwargs, self.t.names(len(given)))
-        return replace(found, name=repr(self), sweeps=self.t.sweeps, batches=batches)
+        return replace(found, name=repr(self), sweeps=self.t.sweeps, batches=batches), given
 
     @staticmethod
     def _given(args: tuple, twice: str) -> tuple[Any, Any]:

@@ -6,8 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
+from invfunc import tree
+from invfunc._functorch import FakeTensorMode
+from invfunc._generators import set_states, state_of
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.across import dealt, one_scale, share
+from invfunc.evaluation.across import bytes_given, dealt, one_scale, share
 from invfunc.evaluation.batches import no_samples
 from invfunc.evaluation.checkpoint import State, check_loadable
 from invfunc.evaluation.engine import Engine
@@ -140,3 +145,26 @@ class RowByRow(Work):
 def work_of(t: Statistic, params: Any, kwargs: dict[str, Any], out: Any) -> Work:
     """What joins the batches, or writes their rows to `out` if it is given."""
     return Work(t, params, kwargs) if out is None else RowByRow(t, params, kwargs, out)
+
+
+def exchanged(t: Statistic, args: tuple, kwargs: dict[str, Any], gather: bool) -> int | None:
+    """How many bytes a process exchanges for a batch, from a run without numbers; None if it does not run so."""
+    mode, sweep, total = FakeTensorMode(allow_non_fake_inputs=True), Sweep(), 0
+    t, before = t.keyed(dict.fromkeys(t.drawings, 0), 0), state_of(torch.default_generator)
+    try:
+        given, named = tree.map_tensors(mode.from_tensor, (args, kwargs))
+        with torch.no_grad(), mode:
+            for k in range(t.sweeps):
+                if k:
+                    sweep = Sweep(sweep)
+                    total += sum(x.nbytes for one in sweep.told for x in tree.tensors((one.known,)))
+                engine = t.engine(given, named, t.names(len(given)))
+                sweep.enter(engine)
+                engine.kept()
+                sweep.n = engine.problem.n
+                total += bytes_given(sweep, gather)
+    except Exception:  # of what asks for numbers
+        return None
+    finally:
+        set_states([(torch.default_generator, before)])
+    return total

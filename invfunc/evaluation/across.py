@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -58,16 +59,36 @@ def share(
         sweep.enter(blank())
     assert sweep.engine is not None
     sweep.has(sum(one.n for one in each), like.outputs, like.structure)
+    exchanges = _exchanges(sweep, own, each, gather)
+    kept = list(_kept(sweep))
+    for (k, i), state in zip(exchanges, processes.exchanged(list(exchanges.values())), strict=True):
+        kept[k].states[i] = state
+
+
+def bytes_given(sweep: Sweep, gather: bool) -> int:
+    """How many bytes a process gives to others that keep as much as it does, if none of them needs to be asked."""
+    total = 0
+    for exchange in _exchanges(sweep, sweep.n, [Brought.of(sweep)], gather).values():
+        with suppress(StopIteration):
+            answer = None
+            while True:
+                answer = exchange.send(answer).tensors
+                total += sum(x.nbytes for x in answer)
+    return total
+
+
+def _exchanges(sweep: Sweep, own: int, each: list[Brought], gather: bool) -> dict[tuple[int, int], Exchange]:
+    """Those of what is kept of so many own samples, by its place and that of the parameter."""
+    assert sweep.engine is not None
     exchanges: dict[tuple[int, int], Exchange] = {}
     kept, leaves = list(_kept(sweep)), sweep.engine.fold.problem.leaves
-    for k, (t, t.columns) in enumerate(zip(kept, like.columns, strict=True)):
+    for k, (t, t.columns) in enumerate(zip(kept, _alike(each).columns, strict=True)):
         if t.reduction.each and not gather:  # those of this process, of all parameters
             t.states = {i: t.states.get(i) or t.reduction.init(leaf, own, t.columns) for i, leaf in enumerate(leaves)}
             continue
         for i in sorted({i for one in each if one.n for i in one.states[k]}):
             exchanges[k, i] = _exchange(t, i, leaves[i], own, [(one.n, one.states[k]) for one in each if one.n])
-    for (k, i), state in zip(exchanges, processes.exchanged(list(exchanges.values())), strict=True):
-        kept[k].states[i] = state
+    return exchanges
 
 
 def _alike(each: list[Brought]) -> Brought:

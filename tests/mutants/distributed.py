@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 ALL = "test_distributed.py::test_all_processes_give_what_all_samples_at_once_do[2]"
 FAULTS = "test_distributed.py::TestFaults"
+RESUMED = "test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened"
 
 DISTRIBUTED = [
     Fault(
@@ -61,5 +62,40 @@ DISTRIBUTED = [
         "            if step != at\n",
         "            if False\n",
         FAULTS,
+    ),
+    Fault(
+        "a process goes on in the second sweep where others are in the first",
+        "evaluation/checkpoint.py",
+        "while found is not None and found.phase > min(head.phase for head in each):",
+        "while False:",
+        RESUMED,
+    ),
+    Fault(
+        "the files of two calls are taken for one",
+        "evaluation/checkpoint.py",
+        "if any(head.mark != written[0].mark for head in written):",
+        "if False:",
+        RESUMED,
+    ),
+    Fault(
+        "a process that has lost its file draws other columns",
+        "evaluation/checkpoint.py",
+        "mark, keys = written[0].mark, written[0].keys",
+        "mark, keys = written[0].mark, self.keys",
+        RESUMED,
+    ),
+    Fault(
+        "a file is removed before all have the result",
+        "part.py",
+        "if not self.course.keeps:",
+        "if True:",
+        RESUMED,
+    ),
+    Fault(
+        "rows of a mean are divided by the samples of one process",
+        "visits.py",
+        "self.rows.scaled(self.n, 1 / self.of_all)",
+        "self.rows.scaled(self.n, 1 / max(1, self.n))",
+        RESUMED,
     ),
 ]

@@ -126,6 +126,13 @@ STREAMED = [
         "test_streamed_checkpoint.py::TestAnotherOne",
     ),
     Fault(
+        "a checkpoint is of any vector",
+        "products/streamed.py",
+        ", **named(product.vector, v)}",
+        "}",
+        "test_streamed_checkpoint.py::TestProducts",
+    ),
+    Fault(
         "rows of a mean keep the scale of the sum",
         "visits.py",
         "if self.sweep.weights.mean:",
