@@ -150,6 +150,13 @@ class TestBrokenOff:
         assert done == (3 if at == "save" else 2)  # of either the file and its folder are synchronised
         same(streamed(t, checkpoint=file)(params, parts), streamed(t)(params, parts))
 
+    def test_by_a_batch_that_is_put_right(self, data, file):  # noqa: F811
+        params, x, y = data
+        t, parts = streamed(invfunc.variance(losses), checkpoint=file), batches([2, 4], x, y)
+        with pytest.raises(IndexError):
+            t(params, [*parts[:2], (parts[2][0], parts[2][1] + 99)])
+        same(t(params, parts), streamed(invfunc.variance(losses))(params, parts))
+
     def test_several_times(self, data, file):  # noqa: F811
         params, *rest = data
         t, parts = invfunc.kflr(linear, F.cross_entropy), batches(range(1, 9), *rest)

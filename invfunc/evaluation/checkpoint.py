@@ -14,6 +14,7 @@ from uuid import uuid4
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.evaluation.fingerprint import fingerprint
 from invfunc.kronecker import Joint, Kronecker, Origin
 from invfunc.per_sample.places import Place
 from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
@@ -31,6 +32,8 @@ class Head(NamedTuple):
     mark: str
     keys: list[int]
     phase: int
+    known: int
+    """A fingerprint of what is known of the phases before, as eigenvectors."""
     new: bool
 
 
@@ -61,7 +64,8 @@ class Record:
 
     @property
     def head(self) -> Head:
-        return Head(self.mark, self.keys, self.phase, self.state is None)
+        known = [t["known"] for t in self.state()["kept"]] if self.state is not None and self.phase else []
+        return Head(self.mark, self.keys, self.phase, fingerprint(known), self.state is None)
 
     def agreed(self, each: Sequence[Head]) -> Record:
         """What this process goes on from so that all do in one phase, with the same keys: of the records of all."""
@@ -71,8 +75,10 @@ class Record:
                 "the checkpoints of the processes are of different calls. Remove them to begin anew, or go on with "
                 "those of one call."
             )
-        found: Record | None = self
-        while found is not None and found.phase > min(head.phase for head in each):
+        found, phase = self, min(head.phase for head in each)
+        if phase and len({head.known for head in each if head.phase == phase}) > 1:  # found on other machines
+            phase -= 1
+        while found is not None and found.phase > phase:
             found = found.before
         mark, keys = written[0].mark, written[0].keys
         if found is None:  # another process has lost its file: there is nothing that all could go on from

@@ -66,8 +66,15 @@ DISTRIBUTED = [
     Fault(
         "a process goes on in the second sweep where others are in the first",
         "evaluation/checkpoint.py",
-        "while found is not None and found.phase > min(head.phase for head in each):",
+        "while found is not None and found.phase > phase:",
         "while False:",
+        RESUMED,
+    ),
+    Fault(
+        "processes go on with eigenvectors of their own",
+        "evaluation/checkpoint.py",
+        "            phase -= 1\n",
+        "            pass\n",
         RESUMED,
     ),
     Fault(

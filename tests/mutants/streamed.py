@@ -123,7 +123,14 @@ STREAMED = [
         "evaluation/course.py",
         "before, self._known = self.record if self.several else None, len(self._prints)",
         "before, self._known, self._prints = self.record if self.several else None, 0, []",
-        "test_streamed_checkpoint.py::TestAnotherOne",
+        "test_streamed_checkpoint.py::TestTwoSweeps",
+    ),
+    Fault(
+        "what comes behind a checkpoint draws as the first batch does",
+        "evaluation/course.py",
+        "self._note(done=number + 1, n=self._n)",
+        "self._note(done=number + 1, n=0)",
+        "test_streamed_checkpoint.py::test_every_statistic_goes_on_as_if_nothing_had_happened",
     ),
     Fault(
         "a checkpoint is of any vector",
