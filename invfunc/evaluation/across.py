@@ -70,7 +70,7 @@ def bytes_given(sweep: Sweep, gather: bool) -> int:
     total = 0
     for exchange in _exchanges(sweep, sweep.n, [Brought.of(sweep)], gather).values():
         with suppress(StopIteration):
-            answer = None
+            answer: Any = None
             while True:
                 answer = exchange.send(answer).tensors
                 total += sum(x.nbytes for x in answer)

@@ -17,8 +17,8 @@ DISTRIBUTED = [
     Fault(
         "a process does not know how many samples come before its own",
         "distributed.py",
-        "work.draw_by(begun.keys, begun.before)",
-        "work.draw_by(begun.keys)",
+        "work.draw_by(course.record.keys, begun.before)",
+        "work.draw_by(course.record.keys)",
         ALL,
     ),
     Fault(
@@ -51,8 +51,8 @@ DISTRIBUTED = [
     ),
     Fault(
         "parameters may differ",
-        "distributed.py",
-        "        same([said for said, _, _ in each])\n",
+        "part.py",
+        "        same([alike for alike, _, _ in each])\n",
         "",
         FAULTS,
     ),

@@ -86,7 +86,7 @@ STREAMED = [
     Fault(
         "each vector has columns of its own",
         "products/streamed.py",
-        "key=self.key,",
+        "key=self.keys[0],",
         "key=key_of(drawing.generator),",
         "test_streamed_products.py",
     ),
