@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 import torch
 
-from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, check_loader, counted, first, swept
-from invfunc.evaluation.checkpoint import Checkpoint, Log, described
+from invfunc.evaluation.batches import Feed, Numbered, Visit, check_loader, counted, first, swept
+from invfunc.evaluation.checkpoint import Checkpoint
+from invfunc.evaluation.course import course_of
+from invfunc.evaluation.fingerprint import described, named
 from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
-from invfunc.visits import RowByRow, Work
+from invfunc.visits import work_of
 
 
 @overload
@@ -31,7 +33,9 @@ def streamed(
     out: Any = None,
 ) -> Streamed: ...
 @overload
-def streamed(t: Product, *, device: Any = None, progress: bool = False) -> StreamedProduct: ...
+def streamed(
+    t: Product, *, device: Any = None, progress: bool = False, checkpoint: Any = None, every: float = 60
+) -> StreamedProduct: ...
 def streamed(
     t: Any,
     *,
@@ -62,10 +66,12 @@ def streamed(
             choice. From pinned memory (`DataLoader(..., pin_memory=True)`) a GPU takes them while it computes.
         progress: whether a bar shows the batches that are done, the samples per second and, where the loader has a
             length, the time that is left. It shows on a terminal and in a notebook only.
-        checkpoint: the name of a file in which a statistic keeps what the batches that are done have brought, every so
-            many seconds and when an error or Ctrl-C ends the call. A next call with the same arguments, also of another
-            process, goes on from there: the loader gives its batches again from the first one on, and those that are
-            done are compared with what they were, and left out. When the result is there, the file is removed.
+        checkpoint: the name of a file that keeps what the batches that are done have brought, every so many seconds and
+            when an error or Ctrl-C ends the call. A next call with the same arguments, also of another process, goes on
+            from there, in the sweep that it was in: the loader gives its batches again from the first one on, and those
+            that are done are compared with what they were, and left out. A loader that is gone through twice has to
+            give the same batches in the same order then. When the result is there, the file is removed. That of a
+            product is of one vector, and not of a linearisation.
         every: the seconds after which that file is written anew, 0 for after each batch.
         out: where a result with a sample axis (`batch_grad`, `sqrt_ggn`) goes batch by batch, so that it need not fit
             in memory: a tree like the result of tensors with room for all samples, which may be mapped to a file
@@ -89,7 +95,8 @@ def streamed(
         ArgumentError: there are no samples, or more or fewer than the first time; a statistic that does not add up over
             batches (`gram`, which is of pairs of samples, and `kfra`) or has `samples=`; a scalar loss that is not
             given apart, or that is neither a mean nor a sum (`ignore_index` and class weights divide by what is in the
-            batch); a device on which there is no parameter; within torch.func's transforms.
+            batch); a device on which there is no parameter; a checkpoint of something else, or of a linearisation;
+            within torch.func's transforms.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
 
     Example:
@@ -117,21 +124,17 @@ def streamed(
     by `torch.load` with its default settings. Of f and the loss it knows only the names, and columns go on being drawn
     as they were begun, whatever generator a next call has. All batches, and once the parameters, are copied to the CPU
     for a checksum; a result with a sample axis is written in full each time. Where the loss is one number, the first
-    batch is computed again to go on.
+    batch is computed again to go on. That of `ekfac` has the eigenvectors, which another machine may find with other
+    signs.
 
     Source: Chan, Golub and LeVeque (1979) for variances.
     """
     feed = Feed.of(device, f"streamed({describe(t)})" if progress else "")
     file = Checkpoint.of(checkpoint, every)
-    if isinstance(t, Product) and file is None and out is None:
-        return StreamedProduct(t, feed)
-    if isinstance(t, Product) and file is None:
-        raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
-    if file is not None and not (isinstance(t, Statistic) and t.sweeps == 1):
-        raise ArgumentError(
-            f"streamed({describe(t)}, checkpoint=...): the loader is gone through more than once, of which no file is "
-            "kept. Leave checkpoint out."
-        )
+    if isinstance(t, Product):
+        if out is not None:
+            raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
+        return StreamedProduct(t, feed, file)
     if not isinstance(t, Statistic):
         kind = type(t).__name__
         raise ArgumentTypeError(
@@ -201,10 +204,14 @@ class Streamed(Transform):
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed: what is done with the first batch, and how often with how many."""
+        return self.looked_at(args, kwargs)[0]
+
+    def looked_at(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Explanation, tuple]:
+        """The explanation, and the arguments of the first batch."""
         params, loader = self._given(args, "to look at the first one takes it away")
         given, batches = first(loader, params, self.t.in_dims, self.feed)
         found = self.t.explanation(given, kwargs, self.t.names(len(given)))
-        return replace(found, name=repr(self), sweeps=self.t.sweeps, batches=batches)
+        return replace(found, name=repr(self), sweeps=self.t.sweeps, batches=batches), given
 
     @staticmethod
     def _given(args: tuple, twice: str) -> tuple[Any, Any]:
@@ -215,20 +222,16 @@ class Streamed(Transform):
         return args[0], args[1]
 
     def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        in_dims = self.t.in_dims
-        work = Work(self.t, kwargs) if self.out is None else RowByRow(self.t, kwargs, self.out)
-        if isinstance(work, RowByRow):
-            work.rows.check(params, counted(loader, in_dims))
-        if self.checkpoint is None:
-            swept(loader, params, in_dims, work.visit, self.feed)
-            for _ in range(self.t.sweeps - 1):
-                work.again()
-                swept(loader, params, in_dims, work.visit, self.feed)
-            return work.results()
-        identity = {"the statistic": options_of(self.t), "keyword arguments": described(kwargs)}
-        identity |= {f"params{path}": described(x) for path, x in tree.named_leaves(params)}
-        with Log(self.checkpoint, work, identity, self.feed.goal(params)) as log:
-            swept(loader, params, in_dims, log.visit, self.feed, log.remaining)
+        def batches(visit: Visit, numbered: Numbered) -> int:
+            return swept(loader, params, self.t.in_dims, visit, self.feed, numbered)
+
+        work = work_of(self.t, params, kwargs, self.out)
+        work.check(counted(loader, self.t.in_dims))
+        identity = partial(identity_of, self.t, params, kwargs)
+        with course_of(self.checkpoint, identity, [*work.keys.values()], self.feed.goal(params)) as course:
+            work.draw_by(course.record.keys)
+            course.begin(work)
+            work.computed(lambda: course.through(batches))
             return work.results()
 
 
@@ -239,6 +242,11 @@ def options_of(t: Statistic) -> str:
         for m in t.members or (t,)
     ]
     return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense])}"
+
+
+def identity_of(t: Statistic, params: Any, kwargs: dict[str, Any]) -> dict[str, str]:
+    """What a call has to have like one before that it goes on from, beside its batches."""
+    return {"the statistic": options_of(t), "keyword arguments": described(kwargs), **named("params", params)}
 
 
 def twice(t: Statistic) -> str:

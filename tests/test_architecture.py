@@ -48,7 +48,7 @@ FLOORS = [
         "explain",
     },
     {"statistics", "products", "pairs"},
-    {"certificates", "distributed", "streamed", "visits"},
+    {"certificates", "distributed", "part", "streamed", "visits"},
     {"recomputation"},
     {"invertible"},
     {"layers"},

@@ -35,8 +35,8 @@ from invfunc.sparsity.planner import Planner
 
 Look = Callable[[Pattern, Run], Run | None]
 """Runs the model part on one sample under a pattern; None where that is something else than in the batch."""
-Then = Callable[[Reduction, States, Found], Reduction]
-"""What makes of a reduction, and of what the phase before has kept, the one that comes next."""
+Learn = Callable[[Reduction, States, Found], Any]
+"""What a reduction has to know of what the phase before has kept."""
 SLOPE = "slope"
 """The key of the gradient of the loss among the columns, which a Hessian needs beside its own."""
 
@@ -81,12 +81,13 @@ class Fold:
         """What keeps something in a phase."""
         return [t.line[k] for t in self.accumulators if k < len(t.line)]
 
-    def tell(self, k: int, then: Then | None = None) -> None:
+    def tell(self, k: int, learn: Learn | None = None) -> None:
         """Have a phase know what the one before has kept of all samples."""
         for t in self.of_phase(k):
             assert t.before is not None
-            found = self._found(t.before)
-            t.reduction = (then or type(t.reduction).then)(t.reduction, t.before.states, found)
+            t.know((learn or type(t.reduction).learned)(t.reduction, t.before.states, self._found(t.before)))
+            if not t.before.reduction.whole:  # else that is a result, too
+                t.before.states = {}
 
     def units(self, run: Run) -> Made:
         """A unit column for each output of a model function, whose shapes and tree are part of what is found."""
@@ -149,7 +150,7 @@ class Fold:
         replace(pullback, last=False).folded([t.reduction for t in firsts.values()], keep, kept)
         for k, t in firsts.items():
             if states[k]:
-                reductions[k] = reductions[k].then(states[k], self._found(t))
+                reductions[k] = reductions[k].knowing(reductions[k].learned(states[k], self._found(t)))
         pullback.folded(reductions, done, kept)
 
     def _pullback(

@@ -149,6 +149,9 @@ class Processes:
         return each
 
 
+ALONE = Processes()
+
+
 @dataclass
 class _Asked:
     """What several exchanges ask for in one step."""

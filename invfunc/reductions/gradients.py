@@ -114,9 +114,12 @@ class ClippedSum(Reduction):
         self.max_norm, self.norms = max_norm, norms
         self.constants = (max_norm,) if isinstance(max_norm, torch.Tensor) else ()
 
-    def then(self, states: States, found: Found) -> ClippedSum:
+    def learned(self, states: States, found: Found) -> torch.Tensor:
         (norms,) = self.first.finish(self.first.together(states.values()), found)
-        return ClippedSum(self.max_norm, norms)
+        return norms
+
+    def knowing(self, learned: torch.Tensor) -> ClippedSum:
+        return ClippedSum(self.max_norm, learned)
 
     def step(self, shares: Shares) -> State:
         assert self.norms is not None

@@ -91,6 +91,8 @@ class Accumulator:
     columns: int = 1
     added: set[int] = field(default_factory=set)
     """The parameters of which the state of the present block of samples was added."""
+    known: Any = None
+    """What it has learned of the phase before."""
     before: Accumulator | None = field(init=False)
     """What the phase before has kept."""
 
@@ -116,10 +118,27 @@ class Accumulator:
         """It, as the phases before have left an earlier one; that one itself, if there is nothing more to keep."""
         if self.reduction.sweeps <= phase:
             return earlier
-        self.reduction = earlier.reduction
+        self.reduction, self.known = earlier.reduction, earlier.known
         if self.before is not None and earlier.before is not None:
             self.before = self.before.behind(earlier.before, phase)
         return self
+
+    def know(self, learned: Any) -> None:
+        """Go on, given what is known of the phase before."""
+        self.reduction, self.known = self.reduction.knowing(learned), learned
+
+    def saved(self) -> dict[str, Any]:
+        """All that was kept and learned, in dicts, tensors and numbers."""
+        before = None if self.before is None else self.before.saved()
+        return {"states": dict(self.states), "columns": self.columns, "known": self.known, "before": before}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Keep and know what another one did."""
+        self.states, self.columns = dict(saved["states"]), saved["columns"]
+        if saved["known"] is not None:
+            self.know(saved["known"])
+        if self.before is not None:
+            self.before.restore(saved["before"])
 
     def after(self, before: Accumulator, leaves: list[torch.Tensor], n: int, own: int) -> None:
         """Put what was kept of n other samples in front of what is kept of these `own` ones."""
