@@ -22,12 +22,15 @@ from invfunc.products.streamed import StreamedProduct, Sums, key_of_drawn
 from invfunc.recording.problem import InDims
 from invfunc.statistic import Statistic
 from invfunc.streamed import Streamed, not_by_batches, options_of, twice
+from invfunc.tiled import Tiled, TiledAcross
 from invfunc.transform import Transform
 from invfunc.visits import Work
 
 
 @overload
-def distributed(t: Statistic | Streamed, group: Any = None, *, each: str = "local") -> Distributed: ...
+def distributed(
+    t: Statistic | Streamed | Tiled, group: Any = None, *, each: str = "local"
+) -> Distributed | TiledAcross: ...
 @overload
 def distributed(t: Product | StreamedProduct, group: Any = None) -> DistributedProduct: ...
 def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] | str = "local") -> Any:
@@ -56,6 +59,8 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
         A function `(params, *batch) -> result`, or `(params, loader) -> result` if t is streamed; of a product
         `(params, v, ...) -> result`, whose `.linearize` gives `v -> product`. The batch may have no samples in some
         processes, and loaders any number of batches. Aux is that of this process. The result cannot be differentiated.
+        Of `gram`, the rows of the samples of this process beside those of all, `[n, N]`, or gathered `[N, N]`; with
+        `others=` `[n, M]`; streamed, also of two loaders.
 
     Raises:
         ProcessError: another process has failed, or ended; with its message.
@@ -87,13 +92,17 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
     Cost: that of t for the samples of this process; of what is exchanged, each number of the result once (of K-factors
     a triangle, of a variance twice, of a sample axis nothing unless it is gathered), in one collective for each of a
     few steps; the memory of the result once more. The eigendecompositions of `ekfac` are dealt out to the processes.
+    For `gram` the batches travel: each in turn, to all processes, which hold its shares while their own samples go by.
+    Each evaluates all batches once and its own as often as there are batches; the tiles on both sides of the diagonal
+    are computed, each by the process that has the row. With `others=` nothing travels.
 
     Source: Chan, Golub and LeVeque (1979) for variances; torch.distributed.
     """
     if each not in ("local", "gather"):
         raise ArgumentError(f"distributed({describe(t)}, each={each!r}): it is one of 'local', 'gather'.")
-    if isinstance(t, Streamed) and (t.checkpoint is not None or t.out is not None):
-        option = "out" if t.checkpoint is None else "checkpoint"
+    file = t.checkpoint if isinstance(t, Streamed) else None
+    if isinstance(t, (Streamed, Tiled)) and (file is not None or t.out is not None):
+        option = "out" if file is None else "checkpoint"
         raise ArgumentError(
             f"distributed({t!r}): {option}= is of one process, which alone does not know the result. Leave it out."
         )
@@ -102,17 +111,20 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
             raise ArgumentError(f"distributed({t!r}, each={each!r}): a product has no sample axis. Leave each out.")
         product, feed = (t.product, t.feed) if isinstance(t, StreamedProduct) else (t, None)
         return DistributedProduct(product, _Part(group, feed, product.in_dims))
-    if not isinstance(t, (Statistic, Streamed)):
+    if not isinstance(t, (Statistic, Streamed, Tiled)):
         kind = type(t).__name__
         raise ArgumentTypeError(
             f"distributed({describe(t)}): it is of type {kind}, but has to be a statistic, or a product as `hvp(f)` "
             "is, or one of them `streamed`."
         )
-    statistic, feed = (t.t, t.feed) if isinstance(t, Streamed) else (t, None)
+    statistic, feed = (t.t, t.feed) if isinstance(t, (Streamed, Tiled)) else (t, None)
     for m in statistic.members or (statistic,):
-        if why := not_by_batches(m):
+        if why := not_by_batches(m, alone=not statistic.members):
             raise ArgumentError(f"distributed({t!r}): {m.name} {why}.")
-    return Distributed(statistic, _Part(group, feed, statistic.in_dims), each == "gather")
+    part, gather = _Part(group, feed, statistic.in_dims), each == "gather"
+    if statistic.reduction.pairs and not statistic.members:
+        return TiledAcross(statistic, part, gather, options_of(statistic))
+    return Distributed(statistic, part, gather)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ FLOORS = [
         "explain",
     },
     {"statistics", "products", "pairs"},
-    {"certificates", "distributed", "streamed", "visits"},
+    {"certificates", "distributed", "streamed", "tiled", "tiles", "visits"},
     {"recomputation"},
     {"invertible"},
     {"layers"},

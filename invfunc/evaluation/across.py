@@ -69,7 +69,8 @@ def share(
     kept, leaves = list(_kept(sweep)), fold.problem.leaves
     for k, (t, t.columns) in enumerate(zip(kept, like.columns, strict=True)):
         if t.reduction.each and not gather:  # those of this process, of all parameters
-            t.states = {i: t.states.get(i) or t.reduction.init(leaf, own, t.columns) for i, leaf in enumerate(leaves)}
+            places = enumerate(t.of(leaves))
+            t.states = {i: t.states.get(i) or t.reduction.init(leaf, own, t.columns) for i, leaf in places}
             continue
         for i in sorted({i for one in each if one.n for i in one.states[k]}):
             exchanges[k, i] = _exchange(t, i, leaves[i], own, [(one.n, one.states[k]) for one in each if one.n])
