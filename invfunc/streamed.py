@@ -63,10 +63,11 @@ def streamed(
             choice. From pinned memory (`DataLoader(..., pin_memory=True)`) a GPU takes them while it computes.
         progress: whether a bar shows the batches that are done, the samples per second and, where the loader has a
             length, the time that is left. It shows on a terminal and in a notebook only.
-        checkpoint: the name of a file in which a statistic (but `ekfac` and `gram`) keeps what the batches that are done have brought, every so
+        checkpoint: the name of a file in which a statistic keeps what the batches that are done have brought, every so
             many seconds and when an error or Ctrl-C ends the call. A next call with the same arguments, also of another
             process, goes on from there: the loader gives its batches again from the first one on, and those that are
             done are compared with what they were, and left out. When the result is there, the file is removed.
+            Not of `ekfac` and `gram`.
         every: the seconds after which that file is written anew, 0 for after each batch.
         out: where a result with a sample axis (`batch_grad`, `sqrt_ggn`) goes batch by batch, so that it need not fit
             in memory: a tree like the result of tensors with room for all samples, which may be mapped to a file
@@ -125,14 +126,14 @@ def streamed(
     for a checksum; a result with a sample axis is written in full each time. Where the loss is one number, the first
     batch is computed again to go on.
 
-    `gram` holds the shares of a batch, factored as they are, while the batches behind it go by: of k batches k (k + 1)/2
-    tiles, the other half are their mirror images. Each tile evaluates one batch, k (k + 1)/2 of them in place of k, and
-    where products are made of shares that are formed, forms those of both. A tile takes the memory of two batches
-    beside the result, `[N, P]` is never made. The loader is gone through once for each batch, and once before to count;
+    `gram` holds the shares of a batch, factored as they are, while the batches behind it go by: of k batches k (k+1)/2
+    tiles, of which the others are mirror images. Each tile evaluates one batch, k (k+1)/2 of them in place of k, and
+    where products are those of shares that are formed, forms those of both. A tile takes the memory of two batches
+    beside the result; `[N, P]` is never made. The loader is gone through once for each batch, and once before to count;
     by checksums, its batches have to be the same ones each time. For a function as out, which is told whole rows, all
     k^2 tiles are computed. Of two loaders, each batch of the second is held while the first goes by; with `others=`,
     these are evaluated anew with each batch, so that many of them are better a second loader. The first two batches
-    that meet are evaluated joined, too, to find an f that mixes them.
+    that meet are evaluated joined, too, to find an f that gives samples something else there.
 
     Source: Chan, Golub and LeVeque (1979) for variances.
     """

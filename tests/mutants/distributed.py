@@ -49,6 +49,13 @@ DISTRIBUTED = [
         FAULTS,
     ),
     Fault(
+        "each process puts the batches of others where its own are",
+        "tiles.py",
+        "                start += len(sizes)\n",
+        "",
+        ALL,
+    ),
+    Fault(
         "parameters may differ",
         "distributed.py",
         "        same([said for said, _, _ in each])\n",
