@@ -70,9 +70,9 @@ class Meetings:
         dims = batch_dims(self.t.in_dims, [*range(1, len(others))])
         t = replace(self.t, others=tuple(others[i] for i, dim in dims.items() if dim is not None))
 
-        def looked(args: tuple, kwargs: dict[str, Any], names: Any) -> None:
+        def looked(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, None]:
             try:
-                t.engine(args, kwargs, names).check_others()
+                return t.engine(args, kwargs, names).check_others(), None
             except Drew:
                 raise RandomnessError(
                     "f draws random numbers (dropout?), and would draw others for a batch each time it meets another "
@@ -107,8 +107,8 @@ class Tiles:
     @property
     def aux(self) -> Any:
         """That of each batch, in a list; of two loaders a pair of lists."""
-        found = tuple([each[k] for k in sorted(each)] for each in self._aux)
-        return found if len(found) > 1 else found[0]
+        found = [[each[k] for k in sorted(each)] for each in self._aux]
+        return tuple(found) if len(found) > 1 else found[0]
 
     def square(self, out: Any = None) -> Any:
         """The tiles on the diagonal and to the right of it, and their mirror images."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, explain, gram, streamed, tree
+from invfunc import ArgumentError, ArgumentTypeError, explain, gram, streamed, tiles, tree
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import LOSS, MODEL
 from tests.meter import Meter, nothing_collected
@@ -315,7 +315,7 @@ class TestWork:
 
     def test_a_bar_counts_tiles(self, data, monkeypatch):  # noqa: F811
         told = []
-        monkeypatch.setattr(invfunc.tiles, "told_of_parts", partial(_telling, told))
+        monkeypatch.setattr(tiles, "told_of_parts", partial(_telling, told))
         streamed(gram(losses), progress=True)(data[0], batches([2, 5], *data[1:]))
         assert told == [("streamed(gram(losses))", 6, "tile"), *zip(range(1, 7), [2, 3, 4, 3, 4, 4], strict=True)]
 
