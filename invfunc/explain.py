@@ -39,7 +39,7 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
         "generic" (and where), or whether it is "unread"; about how many `bytes` the columns take; the estimated `cost`
         over that of all columns; what is said of each of the `members` of `together`; what is `checked` if it is
         `certified`. Of what is `streamed`, how many `sweeps` go through how many `batches` (None where the loader has
-        no length), and all this for the first batch, which the loader is asked for.
+        no length), for how many `tiles` of `gram`, and all this for the first batch, which the loader is asked for.
 
     Raises:
         ArgumentTypeError: something else than a statistic; a loader that gives its batches once, as a generator.
