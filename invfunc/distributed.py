@@ -21,12 +21,15 @@ from invfunc.recording.problem import InDims
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.streamed import Streamed, identity_of, not_by_batches, options_of, twice
+from invfunc.tiled import Tiled, TiledAcross
 from invfunc.transform import Transform
 from invfunc.visits import exchanged, work_of
 
 
 @overload
-def distributed(t: Statistic | Streamed, group: Any = None, *, each: str = "local") -> Distributed: ...
+def distributed(
+    t: Statistic | Streamed | Tiled, group: Any = None, *, each: str = "local"
+) -> Distributed | TiledAcross: ...
 @overload
 def distributed(t: Product | StreamedProduct, group: Any = None) -> DistributedProduct: ...
 def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] | str = "local") -> Any:
@@ -56,6 +59,8 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
         `(params, v, ...) -> result`, whose `.linearize` gives `v -> product`. The batch may have no samples in some
         processes, and loaders any number of batches. Aux is that of this process. The result cannot be differentiated.
         Where t is streamed to `out`, each process writes the rows of its own samples, whose places begin with 0.
+        Of `gram`, the rows of the samples of this process beside those of all, `[n, N]`, or gathered `[N, N]`; with
+        `others=` `[n, M]`; streamed, also of two loaders.
 
     Raises:
         ProcessError: another process has failed, or ended; with its message.
@@ -88,6 +93,9 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
     Cost: that of t for the samples of this process; of what is exchanged, each number of the result once (of K-factors
     a triangle, of a variance twice, of a sample axis nothing unless it is gathered), in one collective for each of a
     few steps; the memory of the result once more. The eigendecompositions of `ekfac` are dealt out to the processes.
+    For `gram` the batches travel: each in turn, to all processes, which hold its shares while their own samples go by.
+    Each evaluates all batches once and its own as often as there are batches; the tiles on both sides of the diagonal
+    are computed, each by the process that has the row. With `others=` nothing travels.
 
     With `checkpoint="file"` of `streamed`, each process has a file of its own, "file.0" the first. When one fails, the
     others write theirs, too; of processes that are killed (torchrun ends all if one is), the last `every` seconds are
@@ -99,6 +107,11 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
     """
     if each not in ("local", "gather"):
         raise ArgumentError(f"distributed({describe(t)}, each={each!r}): it is one of 'local', 'gather'.")
+    if isinstance(t, Tiled) and t.out is not None:
+        raise ArgumentError(
+            f"distributed({t!r}): out= takes the rows of `gram` in one process only, and here each has its own. Leave "
+            "out= away."
+        )
     if isinstance(t, Streamed) and t.out is not None and each != "local":
         raise ArgumentError(
             f"distributed({t!r}, each={each!r}): out= takes the rows of this process's samples, so that those of all "
@@ -109,20 +122,25 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
             raise ArgumentError(f"distributed({t!r}, each={each!r}): a product has no sample axis. Leave each out.")
         product = t.product if isinstance(t, StreamedProduct) else t
         return DistributedProduct(product, _part_of(group, t, product.in_dims))
-    if not isinstance(t, (Statistic, Streamed)):
+    if not isinstance(t, (Statistic, Streamed, Tiled)):
         kind = type(t).__name__
         raise ArgumentTypeError(
             f"distributed({describe(t)}): it is of type {kind}, but has to be a statistic, or a product as `hvp(f)` "
             "is, or one of them `streamed`."
         )
-    statistic, out = (t.t, t.out) if isinstance(t, Streamed) else (t, None)
+    statistic, out = (t.t, t.out) if isinstance(t, (Streamed, Tiled)) else (t, None)
     for m in statistic.members or (statistic,):
-        if why := not_by_batches(m):
+        if why := not_by_batches(m, alone=not statistic.members):
             raise ArgumentError(f"distributed({t!r}): {m.name} {why}.")
-    return Distributed(statistic, _part_of(group, t, statistic.in_dims), each == "gather", out)
+    part, gather = _part_of(group, t, statistic.in_dims), each == "gather"
+    if statistic.reduction.pairs and not statistic.members:
+        return TiledAcross(statistic, part, gather, options_of(statistic))
+    return Distributed(statistic, part, gather, out)
 
 
 def _part_of(group: Any, t: Any, in_dims: InDims) -> Part:
+    if isinstance(t, Tiled):
+        return Part(group, t.feed, in_dims)
     if isinstance(t, (Streamed, StreamedProduct)):
         return Part(group, t.feed, in_dims, t.checkpoint)
     return Part(group, None, in_dims)

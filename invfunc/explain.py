@@ -39,7 +39,8 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
         "generic" (and where), or whether it is "unread"; about how many `bytes` the columns take; the estimated `cost`
         over that of all columns; what is said of each of the `members` of `together`; what is `checked` if it is
         `certified`. Of what is `streamed`, how many `sweeps` go through how many `batches` (None where the loader has
-        no length), and all this for the first batch, which the loader is asked for. Of what is `distributed`, how many
+        no length), for how many `tiles` of `gram`, and all this for the first batch, which the loader is asked
+        for. Of what is `distributed`, how many
         `processes` there are, and how many bytes of results are `exchanged` by each: of a sample axis that is gathered
         those of this batch, and None if f does not run without numbers. No other process is asked, so that one can do
         it alone.

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
 from invfunc import distributed, streamed, tree
@@ -113,8 +114,8 @@ def _held(e: Example) -> tuple[str, str, dict[str, str]]:
         return ("right" if type(error).__name__ == refused else repr(error)), refused, {}
     row = ROWS.get(e.name.removesuffix(" drawn"))
     picks = None if row is None else row.picks
-    if picks is not None and not e.gather:
-        wanted = picks(wanted, place)
+    if picks is not None and not e.gather:  # of pairs of samples, a process has the rows
+        wanted = tree.map_tensors(lambda x: x[place], wanted) if "gram" in e.name else picks(wanted, place)
     try:
         assert_trees_close(dense(found), dense(wanted), EXACT, FLOOR)
     except AssertionError as error:
@@ -129,6 +130,13 @@ def _lead(t: Any) -> list[int]:
 def told_of_all(examples: list[Example]) -> tuple:
     """The programs of this file that go on with each other, as it takes seconds to start processes."""
     return hold(examples), composed(), faults()
+
+
+@dataclass
+class Carried:
+    """What a batch has in it that is no tensor."""
+
+    target: Any
 
 
 # Faults: what each process raises, and after how many seconds
@@ -162,6 +170,10 @@ def faults() -> dict[str, tuple[str, str, float]]:
     def weighted(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(z, y, weight=torch.tensor([1.0, 2.0, 5.0]).to(z))
 
+    def carried(params: Any, x: torch.Tensor, y: Carried) -> torch.Tensor:
+        return losses(params, x, y.target())
+
+    shuffled = DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True)
     product = invfunc.hvp(losses)
     own = {"w": params["w"] + rank, "b": params["b"]}
     cases = {
@@ -175,6 +187,12 @@ def faults() -> dict[str, tuple[str, str, float]]:
         "weighted means": lambda: distributed(invfunc.diag_ggn(linear, weighted))(params, x[: 1 + rank], y[: 1 + rank]),
         "no argument": lambda: distributed(of)(params, x) if rank else distributed(of)(params, x, y),
         "no samples": lambda: distributed(of)(params, x[:0], y[:0]),
+        "f fails in a tile": lambda: distributed(invfunc.gram(fails))(params, x, y),
+        "a batch that does not travel": lambda: distributed(streamed(invfunc.gram(carried)))(
+            params, [(x, Carried(lambda: y))]
+        ),
+        "others that are other ones": lambda: distributed(invfunc.gram(losses, others=(x + rank, y)))(params, x, y),
+        "shuffled": lambda: distributed(streamed(invfunc.gram(losses)))(params, shuffled if rank else [(x, y)]),
         "used up": lambda: distributed(streamed(invfunc.ekfac(linear, F.cross_entropy, fisher="exact")))(
             params, iter([(x, y)]) if rank else [(x, y)]
         ),
@@ -214,6 +232,28 @@ def after_one_is_gone(rank: int, folder: str) -> None:
         distributed(invfunc.variance(f))(params, x, y)
     except Exception as error:
         Path(folder, str(rank)).write_text(f"{type(error).__name__} {time.monotonic() - began:.3f} {error}")
+
+
+def grams(compare: Any, params: Any, own: tuple, each: list[tuple]) -> None:
+    """The products of all pairs of samples: of one batch of each process or of two loaders, one side may be empty."""
+    whole, rank = tuple(map(torch.cat, zip(*each, strict=True))), dist.get_rank()
+    start, n = sum(len(y) for _, y in each[:rank]), len(own[1])
+    rows = slice(start, start + n)
+    gram, loader = invfunc.gram, batches([0, 2], *own)
+    other = tuple(z[:4] for z in whole)
+    t = gram(losses, others=other)
+    compare("gram with others", distributed(t)(params, *own), t(params, *whole)[rows])
+    compare("gathered", distributed(streamed(t), each="gather")(params, loader), t(params, *whole))
+    part = batches([3], *other)[rank] if rank < 2 else tuple(z[:0] for z in other)
+    compare("gram of two loaders", distributed(streamed(gram(losses)))(params, loader, [part]), t(params, *whole)[rows])
+    none = tuple(z[: len(z) * (rank == 1)] for z in own)
+    found = distributed(streamed(gram(linear, per_parameter=True)))(params, batches([2], none[0]))
+    wanted = gram(linear, per_parameter=True)(params, each[1][0])
+    compare("gram of one process", found, wanted if rank == 1 else tree.map_tensors(lambda z: z[:0], wanted))
+    with_aux = invfunc.reduced(gram(lambda *args: (losses(*args), len(args[1])), has_aux=True), lambda z: z.sum())
+    found, aux = distributed(streamed(with_aux), each="gather")(params, loader)
+    compare("gram reduced", found, with_aux(params, *whole)[0])
+    compare("gram's aux", torch.tensor(aux), torch.tensor([2, n - 2]))
 
 
 def composed() -> list[str]:
@@ -266,6 +306,7 @@ def composed() -> list[str]:
     half, t = tree.map_tensors(torch.Tensor.bfloat16, params), invfunc.grad_and_variance(losses)
     found = distributed(t)(half, x[: len(x) * rank].bfloat16(), y[: len(x) * rank])
     compare("halves that are kept as floats", found, t(half, each[1][0].bfloat16(), each[1][1]))
+    grams(compare, params, (x, y), each)
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     compare("a group of one", distributed(v, groups[dist.get_rank()])(params, x, y), v(params, x, y))
     return wrong

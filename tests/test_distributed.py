@@ -98,6 +98,10 @@ class TestFaults:
             "weighted means": ("ProcessError", "ArgumentError"),
             "no argument": ("ProcessError", "ArgumentTypeError"),
             "no samples": ("ArgumentError", "ArgumentError"),
+            "f fails in a tile": ("ProcessError", "KeyError"),
+            "a batch that does not travel": ("ArgumentTypeError", "ProcessError"),
+            "others that are other ones": ("ArgumentError", "ArgumentError"),
+            "shuffled": ("ProcessError", "ArgumentError"),
             "used up": ("ProcessError", "ArgumentTypeError"),
             "sharded": ("ArgumentTypeError", "ArgumentTypeError"),
             "then all is well": ("", ""),
@@ -144,7 +148,7 @@ class TestErrors:
         for t in (losses, 3, invfunc.explain(v), distributed(v), torch.nn.Linear(2, 2)):
             with pytest.raises(ArgumentTypeError, match="has to be a statistic"):
                 distributed(t)
-        for t in (invfunc.gram(losses), invfunc.kfra(linear, F.cross_entropy), invfunc.variance(losses, samples=[0])):
+        for t in (invfunc.kfra(linear, F.cross_entropy), invfunc.variance(losses, samples=[0])):
             with pytest.raises(ArgumentError, match="add up|samples="):
                 distributed(t)
         with pytest.raises(ArgumentError, match="'local', 'gather'"):

@@ -84,7 +84,8 @@ def _exchanges(sweep: Sweep, own: int, each: list[Brought], gather: bool) -> dic
     kept, leaves = list(_kept(sweep)), sweep.engine.fold.problem.leaves
     for k, (t, t.columns) in enumerate(zip(kept, _alike(each).columns, strict=True)):
         if t.reduction.each and not gather:  # those of this process, of all parameters
-            t.states = {i: t.states.get(i) or t.reduction.init(leaf, own, t.columns) for i, leaf in enumerate(leaves)}
+            places = enumerate(t.of(leaves))
+            t.states = {i: t.states.get(i) or t.reduction.init(leaf, own, t.columns) for i, leaf in places}
             continue
         for i in sorted({i for one in each if one.n for i in one.states[k]}):
             exchanges[k, i] = _exchange(t, i, leaves[i], own, [(one.n, one.states[k]) for one in each if one.n])

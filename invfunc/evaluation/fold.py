@@ -57,8 +57,8 @@ class Fold:
         """`places` says where the samples are in a run; `report` gathers what would be done, if only that is wanted."""
         self.problem, self.scope, self.options, self.budget = problem, scope, options, budget
         self.places, self.report, self.ticks = places, report, Ticks()
-        self.accumulators = [Accumulator(q, q.reduction) for q in quantities]
-        n = problem.n if problem.samples is None else len(problem.samples)
+        self.accumulators = [Accumulator(q, q.reduction, options.reduce is None) for q in quantities]
+        n = (problem.n if problem.samples is None else len(problem.samples)) - problem.others
         self._decisions: dict[Hashable, Decision] = {}
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1])
         self.last = True
@@ -271,7 +271,8 @@ class Fold:
         """The results of all parameters together."""
         found, reduction, leaves = self._found(accumulator), accumulator.reduction, self.problem.leaves
         n, kept = found.n, accumulator.states
-        states = [kept.pop(i, None) or reduction.init(leaf, n, found.columns) for i, leaf in enumerate(leaves)]
+        places = enumerate(accumulator.of(leaves))
+        states = [kept.pop(i, None) or reduction.init(leaf, n, found.columns) for i, leaf in places]
         dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves))
         return self._delivered(reduction, reduction.finish(reduction.together(states), found), found, dtype)
 

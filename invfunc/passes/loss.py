@@ -15,6 +15,7 @@ from invfunc.loss.hessian import gradient, hessian
 from invfunc.loss.outputs import LossTerm, ModelOutput, OutputFinder, check_seen, check_split, marking, shown
 from invfunc.loss.square_root import Columns, Gradient, rooted
 from invfunc.operations.axis import Axis
+from invfunc.per_sample.lots import Lot
 from invfunc.recording import Trace
 from invfunc.recording.checks import check_loss
 from invfunc.recording.scope import Scope
@@ -90,6 +91,17 @@ class Split:
         roots = {i for one in found for i in one}
         scale = drawing.count**-0.5
         return [Drawn({i: scale * torch.stack([one[i] for one in found]) for i in roots})]
+
+
+def lots(made: Sequence[Columns], part: slice | torch.Tensor) -> list[Lot]:
+    """The columns that are drawn, of some samples, where all of them are pulled back together."""
+    found, start = [], 0
+    for kind in made:
+        if isinstance(kind, Drawn):
+            exact = None if kind.exact is None else kind.exact[part]
+            found.append(Lot(start, start + kind.count, exact))
+        start += kind.count
+    return found
 
 
 def at_given(

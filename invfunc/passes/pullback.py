@@ -11,14 +11,13 @@ from invfunc import thresholds
 from invfunc._extras import Ticks
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
-from invfunc.loss.drawn import Drawn
 from invfunc.loss.square_root import Block, Columns, joined_block
+from invfunc.passes.loss import lots
 from invfunc.passes.run import Run
 from invfunc.per_sample import Shares
 from invfunc.per_sample.biases import Role, roles
 from invfunc.per_sample.cotangents import Columns as PulledBack
 from invfunc.per_sample.cotangents import Cotangents, Samples
-from invfunc.per_sample.lots import Lot
 from invfunc.plan import Plan, even
 from invfunc.recording.scope import Scope
 from invfunc.recording.tags import ParameterUse
@@ -216,18 +215,7 @@ class Pullback:
         block = self.block(each)
         left = self.cotangents(block.left, each.sites)
         right = None if block.right is None else self.cotangents(block.right, each.sites)
-        return PulledBack(left, right, block.weight, self.lots)
-
-    @property
-    def lots(self) -> list[Lot]:
-        """The columns that are drawn, where all of them are pulled back together."""
-        found, start = [], 0
-        for kind in self.made:
-            if isinstance(kind, Drawn):
-                exact = None if kind.exact is None else kind.exact[self.run.part]
-                found.append(Lot(start, start + kind.count, exact))
-            start += kind.count
-        return found
+        return PulledBack(left, right, block.weight, lots(self.made, self.run.part))
 
     def block(self, each: Pass) -> Block:
         return joined_block(self.made, each.start, each.stop, self.run.part, self.run.trace.n, self.everywhere)
@@ -274,7 +262,7 @@ class Pullback:
         """Reduce each parameter as soon as its cotangent arrives, so that neither this nor what it met is kept."""
         run, waiting = self.run, dict(only.uses)
         block = self.block(only)
-        pulled = PulledBack([None] * len(run.trace.edges), None, block.weight, self.lots)
+        pulled = PulledBack([None] * len(run.trace.edges), None, block.weight, lots(self.made, self.run.part))
         sites = only.sites
         if last:
             only.uses = {}

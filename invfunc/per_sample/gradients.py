@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -133,16 +133,39 @@ class Shares:
         if self._apart:
             return summed(f.products() for f in self.factors)
         share = self.dense()
-        flat = share.reshape(share.shape[0] * share.shape[1], -1)
-        return (flat @ flat.T).reshape(*share.shape[:2], *share.shape[:2])
+        return _products(share, share)
 
     def products_with(self, last: int) -> torch.Tensor:
         """The products of all samples but the last so many with these: `[V, count - last, V, last]`."""
         if self._apart:
             return summed(f.products_with(last) for f in self.factors)
-        one, other = self.dense().split([self.samples.count - last, last], 1)
-        flat, others = (x.reshape(x.shape[0] * x.shape[1], -1) for x in (one, other))
-        return (flat @ others.T).reshape(*one.shape[:2], *other.shape[:2])
+        return _products(*self.dense().split([self.samples.count - last, last], 1))
+
+    def products_between(self, other: Shares) -> torch.Tensor:
+        """The products with the samples of another run: `[V, count, V, others]`."""
+        if self._apart and other._apart and self._alike(other):
+            return summed(f.products_between(g) for f, g in zip(self.factors, other.factors, strict=True))
+        return _products(self.dense(), other.dense())
+
+    def kept(self) -> Shares:
+        """The same, for other runs: those of this one are gone through while cotangents come and go."""
+        return replace(self, columns=replace(self.columns, left=[*self.columns.left]))
+
+    def _alike(self, other: Shares) -> bool:
+        """Whether the factors of another run are of the same entries of the parameter, in the same order."""
+        pairs = [*zip(self.factors, other.factors, strict=False)]
+        if len(self.factors) != len(other.factors) or not all(f.layout() == g.layout() for f, g in pairs):
+            return False
+        return all(
+            (f.use.param is self.leaf and g.use.param is other.leaf)
+            or torch.equal(self._origins(f.use), other._origins(g.use))
+            for f, g in pairs
+        )
+
+    def _origins(self, use: ParameterUse) -> torch.Tensor:
+        if "origins" not in use.memory:
+            use.memory["origins"] = self.origins(use.param)
+        return use.memory["origins"]
 
     def _blocks(self, budget: int | None = None, size: int | None = None) -> Iterator[Part]:
         """Blocks of samples whose shares fit the budget."""
@@ -201,6 +224,12 @@ class Shares:
         read = summed(self._pull(f, torch.ones_like(f.use.param), 0) for f in self.factors)
         decides(read, "whether two operations read the same entries of a parameter")
         return not anywhere(read > 1.5)
+
+
+def _products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The products of shares `[V, n, *p]` with others: `[V, n, V, m]`."""
+    flat, others = (x.reshape(x.shape[0] * x.shape[1], -1) for x in (one, other))
+    return (flat @ others.T).reshape(*one.shape[:2], *other.shape[:2])
 
 
 def _scale(share: torch.Tensor, lead: int) -> torch.Tensor:

@@ -85,6 +85,8 @@ class Accumulator:
 
     quantity: Quantity
     reduction: Reduction
+    whole: bool = False
+    """Whether results of all parameters together are wanted as such."""
     states: States = field(default_factory=dict)
     results: dict[int, list[Any]] = field(default_factory=dict)
     """The results of the parameters that are done."""
@@ -99,6 +101,11 @@ class Accumulator:
     def __post_init__(self) -> None:
         first = self.reduction.before
         self.before = None if first is None else Accumulator(self.quantity, first)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether what it keeps of all parameters is one state, that of the first."""
+        return self.whole and self.reduction.whole and self.reduction.pooled
 
     @property
     def line(self) -> list[Accumulator]:
@@ -155,7 +162,12 @@ class Accumulator:
         self.states = {i: self.reduction.scaled(state, columns) for i, state in self.states.items()}
 
     def add(self, leaf: int, state: State) -> None:
-        """Add the state of another block of samples."""
+        """Add the state of another block of samples; where there is one state, of another parameter."""
+        leaf, over = (0, "params") if self.pooled else (leaf, "samples")
         self.added.add(leaf)
         before = self.states.get(leaf)
-        self.states[leaf] = state if before is None else self.reduction.merge(before, state, "samples")
+        self.states[leaf] = state if before is None else self.reduction.merge(before, state, over)
+
+    def of(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters of which it keeps a state."""
+        return leaves[:1] if self.pooled else leaves

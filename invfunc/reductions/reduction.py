@@ -62,6 +62,11 @@ class Reduction:
     """Whether it keeps matrices that are as wide as the sides of a parameter."""
     counts: ClassVar[bool] = False
     """Whether columns count that are zero at a parameter, or what an operation reads where they are zero at it."""
+    pooled: ClassVar[bool] = False
+    """Whether what is kept of the parameters is added up as it comes, if the result is of all together: the samples
+    are never divided."""
+    pairs: ClassVar[bool] = False
+    """Whether it is of all pairs of samples, so that other batches come with their pairs with these."""
     paired: ClassVar[bool] = False
     """Whether it wants to know which bias belongs to which weight."""
     shortcuts: ClassVar[Literal["no", "narrow", "all"]] = "no"

@@ -70,6 +70,8 @@ class Explanation:
     """How often a loader is gone through, if it is `streamed`; the numbers above are those of its first batch."""
     batches: int | None = None
     """How many batches the loader gives, if it has a length."""
+    tiles: int = 0
+    """How many pairs of batches meet each other, if they do."""
     processes: int = 0
     """How many there are, if it is `distributed`; all other numbers are those of this one."""
     exchanged: int | None = None
@@ -92,7 +94,10 @@ class Explanation:
 
     def _sweeps(self) -> str:
         over = "the batches" if self.batches is None else _counted(self.batches, "batch")
-        return f"{_counted(self.sweeps, 'sweep')} over {over}; for the first batch, in all:" if self.sweeps else ""
+        tiles = f", for {_counted(self.tiles, 'tile')}" if self.tiles else ""
+        return (
+            f"{_counted(self.sweeps, 'sweep')} over {over}{tiles}; for the first batch, in all:" if self.sweeps else ""
+        )
 
     def _passes(self) -> str:
         times = _counted(self.pullbacks, "pullback") if self.pullbacks else "no pullback"

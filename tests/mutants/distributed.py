@@ -50,6 +50,13 @@ DISTRIBUTED = [
         FAULTS,
     ),
     Fault(
+        "each process puts the batches of others where its own are",
+        "tiles.py",
+        "                start += len(sizes)\n",
+        "",
+        ALL,
+    ),
+    Fault(
         "parameters may differ",
         "part.py",
         "        same([alike for alike, _, _ in each])\n",

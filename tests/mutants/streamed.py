@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 BATCHES = "test_streamed.py::test_batches_give_what_all_samples_at_once_do test_streamed.py"
 PRODUCTS = "test_streamed_products.py::test_batches_give_what_all_samples_at_once_do test_streamed_products.py"
+TILES = "test_tiled.py::TestOut test_tiled.py"
 
 STREAMED = [
     Fault(
@@ -138,6 +139,55 @@ STREAMED = [
         ", **named(product.vector, v)}",
         "}",
         "test_streamed_checkpoint.py::TestProducts",
+    ),
+    Fault(
+        "tiles below the diagonal are not mirrored",
+        "evaluation/matrix.py",
+        "tile = tree.map_tensors(_mirrored, tile) if mirrored else tile",
+        "tile = tile",
+        TILES,
+    ),
+    Fault(
+        "batches may come in another order in the next sweep",
+        "evaluation/matrix.py",
+        "fingerprint(args[1:]) != self._known[number]",
+        "False",
+        "test_tiled.py::TestLoaders",
+    ),
+    Fault(
+        "a batch is held in the memory where the loader writes the next one",
+        "evaluation/matrix.py",
+        "return args[0], *tree.map_tensors(torch.clone, args[1:])",
+        "return args",
+        "test_tiled.py::TestLoaders",
+    ),
+    Fault(
+        "terms of shares are multiplied whichever entries of the parameter they are of",
+        "per_sample/gradients.py",
+        "or torch.equal(self._origins(f.use), other._origins(g.use))",
+        "or True",
+        "test_tiled.py::TestComposes",
+    ),
+    Fault(
+        "terms of shares are multiplied whichever layout they have",
+        "per_sample/gradients.py",
+        "not all(f.layout() == g.layout() for f, g in pairs)",
+        "False",
+        "test_tiled.py::TestComposes",
+    ),
+    Fault(
+        "batches that meet are not looked at joined",
+        "tiles.py",
+        "if not (same or self.looked):",
+        "if False:",
+        "test_tiled.py::TestRefused",
+    ),
+    Fault(
+        "what is kept of all parameters is that of the last one",
+        "reductions/quantity.py",
+        "self.reduction.merge(before, state, over)",
+        "state if self.pooled else self.reduction.merge(before, state, over)",
+        TILES,
     ),
     Fault(
         "rows of a mean keep the scale of the sum",
