@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, overload
@@ -11,12 +11,14 @@ import torch
 
 from invfunc import tree
 from invfunc._functorch import transforming
+from invfunc._sharded import sharded
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.across import dealt, share
 from invfunc.evaluation.batches import Batches, Feed, check_loader, samples_of, size_of, swept
+from invfunc.evaluation.layout import parts, whole
 from invfunc.evaluation.processes import Processes, bits, same
-from invfunc.products.along import space_of
+from invfunc.products.along import OfAll, space_of
 from invfunc.products.product import Linearised, Product
 from invfunc.products.streamed import StreamedProduct, Sums, key_of_drawn
 from invfunc.recording.problem import InDims
@@ -141,26 +143,26 @@ class _Part:
         """
         processes = Processes.of(self.group)
 
-        def looked() -> tuple[Batches, tuple[dict[str, str], list[int], int]]:
+        def looked() -> tuple[Callable[[Any], Batches], tuple[dict[str, str], list[int], int]]:
             if transforming():
                 raise ArgumentError(
                     "within a transform of torch.func, as it is not differentiated. Apply the transform to the "
                     "function, or to what is computed of each batch."
                 )
-            _check_whole(args, names)
-            batches, count = self._of_batch(args, own) if self.feed is None else self._of_loader(args, own, keys, again)
-            return batches, ({**identity, **bits("params", args[0])}, keys, count)
+            space_of(args, names)
+            at, count = self._of_batch(args, own) if self.feed is None else self._of_loader(args, own, keys, again)
+            return at, ({**identity, **bits("params", args[0])}, keys, count)
 
-        batches, each = processes.told("arguments", looked)
+        at, each = processes.told("arguments", looked)
         same([said for said, _, _ in each])
-        return _Begun(processes, batches, each[0][1], sum(n for _, _, n in each[: processes.rank]))
+        params = whole(processes, "params", args[0])
+        return _Begun(processes, params, at(params), each[0][1], sum(n for _, _, n in each[: processes.rank]))
 
-    def _of_batch(self, args: tuple, own: int) -> tuple[Batches, int]:
-        given = (args[0], *args[own:])
-        n = size_of(given, self.in_dims)
-        return lambda visit: visit(given, 0) if n else 0, n
+    def _of_batch(self, args: tuple, own: int) -> tuple[Callable[[Any], Batches], int]:
+        n = size_of((args[0], *args[own:]), self.in_dims)
+        return lambda params: lambda visit: visit((params, *args[own:]), 0) if n else 0, n
 
-    def _of_loader(self, args: tuple, own: int, keys: list[int], again: str) -> tuple[Batches, int]:
+    def _of_loader(self, args: tuple, own: int, keys: list[int], again: str) -> tuple[Callable[[Any], Batches], int]:
         if len(args) != own + 1:
             wanted = " and ".join(["the parameters", "a vector"][:own])
             raise ArgumentTypeError(f"it takes {wanted} and a loader, and got {len(args)} positional arguments.")
@@ -168,17 +170,7 @@ class _Part:
         check_loader(args[own], sweeps=again or drawn)
         feed = self.feed or Feed()
         count = samples_of(args[own], self.in_dims) if keys else 0
-        return lambda visit: swept(args[own], args[0], self.in_dims, visit, feed), count
-
-
-def _check_whole(args: tuple, names: Any) -> None:
-    """Check that there are parameters, of which no process has a part only."""
-    for path, leaf in zip(space_of(args, names).paths, tree.tensors(args[:1]), strict=True):
-        if hasattr(leaf, "full_tensor"):  # DTensor, whose import takes a second
-            raise ArgumentTypeError(
-                f"{names[0]}{path} is a DTensor, but each process needs the whole parameters. Pass p.full_tensor() of "
-                "each, if they fit."
-            )
+        return lambda params: lambda visit: swept(args[own], params, self.in_dims, visit, feed), count
 
 
 @dataclass(frozen=True)
@@ -186,6 +178,8 @@ class _Begun:
     """What is known of all processes before the first batch is seen."""
 
     processes: Processes
+    params: Any
+    """As a whole."""
     batches: Batches
     """Those of this one."""
     keys: list[int]
@@ -231,9 +225,25 @@ class Distributed(Transform):
                 if k:
                     work.again(partial(dealt, begun.processes))
                 run = partial(begun.batches, lambda args, n: work.visit(args, begun.before + n))
-                share(work.sweep, run, begun.processes, self.gather, lambda: work.without_samples(args[0]))
+                share(work.sweep, run, begun.processes, self.gather, lambda: work.without_samples(begun.params))
             results, aux = work.results()
+            results = self._laid_out(results, args[0])
             return results, aux if self.part.feed is not None else aux[0] if aux else None
+
+    def _laid_out(self, results: Any, params: Any) -> Any:
+        """The results, of which trees that are like the parameters are laid out as these are."""
+        leaves = tree.tensors((params,))
+        if self.t.options.reduce is not None or not any(map(sharded, leaves)):
+            return results
+
+        def of(t: Statistic, result: Any) -> Any:
+            trees, several = t.reduction.trees, result if t.reduction.several else (result,)
+            flat = [tree.flatten(x, none_is_leaf=False) for x in several[:trees]]
+            laid = [tree.unflatten(parts(own, leaves), structure) for own, structure in flat]
+            found = (*laid, *several[trees:])
+            return found if t.reduction.several else found[0]
+
+        return tuple(map(of, self.t.members, results)) if self.t.members else of(self.t, results)
 
 
 @dataclass(frozen=True, repr=False)
@@ -274,22 +284,28 @@ class DistributedProduct(Transform):
         return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        sums = self._sums(args, 2, kwargs, names)
-        space = space_of(args[:1], names)
-        found = sums(space.leaves(args[1], self.vector, self.lead), self.lead)
+        sums, space = self._sums(args, 2, kwargs, names)
+        found = self._at(sums, args[0], space.leaves(args[1], self.vector, self.lead), self.lead)
         return space.tree(found), self._aux(sums)
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        sums = self._sums(args, 1, kwargs, names, "it is gone through for every vector")
-        space, shown = space_of(args, names), f"{self!r}.linearize({', '.join(names)})"
-        return Linearised(shown, sums, space, space, self.vector, self.lead, (args, kwargs)), []
+        sums, space = self._sums(args, 1, kwargs, names, "it is gone through for every vector")
+        shown = f"{self!r}.linearize({', '.join(names)})"
+        at = partial(self._at, sums, args[0])
+        return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs)), []
 
-    def _sums(self, args: tuple, own: int, kwargs: dict[str, Any], names: Any, again: str = "") -> Sums:
+    def _at(self, sums: Sums, params: Any, vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
+        """The product with a vector, laid out as the parameters are."""
+        return parts(sums(vectors, lead), tree.tensors((params,)), lead)
+
+    def _sums(self, args: tuple, own: int, kwargs: dict[str, Any], names: Any, again: str = "") -> tuple[Sums, OfAll]:
+        """The linear map, and the space of its vectors."""
         key = key_of_drawn(self.product)
         identity, keys = {"the product": f"{self.product!r} {self.product.degree}"}, [] if key is None else [key]
         begun = self.part.begun(args, own, names, identity, keys, again)
         key = begun.keys[0] if keys else None
-        return Sums(self.product, kwargs, begun.batches, key, begun.processes, begun.before)
+        space = OfAll(**vars(space_of(args[:1], names)), processes=begun.processes)
+        return Sums(self.product, kwargs, begun.batches, key, begun.processes, begun.before), space
 
     def _aux(self, sums: Sums) -> Any:
         return sums.aux if self.part.feed is not None else sums.aux[0] if sums.aux else None

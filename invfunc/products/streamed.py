@@ -12,7 +12,7 @@ import torch
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.across import same_scale
 from invfunc.evaluation.batches import Batches, Feed, Visit, check_loader, no_samples, swept, unscaled
-from invfunc.evaluation.processes import Processes, bits, same
+from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.weights import Weights
 from invfunc.loss.drawn import key_of
 from invfunc.products.along import space_of
@@ -86,9 +86,6 @@ class StreamedProduct(Transform):
             return swept(loader, params, self.product.in_dims, visit, self.feed)
 
         return batches
-
-
-ALONE = Processes()
 
 
 class Sums:
