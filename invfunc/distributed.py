@@ -9,11 +9,14 @@ from typing import Any, Literal, overload
 
 import torch
 
+from invfunc import tree
+from invfunc._sharded import sharded
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.evaluation.layout import parts
 from invfunc.evaluation.processes import Processes
 from invfunc.part import Asked, Begun, Part
-from invfunc.products.along import space_of
+from invfunc.products.along import OfAll, space_of
 from invfunc.products.product import Linearised, Product
 from invfunc.products.streamed import StreamedProduct, Sums, check_linearized, keys_of
 from invfunc.products.streamed import identity_of as identity_of_product
@@ -190,12 +193,29 @@ class Distributed(Transform):
             alike, identity = {"the statistic": options_of(self.t)}, partial(identity_of, self.t, args[0], kwargs)
             keys = [*work.keys.values()]
             begun = self.part.begun(Asked(args, 1, names, alike, keys, identity, twice(self.t), work.check))
+            work.params = begun.params
             with begun.course as course:
                 work.draw_by(course.record.keys, begun.before)
                 course.begin(work)
                 work.computed(lambda: course.through(begun.batches), begun.processes, self.gather)
                 results, aux = begun.of_all(work.results)
+                results = self._laid_out(results, args[0])
             return results, aux if self.part.feed is not None else aux[0] if aux else None
+
+    def _laid_out(self, results: Any, params: Any) -> Any:
+        """The results, of which trees that are like the parameters are laid out as these are."""
+        leaves = tree.tensors((params,))
+        if self.t.options.reduce is not None or not any(map(sharded, leaves)):
+            return results
+
+        def of(t: Statistic, result: Any) -> Any:
+            trees, several = t.reduction.trees, result if t.reduction.several else (result,)
+            flat = [tree.flatten(x, none_is_leaf=False) for x in several[:trees]]
+            laid = [tree.unflatten(parts(own, leaves), structure) for own, structure in flat]
+            found = (*laid, *several[trees:])
+            return found if t.reduction.several else found[0]
+
+        return tuple(map(of, self.t.members, results)) if self.t.members else of(self.t, results)
 
 
 @dataclass(frozen=True, repr=False)
@@ -236,19 +256,28 @@ class DistributedProduct(Transform):
         return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        begun, sums = self._begun(
+        begun, sums, space = self._begun(
             args, 2, kwargs, names, lambda: identity_of_product(self.product, args[0], args[1], kwargs)
         )
-        space = space_of(args[:1], names)
+        leaves = space.leaves(args[1], self.vector, self.lead)
         with begun.course as course:
-            found = sums(space.leaves(args[1], self.vector, self.lead), course, self.lead)
-            return begun.of_all(lambda: space.tree(found)), self._aux(sums)
+            found = self._parts(begun.of_all(lambda: sums(leaves, course, self.lead)), args[0], self.lead)
+            return space.tree(found), self._aux(sums)
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         check_linearized(self.part.file)
-        _, sums = self._begun(args, 1, kwargs, names, again="it is gone through for every vector")
-        space, shown = space_of(args, names), f"{self!r}.linearize({', '.join(names)})"
-        return Linearised(shown, sums.along, space, space, self.vector, self.lead, (args, kwargs)), []
+        _, sums, space = self._begun(args, 1, kwargs, names, again="it is gone through for every vector")
+        shown = f"{self!r}.linearize({', '.join(names)})"
+
+        def at(vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
+            return self._parts(sums.along(vectors, lead), args[0], lead)
+
+        return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs)), []
+
+    @staticmethod
+    def _parts(found: list[torch.Tensor], params: Any, lead: int) -> list[torch.Tensor]:
+        """A product laid out as the parameters are."""
+        return parts(found, tree.tensors((params,)), lead)
 
     def _begun(
         self,
@@ -258,11 +287,13 @@ class DistributedProduct(Transform):
         names: Any,
         identity: Callable[[], dict[str, str]] = dict,
         again: str = "",
-    ) -> tuple[Begun, Sums]:
+    ) -> tuple[Begun, Sums, OfAll]:
+        """How all begin, the linear map, and the space of its vectors."""
         alike, keys = {"the product": f"{self.product!r} {self.product.degree}"}, keys_of(self.product)
         begun = self.part.begun(Asked(args, own, names, alike, keys, identity, again))
         keys = begun.course.record.keys
-        return begun, Sums(self.product, kwargs, begun.batches, keys, begun.processes, begun.before)
+        sums = Sums(self.product, kwargs, begun.batches, keys, begun.processes, begun.before)
+        return begun, sums, OfAll(**vars(space_of(args[:1], names)), processes=begun.processes)
 
     def _aux(self, sums: Sums) -> Any:
         return sums.aux if self.part.feed is not None else sums.aux[0] if sums.aux else None

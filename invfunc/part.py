@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from invfunc import tree
 from invfunc._functorch import transforming
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Batches, Feed, check_loader, counted, samples_of, size_of, swept
+from invfunc.evaluation.batches import Batches, Feed, Numbered, Visit, check_loader, counted, samples_of, size_of, swept
 from invfunc.evaluation.checkpoint import Checkpoint, Head
 from invfunc.evaluation.course import Course, course_of
+from invfunc.evaluation.layout import whole
 from invfunc.evaluation.processes import Processes, bits, same
 from invfunc.products.along import space_of
 from invfunc.recording.problem import InDims
 
 T = TypeVar("T")
+At = Callable[[Any], Batches]
+"""From the whole parameters to the batches at them."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +64,22 @@ class Part:
         """What is known of all processes before the first batch is seen."""
         processes = Processes.of(self.group)
 
-        def looked() -> tuple[tuple[Batches, Course], tuple[dict[str, str], Head, int]]:
+        def looked() -> tuple[tuple[At, Course], tuple[dict[str, str], Head, int]]:
             if transforming():
                 raise ArgumentError(
                     "within a transform of torch.func, as it is not differentiated. Apply the transform to the "
                     "function, or to what is computed of each batch."
                 )
-            check_whole(asked.args, asked.names)
-            batches, count = (self._of_batch if self.feed is None else self._of_loader)(asked)
+            space_of(asked.args, asked.names)
+            at, count = (self._of_batch if self.feed is None else self._of_loader)(asked)
             course, alike = self._course(processes, asked), {**asked.alike, **bits("params", asked.args[0])}
-            return (batches, course), (alike, course.record.head, count)
+            return (at, course), (alike, course.record.head, count)
 
-        (batches, course), each = processes.told("arguments", looked)
+        (at, course), each = processes.told("arguments", looked)
         same([alike for alike, _, _ in each])
         course.agree([head for _, head, _ in each])
-        return Begun(processes, batches, course, sum(n for _, _, n in each[: processes.rank]))
+        params = whole(processes, "params", asked.args[0])
+        return Begun(processes, params, at(params), course, sum(n for _, _, n in each[: processes.rank]))
 
     def _course(self, processes: Processes, asked: Asked) -> Course:
         """That of this process, which has a file of its own."""
@@ -85,12 +89,12 @@ class Part:
         device = (self.feed or Feed()).goal(asked.args[0])
         return course_of(file, lambda: {"the process": place, **asked.identity()}, asked.keys, device)
 
-    def _of_batch(self, asked: Asked) -> tuple[Batches, int]:
-        given = (asked.args[0], *asked.args[asked.own :])
-        n = size_of(given, self.in_dims)
-        return lambda visit, _: visit(given, 0) if n else 0, n
+    def _of_batch(self, asked: Asked) -> tuple[At, int]:
+        batch = asked.args[asked.own :]
+        n = size_of((asked.args[0], *batch), self.in_dims)
+        return lambda params: lambda visit, _: visit((params, *batch), 0) if n else 0, n
 
-    def _of_loader(self, asked: Asked) -> tuple[Batches, int]:
+    def _of_loader(self, asked: Asked) -> tuple[At, int]:
         args, own = asked.args, asked.own
         if len(args) != own + 1:
             wanted = " and ".join(["the parameters", "a vector"][:own])
@@ -101,17 +105,12 @@ class Part:
             asked.check(counted(args[own], self.in_dims))
         feed = self.feed or Feed()
         count = samples_of(args[own], self.in_dims) if asked.keys else 0
-        return lambda visit, numbered: swept(args[own], args[0], self.in_dims, visit, feed, numbered), count
+        loader = args[own]
+        return lambda params: partial(_swept, loader, params, self.in_dims, feed), count
 
 
-def check_whole(args: tuple, names: Any) -> None:
-    """Check that there are parameters, of which no process has a part only."""
-    for path, leaf in zip(space_of(args, names).paths, tree.tensors(args[:1]), strict=True):
-        if hasattr(leaf, "full_tensor"):  # DTensor, whose import takes a second
-            raise ArgumentTypeError(
-                f"{names[0]}{path} is a DTensor, but each process needs the whole parameters. Pass p.full_tensor() of "
-                "each, if they fit."
-            )
+def _swept(loader: Any, params: Any, in_dims: InDims, feed: Feed, visit: Visit, numbered: Numbered) -> int:
+    return swept(loader, params, in_dims, visit, feed, numbered)
 
 
 @dataclass(frozen=True)
@@ -119,6 +118,8 @@ class Begun:
     """What is known of all processes before the first batch is seen."""
 
     processes: Processes
+    params: Any
+    """As a whole."""
     batches: Batches
     """Those of this one."""
     course: Course

@@ -32,7 +32,7 @@ def _sides(args: tuple, t: Statistic, feed: Feed) -> list[Again]:
 
 def _side(loader: Any, params: Any, t: Statistic, feed: Feed) -> Again:
     quiet = replace(feed, progress="")  # a bar shows the tiles
-    return Again(lambda visit: swept(loader, params, t.in_dims, visit, quiet), t.in_dims)
+    return Again(lambda visit, numbered: swept(loader, params, t.in_dims, visit, quiet, numbered), t.in_dims)
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,13 +114,13 @@ class TiledAcross(Transform):
         two = self.part.feed is not None and len(args) == 3
         part = self.part if self.part.feed is None else replace(self.part, feed=replace(feed, progress=""))
         begun = part.begun(Asked(args[:2] if two else args, 1, names, identity, [], again=AGAIN))
-        sides = [Again(lambda visit: begun.batches(visit, enumerate), self.t.in_dims)]
+        sides = [Again(begun.batches, self.t.in_dims)]
         if two:
             begun.processes.told("arguments", lambda: (check_loader(args[2], sweeps=AGAIN), None))
-            sides.append(_side(args[2], args[0], self.t, feed))
+            sides.append(_side(args[2], begun.params, self.t, feed))
         tiles = Tiles(self.t, kwargs, sides, feed)
         alone = begun.processes.size == 1 and not two
-        found = tiles.square() if alone else tiles.rectangle(args[0], begun.processes, gather=self.gather)
+        found = tiles.square() if alone else tiles.rectangle(begun.params, begun.processes, gather=self.gather)
         if self.part.feed is not None:
             return found, tiles.aux
         return found, tiles.aux[0] if tiles.aux else None

@@ -13,7 +13,7 @@ import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, distributed, streamed
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
-from tests.many_processes import PRODUCTS, Example, after_one_is_gone, hold, start, told_of_all
+from tests.many_processes import LAID, PRODUCTS, Example, after_one_is_gone, hold, start, told_of_all
 from tests.networks import CLASSES, LOSSES, NETWORKS
 from tests.strategies import Numbers
 from tests.test_streamed import AT_ONCE, EXACT, SAMPLED, linear, losses
@@ -48,6 +48,8 @@ def examples(size):
             | st.lists(st.integers(0, 6), min_size=size - 1, max_size=size - 1),
             within=st.none() | st.lists(st.integers(0, 3), max_size=2),
             gather=st.booleans(),
+            laid=st.lists(st.tuples(*[st.sampled_from(LAID)] * 2), max_size=3),
+            grid=st.just(False) if size < 4 else st.booleans(),
         )
         draw = given(each)(lambda e: found.append(e))
         seed(k)(settings(max_examples=SIZES[size], derandomize=False)(draw))()  # others for each case
@@ -93,6 +95,8 @@ class TestFaults:
             "other parameters": ("ArgumentError", "ArgumentError"),
             "another statistic": ("ArgumentError", "ArgumentError"),
             "another vector": ("ArgumentError", "ArgumentError"),
+            "a vector of another shape": ("ProcessError", "ArgumentError"),
+            "of another shape later": ("ProcessError", "ArgumentError"),
             "another step": ("ArgumentError", "ArgumentError"),
             "another moment": ("ProcessError", "ProcessError"),
             "weighted means": ("ProcessError", "ArgumentError"),
@@ -103,12 +107,20 @@ class TestFaults:
             "others that are other ones": ("ArgumentError", "ArgumentError"),
             "shuffled": ("ProcessError", "ArgumentError"),
             "used up": ("ProcessError", "ArgumentTypeError"),
-            "sharded": ("ArgumentTypeError", "ArgumentTypeError"),
+            "parts alone": ("ArgumentTypeError", "ArgumentTypeError"),
+            "a sum to come": ("ArgumentError", "ArgumentError"),
+            "other placements": ("ArgumentError", "ArgumentError"),
+            "other replicas": ("ArgumentError", "ArgumentError"),
+            "another order": ("ArgumentError", "ArgumentError"),
+            "parts of a vector in one": ("ArgumentError", "ArgumentError"),
+            "a mesh of others": ("ArgumentError", "ArgumentError"),
             "then all is well": ("", ""),
         }
         assert "process 1 failed with KeyError: 'no such thing'" in first["f fails"][1]
         assert "process 1 failed with OSError: the disk is gone" in first["the loader fails"][1]
-        assert "params['w'] is a DTensor" in first["sharded"][1]
+        assert "params['w'] is a DTensor" in first["parts alone"][1] and "distributed(t)" in first["parts alone"][1]
+        assert "params['w'] has placements (Partial(sum),)" in first["a sum to come"][1]
+        assert "over the processes (0, 1), which have to be those of the group, [0]" in first["a mesh of others"][1]
         assert "params['w'] has to be the same in all processes" in first["other parameters"][1]
         assert max(seconds for each in (first, second) for _, _, seconds in each.values()) < 20
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._sharded import sharded
 from invfunc.reductions import Reduction
 
 
@@ -20,6 +21,7 @@ def fingerprint(x: Any) -> int:
     for path, leaf in tree.named_leaves(x):
         found.update(f"{path} {_shown(leaf)} ".encode())
         if isinstance(leaf, torch.Tensor) and leaf.numel() and not leaf.is_meta:
+            leaf = leaf.to_local() if sharded(leaf) else leaf  # pyright: ignore[reportAttributeAccessIssue]
             dense = leaf.detach() if leaf.layout == torch.strided else leaf.detach().to_dense()
             y = dense.resolve_conj().resolve_neg().cpu().contiguous()
             found.update((ctypes.c_char * y.nbytes).from_address(y.data_ptr()))

@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 import torch
 
+from invfunc import tree
 from invfunc._extras import extra
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.evaluation.layout import parts
 from invfunc.loss.drawn import by
 from invfunc.loss.square_root import safe_root
 from invfunc.products.along import along, check_product, names_of, space_of
@@ -85,7 +87,8 @@ class Estimator(Transform):
             dtype = reduce(torch.promote_types, dtypes)
             return Estimate(mean[0].to(dtype), errors[0].to(dtype))
         mean, errors = ([x.to(dtype) for x, dtype in zip(xs, dtypes, strict=True)] for xs in (mean, errors))
-        return Estimate(space.tree(mean), space.tree(errors))
+        params = tree.tensors(args[:1])
+        return Estimate(space.tree(parts(mean, params)), space.tree(parts(errors, params)))
 
     def _drawn(self, kind: Kind) -> torch.Tensor:
         """A random vector whose entries are independent, with mean 0 and variance 1."""

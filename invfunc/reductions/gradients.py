@@ -61,7 +61,7 @@ class Norms(SquaredNorms):
 class CentredSquares(Reduction):
     """`sum_n (G[n] - mean G)^2 / (n - correction)`, merged by the formula of Chan, Golub and LeVeque (1979)."""
 
-    forms = "blocks"
+    forms, trees = "blocks", 1
 
     def __init__(self, correction: float) -> None:
         self.correction = correction
@@ -95,7 +95,7 @@ class CentredSquares(Reduction):
 class SumAndCentredSquares(CentredSquares):
     """The gradient, and the centred squares of its shares."""
 
-    several = True
+    several, trees = True, 2
 
     def finish(self, state: State, found: Found) -> list[Any]:
         return [state[1], *super().finish(state, found)]
@@ -107,7 +107,7 @@ class SumAndCentredSquares(CentredSquares):
 class ClippedSum(Reduction):
     """`sum_n min(1, max_norm / |G[n]|) G[n]`, with the norm over all parameters."""
 
-    several = True
+    several, trees = True, 1
     before = first = Norms()
 
     def __init__(self, max_norm: float | torch.Tensor, norms: torch.Tensor | None = None) -> None:

@@ -51,6 +51,8 @@ class Reduction:
     """The axes of each result that count the samples; `sample_axes` returns them unless it is overridden."""
     several: ClassVar[bool] = False
     """Whether the caller gets a tuple of results."""
+    trees: ClassVar[int] = 0
+    """How many of the results, the first ones, have a number for each entry of the parameters."""
     rooted: ClassVar[Literal["no", "known", "all"]] = "no"
     """The losses whose columns have to be those of a square root of the Hessian, without weights beside them: none,
     those of known structure, or all."""

@@ -33,7 +33,7 @@ class SquaresOfEach(EachSample):
 class SumOfSquares(Reduction):
     """`sum_vn G[v, n]^2`."""
 
-    shortcuts = "all"
+    shortcuts, trees = "all", 1
 
     def step(self, shares: Shares) -> State:
         return (shares.square_sum(),)
@@ -47,6 +47,8 @@ class SumOfSquares(Reduction):
 
 class MatrixTrace(SumOfSquares):
     """`sum_pvn G[v, n, p]^2`, of all parameters together or of each."""
+
+    trees = 0
 
     def __init__(self, per_parameter: bool) -> None:
         self.whole = not per_parameter
