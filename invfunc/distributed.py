@@ -213,7 +213,8 @@ class Distributed(Transform):
             flat = [tree.flatten(x, none_is_leaf=False) for x in several[:trees]]
             laid = [tree.unflatten(parts(own, leaves), structure) for own, structure in flat]
             found = (*laid, *several[trees:])
-            return found if t.reduction.several else found[0]
+            kind = getattr(type(result), "_make", tuple)  # an Estimate is a tuple with names
+            return kind(found) if t.reduction.several else found[0]
 
         return tuple(map(of, self.t.members, results)) if self.t.members else of(self.t, results)
 

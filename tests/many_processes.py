@@ -84,7 +84,7 @@ def wrongly_laid(e: Example, found: Any, params: Any) -> str:
     row = ROWS.get(e.name.removesuffix(" drawn"))
     if row is None:
         like, rest = [found], []
-    elif row.gives == TREES:
+    elif row.gives == TREES and "trace" not in e.name:
         like, rest = (found, []) if row.picks is None else (found[:1], found[1:])
     else:
         entries = row.gives == LEAVES and row.picks is None and "trace" not in e.name
