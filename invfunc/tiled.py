@@ -32,7 +32,7 @@ def _sides(args: tuple, t: Statistic, feed: Feed) -> list[Again]:
 
 def _side(loader: Any, params: Any, t: Statistic, feed: Feed) -> Again:
     quiet = replace(feed, progress="")  # a bar shows the tiles
-    return Again(lambda visit: swept(loader, params, t.in_dims, visit, quiet), t.in_dims)
+    return Again(lambda visit, numbered: swept(loader, params, t.in_dims, visit, quiet, numbered), t.in_dims)
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,7 +114,7 @@ class TiledAcross(Transform):
         two = self.part.feed is not None and len(args) == 3
         part = self.part if self.part.feed is None else replace(self.part, feed=replace(feed, progress=""))
         begun = part.begun(Asked(args[:2] if two else args, 1, names, identity, [], again=AGAIN))
-        sides = [Again(lambda visit: begun.batches(visit, enumerate), self.t.in_dims)]
+        sides = [Again(begun.batches, self.t.in_dims)]
         if two:
             begun.processes.told("arguments", lambda: (check_loader(args[2], sweeps=AGAIN), None))
             sides.append(_side(args[2], args[0], self.t, feed))

@@ -41,7 +41,7 @@ class Again:
             return self.sizes[-1]
 
         with torch.random.fork_rng([]):  # a DataLoader draws numbers when it begins
-            self.batches(seen)
+            self.batches(seen, enumerate)
 
     def each(self, see: See, wanted: Container[int]) -> None:
         """Have some of them seen."""
@@ -56,7 +56,7 @@ class Again:
             number += 1
             return self.sizes[number - 1]
 
-        self.batches(seen)
+        self.batches(seen, enumerate)
         if number < len(self):
             raise _others()
 
