@@ -41,7 +41,8 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
         t(params, *(torch.cat(parts) for parts in zip(*batches)))      # batches: those of all processes, in their order
 
     Processes are started by torch's means (`torchrun --nproc-per-node=2 script.py`, and in the script
-    `torch.distributed.init_process_group()`), and all call it with the same parameters. Each reduces its own samples to
+    `torch.distributed.init_process_group()`), and all call it with the same parameters, of which each may have a part
+    (DTensors, as of `functional` of a module that `fully_shard` divides). Each reduces its own samples to
     what the statistic keeps of them; these are added up (variances by the formula of Chan, Golub and LeVeque), and all
     processes have the same result. Without an initialised group, the process is alone: a script gives the same numbers
     with torchrun and without.
@@ -64,12 +65,15 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
         Where t is streamed to `out`, each process writes the rows of its own samples, whose places begin with 0.
         Of `gram`, the rows of the samples of this process beside those of all, `[n, N]`, or gathered `[N, N]`; with
         `others=` `[n, M]`; streamed, also of two loaders.
+        Where a parameter is a DTensor, so is a result of its entries, in the same placements; other results (K-factors,
+        norms, traces, those with a sample axis) are whole.
 
     Raises:
         ProcessError: another process has failed, or ended; with its message.
         ArgumentError: as `streamed`; parameters, statistic or vectors that are not the same in all processes; this
             process is not in the group; a checkpoint of another process, of another number of them, or of another call
-            than those of the others; `out=` of `streamed` with `each="gather"`.
+            than those of the others; `out=` of `streamed` with `each="gather"`; DTensors that are a sum to come
+            (`Partial`), or over other processes than those of the group.
         ArgumentTypeError: t is neither statistic nor product; the group is of another type.
 
     Example:
@@ -105,6 +109,8 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
     lost. All go on from where each was, with the same number of processes and the same batches in each; those that were
     done wait for the others, and no file is removed before all have the result. In its second sweep, `ekfac` also keeps
     what the first one has brought in this process: all go back to its end if one of them has lost its file.
+
+    DTensors are gathered one by one: beside its part, each process holds all parameters once while the call runs.
 
     Source: Chan, Golub and LeVeque (1979) for variances; torch.distributed.
     """

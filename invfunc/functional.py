@@ -32,7 +32,8 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
 
     Args:
         model: any module (of a DistributedDataParallel, the one in it), or a method of one (`model.encode`). It is
-            never changed: `f` computes on a copy that shares all but the parameters, so that threads may call both.
+            never changed: `f` computes on a copy that shares all but the parameters, so that threads may call both. Of
+            one that `fully_shard` divides, `f` runs without its hooks on whole parameters, as `distributed` gives it.
 
     Returns:
         `(f, params)`. `params` maps the name of each parameter that requires grad to a detached alias of it; a tied
@@ -47,8 +48,8 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
     Raises:
         ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are not a dict.
         ArgumentError: of `f`, `params` names what the module does not have, or gives a tied parameter two values; the
-            module keeps a parameter where it cannot be replaced; it is checkpointed and cannot be copied; or forward
-            reads from an attribute what an earlier call has computed from parameters.
+            module keeps a parameter where it cannot be replaced; it is checkpointed and cannot be copied; forward reads
+            from an attribute what an earlier call has computed from parameters; or fully_shard changes the precision.
 
     Example:
         >>> import torch, invfunc

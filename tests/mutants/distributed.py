@@ -3,6 +3,7 @@
 from tests.mutants.fault import Fault
 
 ALL = "test_distributed.py::test_all_processes_give_what_all_samples_at_once_do[2]"
+MODULES = "test_sharded_modules.py::TestFunctional"
 FAULTS = "test_distributed.py::TestFaults"
 RESUMED = "test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened"
 
@@ -111,5 +112,68 @@ DISTRIBUTED = [
         "self.rows.scaled(self.n, 1 / self.of_all)",
         "self.rows.scaled(self.n, 1 / max(1, self.n))",
         RESUMED,
+    ),
+    Fault(
+        "a result that has parameters' entries is not laid out as they are",
+        "reductions/gradients.py",
+        "several, trees = True, 2",
+        "several, trees = True, 1",
+        ALL,
+    ),
+    Fault(
+        "the placements of a block product do not know that vectors come in front",
+        "evaluation/layout.py",
+        "return type(placement)(placement.dim + lead, **options)",
+        "return placement",
+        ALL,
+    ),
+    Fault(
+        "a part of a result keeps the whole alive",
+        "evaluation/layout.py",
+        "own.to_local().clone()",
+        "own.to_local()",
+        ALL,
+    ),
+    Fault(
+        "replicas of a parameter may differ",
+        "evaluation/layout.py",
+        "    same(said)  # replicas may differ\n",
+        "",
+        FAULTS,
+    ),
+    Fault(
+        "a mesh may have other processes than the group",
+        "evaluation/layout.py",
+        "    _check_meshes(processes, each)\n",
+        "",
+        FAULTS,
+    ),
+    Fault(
+        "parameters may come in another order",
+        "evaluation/processes.py",
+        "            if own != first:\n",
+        "            if False:\n",
+        FAULTS,
+    ),
+    Fault(
+        "a vector is looked at by the process that has it, not by all",
+        "products/along.py",
+        "found, each = self.processes.told(name, looked)",
+        "found, each = ALONE.told(name, looked)",
+        FAULTS,
+    ),
+    Fault(
+        "the hooks of fully_shard stay",
+        "_sharded.py",
+        "if not _of_state(hook)",
+        "if True",
+        MODULES,
+    ),
+    Fault(
+        "methods stay as fully_shard has made them",
+        "_sharded.py",
+        "return x.__wrapped__ if made_by",
+        "return x if made_by",
+        MODULES,
     ),
 ]
