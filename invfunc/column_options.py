@@ -18,9 +18,13 @@ def drawing(
 ) -> Drawing | None:
     """Check how columns are to be drawn; None takes all of them."""
     if mc_samples is None:
-        for option, value in (("generator", generator), ("sample", sample), ("peel", peel), ("with_error", with_error)):
-            if value not in (None, False):
-                raise ArgumentError(f"{name}({option}=...): nothing is drawn without mc_samples; pass mc_samples=1.")
+        given = {"generator": generator, "sample": sample, "peel": peel, "with_error": with_error or None}
+        for option, value in given.items():
+            if value is not None:
+                least = 2 if with_error else 1
+                raise ArgumentError(
+                    f"{name}({option}=...): nothing is drawn without mc_samples; pass mc_samples={least}."
+                )
         return None
     if not isinstance(mc_samples, int) or isinstance(mc_samples, bool):
         kind = type(mc_samples).__name__

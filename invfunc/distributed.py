@@ -186,6 +186,11 @@ class Distributed(Transform):
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How this process would compute it, which does not wait for the others, and what it would give to them."""
         processes, given = Processes.of(self.part.group), args
+        if any(map(sharded, tree.tensors(args[:1]))):
+            raise ArgumentError(
+                "the parameters are DTensors, and this process has a part of each; no other is asked. Pass "
+                "p.full_tensor() of each to explain, which is what a call computes with."
+            )
         if self.part.feed is None:
             found = self.t.explanation(args, kwargs, names)
         else:

@@ -265,6 +265,7 @@ def faults() -> dict[str, tuple[str, str, float]]:
             params, iter([(x, y)]) if rank else [(x, y)]
         ),
         "parts alone": lambda: of(placed(Shard(0)), x, y),
+        "parts explained": lambda: invfunc.explain(distributed(of))(placed(Shard(0)), x, y),
         "a sum to come": lambda: distributed(of)(placed(Partial()), x, y),
         "other placements": lambda: distributed(of)(placed(Shard(rank)), x, y),
         "other replicas": lambda: distributed(of)(placed(Replicate(), own["w"]), x, y),

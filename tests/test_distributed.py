@@ -108,6 +108,7 @@ class TestFaults:
             "shuffled": ("ProcessError", "ArgumentError"),
             "used up": ("ProcessError", "ArgumentTypeError"),
             "parts alone": ("ArgumentTypeError", "ArgumentTypeError"),
+            "parts explained": ("ArgumentError", "ArgumentError"),
             "a sum to come": ("ArgumentError", "ArgumentError"),
             "other placements": ("ArgumentError", "ArgumentError"),
             "other replicas": ("ArgumentError", "ArgumentError"),
@@ -119,6 +120,7 @@ class TestFaults:
         assert "process 1 failed with KeyError: 'no such thing'" in first["f fails"][1]
         assert "process 1 failed with OSError: the disk is gone" in first["the loader fails"][1]
         assert "params['w'] is a DTensor" in first["parts alone"][1] and "distributed(t)" in first["parts alone"][1]
+        assert "Pass p.full_tensor() of each to explain" in first["parts explained"][1]
         assert "params['w'] has placements (Partial(sum),)" in first["a sum to come"][1]
         assert (
             "over the processes (0, 1) in shape (2,), which have to be those of the group, [0]"

@@ -14,7 +14,6 @@ from invfunc._signed import signed
 from invfunc.errors import ArgumentError, InverseError
 from invfunc.pairs.exact import Grid
 
-_LARGEST = 2**63
 _DENOMINATOR = 10_000
 
 Words = tuple[torch.Tensor, ...]
@@ -36,8 +35,8 @@ class Decay:
     def of(call: str, name: str, by: Any) -> Decay:
         """That by a number between 0 and 1 which is a fraction of small numbers, as 0.9 is 9/10."""
         if isinstance(by, (int, float, Fraction)) and 0 < by < 1:
-            near = Fraction(by).limit_denominator(_DENOMINATOR)
-            if abs(near - Fraction(by)) < Fraction(1, 10**12) and 0 < near < 1:
+            near, tolerance = Fraction(by).limit_denominator(_DENOMINATOR), Fraction(1, 10**12)  # of 0.9 as a float
+            if abs(near - Fraction(by)) < tolerance and 0 < near < 1:
                 return Decay(near, call)
         raise ArgumentError(
             f"{call}: {name} has to be between 0 and 1, and a fraction with a denominator up to {_DENOMINATOR}, as 0.9 "
@@ -49,7 +48,7 @@ class Decay:
         """How many steps fit into a word of 63 bits."""
         n, d = self.by.as_integer_ratio()
         largest, steps = 0, 0
-        while (largest := largest // n * d + d - 1) < _LARGEST:
+        while (largest := largest // n * d + d - 1) <= torch.iinfo(torch.int64).max:
             steps += 1
         return steps
 

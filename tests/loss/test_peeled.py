@@ -224,7 +224,8 @@ class TestOptions:
         of = partial(invfunc.diag_ggn, f, F.cross_entropy)
         for more, text in (
             ({"peel": 1}, "pass mc_samples=1"),
-            ({"with_error": True}, "pass mc_samples=1"),
+            ({"peel": 0}, "pass mc_samples=1"),
+            ({"with_error": True}, "pass mc_samples=2"),
             ({"mc_samples": 1, "with_error": True, **options()}, "between two columns or more"),
             ({"mc_samples": 3, "peel": 3, **options()}, "peel is between 0 and 2"),
             ({"mc_samples": 3, "peel": 2, "with_error": True, **options()}, "peel is between 0 and 1"),
