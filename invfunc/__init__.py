@@ -50,6 +50,7 @@ from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import InverseReport, check_inverse, drift
 from invfunc.invertible.equilibrium import Equilibrium, equilibrium
+from invfunc.invertible.multiscale import multiscale
 from invfunc.kronecker import Kronecker
 from invfunc.operation import operation
 from invfunc.outputs import outputs
@@ -57,6 +58,7 @@ from invfunc.pairs.bdia import bdia
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.fixed_point import fixed_point
+from invfunc.pairs.from_module import from_module
 from invfunc.pairs.integrators import leapfrog, momentum
 from invfunc.pairs.log_det import with_log_det
 from invfunc.pairs.pair import Invertible, invert
@@ -148,6 +150,7 @@ __all__ = [
     "estimate_trace",
     "explain",
     "fixed_point",
+    "from_module",
     "functional",
     "fvp",
     "ggn_block_product",
@@ -168,6 +171,7 @@ __all__ = [
     "linear_operator",
     "linearize",
     "momentum",
+    "multiscale",
     "operation",
     "outputs",
     "pch_block_product",

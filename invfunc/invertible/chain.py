@@ -59,8 +59,7 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
     Source: MemCNN and invtorch stack wrapped modules in `nn.Sequential`.
     """
     check_anchor("chain", anchor_every)
-    checkpointed = tuple(_checkpointed(block, f"chain: block {i}") for i, block in enumerate(blocks))
-    return _Chain(checkpointed, anchor_every).pair()
+    return Chain(tuple(checkpointed(b, f"chain: block {i}") for i, b in enumerate(blocks)), anchor_every).pair()
 
 
 def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
@@ -97,7 +96,7 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
     Source: `jax.lax.scan`, whose parameters are stacked in this way.
     """
     check_anchor("repeated", anchor_every)
-    return _Repeated((_checkpointed(block, "repeated"),), anchor_every).pair()
+    return _Repeated((checkpointed(block, "repeated"),), anchor_every).pair()
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,14 +129,14 @@ class _Sequence(Composition):
         return found
 
     def changed(self, change: Callable[[Any], Any]) -> Invertible:
-        blocks = tuple(_checkpointed(change(block), self.name) for block in self.blocks)
+        blocks = tuple(checkpointed(change(block), self.name) for block in self.blocks)
         return replace(self, blocks=blocks).pair()
 
     def keeping(self, keep: bool | tuple[int, ...]) -> Invertible:
         return replace(self, keep=keep).pair()
 
     def inverted(self, name: str) -> Invertible:
-        blocks = tuple(_checkpointed(_inverse(block, None), name) for block in self.blocks)
+        blocks = tuple(checkpointed(_inverse(block, None), name) for block in self.blocks)
         return replace(self, blocks=blocks, keep=None, backwards=not self.backwards).pair()
 
     def pair(self) -> Invertible:
@@ -167,22 +166,28 @@ class _Sequence(Composition):
         return y
 
 
-class _Chain(_Sequence):
+class Chain(_Sequence):
+    """Different blocks, with a list of their parameters."""
+
     @property
     def name(self) -> str:
         return f"chain({', '.join(repr(block.pair) for block in self.blocks[:: -1 if self.backwards else 1])})"
 
     def each(self, params: Any) -> Iterable[Step]:
+        return zip(self.blocks, self.entries(params, len(self.blocks)), strict=True)
+
+    def entries(self, params: Any, number: int) -> Sequence[Any]:
+        """So many entries of the parameters."""
         if params is None:
-            params = [None] * len(self.blocks)
+            return [None] * number
         is_list = isinstance(params, Sequence) and not isinstance(params, (str, torch.Tensor))
-        if not is_list or len(params) != len(self.blocks):
+        if not is_list or len(params) != number:
             given = f"{len(params)} entries" if isinstance(params, (list, tuple)) else type(params).__name__
             raise ArgumentError(
                 f"{self.name}(x, params): params is {given}, but has to be a list with an entry for each of the "
-                f"{len(self.blocks)} blocks (None for a block without parameters)."
+                f"{number} blocks (None for a block without parameters)."
             )
-        return zip(self.blocks, params, strict=True)
+        return params
 
 
 class _Repeated(_Sequence):
@@ -220,7 +225,8 @@ def _inverse(g: Checkpointed, hidden: Any) -> Callable:
     return replace(g, pair=invert(g.pair), keep=False)
 
 
-def _checkpointed(block: Callable, where: str) -> Checkpointed:
+def checkpointed(block: Callable, where: str) -> Checkpointed:
+    """A block of a sequence; any function is one, kept where it has no inverse."""
     if isinstance(block, Checkpointed):
         made = block
     elif isinstance(block, Invertible):

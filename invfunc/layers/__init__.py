@@ -4,6 +4,7 @@ Of `float16` and `bfloat16` the inverses and the log-determinants are computed i
 float32. Autocast changes nothing: what it rounds off, no inverse gives back.
 """
 
+from invfunc.layers.actnorm import actnorm
 from invfunc.layers.batch_norm import batch_norm
 from invfunc.layers.conv1x1 import conv1x1
 from invfunc.layers.flatten import flatten
@@ -18,6 +19,7 @@ from invfunc.layers.pixel_shuffle import pixel_shuffle, pixel_unshuffle
 from invfunc.layers.unflatten import unflatten
 
 __all__ = [
+    "actnorm",
     "batch_norm",
     "conv1x1",
     "flatten",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -11,6 +12,18 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs.pair import Invertible
+
+
+@dataclass(frozen=True, repr=False)
+class DataDependent(Invertible):
+    """An `Invertible` whose parameters start from a batch."""
+
+    law: Any = None
+
+    def start(self, x: torch.Tensor) -> Any:
+        """The parameters for a first batch."""
+        return self.law.start(x)
 
 
 def at_full_precision(op: Callable[..., torch.Tensor], x: torch.Tensor, *params: torch.Tensor | None) -> torch.Tensor:

@@ -41,6 +41,8 @@ def with_log_det(pair: Invertible) -> Invertible:
     pair = as_pair("with_log_det(pair)", pair)
     if pair.composition is not None:
         return pair.composition.changed(lambda block: replace(block, pair=with_log_det(block.pair), has_aux=False))
+    if pair.carried is not None:
+        return pair.carried
     if pair.log_det is None or pair.hidden:
         why = "hides something, so that its inverse is not a function of y" if pair.hidden else "has no log_det"
         raise ArgumentError(f"with_log_det({pair!r}): the pair {why}.")

@@ -54,6 +54,7 @@ class Invertible(Value):
             entry of the leading axis. It gets `shared` in front too, and evaluates them in the order of forward.
         name: what `repr` says.
         composition: what it is composed of, as `chain` does; it frees what it can by itself.
+        carried: what `with_log_det` makes of it, where both directions give the log-determinant beside their result.
 
     Raises:
         ArgumentTypeError: a part that has to be a function is none.
@@ -73,6 +74,7 @@ class Invertible(Value):
     log_det: Callable | None = None
     name: str = ""
     composition: Composition | None = None
+    carried: Invertible | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.shared, tuple):
@@ -144,7 +146,10 @@ def invert(pair: Invertible) -> Invertible:
     if pair.composition is not None:
         return pair.composition.inverted(f"invert({pair!r})")
     log_det = None if pair.log_det is None else _Negated(pair).log_det
-    return Invertible(pair.inverse, pair.forward, pair.shared, log_det=log_det, name=f"invert({pair!r})")
+    carried = None if pair.carried is None else invert(pair.carried)
+    return Invertible(
+        pair.inverse, pair.forward, pair.shared, log_det=log_det, name=f"invert({pair!r})", carried=carried
+    )
 
 
 @dataclass(frozen=True, eq=False)

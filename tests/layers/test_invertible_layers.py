@@ -111,6 +111,13 @@ def batch_norms(draw, fixed: bool) -> Case:
 
 
 @st.composite
+def actnorms(draw) -> Case:
+    rand = Numbers()
+    x = rand(draw(st.integers(2, 3)), draw(st.integers(1, 3)), *sizes(draw, 0, 3, 2))
+    return Case(layers.actnorm(draw(st.sampled_from([1e-6, 0.1]))), x, ((rand(x.shape[1]) / 4, rand(x.shape[1])),))
+
+
+@st.composite
 def leaky_relus(draw) -> Case:
     return Case(layers.leaky_relu(draw(st.sampled_from([0.01, 0.5, 3]))), Numbers()(*sizes(draw, 1, 3)))
 
@@ -163,6 +170,7 @@ SQUARE = {
     "patch_conv": patch_convolutions(tall=False),
     "batch_norm": batch_norms(fixed=False),
     "batch_norm of statistics": batch_norms(fixed=True),
+    "actnorm": actnorms(),
     "leaky_relu": leaky_relus(),
     "flatten": flattens(),
     "unflatten": unflattens(),

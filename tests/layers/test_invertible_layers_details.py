@@ -257,3 +257,18 @@ class TestHalfPrecision:
         _, (mean, var) = layers.batch_norm().forward(x)
         assert mean.dtype == var.dtype == torch.float32
         assert_trees_close((mean, var), (x.float().mean([0, 2]), x.float().var([0, 2], correction=0)), 1e-5)
+
+
+class TestStart:
+    """Of `actnorm`, block after block of a flow."""
+
+    @few
+    @given(st.integers(2, 5), st.integers(1, 3), st.lists(st.integers(1, 3), max_size=2))
+    def test_gives_each_channel_mean_0_and_variance_1(self, n, channels, spatial):
+        x, turn = 3 * Numbers()(n, channels, *spatial) + 1, Numbers(1)(channels, channels)
+        for _ in range(2):
+            norm = layers.actnorm(1e-12)
+            y = norm(x, norm.start(x))
+            var, mean = torch.var_mean(y, [0, *range(2, y.ndim)], correction=0)
+            assert_trees_close((mean, var), (torch.zeros_like(mean), torch.ones_like(var)), 1e-6, floor=1.0)
+            x = torch.einsum("nc...,dc->nd...", y, turn)

@@ -8,7 +8,13 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 
 X, W, CUBE = torch.ones(2, 3), torch.eye(3), torch.ones(2, 3, 4, 5)
 LINEAR, TURN, CONV, PATCH = layers.linear(), layers.orthogonal_linear(), layers.conv1x1(), layers.patch_conv()
-NORM, RELU, KERNEL, TALL = layers.batch_norm(), layers.leaky_relu(), torch.ones(6, 3, 2, 1), torch.ones(4, 3)
+ACT, NORM, RELU, KERNEL, TALL = (
+    layers.actnorm(),
+    layers.batch_norm(),
+    layers.leaky_relu(),
+    torch.ones(6, 3, 2, 1),
+    torch.ones(4, 3),
+)
 ONE, TWO = (torch.ones(3), torch.ones(3)), (torch.ones(3), torch.ones(2))
 FORM = "[N, C, *spatial] with one to three spatial axes"
 GIVEN = "as W has shape (3, 3)"
@@ -108,6 +114,25 @@ REFUSED = {
         (lambda: layers.batch_norm(statistics=X), "statistics is of type Tensor, but has to be (mean, var), both [C]"),
         (lambda: layers.batch_norm(statistics=(X, X)), "mean has shape (2, 3), but has to be [C]"),
     ],
+    "actnorm()(x, params)": [
+        (lambda: ACT(X, None), "params is of type NoneType, but has to be (log_scale, bias), both [C]"),
+        (lambda: ACT(X, TWO), "bias has shape (2,), but axis 0 has to have size 3, as x has shape (2, 3)"),
+        (lambda: ACT(X[0], ONE), "x has shape (3,), but has to be [N, C, ...]"),
+    ],
+    "actnorm().inverse(y, params)": [
+        (
+            lambda: ACT.inverse(X.T, ONE),
+            "log_scale has shape (3,), but axis 0 has to have size 2, as y has shape (3, 2)",
+        ),
+    ],
+    "actnorm().start(x)": [
+        (
+            lambda: ACT.start(X[:1]),
+            "x has shape (1, 3), at most one number a channel, which has no variance. Give more samples",
+        ),
+        (lambda: ACT.start(1.0), "x is of type float, but has to be a tensor"),
+    ],
+    "actnorm(eps=0)": [(lambda: layers.actnorm(0), f"eps {ABOVE}")],
     "batch_norm()(x, params)": [
         (lambda: NORM(X[0]), "x has shape (3,), but has to be [N, C, ...]"),
         (lambda: NORM(X[:1]), f"x has shape (1, 3), {NO_BATCH}"),

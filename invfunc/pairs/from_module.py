@@ -1,0 +1,189 @@
+"""Modules that know their inverse, as libraries of normalizing flows write them, as pairs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from invfunc import tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs.pair import Invertible, Law
+from invfunc.pairs.part import OfModule
+from invfunc.pairs.value import Value
+
+
+def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
+    """The pair of a module that has an inverse, as libraries of normalizing flows write them.
+
+        y, log_det = module(x, *args)                  x, _ = module.inverse(y, *args)            # normflows, nflows
+        y, log_det = module(x, *args)                  x, _ = module(y, *args, rev=True)          # FrEIA
+        y, log_det = module(*args).call_and_ladj(x)    x = module(*args).inv(y)                   # zuko
+
+    Args:
+        module: one that has a method `inverse` like its forward, an argument `rev` of its forward, or an attribute
+            `inv` and a forward that returns a `torch.distributions.Transform`. Of FrEIA, a tensor is given as `(x,)`.
+        log_det: whether a module with an `inverse` returns a log-determinant beside each result, as the libraries do;
+            False for one that returns the result alone.
+
+    Returns:
+        An `Invertible`, called as `pair(x)` with the module's own parameters, which get their gradients, or as
+        `pair(x, params, *args, **kwargs)` with those of `functional(module)`, or None for its own, in front of what the
+        module gets beside x. Its log-determinant `[N]` is that of the module, summed over what it has of each sample.
+
+    Raises:
+        ArgumentTypeError: `module` is no module.
+        ArgumentError: it has none of these three; it does not return what they return, or a log-determinant that is
+            neither a number nor `[N, ...]`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> class Scale(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return x * self.weight[0], self.weight.abs().log().sum()
+        ...     def inverse(self, y):
+        ...         return y / self.weight[0], -self.weight.abs().log().sum()
+        >>> flow = invfunc.from_module(Scale(2, 1))
+        >>> params = {"weight": torch.tensor([[1.0, 2.0]])}
+        >>> flow(torch.ones(1, 2), params), invfunc.invert(flow)(torch.ones(1, 2), params)
+        (tensor([[1., 2.]]), tensor([[1.0000, 0.5000]]))
+        >>> invfunc.with_log_det(flow)((torch.ones(1, 2), torch.zeros(1)), params)
+        (tensor([[1., 2.]]), tensor([0.6931]))
+
+    Composes with: `chain` of several, `invertible_checkpoint` (whose check finds an inverse that is none), `invert`,
+    `with_log_det`, which evaluates the module once for both; `testing.laws.check_pair` says whether the
+    log-determinant is that of the Jacobian.
+
+    A module that starts from its first batch (normflows' and FrEIA's ActNorm) has to be called by itself before.
+
+    Cost: that of the module in either direction; the log-determinant by itself is a forward pass of its own.
+
+    Source: the interfaces of normflows, nflows, FrEIA and zuko.
+    """
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(
+            f"from_module(module): module is of type {type(module).__name__}, but has to be an nn.Module. Of two "
+            "functions: Invertible(f, f_inv)."
+        )
+    call = f"from_module({type(module).__name__})"
+    run = _way(call, module)
+    if not log_det:
+        if run is not _by_inverse:
+            raise ArgumentError(f"{call[:-1]}, log_det=False): only a module with a method `inverse` may leave it out.")
+        run = _alone
+    law = _OfModule(call, OfModule(_Directed(module, run)), log_det)
+    if not log_det:
+        return Invertible(law.forward, law.inverse, name=call)
+    carried = Invertible(_Carried(law, False), _Carried(law, True), name=f"with_log_det({call})")
+    return Invertible(law.forward, law.inverse, log_det=law.log_det, name=call, carried=carried)
+
+
+class _Directed(nn.Module):
+    """A module in both directions."""
+
+    def __init__(self, module: nn.Module, run: Callable) -> None:
+        super().__init__()
+        self.module, self.run = module, run
+
+    def forward(self, x: Any, *args: Any, backwards: bool, **kwargs: Any) -> tuple[Any, Any]:
+        """The result, and the log-determinant of this direction."""
+        return self.run(self.module, backwards, x, *args, **kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class _OfModule(Law):
+    call: str
+    part: OfModule
+    has_log_det: bool
+
+    def forward(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return self.run(False, x, params, *args, **kwargs)[0]
+
+    def inverse(self, y: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return self.run(True, y, params, *args, **kwargs)[0]
+
+    def log_det(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.of_each(x, self.run(False, x, params, *args, **kwargs)[1])
+
+    def run(self, backwards: bool, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The result of a direction, and its log-determinant."""
+        if isinstance(params, dict):
+            params = {f"module.{name}": p for name, p in params.items()}
+        found = self.part(x, params, *args, backwards=backwards, **kwargs)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            what = f"{len(found)} results" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+            raise ArgumentError(
+                f"{self.call}: {'the inverse' if backwards else 'forward'} has to return (result, log_det), but "
+                f"returns {what}. Pass log_det=False where both directions return the result alone."
+            )
+        return found[0], found[1]
+
+    def of_each(self, x: Any, found: Any) -> torch.Tensor:
+        """The log-determinant of each sample: `[N]`."""
+        like = tree.tensors(x)[0]
+        found = torch.as_tensor(
+            found, dtype=None if isinstance(found, torch.Tensor) else like.dtype, device=like.device
+        )
+        if not found.ndim or found.shape == (1,):
+            return found.reshape(1).expand(len(like))
+        if found.shape[0] != len(like):
+            raise ArgumentError(
+                f"{self.call}: the log-determinant has shape {list(found.shape)}, but there are {len(like)} samples."
+            )
+        return found.flatten(1).sum(1) if found.ndim > 1 else found
+
+
+@dataclass(frozen=True, eq=False)
+class _Carried(Value):
+    """A direction of the module on states `(x, s)` with the sum of log-determinants."""
+
+    law: _OfModule
+    backwards: bool
+
+    def __call__(self, state: Any, params: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
+        x, s = state
+        found, log_det = self.law.run(self.backwards, x, params, *args, **kwargs)
+        return found, s + self.law.of_each(x, log_det)
+
+
+# The interfaces
+
+
+def _way(call: str, module: nn.Module) -> Callable:
+    if "rev" in inspect.signature(module.forward).parameters:
+        return _by_argument
+    if callable(getattr(module, "inverse", None)):
+        return _by_inverse
+    if hasattr(type(module), "inv"):
+        return _by_transform
+    raise ArgumentError(
+        f"{call}: it has no method `inverse`, its forward no argument `rev`, and it has no `inv` as transforms have. "
+        "Of two functions: Invertible(f, f_inv)."
+    )
+
+
+def _by_inverse(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return (module.inverse if backwards else module)(x, *args, **kwargs)
+
+
+def _alone(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return _by_inverse(module, backwards, x, *args, **kwargs), None
+
+
+def _by_argument(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
+    single = isinstance(x, torch.Tensor)
+    found, log_det = module((x,) if single else x, *args, rev=backwards, **kwargs)
+    return found[0] if single and not isinstance(found, torch.Tensor) else found, log_det
+
+
+def _by_transform(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
+    transform = module(*args, **kwargs)
+    transform = transform.inv if backwards else transform
+    if hasattr(transform, "call_and_ladj"):
+        return transform.call_and_ladj(x)
+    y = transform(x)
+    return y, transform.log_abs_det_jacobian(x, y)
