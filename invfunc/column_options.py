@@ -8,6 +8,7 @@ import torch
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.loss.drawn import key_of
 from invfunc.plan import Options
 from invfunc.reductions.quantity import GGN, GRADIENT, Drawing
 
@@ -38,6 +39,22 @@ def drawing(name: str, mc_samples: Any, generator: Any, sample: Any = None) -> D
             f"{name}(sample=...): sample is of type {kind}, but has to be a function (outputs, generator) -> target."
         )
     return Drawing(mc_samples, generator, sample)
+
+
+def projection_key(name: str, rows: Any, columns: Any, generator: Any) -> int:
+    """Check the sizes of random matrices; the number that they are made of."""
+    for option, value in (("rows", rows), ("columns", columns)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            kind = type(value).__name__
+            raise ArgumentTypeError(f"{name}({option}={value!r}): {option} is of type {kind}, but has to be an int.")
+        if value < 1:
+            raise ArgumentError(f"{name}({option}={value}): {option} has to be at least 1.")
+    if not isinstance(generator, torch.Generator):
+        raise ArgumentTypeError(
+            f"{name}(generator=...): generator is of type {type(generator).__name__}, but the matrices are drawn from "
+            "an explicit torch.Generator: pass generator=torch.Generator().manual_seed(0)."
+        )
+    return key_of(generator)
 
 
 def fisher_columns(name: str, fisher: str, mc_samples: int, generator: Any, sample: Any) -> dict[str, Any]:

@@ -172,6 +172,14 @@ class Factor:
 
     # Blocks of samples
 
+    def terms(self, part: Part) -> list[Term]:
+        """The factors of the shares of some samples."""
+        return self._terms(self.columns.left, part)
+
+    def sizes(self, terms: list[Term]) -> list[int]:
+        """How many values the labels of the output have."""
+        return _sizes(terms, self.output)
+
     def _way(self, instance: str, kept: str) -> tuple[list[Part], list[Term], bool]:
         """Blocks of samples, the terms of the first, and whether the square is cheaper without forming a share."""
         cotangent = self.columns.left[self.use.site]

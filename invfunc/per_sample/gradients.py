@@ -15,6 +15,7 @@ from invfunc.operations.factors import Part
 from invfunc.per_sample.biases import Role
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
 from invfunc.per_sample.factor import Factor, shifted_moments, squared
+from invfunc.per_sample.sketches import Sides, sketched
 from invfunc.recording.scope import Scope
 from invfunc.recording.tags import ParameterUse
 
@@ -104,6 +105,19 @@ class Shares:
         """`sum_p G[n, p] direction[p]` of the only column: `[count]`."""
         flat = direction.flatten()
         return torch.cat([self._dense(part)[0].reshape(length(part), -1).mv(flat) for part in self._blocks()])
+
+    def sketches(self, sides: Sides) -> torch.Tensor:
+        """`first^T G[n] rest` of the only column: `[count, rows * columns]`."""
+        return summed(self._sketches(f, sides) for f in self.factors)
+
+    def _sketches(self, factor: Factor, sides: Sides) -> torch.Tensor:
+        use, found = factor.use, None
+        if use.derived.selected:
+            found = sketched(factor, sides, None if use.param is self.leaf else self.origins(use.param))
+        if found is not None:
+            return found
+        shares = (self._pull(factor, factor.dense(self.columns.left, part), 2)[0] for part in self._blocks())
+        return joined([sides.of(share) for share in shares])
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""

@@ -56,6 +56,42 @@ STATISTICS = [
         "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[torch.float64-lowest-positions] "
         "reductions/test_gram_jacobian.py " + CROSSED,
     ),
+    # Sketches
+    Fault(
+        "all parameters have the same random matrices",
+        "reductions/sketches.py",
+        "manual_seed(self.key + place)",
+        "manual_seed(self.key)",
+        "statistics/test_sketched_grad.py::TestMatrices::test_differ_between_parameters_of_one_shape",
+    ),
+    Fault(
+        "random signs are too small",
+        "reductions/sketches.py",
+        "div_(math.sqrt(count))",
+        "div_(count)",
+        "statistics/test_sketched_grad.py::TestInnerProducts::test_are_right_on_average_with_the_stated_deviation",
+    ),
+    Fault(
+        "all blocks of samples have the sketches of the first",
+        "per_sample/sketches.py",
+        "            terms = None\n    return",
+        "    return",
+        "statistics/test_sketched_grad.py::TestFactors",
+    ),
+    Fault(
+        "a sketch of one row of a table loses which rows are picked",
+        "per_sample/sketches.py",
+        "if picked and 0 not in ins:",
+        "if picked and not ins:",
+        "statistics/test_sketched_grad.py::TestFactors",
+    ),
+    Fault(
+        "a label of rows and columns is taken for one of columns",
+        "per_sample/sketches.py",
+        "if set(ins) & set(outs):\n            return None",
+        "outs = [d for d in outs if d not in ins]",
+        "statistics/test_sketched_grad.py::TestFactors",
+    ),
     # Per-sample gradients
     Fault(
         "a share that is the cotangent is not copied",
