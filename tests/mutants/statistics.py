@@ -74,7 +74,7 @@ STATISTICS = [
     Fault(
         "all blocks of samples have the sketches of the first",
         "per_sample/sketches.py",
-        "            terms = None\n    return",
+        "        terms = None\n    return",
         "    return",
         "statistics/test_sketched_grad.py::TestFactors",
     ),
