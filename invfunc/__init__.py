@@ -49,16 +49,22 @@ from invfunc.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import InverseReport, check_inverse, drift
+from invfunc.invertible.equilibrium import Equilibrium, equilibrium
 from invfunc.kronecker import Kronecker
 from invfunc.operation import operation
 from invfunc.outputs import outputs
+from invfunc.pairs.bdia import bdia
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
 from invfunc.pairs.exact import Grid
+from invfunc.pairs.fixed_point import fixed_point
 from invfunc.pairs.integrators import leapfrog, momentum
 from invfunc.pairs.log_det import with_log_det
 from invfunc.pairs.pair import Invertible, invert
+from invfunc.pairs.reversible_adam import reversible_adam
+from invfunc.pairs.reversible_sgd import reversible_sgd
+from invfunc.pairs.reversible_step import reversible_step
+from invfunc.pairs.runge_kutta import runge_kutta
 from invfunc.pairs.state_first import state_first
-from invfunc.products.estimate import Estimate
 from invfunc.products.estimate_diagonal import estimate_diagonal
 from invfunc.products.estimate_trace import estimate_trace
 from invfunc.products.fvp import fvp
@@ -70,6 +76,7 @@ from invfunc.products.linear_operator import linear_operator
 from invfunc.products.linearize import linearize
 from invfunc.products.pch_block_product import pch_block_product
 from invfunc.reduced import reduced
+from invfunc.reductions.estimate import Estimate
 from invfunc.statistics.batch_diag_ggn import batch_diag_ggn
 from invfunc.statistics.batch_diag_hessian import batch_diag_hessian
 from invfunc.statistics.batch_grad import batch_grad
@@ -101,6 +108,7 @@ __all__ = [
     "CertificateError",
     "ClosedOverError",
     "ConvexityError",
+    "Equilibrium",
     "Estimate",
     "Grid",
     "InexactWarning",
@@ -125,6 +133,7 @@ __all__ = [
     "batch_grad",
     "batch_jacobian",
     "batch_l2_grad",
+    "bdia",
     "certified",
     "chain",
     "check_inverse",
@@ -135,9 +144,11 @@ __all__ = [
     "distributed",
     "drift",
     "ekfac",
+    "equilibrium",
     "estimate_diagonal",
     "estimate_trace",
     "explain",
+    "fixed_point",
     "functional",
     "fvp",
     "ggn_block_product",
@@ -163,6 +174,10 @@ __all__ = [
     "pch_block_product",
     "reduced",
     "repeated",
+    "reversible_adam",
+    "reversible_sgd",
+    "reversible_step",
+    "runge_kutta",
     "sketched_grad",
     "sqrt_ggn",
     "state_first",

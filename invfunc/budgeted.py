@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from invfunc import thresholds, tree
 from invfunc._functorch import dispatched, transforming
+from invfunc.budget.fingerprint import fingerprint
 from invfunc.budget.footprint import BY_HAND, SLACK, Footprint, certain, footprint, unpredictable, warmed
-from invfunc.budget.search import Chunks, Trial, search
-from invfunc.budget.size import in_bytes, resident, told
+from invfunc.budget.search import Chunks, Measured, Trial, least, search
+from invfunc.budget.size import given_back, in_bytes, resident, told
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, BudgetError, InvFuncError
 from invfunc.plan import AxisName
@@ -22,6 +23,9 @@ from invfunc.transform import ArgumentNames, Transform
 
 Make = Callable[[Chunks, bool], Any]
 """The function in some chunks; the second says whether it may tell of its progress."""
+
+CLOSE, KEPT = 1.1, 64
+"""How much larger a budget may be for which chunks are kept, and of how many different calls they are."""
 
 _ORDER: tuple[AxisName, ...] = ("samples", "outputs", "params")
 
@@ -37,6 +41,8 @@ class Budgeted(Transform):
     text: str
     in_dims: Any = 0
     has_aux: bool = False
+    choices: dict[Any, tuple[Trial, int]] = field(default_factory=dict, compare=False)
+    """What was chosen for which calls, by what f did in them, and the budget then; no tensors."""
     outermost = True  # what is around it would have memory of its own
 
     def __repr__(self) -> str:
@@ -59,14 +65,29 @@ class Budgeted(Transform):
     def fitting(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Trial, int]:
         """The chunks that are within the budget, and the budget in bytes."""
         _check(args, kwargs)
-        lengths = self._lengths(args, kwargs, names)
         drawn = [d.generator for d in self.f.drawings] if isinstance(self.f, Statistic) else []
+        budget, same = in_bytes(self.size), fingerprint(self._plainly, args, kwargs, drawn)
+        chosen, of = self.choices.get(same, (None, 0))
+        if chosen is not None and chosen.peak <= budget <= CLOSE * of:
+            return chosen, budget
+        chosen, later = self._chosen(args, kwargs, names, drawn, budget)
+        if same is not None:
+            self.choices[same] = later, budget
+        for oldest in list(self.choices)[:-KEPT]:
+            self.choices.pop(oldest, None)
+        return chosen, budget
+
+    def _chosen(
+        self, args: tuple, kwargs: dict[str, Any], names: Any, drawn: list[Any], budget: int
+    ) -> tuple[Trial, Trial]:
+        """The chunks that the search finds for this call, and those for the next ones, before which nothing is left."""
+        lengths = self._lengths(args, kwargs, names)
         warmed()
         gc.collect()  # what nobody needs any more is not to be freed in the middle of it
 
-        def measure(chunks: Chunks) -> Footprint | None:
+        def predict(chunks: Chunks, limit: int | None) -> Footprint | None:
             try:
-                return certain(footprint(self.make(chunks, False), args, kwargs, drawn))
+                return certain(footprint(self.make(chunks, False), args, kwargs, drawn, limit))
             except Exception as error:
                 if chunks:  # it cannot be divided so
                     return None
@@ -74,14 +95,20 @@ class Budgeted(Transform):
                     raise
                 raise unpredictable(f"without numbers it fails ({str(error).splitlines()[0]})") from error
 
-        budget, before, taken = in_bytes(self.size), resident(), 0
-        found, least = search(measure, lengths, budget)
-        if (grown := resident() - before) > SLACK // 2:  # what torch and Python keep of a first prediction
-            taken = grown
-            found, least = search(measure, lengths, budget - taken)
+        measured, before = Measured(predict), resident()
+        found = search(measured, lengths, budget)
         if found is None:
-            raise _too_little(budget, least, taken)
-        return found, budget
+            raise _too_little(budget, least(measured, lengths))
+        given_back()
+        taken = max(0, resident() - before)  # what Python keeps of the prediction, which the next call finds in use
+        fits = taken <= SLACK // 2 or found.peak + taken <= budget
+        return (None if fits else search(measured, lengths, budget - taken)) or found, found
+
+    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function in it is made of, as it was written."""
+        if not isinstance(self.f, Statistic):
+            return self.f(*args, **kwargs)
+        return [_evaluated(t, args, kwargs) for t in self.f.members or (self.f,)]
 
     def _lengths(self, args: tuple, kwargs: dict[str, Any], names: Any) -> dict[AxisName, int | None]:
         """How long each axis is that can be divided; nobody knows beforehand how many columns there are."""
@@ -101,6 +128,14 @@ class BudgetedStatistic(Budgeted):
         found, budget = self.fitting(args, kwargs, names)
         why = f"{_spelled(found.chunks)}, at most {told(found.peak)} of {told(budget)}"
         return replace(self.make(found.chunks, False).explanation(args, kwargs, names), name=repr(self), why=why)
+
+
+def _evaluated(t: Statistic, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What the function of a statistic returns, and the loss of it."""
+    if t.loss is None:
+        return t.f(*args, **kwargs)
+    outputs = t.f(*args[:-1], **kwargs)
+    return outputs, t.loss(outputs[0] if t.has_aux else outputs, args[-1])
 
 
 def _check(args: tuple, kwargs: dict[str, Any]) -> None:
@@ -123,12 +158,12 @@ def _spelled(chunks: Chunks) -> str:
     return "in " + " and ".join(divided) if divided else "in one piece"
 
 
-def _too_little(budget: int, least: Trial, taken: int) -> BudgetError:
-    found, results, needed = least.footprint, least.footprint.results, least.peak + taken
+def _too_little(budget: int, least: Trial) -> BudgetError:
+    found, results, needed = least.footprint, least.footprint.results, told(least.peak)
     error = BudgetError(
         f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} passes is "
-        f"{told(needed)}, {_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at "
-        f"`{found.at}`. Give memory={told(needed)!r}, or a smaller batch."
+        f"{needed}, {_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at "
+        f"`{found.at}`. Give memory={needed!r}, or a smaller batch."
     )
-    error.least = needed
+    error.least = least.peak
     return error

@@ -95,11 +95,14 @@ def chunked(
     samples of a plain function, `grad(chunked(f, n, fold="mean"))` keeps all graphs, while chunking the gradient,
     `chunked(grad(f), n, fold="mean")`, keeps one.
     With `memory`, before anything large is made, the call runs without numbers (torch's FakeTensorMode) in some ways to
-    divide it, and the bytes that are alive are counted, with the buffers of matrix products and convolutions. Each of
-    these runs takes about as long as a small call; `explain` tells what was chosen, to be given as n. Where numbers
-    decide what is done (a mask, a branch), it is an error. Counted is what tensors and kernels take: memory that
-    malloc keeps of what was freed comes on top (`invfunc.testing.return_freed_memory`), and so does what libraries load
-    when they are first used.
+    divide it, and the bytes that are alive are counted, with the buffers of matrix products and convolutions. A run
+    that is over the budget ends there; another takes about as long as one small call for each chunk. The function that
+    is returned keeps what was chosen (make it once, outside of a loop) for calls with arguments of the same sizes in
+    which f and its gradient do the same, operation by operation, which takes about three small calls of f to see;
+    `explain` tells what it is. Where numbers decide what is done (a mask, a branch), it is an error. Counted is what
+    tensors and kernels take, with a margin of 1 MiB: memory that malloc keeps of what was freed comes on top
+    (`invfunc.testing.return_freed_memory`), and so does what libraries load when they are first used. What Python keeps
+    of the search itself counts in the call that searches, as far as more chunks make up for it.
 
     Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
     """

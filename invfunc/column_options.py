@@ -9,16 +9,23 @@ import torch
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.loss.drawn import key_of
+from invfunc.loss.peeled import Peel
 from invfunc.plan import Options
 from invfunc.reductions.quantity import GGN, GRADIENT, Drawing
 
 
-def drawing(name: str, mc_samples: Any, generator: Any, sample: Any = None) -> Drawing | None:
+def drawing(
+    name: str, mc_samples: Any, generator: Any, sample: Any = None, peel: Any = None, with_error: bool = False
+) -> Drawing | None:
     """Check how columns are to be drawn; None takes all of them."""
     if mc_samples is None:
-        for option, value in (("generator", generator), ("sample", sample)):
+        given = {"generator": generator, "sample": sample, "peel": peel, "with_error": with_error or None}
+        for option, value in given.items():
             if value is not None:
-                raise ArgumentError(f"{name}({option}=...): nothing is drawn without mc_samples; pass mc_samples=1.")
+                least = 2 if with_error else 1
+                raise ArgumentError(
+                    f"{name}({option}=...): nothing is drawn without mc_samples; pass mc_samples={least}."
+                )
         return None
     if not isinstance(mc_samples, int) or isinstance(mc_samples, bool):
         kind = type(mc_samples).__name__
@@ -38,7 +45,9 @@ def drawing(name: str, mc_samples: Any, generator: Any, sample: Any = None) -> D
         raise ArgumentTypeError(
             f"{name}(sample=...): sample is of type {kind}, but has to be a function (outputs, generator) -> target."
         )
-    return Drawing(mc_samples, generator, sample)
+    if with_error and mc_samples < 2:
+        raise ArgumentError(f"{name}(mc_samples=1, with_error=True): an error shows between two columns or more.")
+    return Drawing(mc_samples, generator, sample, _peel(name, mc_samples, sample, peel, 2 if with_error else 1))
 
 
 def projection_key(name: str, rows: Any, columns: Any, generator: Any) -> int:
@@ -57,7 +66,26 @@ def projection_key(name: str, rows: Any, columns: Any, generator: Any) -> int:
     return key_of(generator)
 
 
-def fisher_columns(name: str, fisher: str, mc_samples: int, generator: Any, sample: Any) -> dict[str, Any]:
+def _peel(name: str, mc_samples: int, sample: Any, peel: Any, least: int) -> Peel | None:
+    """Check how many of the columns are taken as they are."""
+    if peel is None:
+        return None
+    if sample is not None:
+        raise ArgumentError(f"{name}(peel={peel!r}, sample=...): what a sampler draws has no largest columns.")
+    if peel != "auto" and (not isinstance(peel, int) or isinstance(peel, bool)):
+        raise ArgumentTypeError(f"{name}(peel={peel!r}): peel has to be 'auto' or an int, a number of columns.")
+    if peel != "auto" and not 0 <= peel <= mc_samples - least:
+        raise ArgumentError(
+            f"{name}(mc_samples={mc_samples}, peel={peel}): of {mc_samples} columns at least {least} "
+            f"{'is' if least == 1 else 'are'} for what is not peeled, so that peel is between 0 and "
+            f"{mc_samples - least}."
+        )
+    return Peel(peel, max(least, mc_samples // 2) if peel == "auto" and least > 1 else least)
+
+
+def fisher_columns(
+    name: str, fisher: str, mc_samples: int, generator: Any, sample: Any, peel: Any = None
+) -> dict[str, Any]:
     """What kind of columns a Fisher matrix is made of."""
     kinds = {"mc": GGN, "exact": GGN, "empirical": GRADIENT}
     if fisher not in kinds:
@@ -65,9 +93,9 @@ def fisher_columns(name: str, fisher: str, mc_samples: int, generator: Any, samp
     if fisher == "mc":
         if mc_samples is None:
             raise ArgumentError(f"{name}(mc_samples=None): fisher='mc' draws at least one column; 'exact' takes all.")
-        return {"kind": GGN, "drawing": drawing(name, mc_samples, generator, sample)}
-    if generator is not None or sample is not None:
-        raise ArgumentError(f"{name}(fisher={fisher!r}): nothing is drawn, so leave generator and sample out.")
+        return {"kind": GGN, "drawing": drawing(name, mc_samples, generator, sample, peel)}
+    if generator is not None or sample is not None or peel is not None:
+        raise ArgumentError(f"{name}(fisher={fisher!r}): nothing is drawn, so leave generator, sample and peel out.")
     return {"kind": kinds[fisher]}
 
 

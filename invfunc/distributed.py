@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 
 from invfunc import tree
-from invfunc._functorch import transforming
+from invfunc._sharded import sharded
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.across import dealt, share
-from invfunc.evaluation.batches import Batches, Feed, check_loader, samples_of, size_of, swept
-from invfunc.evaluation.processes import Processes, bits, same
-from invfunc.products.along import space_of
+from invfunc.evaluation.layout import parts
+from invfunc.evaluation.processes import Processes
+from invfunc.part import Asked, Begun, Part
+from invfunc.products.along import OfAll, space_of
 from invfunc.products.product import Linearised, Product
-from invfunc.products.streamed import StreamedProduct, Sums, key_of_drawn
+from invfunc.products.streamed import StreamedProduct, Sums, check_linearized, keys_of
+from invfunc.products.streamed import identity_of as identity_of_product
 from invfunc.recording.problem import InDims
+from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
-from invfunc.streamed import Streamed, not_by_batches, options_of, twice
+from invfunc.streamed import Streamed, identity_of, not_by_batches, options_of, twice
+from invfunc.tiled import Tiled, TiledAcross
 from invfunc.transform import Transform
-from invfunc.visits import Work
+from invfunc.visits import exchanged, work_of
 
 
 @overload
-def distributed(t: Statistic | Streamed, group: Any = None, *, each: str = "local") -> Distributed: ...
+def distributed(
+    t: Statistic | Streamed | Tiled, group: Any = None, *, each: str = "local"
+) -> Distributed | TiledAcross: ...
 @overload
 def distributed(t: Product | StreamedProduct, group: Any = None) -> DistributedProduct: ...
 def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] | str = "local") -> Any:
@@ -36,7 +41,8 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
         t(params, *(torch.cat(parts) for parts in zip(*batches)))      # batches: those of all processes, in their order
 
     Processes are started by torch's means (`torchrun --nproc-per-node=2 script.py`, and in the script
-    `torch.distributed.init_process_group()`), and all call it with the same parameters. Each reduces its own samples to
+    `torch.distributed.init_process_group()`), and all call it with the same parameters, of which each may have a part
+    (DTensors, as of `functional` of a module that `fully_shard` divides). Each reduces its own samples to
     what the statistic keeps of them; these are added up (variances by the formula of Chan, Golub and LeVeque), and all
     processes have the same result. Without an initialised group, the process is alone: a script gives the same numbers
     with torchrun and without.
@@ -56,11 +62,18 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
         A function `(params, *batch) -> result`, or `(params, loader) -> result` if t is streamed; of a product
         `(params, v, ...) -> result`, whose `.linearize` gives `v -> product`. The batch may have no samples in some
         processes, and loaders any number of batches. Aux is that of this process. The result cannot be differentiated.
+        Where t is streamed to `out`, each process writes the rows of its own samples, whose places begin with 0.
+        Of `gram`, the rows of the samples of this process beside those of all, `[n, N]`, or gathered `[N, N]`; with
+        `others=` `[n, M]`; streamed, also of two loaders.
+        Where a parameter is a DTensor, so is a result of its entries, in the same placements; other results (K-factors,
+        norms, traces, those with a sample axis) are whole.
 
     Raises:
         ProcessError: another process has failed, or ended; with its message.
         ArgumentError: as `streamed`; parameters, statistic or vectors that are not the same in all processes; this
-            process is not in the group; `checkpoint=` or `out=` of `streamed`.
+            process is not in the group; a checkpoint of another process, of another number of them, or of another call
+            than those of the others; `out=` of `streamed` with `each="gather"`; DTensors that are a sum to come
+            (`Partial`), or over other processes than those of the group.
         ArgumentTypeError: t is neither statistic nor product; the group is of another type.
 
     Example:
@@ -79,7 +92,7 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
         A DistributedSampler repeats samples until all processes have as many, which count twice then, or drops some
         (`drop_last=True`). `torch.utils.data.Subset(data, range(rank, len(data), processes))` does neither.
 
-    Composes with: `streamed`, `chunked`, `together`, `reduced` inside; `linear_operator`, `estimate_trace`,
+    Composes with: `streamed`, `chunked`, `together`, `reduced` inside; `explain`; `linear_operator`, `estimate_trace`,
     `estimate_diagonal` around products, with the same seed in each process. Drawn columns are those of the first
     process's generator, and each sample draws by its place among those of all processes, as `streamed` says: they are
     the same for any number of processes. A loader is gone through once more to count its samples then.
@@ -87,111 +100,59 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
     Cost: that of t for the samples of this process; of what is exchanged, each number of the result once (of K-factors
     a triangle, of a variance twice, of a sample axis nothing unless it is gathered), in one collective for each of a
     few steps; the memory of the result once more. The eigendecompositions of `ekfac` are dealt out to the processes.
+    For `gram` the batches travel: each in turn, to all processes, which hold its shares while their own samples go by.
+    Each evaluates all batches once and its own as often as there are batches; the tiles on both sides of the diagonal
+    are computed, each by the process that has the row. With `others=` nothing travels.
+
+    With `checkpoint="file"` of `streamed`, each process has a file of its own, "file.0" the first. When one fails, the
+    others write theirs, too; of processes that are killed (torchrun ends all if one is), the last `every` seconds are
+    lost. All go on from where each was, with the same number of processes and the same batches in each; those that were
+    done wait for the others, and no file is removed before all have the result. In its second sweep, `ekfac` also keeps
+    what the first one has brought in this process: all go back to its end if one of them has lost its file.
+
+    DTensors are gathered one by one: beside its part, each process holds all parameters once while the call runs.
 
     Source: Chan, Golub and LeVeque (1979) for variances; torch.distributed.
     """
     if each not in ("local", "gather"):
         raise ArgumentError(f"distributed({describe(t)}, each={each!r}): it is one of 'local', 'gather'.")
-    if isinstance(t, Streamed) and (t.checkpoint is not None or t.out is not None):
-        option = "out" if t.checkpoint is None else "checkpoint"
+    if isinstance(t, Tiled) and t.out is not None:
         raise ArgumentError(
-            f"distributed({t!r}): {option}= is of one process, which alone does not know the result. Leave it out."
+            f"distributed({t!r}): out= takes the rows of `gram` in one process only, and here each has its own. Leave "
+            "out= away."
+        )
+    if isinstance(t, Streamed) and t.out is not None and each != "local":
+        raise ArgumentError(
+            f"distributed({t!r}, each={each!r}): out= takes the rows of this process's samples, so that those of all "
+            "need not fit in memory. Leave each out, or leave out= away."
         )
     if isinstance(t, (Product, StreamedProduct)):
         if each != "local":
             raise ArgumentError(f"distributed({t!r}, each={each!r}): a product has no sample axis. Leave each out.")
-        product, feed = (t.product, t.feed) if isinstance(t, StreamedProduct) else (t, None)
-        return DistributedProduct(product, _Part(group, feed, product.in_dims))
-    if not isinstance(t, (Statistic, Streamed)):
+        product = t.product if isinstance(t, StreamedProduct) else t
+        return DistributedProduct(product, _part_of(group, t, product.in_dims))
+    if not isinstance(t, (Statistic, Streamed, Tiled)):
         kind = type(t).__name__
         raise ArgumentTypeError(
             f"distributed({describe(t)}): it is of type {kind}, but has to be a statistic, or a product as `hvp(f)` "
             "is, or one of them `streamed`."
         )
-    statistic, feed = (t.t, t.feed) if isinstance(t, Streamed) else (t, None)
+    statistic, out = (t.t, t.out) if isinstance(t, (Streamed, Tiled)) else (t, None)
     for m in statistic.members or (statistic,):
-        if why := not_by_batches(m):
+        if why := not_by_batches(m, alone=not statistic.members):
             raise ArgumentError(f"distributed({t!r}): {m.name} {why}.")
-    return Distributed(statistic, _Part(group, feed, statistic.in_dims), each == "gather")
+    part, gather = _part_of(group, t, statistic.in_dims), each == "gather"
+    if statistic.reduction.pairs and not statistic.members:
+        return TiledAcross(statistic, part, gather, options_of(statistic))
+    return Distributed(statistic, part, gather, out)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The samples of this process, among those of a group."""
-
-    group: Any
-    feed: Feed | None
-    """How the batches of a loader come; None if the arguments are one batch."""
-    in_dims: InDims
-
-    def shown(self, t: Any) -> str:
-        return f"distributed({t!r})" if self.feed is None else f"distributed(streamed({t!r}))"
-
-    def names(self, first: Sequence[str], own: Any, count: int) -> Any:
-        """What so many arguments are called, of which a loader comes behind the first ones."""
-        return own if self.feed is None else [*first, "loader"][:count]
-
-    def begun(
-        self, args: tuple, own: int, names: Any, identity: dict[str, str], keys: list[int], again: str = ""
-    ) -> _Begun:
-        """What is known of all processes before the first batch is seen.
-
-        `own` arguments are not of the batch, the first of them the parameters, which have to be the same as what
-        `identity` says. `keys` are those of drawn columns; `again` says why batches are seen twice, if they are.
-        """
-        processes = Processes.of(self.group)
-
-        def looked() -> tuple[Batches, tuple[dict[str, str], list[int], int]]:
-            if transforming():
-                raise ArgumentError(
-                    "within a transform of torch.func, as it is not differentiated. Apply the transform to the "
-                    "function, or to what is computed of each batch."
-                )
-            _check_whole(args, names)
-            batches, count = self._of_batch(args, own) if self.feed is None else self._of_loader(args, own, keys, again)
-            return batches, ({**identity, **bits("params", args[0])}, keys, count)
-
-        batches, each = processes.told("arguments", looked)
-        same([said for said, _, _ in each])
-        return _Begun(processes, batches, each[0][1], sum(n for _, _, n in each[: processes.rank]))
-
-    def _of_batch(self, args: tuple, own: int) -> tuple[Batches, int]:
-        given = (args[0], *args[own:])
-        n = size_of(given, self.in_dims)
-        return lambda visit: visit(given, 0) if n else 0, n
-
-    def _of_loader(self, args: tuple, own: int, keys: list[int], again: str) -> tuple[Batches, int]:
-        if len(args) != own + 1:
-            wanted = " and ".join(["the parameters", "a vector"][:own])
-            raise ArgumentTypeError(f"it takes {wanted} and a loader, and got {len(args)} positional arguments.")
-        drawn = "each sample draws by how many came before, so that they are counted first" if keys else ""
-        check_loader(args[own], sweeps=again or drawn)
-        feed = self.feed or Feed()
-        count = samples_of(args[own], self.in_dims) if keys else 0
-        return lambda visit: swept(args[own], args[0], self.in_dims, visit, feed), count
-
-
-def _check_whole(args: tuple, names: Any) -> None:
-    """Check that there are parameters, of which no process has a part only."""
-    for path, leaf in zip(space_of(args, names).paths, tree.tensors(args[:1]), strict=True):
-        if hasattr(leaf, "full_tensor"):  # DTensor, whose import takes a second
-            raise ArgumentTypeError(
-                f"{names[0]}{path} is a DTensor, but each process needs the whole parameters. Pass p.full_tensor() of "
-                "each, if they fit."
-            )
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """What is known of all processes before the first batch is seen."""
-
-    processes: Processes
-    batches: Batches
-    """Those of this one."""
-    keys: list[int]
-    """Of drawn columns: those of the first process."""
-    before: int
-    """How many samples the processes before have, where columns are drawn."""
+def _part_of(group: Any, t: Any, in_dims: InDims) -> Part:
+    if isinstance(t, Tiled):
+        return Part(group, t.feed, in_dims)
+    if isinstance(t, (Streamed, StreamedProduct)):
+        return Part(group, t.feed, in_dims, t.checkpoint)
+    return Part(group, None, in_dims)
 
 
 @dataclass(frozen=True, repr=False)
@@ -199,8 +160,9 @@ class Distributed(Transform):
     """A function `(params, *batch) -> result`, of the samples of all processes."""
 
     t: Statistic
-    part: _Part
-    gather: bool
+    part: Part
+    gather: bool = False
+    out: Any = None
     outermost = True
 
     def __repr__(self) -> str:
@@ -216,24 +178,56 @@ class Distributed(Transform):
 
     @property
     def owned(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.t.owned
+        return self.t.owned and self.out is None
 
     def names(self, count: int) -> Any:
         return self.part.names(["params"], self.t.names(count), count)
 
+    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
+        """How this process would compute it, which does not wait for the others, and what it would give to them."""
+        processes, given = Processes.of(self.part.group), args
+        if any(map(sharded, tree.tensors(args[:1]))):
+            raise ArgumentError(
+                "the parameters are DTensors, and this process has a part of each; no other is asked. Pass "
+                "p.full_tensor() of each to explain, which is what a call computes with."
+            )
+        if self.part.feed is None:
+            found = self.t.explanation(args, kwargs, names)
+        else:
+            found, given = Streamed(self.t, self.part.feed).looked_at(args, kwargs)
+        size = 0 if self.out is not None else exchanged(self.t, given, kwargs, self.gather)
+        return replace(found, name=repr(self), processes=processes.size, exchanged=size)
+
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         with torch.no_grad():
-            work = Work(self.t, kwargs)
-            identity, keys = {"the statistic": options_of(self.t)}, [*work.keys.values()]
-            begun = self.part.begun(args, 1, names, identity, keys, twice(self.t))
-            work.keys = dict(zip(work.keys, begun.keys, strict=True))
-            for k in range(self.t.sweeps):
-                if k:
-                    work.again(partial(dealt, begun.processes))
-                run = partial(begun.batches, lambda args, n: work.visit(args, begun.before + n))
-                share(work.sweep, run, begun.processes, self.gather, lambda: work.without_samples(args[0]))
-            results, aux = work.results()
+            work = work_of(self.t, args[0], kwargs, self.out)
+            alike, identity = {"the statistic": options_of(self.t)}, partial(identity_of, self.t, args[0], kwargs)
+            keys = [*work.keys.values()]
+            begun = self.part.begun(Asked(args, 1, names, alike, keys, identity, twice(self.t), work.check))
+            work.params = begun.params
+            with begun.course as course:
+                work.draw_by(course.record.keys, begun.before)
+                course.begin(work)
+                work.computed(lambda: course.through(begun.batches), begun.processes, self.gather)
+                results, aux = begun.of_all(work.results)
+                results = self._laid_out(results, args[0])
             return results, aux if self.part.feed is not None else aux[0] if aux else None
+
+    def _laid_out(self, results: Any, params: Any) -> Any:
+        """The results, of which trees that are like the parameters are laid out as these are."""
+        leaves = tree.tensors((params,))
+        if self.t.options.reduce is not None or not any(map(sharded, leaves)):
+            return results
+
+        def of(t: Statistic, result: Any) -> Any:
+            trees, several = t.reduction.trees, result if t.reduction.several else (result,)
+            flat = [tree.flatten(x, none_is_leaf=False) for x in several[:trees]]
+            laid = [tree.unflatten(parts(own, leaves), structure) for own, structure in flat]
+            found = (*laid, *several[trees:])
+            kind = getattr(type(result), "_make", tuple)  # an Estimate is a tuple with names
+            return kind(found) if t.reduction.several else found[0]
+
+        return tuple(map(of, self.t.members, results)) if self.t.members else of(self.t, results)
 
 
 @dataclass(frozen=True, repr=False)
@@ -241,7 +235,7 @@ class DistributedProduct(Transform):
     """A function `(params, v, *batch) -> tree like params`, the sum of a product over all processes."""
 
     product: Product
-    part: _Part
+    part: Part
     outermost = True
 
     def __repr__(self) -> str:
@@ -274,22 +268,44 @@ class DistributedProduct(Transform):
         return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        sums = self._sums(args, 2, kwargs, names)
-        space = space_of(args[:1], names)
-        found = sums(space.leaves(args[1], self.vector, self.lead), self.lead)
-        return space.tree(found), self._aux(sums)
+        begun, sums, space = self._begun(
+            args, 2, kwargs, names, lambda: identity_of_product(self.product, args[0], args[1], kwargs)
+        )
+        leaves = space.leaves(args[1], self.vector, self.lead)
+        with begun.course as course:
+            found = self._parts(begun.of_all(lambda: sums(leaves, course, self.lead)), args[0], self.lead)
+            return space.tree(found), self._aux(sums)
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        sums = self._sums(args, 1, kwargs, names, "it is gone through for every vector")
-        space, shown = space_of(args, names), f"{self!r}.linearize({', '.join(names)})"
-        return Linearised(shown, sums, space, space, self.vector, self.lead, (args, kwargs)), []
+        check_linearized(self.part.file)
+        _, sums, space = self._begun(args, 1, kwargs, names, again="it is gone through for every vector")
+        shown = f"{self!r}.linearize({', '.join(names)})"
 
-    def _sums(self, args: tuple, own: int, kwargs: dict[str, Any], names: Any, again: str = "") -> Sums:
-        key = key_of_drawn(self.product)
-        identity, keys = {"the product": f"{self.product!r} {self.product.degree}"}, [] if key is None else [key]
-        begun = self.part.begun(args, own, names, identity, keys, again)
-        key = begun.keys[0] if keys else None
-        return Sums(self.product, kwargs, begun.batches, key, begun.processes, begun.before)
+        def at(vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
+            return self._parts(sums.along(vectors, lead), args[0], lead)
+
+        return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs)), []
+
+    @staticmethod
+    def _parts(found: list[torch.Tensor], params: Any, lead: int) -> list[torch.Tensor]:
+        """A product laid out as the parameters are."""
+        return parts(found, tree.tensors((params,)), lead)
+
+    def _begun(
+        self,
+        args: tuple,
+        own: int,
+        kwargs: dict[str, Any],
+        names: Any,
+        identity: Callable[[], dict[str, str]] = dict,
+        again: str = "",
+    ) -> tuple[Begun, Sums, OfAll]:
+        """How all begin, the linear map, and the space of its vectors."""
+        alike, keys = {"the product": f"{self.product!r} {self.product.degree}"}, keys_of(self.product)
+        begun = self.part.begun(Asked(args, own, names, alike, keys, identity, again))
+        keys = begun.course.record.keys
+        sums = Sums(self.product, kwargs, begun.batches, keys, begun.processes, begun.before)
+        return begun, sums, OfAll(**vars(space_of(args[:1], names)), processes=begun.processes)
 
     def _aux(self, sums: Sums) -> Any:
         return sums.aux if self.part.feed is not None else sums.aux[0] if sums.aux else None

@@ -27,8 +27,8 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
         print(explain(diag_ggn(f, loss))(params, *batch))
 
     Args:
-        statistic: a statistic of this library, also `chunked`, `reduced`, `certified`, `streamed` or of several
-            `together`.
+        statistic: a statistic of this library, also `chunked`, `reduced`, `certified`, `streamed`, `distributed` or of
+            several `together`.
 
     Returns:
         A function with the arguments of the statistic that returns an `Explanation`, which prints as a table: how many
@@ -39,7 +39,11 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
         "generic" (and where), or whether it is "unread"; about how many `bytes` the columns take; the estimated `cost`
         over that of all columns; what is said of each of the `members` of `together`; what is `checked` if it is
         `certified`. Of what is `streamed`, how many `sweeps` go through how many `batches` (None where the loader has
-        no length), and all this for the first batch, which the loader is asked for.
+        no length), for how many `tiles` of `gram`, and all this for the first batch, which the loader is asked
+        for. Of what is `distributed`, how many
+        `processes` there are, and how many bytes of results are `exchanged` by each: of a sample axis that is gathered
+        those of this batch, and None if f does not run without numbers. No other process is asked, so that one can do
+        it alone.
 
     Raises:
         ArgumentTypeError: something else than a statistic; a loader that gives its batches once, as a generator.
@@ -58,7 +62,7 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
           params['s']  fast  mul
           about 0.0 MiB for the columns, 100.0% of the work of all columns
 
-    Composes with: `chunked`, `reduced`, `together`, `certified`, `streamed` inside of it.
+    Composes with: `chunked`, `reduced`, `together`, `certified`, `streamed`, `distributed` inside of it.
 
     Cost: the forward passes of the statistic (for the Hessian also what is sent back to the nonlinear operations);
     where structure is looked for, another one and one of a single sample. No random numbers are consumed.

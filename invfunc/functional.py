@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import types
 import warnings
@@ -16,9 +15,11 @@ from torch import nn
 
 from invfunc._cached import cached, computed_anew
 from invfunc._functorch import transforming
+from invfunc._method import Calls, signature_of
 from invfunc._parametrized import parametrized_anew
 from invfunc._remade import Remade
 from invfunc._scripted import Interpreted
+from invfunc._sharded import divided, sharded, why_not_whole
 from invfunc._weak import WeakIdSet
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, InvFuncWarning
 from invfunc.left_behind import left, put_back
@@ -31,7 +32,8 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
 
     Args:
         model: any module (of a DistributedDataParallel, the one in it), or a method of one (`model.encode`). It is
-            never changed: `f` computes on a copy that shares all but the parameters, so that threads may call both.
+            never changed: `f` computes on a copy that shares all but the parameters, so that threads may call both. Of
+            one that `fully_shard` divides, `f` runs without its hooks on whole parameters, as `distributed` gives it.
 
     Returns:
         `(f, params)`. `params` maps the name of each parameter that requires grad to a detached alias of it; a tied
@@ -46,8 +48,8 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
     Raises:
         ArgumentTypeError: `model` is not an `nn.Module`; of `f`, its `params` are not a dict.
         ArgumentError: of `f`, `params` names what the module does not have, or gives a tied parameter two values; the
-            module keeps a parameter where it cannot be replaced; it is checkpointed and cannot be copied; or forward
-            reads from an attribute what an earlier call has computed from parameters.
+            module keeps a parameter where it cannot be replaced; it is checkpointed and cannot be copied; forward reads
+            from an attribute what an earlier call has computed from parameters; or fully_shard changes the precision.
 
     Example:
         >>> import torch, invfunc
@@ -73,6 +75,8 @@ def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]
         hint = f" {kind} is a class of modules: functional({kind}(...))." if is_class else ""
         what = f"the class {kind}" if isinstance(model, type) else f"a {kind}"
         raise ArgumentTypeError(f"functional(model): model is {what}, but an nn.Module is needed.{hint}")
+    if why := next(filter(None, map(why_not_whole, model.modules())), ""):
+        raise ArgumentError(f"functional(model): {why}.")
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     first = {id(p): name for name, p in model.named_parameters()}
     places = {
@@ -97,8 +101,10 @@ class Functional(Remade):
         self._model, self._method, self._places = model, method, places
         own = method if method != "__call__" else "forward"
         self.__name__ = self.__qualname__ = type(model).__name__ + ("" if method == "__call__" else f".{method}")
-        self.__signature__ = _signature(getattr(model, own))
+        self.__signature__ = signature_of(getattr(model, own))
         self._reach = Reach()
+        self._parts = [name for name, p in model.named_parameters() if sharded(p)]
+        """The names of parameters of which this process has a part only."""
         self._warned: set[str] = set()
         self._proven: set[Any] = set()
         """The modes of the modules and the parameters with which f has run on a copy and read nothing else."""
@@ -123,9 +129,13 @@ class Functional(Remade):
     def __call__(self, params: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(params, Mapping):
             raise ArgumentTypeError(_no_params(self, params))
-        given = self._given(params)
         if torch.compiler.is_compiling():  # which traces what is put into the module, and leaves the module alone
-            return self._swapped(given)(args, kwargs)
+            if not self._parts:
+                return self._swapped(self._given(params))(args, kwargs)
+            from invfunc._eager import eagerly  # imports the compiler, which takes a second
+
+            return eagerly(lambda args, kwargs: self(params, *args, **kwargs), args, kwargs)
+        given = self._given(params)
         with parametrized_anew():
             return self._called(given, args, kwargs)
 
@@ -209,6 +219,11 @@ class Functional(Remade):
                     f"{self!r}: params has two tensors, of which one is {place!r}, for one parameter of the module, "
                     f"{first!r}; give one of them."
                 )
+        if missing := [name for name in self._parts if name not in given]:
+            raise ArgumentError(
+                f"{self!r}: params has no {missing[0]!r}, of which the module has a part only in each process. Give it "
+                "as a whole, p.full_tensor(), also where it is frozen."
+            )
         return {**given, **{place: given[first] for place, first in self._places.items() if first in given}}
 
     def _replaced(self, given: Mapping[str, Any], parts: list[nn.Module]) -> tuple[dict[int, Any], dict[int, str]]:
@@ -248,6 +263,12 @@ class Functional(Remade):
 
     def _swapped(self, given: Mapping[str, Any]) -> Callable[[tuple, dict[str, Any]], Any]:
         """The call for whose time the module itself has the parameters."""
+        if self._parts and any(divided(type(m)) for m in self._model.modules()):
+            raise ArgumentError(
+                f"{self!r}: something outside of the module keeps it (a global name, compiled code), so that f cannot "
+                "run on a copy, and in it the hooks of fully_shard put its own parameters in place of those given. "
+                "Make f of the module as it is without fully_shard, and pass it the parameters of this one."
+            )
         buffers = {
             f"{prefix}.{name}" if prefix else name: buffer.clone()
             for prefix, module in self._model.named_modules()
@@ -256,7 +277,7 @@ class Functional(Remade):
         }
         model, state = self._model, {**buffers, **given}
         if self._method != "__call__" or isinstance(model, torch.jit.ScriptModule):  # which functional_call refuses
-            model, state = _Calls(model, self._method), {f"model.{name}": x for name, x in state.items()}
+            model, state = Calls(model, self._method), {f"model.{name}": x for name, x in state.items()}
         call = partial(torch.func.functional_call, model, state, tie_weights=False)
         contexts, modules = [], list(self._model.modules())
         if any(cached(type(m)) for m in modules):
@@ -289,27 +310,6 @@ class Functional(Remade):
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(f"{self!r}: {text}", InvFuncWarning, stacklevel=4)
-
-
-class _Calls(nn.Module):
-    """A module whose forward is a method of another."""
-
-    def __init__(self, model: nn.Module, method: str) -> None:
-        super().__init__()
-        self.model, self.method = model, method
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.model, self.method)(*args, **kwargs)
-
-
-def _signature(forward: Callable) -> inspect.Signature:
-    """That of forward, with the parameters of the module in front."""
-    try:
-        own = list(inspect.signature(forward).parameters.values())
-    except (TypeError, ValueError):
-        own = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
-    name = next(n for n in ("params", "module_params", "_params") if n not in {p.name for p in own})
-    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY), *own])
 
 
 def _no_params(f: Functional, params: Any) -> str:

@@ -23,6 +23,7 @@ from torch import nn
 from invfunc import thresholds
 from invfunc._cached import cached, computed_apart
 from invfunc._remade import Remade
+from invfunc._sharded import undivided
 
 PLAIN = {
     *(int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size),
@@ -247,7 +248,7 @@ class ModuleCopy(Rewiring):
         self.root = self.module(root)
 
     def module(self, module: nn.Module) -> nn.Module:
-        old, kind = computed_apart(module), type(module)
+        old, kind = undivided(module, computed_apart(module)), type(module)
         _check_compiled(module)
         self._check_methods(kind)
         copied = self.known[id(module)] = object.__new__(kind)

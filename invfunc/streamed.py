@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 import torch
 
-from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, check_loader, counted, first, swept
-from invfunc.evaluation.checkpoint import Checkpoint, Log, described
+from invfunc.evaluation.batches import Feed, Numbered, Visit, check_loader, counted, first, swept
+from invfunc.evaluation.checkpoint import Checkpoint
+from invfunc.evaluation.course import course_of
+from invfunc.evaluation.fingerprint import described, named
 from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
+from invfunc.tiled import Tiled
 from invfunc.transform import Transform
-from invfunc.visits import RowByRow, Work
+from invfunc.visits import work_of
 
 
 @overload
@@ -29,9 +32,11 @@ def streamed(
     checkpoint: Any = None,
     every: float = 60,
     out: Any = None,
-) -> Streamed: ...
+) -> Streamed | Tiled: ...
 @overload
-def streamed(t: Product, *, device: Any = None, progress: bool = False) -> StreamedProduct: ...
+def streamed(
+    t: Product, *, device: Any = None, progress: bool = False, checkpoint: Any = None, every: float = 60
+) -> StreamedProduct: ...
 def streamed(
     t: Any,
     *,
@@ -62,15 +67,18 @@ def streamed(
             choice. From pinned memory (`DataLoader(..., pin_memory=True)`) a GPU takes them while it computes.
         progress: whether a bar shows the batches that are done, the samples per second and, where the loader has a
             length, the time that is left. It shows on a terminal and in a notebook only.
-        checkpoint: the name of a file in which a statistic keeps what the batches that are done have brought, every so
-            many seconds and when an error or Ctrl-C ends the call. A next call with the same arguments, also of another
-            process, goes on from there: the loader gives its batches again from the first one on, and those that are
-            done are compared with what they were, and left out. When the result is there, the file is removed.
+        checkpoint: the name of a file that keeps what the batches that are done have brought, every so many seconds and
+            when an error or Ctrl-C ends the call. A next call with the same arguments, also of another process, goes on
+            from there, in the sweep that it was in: the loader gives its batches again from the first one on, and those
+            that are done are compared with what they were, and left out. A loader that is gone through twice has to
+            give the same batches in the same order then. When the result is there, the file is removed. That of a
+            product is of one vector, and not of a linearisation; `gram` has none.
         every: the seconds after which that file is written anew, 0 for after each batch.
         out: where a result with a sample axis (`batch_grad`, `sqrt_ggn`) goes batch by batch, so that it need not fit
             in memory: a tree like the result of tensors with room for all samples, which may be mapped to a file
             (`torch.from_file`, `torch.from_numpy(memmap)`) and on another device; or a function `out(start, rows)` of
-            the number of samples before, and the result of a batch. Of several `together`, a tuple.
+            the number of samples before, and the result of a batch. Of several `together`, a tuple. Of `gram` tensors
+            of just its size, or a function that is told the rows of a batch once they are whole.
 
     Returns:
         A function `(params, loader) -> result`, of a product `(params, v, loader) -> result`, whose
@@ -78,18 +86,23 @@ def streamed(
         list, a generator, or a function without arguments that returns one of these. A batch is a tuple or list of the
         arguments behind the parameters; a tensor or a mapping is one argument: f gets the mapping. Batches of any size
         are moved to the parameters, those without samples are left out. Further keywords are constants.
+        Of `gram(f)`, `(params, loader) -> [N, N]`, or with the samples of another loader behind it `(params, loader,
+        other_loader) -> [N, M]` (`[N, *out, M, *out]` of a model function); with `others=`, as of other statistics.
         The result cannot be differentiated; aux is a list of that of each batch. With `out`, the result is the part of
         it that was written, or None if it is a function.
 
     Raises:
         ArgumentTypeError: t is neither statistic nor product, the loader gives no batches, or it gives them only once
-            (a generator) but is needed twice (`ekfac`) or for each vector (a linearisation).
+            (a generator) but is needed twice (`ekfac`), for each tile (`gram`) or for each vector (a linearisation).
         SampleAxisError: f mixes samples, or gives them a factor that depends on how many there are (products look for
             that; a loss that is given apart is not looked at).
-        ArgumentError: there are no samples, or more or fewer than the first time; a statistic that does not add up over
-            batches (`gram`, which is of pairs of samples, and `kfra`) or has `samples=`; a scalar loss that is not
-            given apart, or that is neither a mean nor a sum (`ignore_index` and class weights divide by what is in the
-            batch); a device on which there is no parameter; within torch.func's transforms.
+        ArgumentError: there are no samples, or more or fewer than the first time, or for `gram` other ones (a loader
+            that shuffles); a statistic that does not add up over batches (`kfra`), `gram` together with another, or
+            `samples=`; a scalar loss that is not given apart, or that is neither a mean nor a sum (`ignore_index` and
+            class weights divide by what is in the batch); an f of which `gram` finds that it gives samples something
+            else beside those of another batch; a device on which there is no parameter; a checkpoint of something else,
+            of `gram`, or of a linearisation; within torch.func's transforms.
+        RandomnessError: `gram` of several batches, of an f that draws.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
 
     Example:
@@ -117,41 +130,50 @@ def streamed(
     by `torch.load` with its default settings. Of f and the loss it knows only the names, and columns go on being drawn
     as they were begun, whatever generator a next call has. All batches, and once the parameters, are copied to the CPU
     for a checksum; a result with a sample axis is written in full each time. Where the loss is one number, the first
-    batch is computed again to go on.
+    batch is computed again to go on. That of `ekfac` has the eigenvectors, which another machine may find with other
+    signs.
+
+    `gram` holds the shares of a batch, factored as they are, while the batches behind it go by: of k batches k (k+1)/2
+    tiles, of which the others are mirror images. Each tile evaluates one batch, k (k+1)/2 of them in place of k, and
+    where products are those of shares that are formed, forms those of both. A tile takes the memory of two batches
+    beside the result; `[N, P]` is never made. The loader is gone through once for each batch, and once before to count;
+    by checksums, its batches have to be the same ones each time. For a function as out, which is told whole rows, all
+    k^2 tiles are computed. Of two loaders, each batch of the second is held while the first goes by; with `others=`,
+    these are evaluated anew with each batch, so that many of them are better a second loader. The first two batches
+    that meet are evaluated joined, too, to find an f that gives samples something else there.
 
     Source: Chan, Golub and LeVeque (1979) for variances.
     """
     feed = Feed.of(device, f"streamed({describe(t)})" if progress else "")
     file = Checkpoint.of(checkpoint, every)
-    if isinstance(t, Product) and file is None and out is None:
-        return StreamedProduct(t, feed)
-    if isinstance(t, Product) and file is None:
-        raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
-    if file is not None and not (isinstance(t, Statistic) and t.sweeps == 1):
-        raise ArgumentError(
-            f"streamed({describe(t)}, checkpoint=...): the loader is gone through more than once, of which no file is "
-            "kept. Leave checkpoint out."
-        )
+    if isinstance(t, Product):
+        if out is not None:
+            raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
+        return StreamedProduct(t, feed, file)
     if not isinstance(t, Statistic):
         kind = type(t).__name__
         raise ArgumentTypeError(
             f"streamed({describe(t)}): it is of type {kind}, but has to be a statistic, or a product as `hvp(f)` is."
         )
     for m in t.members or (t,):
-        if why := not_by_batches(m):
+        if why := not_by_batches(m, alone=not t.members):
             raise ArgumentError(f"streamed({t!r}): {m.name} {why}.")
+    if file is not None and t.reduction.pairs:
+        raise ArgumentError(f"streamed({t!r}, checkpoint=...): of tiles no file is kept. Leave checkpoint out.")
     if out is not None and (why := _no_rows(t, file)):
         raise ArgumentError(f"streamed({t!r}, out=...): {why}.")
-    return Streamed(t, feed, file, out)
+    return Tiled(t, feed, out) if t.reduction.pairs and not t.members else Streamed(t, feed, file, out)
 
 
-def not_by_batches(t: Statistic) -> str:
-    """Why a statistic cannot be reduced batch by batch; empty if it can."""
+def not_by_batches(t: Statistic, alone: bool) -> str:
+    """Why a statistic cannot be reduced batch by batch, alone or together with others; empty if it can."""
     if t.samples is not None:
         return "has samples=, which are places in a batch: let the loader give those"
     if t.argnums not in (0, (0,)):
         return f"has argnums={t.argnums}, but the parameters have to come first, and alone"
-    if "samples" not in t.reduction.axes:
+    if t.reduction.pairs:
+        return "" if alone else "is of pairs of samples, whose batches come in another order: stream it by itself"
+    if "samples" not in t.reduction.axes and not t.reduction.each:
         return "is of all samples at once, and does not add up over batches"
     return ""
 
@@ -162,7 +184,7 @@ def _no_rows(t: Statistic, file: Checkpoint | None) -> str:
         return "what is written there is not in a checkpoint, and lost where it is in memory. Leave one of them out"
     if t.options.reduce is not None:
         return "what is reduced comes after the last batch. Pass a function (start, rows) as out"
-    none = [m.name for m in t.members or (t,) if len(m.reduction.each) != 1]
+    none = [m.name for m in t.members or (t,) if len(m.reduction.each) != 1 and not m.reduction.pairs]
     return f"{none[0]} has no result with a sample axis. Leave out away" if none else ""
 
 
@@ -201,10 +223,14 @@ class Streamed(Transform):
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed: what is done with the first batch, and how often with how many."""
+        return self.looked_at(args, kwargs)[0]
+
+    def looked_at(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Explanation, tuple]:
+        """The explanation, and the arguments of the first batch."""
         params, loader = self._given(args, "to look at the first one takes it away")
         given, batches = first(loader, params, self.t.in_dims, self.feed)
         found = self.t.explanation(given, kwargs, self.t.names(len(given)))
-        return replace(found, name=repr(self), sweeps=self.t.sweeps, batches=batches)
+        return replace(found, name=repr(self), sweeps=self.t.sweeps, batches=batches), given
 
     @staticmethod
     def _given(args: tuple, twice: str) -> tuple[Any, Any]:
@@ -215,27 +241,31 @@ class Streamed(Transform):
         return args[0], args[1]
 
     def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        in_dims = self.t.in_dims
-        work = Work(self.t, kwargs) if self.out is None else RowByRow(self.t, kwargs, self.out)
-        if isinstance(work, RowByRow):
-            work.rows.check(params, counted(loader, in_dims))
-        if self.checkpoint is None:
-            swept(loader, params, in_dims, work.visit, self.feed)
-            for _ in range(self.t.sweeps - 1):
-                work.again()
-                swept(loader, params, in_dims, work.visit, self.feed)
-            return work.results()
-        identity = {"the statistic": options_of(self.t), "keyword arguments": described(kwargs)}
-        identity |= {f"params{path}": described(x) for path, x in tree.named_leaves(params)}
-        with Log(self.checkpoint, work, identity, self.feed.goal(params)) as log:
-            swept(loader, params, in_dims, log.visit, self.feed, log.remaining)
+        def batches(visit: Visit, numbered: Numbered) -> int:
+            return swept(loader, params, self.t.in_dims, visit, self.feed, numbered)
+
+        work = work_of(self.t, params, kwargs, self.out)
+        work.check(counted(loader, self.t.in_dims))
+        identity = partial(identity_of, self.t, params, kwargs)
+        with course_of(self.checkpoint, identity, [*work.keys.values()], self.feed.goal(params)) as course:
+            work.draw_by(course.record.keys)
+            course.begin(work)
+            work.computed(lambda: course.through(batches))
             return work.results()
 
 
 def options_of(t: Statistic) -> str:
     """What tells a statistic from others, in every process."""
-    each = [(m.reduction, m.drawing and (m.drawing.count, m.drawing.sample)) for m in t.members or (t,)]
-    return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense])}"
+    each = [
+        (m.reduction, m.drawing and (m.drawing.count, m.drawing.sample, m.drawing.peel and m.drawing.peel.columns))
+        for m in t.members or (t,)
+    ]
+    return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense, t.others])}"
+
+
+def identity_of(t: Statistic, params: Any, kwargs: dict[str, Any]) -> dict[str, str]:
+    """What a call has to have like one before that it goes on from, beside its batches."""
+    return {"the statistic": options_of(t), "keyword arguments": described(kwargs), **named("params", params)}
 
 
 def twice(t: Statistic) -> str:

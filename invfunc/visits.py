@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+
+from invfunc import tree
+from invfunc._functorch import FakeTensorMode
+from invfunc._generators import set_states, state_of
 from invfunc.errors import ArgumentError
+from invfunc.evaluation.across import bytes_given, dealt, one_scale, share
 from invfunc.evaluation.batches import no_samples
-from invfunc.evaluation.checkpoint import State, loadable, resume, state_of
+from invfunc.evaluation.checkpoint import State, check_loadable
 from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.fold import Then
+from invfunc.evaluation.processes import ALONE, Processes
 from invfunc.evaluation.rows import Rows
 from invfunc.evaluation.sweep import Sweep
 from invfunc.loss.drawn import key_of
@@ -19,27 +27,52 @@ from invfunc.transform import own_memory
 class Work:
     """Joins what the batches bring."""
 
-    def __init__(self, t: Statistic, kwargs: dict[str, Any]) -> None:
-        self.t, self.kwargs = t, kwargs
+    def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any]) -> None:
+        self.t, self.params, self.kwargs = t, params, kwargs
         self.sweep, self.aux = Sweep(), list[Any]()
-        self.keys = {d: key_of(d.generator) for d in dict.fromkeys(t.drawings)}
+        drawings = dict.fromkeys(t.drawings)
+        self.keys = {d: key_of(d.generator) for d in drawings}
+        self.first = 0
+        """How many samples other processes have before those of this one."""
+        self.weighed = False
+
+    def draw_by(self, keys: Sequence[int], first: int = 0) -> None:
+        """Take these keys, and places behind so many samples."""
+        self.keys, self.first = dict(zip(self.keys, keys, strict=True)), first
+
+    def check(self, known: int) -> None:
+        """Look for what is wrong before the first batch, if there will be so many samples."""
+
+    @property
+    def phase(self) -> int:
+        return self.sweep.phase
 
     def visit(self, args: tuple, n: int) -> int:
-        t, sweep, before = self.t.keyed(self.keys, n), self.sweep, self.sweep.n
+        sweep, before = self.sweep, self.sweep.n
 
         def add(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, Any]:
             return None, sweep.add(t.engine(args, kwargs, names))
 
+        t = self.t.keyed(self.keys, self.first + n)
         self.aux.append(t.told(add, t.names, args, self.kwargs)[1])
         return sweep.n - before
 
-    def again(self, then: Then | None = None) -> None:
-        """Go through all batches once more, for the next phase."""
-        self.sweep, self.aux = Sweep(self.sweep, then), []
+    def computed(self, through: Callable[[], Any], processes: Processes = ALONE, gather: bool = False) -> None:
+        """Go `through` all batches, once for each phase that is left, and share what they have brought."""
+        self.share(through, processes, gather)
+        while self.phase + 1 < self.t.sweeps:
+            self.sweep, self.aux = Sweep(self.sweep, partial(dealt, processes)), []
+            self.share(through, processes, gather)
 
-    def without_samples(self, params: Any) -> Engine:
-        """The evaluation of a process that has no samples."""
-        return self.t.keyed(self.keys, 0).without_samples(params)
+    def share(self, through: Callable[[], Any], processes: Processes, gather: bool) -> None:
+        if processes.size == 1:
+            through()
+        else:
+            share(self.sweep, through, processes, gather, self.without_samples)
+
+    def without_samples(self) -> Engine:
+        """The evaluation of no samples."""
+        return self.t.keyed(self.keys, 0).without_samples(self.params)
 
     def results(self) -> tuple[Any, Any]:
         results = self.sweep.results()
@@ -48,29 +81,35 @@ class Work:
     # In a checkpoint
 
     def state(self) -> State:
-        kept, count, keys = state_of(self.sweep), len(self.aux), list(self.keys.values())
-        if self.t.has_aux and not loadable(self.aux[-1:]):
-            raise ArgumentError("aux is kept in the checkpoint, which takes tensors, numbers, texts and lists of them.")
-        return lambda: {**kept, "aux": self.aux[:count], "keys": keys}
+        kept, count, weighed = self.sweep.state(), len(self.aux), self.sweep.weights.first is not None
+        if count == 1:
+            check_loadable("the tree of the outputs", kept["outputs"])
+        if self.t.has_aux:
+            check_loadable("aux", self.aux[-1:])
+        return lambda: {**kept, "weighed": weighed, "aux": self.aux[:count]}
 
-    def resumed(self, args: tuple, state: dict[str, Any], last: bool) -> int:
-        if state["weighed"] and self.sweep.weights.first is None:
+    def resume(self, state: dict[str, Any]) -> None:
+        self.sweep, self.aux = Sweep.resumed(state, self.without_samples()), state["aux"]
+        self.weighed = state["weighed"]
+
+    def weigh(self, args: tuple) -> None:
+        if self.weighed and self.sweep.weights.first is None:
             first = Sweep()
             first.add(self.t.keyed(self.keys, 0).engine(args, self.kwargs, self.t.names(len(args))))
             self.sweep.weights = first.weights
-        if not last:
-            return 0
-        self.aux, self.keys = state["aux"], dict(zip(self.keys, state["keys"], strict=True))
-        resume(self.sweep, self.t.engine(args, self.kwargs, self.t.names(len(args))), state)
-        return self.sweep.n
 
 
 class RowByRow(Work):
     """Writes the result of each batch, and keeps nothing of it."""
 
-    def __init__(self, t: Statistic, kwargs: dict[str, Any], out: Any) -> None:
-        super().__init__(t, kwargs)
-        self.rows, self.n = Rows(out, [m.quantity for m in t.members or (t,)], bool(t.members)), 0
+    def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any], out: Any) -> None:
+        super().__init__(t, params, kwargs)
+        self.rows = Rows(out, [m.quantity for m in t.members or (t,)], bool(t.members))
+        self.n = self.of_all = 0
+        """How many samples this process has, and all."""
+
+    def check(self, known: int) -> None:
+        self.rows.check(self.params, known)
 
     def visit(self, args: tuple, n: int) -> int:
         weights, self.sweep = self.sweep.weights, Sweep()
@@ -85,13 +124,47 @@ class RowByRow(Work):
                     "after each. Give the sum (reduction='sum') and divide, or pass tensors as out."
                 )
             found = own_memory(found, (args, self.kwargs))
-        self.rows.put(found, n, own)
+        self.rows.put(found, self.n, own)
         self.n += own
         return own
 
+    def share(self, through: Callable[[], Any], processes: Processes, gather: bool) -> None:
+        weights = self.sweep.weights
+        _, each = processes.told("samples", lambda: (through(), (self.n, weights.seen)))
+        self.of_all = sum(n for n, _ in each)
+        one_scale(weights, processes, [mean for _, mean in each])
+
     def results(self) -> tuple[Any, Any]:
-        if not self.n:
+        if not self.of_all:
             raise no_samples()
         if self.sweep.weights.mean:
-            self.rows.scaled(self.n, 1 / self.n)
+            self.rows.scaled(self.n, 1 / self.of_all)
         return self.rows.result(self.n), self.aux
+
+
+def work_of(t: Statistic, params: Any, kwargs: dict[str, Any], out: Any) -> Work:
+    """What joins the batches, or writes their rows to `out` if it is given."""
+    return Work(t, params, kwargs) if out is None else RowByRow(t, params, kwargs, out)
+
+
+def exchanged(t: Statistic, args: tuple, kwargs: dict[str, Any], gather: bool) -> int | None:
+    """How many bytes a process exchanges for a batch, from a run without numbers; None if it does not run so."""
+    mode, sweep, total = FakeTensorMode(allow_non_fake_inputs=True), Sweep(), 0
+    t, before = t.keyed(dict.fromkeys(t.drawings, 0), 0), state_of(torch.default_generator)
+    try:
+        given, named = tree.map_tensors(mode.from_tensor, (args, kwargs))
+        with torch.no_grad(), mode:
+            for k in range(t.sweeps):
+                if k:
+                    sweep = Sweep(sweep)
+                    total += sum(x.nbytes for one in sweep.told for x in tree.tensors((one.known,)))
+                engine = t.engine(given, named, t.names(len(given)))
+                sweep.enter(engine)
+                engine.kept()
+                sweep.n = engine.problem.n
+                total += bytes_given(sweep, gather)
+    except Exception:  # of what asks for numbers
+        return None
+    finally:
+        set_states([(torch.default_generator, before)])
+    return total

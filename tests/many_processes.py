@@ -1,26 +1,28 @@
 """What several processes compute: programs for `tests/test_distributed.py`, which starts them as torchrun does."""
 
 import atexit
+import itertools
 import os
 import signal
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
 from invfunc import distributed, streamed, tree
 from invfunc.evaluation.processes import Processes, bits
 from invfunc.testing import assert_trees_close
-from invfunc.testing.laws.rows import LOSS, MODEL, ROWS
+from invfunc.testing.laws.rows import LEAVES, LOSS, MODEL, ROWS, TREES
 from tests.networks import LOSSES, network, samples_loss
 from tests.strategies import Numbers
 from tests.test_streamed import EXACT, FLOOR, batches, dense, linear, losses
@@ -43,6 +45,61 @@ class Example:
     within: list[int] | None
     """Where the samples of a process are divided into batches, if they come from a loader."""
     gather: bool
+    laid: list[tuple[str, str]]
+    """Where the parameters are, one after the other and again, along the first axis of a mesh and the second; as a
+    whole in each process if it is empty."""
+    grid: bool
+    """Whether the mesh has two axes."""
+
+
+LAID = ["whole", "replicas", "rows", "columns"]
+"""Of DTensors all but the first."""
+
+
+@cache
+def mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
+def laid_out(params: Any, e: Example, turned: bool = False, lead: int = 0) -> Any:
+    """Trees of DTensors; those of a vector are others, behind some axes."""
+    leaves, structure = tree.flatten(params)
+    kinds = itertools.cycle(e.laid[:: -1 if turned else 1] or [("whole", "whole")])
+    own = mesh(2, 2) if e.grid else mesh(dist.get_world_size())
+
+    def one(x: torch.Tensor, kind: tuple[str, str]) -> torch.Tensor:
+        axes = {"rows": lead, "columns": min(lead + 1, x.ndim - 1)}
+        along = [Shard(axes[k]) if k in axes and x.ndim > lead else Replicate() for k in kind[: own.ndim]]
+        return x if kind[0] == "whole" else distribute_tensor(x, own, along, src_data_rank=None)
+
+    return tree.unflatten([one(x, kind) for x, kind in zip(leaves, kinds, strict=False)], structure)
+
+
+def full(x: Any) -> Any:
+    return tree.map_tensors(lambda y: y.full_tensor() if isinstance(y, DTensor) else y, x)
+
+
+def wrongly_laid(e: Example, found: Any, params: Any) -> str:
+    """What is not laid out as the parameters are; results that are not like them are plain tensors."""
+    row = ROWS.get(e.name.removesuffix(" drawn"))
+    if row is None:
+        like, rest = [found], []
+    elif row.gives == TREES and "trace" not in e.name:
+        like, rest = (found, []) if row.picks is None else (found[:1], found[1:])
+    else:
+        entries = row.gives == LEAVES and row.picks is None and "trace" not in e.name
+        like, rest = ([found], []) if entries else ([], [found])
+    leaves = tree.tensors((params,))
+    for x, p in zip(tree.tensors(tuple(like)), leaves * len(like), strict=True):
+        lead = x.ndim - p.ndim
+        wanted = [Shard(k.dim + lead) if k.is_shard() else k for k in getattr(p, "placements", ())]
+        if isinstance(x, DTensor) != isinstance(p, DTensor) or wanted != [*getattr(x, "placements", ())]:
+            return f"{x} beside {p}"
+        if isinstance(x, DTensor) and (
+            x.device_mesh != p.device_mesh or x.to_local().untyped_storage().nbytes() > x.to_local().nbytes
+        ):
+            return f"{x} on another mesh than {p}, or keeping the whole"
+    return f"{rest}" * any(isinstance(x, DTensor) for x in tree.tensors(tuple(rest)))
 
 
 def start(size: int, program: Any, *args: Any) -> list[Any]:
@@ -101,6 +158,8 @@ def _held(e: Example) -> tuple[str, str, dict[str, str]]:
     except invfunc.InvFuncError as error:
         wanted, refused = None, type(error).__name__
     t, params, _ = made(e)  # whose generator begins anew
+    params = laid_out(params, e)
+    lead = [laid_out(v, e, turned=True, lead=t.lead) for v in lead]
     options = {"each": "gather"} if e.gather and e.name in ROWS else {}
     try:
         if e.within is None:
@@ -111,10 +170,13 @@ def _held(e: Example) -> tuple[str, str, dict[str, str]]:
             found = distributed(streamed(t), **options)(params, *lead, parts)
     except invfunc.InvFuncError as error:
         return ("right" if type(error).__name__ == refused else repr(error)), refused, {}
+    if wrong := wrongly_laid(e, found, params):
+        return wrong, refused, {}
+    found = full(found)
     row = ROWS.get(e.name.removesuffix(" drawn"))
     picks = None if row is None else row.picks
-    if picks is not None and not e.gather:
-        wanted = picks(wanted, place)
+    if picks is not None and not e.gather:  # of pairs of samples, a process has the rows
+        wanted = tree.map_tensors(lambda x: x[place], wanted) if "gram" in e.name else picks(wanted, place)
     try:
         assert_trees_close(dense(found), dense(wanted), EXACT, FLOOR)
     except AssertionError as error:
@@ -129,6 +191,13 @@ def _lead(t: Any) -> list[int]:
 def told_of_all(examples: list[Example]) -> tuple:
     """The programs of this file that go on with each other, as it takes seconds to start processes."""
     return hold(examples), composed(), faults()
+
+
+@dataclass
+class Carried:
+    """What a batch has in it that is no tensor."""
+
+    target: Any
 
 
 # Faults: what each process raises, and after how many seconds
@@ -162,22 +231,47 @@ def faults() -> dict[str, tuple[str, str, float]]:
     def weighted(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(z, y, weight=torch.tensor([1.0, 2.0, 5.0]).to(z))
 
+    def carried(params: Any, x: torch.Tensor, y: Carried) -> torch.Tensor:
+        return losses(params, x, y.target())
+
+    shuffled = DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True)
     product = invfunc.hvp(losses)
-    own = {"w": params["w"] + rank, "b": params["b"]}
+    own, short = {"w": params["w"] + rank, "b": params["b"]}, {**params, "w": params["w"][:3]}
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+
+    def placed(placement: Any, w: torch.Tensor = params["w"]) -> Any:
+        return {**params, "w": DTensor.from_local(w, mesh(2), [placement], run_check=False)}
+
     cases = {
         "f fails": lambda: distributed(invfunc.variance(fails))(params, x, y),
         "the loader fails": lambda: distributed(streamed(of))(params, lambda: late(x, y)),
         "other parameters": lambda: distributed(of)(own, x, y),
         "another statistic": lambda: distributed(of if rank else invfunc.diag_ggn(losses))(params, x, y),
         "another vector": lambda: distributed(product)(params, own, x, y),
+        "a vector of another shape": lambda: distributed(product)(params, short if rank else params, x, y),
+        "of another shape later": lambda: distributed(product).linearize(params, x, y)(short if rank else params),
         "another step": lambda: distributed(of if rank else product)(*[params] * (1 if rank else 2), x, y),
         "another moment": lambda: Processes.of(None).told(f"step {rank}", lambda: (None, None)),
         "weighted means": lambda: distributed(invfunc.diag_ggn(linear, weighted))(params, x[: 1 + rank], y[: 1 + rank]),
         "no argument": lambda: distributed(of)(params, x) if rank else distributed(of)(params, x, y),
         "no samples": lambda: distributed(of)(params, x[:0], y[:0]),
+        "f fails in a tile": lambda: distributed(invfunc.gram(fails))(params, x, y),
+        "a batch that does not travel": lambda: distributed(streamed(invfunc.gram(carried)))(
+            params, [(x, Carried(lambda: y))]
+        ),
+        "others that are other ones": lambda: distributed(invfunc.gram(losses, others=(x + rank, y)))(params, x, y),
+        "shuffled": lambda: distributed(streamed(invfunc.gram(losses)))(params, shuffled if rank else [(x, y)]),
         "used up": lambda: distributed(streamed(invfunc.ekfac(linear, F.cross_entropy, fisher="exact")))(
             params, iter([(x, y)]) if rank else [(x, y)]
         ),
+        "parts alone": lambda: of(placed(Shard(0)), x, y),
+        "parts explained": lambda: invfunc.explain(distributed(of))(placed(Shard(0)), x, y),
+        "a sum to come": lambda: distributed(of)(placed(Partial()), x, y),
+        "other placements": lambda: distributed(of)(placed(Shard(rank)), x, y),
+        "other replicas": lambda: distributed(of)(placed(Replicate(), own["w"]), x, y),
+        "another order": lambda: distributed(of)(params if rank else dict(reversed(params.items())), x, y),
+        "parts of a vector in one": lambda: distributed(product)(params, params if rank else placed(Replicate()), x, y),
+        "a mesh of others": lambda: distributed(of, alone)(placed(Shard(0)), x, y),
     }
     for name, call in cases.items():
         began = time.monotonic()
@@ -185,11 +279,6 @@ def faults() -> dict[str, tuple[str, str, float]]:
             call()
         except Exception as error:
             found[name] = type(error).__name__, str(error), time.monotonic() - began
-    shards = distribute_tensor(params["w"], init_device_mesh("cpu", (2,)), [Shard(0)])
-    try:
-        distributed(of)({**params, "w": shards}, x, y)
-    except Exception as error:
-        found["sharded"] = type(error).__name__, str(error), 0.0
     found["then all is well"] = (
         "",
         str(tree.map_tensors(lambda v: v.isfinite().all(), distributed(of)(params, x, y))),
@@ -214,6 +303,28 @@ def after_one_is_gone(rank: int, folder: str) -> None:
         distributed(invfunc.variance(f))(params, x, y)
     except Exception as error:
         Path(folder, str(rank)).write_text(f"{type(error).__name__} {time.monotonic() - began:.3f} {error}")
+
+
+def grams(compare: Any, params: Any, own: tuple, each: list[tuple]) -> None:
+    """The products of all pairs of samples: of one batch of each process or of two loaders, one side may be empty."""
+    whole, rank = tuple(map(torch.cat, zip(*each, strict=True))), dist.get_rank()
+    start, n = sum(len(y) for _, y in each[:rank]), len(own[1])
+    rows = slice(start, start + n)
+    gram, loader = invfunc.gram, batches([0, 2], *own)
+    other = tuple(z[:4] for z in whole)
+    t = gram(losses, others=other)
+    compare("gram with others", distributed(t)(params, *own), t(params, *whole)[rows])
+    compare("gathered", distributed(streamed(t), each="gather")(params, loader), t(params, *whole))
+    part = batches([3], *other)[rank] if rank < 2 else tuple(z[:0] for z in other)
+    compare("gram of two loaders", distributed(streamed(gram(losses)))(params, loader, [part]), t(params, *whole)[rows])
+    none = tuple(z[: len(z) * (rank == 1)] for z in own)
+    found = distributed(streamed(gram(linear, per_parameter=True)))(params, batches([2], none[0]))
+    wanted = gram(linear, per_parameter=True)(params, each[1][0])
+    compare("gram of one process", found, wanted if rank == 1 else tree.map_tensors(lambda z: z[:0], wanted))
+    with_aux = invfunc.reduced(gram(lambda *args: (losses(*args), len(args[1])), has_aux=True), lambda z: z.sum())
+    found, aux = distributed(streamed(with_aux), each="gather")(params, loader)
+    compare("gram reduced", found, with_aux(params, *whole)[0])
+    compare("gram's aux", torch.tensor(aux), torch.tensor([2, n - 2]))
 
 
 def composed() -> list[str]:
@@ -266,6 +377,41 @@ def composed() -> list[str]:
     half, t = tree.map_tensors(torch.Tensor.bfloat16, params), invfunc.grad_and_variance(losses)
     found = distributed(t)(half, x[: len(x) * rank].bfloat16(), y[: len(x) * rank])
     compare("halves that are kept as floats", found, t(half, each[1][0].bfloat16(), each[1][1]))
+    grams(compare, params, (x, y), each)
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     compare("a group of one", distributed(v, groups[dist.get_rank()])(params, x, y), v(params, x, y))
+    wrong += of_parts(params, (x, y), whole)
+    return wrong
+
+
+def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
+    """What composes where each process has a part of the parameters; what is wrong."""
+    placed = {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
+    v, p, wrong = invfunc.variance(losses), invfunc.ggnvp(linear, F.cross_entropy), list[str]()
+
+    def compare(name: str, t: Any, *rest: Any, parts: bool = True) -> None:
+        found, wanted = t(distributed)(placed, *own), t(lambda t: t)(params, *whole)
+        if parts != all(isinstance(x, DTensor) for x in tree.tensors((found,))):
+            wrong.append(f"{name} is laid out as {found}")
+        try:
+            assert_trees_close(full(found), wanted, EXACT, FLOOR)
+        except AssertionError as error:
+            wrong.append(f"{name}: {error}")
+
+    g = partial(torch.Generator().manual_seed, 0)
+    compare("together of parts", lambda around: around(invfunc.together(v, invfunc.diag_ggn(losses))))
+    compare("reduced of parts", lambda around: around(invfunc.reduced(v, lambda path, q: q * 2)), parts=False)
+    compare("a tuple of parts", lambda around: around(invfunc.variance(losses, argnums=(0,))))
+    compare("diagonal of parts", lambda around: invfunc.estimate_diagonal(around(p), probes=2, generator=g()))
+    compare("trace of parts", lambda around: invfunc.estimate_trace(around(p), probes=2, generator=g()), parts=False)
+    at = distributed(p).linearize(placed, *own)
+    twice = at(at(placed))  # a vector with placements
+    try:
+        assert_trees_close(full(twice), p(params, p(params, params, *whole), *whole), EXACT, FLOOR)
+        operator = invfunc.linear_operator(distributed(p))(placed, *own)
+        flat = torch.cat([x.flatten() for x in params.values()])
+        wanted = torch.cat([x.flatten() for x in p(params, params, *whole).values()])
+        assert_trees_close(torch.from_numpy(operator @ flat.numpy()), wanted, EXACT, FLOOR)
+    except AssertionError as error:
+        wrong.append(f"products of parts: {error}")
     return wrong

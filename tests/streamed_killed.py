@@ -1,4 +1,4 @@
-"""A process that is killed while it goes through a data set: `python -m tests.streamed_killed FOLDER KILLS`."""
+"""A process that is killed while it goes through a data set: `python -m tests.streamed_killed FOLDER`."""
 
 import os
 import random
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import tree
+from invfunc.kronecker import Origin
 
 BATCHES = 12
 SECONDS = 1e-3
@@ -22,13 +23,28 @@ def linear(params, x):
     return x @ params["w"]
 
 
-def statistic():
+def one_sweep():
     generator = torch.Generator().manual_seed(5)
     return invfunc.together(
         invfunc.variance(losses),
         invfunc.batch_l2_grad(losses),
         invfunc.diag_ggn(losses, mc_samples=2, generator=generator),
     )
+
+
+def two_sweeps():
+    return invfunc.together(
+        invfunc.batch_l2_grad(losses), invfunc.ekfac(losses, generator=torch.Generator().manual_seed(5))
+    )
+
+
+def product():
+    """Of a mean, which is found out at the first batch."""
+    return invfunc.ggnvp(linear, F.cross_entropy)
+
+
+CASES = {"one_sweep": (one_sweep, 50), "two_sweeps": (two_sweeps, 20), "product": (product, 10)}
+"""With how often each is killed."""
 
 
 def losses(params, x, y):
@@ -48,25 +64,31 @@ def data(seconds=0.0):
     return params, loader
 
 
-def run(where: Path) -> None:
+def computed(case: str, seconds: float = 0.0, **options):
+    params, loader = data(seconds)
+    v = [params] if case == "product" else []
+    return invfunc.streamed(CASES[case][0](), **options)(params, *v, loader)
+
+
+def run(case: str, where: Path) -> None:
     """Go on with the checkpoint in a folder, and write the result beside it."""
-    found = invfunc.streamed(statistic(), checkpoint=where / "state", every=0)(*data(SECONDS))
+    found = computed(case, SECONDS, checkpoint=where / "state", every=0)
     torch.save(found, where / "result.part")
     (where / "result.part").replace(where / "result")
 
 
-def main(where: Path, kills: int) -> None:
+def main(case: str, where: Path) -> None:
     """Kill a process so many times at random moments, begin it anew, and compare each result that it brings."""
     torch.set_num_threads(1)
-    wanted, rng, done = invfunc.streamed(statistic())(*data()), random.Random(0), 0
+    wanted, rng, kills, done = computed(case), random.Random(0), CASES[case][1], 0
     start = time.monotonic()
-    run(where)
+    run(case, where)
     whole = most = time.monotonic() - start
     (where / "result").unlink()
     while kills:
         child = os.fork()  # torch is imported once
         if not child:
-            run(where)
+            run(case, where)
             os._exit(0)
         end, over = time.monotonic() + rng.uniform(0, most), 0
         while not over and time.monotonic() < end:
@@ -77,7 +99,8 @@ def main(where: Path, kills: int) -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         if (where / "result").exists():
-            found = torch.load(where / "result")
+            with torch.serialization.safe_globals([invfunc.Kronecker, Origin]):
+                found = torch.load(where / "result")
             pairs = zip(tree.tensors(found), tree.tensors(wanted), strict=True)
             assert all(torch.equal(x, y) for x, y in pairs) and not (where / "state").exists()
             (where / "result").unlink()
@@ -86,4 +109,7 @@ def main(where: Path, kills: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    for called in CASES:
+        folder = Path(sys.argv[1], called)
+        folder.mkdir()
+        main(called, folder)

@@ -1,8 +1,11 @@
 """chunked(t, memory=...): the same result, never more than promised, and errors where nothing can be promised."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import BudgetError, chunked, explain, functional
+from invfunc import BudgetError, budgeted, chunked, explain, functional
+from invfunc.budget.footprint import Footprint
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.statistic import Statistic
 from invfunc.testing.laws.rows import CASES
@@ -64,7 +68,6 @@ class TestResults:
 
     def test_do_not_depend_on_the_budget(self):
         t, args = invfunc.diag_ggn(model, F.cross_entropy), wide()
-        least_of(t, args)  # the first prediction takes some memory itself
         wanted, least = t(*args), least_of(t, args)
         whys = set()
         for factor in (1.05, 1e3):
@@ -120,10 +123,10 @@ class TestPromises:
 
     def test_live_bytes_are_within(self):
         t, args = invfunc.diag_ggn(model, F.cross_entropy), wide()
-        least_of(t, args)
         least = least_of(t, args)
         for factor in (1.05, 1.5):
             within = chunked(t, memory=int(factor * least))
+            within.fitting(args, {}, within.names(3))
             found, budget = within.fitting(args, {}, within.names(3))
             with nothing_collected(), Meter() as meter:
                 within.make(found.chunks, False)(*args)
@@ -142,6 +145,79 @@ class TestPromises:
     def test_explain_tells_them(self):
         text = str(explain(chunked(invfunc.variance(loss), memory="1GiB"))(*given()))
         assert "chunked(variance(loss), memory='1GiB'): in one piece, at most 1." in text and "1024.00MiB" in text
+
+
+@pytest.mark.quick
+class TestChoices:
+    @pytest.fixture
+    def predicted(self, monkeypatch):
+        """The runs without numbers that were made."""
+        found, own = [], budgeted.footprint
+        monkeypatch.setattr("invfunc.budgeted.footprint", lambda *args: found.append(1) or own(*args))
+        return found
+
+    def test_are_kept_for_other_numbers(self, predicted):
+        within = chunked(invfunc.variance(loss), memory="1GiB")
+        within(*given())
+        (p, x, y), before = given(), len(predicted)
+        within({name: 2 * w for name, w in p.items()}, x + 1, y)
+        assert len(predicted) == before > 0
+
+    @pytest.mark.parametrize("what", ["samples", "dtype", "gradient", "strides", "grad mode", "closure", "module"])
+    def test_are_made_anew_where_more_may_be_taken(self, predicted, what):
+        wide, net = [False], nn.Dropout(0.0).eval()
+
+        def f(p, x, y):
+            z = F.linear(x, p["w"], p["b"])
+            return F.cross_entropy(net(z * z if wide[0] else z), y)
+
+        p, x, y = given()
+        within = chunked(invfunc.variance(f), memory="1GiB")
+        within(p, x, y)
+        before, wide[0] = len(predicted), what == "closure"
+        if what == "samples":
+            x, y = x[:3], y[:3]
+        if what == "dtype":
+            p, x = {name: w.float() for name, w in p.items()}, x.float()
+        if what == "gradient":
+            p = {name: w.requires_grad_() for name, w in p.items()}
+        if what == "strides":
+            x = x.mT.contiguous().mT
+        net.train(what == "module")
+        net.p = 0.5 * (what == "module")
+        with torch.set_grad_enabled(what != "grad mode"):
+            try:
+                within(p, x, y)
+            except InvFuncError:
+                assert what == "module"  # what draws cannot be divided here
+        assert len(predicted) > before
+
+    def test_keep_no_tensor(self):
+        within = chunked(invfunc.variance(loss), memory="1GiB")
+        p, x, y = given()
+        gone = [weakref.ref(t) for t in (*p.values(), x, y)]
+        within(p, x, y)
+        del p, x, y
+        gc.collect()
+        assert within.choices and not any(r() is not None for r in gone)
+
+    def test_are_for_a_budget(self, predicted):
+        t, args = invfunc.variance(loss), wide()
+        within = chunked(t, memory=3 * least_of(t, args))
+        within(*args)
+        (same, (trial, budget)), before = next(iter(within.choices.items())), len(predicted)
+        for kept in [(trial, budget // 2), (replace(trial, footprint=larger(budget)), budget)]:
+            within.choices[same] = kept  # as if much less, or more, had been free then
+            within(*args)
+            assert len(predicted) > before and within.choices[same][0].peak <= budget
+            before = len(predicted)
+
+
+def larger(budget):
+    """What a call takes that takes more than a budget."""
+    found = Footprint()
+    found.counted = 2 * budget
+    return found
 
 
 @pytest.mark.quick

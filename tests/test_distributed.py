@@ -13,7 +13,7 @@ import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, distributed, streamed
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
-from tests.many_processes import PRODUCTS, Example, after_one_is_gone, hold, start, told_of_all
+from tests.many_processes import LAID, PRODUCTS, Example, after_one_is_gone, hold, start, told_of_all
 from tests.networks import CLASSES, LOSSES, NETWORKS
 from tests.strategies import Numbers
 from tests.test_streamed import AT_ONCE, EXACT, SAMPLED, linear, losses
@@ -48,6 +48,8 @@ def examples(size):
             | st.lists(st.integers(0, 6), min_size=size - 1, max_size=size - 1),
             within=st.none() | st.lists(st.integers(0, 3), max_size=2),
             gather=st.booleans(),
+            laid=st.lists(st.tuples(*[st.sampled_from(LAID)] * 2), max_size=3),
+            grid=st.just(False) if size < 4 else st.booleans(),
         )
         draw = given(each)(lambda e: found.append(e))
         seed(k)(settings(max_examples=SIZES[size], derandomize=False)(draw))()  # others for each case
@@ -93,18 +95,37 @@ class TestFaults:
             "other parameters": ("ArgumentError", "ArgumentError"),
             "another statistic": ("ArgumentError", "ArgumentError"),
             "another vector": ("ArgumentError", "ArgumentError"),
+            "a vector of another shape": ("ProcessError", "ArgumentError"),
+            "of another shape later": ("ProcessError", "ArgumentError"),
             "another step": ("ArgumentError", "ArgumentError"),
             "another moment": ("ProcessError", "ProcessError"),
             "weighted means": ("ProcessError", "ArgumentError"),
             "no argument": ("ProcessError", "ArgumentTypeError"),
             "no samples": ("ArgumentError", "ArgumentError"),
+            "f fails in a tile": ("ProcessError", "KeyError"),
+            "a batch that does not travel": ("ArgumentTypeError", "ProcessError"),
+            "others that are other ones": ("ArgumentError", "ArgumentError"),
+            "shuffled": ("ProcessError", "ArgumentError"),
             "used up": ("ProcessError", "ArgumentTypeError"),
-            "sharded": ("ArgumentTypeError", "ArgumentTypeError"),
+            "parts alone": ("ArgumentTypeError", "ArgumentTypeError"),
+            "parts explained": ("ArgumentError", "ArgumentError"),
+            "a sum to come": ("ArgumentError", "ArgumentError"),
+            "other placements": ("ArgumentError", "ArgumentError"),
+            "other replicas": ("ArgumentError", "ArgumentError"),
+            "another order": ("ArgumentError", "ArgumentError"),
+            "parts of a vector in one": ("ArgumentError", "ArgumentError"),
+            "a mesh of others": ("ArgumentError", "ArgumentError"),
             "then all is well": ("", ""),
         }
         assert "process 1 failed with KeyError: 'no such thing'" in first["f fails"][1]
         assert "process 1 failed with OSError: the disk is gone" in first["the loader fails"][1]
-        assert "params['w'] is a DTensor" in first["sharded"][1]
+        assert "params['w'] is a DTensor" in first["parts alone"][1] and "distributed(t)" in first["parts alone"][1]
+        assert "Pass p.full_tensor() of each to explain" in first["parts explained"][1]
+        assert "params['w'] has placements (Partial(sum),)" in first["a sum to come"][1]
+        assert (
+            "over the processes (0, 1) in shape (2,), which have to be those of the group, [0]"
+            in first["a mesh of others"][1]
+        )
         assert "params['w'] has to be the same in all processes" in first["other parameters"][1]
         assert max(seconds for each in (first, second) for _, _, seconds in each.values()) < 20
 
@@ -144,17 +165,15 @@ class TestErrors:
         for t in (losses, 3, invfunc.explain(v), distributed(v), torch.nn.Linear(2, 2)):
             with pytest.raises(ArgumentTypeError, match="has to be a statistic"):
                 distributed(t)
-        for t in (invfunc.gram(losses), invfunc.kfra(linear, F.cross_entropy), invfunc.variance(losses, samples=[0])):
+        for t in (invfunc.kfra(linear, F.cross_entropy), invfunc.variance(losses, samples=[0])):
             with pytest.raises(ArgumentError, match="add up|samples="):
                 distributed(t)
         with pytest.raises(ArgumentError, match="'local', 'gather'"):
             distributed(v, each="all")
         with pytest.raises(ArgumentError, match="Leave each out"):
             distributed(invfunc.hvp(losses), each="gather")
-        for options in ({"checkpoint": "file"}, {"out": print}):
-            t = invfunc.batch_grad(losses)
-            with pytest.raises(ArgumentError, match="is of one process"):
-                distributed(streamed(t, **options))
+        with pytest.raises(ArgumentError, match="out= takes the rows of this process's samples"):
+            distributed(streamed(invfunc.batch_grad(losses), out=print), each="gather")
 
     def test_a_group_that_is_none(self, data):
         with pytest.raises(ArgumentError, match="init_process_group was not called"):

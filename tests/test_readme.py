@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from invfunc.testing.laws import LAWS
-from tests import coverage
+from tests import coverage, where
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -31,6 +31,11 @@ def test_commands_stand_on_lines_of_their_own():
 def test_layers_and_quantities_are_those_of_todays_code():
     """If not, `python -m tests.coverage` brings the table up to date."""
     assert README == coverage.rewritten(README)
+
+
+def test_where_statistics_work_is_that_of_todays_code():
+    """If not, `python -m tests.where` brings the table up to date."""
+    assert README == where.rewritten(README)
 
 
 def test_the_laws_are_those_that_there_are():

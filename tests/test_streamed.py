@@ -20,8 +20,8 @@ from tests.networks import CLASSES, LOSSES, networks, samples_loss
 from tests.strategies import Numbers, seeded
 
 EXACT, FLOOR = 1e-12, 1e-9
-AT_ONCE = {"gram", "gram per parameter", "kfra"}
-"""What is of pairs of samples, or of averages on the way back."""
+AT_ONCE = {"kfra"}
+"""What is of averages on the way back."""
 SAMPLED = [loss for loss in LOSSES if loss.called != "log cosh of outputs"]
 CASES = [(name, form) for name, row in ROWS.items() for form in row.forms if not row.drawn]
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, explain, streamed
+from invfunc import ArgumentError, ArgumentTypeError, distributed, explain, streamed
 from tests.strategies import seeded
 from tests.test_streamed import batches, data, linear, losses  # noqa: F401
 
@@ -52,6 +52,28 @@ def test_nothing_is_drawn_and_nothing_is_taken_away(data):  # noqa: F811
     with pytest.raises(ArgumentTypeError, match=r"^explain\(streamed\(.*gives its batches once"):
         explain(t)(params, once)
     assert len(list(once)) == 2
+
+
+def test_of_processes(data):  # noqa: F811
+    """This one alone: it says what it would give to others."""
+    params, *rest = data
+    generator, parts = seeded(), batches([2, 5], *rest)
+    t = invfunc.kfac(linear, F.cross_entropy, generator=generator)
+    before = torch.get_rng_state(), generator.get_state()
+    found, alone = explain(distributed(streamed(t)))(params, parts), explain(streamed(t))(params, parts)
+    size = (10 + 6 + 6) * params["w"].element_size()  # triangles of A and B of w, and of B of b
+    called = repr(distributed(streamed(t)))
+    assert found == replace(alone, name=called, processes=1, exchanged=size)
+    assert str(found).splitlines()[1] == f"  1 process, which would exchange {size} bytes with others; in this one:"
+    at_once = explain(distributed(t))(params, *parts[0])
+    assert (at_once.sweeps, at_once.exchanged) == (0, size)
+    assert torch.equal(torch.get_rng_state(), before[0]) and torch.equal(generator.get_state(), before[1])
+
+    def decides(params, x, y):
+        return losses(params, x, y) if x.sum() < 1e9 else losses(params, x, y)
+
+    found = explain(distributed(invfunc.variance(decides)))(params, *rest)
+    assert found.exchanged is None and "as many bytes as numbers decide" in str(found)
 
 
 def test_without_samples(data):  # noqa: F811

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -25,11 +26,16 @@ CALL = 2**15
 """What a call of an operation costs, in bytes that could be read or written meanwhile."""
 
 
-class Footprint(TorchDispatchMode):
-    """Counts the bytes that are in use at once, and those that are read and written."""
+class _Enough(BaseException):
+    """More is in use than was asked about; nobody else is to catch it."""
 
-    def __init__(self) -> None:
+
+class Footprint(TorchDispatchMode):
+    """Counts the bytes that are in use at once, and those that are read and written, until that is above a limit."""
+
+    def __init__(self, limit: int | None = None) -> None:
         super().__init__()
+        self.limit, self.over = limit, False
         self.live, self.kept, self.counted, self.work = 0, 0, 0, 0
         self.at = ""
         """The operation at which the most was in use."""
@@ -56,11 +62,14 @@ class Footprint(TorchDispatchMode):
         self.work += CALL + sum(x.numel() * x.element_size() for x in (*given, *made))
         if self.live + beside + self.kept > self.counted:
             self.counted, self.at = self.live + beside + self.kept, _name(func)
+            if self.limit is not None and self.peak > self.limit:
+                self.over = True
+                raise _Enough
         return result
 
     @property
     def peak(self) -> int:
-        """The bytes that are never exceeded."""
+        """The bytes that are never exceeded; of a call that ended early, those that are."""
         return int(MARGIN * self.counted) + SLACK
 
     def _see(self, x: torch.Tensor, new: bool) -> None:
@@ -80,21 +89,33 @@ def _name(func: Any) -> str:
     return func.overloadpacket.__name__
 
 
-def footprint(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], drawn: Iterable[Any]) -> Footprint:
-    """What a call takes beside its arguments, from a run without numbers; generators are as they were."""
-    mode, found = FakeTensorMode(allow_non_fake_inputs=True), Footprint()
-    given, named = tree.map_tensors(mode.from_tensor, (args, kwargs))
+def footprint(
+    call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], drawn: Iterable[Any], limit: int | None = None
+) -> Footprint:
+    """What a call takes beside its arguments, from a run without numbers, which ends above the limit."""
+    found, result = Footprint(limit), None
+    with without_numbers((args, kwargs), drawn) as (given, named), _nothing_collected(), undecided() as more:
+        try:
+            with found:
+                result = call(*given, **named)
+        except _Enough as end:
+            clear_frames(end.__traceback__)  # which would keep what was alive then until the garbage is collected
+        finally:
+            found.undecided += more
+    found.results = sum({id(m := storage(x)): m.nbytes() for x in tree.tensors((result,))}.values())
+    return found
+
+
+@contextmanager
+def without_numbers(given: Any, drawn: Iterable[Any]) -> Iterator[Any]:
+    """Where operations know sizes alone: what is given without its numbers; generators are as they were afterwards."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     states = [(g, state_of(g)) for g in (torch.default_generator, *drawn)]
     try:
-        with _nothing_collected(), mode, found, undecided() as more:
-            try:
-                result = call(*given, **named)
-            finally:
-                found.undecided += more
-        found.results = sum({id(m := storage(x)): m.nbytes() for x in tree.tensors((result,))}.values())
+        with mode:
+            yield tree.map_tensors(mode.from_tensor, given)
     finally:
         set_states(states)
-    return found
 
 
 def certain(found: Footprint) -> Footprint:
@@ -118,6 +139,7 @@ def warmed() -> None:
         torch.ops.aten.convolution_backward(slope, x, weight, None, [1], [0], [1], False, [0], 1, [True, True, False])
         torch.conv2d(torch.ones(2, 64, 16, 16), torch.ones(64, 64, 3, 3))
         torch.mm(torch.ones(256, 256), torch.ones(256, 256))
+        footprint(torch.mm, (torch.ones(2, 2), torch.ones(2, 2)), {}, [])
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,17 @@ def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
         return 0
+
+
+def given_back() -> None:
+    """Have malloc give back what was freed, where it can."""
+    if (trim := libc("malloc_trim")) is not None:
+        trim(0)
+
+
+def libc(name: str) -> Callable[..., Any] | None:
+    """A function of the C library, or None where it has none of that name."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 
 
 def told(size: int) -> str:

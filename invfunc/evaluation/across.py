@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,11 +39,9 @@ class Brought:
     def of(cls, sweep: Sweep) -> Brought:
         if sweep.engine is None:
             return cls(0, None, [], None, [], [])
-        found, kept = sweep.engine.fold.found, list(_kept(sweep))
-        structure = tree.unflatten([*range(len(found.outputs))], found.structure)
-        mean = None if sweep.weights.first is None else sweep.weights.mean
+        kept = list(_kept(sweep))
         states = [tree.map_tensors(_without_numbers, t.states) for t in kept]
-        return cls(sweep.n, mean, found.outputs, structure, [t.columns for t in kept], states)
+        return cls(sweep.n, sweep.weights.seen, *sweep.outputs, [t.columns for t in kept], states)
 
 
 def share(
@@ -54,31 +53,47 @@ def share(
     samples, for a process that has none.
     """
     _, each = processes.told("samples", lambda: (run(), Brought.of(sweep)))
-    first = _alike(each)
-    like, own = each[first], sweep.n
-    if like.mean is not None:
-        same_scale(sweep.weights, processes, first)
+    like, own = _alike(each), sweep.n
+    one_scale(sweep.weights, processes, [one.mean for one in each])
     if sweep.engine is None:
         sweep.enter(blank())
-        sweep.weights.mean = bool(like.mean)
     assert sweep.engine is not None
-    fold, structure = sweep.engine.fold, tree.flatten(like.structure)[1]
-    sweep.n = sum(one.n for one in each)
-    fold.found = replace(fold.found, n=sweep.n, outputs=like.outputs, structure=structure)
-    exchanges: dict[tuple[int, int], Exchange] = {}
-    kept, leaves = list(_kept(sweep)), fold.problem.leaves
-    for k, (t, t.columns) in enumerate(zip(kept, like.columns, strict=True)):
-        if t.reduction.each and not gather:  # those of this process, of all parameters
-            t.states = {i: t.states.get(i) or t.reduction.init(leaf, own, t.columns) for i, leaf in enumerate(leaves)}
-            continue
-        for i in sorted({i for one in each if one.n for i in one.states[k]}):
-            exchanges[k, i] = _exchange(t, i, leaves[i], own, [(one.n, one.states[k]) for one in each if one.n])
+    sweep.has(sum(one.n for one in each), like.outputs, like.structure)
+    exchanges = _exchanges(sweep, own, each, gather)
+    kept = list(_kept(sweep))
     for (k, i), state in zip(exchanges, processes.exchanged(list(exchanges.values())), strict=True):
         kept[k].states[i] = state
 
 
-def _alike(each: list[Brought]) -> int:
-    """The first process that has samples; those of all are of the same shape."""
+def bytes_given(sweep: Sweep, gather: bool) -> int:
+    """How many bytes a process gives to others that keep as much as it does, if none of them needs to be asked."""
+    total = 0
+    for exchange in _exchanges(sweep, sweep.n, [Brought.of(sweep)], gather).values():
+        with suppress(StopIteration):
+            answer: Any = None
+            while True:
+                answer = exchange.send(answer).tensors
+                total += sum(x.nbytes for x in answer)
+    return total
+
+
+def _exchanges(sweep: Sweep, own: int, each: list[Brought], gather: bool) -> dict[tuple[int, int], Exchange]:
+    """Those of what is kept of so many own samples, by its place and that of the parameter."""
+    assert sweep.engine is not None
+    exchanges: dict[tuple[int, int], Exchange] = {}
+    kept, leaves = list(_kept(sweep)), sweep.engine.fold.problem.leaves
+    for k, (t, t.columns) in enumerate(zip(kept, _alike(each).columns, strict=True)):
+        if t.reduction.each and not gather:  # those of this process, of all parameters
+            places = enumerate(t.of(leaves))
+            t.states = {i: t.states.get(i) or t.reduction.init(leaf, own, t.columns) for i, leaf in places}
+            continue
+        for i in sorted({i for one in each if one.n for i in one.states[k]}):
+            exchanges[k, i] = _exchange(t, i, leaves[i], own, [(one.n, one.states[k]) for one in each if one.n])
+    return exchanges
+
+
+def _alike(each: list[Brought]) -> Brought:
+    """What the first process that has samples says; those of all are of the same shape."""
     first = next((rank for rank, one in enumerate(each) if one.n), None)
     if first is None:
         raise no_samples()
@@ -88,7 +103,7 @@ def _alike(each: list[Brought]) -> int:
                 f"the outputs of one sample have shapes {[*map(tuple, each[first].outputs)]} in process {first}, and "
                 f"{[*map(tuple, one.outputs)]} in process {rank}, from {each[first].columns} and {one.columns} columns."
             )
-    return first
+    return each[first]
 
 
 def _exchange(t: Accumulator, place: int, leaf: torch.Tensor, own: int, each: list[tuple[int, States]]) -> Exchange:
@@ -110,14 +125,14 @@ def _as_wide(state: State, each: Sequence[State]) -> State:
     return tree.unflatten(leaves, tree.flatten(state)[1])
 
 
-def dealt(processes: Processes, reduction: Reduction, states: States, found: Found) -> Reduction:
-    """What comes after a phase; where each parameter stands by itself, they are dealt out to the processes."""
-    if type(reduction).then is not Reduction.then:
-        return reduction.then(states, found)
+def dealt(processes: Processes, reduction: Reduction, states: States, found: Found) -> Any:
+    """What is learned of a phase; where each parameter stands by itself, they are dealt out to the processes."""
+    if processes.size == 1 or type(reduction).learned is not Reduction.learned:
+        return reduction.learned(states, found)
     places = sorted(states, key=partial(_size, states), reverse=True)[processes.rank :: processes.size]
 
     def learned() -> tuple[None, Any]:
-        own = {i: reduction.learned(states[i], found) for i in places}
+        own = {i: reduction.learned_of(states[i], found) for i in places}
         return None, (on_cpu(own), found.refused)
 
     _, each = processes.told("parameters", learned)
@@ -125,7 +140,7 @@ def dealt(processes: Processes, reduction: Reduction, states: States, found: Fou
     for part, refused in each:
         together |= {i: _moved(one, states[i]) for i, one in part.items()}
         found.refused.update(refused)
-    return reduction.knowing(together)
+    return together
 
 
 def _kept(sweep: Sweep) -> Iterator[Accumulator]:
@@ -137,9 +152,14 @@ def _kept(sweep: Sweep) -> Iterator[Accumulator]:
             yield t.before
 
 
-def same_scale(known: Weights, processes: Processes, first: int) -> None:
-    """Check that the losses of all processes are sums, or all means, beside a batch of the first one that has any."""
-    own = known.first
+def one_scale(known: Weights, processes: Processes, each: Sequence[bool | None]) -> None:
+    """Check that the losses of all processes are sums, or all means, beside a batch of the first one that has any.
+
+    `each` says of every process whether its loss is a mean; None if it has not seen that.
+    """
+    first, own = next((rank for rank, mean in enumerate(each) if mean is not None), None), known.first
+    if first is None or processes.size == 1:
+        return
     travels = None
     if processes.rank == first and own is not None:
         travels = on_cpu((own.outputs, own.target)), own.n
@@ -154,6 +174,7 @@ def same_scale(known: Weights, processes: Processes, first: int) -> None:
         return None, None
 
     processes.told("scale", looked)
+    known.mean = bool(each[first])
 
 
 def _without_numbers(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,9 @@ from invfunc.recording.problem import InDims, batch_dims
 
 Visit = Callable[[tuple, int], int]
 """Sees the arguments of a batch behind so many samples; returns how many there are in it."""
-Batches = Callable[[Visit], int]
+Numbered = Callable[[Iterable[Any]], Iterable[tuple[int, Any]]]
+"""Batches with their numbers, perhaps without some."""
+Batches = Callable[[Visit, Numbered], int]
 """Has all batches seen; returns how many samples there were."""
 
 
@@ -77,7 +79,7 @@ def swept(
     in_dims: InDims,
     visit: Visit,
     feed: Feed,
-    numbered: Callable[[Iterable[Any]], Iterable[tuple[int, Any]]] = enumerate,
+    numbered: Numbered = enumerate,
 ) -> int:
     """Give `visit` the arguments of each batch, and how many samples came before; it returns how many there are.
 

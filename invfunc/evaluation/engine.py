@@ -100,6 +100,11 @@ class Engine:
         restore(drawn)
         return self.report.explanations(self.quantities)
 
+    def check_others(self) -> None:
+        """Check that f gives two batches that were joined what it gives each of them alone."""
+        with self.scope:
+            check_batches(self.problem, self._batch_alone(slice(0, self.problem.n)), self._batch_alone)
+
     # Of what: each folds over the runs of the function and returns aux
 
     def _run(self) -> Any:
@@ -141,6 +146,7 @@ class Engine:
     def _gradient_or_jacobian(self) -> Any:
         """The shares of a loss function, or the rows of the Jacobian of a model function."""
         run = self.runner.loss(or_model=True)
+        self.scalar = isinstance(run.result, torch.Tensor) and not run.result.ndim
         if self.problem.others:
             z = run.result if isinstance(run.result, torch.Tensor) else run.outputs[0][0]
             with suppress(Drew):  # what draws at random is not the same again

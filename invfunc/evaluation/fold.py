@@ -35,8 +35,8 @@ from invfunc.sparsity.planner import Planner
 
 Look = Callable[[Pattern, Run], Run | None]
 """Runs the model part on one sample under a pattern; None where that is something else than in the batch."""
-Then = Callable[[Reduction, States, Found], Reduction]
-"""What makes of a reduction, and of what the phase before has kept, the one that comes next."""
+Learn = Callable[[Reduction, States, Found], Any]
+"""What a reduction has to know of what the phase before has kept."""
 SLOPE = "slope"
 """The key of the gradient of the loss among the columns, which a Hessian needs beside its own."""
 
@@ -57,8 +57,8 @@ class Fold:
         """`places` says where the samples are in a run; `report` gathers what would be done, if only that is wanted."""
         self.problem, self.scope, self.options, self.budget = problem, scope, options, budget
         self.places, self.report, self.ticks = places, report, Ticks()
-        self.accumulators = [Accumulator(q, q.reduction) for q in quantities]
-        n = problem.n if problem.samples is None else len(problem.samples)
+        self.accumulators = [Accumulator(q, q.reduction, options.reduce is None) for q in quantities]
+        n = (problem.n if problem.samples is None else len(problem.samples)) - problem.others
         self._decisions: dict[Hashable, Decision] = {}
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1])
         self.last = True
@@ -81,12 +81,13 @@ class Fold:
         """What keeps something in a phase."""
         return [t.line[k] for t in self.accumulators if k < len(t.line)]
 
-    def tell(self, k: int, then: Then | None = None) -> None:
+    def tell(self, k: int, learn: Learn | None = None) -> None:
         """Have a phase know what the one before has kept of all samples."""
         for t in self.of_phase(k):
             assert t.before is not None
-            found = self._found(t.before)
-            t.reduction = (then or type(t.reduction).then)(t.reduction, t.before.states, found)
+            t.know((learn or type(t.reduction).learned)(t.reduction, t.before.states, self._found(t.before)))
+            if not t.before.reduction.whole:  # else that is a result, too
+                t.before.states = {}
 
     def units(self, run: Run) -> Made:
         """A unit column for each output of a model function, whose shapes and tree are part of what is found."""
@@ -149,7 +150,7 @@ class Fold:
         replace(pullback, last=False).folded([t.reduction for t in firsts.values()], keep, kept)
         for k, t in firsts.items():
             if states[k]:
-                reductions[k] = reductions[k].then(states[k], self._found(t))
+                reductions[k] = reductions[k].knowing(reductions[k].learned(states[k], self._found(t)))
         pullback.folded(reductions, done, kept)
 
     def _pullback(
@@ -270,7 +271,8 @@ class Fold:
         """The results of all parameters together."""
         found, reduction, leaves = self._found(accumulator), accumulator.reduction, self.problem.leaves
         n, kept = found.n, accumulator.states
-        states = [kept.pop(i, None) or reduction.init(leaf, n, found.columns) for i, leaf in enumerate(leaves)]
+        places = enumerate(accumulator.of(leaves))
+        states = [kept.pop(i, None) or reduction.init(leaf, n, found.columns) for i, leaf in places]
         dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves))
         return self._delivered(reduction, reduction.finish(reduction.together(states), found), found, dtype)
 

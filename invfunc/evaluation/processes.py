@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from invfunc import tree
+from invfunc._sharded import sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, ProcessError
 from invfunc.reductions import State
 from invfunc.reductions.exchange import Exchange, Rows, Sums
@@ -31,7 +32,7 @@ class Processes:
     @classmethod
     def of(cls, group: Any) -> Processes:
         """Those of a group of torch.distributed; without one, all that were started."""
-        if not (dist.is_available() and dist.is_initialized()):
+        if not _started():
             if group is not None:
                 raise ArgumentError("group is given, but torch.distributed.init_process_group was not called.")
             return cls()
@@ -43,6 +44,11 @@ class Processes:
                 f"group is of type {kind}, but has to be a process group (of a DeviceMesh: mesh.get_group())."
             )
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    @property
+    def ranks(self) -> list[int]:
+        """Their numbers among all that were started."""
+        return dist.get_process_group_ranks(self.group) if self.size > 1 else [dist.get_rank() if _started() else 0]
 
     def told(self, at: str, work: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
         """What this process computes, and what each says of it; where one fails, or is `at` another step, all do."""
@@ -73,7 +79,7 @@ class Processes:
         if self.size == 1:
             return value
         found = [value]
-        with _connected():
+        with connected():
             dist.broadcast_object_list(found, group=self.group, group_src=first)
         return found[0]
 
@@ -115,7 +121,7 @@ class Processes:
                 kinds.setdefault((x.dtype, x.device), []).append(k)
             for places in kinds.values():
                 flat = torch.cat([found[k].reshape(-1) for k in places])
-                with _connected():
+                with connected():
                     dist.all_reduce(flat, group=self.group)
                 parts = flat.split([found[k].numel() for k in places])
                 for k, part in zip(places, parts, strict=True):
@@ -137,16 +143,19 @@ class Processes:
         padded = x.new_zeros(max(sizes), dtype=torch.uint8)
         padded[: sizes[self.rank]] = x.contiguous().view(-1).view(torch.uint8)
         each = [torch.empty_like(padded) for _ in shapes]
-        with _connected():
+        with connected():
             dist.all_gather(each, padded, group=self.group)
         rows = zip(each, sizes, shapes, strict=True)
         return torch.cat([part[:size].view(x.dtype).view(shape) for part, size, shape in rows], axis)
 
     def _gathered(self, said: bytes) -> list[bytes]:
         each: list[Any] = [b""] * self.size
-        with _connected():
+        with connected():
             dist.all_gather_object(each, said, group=self.group)
         return each
+
+
+ALONE = Processes()
 
 
 @dataclass
@@ -170,7 +179,7 @@ class _Asked:
 
 
 @contextmanager
-def _connected() -> Iterator[None]:
+def connected() -> Iterator[None]:
     """Says of a connection that is lost what that means."""
     try:
         yield
@@ -183,6 +192,10 @@ def _connected() -> Iterator[None]:
         ) from error
 
 
+def _started() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _shown(error: Exception) -> str:
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}: {error}{notes}"
@@ -192,7 +205,9 @@ def bits(name: str, x: Any) -> dict[str, str]:
     """The tensors of a tree by name: what they are, and the sum of the bits of their numbers, a hash."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-    def shown(y: torch.Tensor) -> str:
+    def shown(y: Any) -> str:
+        if sharded(y):
+            return f"{y.dtype} {tuple(y.shape)} with placements {y.placements}"
         number = y.detach().contiguous().view(kinds[y.itemsize]).sum()
         return f"{y.dtype} {tuple(y.shape)} with hash {int(number):x}"
 
@@ -208,6 +223,11 @@ def same(each: Sequence[dict[str, str]]) -> None:
                 raise ArgumentError(
                     f"{name} has to be the same in all processes, but is {first} in process 0, and {other} in process "
                     f"{rank}."
+                )
+        for own, first in zip(said, each[0], strict=True):
+            if own != first:
+                raise ArgumentError(
+                    f"{own} comes first in process {rank}, where {first} does in process 0: the order differs."
                 )
 
 

@@ -30,20 +30,11 @@ class Rows:
             return
         taken = {storage_of(p) for p in tree.tensors((params,))}
         for name, x, axis in self._parts(self.out):
-            if not isinstance(x, torch.Tensor):
-                kind = type(x).__name__
-                raise ArgumentTypeError(
-                    f"{name} is of type {kind}, but has to be a tensor (torch.from_numpy makes one)."
-                )
+            check_own(name, x, taken)
             if x.ndim <= axis or x.shape[axis] < known:
                 raise ArgumentError(
                     f"{name} has shape {tuple(x.shape)}, but there are {known} samples for axis {axis}."
                 )
-            if storage_of(x) in taken or any(
-                step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)
-            ):
-                raise ArgumentError(f"{name} has no memory of its own; make it with torch.empty, or map a file.")
-            taken.add(storage_of(x))
 
     def put(self, results: Sequence[Any], start: int, n: int) -> None:
         """Write the results of n samples; nothing, if one of them does not fit."""
@@ -95,3 +86,13 @@ class Rows:
         for k, (q, one) in enumerate(zip(self.quantities, self._outs(out), strict=True)):
             for path, x in tree.named_leaves(one):
                 yield f"out[{k}]{path}" if self.several else f"out{path}", x, q.reduction.each[0]
+
+
+def check_own(name: str, x: Any, taken: set[int]) -> None:
+    """Check that it is a tensor with memory of its own, which is taken from now on."""
+    if not isinstance(x, torch.Tensor):
+        kind = type(x).__name__
+        raise ArgumentTypeError(f"{name} is of type {kind}, but has to be a tensor (torch.from_numpy makes one).")
+    if storage_of(x) in taken or any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
+        raise ArgumentError(f"{name} has no memory of its own; make it with torch.empty, or map a file.")
+    taken.add(storage_of(x))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from invfunc import tree
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import no_samples, unscaled
 from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.fold import Fold, Then
+from invfunc.evaluation.fold import Fold, Learn
 from invfunc.evaluation.weights import Weights
 from invfunc.reductions.quantity import Accumulator
 
@@ -20,7 +23,7 @@ class Sweep:
     for which the batches come again: a sweep after another.
     """
 
-    def __init__(self, before: Sweep | None = None, then: Then | None = None) -> None:
+    def __init__(self, before: Sweep | None = None, learn: Learn | None = None) -> None:
         self.engine: Engine | None = None
         """That of the last batch; nothing else of the others is in memory but what is kept of them."""
         self.n = 0
@@ -31,7 +34,7 @@ class Sweep:
         if before is not None:
             fold = before.joined()
             self.phase, self.weights, self.expected = before.phase + 1, before.weights, before.n
-            fold.tell(self.phase, then)
+            fold.tell(self.phase, learn)
             self.told, self.refused = fold.accumulators, fold.found.refused
 
     def enter(self, engine: Engine) -> Fold:
@@ -43,6 +46,39 @@ class Sweep:
             fold.accumulators = [own.behind(earlier, self.phase) for own, earlier in pairs]
             fold.found = replace(fold.found, refused=self.refused)
         return fold
+
+    def has(self, n: int, outputs: list[torch.Size], structure: Any) -> None:
+        """Say that it is of so many samples, with outputs in a tree of this structure."""
+        assert self.engine is not None
+        self.n, fold = n, self.engine.fold
+        fold.found = replace(fold.found, n=n, outputs=outputs, structure=tree.flatten(structure)[1])
+
+    @property
+    def outputs(self) -> tuple[list[torch.Size], Any]:
+        """The shapes of the outputs, and a tree of their structure; none before the first batch."""
+        if self.engine is None:
+            return [], None
+        found = self.engine.fold.found
+        return found.outputs, tree.unflatten([*range(len(found.outputs))], found.structure)
+
+    def state(self) -> dict[str, Any]:
+        """All that it has kept and was told, in dicts, tensors and numbers."""
+        kept = self.told if self.engine is None else self.engine.fold.accumulators
+        found = {name: getattr(self, name) for name in ("phase", "n", "expected", "outputs")}
+        return {**found, "refused": dict(self.refused), "kept": [t.saved() for t in kept]}
+
+    @classmethod
+    def resumed(cls, state: dict[str, Any], engine: Engine) -> Sweep:
+        """One in that state; the engine is that of no samples."""
+        sweep = cls()
+        sweep.phase, sweep.expected, sweep.refused = state["phase"], state["expected"], state["refused"]
+        sweep.told = engine.fold.accumulators
+        for t, kept in zip(sweep.told, state["kept"], strict=True):
+            t.restore(kept)
+        if state["n"]:
+            sweep.enter(engine)
+            sweep.has(state["n"], *state["outputs"])
+        return sweep
 
     def add(self, engine: Engine) -> Any:
         """See another batch; aux."""

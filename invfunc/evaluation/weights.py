@@ -59,6 +59,11 @@ class Weights:
         self.first: LossPart | None = None
         self.mean = False
 
+    @property
+    def seen(self) -> bool | None:
+        """Whether it is a mean; None if no batch has shown it."""
+        return None if self.first is None else self.mean
+
     def of(self, part: LossPart) -> int:
         """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
         first = self.first or part

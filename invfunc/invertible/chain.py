@@ -58,7 +58,7 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
 
     Source: MemCNN and invtorch stack wrapped modules in `nn.Sequential`.
     """
-    _check_anchor("chain", anchor_every)
+    check_anchor("chain", anchor_every)
     checkpointed = tuple(_checkpointed(block, f"chain: block {i}") for i, block in enumerate(blocks))
     return _Chain(checkpointed, anchor_every).pair()
 
@@ -96,7 +96,7 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
 
     Source: `jax.lax.scan`, whose parameters are stacked in this way.
     """
-    _check_anchor("repeated", anchor_every)
+    check_anchor("repeated", anchor_every)
     return _Repeated((_checkpointed(block, "repeated"),), anchor_every).pair()
 
 
@@ -232,7 +232,8 @@ def _checkpointed(block: Callable, where: str) -> Checkpointed:
     return replace(made, has_aux=made.pair.hidden)
 
 
-def _check_anchor(name: str, anchor_every: int | None) -> None:
+def check_anchor(name: str, anchor_every: int | None) -> None:
+    """The states between two anchors are counted."""
     if anchor_every is not None and (not isinstance(anchor_every, int) or anchor_every < 1):
         raise ArgumentError(
             f"{name}(..., anchor_every={anchor_every!r}): a whole number of blocks from 1 on is wanted."

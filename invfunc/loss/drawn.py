@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from invfunc import tree
 from invfunc._functorch import plainly
 from invfunc.errors import ArgumentError
+from invfunc.loss.peeled import Peel, peeled
 from invfunc.loss.square_root import Affine, Block, Columns, Elementwise, Softmax, safe_root
 
 Source = torch.Generator | Sequence[torch.Generator]
@@ -22,6 +24,8 @@ class Drawn:
     """Columns `[M, n, *one]` at each root."""
 
     values: dict[int, torch.Tensor]
+    exact: torch.Tensor | None = None
+    """How many of the first columns of each sample are not drawn; None if all are."""
 
     @property
     def count(self) -> int:
@@ -31,14 +35,19 @@ class Drawn:
         return Block({i: columns[start:stop, part] for i, columns in self.values.items()})
 
 
-def drawn(made: list[Columns], count: int, source: Source) -> list[Columns]:
-    """`count` columns for each kind: the gradient of its loss at targets from the predictive of the model."""
-    return [_drawn(columns, count, source) for columns in made]
+def drawn(made: list[Columns], count: int, source: Source, peel: Peel | None = None) -> list[Columns]:
+    """`count` columns for each kind: the gradient of its loss at targets from the predictive of the model, or, to be
+    peeled, those of a square root, of which all but the largest are mixed."""
+    return [_drawn(columns, count, source, peel) for columns in made]
 
 
-def _drawn(columns: Columns, count: int, source: Source) -> Drawn:
+def _drawn(columns: Columns, count: int, source: Source, peel: Peel | None) -> Drawn:
     if isinstance(columns, Affine):
-        return Drawn(columns.pull(_drawn(columns.inner, count, source).values[columns.root], slice(None)))
+        inner = _drawn(columns.inner, count, source, peel)
+        return Drawn(columns.pull(inner.values[columns.root], slice(None)), inner.exact)
+    if peel is not None and isinstance(columns, (Softmax, Elementwise)):
+        found, exact = peeled(columns, count, peel, partial(_uniform, source=source))
+        return Drawn({columns.root: found}, exact)
     if isinstance(columns, Softmax):
         return Drawn({columns.root: columns.layout(_categorical(columns, count, source))})
     if isinstance(columns, Elementwise):

@@ -53,6 +53,9 @@ def additive_coupling(
         >>> invfunc.invert(pair)((a, b), (2.0, 3.0))
         (tensor([1., 1.]), tensor([1., 1.]))
 
+    With F and G both `lambda x, p: 2 * h * f(x, p)` it is two steps of the explicit midpoint rule for dx/dt = f, on the
+    last two states: `x[n + 1] = x[n - 1] + 2 * h * f(x[n])`.
+
     Composes with: `invertible_checkpoint`, `chain`, `repeated`. In a module that holds F and G as its own (a pair
     registers none), `self.block = invertible_checkpoint(additive_coupling(self.F, self.G))` is moved, deep-copied,
     averaged, pickled and saved with it. Lambdas over `self` are copied rightly too, but do not pickle; a function that

@@ -141,6 +141,23 @@ def fitting(result: Any, like: torch.Tensor, call: str, which: str, name: str) -
     return result
 
 
+def fitting_state(result: Any, like: Any, call: str, which: str, name: str) -> Any:
+    """The same of a state that may be any pytree of tensors."""
+    (came, form), (wanted, wanted_form) = tree.flatten(result), tree.flatten(like)
+    if form != wanted_form:
+        raise ArgumentError(
+            f"{call}: {which} returns {_described(result)}, but {name}, which it changes, is {_described(like)}."
+        )
+    return tree.unflatten([fitting(t, of, call, which, name) for t, of in zip(came, wanted, strict=True)], wanted_form)
+
+
+def _described(state: Any) -> str:
+    if isinstance(state, torch.Tensor):
+        return "a tensor"
+    paths = ", ".join(path for path, _ in tree.named_leaves(state) if path)
+    return f"a {type(state).__name__}" + (f" of {paths}" if paths else "")
+
+
 def given_functions(functions: tuple, call: str, state: Any) -> Any:
     """The state, if the functions that a pair shares stand in front of it."""
     if not all(map(callable, functions)):

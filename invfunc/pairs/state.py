@@ -1,11 +1,13 @@
-"""States of two parts."""
+"""States of two parts, and of many tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from invfunc import tree
 from invfunc.errors import ArgumentError
 
 
@@ -17,6 +19,12 @@ def two_parts(state: Any, call: str, name: str) -> tuple[Any, Any]:
             "split with split_dim=.)"
         )
     return state[0], state[1]
+
+
+def combined(fn: Callable, first: Any, *others: Any) -> Any:
+    """What a function makes of the tensors of states of one form, each in its place."""
+    leaves, form = tree.flatten(first)
+    return tree.unflatten([fn(*each) for each in zip(leaves, *map(tree.leaves, others), strict=True)], form)
 
 
 def per_sample(t: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from invfunc.loss.hessian import gradient, hessian
 from invfunc.loss.outputs import LossTerm, ModelOutput, OutputFinder, check_seen, check_split, marking, shown
 from invfunc.loss.square_root import Columns, Gradient, rooted
 from invfunc.operations.axis import Axis
+from invfunc.per_sample.lots import Lot
 from invfunc.recording import Trace
 from invfunc.recording.checks import check_loss
 from invfunc.recording.scope import Scope
@@ -71,7 +72,7 @@ class Split:
     def drawn(self, drawing: Drawing, transform: str) -> list[Columns]:
         """Columns at targets that are drawn from the predictive of a known loss, or by a sampler of the user's."""
         if drawing.sample is None:
-            return drawn(self.hessian(), drawing.count, drawing.source(self.n))
+            return drawn(self.hessian(), drawing.count, drawing.source(self.n), drawing.peel)
         if self.again is None:
             raise ArgumentError(
                 f"with `sample=`, the loss has to be given apart from the model, as in `{transform}(f, loss, ...)`: a "
@@ -90,6 +91,17 @@ class Split:
         roots = {i for one in found for i in one}
         scale = drawing.count**-0.5
         return [Drawn({i: scale * torch.stack([one[i] for one in found]) for i in roots})]
+
+
+def lots(made: Sequence[Columns], part: slice | torch.Tensor) -> list[Lot]:
+    """The columns that are drawn, of some samples, where all of them are pulled back together."""
+    found, start = [], 0
+    for kind in made:
+        if isinstance(kind, Drawn):
+            exact = None if kind.exact is None else kind.exact[part]
+            found.append(Lot(start, start + kind.count, exact))
+        start += kind.count
+    return found
 
 
 def at_given(

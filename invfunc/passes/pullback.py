@@ -12,6 +12,7 @@ from invfunc._extras import Ticks
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Block, Columns, joined_block
+from invfunc.passes.loss import lots
 from invfunc.passes.run import Run
 from invfunc.per_sample import Shares
 from invfunc.per_sample.biases import Role, roles
@@ -214,7 +215,7 @@ class Pullback:
         block = self.block(each)
         left = self.cotangents(block.left, each.sites)
         right = None if block.right is None else self.cotangents(block.right, each.sites)
-        return PulledBack(left, right, block.weight)
+        return PulledBack(left, right, block.weight, lots(self.made, self.run.part))
 
     def block(self, each: Pass) -> Block:
         return joined_block(self.made, each.start, each.stop, self.run.part, self.run.trace.n, self.everywhere)
@@ -261,7 +262,7 @@ class Pullback:
         """Reduce each parameter as soon as its cotangent arrives, so that neither this nor what it met is kept."""
         run, waiting = self.run, dict(only.uses)
         block = self.block(only)
-        pulled = PulledBack([None] * len(run.trace.edges), weight=block.weight)
+        pulled = PulledBack([None] * len(run.trace.edges), None, block.weight, lots(self.made, self.run.part))
         sites = only.sites
         if last:
             only.uses = {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from invfunc.operations.factors import Part
+from invfunc.per_sample.lots import Lot
 from invfunc.plan import even
 
 Cotangents = list[torch.Tensor | None]
@@ -21,6 +22,8 @@ class Columns:
     left: Cotangents
     right: Cotangents | None = None
     weight: torch.Tensor | None = None
+    lots: list[Lot] = field(default_factory=list)
+    """Those that are drawn."""
     known: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     """What was computed from them for one parameter and is needed for another, too."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,7 @@ from invfunc.contract import (
 )
 from invfunc.operations.factors import Part
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
+from invfunc.per_sample.squares import shifted_moments, squared
 from invfunc.plan import even
 from invfunc.recording.tags import ParameterUse
 
@@ -122,30 +123,44 @@ class Factor:
 
     def products(self) -> torch.Tensor:
         """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`."""
-        parts = self.samples.parts(self.work, thresholds.OPERANDS * self.budget)
+        parts = self._parts()
         rows: list[list[torch.Tensor]] = []
         for i, part in enumerate(parts):
             terms = self._terms(self.columns.left, part)
             mirrored = [rows[j][i].permute(2, 3, 0, 1) for j in range(i)]
-            others = [self._products(part, terms, q, self._terms(self.columns.left, q)) for q in parts[i + 1 :]]
-            rows.append([*mirrored, self._products(part, terms, part, terms), *others])
+            others = [self._products(part, terms, self, q, self._terms(self.columns.left, q)) for q in parts[i + 1 :]]
+            rows.append([*mirrored, self._products(part, terms, self, part, terms), *others])
         return torch.cat([torch.cat(row, 3) for row in rows], 1) if len(parts) > 1 else rows[0][0]
 
     def products_with(self, last: int) -> torch.Tensor:
         """The products of all samples but the last so many with these: `[V, n - last, V, last]`."""
-        size, first = thresholds.OPERANDS * self.budget, self.samples.count - last
-        columns = self.samples.parts(self.work, size, start=first)
+        first = self.samples.count - last
+        return self._rectangle(self._parts(stop=first), self, self._parts(start=first))
+
+    def products_between(self, other: Factor) -> torch.Tensor:
+        """The products with the samples of another run, whose shares have the same layout: `[V, n, V, m]`."""
+        return self._rectangle(self._parts(), other, other._parts())
+
+    def layout(self) -> tuple:
+        """What the shares of two runs have to have in common so that their terms can be multiplied."""
+        one = self._terms(self.columns.left, slice(0, 1))
+        return self.output, self.lands, self.use.param.shape, _sizes(one, self.output[self.lands :])
+
+    def _parts(self, start: int = 0, stop: int | None = None) -> list[Part]:
+        return self.samples.parts(self.work, thresholds.OPERANDS * self.budget, start, stop)
+
+    def _rectangle(self, parts: list[Part], other: Factor, columns: list[Part]) -> torch.Tensor:
         rows = []
-        for part in self.samples.parts(self.work, size, stop=first):
+        for part in parts:
             terms = self._terms(self.columns.left, part)
-            rows.append(joined([self._products(part, terms, q, self._terms(self.columns.left, q)) for q in columns], 3))
+            each = ((q, other._terms(other.columns.left, q)) for q in columns)
+            rows.append(joined([self._products(part, terms, other, q, others) for q, others in each], 3))
         return joined(rows, 1)
 
-    def _products(self, part: Part, terms: list[Term], other: Part, others: list[Term]) -> torch.Tensor:
-        """The products of the shares of two blocks of samples, `[V, b, V, c]`."""
-        output = "VN" + self.output
+    def _products(self, part: Part, terms: list[Term], of: Factor, other: Part, others: list[Term]) -> torch.Tensor:
+        """The products of the shares of two blocks of samples, perhaps of another run: `[V, b, V, c]`."""
+        output, c = "VN" + self.output, length(other)
         v, b, *_ = _sizes(terms, output, part)
-        c = length(other)
         pairs, kept = paired(terms, others, self.output), present("VN", terms)
         both = kept + present("VN", others).translate(str.maketrans("VN", "WM"))
         formed = instantiated(terms, present(output, terms)) + instantiated(others, present(output, others))
@@ -161,10 +176,10 @@ class Factor:
         total = []
         for start, stop in even(width, max(1, room // per)):
             flat = []
-            for some, where in ((terms, part), (others, other)):
+            for factor, some, where in ((self, terms, part), (of, others, other)):
                 some = narrowed(some, last, start, stop) if last else some
                 share = contract(some, present(output, some)).reshape(_sizes(some, output, where))
-                flat.append(self._landed_each(share, where).reshape(v * length(where), -1))
+                flat.append(factor._landed_each(share, where).reshape(v * length(where), -1))
                 if others is terms:
                     break
             total.append(flat[0] @ flat[-1].T)
@@ -284,31 +299,9 @@ class Factor:
         return share.reshape((*share.shape[:lead], *shape))
 
 
-def shifted_moments(shares: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sum G` and `sum (G - mean)^2` of blocks `[b, *p]`: the latter around the mean of the first block, corrected."""
-    shift, totals, squares, n = None, [], [], 0
-    for share in shares:
-        shift = share.mean(0) if shift is None else shift
-        n += len(share)
-        share = share - shift
-        totals.append(share.sum(0))
-        squares.append(squared(share, fresh=True).sum(0))
-    total = summed(totals)
-    centred = torch.addcmul(summed(squares), total, total, value=-1 / n).clamp(min=0)
-    assert shift is not None
-    return total + n * shift, centred
-
-
 def _sizes(terms: list[Term], output: str, part: Part | None = None) -> list[int]:
     """The sizes of the labels, 1 where a dimension of size 1 was dropped."""
     sizes = {c: s for labels, x in terms for c, s in zip(labels, x.shape, strict=True)}
     if part is not None:
         sizes["N"] = length(part)
     return [sizes.get(c, 1) for c in output]
-
-
-def squared(share: torch.Tensor, other: torch.Tensor | None = None, fresh: bool = False) -> torch.Tensor:
-    """`share^2`, or its product with another; what is fresh may be overwritten."""
-    if other is not None:
-        return share * other
-    return share.square_() if fresh and not share.requires_grad else share.square()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,8 +14,10 @@ from invfunc.contract import joined, summed
 from invfunc.operations.factors import Part
 from invfunc.per_sample.biases import Role
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
-from invfunc.per_sample.factor import Factor, shifted_moments, squared
+from invfunc.per_sample.factor import Factor
+from invfunc.per_sample.lots import Drawn, drawn, variances
 from invfunc.per_sample.sketches import Sides, sketched
+from invfunc.per_sample.squares import shifted_moments, squared
 from invfunc.recording.scope import Scope
 from invfunc.recording.tags import ParameterUse
 
@@ -82,6 +84,20 @@ class Shares:
             found.append(square.sum(1) if each else square.sum((0, 1)))
         return joined(found) if each else summed(found)
 
+    def squares_and_variance(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum_vn G[v, n]^2`, and the variance that it has as some columns are drawn."""
+        squares, spread = [], []
+        for part in self._blocks():
+            each = self._dense(part).square()
+            squares.append(each.sum((0, 1)))
+            spread.append(variances(each, drawn(self.columns.lots, part, each)).sum(0))
+        return summed(squares), summed(spread)
+
+    def squares_of_columns(self) -> tuple[torch.Tensor, Drawn]:
+        """`sum_p G[v, n, p]^2` as `[V, count]`, and which columns are drawn."""
+        norms = [self._dense(part).unsqueeze(-1).flatten(2).square().sum(2) for part in self._blocks()]
+        return (found := torch.cat(norms, 1)), drawn(self.columns.lots, self.samples.all, found)
+
     def outer(self) -> torch.Tensor:
         """`sum_vn weight[v, n] G[v, n] G[v, n]^T` as `[P, P]`; symmetric also with products of left and right."""
         columns, found = self.columns, []
@@ -113,7 +129,7 @@ class Shares:
     def _sketches(self, factor: Factor, sides: Sides) -> torch.Tensor:
         use, found = factor.use, None
         if use.derived.selected:
-            found = sketched(factor, sides, None if use.param is self.leaf else self.origins(use.param))
+            found = sketched(factor, sides, None if use.param is self.leaf else self._origins(use))
         if found is not None:
             return found
         shares = (self._pull(factor, factor.dense(self.columns.left, part), 2)[0] for part in self._blocks())
@@ -132,16 +148,39 @@ class Shares:
         if self._apart:
             return summed(f.products() for f in self.factors)
         share = self.dense()
-        flat = share.reshape(share.shape[0] * share.shape[1], -1)
-        return (flat @ flat.T).reshape(*share.shape[:2], *share.shape[:2])
+        return _products(share, share)
 
     def products_with(self, last: int) -> torch.Tensor:
         """The products of all samples but the last so many with these: `[V, count - last, V, last]`."""
         if self._apart:
             return summed(f.products_with(last) for f in self.factors)
-        one, other = self.dense().split([self.samples.count - last, last], 1)
-        flat, others = (x.reshape(x.shape[0] * x.shape[1], -1) for x in (one, other))
-        return (flat @ others.T).reshape(*one.shape[:2], *other.shape[:2])
+        return _products(*self.dense().split([self.samples.count - last, last], 1))
+
+    def products_between(self, other: Shares) -> torch.Tensor:
+        """The products with the samples of another run: `[V, count, V, others]`."""
+        if self._apart and other._apart and self._alike(other):
+            return summed(f.products_between(g) for f, g in zip(self.factors, other.factors, strict=True))
+        return _products(self.dense(), other.dense())
+
+    def kept(self) -> Shares:
+        """The same, for other runs: those of this one are gone through while cotangents come and go."""
+        return replace(self, columns=replace(self.columns, left=[*self.columns.left]))
+
+    def _alike(self, other: Shares) -> bool:
+        """Whether the factors of another run are of the same entries of the parameter, in the same order."""
+        pairs = [*zip(self.factors, other.factors, strict=False)]
+        if len(self.factors) != len(other.factors) or not all(f.layout() == g.layout() for f, g in pairs):
+            return False
+        return all(
+            (f.use.param is self.leaf and g.use.param is other.leaf)
+            or torch.equal(self._origins(f.use), other._origins(g.use))
+            for f, g in pairs
+        )
+
+    def _origins(self, use: ParameterUse) -> torch.Tensor:
+        if "origins" not in use.memory:
+            use.memory["origins"] = self.origins(use.param)
+        return use.memory["origins"]
 
     def _blocks(self, budget: int | None = None, size: int | None = None) -> Iterator[Part]:
         """Blocks of samples whose shares fit the budget."""
@@ -200,6 +239,12 @@ class Shares:
         read = summed(self._pull(f, torch.ones_like(f.use.param), 0) for f in self.factors)
         decides(read, "whether two operations read the same entries of a parameter")
         return not anywhere(read > 1.5)
+
+
+def _products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The products of shares `[V, n, *p]` with others: `[V, n, V, m]`."""
+    flat, others = (x.reshape(x.shape[0] * x.shape[1], -1) for x in (one, other))
+    return (flat @ others.T).reshape(*one.shape[:2], *other.shape[:2])
 
 
 def _scale(share: torch.Tensor, lead: int) -> torch.Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from invfunc import tree
+from invfunc._sharded import sharded
 from invfunc.callables import check_callable
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.evaluation.layout import whole
+from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.products.maps import Kind
 from invfunc.products.product import Linearised, Space
 from invfunc.recording.problem import check_params
@@ -37,14 +40,30 @@ def names_of(product: Callable, count: int) -> Sequence[str]:
 
 
 def space_of(args: tuple, names: Sequence[str]) -> Space:
-    """The space of the parameters."""
+    """The space of the parameters, which may be divided among processes."""
     if not args:
         raise ArgumentError("the parameters are missing.")
-    check_params(args[0], names, 0)
+    check_params(args[0], names, 0, whole=False)
     leaves, structure = tree.flatten(args[0], none_is_leaf=False)
     if not leaves:
         raise ArgumentError(f"{names[0]} has no tensors in it.")
     return Space(names, structure, [Kind.of(p) for p in leaves])
+
+
+@dataclass(frozen=True)
+class OfAll(Space):
+    """The space of vectors that several processes give, each the same."""
+
+    processes: Processes = ALONE
+
+    def leaves(self, v: Any, name: str, lead: int = 0) -> list[torch.Tensor]:
+        def looked() -> tuple[list[torch.Tensor], dict[str, str]]:
+            found = super(OfAll, self).leaves(v, name, lead)
+            return found, bits(name, self.tree(found))
+
+        found, each = self.processes.told(name, looked)
+        same(each)
+        return tree.tensors((whole(self.processes, name, self.tree(found)),))
 
 
 def along(
@@ -62,12 +81,17 @@ def along(
             result = product(args[0], v, *args[1:], **kwargs)
             return result[0] if aux else result
 
+    def whole_of(found: Any, lead: int = 0) -> list[torch.Tensor]:
+        """The leaves of a product, as a whole."""
+        leaves: list[Any] = space.leaves(found, "product", lead)
+        return [x.full_tensor() if sharded(x) else x for x in leaves]
+
     def of_one(v: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return space.leaves(at(space.tree([*v])), "product")
+        return whole_of(at(space.tree([*v])))
 
     if not several:
         return of_one
     if isinstance(at, Linearised):
         of_all = replace(at, lead=1)
-        return lambda v: space.leaves(of_all(space.tree(v)), "product", 1)
+        return lambda v: whole_of(of_all(space.tree(v)), 1)
     return lambda v: [torch.stack(x) for x in zip(*map(of_one, zip(*v, strict=True)), strict=True)]

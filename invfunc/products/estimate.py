@@ -5,31 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
+from invfunc import tree
 from invfunc._extras import extra
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.evaluation.layout import parts
 from invfunc.loss.drawn import by
 from invfunc.loss.square_root import safe_root
 from invfunc.products.along import along, check_product, names_of, space_of
 from invfunc.products.maps import Kind
+from invfunc.reductions.estimate import Estimate
 from invfunc.transform import Transform
 
 DISTRIBUTIONS = ("rademacher", "gaussian")
-
-
-class Estimate(NamedTuple):
-    """A mean over random vectors, and the standard error of that mean.
-
-    `standard_error` is the standard deviation of the values for single vectors, divided by the square root of how many
-    they are; with one vector it is NaN. Both have the same structure: tensors, or trees of them.
-    """
-
-    value: Any
-    standard_error: Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,7 +87,8 @@ class Estimator(Transform):
             dtype = reduce(torch.promote_types, dtypes)
             return Estimate(mean[0].to(dtype), errors[0].to(dtype))
         mean, errors = ([x.to(dtype) for x, dtype in zip(xs, dtypes, strict=True)] for xs in (mean, errors))
-        return Estimate(space.tree(mean), space.tree(errors))
+        params = tree.tensors(args[:1])
+        return Estimate(space.tree(parts(mean, params)), space.tree(parts(errors, params)))
 
     def _drawn(self, kind: Kind) -> torch.Tensor:
         """A random vector whose entries are independent, with mean 0 and variance 1."""

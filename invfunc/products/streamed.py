@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.across import same_scale
-from invfunc.evaluation.batches import Batches, Feed, Visit, check_loader, no_samples, swept, unscaled
-from invfunc.evaluation.processes import Processes, bits, same
+from invfunc.evaluation.across import one_scale
+from invfunc.evaluation.batches import Batches, Feed, Numbered, Visit, check_loader, no_samples, swept, unscaled
+from invfunc.evaluation.checkpoint import Checkpoint, Record, State, check_loadable
+from invfunc.evaluation.course import Course, course_of
+from invfunc.evaluation.fingerprint import described, named
+from invfunc.evaluation.processes import ALONE, Processes, bits, same
 from invfunc.evaluation.weights import Weights
 from invfunc.loss.drawn import key_of
 from invfunc.products.along import space_of
@@ -29,6 +32,7 @@ class StreamedProduct(Transform):
 
     product: Product
     feed: Feed = Feed()
+    checkpoint: Checkpoint | None = None
     outermost = True
 
     def __repr__(self) -> str:
@@ -67,28 +71,28 @@ class StreamedProduct(Transform):
             raise ArgumentTypeError(f"it takes the parameters, {self.vector} and a loader, and got {given}.")
         params, v, loader = args
         space = space_of((params,), names)
-        sums = Sums(self.product, kwargs, self._batches(params, loader), key_of_drawn(self.product))
-        found = sums(space.leaves(v, self.vector, self.lead), self.lead)
-        return space.tree(found), sums.aux
+        leaves = space.leaves(v, self.vector, self.lead)
+        identity = partial(identity_of, self.product, params, v, kwargs)
+        with course_of(self.checkpoint, identity, keys_of(self.product), self.feed.goal(params)) as course:
+            sums = Sums(self.product, kwargs, self._batches(params, loader), course.record.keys)
+            return space.tree(sums(leaves, course, self.lead)), sums.aux
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         if len(args) != 2:
             raise ArgumentTypeError(f"it takes the parameters and a loader, and got {len(args)} positional arguments.")
+        check_linearized(self.checkpoint)
         check_loader(args[1], sweeps="it is gone through for every vector")
         space = space_of(args, names)
-        sums = Sums(self.product, kwargs, self._batches(*args), key_of_drawn(self.product))
+        sums = Sums(self.product, kwargs, self._batches(*args), keys_of(self.product))
         shown = f"{self!r}.linearize({', '.join(names)})"
-        return Linearised(shown, sums, space, space, self.vector, self.lead, (args, kwargs)), []
+        return Linearised(shown, sums.along, space, space, self.vector, self.lead, (args, kwargs)), []
 
     def _batches(self, params: Any, loader: Any) -> Batches:
-        def batches(visit: Visit) -> int:
+        def batches(visit: Visit, numbered: Numbered) -> int:
             check_loader(loader)
-            return swept(loader, params, self.product.in_dims, visit, self.feed)
+            return swept(loader, params, self.product.in_dims, visit, self.feed, numbered)
 
         return batches
-
-
-ALONE = Processes()
 
 
 class Sums:
@@ -99,12 +103,12 @@ class Sums:
         product: Product,
         kwargs: dict[str, Any],
         batches: Batches,
-        key: int | None,
+        keys: list[int],
         processes: Processes = ALONE,
         before: int = 0,
     ) -> None:
-        """`key` is that of drawn columns. `processes` have batches each, and those before this one so many samples."""
-        self.product, self.kwargs, self.batches, self.key = product, kwargs, batches, key
+        """`keys` are those of drawn columns; `processes` before this one have so many samples."""
+        self.product, self.kwargs, self.batches, self.keys = product, kwargs, batches, keys
         self.processes, self.before = processes, before
         self.n: int | None = None
         """How many samples there were the first time."""
@@ -112,27 +116,21 @@ class Sums:
         """Whether f has been seen to keep samples apart."""
         self.aux: list[Any] = []
 
+    def along(self, vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
+        """The products with one of many vectors, or with several."""
+        return self(vectors, Course(Record({}, self.keys)), lead)
+
     @torch.no_grad()
-    def __call__(self, vectors: list[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
-        wide = [torch.promote_types(x.dtype, torch.float32) for x in vectors]
-        sums = [torch.zeros_like(x, dtype=to) for x, to in zip(vectors, wide, strict=True)]
-        weights, self.aux = Weights(), []
+    def __call__(self, vectors: list[torch.Tensor], course: Course, lead: int) -> list[torch.Tensor]:
+        work = Products(self, vectors, lead)
+        course.begin(work)
 
-        def visit(args: tuple, first: int) -> int:
-            product = self._behind(self.before + first)
-            of_batch = partial(self._of_batch, product, vectors, lead)
-            (given, found), aux = product.told(of_batch, product.names_of_f, args, self.kwargs)
-            by = self._weight(given, weights) ** product.degree
-            for total, x in zip(sums, found, strict=True):
-                total.add_(x, alpha=by)
-            self.aux.append(aux)
-            return given.n
-
-        def seen() -> tuple[None, tuple[int, bool, dict[str, str]]]:
-            return None, (self.batches(visit), weights.first is not None, bits(self.product.vector, vectors))
+        def seen() -> tuple[None, tuple[int, bool | None, dict[str, str]]]:
+            course.through(self.batches)
+            return None, (work.n, work.weights.seen, bits(self.product.vector, vectors))
 
         _, each = self.processes.told("samples", seen)
-        n = sum(own for own, _, _ in each)
+        n, self.aux = sum(own for own, _, _ in each), work.aux
         same([vector for _, _, vector in each])  # their products are added
         if not n:
             raise no_samples()
@@ -141,50 +139,104 @@ class Sums:
                 f"the loader gave {n} samples, and {self.n} for the first vector; a matrix is that of the same ones."
             )
         self.n = n
-        sums = self._of_all(sums, weights, [scalar and bool(own) for own, scalar, _ in each])
-        by = n**-self.product.degree if weights.mean else 1
+        one_scale(work.weights, self.processes, [mean for _, mean, _ in each])
+        sums = self.processes.exchanged([_summed(work.sums)])[0]
+        by = n**-self.product.degree if work.weights.mean else 1
         return [(by * total).to(x.dtype) for total, x in zip(sums, vectors, strict=True)]
 
-    def _behind(self, first: int) -> Product:
-        """The product of a batch behind so many samples."""
+    def behind(self, n: int) -> Product:
+        """The product of a batch behind so many samples of this process."""
         drawing = self.product.drawing
         if drawing is None:
             return self.product
-        return replace(self.product, drawing=replace(drawing, key=self.key, first=first))
+        return replace(self.product, drawing=replace(drawing, key=self.keys[0], first=self.before + n))
 
-    def _of_batch(
-        self, product: Product, vectors: list[torch.Tensor], lead: int, args: tuple, kwargs: dict[str, Any], names: Any
-    ) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
-        """What was given, and the product with it; aux."""
-        given, _ = product.given(args, kwargs, names)
-        linear, aux = product.recorded(given)
-        if not self.apart and given.n > 1:
-            given.check_apart()
-            self.apart = True
-        return (given, linear(vectors, lead, keep=False)), aux
 
-    def _of_all(self, sums: list[torch.Tensor], weights: Weights, scalar: list[bool]) -> list[torch.Tensor]:
-        """The sums of all processes, of which some have evaluated a loss that is one number."""
-        if self.processes.size == 1:
-            return sums
-        if any(scalar):
-            same_scale(weights, self.processes, scalar.index(True))
-            weights.mean = self.processes.from_first(scalar.index(True), weights.mean)
-        return [*self.processes.exchanged([_summed(sums)])[0]]
+class Products:
+    """Adds up the products of the batches with some vectors."""
 
-    @staticmethod
-    def _weight(given: Given, weights: Weights) -> int:
+    phase = 0
+
+    def __init__(self, of: Sums, vectors: list[torch.Tensor], lead: int) -> None:
+        self.of, self.vectors, self.lead, self.weights = of, vectors, lead, Weights()
+        self.sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in vectors]
+        self.n = 0
+        self.aux: list[Any] = []
+        self.weighed = False
+
+    def visit(self, args: tuple, n: int) -> int:
+        (given, found), aux = self._of_batch(args, n)
+        by = self._weight(given) ** self.of.product.degree
+        self.sums = [torch.add(total, x, alpha=by) for total, x in zip(self.sums, found, strict=True)]
+        self.n += given.n
+        self.aux.append(aux)
+        return given.n
+
+    def _of_batch(self, args: tuple, n: int) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
+        """What is given behind n samples, and the product with it; aux."""
+        product = self.of.behind(n)
+
+        def compute(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
+            given, _ = product.given(args, kwargs, names)
+            linear, aux = product.recorded(given)
+            if not self.of.apart and given.n > 1:
+                given.check_apart()
+                self.of.apart = True
+            return (given, linear(self.vectors, self.lead, keep=False)), aux
+
+        return product.told(compute, product.names_of_f, args, self.of.kwargs)
+
+    def _weight(self, given: Given) -> int:
         """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
         if given.losses.ndim:
             return 1
         if given.loss is None:
             raise unscaled()
-        return weights.of(given.loss_part)
+        return self.weights.of(given.loss_part)
+
+    # In a checkpoint
+
+    def state(self) -> State:
+        kept = {"sums": self.sums, "n": self.n, "weighed": self.weights.first is not None}
+        count = len(self.aux)
+        if self.of.product.has_aux:
+            check_loadable("aux", self.aux[-1:])
+        return lambda: {**kept, "aux": self.aux[:count]}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.sums, self.n, self.weighed, self.aux = (state[name] for name in ("sums", "n", "weighed", "aux"))
+
+    def weigh(self, args: tuple) -> None:
+        if self.weighed and self.weights.first is None:
+            (given, _), _ = self._of_batch(args, 0)
+            self._weight(given)
 
 
-def key_of_drawn(product: Product) -> int | None:
+def keys_of(product: Product) -> list[int]:
     """The key of what a product draws for each sample, if it does."""
-    return None if product.drawing is None else key_of(product.drawing.generator)
+    return [] if product.drawing is None else [key_of(product.drawing.generator)]
+
+
+def options_of(product: Product) -> str:
+    """What tells a product from others, in every process."""
+    drawn = product.drawing and (product.drawing.count, product.drawing.sample)
+    return f"{described(product)} {described([product.degree, drawn, product.in_dims, product.out_dims])}"
+
+
+def identity_of(product: Product, params: Any, v: Any, kwargs: dict[str, Any]) -> dict[str, str]:
+    """What a call has to have like one before that it goes on from, beside its batches."""
+    given = {"the product": options_of(product), "keyword arguments": described(kwargs)}
+    return {**given, **named("params", params), **named(product.vector, v)}
+
+
+def check_linearized(file: Checkpoint | None) -> None:
+    """Check that there is no file, which would be of another vector than the first one that comes again."""
+    if file is not None:
+        raise ArgumentError(
+            f"checkpoint={str(file.path)!r} is of one product, but a linearisation gives one after the other: a call "
+            "that is begun anew has the first vector again, of which the file is not. Leave checkpoint out, or compute "
+            "each product by itself, with a file of its own, as streamed(t, checkpoint=file)(params, v, loader)."
+        )
 
 
 def _summed(tensors: list[torch.Tensor]) -> Exchange:

@@ -32,7 +32,7 @@ class Sum(NamedTuple):
 
     def error(self, other: Sum, faint: float, sizes: Sequence[Any]) -> Error:
         """The distance of another sum, beyond what rounds the sum itself, relative to the size; of a faint one, as
-        zeros are, relative to the sizes of all."""
+        zeros are, relative to the sizes of all; where all are zeros it is itself, as that of entries is."""
         if other.dtype != self.dtype or isinstance(self.sum, torch.Tensor) != isinstance(other.sum, torch.Tensor):
             return 0.0
         rounds = 4 * precision([_wide(self.dtype) or self.dtype])
@@ -42,11 +42,12 @@ class Sum(NamedTuple):
             there = [s for s in sizes if isinstance(s, torch.Tensor) and s.device == size.device]
             whole = torch.stack([size, *there]).sum()
             size = torch.maximum(size, faint * torch.where(whole.isfinite(), whole, 0))
+            size = torch.where(size == 0, 1.0, size)
             return torch.where(size.isfinite() & ~(beyond <= 0), beyond / size, 0.0).nan_to_num(math.inf, math.inf)
         if beyond <= 0 or not math.isfinite(self.size):
             return 0.0
         size = max(self.size, faint * sum(s for s in sizes if isinstance(s, float) and math.isfinite(s)))
-        return beyond / size if math.isfinite(beyond) and size else math.inf
+        return beyond / (size or 1.0) if math.isfinite(beyond) else math.inf
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:

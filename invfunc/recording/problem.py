@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from invfunc import tree
+from invfunc._sharded import sharded
 from invfunc._uncompiled import Uncompiled
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.operations.axis import Axis
@@ -188,11 +189,20 @@ def _places(samples: Any, n: int) -> list[int]:
     return [i % n for i in places]
 
 
-def check_params(params: Any, names: Sequence[str], place: int) -> None:
-    """Check that all leaves of the argument at a place are real floating-point tensors."""
+def check_params(params: Any, names: Sequence[str], place: int, whole: bool = True) -> None:
+    """Check that all leaves of the argument at a place are real floating-point tensors, and `whole` in this process."""
     leaves, _ = tree.flatten(params, none_is_leaf=False)
-    if all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
-        return
+    if not all(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
+        _check_floats(params, names[place])
+    if whole and any(map(sharded, leaves)):
+        path = next(path for path, leaf in tree.named_leaves(params, none_is_leaf=False) if sharded(leaf))
+        raise ArgumentTypeError(
+            f"{names[place]}{path} is a DTensor, which all processes have together, but the samples are those of this "
+            "one alone. Take distributed(t) of the statistic or product, or pass p.full_tensor() of each parameter."
+        )
+
+
+def _check_floats(params: Any, name: str) -> None:
     for path, leaf in tree.named_leaves(params, none_is_leaf=False):
         if not isinstance(leaf, torch.Tensor):
             hint = ""
@@ -201,10 +211,10 @@ def check_params(params: Any, names: Sequence[str], place: int) -> None:
             elif isinstance(leaf, Iterator):
                 hint = " Give the tree that f takes, such as dict(model.named_parameters())."
             kind = type(leaf).__name__
-            raise ArgumentTypeError(f"{names[place]}{path} is of type {kind}, but parameters are tensors.{hint}")
+            raise ArgumentTypeError(f"{name}{path} is of type {kind}, but parameters are tensors.{hint}")
         if not leaf.is_floating_point():
             raise ArgumentTypeError(
-                f"{names[place]}{path} has dtype {leaf.dtype}, but parameters are real floating-point tensors. Close "
+                f"{name}{path} has dtype {leaf.dtype}, but parameters are real floating-point tensors. Close "
                 "over what is not to be differentiated, or pass it as a batch argument with in_dims None."
             )
 

@@ -44,7 +44,7 @@ class InEigenbasis(Block):
         self.before = self.factors = factors
         self.bases = bases
 
-    def learned(self, state: State, found: Found) -> Kronecker | None:
+    def learned_of(self, state: State, found: Found) -> Kronecker | None:
         (matrix,) = self.factors.finish(state, found)
         return None if matrix is None else basis_of(matrix)
 

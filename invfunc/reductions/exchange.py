@@ -45,7 +45,7 @@ def filled(whole: Any, own: Any) -> Any:
 
 def triangle(x: torch.Tensor) -> torch.Tensor:
     """The numbers of a symmetric matrix, or of several, each once; a vector stands for a diagonal matrix."""
-    return x if x.ndim < 2 else x[..., _lower(x)]
+    return x if x.ndim < 2 else x[..., *_lower(x)]
 
 
 def of_triangle(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -53,9 +53,9 @@ def of_triangle(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if like.ndim < 2:
         return numbers
     found = numbers.new_zeros(like.shape)
-    found[..., _lower(found)] = numbers
+    found[..., *_lower(found)] = numbers
     return found + found.tril(-1).mT
 
 
 def _lower(x: torch.Tensor) -> torch.Tensor:
-    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril()
+    return torch.tril_indices(*x.shape[-2:], device=x.device)

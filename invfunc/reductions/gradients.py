@@ -61,7 +61,7 @@ class Norms(SquaredNorms):
 class CentredSquares(Reduction):
     """`sum_n (G[n] - mean G)^2 / (n - correction)`, merged by the formula of Chan, Golub and LeVeque (1979)."""
 
-    forms = "blocks"
+    forms, trees = "blocks", 1
 
     def __init__(self, correction: float) -> None:
         self.correction = correction
@@ -95,7 +95,7 @@ class CentredSquares(Reduction):
 class SumAndCentredSquares(CentredSquares):
     """The gradient, and the centred squares of its shares."""
 
-    several = True
+    several, trees = True, 2
 
     def finish(self, state: State, found: Found) -> list[Any]:
         return [state[1], *super().finish(state, found)]
@@ -107,16 +107,19 @@ class SumAndCentredSquares(CentredSquares):
 class ClippedSum(Reduction):
     """`sum_n min(1, max_norm / |G[n]|) G[n]`, with the norm over all parameters."""
 
-    several = True
+    several, trees = True, 1
     before = first = Norms()
 
     def __init__(self, max_norm: float | torch.Tensor, norms: torch.Tensor | None = None) -> None:
         self.max_norm, self.norms = max_norm, norms
         self.constants = (max_norm,) if isinstance(max_norm, torch.Tensor) else ()
 
-    def then(self, states: States, found: Found) -> ClippedSum:
+    def learned(self, states: States, found: Found) -> torch.Tensor:
         (norms,) = self.first.finish(self.first.together(states.values()), found)
-        return ClippedSum(self.max_norm, norms)
+        return norms
+
+    def knowing(self, learned: torch.Tensor) -> ClippedSum:
+        return ClippedSum(self.max_norm, learned)
 
     def step(self, shares: Shares) -> State:
         assert self.norms is not None

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from invfunc.loss.drawn import Source, of_samples
+from invfunc.loss.peeled import Peel
 from invfunc.reductions import Reduction, State, States
 
 
@@ -45,6 +46,8 @@ class Drawing:
     count: int
     generator: torch.Generator
     sample: Callable | None = None
+    peel: Peel | None = None
+    """How many are taken as they are, where all others are mixed."""
     key: int | None = None
     """Where it is given, each sample has a generator by itself, which the key and its place in the data set make."""
     first: int = 0
@@ -82,18 +85,27 @@ class Accumulator:
 
     quantity: Quantity
     reduction: Reduction
+    whole: bool = False
+    """Whether results of all parameters together are wanted as such."""
     states: States = field(default_factory=dict)
     results: dict[int, list[Any]] = field(default_factory=dict)
     """The results of the parameters that are done."""
     columns: int = 1
     added: set[int] = field(default_factory=set)
     """The parameters of which the state of the present block of samples was added."""
+    known: Any = None
+    """What it has learned of the phase before."""
     before: Accumulator | None = field(init=False)
     """What the phase before has kept."""
 
     def __post_init__(self) -> None:
         first = self.reduction.before
         self.before = None if first is None else Accumulator(self.quantity, first)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether what it keeps of all parameters is one state, that of the first."""
+        return self.whole and self.reduction.whole and self.reduction.pooled
 
     @property
     def line(self) -> list[Accumulator]:
@@ -113,10 +125,27 @@ class Accumulator:
         """It, as the phases before have left an earlier one; that one itself, if there is nothing more to keep."""
         if self.reduction.sweeps <= phase:
             return earlier
-        self.reduction = earlier.reduction
+        self.reduction, self.known = earlier.reduction, earlier.known
         if self.before is not None and earlier.before is not None:
             self.before = self.before.behind(earlier.before, phase)
         return self
+
+    def know(self, learned: Any) -> None:
+        """Go on, given what is known of the phase before."""
+        self.reduction, self.known = self.reduction.knowing(learned), learned
+
+    def saved(self) -> dict[str, Any]:
+        """All that was kept and learned, in dicts, tensors and numbers."""
+        before = None if self.before is None else self.before.saved()
+        return {"states": dict(self.states), "columns": self.columns, "known": self.known, "before": before}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Keep and know what another one did."""
+        self.states, self.columns = dict(saved["states"]), saved["columns"]
+        if saved["known"] is not None:
+            self.know(saved["known"])
+        if self.before is not None:
+            self.before.restore(saved["before"])
 
     def after(self, before: Accumulator, leaves: list[torch.Tensor], n: int, own: int) -> None:
         """Put what was kept of n other samples in front of what is kept of these `own` ones."""
@@ -133,7 +162,12 @@ class Accumulator:
         self.states = {i: self.reduction.scaled(state, columns) for i, state in self.states.items()}
 
     def add(self, leaf: int, state: State) -> None:
-        """Add the state of another block of samples."""
+        """Add the state of another block of samples; where there is one state, of another parameter."""
+        leaf, over = (0, "params") if self.pooled else (leaf, "samples")
         self.added.add(leaf)
         before = self.states.get(leaf)
-        self.states[leaf] = state if before is None else self.reduction.merge(before, state, "samples")
+        self.states[leaf] = state if before is None else self.reduction.merge(before, state, over)
+
+    def of(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters of which it keeps a state."""
+        return leaves[:1] if self.pooled else leaves

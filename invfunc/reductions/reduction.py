@@ -41,8 +41,8 @@ class Reduction:
     """A fold: `init` without any shares, `step` of one block of them, `merge` of two, `finish` of the whole.
 
     What is kept between these is not rounded; results are, to the dtype of the parameters. A reduction of two phases
-    says in `before` what the first keeps, and `then` makes of that the reduction whose steps come in the second:
-    `tests/reductions/test_two_phases.py` writes one from outside.
+    says in `before` what the first keeps, in `learned` what it has to know of that, and is, `knowing` it, the reduction
+    whose steps come in the second: `tests/reductions/test_two_phases.py` writes one from outside.
     """
 
     axes: ClassVar[tuple[str, ...]] = ("outputs", "samples", "params")
@@ -51,6 +51,8 @@ class Reduction:
     """The axes of each result that count the samples; `sample_axes` returns them unless it is overridden."""
     several: ClassVar[bool] = False
     """Whether the caller gets a tuple of results."""
+    trees: ClassVar[int] = 0
+    """How many of the results, the first ones, have a number for each entry of the parameters."""
     rooted: ClassVar[Literal["no", "known", "all"]] = "no"
     """The losses whose columns have to be those of a square root of the Hessian, without weights beside them: none,
     those of known structure, or all."""
@@ -62,6 +64,11 @@ class Reduction:
     """Whether it keeps matrices that are as wide as the sides of a parameter."""
     counts: ClassVar[bool] = False
     """Whether columns count that are zero at a parameter, or what an operation reads where they are zero at it."""
+    pooled: ClassVar[bool] = False
+    """Whether what is kept of the parameters is added up as it comes, if the result is of all together: the samples
+    are never divided."""
+    pairs: ClassVar[bool] = False
+    """Whether it is of all pairs of samples, so that other batches come with their pairs with these."""
     paired: ClassVar[bool] = False
     """Whether it wants to know which bias belongs to which weight."""
     shortcuts: ClassVar[Literal["no", "narrow", "all"]] = "no"
@@ -89,16 +96,17 @@ class Reduction:
         """How many times all samples have to be seen."""
         return 1 if self.before is None or self.apart else self.before.sweeps + 1
 
-    def then(self, states: States, found: Found) -> Reduction:
-        """This reduction, given what the phase before has kept of the parameters that influence the result."""
-        return self.knowing({i: self.learned(state, found) for i, state in states.items()})
+    def learned(self, states: States, found: Found) -> Any:
+        """What it has to know of what the phase before has kept of the parameters that influence the result: in tensors
+        and numbers, so that it can be written down."""
+        return {i: self.learned_of(state, found) for i, state in states.items()}
 
-    def learned(self, state: State, found: Found) -> Any:
+    def learned_of(self, state: State, found: Found) -> Any:
         """What it has to know of one parameter, where each stands by itself."""
         raise NotImplementedError  # only where there is something before
 
-    def knowing(self, learned: dict[int, Any]) -> Reduction:
-        """This reduction, with what it has to know of each parameter."""
+    def knowing(self, learned: Any) -> Reduction:
+        """This reduction, with what it has to know."""
         raise NotImplementedError  # only where there is something before
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:

@@ -33,7 +33,7 @@ class SquaresOfEach(EachSample):
 class SumOfSquares(Reduction):
     """`sum_vn G[v, n]^2`."""
 
-    shortcuts = "all"
+    shortcuts, trees = "all", 1
 
     def step(self, shares: Shares) -> State:
         return (shares.square_sum(),)
@@ -48,6 +48,8 @@ class SumOfSquares(Reduction):
 class MatrixTrace(SumOfSquares):
     """`sum_pvn G[v, n, p]^2`, of all parameters together or of each."""
 
+    trees = 0
+
     def __init__(self, per_parameter: bool) -> None:
         self.whole = not per_parameter
 
@@ -59,26 +61,54 @@ class MatrixTrace(SumOfSquares):
 
 
 class InnerProducts(Reduction):
-    """`sum_p G[v, n, p] G[w, m, p]`, of all parameters together or of each; m are all samples, or the last `others`,
-    which are not among the n then."""
+    """`sum_p G[v, n, p] G[w, m, p]`, of all parameters together or of each."""
 
     axes = ("params",)
+    pooled = pairs = True
+    others = 0
+    """How many samples m are not among the n; with none, they are the same."""
 
-    def __init__(self, per_parameter: bool, others: int = 0) -> None:
-        self.whole, self.others = not per_parameter, others
+    def __init__(self, per_parameter: bool) -> None:
+        self.whole = not per_parameter
 
     def step(self, shares: Shares) -> State:
-        return (shares.products_with(self.others) if self.others else shares.products(),)
+        return (shares.products(),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
-        return (leaf.new_zeros(columns, n - self.others, columns, self.others or n),)
+        return (leaf.new_zeros(columns, n, columns, n),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         (one,) = found.outputs
         return [_with_outputs(_with_outputs(state[0].permute(1, 0, 3, 2), 3, one), 1, one)]
 
     def sample_axes(self, found: Found) -> tuple[int, ...]:
-        return (0,) if self.others else (0, 1 + len(found.outputs[0]))
+        return (0, 1 + len(found.outputs[0]))
+
+
+class ProductsWithOthers(InnerProducts):
+    """The same with others, the last samples of a run."""
+
+    each = (0,)
+    pairs = False
+
+    def __init__(self, per_parameter: bool, others: int) -> None:
+        super().__init__(per_parameter)
+        self.others = others
+
+    def step(self, shares: Shares) -> State:
+        return (shares.products_with(self.others),)
+
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (leaf.new_zeros(columns, n, columns, self.others),)
+
+    def merge(self, a: State, b: State, over: Over) -> State:
+        return (torch.cat([a[0], b[0]], 1),) if over == "samples" else super().merge(a, b, over)
+
+    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
+        return tuple((yield Rows(list(own), 1)))
+
+    def sample_axes(self, found: Found) -> tuple[int, ...]:
+        return self.each
 
 
 class JacobianRows(Reduction):

@@ -70,16 +70,34 @@ class Explanation:
     """How often a loader is gone through, if it is `streamed`; the numbers above are those of its first batch."""
     batches: int | None = None
     """How many batches the loader gives, if it has a length."""
+    tiles: int = 0
+    """How many pairs of batches meet each other, if they do."""
+    processes: int = 0
+    """How many there are, if it is `distributed`; all other numbers are those of this one."""
+    exchanged: int | None = None
+    """How many bytes of its results each gives to the others; None where that depends on numbers."""
 
     def __str__(self) -> str:
-        below = [self._sweeps(), self._passes(), *self._of_parts(), *self._table(), self._cost(), self.checked]
+        known = [*self._of_parts(), *self._table(), self._cost(), self.checked]
+        below = [self._processes(), self._sweeps(), self._passes(), *known]
         return "\n".join([f"{self.name}: {self.why}", *(f"  {line}" for line in below if line)])
 
     __repr__ = __str__
 
+    def _processes(self) -> str:
+        if not self.processes:
+            return ""
+        size = "as many bytes as numbers decide" if self.exchanged is None else _counted(self.exchanged, "byte")
+        if self.processes == 1:
+            return f"1 process, which would exchange {size} with others; in this one:"
+        return f"{self.processes} processes, each of which exchanges {size}; in this one:"
+
     def _sweeps(self) -> str:
         over = "the batches" if self.batches is None else _counted(self.batches, "batch")
-        return f"{_counted(self.sweeps, 'sweep')} over {over}; for the first batch, in all:" if self.sweeps else ""
+        tiles = f", for {_counted(self.tiles, 'tile')}" if self.tiles else ""
+        return (
+            f"{_counted(self.sweeps, 'sweep')} over {over}{tiles}; for the first batch, in all:" if self.sweeps else ""
+        )
 
     def _passes(self) -> str:
         times = _counted(self.pullbacks, "pullback") if self.pullbacks else "no pullback"

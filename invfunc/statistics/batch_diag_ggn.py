@@ -21,6 +21,7 @@ def batch_diag_ggn(
     mc_samples: int | None = None,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,
+    peel: int | str | None = None,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -36,7 +37,8 @@ def batch_diag_ggn(
     It sums over samples to `diag_ggn`, and has its scale: the H of a mean loss contains its 1/N.
 
     Args:
-        f, loss, method, mc_samples, generator, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+        f, loss, method, mc_samples, generator, sample, peel, samples, argnums, in_dims, out_dims,
+            has_aux: as in `diag_ggn`.
 
     Returns:
         A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with leaves
@@ -62,5 +64,5 @@ def batch_diag_ggn(
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     how = by_method("batch_diag_ggn", f, method)
-    drawn = drawing("batch_diag_ggn", mc_samples, generator, sample)
+    drawn = drawing("batch_diag_ggn", mc_samples, generator, sample, peel)
     return Statistic("batch_diag_ggn", f, SquaresOfEach(), kind=GGN, loss=loss, drawing=drawn, options=how, **options)

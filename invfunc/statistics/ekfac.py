@@ -21,6 +21,7 @@ def ekfac(
     mc_samples: int = 1,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,
+    peel: int | str | None = None,
     weight_sharing: str = "expand",
     joint: bool = False,
     unsupported: str = "error",
@@ -39,8 +40,8 @@ def ekfac(
     least as near to it (in the Frobenius norm) as the product of the factors.
 
     Args:
-        f, loss, fisher, mc_samples, generator, sample, weight_sharing, joint, unsupported, samples, argnums, in_dims,
-            out_dims, has_aux: as in `kfac`; the same columns give the basis and the eigenvalues.
+        f, loss, fisher, mc_samples, generator, sample, peel, weight_sharing, joint, unsupported, samples, argnums,
+            in_dims, out_dims, has_aux: as in `kfac`; the same columns give the basis and the eigenvalues.
 
     Returns:
         As `kfac`, but each `Kronecker` has `values`, and eigenvectors as its factors.
@@ -65,6 +66,6 @@ def ekfac(
     """
     check_factors("ekfac", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    columns = fisher_columns("ekfac", fisher, mc_samples, generator, sample)
+    columns = fisher_columns("ekfac", fisher, mc_samples, generator, sample, peel)
     factors = KroneckerFactors(weight_sharing, joint, unsupported)
     return Statistic("ekfac", f, InEigenbasis(factors), loss=loss, **columns, **options)

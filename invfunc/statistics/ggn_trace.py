@@ -8,6 +8,7 @@ import torch
 
 from invfunc.column_options import by_method, drawing
 from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.estimate import EstimatedTrace
 from invfunc.reductions.quantity import GGN
 from invfunc.reductions.squares import MatrixTrace
 from invfunc.statistic import Statistic
@@ -22,6 +23,8 @@ def ggn_trace(
     mc_samples: int | None = None,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,
+    peel: int | str | None = None,
+    with_error: bool = False,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -34,11 +37,13 @@ def ggn_trace(
 
     Args:
         per_parameter: the trace of each parameter's block instead of their sum.
-        f, loss, method, mc_samples, generator, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+        f, loss, method, mc_samples, generator, sample, peel, with_error, samples, argnums, in_dims, out_dims,
+            has_aux: as in `diag_ggn`.
 
     Returns:
         A function `(params, *inputs, target) -> trace`, without `loss` `(params, *batch) -> trace`, a tensor without
-        dimensions in the unit of loss / parameter^2; with `per_parameter` a tree like the parameters of these.
+        dimensions in the unit of loss / parameter^2; with `per_parameter` a tree like the parameters of these. With
+        `with_error` an `Estimate(trace, standard_error)` of two of these.
 
     Raises:
         SplitError, ConvexityError, ArgumentError, SampleAxisError: as in `diag_ggn`.
@@ -50,7 +55,8 @@ def ggn_trace(
         >>> invfunc.ggn_trace(f, torch.nn.functional.mse_loss)(torch.ones(2, 1), x, y)
         tensor(6.)
 
-    Composes with: `chunked` over outputs, samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
+    Composes with: `chunked` over samples, params and, without with_error, outputs; `torch.func.grad`, `vmap`, `jvp`
+    around it.
 
     Cost: that of `diag_ggn`, without its result. `estimate_trace(ggnvp(f, loss), ...)` is an estimate for networks with
     many outputs.
@@ -59,7 +65,6 @@ def ggn_trace(
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
     how = by_method("ggn_trace", f, method)
-    drawn = drawing("ggn_trace", mc_samples, generator, sample)
-    return Statistic(
-        "ggn_trace", f, MatrixTrace(per_parameter), kind=GGN, loss=loss, drawing=drawn, options=how, **options
-    )
+    drawn = drawing("ggn_trace", mc_samples, generator, sample, peel, with_error)
+    trace = EstimatedTrace(per_parameter) if with_error else MatrixTrace(per_parameter)
+    return Statistic("ggn_trace", f, trace, kind=GGN, loss=loss, drawing=drawn, options=how, **options)

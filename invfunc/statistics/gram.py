@@ -8,7 +8,7 @@ from invfunc import tree
 from invfunc.errors import ArgumentTypeError
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.quantity import GRADIENT_OR_JACOBIAN
-from invfunc.reductions.squares import InnerProducts
+from invfunc.reductions.squares import InnerProducts, ProductsWithOthers
 from invfunc.statistic import Statistic
 
 
@@ -83,8 +83,9 @@ def gram(
                 [2., 0., 2.]])
 
     Composes with: `chunked` over params, `reduced`, `certified`; `torch.func.grad`, `vmap`, `jvp` around it, in what
-    `others` holds too. Tiles of a large matrix: `chunked(lambda *args: gram(f, others=others)(*args), n)` goes over the
-    rows, a loop over parts of `others` over the columns.
+    `others` holds too. Of a data set, `streamed(gram(f))(params, loader)`, of two `(params, loader, other_loader)`; and
+    `distributed`. Tiles of one batch: `chunked(lambda *args: gram(f, others=others)(*args), n)` goes over the rows, a
+    loop over parts of `others` over the columns.
 
     Cost: one forward pass and a pullback of all outputs of a sample at once. The shares of a layer are formed where
     that is cheaper than the products of what it reads and of its cotangents, slice by slice. With `others` that of
@@ -111,7 +112,7 @@ def gram(
     return Statistic(
         "gram",
         f,
-        InnerProducts(per_parameter, 0 if both is None else _count(both, in_dims)),
+        InnerProducts(per_parameter) if both is None else ProductsWithOthers(per_parameter, _count(both, in_dims)),
         kind=GRADIENT_OR_JACOBIAN,
         **options,
     )

@@ -20,6 +20,7 @@ def kfac(
     mc_samples: int = 1,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,
+    peel: int | str | None = None,
     weight_sharing: str = "expand",
     joint: bool = False,
     unsupported: str = "error",
@@ -55,7 +56,7 @@ def kfac(
     positions of a cross_entropy, 1 of a sum. Its A is this one.)
 
     Args:
-        f, loss, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+        f, loss, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
         fisher: which columns. "mc" draws mc_samples of them from the model's predictive, "exact" takes a square root of
             the GGN (as `kflr`), "empirical" the shares of the gradient at the given targets, with the scale of
             `batch_grad`: return the `[N]` losses where it matters.
@@ -99,7 +100,7 @@ def kfac(
     """
     check_factors("kfac", weight_sharing, unsupported)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    columns = fisher_columns("kfac", fisher, mc_samples, generator, sample)
+    columns = fisher_columns("kfac", fisher, mc_samples, generator, sample, peel)
     degree = None if samples is not None else 2 if fisher == "empirical" else 1
     factors = KroneckerFactors(weight_sharing, joint, unsupported, degree)
     return Statistic("kfac", f, factors, loss=loss, **columns, **options)

@@ -20,6 +20,7 @@ def sqrt_ggn(
     mc_samples: int | None = None,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,
+    peel: int | str | None = None,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -37,7 +38,7 @@ def sqrt_ggn(
     C - 1 columns, of other losses one for each output.
 
     Args:
-        f, loss, mc_samples, generator, sample, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
+        f, loss, mc_samples, generator, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
     Returns:
         A function `(params, *inputs, target) -> S`, without `loss` `(params, *batch) -> S`, with leaves `[V, N, *p]`,
@@ -63,5 +64,5 @@ def sqrt_ggn(
     Source: BackPACK's SqrtGGNExact; Dangel, Tatzel and Hennig, "ViViT", TMLR 2022.
     """
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    drawn = drawing("sqrt_ggn", mc_samples, generator, sample)
+    drawn = drawing("sqrt_ggn", mc_samples, generator, sample, peel)
     return Statistic("sqrt_ggn", f, SquareRoot(), kind=GGN, loss=loss, drawing=drawn, **options)

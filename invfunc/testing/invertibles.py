@@ -62,6 +62,23 @@ def leapfrog(rand: Numbers, n: int, width: int) -> Built:
     return invfunc.leapfrog(layer, 0.6), x, (_weights(rand, width, width),)
 
 
+def reversible_step(rand: Numbers, n: int, width: int) -> Built:
+    """A step of a solver, from one time to another, of a field that changes in time."""
+
+    def field(x: torch.Tensor, t: torch.Tensor, p: Any) -> torch.Tensor:
+        return layer(x, p) - t * x
+
+    x = rand(n, width), rand(n, width)
+    ends = rand() / 2, rand() / 2
+    return invfunc.reversible_step(invfunc.runge_kutta(field, "heun"), 0.8), x, (ends, _weights(rand, width, width))
+
+
+def fixed_point(rand: Numbers, n: int, width: int) -> Built:
+    """A step towards a fixed point."""
+    x = rand(n, width), rand(n, width)
+    return invfunc.fixed_point(layer, 0.4), x, (_weights(rand, width, width),)
+
+
 def squash(rand: Numbers, n: int, width: int) -> Built:
     """Two functions of one tensor, number by number."""
 
@@ -107,6 +124,8 @@ PAIRS: dict[str, Callable[[Numbers, int, int], Built]] = {
     "affine": affine,
     "momentum": momentum,
     "leapfrog": leapfrog,
+    "reversible_step": reversible_step,
+    "fixed_point": fixed_point,
     "batch_norm": batch_norm,
     "chain": chain,
     "repeated": repeated,

@@ -1,15 +1,15 @@
 """A memory meter: how far the memory in use rises while a function runs."""
 
-import ctypes
 import gc
 import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
+from invfunc.budget.size import libc
 from invfunc.errors import ArgumentError, ArgumentTypeError
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def return_freed_memory() -> bool:
     Returns:
         True, or False where the C library is not glibc and keeps its own ways.
     """
-    mallopt = _libc("mallopt")
+    mallopt = libc("mallopt")
     if mallopt is None:
         return False
     # Both are said: to set one alone also stops glibc from adapting the other, at whatever it is by then.
@@ -91,7 +91,7 @@ def _start(device: torch.device) -> Callable[[], int]:
             f"peak_memory(..., device='cpu'): reads /proc, which {sys.platform} does not have. "
             "Measure on Linux, or on a GPU with device='cuda'."
         )
-    malloc_trim = _libc("malloc_trim")
+    malloc_trim = libc("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
     try:
@@ -152,8 +152,3 @@ def _status(key: str) -> int:
 def _resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _libc(name: str) -> Callable[..., Any] | None:
-    """A function of the C library, or None where it has none of that name."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -136,6 +136,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", type=_device, default="cpu", help="cpu or a CUDA device (default: cpu)")
     parser.add_argument("--repeats", type=_count("rounds"), default=7, help="rounds of each median (default: 7)")
     parser.add_argument("--depth", type=_count("blocks"), default=8, help="blocks of the table chain (default: 8)")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/K", help="of memory-budget, part I of K")
+    parser.add_argument("--limit", type=_count("seconds"), default=600, help="for a case of memory-budget (600)")
     parser.add_argument("--no-memory", action="store_true", help="measure seconds only")
     parser.add_argument("--memory-case", type=_case, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -159,6 +161,13 @@ def _count(things: str) -> Callable[[str], int]:
         return int(text)
 
     return count
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"a part as 2/5 is wanted, not {text!r}")
+    return int(part), int(parts)
 
 
 def _case(text: str) -> tuple[str, str, str]:

@@ -19,7 +19,7 @@ from invfunc.testing import peak_memory, return_freed_memory
 
 from .measure import ROOT
 from .peers import Problem
-from .problems import autoencoder, three_c_three_d, transformer
+from .problems import autoencoder, resnet_18, three_c_three_d, transformer, u_net
 from .report import announce, mebibytes, number, print_table, verdict
 
 MEMORY_BUDGET = "memory-budget"
@@ -28,7 +28,7 @@ USED = 0.6
 """The part of a promise that is used at least where the work is larger than it."""
 
 
-def _resnet() -> Problem:
+def _residual_net() -> Problem:
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32).eval(), nn.ReLU(), _Residual(32)),
@@ -50,28 +50,26 @@ class _Residual(nn.Module):
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "3c3d": three_c_three_d,
-    "residual": _resnet,
+    "residual": _residual_net,
+    "resnet-18": resnet_18,
     "transformer": transformer,
     "auto-encoder": lambda: autoencoder(16),
+    "u-net": lambda: u_net(64),
 }
 
 
 def _statistic(name: str, p: Problem) -> invfunc.statistic.Statistic:
     drawn = {"generator": torch.Generator().manual_seed(0)}
-    made = {
-        "diag_ggn": lambda: invfunc.diag_ggn(p.f, p.loss),
-        "diag_hessian": lambda: invfunc.diag_hessian(p.f, p.loss),
-        "diag_ggn_mc": lambda: invfunc.diag_ggn(p.f, p.loss, mc_samples=1, **drawn),
-        "kfac": lambda: invfunc.kfac(p.f, p.loss, **drawn),
-    }
-    return made[name]() if name in made else getattr(invfunc, name)(p.loss_fn)
+    of_model = {"mc_samples": 1, **drawn} if name.endswith("_mc") else drawn if name in DRAWN else {}
+    if name in FIRST_ORDER:
+        return getattr(invfunc, name)(p.loss_fn, **({"max_norm": 1.0} if name == "clipped_grad" else {}))
+    return getattr(invfunc, name.removesuffix("_mc"))(p.f, p.loss, **of_model)
 
 
-STATISTICS = ("variance", "batch_grad", "sum_grad_squared", "batch_l2_grad")
-STATISTICS += ("diag_ggn", "diag_ggn_mc", "kfac", "diag_hessian")
-CASES = {(problem, name) for problem in PROBLEMS for name in STATISTICS} - {
-    ("transformer", "diag_hessian"),  # a column for each entry at attention: minutes
-}
+FIRST_ORDER = ("variance", "batch_l2_grad", "sum_grad_squared", "grad_and_variance", "batch_grad", "clipped_grad")
+DRAWN = ("kfac", "ekfac")
+STATISTICS = (*FIRST_ORDER, "diag_ggn_mc", *DRAWN, "diag_ggn", "ggn_trace", "kflr", "batch_diag_ggn", "diag_hessian")
+CASES = [(problem, name) for name in STATISTICS for problem in PROBLEMS]
 
 
 def budgets_here(case: tuple[str, str], device: torch.device) -> str:
@@ -80,33 +78,43 @@ def budgets_here(case: tuple[str, str], device: torch.device) -> str:
     p = PROBLEMS[case[0]]()
     t, given = _statistic(case[1], p), (p.params, p.x, p.y)
     invfunc.chunked(t, memory="1TiB")(p.params, p.x[:2], p.y[:2])  # the first call loads libraries
-    try:
-        invfunc.chunked(t, memory=1)(*given)
-        least = 0
-    except BudgetError as error:
-        least = error.least
+    least = _least(t, given)
     found = []
     for factor in BUDGETS.values():
         budget = int(factor * least)
         within = invfunc.chunked(t, memory=budget)
         start = time.process_time()
-        why = invfunc.explain(within)(*given).why
+        invfunc.explain(within)(*given)
         chosen = time.process_time()
+        why = invfunc.explain(within)(*given).why  # that of a next call, to which nothing was left
         peak = peak_memory(lambda: within(*given))[1]  # noqa: B023
         found.append((budget, why, peak, chosen - start, time.process_time() - chosen))
     return json.dumps(found)
 
 
+def _least(t: invfunc.statistic.Statistic, given: tuple) -> int:
+    try:
+        invfunc.chunked(t, memory=1)(*given)
+    except BudgetError as error:
+        return error.least
+    raise AssertionError("nothing takes a byte")
+
+
 def budgets(name: str, options: argparse.Namespace) -> None:
     """Print the table."""
+    part, parts = options.part
     print(f"{name}: MiB over what was in use before the call; a process for each statistic of a model, one thread")
     lines, exceeded = [], 0
-    for problem, statistic in sorted(CASES):
+    for problem, statistic in CASES[part - 1 :: parts]:
         announce(name, f"{problem} {statistic}")
         command = [sys.executable, "-m", __package__, "--memory-case", f"{name}/{problem}/{statistic}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=options.limit)
+        except subprocess.TimeoutExpired:
+            print(f"{problem} {statistic}: not done in {options.limit} s")
+            continue
         if done.returncode:
-            print(f"{problem} {statistic}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+            print(f"{problem} {statistic}: {done.stderr.strip().splitlines()[-1]}")
             continue
         found = json.loads(done.stdout.splitlines()[-1])
         for kind, (budget, why, peak, choice, run) in zip(BUDGETS, found, strict=True):

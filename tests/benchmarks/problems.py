@@ -89,6 +89,18 @@ def tiny() -> Problem:
     return Problem(model, F.cross_entropy, torch.randn(8, 10), torch.randint(2, (8,)))
 
 
+def resnet_18() -> Problem:
+    """ResNet-18 for small images (11 M parameters), whose batch norms use what they have gathered."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    channels = 64
+    for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [_Residual(channels, width, stride), _Residual(width, width, 1)]
+        channels = width
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)).eval()
+    return Problem(model, F.cross_entropy, torch.rand(16, 3, 32, 32), torch.randint(10, (16,)))
+
+
 def u_net(side: int) -> Problem:
     """A U-Net of 16 and 32 channels that finds one of 4 classes for each pixel."""
     torch.manual_seed(0)
@@ -147,6 +159,20 @@ class _UNet(nn.Module):
         z = self.below(F.max_pool2d(skip, 2)).relu()
         z = torch.cat([skip, F.interpolate(z, scale_factor=2, mode="nearest")], 1)
         return self.head(self.join(z).relu())
+
+
+class _Residual(nn.Module):
+    def __init__(self, channels: int, width: int, stride: int):
+        super().__init__()
+        first, second = ((channels, width, stride), (width, width, 1))
+        self.a, self.b = (nn.Conv2d(c, w, 3, s, padding=1, bias=False) for c, w, s in (first, second))
+        self.first, self.second = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        same = channels == width and stride == 1
+        short = nn.Conv2d(channels, width, 1, stride, bias=False)
+        self.short = nn.Identity() if same else nn.Sequential(short, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.short(x) + self.second(self.b(self.first(self.a(x)).relu()))).relu()
 
 
 class _Attention(nn.Module):

@@ -1,13 +1,20 @@
 """What a call will take, and the search for the fewest chunks: sizes, buffers of kernels, trials."""
 
+import math
+from weakref import ref
+
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
 
 from invfunc import thresholds
+from invfunc.budget.fingerprint import fingerprint
 from invfunc.budget.footprint import MARGIN, SLACK, Footprint, footprint
 from invfunc.budget.scratch import PRODUCT
-from invfunc.budget.search import search
+from invfunc.budget.search import Measured, least, search
 from invfunc.budget.size import free, in_bytes, size_of, told
 
 
@@ -67,54 +74,193 @@ class TestFootprint:
         assert torch.equal(x, torch.ones(3)) and torch.equal(state, torch.random.get_rng_state())
 
 
-def trial(peak, work=1):
-    found = Footprint()
-    found.counted, found.work = int((peak - SLACK) / MARGIN), work
-    return found
+@pytest.mark.quick
+class TestEarlyEnds:
+    def test_above_a_limit_and_not_below(self):
+        def f(x):
+            ran.append(1)
+            y = x.exp()
+            ran.append(2)
+            return y.exp() + y
+
+        ran: list[int] = []
+        x = torch.zeros(2**20)
+        whole = counted(f, x)
+        assert not footprint(f, (x,), {}, [], whole.peak).over and ran == [1, 2] * 2
+        early = footprint(f, (x,), {}, [], 2**21)
+        assert early.over and 2**21 < early.peak < whole.peak and ran == [1, 2, 1, 2, 1]
+
+    def test_are_not_caught(self):
+        def f(x):
+            try:
+                return x.exp()
+            except Exception:
+                return x
+
+        assert footprint(f, (torch.zeros(2**20),), {}, [], 2**20).over
+
+
+@pytest.mark.quick
+class TestFingerprint:
+    def of(self, f, *args):
+        return fingerprint(f, args, {}, [])
+
+    def test_is_the_same_for_other_numbers(self):
+        f = torch.nn.functional.linear
+        one = self.of(f, torch.ones(2, 3), torch.ones(4, 3))
+        assert one is not None and one == self.of(f, torch.zeros(2, 3), torch.rand(4, 3))
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            (torch.ones(4, 3),),
+            (torch.ones(3, 3).double(),),
+            (torch.ones(3, 3).mT,),
+            (torch.ones(3, 3, requires_grad=True),),
+        ],
+        ids=["shape", "dtype", "strides", "gradient"],
+    )
+    def test_knows_arguments(self, args):
+        assert self.of(torch.exp, torch.ones(3, 3)) != self.of(torch.exp, *args)
+
+    def test_knows_what_is_shared(self):
+        x, y = torch.ones(3), torch.ones(3)
+        assert self.of(torch.add, x, x) != self.of(torch.add, x, y)
+
+    @pytest.mark.parametrize("what", ["depth", "exponent", "graph", "backward", "memory", "checkpoint"])
+    def test_knows_what_a_closure_changes(self, what):
+        class Own(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.sin()
+
+            @staticmethod
+            def backward(ctx, slope):
+                return slope.exp() if on else slope
+
+        def f(p, x):
+            if what == "depth":
+                return [p * x for _ in range(1 + on)][-1]
+            if what == "exponent":
+                return p ** (2 + on)
+            if what == "graph":
+                with torch.set_grad_enabled(not on):
+                    p = p.sin()
+                return p * x
+            if what == "backward":
+                return Own.apply(p)
+            if what == "memory":
+                return (p if on else x) * x
+            part = lambda p: p.sin().sin()  # noqa: E731
+            return torch.utils.checkpoint.checkpoint(part, p, use_reentrant=False) if on else part(p)
+
+        found = []
+        for on in (False, True):  # noqa: B007
+            found.append(self.of(f, torch.ones(3), torch.ones(3)))
+        assert None not in found and found[0] != found[1]
+
+    def test_knows_settings(self):
+        one = self.of(torch.exp, torch.ones(3))
+        with torch.no_grad():
+            assert self.of(torch.exp, torch.ones(3)) != one
+        with torch.autocast("cpu"):
+            assert self.of(torch.exp, torch.ones(3)) != one
+
+    def test_is_none_where_it_cannot_be_seen(self):
+        assert self.of(lambda x: x if x.sum() > 0 else -x, torch.ones(3)) is None
+
+    def test_changes_nothing_and_keeps_nothing(self):
+        x, state = torch.ones(3), torch.random.get_rng_state()
+        gone = ref(x)
+        found = self.of(lambda x: x * 2 + torch.rand(3), x)
+        assert torch.equal(x, torch.ones(3)) and torch.equal(state, torch.random.get_rng_state())
+        del x
+        assert gone() is None and found is not None
+
+
+def searched(peak, lengths, budget, seen=None):
+    """The search of calls that take so much, those that were asked for and the least."""
+
+    def predict(chunks, limit):
+        if seen is not None:
+            seen.append((dict(chunks), limit))
+        if (size := peak(chunks)) is None:
+            return None
+        found = Footprint()
+        found.counted, found.work = math.ceil((size - SLACK) / MARGIN), math.prod(chunks.values())
+        found.over = limit is not None and found.peak > limit
+        return found
+
+    measured = Measured(predict)
+    return search(measured, lengths, budget), least(measured, lengths)
 
 
 @pytest.mark.quick
 class TestSearch:
-    def measure(self, peak, seen=None):
-        def measured(chunks):
-            if seen is not None:
-                seen.append(dict(chunks))
-            return trial(SLACK + peak(chunks), sum(chunks.values()))
-
-        return measured
-
     def test_takes_the_call_whole_where_it_fits(self):
-        found, _ = search(self.measure(lambda c: 10**6), {"samples": 8}, SLACK + 10**6)
+        found, _ = searched(lambda c: 10**7, {"samples": 8}, 10**7)
         assert found is not None and found.chunks == {}
 
-    def test_takes_few_chunks(self):
-        found, _ = search(self.measure(lambda c: 64 * 10**6 // c.get("samples", 1)), {"samples": 64}, SLACK + 8 * 10**6)
-        assert found is not None and 8 <= found.chunks["samples"] <= 10
+    @given(
+        st.integers(1, 70),
+        st.one_of(st.none(), st.integers(1, 20)),
+        st.lists(st.integers(0, 10**8), min_size=4, max_size=4),
+        st.floats(0.02, 1.2),
+    )
+    def test_keeps_the_budget_and_finds_the_least(self, samples, outputs, sizes, part):
+        def peak(c):
+            a = math.ceil(samples / c.get("samples", 1)) / samples
+            b = 1 / c.get("outputs", 1) if outputs is None else math.ceil(outputs / c.get("outputs", 1)) / outputs
+            return int(2 * SLACK + sizes[0] + sizes[1] * a + sizes[2] * b + sizes[3] * a * b)
+
+        lengths = {"samples": samples, "outputs": outputs}
+        seen: list = []
+        budget = int(part * peak({}))
+        found, best = searched(peak, lengths, budget, seen)
+        assert found is None or (found.peak <= budget and not found.footprint.over)
+        assert found is not None or best.peak > budget
+        assert searched(peak, lengths, best.peak)[0] is not None
+        assert all(math.prod(c.values()) <= thresholds.TRIED_PASSES for c, _ in seen)
+        assert len(seen) < 60
+
+    @pytest.mark.parametrize("samples", [7, 32, 100])
+    @pytest.mark.parametrize("fewer", [3, 5, 9, 20, 60])
+    def test_uses_the_budget(self, samples, fewer):
+        """Of what falls with the size of a chunk, 0.6 of the size that would fit."""
+
+        def peak(c):
+            return SLACK + 10**8 * math.ceil(samples / c.get("samples", 1)) // samples
+
+        budget = SLACK + 10**8 // fewer
+        found, _ = searched(peak, {"samples": samples}, budget)
+        sizes = [math.ceil(samples / n) for n in range(1, samples + 1) if peak({"samples": n}) <= budget]
+        assert (found is None) == (not sizes)
+        if found is not None:
+            assert math.ceil(samples / found.chunks["samples"]) >= 0.6 * sizes[0]
 
     def test_divides_one_axis_after_the_other(self):
         def peak(c):
-            return 10**6 + 10**7 // c.get("samples", 1) + 10**7 // c.get("outputs", 1)
+            return SLACK + 10**6 + 10**7 // c.get("samples", 1) + 10**7 // c.get("outputs", 1)
 
-        found, _ = search(self.measure(peak), {"samples": 4, "outputs": None}, SLACK + 6 * 10**6)
-        assert found is not None and found.chunks["samples"] == 4 and found.chunks["outputs"] > 1
+        found, _ = searched(peak, {"samples": 4, "outputs": None}, SLACK + 6 * 10**6)
+        assert found is not None and found.chunks["outputs"] > 1
 
-    def test_finds_the_least(self):
-        seen: list = []
-        found, least = search(self.measure(lambda c: 10**7 // c.get("samples", 1), seen), {"samples": 8}, 1)
-        assert found is None and least.chunks == {"samples": 8}
-        assert search(self.measure(lambda c: 10**7 // c.get("samples", 1)), {"samples": 8}, least.peak)[0] is not None
+    def test_undoes_what_was_divided_in_vain(self):
+        def peak(c):
+            return SLACK + 10**6 + 10**5 // c.get("samples", 1) + 10**7 // c.get("outputs", 1)
 
-    def test_ends(self):
-        seen: list = []
-        search(self.measure(lambda c: 10**8 // sum(c.values(), 1), seen), {"samples": 10**6, "outputs": None}, 1)
-        assert all(c.get("samples", 1) * c.get("outputs", 1) <= thresholds.TRIED_PASSES for c in seen)
-        seen.clear()
-        search(self.measure(lambda c: 10**8, seen), {"samples": 10**6, "outputs": None}, 1)
-        assert len(seen) == 5
+        found, _ = searched(peak, {"samples": 8, "outputs": None}, SLACK + 3 * 10**6)
+        assert found is not None and "samples" not in found.chunks
 
     def test_leaves_out_what_cannot_be_divided(self):
-        def measured(chunks):
-            return None if "samples" in chunks else trial(SLACK + 10**7 // chunks.get("params", 1))
+        def peak(c):
+            return None if "samples" in c else SLACK + 10**7 // c.get("params", 1)
 
-        found, _ = search(measured, {"samples": 8, "params": 4}, SLACK + 3 * 10**6)
+        found, _ = searched(peak, {"samples": 8, "params": 4}, SLACK + 3 * 10**6)
         assert found is not None and found.chunks == {"params": 4}
+
+    def test_asks_no_more_than_it_has_to_know(self):
+        seen: list = []
+        searched(lambda c: SLACK + 10**8 // c.get("samples", 1), {"samples": 64}, SLACK + 10**8 // 30, seen)
+        asked = [c["samples"] for c, limit in seen if c and limit == SLACK + 10**8 // 30]
+        assert asked[:5] == [2, 4, 8, 16, 32]

@@ -39,7 +39,7 @@ from invfunc.testing import strategies
 from invfunc.testing.laws.rows import FACTORS, LOSS, MODEL, ROWS
 from invfunc.testing.models import Loss, Model, Problem
 
-CERTIFIED = {name: row for name, row in ROWS.items() if row.gives != FACTORS}
+CERTIFIED = {n: row for n, row in ROWS.items() if row.gives != FACTORS and "with error" not in n}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 rows = st.sampled_from(list(CERTIFIED.values()))
 SEED = 7

@@ -13,7 +13,7 @@ from invfunc.testing.models import Loss, Model, Problem
 from tests.certificates.test_certified import made, planted, same
 
 quick = pytest.mark.quick
-CERTIFIED = {name: row for name, row in ROWS.items() if row.gives != FACTORS}
+CERTIFIED = {n: row for n, row in ROWS.items() if row.gives != FACTORS and "with error" not in n}
 each_row = pytest.mark.parametrize("row", CERTIFIED.values(), ids=CERTIFIED)
 SEED = 7
 

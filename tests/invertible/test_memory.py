@@ -19,7 +19,7 @@ from tests.strategies import Numbers
 
 SHALLOW, DEEP = 5, 15
 STACKED = ["functions of a dict", "leapfrog", "nested"]
-WHOLE = ["repeated", "repeated, stacked"]
+WHOLE = ["repeated", "repeated, stacked", "reversible_step"]
 
 
 # Networks of any depth

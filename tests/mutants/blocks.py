@@ -5,6 +5,7 @@ from tests.mutants.fault import Fault
 PAIRS = "pairs layers invertible/test_check_inverse.py"
 LAYERS = "layers"
 AGAIN = "recomputation invertible"
+TRAINING = "pairs/test_reversible_training.py"
 
 BLOCKS = [
     # Pairs and layers
@@ -53,6 +54,111 @@ BLOCKS = [
         "math.log(self.gamma)",
         "-math.log(self.gamma)",
         "pairs/test_couplings.py::TestLogDeterminant::test_is_that_of_the_jacobian_of_each_sample " + PAIRS,
+    ),
+    Fault(
+        "a step of a solver back goes from its start to its end",
+        "pairs/reversible_step.py",
+        "return (start, end, *own), (end, start, *own)",
+        "return (start, end, *own), (start, end, *own)",
+        "pairs/test_reversible_step.py::TestOrder " + PAIRS,
+    ),
+    Fault(
+        "the way back of a solver does not divide by the coupling",
+        "pairs/reversible_step.py",
+        "(y - (1 - c) * z - by) / c",
+        "(y - (1 - c) * z - by)",
+        "pairs/test_couplings.py::TestFormula::test_inverse_restores_the_state " + PAIRS,
+    ),
+    Fault(
+        "two copies have the log-determinant of each entry of one",
+        "pairs/copies.py",
+        "for t in tree.tensors(y)]).sum(0)",
+        "for t in tree.tensors(y)]).mean(0)",
+        "pairs/test_couplings.py::TestLogDeterminant::test_is_that_of_the_jacobian_of_each_sample " + PAIRS,
+    ),
+    Fault(
+        "a Runge-Kutta scheme takes all slopes at the time of its start",
+        "pairs/runge_kutta.py",
+        "self.field(stage, start + h * sum(row),",
+        "self.field(stage, start,",
+        "pairs/test_reversible_step.py::TestOrder " + PAIRS,
+    ),
+    Fault(
+        "the slopes at both ends weigh most in a Runge-Kutta scheme",
+        "pairs/runge_kutta.py",
+        "[1 / 6, 1 / 3, 1 / 3, 1 / 6]",
+        "[1 / 3, 1 / 6, 1 / 6, 1 / 3]",
+        "pairs/test_reversible_step.py::TestOrder " + PAIRS,
+    ),
+    Fault(
+        "a step back towards a fixed point asks the copy that has not come back yet",
+        "pairs/fixed_point.py",
+        "return combined(self._back, y, self.of(f, z, *given, **kwargs)), z",
+        "return combined(self._back, y, self.of(f, combined(self._towards, z, y), *given, **kwargs)), z",
+        "pairs/test_couplings.py::TestFormula::test_inverse_restores_the_state " + PAIRS,
+    ),
+    Fault(
+        "the step towards a fixed point has the log-determinant of one copy",
+        "pairs/fixed_point.py",
+        "2 * math.log(1 - beta)",
+        "math.log(1 - beta)",
+        "pairs/test_couplings.py::TestLogDeterminant::test_is_that_of_the_jacobian_of_each_sample " + PAIRS,
+    ),
+    Fault(
+        "an equilibrium is where both copies agree",
+        "invertible/equilibrium.py",
+        "moved = (after - y) / self.beta, (last - z) / self.beta, after - last",
+        "moved = (after - last,)",
+        "invertible/test_equilibrium.py::TestValue invertible/test_equilibrium.py",
+    ),
+    Fault(
+        "an equilibrium is where nothing moves",
+        "invertible/equilibrium.py",
+        "moved = (after - y) / self.beta, (last - z) / self.beta, after - last",
+        "moved = (after - y) / self.beta, (last - z) / self.beta",
+        "invertible/test_equilibrium.py::TestValue invertible/test_equilibrium.py",
+    ),
+    Fault(
+        "the copies of an equilibrium stay in the dtype of x",
+        "invertible/equilibrium.py",
+        "t.to(torch.promote_types(t.dtype, torch.float64))",
+        "t",
+        "invertible/test_equilibrium.py::TestGradient invertible/test_equilibrium.py",
+    ),
+    Fault(
+        "a sum of zeros has no size",
+        "recomputation/sums.py",
+        "return beyond / (size or 1.0) if math.isfinite(beyond) else math.inf",
+        "return beyond / size if math.isfinite(beyond) and size else math.inf",
+        "recomputation/test_probe.py::TestHonest::test_a_state_of_nothing_but_zeros_has_none " + AGAIN,
+    ),
+    Fault(
+        "the bit that half of a state loses is not given back",
+        "pairs/bdia.py",
+        "- unpacked(bits, y) * 2.0**-self.grid.fraction_bits, x",
+        ", x",
+        "pairs/test_bdia.py::TestBits " + PAIRS,
+    ),
+    Fault(
+        "half of the signs are drawn for all samples",
+        "pairs/bdia.py",
+        "plus = plus.view(-1, *[1] * (x.dim() - 1)) if plus.dim() else plus",
+        "plus = plus.flatten()[:1].view([1] * x.dim()) if plus.dim() else plus",
+        "pairs/test_bdia.py::TestMean " + PAIRS,
+    ),
+    Fault(
+        "what a residual block says counts the same for either sign",
+        "pairs/bdia.py",
+        "(1 + gamma) * said",
+        "said",
+        "pairs/test_bdia.py::TestMean " + PAIRS,
+    ),
+    Fault(
+        "bits are kept a byte each",
+        "pairs/bdia.py",
+        "rows = F.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)",
+        "rows = F.pad(flat[:, None], (0, 7)).view(-1, 8)",
+        "pairs/test_bdia.py::TestBits " + PAIRS,
     ),
     Fault(
         "going back adds the log-determinant",
@@ -123,6 +229,42 @@ BLOCKS = [
         "return scaled.round_().mul_(2.0**-bits).add_(0.0)",
         "return scaled.round_().mul_(2.0**-bits)",
         "pairs/test_exact.py::TestGrid::test_enter_gives_the_nearest_number " + PAIRS + " " + AGAIN,
+    ),
+    # Training run backwards
+    Fault(
+        "a product on the grid takes no digits",
+        "pairs/decay.py",
+        "_divided(part * n + taken, d)",
+        "_divided(part * n, d)",
+        f"{TRAINING}::TestDecay::test_is_undone_to_the_last_bit_and_off_by_less_than_a_unit {TRAINING}",
+    ),
+    Fault(
+        "a word of digits takes one step more than it holds",
+        "pairs/decay.py",
+        "        return steps\n",
+        "        return steps + 1\n",
+        f"{TRAINING}::TestDecay::test_words_never_overflow_and_are_nearly_full {TRAINING}",
+    ),
+    Fault(
+        "digits that are not used up are not told",
+        "pairs/decay.py",
+        "if not used_up:",
+        "if False:",
+        f"{TRAINING}::TestWayBack::test_other_gradients_are_found {TRAINING}",
+    ),
+    Fault(
+        "the way back is differentiated as the way forth",
+        "pairs/decay.py",
+        "return found, None, -found, None, None",
+        "return found, None, found, None, None",
+        f"{TRAINING}::TestComposes::test_with_invert_whose_derivative_is_the_inverse {TRAINING}",
+    ),
+    Fault(
+        "the root of a second moment of zero is differentiated",
+        "pairs/reversible_adam.py",
+        "(square.clamp(min=self._unit) / second)",
+        "(square / second)",
+        f"{TRAINING}::TestGradient::test_where_a_weight_has_no_gradient_at_all {TRAINING}",
     ),
     # What is held and given back
     Fault(

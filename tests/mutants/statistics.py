@@ -6,6 +6,7 @@ FIRST = "testing/test_laws_hold.py statistics/test_first_order.py per_sample/tes
 CROSSED = "operations/test_thresholds.py"
 LONG = CROSSED + "::TestKFactors " + CROSSED
 KFAC = "reductions/test_kfac.py reductions/test_kfac_exact.py reductions/test_kfac_lengths.py"
+PEELED = "loss/test_peeled.py"
 DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo_sample.py"
 
 STATISTICS = [
@@ -227,6 +228,35 @@ STATISTICS = [
         "safe_root(columns.diagonal) * count**-0.5",
         "safe_root(columns.diagonal)",
         "loss/test_monte_carlo.py::test_columns_average_to_the_hessian " + DRAWN,
+    ),
+    Fault(
+        "a class takes its own sign twice",
+        "loss/peeled.py",
+        "p * (each.cumsum(2) - each)",
+        "p * each.cumsum(2)",
+        PEELED,
+    ),
+    Fault(
+        "columns that are exact count as drawn ones",
+        "loss/peeled.py",
+        "share = (count - exact).clamp(min=1)",
+        "share = (count - 0 * exact).clamp(min=1)",
+        PEELED,
+    ),
+    Fault("a variance is divided by m", "per_sample/lots.py", " * (m / (m - 1))", "", PEELED),
+    Fault(
+        "exact columns have a variance",
+        "per_sample/lots.py",
+        "v >= (0 if lot.exact is None else lot.exact[part])",
+        "v >= (0 if lot.exact is None else 0 * lot.exact[part])",
+        PEELED,
+    ),
+    Fault(
+        "a trace is that of the largest parameter",
+        "reductions/estimate.py",
+        "return norms + others, {lot",
+        "return torch.maximum(norms, others), {lot",
+        PEELED,
     ),
     Fault(
         "classes are drawn from the first of them alone",

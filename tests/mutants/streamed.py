@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 BATCHES = "test_streamed.py::test_batches_give_what_all_samples_at_once_do test_streamed.py"
 PRODUCTS = "test_streamed_products.py::test_batches_give_what_all_samples_at_once_do test_streamed_products.py"
+TILES = "test_tiled.py::TestOut test_tiled.py"
 
 STREAMED = [
     Fault(
@@ -65,7 +66,7 @@ STREAMED = [
     Fault(
         "the mean of a loss is once in an empirical Fisher matrix",
         "products/streamed.py",
-        "** product.degree",
+        "** self.of.product.degree",
         "** 1",
         PRODUCTS,
     ),
@@ -86,20 +87,20 @@ STREAMED = [
     Fault(
         "each vector has columns of its own",
         "products/streamed.py",
-        "key=self.key, first=first",
-        "key=key_of(drawing.generator), first=first",
+        "key=self.keys[0],",
+        "key=key_of(drawing.generator),",
         "test_streamed_products.py",
     ),
     Fault(
         "a checkpoint names a batch that is not in it",
-        "evaluation/checkpoint.py",
-        '"ends": ends,',
-        '"ends": self._ends,',
+        "evaluation/course.py",
+        "self._prints[: max(self._known, self.record.done)]",
+        "self._prints",
         "test_streamed_checkpoint.py::TestBrokenOff",
     ),
     Fault(
         "batches are told apart by their shapes",
-        "evaluation/checkpoint.py",
+        "evaluation/fingerprint.py",
         "if isinstance(leaf, torch.Tensor) and leaf.numel() and not leaf.is_meta:",
         "if False:",
         "test_streamed_checkpoint.py::TestFingerprint test_streamed_checkpoint.py",
@@ -107,9 +108,86 @@ STREAMED = [
     Fault(
         "a checkpoint forgets which loss it has seen to be a mean",
         "visits.py",
-        "self.sweep.weights = first.weights",
-        "pass",
+        "            self.sweep.weights = first.weights",
+        "            pass",
         "test_streamed_checkpoint.py::test_every_statistic_goes_on_as_if_nothing_had_happened",
+    ),
+    Fault(
+        "eigenvectors are forgotten that a checkpoint has",
+        "reductions/quantity.py",
+        'if saved["known"] is not None:',
+        "if False:",
+        "test_streamed_checkpoint.py::test_every_statistic_goes_on_as_if_nothing_had_happened",
+    ),
+    Fault(
+        "a second sweep of other batches goes on",
+        "evaluation/course.py",
+        "before, self._known = self.record if self.several else None, len(self._prints)",
+        "before, self._known, self._prints = self.record if self.several else None, 0, []",
+        "test_streamed_checkpoint.py::TestTwoSweeps",
+    ),
+    Fault(
+        "what comes behind a checkpoint draws as the first batch does",
+        "evaluation/course.py",
+        "self._note(done=number + 1, n=self._n)",
+        "self._note(done=number + 1, n=0)",
+        "test_streamed_checkpoint.py::test_every_statistic_goes_on_as_if_nothing_had_happened",
+    ),
+    Fault(
+        "a checkpoint is of any vector",
+        "products/streamed.py",
+        ", **named(product.vector, v)}",
+        "}",
+        "test_streamed_checkpoint.py::TestProducts",
+    ),
+    Fault(
+        "tiles below the diagonal are not mirrored",
+        "evaluation/matrix.py",
+        "tile = tree.map_tensors(_mirrored, tile) if mirrored else tile",
+        "tile = tile",
+        TILES,
+    ),
+    Fault(
+        "batches may come in another order in the next sweep",
+        "evaluation/matrix.py",
+        "fingerprint(args[1:]) != self._known[number]",
+        "False",
+        "test_tiled.py::TestLoaders",
+    ),
+    Fault(
+        "a batch is held in the memory where the loader writes the next one",
+        "evaluation/matrix.py",
+        "return args[0], *tree.map_tensors(torch.clone, args[1:])",
+        "return args",
+        "test_tiled.py::TestLoaders",
+    ),
+    Fault(
+        "terms of shares are multiplied whichever entries of the parameter they are of",
+        "per_sample/gradients.py",
+        "or torch.equal(self._origins(f.use), other._origins(g.use))",
+        "or True",
+        "test_tiled.py::TestComposes",
+    ),
+    Fault(
+        "terms of shares are multiplied whichever layout they have",
+        "per_sample/gradients.py",
+        "not all(f.layout() == g.layout() for f, g in pairs)",
+        "False",
+        "test_tiled.py::TestComposes",
+    ),
+    Fault(
+        "batches that meet are not looked at joined",
+        "tiles.py",
+        "if not (same or self.looked):",
+        "if False:",
+        "test_tiled.py::TestRefused",
+    ),
+    Fault(
+        "what is kept of all parameters is that of the last one",
+        "reductions/quantity.py",
+        "self.reduction.merge(before, state, over)",
+        "state if self.pooled else self.reduction.merge(before, state, over)",
+        TILES,
     ),
     Fault(
         "rows of a mean keep the scale of the sum",

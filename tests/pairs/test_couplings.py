@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jacrev, vmap
 
-from invfunc import additive_coupling, affine_coupling, invertible_checkpoint, layers, leapfrog, momentum, tree
+from invfunc import additive_coupling, affine_coupling, invertible_checkpoint, layers, leapfrog, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.invertible.chain import chain
 from invfunc.pairs.log_det import with_log_det
@@ -20,150 +20,12 @@ from invfunc.pairs.pair import Invertible, invert
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
 from tests.laws import FLOOR
+from tests.pairs.cases import KINDS, Case, mixing
 from tests.strategies import Numbers
 
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-4}
 few = settings(max_examples=8)
 
-
-@dataclass(frozen=True, repr=False)
-class Case:
-    """A pair with arguments, and the formulas of its docstring."""
-
-    pair: Invertible
-    there: Callable
-    back: Callable
-    x: Any
-    args: tuple = ()
-    functions: int = 2
-    """How many evaluations of functions one direction takes."""
-
-    def __repr__(self) -> str:
-        shapes = tree.map_tensors(lambda t: tuple(t.shape), (self.x, self.args))
-        return f"{self.pair!r} of {shapes}"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What hypothesis shows."""
-        printer.text(repr(self))
-
-
-def mixing(axis: int, number: int = 1, own: list[torch.Tensor] | None = None) -> Callable:
-    """A function that mixes the entries of an axis with each of its weights; `own` if it takes none."""
-
-    def mix(x: torch.Tensor, *given: Any) -> Any:
-        weights, more = (own, given) if own is not None else (given[0], given[1:])
-        made = [torch.tanh((x.movedim(axis, -1) @ w.to(x)).movedim(-1, axis)) for w in weights]
-        made = [m * more[0] for m in made] if more else made
-        return made[0] if number == 1 else tuple(made)
-
-    return mix
-
-
-def additive_formulas(F: Callable, G: Callable) -> tuple[Callable, Callable]:
-    def there(a, b, p, q, given):
-        a = a + F(b, *p, *given)
-        return a, b + G(a, *q, *given)
-
-    def back(a, b, p, q, given):
-        b = b - G(a, *q, *given)
-        return a - F(b, *p, *given), b
-
-    return there, back
-
-
-def affine_formulas(F: Callable, G: Callable, log_scale: Callable) -> tuple[Callable, Callable]:
-    def there(a, b, p, q, given):
-        s, t = F(b, *p, *given)
-        a = a * torch.exp(log_scale(s)) + t
-        s, t = G(a, *q, *given)
-        return a, b * torch.exp(log_scale(s)) + t
-
-    def back(a, b, p, q, given):
-        s, t = G(a, *q, *given)
-        b = (b - t) / torch.exp(log_scale(s))
-        s, t = F(b, *p, *given)
-        return (a - t) / torch.exp(log_scale(s)), b
-
-    return there, back
-
-
-def opened(formula: Callable, split: int | None) -> Callable:
-    """A formula as the pair is called."""
-
-    def called(x, params=None, *given):
-        a, b = x if split is None else x.tensor_split(2, split)
-        p, q = ((), ()) if params is None else ((params[0],), (params[1],))
-        y = formula(a, b, p, q, given)
-        return y if split is None else torch.cat(y, split)
-
-    return called
-
-
-@st.composite
-def couplings(draw, affine: bool) -> Case:
-    """Parts of different sizes, one tensor or two, with and without parameters and further arguments."""
-    rand, number, split = Numbers(), 1 + affine, draw(st.booleans())
-    shape = draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
-    axis = draw(st.integers(1, len(shape) - 1)) - len(shape)
-    size = draw(st.integers(2, 5))
-    first = size - size // 2 if split else draw(st.integers(1, size - 1))
-    shape[axis] = size
-    a, b = rand(*shape).split([first, size - first], axis)
-    weights = [[rand(i, j) / 2 for _ in range(number)] for i, j in ((size - first, first), (first, size - first))]
-    own, given = draw(st.booleans()), draw(st.sampled_from([(), (0.5,), (rand(),)]))
-    F, G = (mixing(axis, number, w if own else None) for w in weights)
-    dim = axis + draw(st.sampled_from([0, len(shape)])) if split else None
-    if affine:
-        log_scale = draw(st.sampled_from([torch.tanh, torch.sin, lambda s: s]))
-        there, back = affine_formulas(F, G, log_scale)
-        plain = log_scale is torch.tanh  # the default
-        pair = affine_coupling(F, G, split_dim=dim, **({} if plain else {"log_scale": log_scale}))
-    else:
-        (there, back), pair = additive_formulas(F, G), additive_coupling(F, G, split_dim=dim)
-    x = torch.cat([a, b], axis) if split else draw(st.sampled_from([tuple, list]))((a, b))
-    params = None if own else tuple(weights)
-    args = () if own and not given else (params, *given)
-    return Case(pair, opened(there, dim), opened(back, dim), x, args)
-
-
-@st.composite
-def dynamics(draw, kind: str) -> Case:
-    """Momentum and leapfrog."""
-    rand, shape = Numbers(), draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))
-    weights, own = [rand(shape[-1], shape[-1]) / 2], draw(st.booleans())
-    f, c = mixing(-1, 1, weights if own else None), draw(st.sampled_from([0.25, 0.5, 0.9]))
-
-    def there(x, v, p):
-        if kind == "momentum":
-            v = c * v + (1 - c) * f(x, *p)
-            return x + v, v
-        w = v + c / 2 * f(x, *p)
-        x = x + c * w
-        return x, w + c / 2 * f(x, *p)
-
-    def back(x, v, p):
-        if kind == "momentum":
-            x = x - v
-            return x, (v - (1 - c) * f(x, *p)) / c
-        w = v - c / 2 * f(x, *p)
-        x = x - c * w
-        return x, w - c / 2 * f(x, *p)
-
-    def called(formula):
-        return lambda state, *p: formula(*state, p)
-
-    pair = momentum(f, gamma=c) if kind == "momentum" else leapfrog(f, step=c)
-    args = () if own else (weights,)
-    x = (rand(*shape), rand(*shape))
-    return Case(pair, called(there), called(back), x, args, functions=1 if kind == "momentum" else 2)
-
-
-KINDS = {
-    "additive": couplings(affine=False),
-    "affine": couplings(affine=True),
-    "momentum": dynamics("momentum"),
-    "leapfrog": dynamics("leapfrog"),
-}
 of_each = pytest.mark.parametrize("cases", KINDS.values(), ids=KINDS)
 
 

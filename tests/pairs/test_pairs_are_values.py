@@ -22,13 +22,17 @@ from invfunc import (
     Invertible,
     additive_coupling,
     affine_coupling,
+    bdia,
     chain,
+    fixed_point,
     invert,
     invertible_checkpoint,
     layers,
     leapfrog,
     momentum,
     repeated,
+    reversible_step,
+    runge_kutta,
     tree,
     with_log_det,
 )
@@ -43,6 +47,10 @@ WIDTH = 4
 
 def layer(b: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return torch.tanh(b @ p)
+
+
+def field(x: torch.Tensor, t: float, p: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p) + t
 
 
 def two_layers(b: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,10 +103,18 @@ PAIRS = {
     "additive": lambda r: Drawn(additive_coupling(layer, layer), halves(r), weights(r)),
     "additive, split": lambda r: Drawn(additive_coupling(layer, layer, split_dim=-1), r(3, 2 * WIDTH), weights(r)),
     "exact": lambda r: Drawn(additive_coupling(layer, layer, exact=Grid(20)), Grid(20).enter(halves(r)), weights(r)),
+    "bdia": lambda r: Drawn(
+        bdia(layer, Grid(20, torch.float64)), Grid(20, torch.float64).enter(halves(r)), (True, weight(r)), False
+    ),
     "affine": lambda r: Drawn(affine_coupling(two_layers, two_layers, log_scale=torch.sin), halves(r), weights(r)),
     "affine, split": lambda r: Drawn(affine_coupling(two_layers, two_layers, split_dim=1), r(3, 2 * WIDTH), weights(r)),
     "momentum": lambda r: Drawn(momentum(layer, 0.7), halves(r), weight(r)),
     "leapfrog": lambda r: Drawn(leapfrog(layer, 0.3), halves(r), weight(r)),
+    "reversible_step": lambda r: Drawn(
+        reversible_step(runge_kutta(field, "heun"), 0.7), halves(r), (0.0, 0.5, weight(r))
+    ),
+    "fixed_point": lambda r: Drawn(fixed_point(layer, 0.3), halves(r), weight(r)),
+    "modules, fixed_point": lambda r: Drawn(fixed_point(modules(r)[1]), halves(r), None),
     "functions": lambda r: Drawn(Invertible(stretch, unstretch), r(3, WIDTH), weight(r)),
     "modules": lambda r: Drawn(additive_coupling(*modules(r)), halves(r), None),
     "modules, momentum": lambda r: Drawn(momentum(modules(r)[1]), halves(r), None),

@@ -14,6 +14,7 @@ from invfunc import (
     affine_coupling,
     chain,
     check_inverse,
+    fixed_point,
     functional,
     invert,
     invertible_checkpoint,
@@ -33,6 +34,7 @@ class TestModulesAsParts:
         "additive": lambda F, G: (additive_coupling(F, G), (0, 1)),
         "momentum": lambda F, G: (momentum(F), (0,)),
         "leapfrog": lambda F, G: (leapfrog(F, 0.5), (0,)),
+        "fixed_point": lambda F, G: (fixed_point(F), (0,)),
     }
 
     @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -138,6 +140,7 @@ class TestShapes:
             additive_coupling(right, wrong),
             momentum(wrong),
             leapfrog(wrong, 1),
+            fixed_point(wrong),
         ):
             with pytest.raises(ArgumentError, match=told):
                 block(pair)(self.X)

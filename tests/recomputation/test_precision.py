@@ -11,6 +11,7 @@ from invfunc import (
     chain,
     check_inverse,
     drift,
+    fixed_point,
     invertible_checkpoint,
     layers,
     leapfrog,
@@ -64,6 +65,7 @@ PAIRS = {
     "affine": affine_coupling(scale_and_shift, scale_and_shift),
     "momentum": momentum(ONE, 0.8),
     "leapfrog": leapfrog(ONE, 0.5),
+    "fixed_point": fixed_point(ONE, 0.2),
 }
 
 

@@ -260,6 +260,12 @@ class TestHonest:
         blocks = [invertible_checkpoint(momentum(torch.sin, gamma=0.5)) for _ in range(5)]
         assert not warned(lambda: backward(*blocks, x=(x, 0 * x)))
 
+    def test_a_state_of_nothing_but_zeros_has_none(self):
+        """Of more entries than are looked at, so that their sum is compared, which has no size."""
+        x = torch.zeros(20, 5)
+        blocks = [invertible_checkpoint(momentum(torch.cos, gamma=0.7)) for _ in range(3)]
+        assert not warned(lambda: backward(*blocks, x=(x, x)))
+
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_what_was_no_number_is_none_again(self, bad):
         x = WIDE.clone()

@@ -36,8 +36,11 @@ class Cosines(Reduction):
     def __init__(self, total=None):
         self.total = total
 
-    def then(self, states, found):
-        return Cosines({leaf: total for leaf, (total,) in states.items()})
+    def learned(self, states, found):
+        return {leaf: total for leaf, (total,) in states.items()}
+
+    def knowing(self, learned):
+        return Cosines(learned)
 
     def init(self, leaf, n, columns):
         return leaf.new_zeros(2, n), leaf.new_zeros(())

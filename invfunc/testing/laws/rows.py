@@ -182,6 +182,13 @@ ROWS = {
     "diag_ggn": GGN(invfunc.diag_ggn, loop=dense_diag_ggn, of_each=_sum),
     "diag_ggn dense": GGN(partial(invfunc.diag_ggn, method="dense"), of_each=_sum),
     "diag_ggn drawn": GGN(_drawn(invfunc.diag_ggn, mc_samples=2), drawn=True),
+    "diag_ggn peeled": GGN(_drawn(invfunc.diag_ggn, mc_samples=2, peel="auto"), drawn=True),
+    "diag_ggn with error": GGN(
+        _drawn(invfunc.diag_ggn, mc_samples=3, peel=1, with_error=True),
+        gives=TREES,
+        axes=("samples", "params"),
+        drawn=True,
+    ),
     "batch_diag_ggn": GGN(invfunc.batch_diag_ggn, of_each=lambda diagonals: diagonals, picks=_picked),
     "batch_diag_ggn drawn": GGN(_drawn(invfunc.batch_diag_ggn, mc_samples=2), drawn=True),
     "sqrt_ggn": GGN(invfunc.sqrt_ggn, picks=partial(_picked, axis=1)),
@@ -189,6 +196,9 @@ ROWS = {
     "ggn_trace": GGN(invfunc.ggn_trace, gives=WHOLE, of_each=_total),
     "ggn_trace per parameter": GGN(
         partial(invfunc.ggn_trace, per_parameter=True), of_each=_of_leaves(lambda d: d.sum())
+    ),
+    "ggn_trace with error": GGN(
+        _drawn(invfunc.ggn_trace, mc_samples=2, with_error=True), gives=TREES, axes=("samples", "params"), drawn=True
     ),
     "diag_hessian": GGN(invfunc.diag_hessian, hessian=True),
     "batch_diag_hessian": GGN(invfunc.batch_diag_hessian, hessian=True, picks=_picked),

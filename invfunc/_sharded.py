@@ -1,0 +1,77 @@
+"""What torch makes of tensors and modules that are divided among processes.
+
+It is known by names, as to import DTensor or fully_shard takes a second, and some of what is known is private to torch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+_FSDP = "torch.distributed.fsdp"
+_STATE = "__composable_api_state_key"
+
+
+def sharded(x: Any) -> bool:
+    """Whether it is a DTensor, of which this process may have a part only."""
+    return type(x) is not torch.Tensor and type(x) is not nn.Parameter and hasattr(x, "full_tensor")
+
+
+@lru_cache(maxsize=1024)
+def divided(kind: type) -> bool:
+    """Whether it is the type of modules to which `fully_shard` was applied, or of what it keeps of them."""
+    return any(base.__module__.startswith(_FSDP) for base in kind.__mro__)
+
+
+def undivided(module: nn.Module, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a module, without what `fully_shard` has put there."""
+    if not divided(type(module)):
+        return dict(attributes)
+    found = {name: _unwrapped(x) for name, x in attributes.items() if not name.startswith(_STATE)}
+    for part in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = attributes[part].items()
+        found[part] = OrderedDict((key, hook) for key, hook in hooks if not _of_state(hook))
+    return found
+
+
+def why_not_whole(module: nn.Module) -> str:
+    """Why f cannot compute what a module does to which `fully_shard` was applied; empty if it can."""
+    kind = type(module)
+    for state in _states(module) if divided(kind) else ():
+        if not all(group.is_sharded for group in state._fsdp_param_groups):
+            return (
+                f"the parameters of {kind.__name__} are gathered, as a forward pass may leave them behind. Call its "
+                "`reshard()` first"
+            )
+        dtypes = [dtype for dtype in (state._mp_policy.param_dtype, state._mp_policy.output_dtype) if dtype is not None]
+        if dtypes:
+            return (
+                f"fully_shard has {kind.__name__} compute in {dtypes[0]}, by its mp_policy, but f computes in the "
+                "dtype of its params. Leave mp_policy out; f may be called within torch.autocast"
+            )
+    return ""
+
+
+def _states(module: nn.Module) -> list[Any]:
+    kept = [held for name, held in vars(module).items() if name.startswith(_STATE)]
+    return [state for held in kept for state in held.values() if divided(type(state))]
+
+
+def _of_state(hook: Any) -> bool:
+    """Whether a hook is one of `fully_shard`, also of several modules together."""
+    while hook is not None:
+        if divided(type(getattr(hook, "__self__", None))):
+            return True
+        hook = getattr(hook, "__wrapped__", None)
+    return False
+
+
+def _unwrapped(x: Any) -> Any:
+    """A method as it was before `register_fsdp_forward_method`."""
+    made_by = getattr(getattr(x, "__func__", None), "__globals__", {}).get("__name__", "")
+    return x.__wrapped__ if made_by.startswith(_FSDP) and hasattr(x, "__wrapped__") else x

@@ -1,0 +1,135 @@
+"""Residual blocks as they are, which run backwards to the bit with one more bit for each entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from invfunc.callables import describe
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs.exact import Grid
+from invfunc.pairs.pair import Invertible
+from invfunc.pairs.part import Rounded, as_part, fitting, given_functions, no_parameters, of_part
+from invfunc.pairs.state import two_parts
+from invfunc.pairs.value import Value
+
+
+def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
+    """The pair `(w, x) -> (x, y)` that trains a residual block x + f(x, p) as it is, and gives back every bit of w.
+
+        y = gamma * (w + odd) + round((1 - gamma) * x + (1 + gamma) * f(x, p))
+        w = (y - round((1 - gamma) * x + (1 + gamma) * f(x, p))) / gamma - odd
+
+    w is the state before x. gamma is 1/2 or -1/2, drawn for each sample and block, so that y is x + f(x, p) in the
+    mean: what is trained is used as the plain network `x = x + f(x, p)`. All states are on a grid; odd is its unit
+    where w is an odd multiple of it: the one bit that half of w loses, which is hidden and kept.
+
+    Args:
+        f: any function that keeps the shape of x, as an attention with its MLP, or a module as it is. It gets x in the
+            dtype of its parameters, and what it gives is rounded to the grid; gradients take the rounding for the
+            identity.
+        grid: by default `Grid()`.
+
+    Returns:
+        An `Invertible`, called as `pair((w, x), (plus, p), *args, **kwargs)`, or with `(plus,)` where f takes no
+        parameters: plus is a boolean tensor [N], or one boolean for all samples, whether gamma is 1/2. The state starts
+        on the grid, as `grid.enter((x, x + f(x, p)))` with the first block as it is.
+
+    Raises:
+        ArgumentTypeError: f is not a function, or grid or plus of a wrong kind.
+        ArgumentError: the state is not a pair of one shape, f changes it, or plus is not of N samples.
+        RangeError: the state is not on the grid, or leaves its range.
+
+    Example:
+        >>> import torch, invfunc
+        >>> pair, grid = invfunc.bdia(torch.tanh), invfunc.Grid()
+        >>> w, x = grid.enter((torch.rand(4, 2), torch.rand(4, 2)))
+        >>> steps = [(torch.rand(4) < 0.5,) for _ in range(50)]
+        >>> invfunc.drift(pair, (w, x), steps)[-1]
+        0.0
+
+    Composes with: `invertible_checkpoint`, `chain`, `repeated`, with stacked `(plus, p)` too. There is no `invert` of
+    it, as its inverse needs the bits that are hidden.
+
+    Cost: f once in either direction, and once in a backward pass; an eighth of a byte for each entry and block.
+
+    Source: G. Zhang et al., On Exact Bit-level Reversible Transformers Without Changing Architectures, 2025.
+    """
+    f = as_part("bdia(f)", "f", f)
+    call = f"bdia({describe(f)})"
+    if not isinstance(grid, (Grid, type(None))):
+        raise ArgumentTypeError(f"{call[:-1]}, grid={grid!r}): grid is a Grid.")
+    grid = grid or Grid()
+    law = _Bidirectional(call, grid, no_parameters(Rounded(grid, of_part(f))))
+    return Invertible(law.forward, law.inverse, (Rounded(grid, of_part(f)),), hidden=True, name=call)
+
+
+@dataclass(frozen=True, eq=False)
+class _Bidirectional(Value):
+    """Both directions."""
+
+    call: str
+    grid: Grid
+    without: tuple
+    """What stands in the place of the parameters of f where none are given."""
+
+    def forward(self, f: Any, state: Any = None, own: Any = None, *given: Any, **kwargs: Any) -> Any:
+        w, x = self._read(f, state, "x")
+        self.grid.checked(w, x)
+        odd = (w.detach() * 2.0**self.grid.fraction_bits).remainder(2) == 1
+        gamma, moved = self._moved(f, x, own, *given, **kwargs)
+        y = gamma * (w + odd * 2.0**-self.grid.fraction_bits) + moved
+        passed = x.view_as(x)  # x itself would be what two blocks are given
+        return self.grid.checked(passed, y, entered=True), packed(odd)
+
+    def inverse(self, f: Any, state: Any = None, bits: Any = None, own: Any = None, *given: Any, **kwargs: Any) -> Any:
+        x, y = self._read(f, state, "y")
+        gamma, moved = self._moved(f, x, own, *given, **kwargs)
+        return (y - moved) / gamma - unpacked(bits, y) * 2.0**-self.grid.fraction_bits, x
+
+    def _read(self, f: Any, state: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = two_parts(given_functions((f,), self.call, state), self.call, name)
+        return first, fitting(second, first, self.call, "the state", "its first part")
+
+    def _moved(self, f: Any, x: torch.Tensor, own: Any, *given: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
+        """gamma, and what is added to the half of w, on the grid."""
+        if not isinstance(own, (tuple, list)) or not 1 <= len(own) <= 2:
+            raise ArgumentError(
+                f"{self.call}: behind the state has to be (plus, p), or (plus,) for an f without parameters, but there "
+                f"is {type(own).__name__}. plus says of which samples gamma is 1/2: torch.rand(N) < 0.5."
+            )
+        plus, params = torch.as_tensor(own[0], device=x.device), tuple(own[1:]) or self.without
+        if plus.dtype != torch.bool:
+            raise ArgumentTypeError(
+                f"{self.call}: plus is of {plus.dtype}, but has to be boolean: torch.rand(N) < 0.5."
+            )
+        if plus.dim() > 1 or (plus.dim() and plus.shape != x.shape[:1]):
+            raise ArgumentError(
+                f"{self.call}: plus has shape {list(plus.shape)}, but has a boolean for each of the samples of x of "
+                f"shape {list(x.shape)}, or one for all."
+            )
+        plus = plus.view(-1, *[1] * (x.dim() - 1)) if plus.dim() else plus
+        gamma = plus.to(x.dtype) - 0.5
+        said = fitting(f(x, *params, *given, **kwargs), x, self.call, "f", "x")
+        return gamma, self.grid.round((1 - gamma) * x + (1 + gamma) * said)
+
+
+def packed(bits: torch.Tensor) -> torch.Tensor:
+    """Booleans, eight of them in a byte."""
+    flat = bits.flatten()
+    rows = F.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
+    return (rows * _powers(bits.device)).sum(1, dtype=torch.uint8)
+
+
+def unpacked(byte: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The booleans, in the shape of another tensor."""
+    rows = byte.unsqueeze(1).bitwise_and(_powers(byte.device)) != 0
+    return rows.flatten()[: like.numel()].view(like.shape)
+
+
+def _powers(device: torch.device) -> torch.Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)

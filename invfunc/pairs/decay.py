@@ -1,0 +1,153 @@
+"""Products with a fraction below one that can be undone to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from invfunc._functorch import innermost, unwatched
+from invfunc._signed import signed
+from invfunc.errors import ArgumentError, InverseError
+from invfunc.pairs.exact import Grid
+
+_DENOMINATOR = 10_000
+
+Words = tuple[torch.Tensor, ...]
+"""Digits, of which only the last word is written; those before it are full."""
+
+
+@dataclass(frozen=True)
+class Decay:
+    """`x -> n / d * x` on a grid, step after step, where x takes fewer digits each time.
+
+    The digits that it loses are put into whole numbers beside it, from which they come back: log2(d / n) bits a step.
+    """
+
+    by: Fraction
+    call: str
+    """Of the optimiser, for errors."""
+
+    @staticmethod
+    def of(call: str, name: str, by: Any) -> Decay:
+        """That by a number between 0 and 1 which is a fraction of small numbers, as 0.9 is 9/10."""
+        if isinstance(by, (int, float, Fraction)) and 0 < by < 1:
+            near, tolerance = Fraction(by).limit_denominator(_DENOMINATOR), Fraction(1, 10**12)  # of 0.9 as a float
+            if abs(near - Fraction(by)) < tolerance and 0 < near < 1:
+                return Decay(near, call)
+        raise ArgumentError(
+            f"{call}: {name} has to be between 0 and 1, and a fraction with a denominator up to {_DENOMINATOR}, as 0.9 "
+            "or Fraction(9, 10): only such a product can be undone to the last bit."
+        )
+
+    @cached_property
+    def capacity(self) -> int:
+        """How many steps fit into a word of 63 bits."""
+        n, d = self.by.as_integer_ratio()
+        largest, steps = 0, 0
+        while (largest := largest // n * d + d - 1) <= torch.iinfo(torch.int64).max:
+            steps += 1
+        return steps
+
+    def forth(
+        self, x: torch.Tensor, words: Words, gained: torch.Tensor, steps: int, grid: Grid
+    ) -> tuple[torch.Tensor, Words]:
+        """`n / d * x + gained` after so many steps, and all digits."""
+        if steps and steps % self.capacity == 0:
+            words = (*words, torch.zeros_like(words[-1]))
+        x, last = _Forth.apply(x, words[-1], gained, self.by, grid.fraction_bits)
+        return x, (*words[:-1], last)
+
+    def back(
+        self, x: torch.Tensor, words: Words, gained: torch.Tensor, steps: int, grid: Grid
+    ) -> tuple[torch.Tensor, Words]:
+        """What that was computed from, with so many steps before it."""
+        x, last = _Back.apply(x, words[-1], gained, self.by, grid.fraction_bits)
+        if steps % self.capacity:
+            return x, (*words[:-1], last)
+        with unwatched():
+            used_up = not bool(innermost(last).any())
+        if not used_up:
+            raise InverseError(
+                f"{self.call}: the digits that were kept of at most {self.capacity} steps are not used up at their "
+                "start, so that the gradients were not those of the way forth: the data are other ones, an operation "
+                "is not deterministic (torch.use_deterministic_algorithms), or random numbers were drawn, which "
+                "invertible_checkpoint draws again."
+            )
+        return x, words[:-1] if steps else (last,)
+
+
+class _Exact(torch.autograd.Function):
+    """A step on the grid in whole numbers, differentiated as without rounding."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.by = inputs[3]
+        ctx.mark_non_differentiable(output[1])
+
+
+class _Forth(_Exact):
+    """`by * x + gained`, and the digits."""
+
+    @staticmethod
+    @signed
+    def forward(
+        x: torch.Tensor, digits: torch.Tensor, gained: torch.Tensor, by: Fraction, bits: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        product, digits = _times(_whole(x, bits), digits, by)
+        return (product + _whole(gained, bits)).to(x.dtype) * 2.0**-bits, digits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:
+        return gradient * float(ctx.by), None, gradient, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: torch.Tensor, _: Any, gained: torch.Tensor, *options: None) -> tuple:
+        return x * float(ctx.by) + gained, None
+
+
+class _Back(_Exact):
+    """`(x - gained) / by`, and the digits."""
+
+    @staticmethod
+    @signed
+    def forward(
+        x: torch.Tensor, digits: torch.Tensor, gained: torch.Tensor, by: Fraction, bits: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        product, digits = _times(_whole(x, bits) - _whole(gained, bits), digits, 1 / by)
+        return product.to(x.dtype) * 2.0**-bits, digits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:
+        found = gradient / float(ctx.by)
+        return found, None, -found, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: torch.Tensor, _: Any, gained: torch.Tensor, *options: None) -> tuple:
+        return (x - gained) / float(ctx.by), None
+
+
+def _whole(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """The nearest number of the grid in its units."""
+    return (x * 2.0**bits).round().to(torch.int64)
+
+
+def _times(x: torch.Tensor, digits: torch.Tensor, by: Fraction) -> tuple[torch.Tensor, torch.Tensor]:
+    """n / d * x to less than a unit: `n * x + u` is divided by d, where u is taken from the digits (as their remainder
+    by n), and what remains is put there. By d / n it is undone."""
+    n, d = by.as_integer_ratio()
+    whole, part = _divided(x, d)  # as n * x itself may have more than 63 bits
+    digits, taken = _divided(digits, n)
+    more, left = _divided(part * n + taken, d)
+    return whole * n + more, digits * d + left
+
+
+def _divided(x: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quotient, rounded down, and remainder."""
+    quotient = x.div(by, rounding_mode="floor")
+    return quotient, x - quotient * by

@@ -1,0 +1,67 @@
+"""The products of the samples of two runs: the shares of one are kept, factored, until those of the other come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc.errors import ArgumentError
+from invfunc.per_sample import Shares
+from invfunc.reductions.reduction import Found, Reduction, State
+from invfunc.reductions.squares import InnerProducts
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The shares of the samples of one run."""
+
+    shares: list[Shares | None]
+    """Of each parameter; None where it does not influence the result."""
+    n: int
+    columns: int
+    outputs: list[torch.Size]
+
+
+class KeptShares(Reduction):
+    """The shares as they are, factored."""
+
+    axes = ("params",)
+    whole = True
+
+    def step(self, shares: Shares) -> State:
+        return (shares.kept(),)
+
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (None,)
+
+    def together(self, states: Iterable[State]) -> State:
+        return tuple(state[0] for state in states)
+
+    def finish(self, state: State, found: Found) -> list[Any]:
+        return [Kept(list(state), found.n, found.columns, found.outputs)]
+
+
+class ProductsWithKept(InnerProducts):
+    """`sum_p G[v, n, p] H[w, m, p]`, of the shares G that were kept with those of another run."""
+
+    def __init__(self, per_parameter: bool, kept: Kept) -> None:
+        super().__init__(per_parameter)
+        self.kept = kept
+
+    def step(self, shares: Shares) -> State:
+        own = self.kept.shares[shares.place]
+        if own is None:
+            return self.init(shares.leaf, shares.samples.count, self.kept.columns)
+        return (own.products_between(shares),)
+
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        return (leaf.new_zeros(self.kept.columns, self.kept.n, columns, n),)
+
+    def finish(self, state: State, found: Found) -> list[Any]:
+        if found.outputs != self.kept.outputs:
+            first, other = (tuple(*map(tuple, shapes)) for shapes in (self.kept.outputs, found.outputs))
+            raise ArgumentError(f"the outputs of one sample have shape {first} in one batch, and {other} in another.")
+        return super().finish(state, found)

@@ -1,0 +1,130 @@
+"""The products of all pairs of samples of a data set, tile by tile: as a transform of loaders, and of processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from invfunc.errors import ArgumentTypeError
+from invfunc.evaluation.batches import Feed, check_loader, first, swept
+from invfunc.evaluation.matrix import Again, check_out
+from invfunc.part import Asked
+from invfunc.sparsity.report import Explanation
+from invfunc.statistic import Statistic
+from invfunc.tiles import Tiles
+from invfunc.transform import Transform
+
+AGAIN = "each of its batches is to meet all others"
+"""Why a loader is gone through more than once."""
+
+
+def _sides(args: tuple, t: Statistic, feed: Feed) -> list[Again]:
+    """The loaders behind the parameters."""
+    if len(args) not in (2, 3):
+        given = f"{len(args)} positional arguments"
+        raise ArgumentTypeError(f"it takes the parameters and a loader, or two of them, and got {given}.")
+    for loader in args[1:]:
+        check_loader(loader, sweeps=AGAIN)
+    return [_side(loader, args[0], t, feed) for loader in args[1:]]
+
+
+def _side(loader: Any, params: Any, t: Statistic, feed: Feed) -> Again:
+    quiet = replace(feed, progress="")  # a bar shows the tiles
+    return Again(lambda visit, numbered: swept(loader, params, t.in_dims, visit, quiet, numbered), t.in_dims)
+
+
+@dataclass(frozen=True, repr=False)
+class Tiled(Transform):
+    """A function `(params, loader) -> [N, N]`, or `(params, loader, other_loader) -> [N, M]`."""
+
+    t: Statistic
+    feed: Feed
+    out: Any = None
+    outermost = True
+
+    def __repr__(self) -> str:
+        return f"streamed({self.t!r})"
+
+    @property
+    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.has_aux
+
+    @property
+    def owned(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.owned and self.out is None
+
+    def names(self, count: int) -> Any:
+        return _names(count)
+
+    @torch.no_grad()
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        tiles = Tiles(self.t, kwargs, _sides(args, self.t, self.feed), self.feed)
+        if callable(self.out):
+            return tiles.row_by_row(self.out), tiles.aux
+        if self.out is not None:
+            check_out(self.out, args[0])
+        if len(tiles.sides) == 1:
+            return tiles.square(self.out), tiles.aux
+        return tiles.rectangle(args[0], out=self.out), tiles.aux
+
+    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
+        """How it would be computed: what is done with the first batch, how often, and for how many tiles."""
+        sides = _sides(args, self.t, self.feed)
+        given, _ = first(args[1], args[0], self.t.in_dims, self.feed)
+        found = self.t.explanation(given, kwargs, self.t.names(len(given)))
+        for side in sides:
+            side.count()
+        n, m = len(sides[0]), len(sides[-1])
+        mirrored = len(sides) == 1 and not callable(self.out)
+        sweeps = 1 + (m if not callable(self.out) else 2 * n if len(sides) == 1 else n)
+        return replace(found, name=repr(self), sweeps=sweeps, batches=n, tiles=n * (n + 1) // 2 if mirrored else n * m)
+
+
+@dataclass(frozen=True, repr=False)
+class TiledAcross(Transform):
+    """A function `(params, *batch) -> [N, N of all processes]`, or of loaders, as that of `Tiled`."""
+
+    t: Statistic
+    part: Any
+    """The samples of this process, among those of a group."""
+    gather: bool
+    identity: str
+    """What tells the statistic from others, in every process."""
+    outermost = True
+
+    def __repr__(self) -> str:
+        return self.part.shown(self.t)
+
+    @property
+    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.has_aux
+
+    @property
+    def owned(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.owned
+
+    def names(self, count: int) -> Any:
+        return self.t.names(count) if self.part.feed is None else _names(count)
+
+    @torch.no_grad()
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        feed, identity = self.part.feed or Feed(), {"the statistic": self.identity}
+        two = self.part.feed is not None and len(args) == 3
+        part = self.part if self.part.feed is None else replace(self.part, feed=replace(feed, progress=""))
+        begun = part.begun(Asked(args[:2] if two else args, 1, names, identity, [], again=AGAIN))
+        sides = [Again(begun.batches, self.t.in_dims)]
+        if two:
+            begun.processes.told("arguments", lambda: (check_loader(args[2], sweeps=AGAIN), None))
+            sides.append(_side(args[2], begun.params, self.t, feed))
+        tiles = Tiles(self.t, kwargs, sides, feed)
+        alone = begun.processes.size == 1 and not two
+        found = tiles.square() if alone else tiles.rectangle(begun.params, begun.processes, gather=self.gather)
+        if self.part.feed is not None:
+            return found, tiles.aux
+        return found, tiles.aux[0] if tiles.aux else None
+
+
+def _names(count: int) -> list[str]:
+    return ["params", "loader", "other_loader"][:count]

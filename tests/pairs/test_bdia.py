@@ -1,0 +1,186 @@
+"""Residual blocks that run backwards with a bit for each entry: to the bit, and as the plain network in the mean."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import grad, vmap
+
+from invfunc import Grid, bdia, chain, drift, invert, invertible_checkpoint, with_log_det
+from invfunc.errors import ArgumentError, ArgumentTypeError, RangeError
+from invfunc.pairs.bdia import packed, unpacked
+from invfunc.testing import assert_trees_close
+from tests.meter import Meter, nothing_collected
+from tests.strategies import Numbers
+
+WEIGHTS = [Numbers(i)(6, 6) / 3 for i in range(4)]
+
+
+def layer(x, w):
+    return torch.tanh(x @ w)
+
+
+def plus(*shape, seed=0):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+
+
+def start(grid, n=5):
+    return grid.enter((Numbers(7)(n, 6), Numbers(8)(n, 6)))
+
+
+class Attention(nn.Module):
+    """What a block of a transformer adds to its x."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8))
+
+    def forward(self, x):
+        normed = self.norm(x)
+        said = self.attention(normed, normed, normed, need_weights=False)[0]
+        return said + self.mlp(x + said)
+
+
+@pytest.mark.quick
+class TestBits:
+    @given(st.integers(0, 40), st.integers(0, 99))
+    def test_are_packed_and_unpacked(self, number, seed):
+        bits = plus(number, seed=seed)
+        assert packed(bits).nbytes == -(-number // 8)
+        assert torch.equal(unpacked(packed(bits), bits), bits)
+
+    @settings(max_examples=25)
+    @given(st.data())
+    def test_every_one_comes_back(self, data):
+        """Of any numbers of the grid, negative and odd ones too, at any fraction and for either gamma."""
+        dtype, count = data.draw(st.sampled_from([(torch.float32, 24), (torch.float64, 53)]))
+        fraction, shape = data.draw(st.integers(0, 12)), data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        grid, largest = Grid(fraction, dtype), 2 ** (count - 4)
+        generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+        units = [torch.randint(-largest, largest, shape, generator=generator) for _ in "wx"]
+        state = tuple(u.to(dtype) * 2.0**-fraction for u in units)
+        own = data.draw(st.sampled_from([(True,), (False,), (plus(shape[0], seed=fraction),)]))
+        pair = bdia(torch.sin, grid)
+        y, bits = pair.forward(*pair.shared, state, own)
+        assert_trees_close(pair.inverse(*pair.shared, y, bits, own), state, 0)
+        assert bits.dtype == torch.uint8 and bits.nbytes == -(-state[0].numel() // 8)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_nothing_drifts(self, dtype):
+        grid = Grid(16, dtype)
+        steps = [(plus(5, seed=i), w.to(dtype) / 4) for i, w in enumerate(WEIGHTS * 25)]
+        assert drift(bdia(layer, grid), start(grid), steps) == [0.0] * 100
+
+
+class TestMean:
+    def test_of_both_signs_is_the_plain_block(self):
+        """And y is the formula, up to the unit of the grid."""
+        grid = Grid(30, torch.float64)
+        w, x = start(grid)
+        both = [bdia(layer, grid)((w, x), (sign, WEIGHTS[0]))[1] for sign in (True, False)]
+        assert_trees_close(sum(both) / 2, x + layer(x, WEIGHTS[0]), 2.0**-28)
+        for gamma, y in zip((0.5, -0.5), both, strict=True):
+            assert_trees_close(y, gamma * w + (1 - gamma) * x + (1 + gamma) * layer(x, WEIGHTS[0]), 2.0**-28)
+
+    def test_signs_are_of_samples(self):
+        grid, signs = Grid(), torch.tensor([True, False, True, True, False])
+        state, pair = start(grid), bdia(layer, grid)
+        y = pair(state, (signs, WEIGHTS[0].float()))[1]
+        each = [pair(state, (bool(sign), WEIGHTS[0].float()))[1][n] for n, sign in enumerate(signs)]
+        assert_trees_close(y, torch.stack(each), 1e-6)
+
+
+class TestGradient:
+    GRID = Grid(30, torch.float64)
+
+    def loss(self, step, x, weights, signs):
+        state = self.GRID.enter((x, x + layer(x, weights[0])))
+        for i, w in enumerate(weights[1:]):
+            state = step(state, (signs[i], w))
+        return state[1].sin().sum()
+
+    def test_is_that_of_the_same_network(self):
+        """That of plain autograd, also in torch.func; and nearly that without a grid."""
+        x, signs, pair = Numbers(7)(5, 6), plus(3, 5), bdia(layer, self.GRID)
+        block = invertible_checkpoint(pair)
+        found, wanted = (grad(lambda w, h=h: self.loss(h, x, w, signs))(WEIGHTS) for h in (block, pair))
+        assert_trees_close(found, wanted, 1e-14)
+        leaves = [w.clone().requires_grad_() for w in WEIGHTS]
+        assert_trees_close(list(torch.autograd.grad(self.loss(block, x, leaves, signs), leaves)), wanted, 1e-14)
+        many = torch.stack([signs, ~signs])
+        mapped = vmap(lambda s: grad(lambda w: self.loss(block, x, w, s))(WEIGHTS))(many)
+        assert_trees_close([g[0] for g in mapped], wanted, 1e-12)
+
+        def smooth(state, own):
+            gamma = own[0][:, None].double() - 0.5
+            w, x = state
+            return x, gamma * w + (1 - gamma) * x + (1 + gamma) * layer(x, own[1])
+
+        assert_trees_close(found, grad(lambda w: self.loss(smooth, x, w, signs))(WEIGHTS), 1e-7)
+
+    def test_f_is_evaluated_twice_and_a_bit_an_entry_is_kept(self):
+        calls, peaks = [], []
+
+        def counted(x, w):
+            calls.append(1)
+            return layer(x, w)
+
+        grid, w = Grid(), WEIGHTS[0].float()
+        state = start(grid, 4000)
+        for steps in (4, 12):
+            calls.clear()
+            leaf, signs = w.clone().requires_grad_(), [plus(4000, seed=i) for i in range(steps)]
+            block = invertible_checkpoint(bdia(counted, grid))
+            with nothing_collected(), Meter() as meter:
+                y = tuple(t * 1 for t in state)
+                for sign in signs:
+                    y = block(y, (sign, leaf))
+                y[1].sum().backward()
+                del y
+                peaks.append(meter.peak())
+            assert len(calls) == 2 * steps
+        assert peaks[1] - peaks[0] < 1.05 * 8 * state[0].numel() / 8
+
+    def test_transformers_are_trained_as_they_are(self):
+        """Dropout draws the same once more; the modules keep their parameters, which get the gradients."""
+        torch.manual_seed(0)
+        blocks, grid = [Attention() for _ in range(3)], Grid()
+        x, signs = torch.randn(4, 5, 8), plus(3, 4)
+        own = [p for block in blocks for p in block.parameters()]
+        found = []
+        for wrap in (invertible_checkpoint, lambda pair: pair):
+            torch.manual_seed(1)
+            state = grid.enter((x, x))
+            for block, sign in zip(blocks, signs, strict=True):
+                state = wrap(bdia(block, grid))(state, (sign,))
+            found.append(torch.autograd.grad(state[1].square().sum(), own))
+        assert_trees_close(*found, 1e-5)
+        assert repr(chain(*map(bdia, blocks[:2]))) == "chain(bdia(Attention), bdia(Attention))"
+
+
+X = torch.zeros(2, 3)
+PAIR = bdia(torch.sin)
+REFUSED = [
+    (lambda: bdia(1), r"^bdia\(f\): f is of type int, but has to be a function"),
+    (lambda: bdia(torch.sin, 16), r"^bdia\(sin, grid=16\): grid is a Grid"),
+    (lambda: PAIR((X, X)), r"^bdia\(sin\): behind the state has to be \(plus, p\).*there is NoneType"),
+    (lambda: PAIR((X, X), (True, 1, 2)), "behind the state has to be"),
+    (lambda: PAIR((X, X), (0.5,)), r"plus is of torch.float32, but has to be boolean: torch.rand\(N\) < 0.5"),
+    (lambda: PAIR((X, X), (plus(3),)), r"plus has shape \[3\], but has a boolean for each.*\[2, 3\], or one for all"),
+    (lambda: PAIR((X, X[:1]), (True,)), r"the state returns a tensor of shape \[1, 3\]"),
+    (lambda: PAIR(X, (True,)), "x has to be a pair of tensors"),
+    (lambda: bdia(lambda x: x[0])((X, X), (True,)), r"f returns a tensor of shape \[3\]"),
+    (lambda: PAIR((X + 0.3, X), (True,)), "not on the grid"),
+    (lambda: PAIR((X - 100.0, X + 200), (False,)), "leave the range"),
+    (lambda: PAIR((X.double(), X), (True,)), r"a state of torch.float64 is not on the grid"),
+    (lambda: invert(PAIR), r"^invert\(bdia\(sin\)\): its inverse needs what forward hides"),
+    (lambda: with_log_det(PAIR), "hides something"),
+]
+
+
+@pytest.mark.parametrize(("fn", "reason"), REFUSED, ids=[reason[:40] for _, reason in REFUSED])
+def test_what_is_refused(fn, reason):
+    with pytest.raises((ArgumentError, ArgumentTypeError, RangeError), match=reason):
+        fn()

@@ -1,0 +1,281 @@
+"""Solvers that run backwards: their order, the way back, noise, and what they refuse."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from invfunc import (
+    Grid,
+    additive_coupling,
+    check_inverse,
+    drift,
+    invert,
+    invertible_checkpoint,
+    repeated,
+    reversible_step,
+    runge_kutta,
+    tree,
+)
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.pairs.runge_kutta import TABLEAUS
+from invfunc.testing import assert_trees_close
+from tests.meter import Meter, nothing_collected
+from tests.strategies import Numbers
+
+TURN = torch.tensor([[-0.3, -2.0], [2.0, -0.3]], dtype=torch.float64)
+X = torch.tensor([[1.0, 0.5], [-0.5, 0.2]], dtype=torch.float64)
+ORDERS = {"euler": 1, "midpoint": 2, "heun": 2, "rk4": 4}
+KUTTA = ([[], [1 / 3], [-1 / 3, 1], [1, -1, 1]], [1 / 8, 3 / 8, 3 / 8, 1 / 8])
+
+
+def turning(x, t, w=TURN):
+    return torch.tanh(x @ w) * (1 + t.sin() if isinstance(t, torch.Tensor) else 1 + math.sin(t))
+
+
+def grid(steps, end=4.0):
+    return torch.linspace(0, end, steps + 1, dtype=torch.float64)
+
+
+def solved(step, steps, x=X, *args, end=4.0):
+    times = grid(steps, end)
+    return repeated(step)((x, x), (times[:-1], times[1:]), *args)
+
+
+def plain(increment, steps, x=X, *args, end=4.0):
+    times = grid(steps, end)
+    for start, stop in zip(times[:-1], times[1:], strict=True):
+        x = x + increment(x, start, stop, *args)
+    return x
+
+
+def euler_heun(x, start, end, w):
+    """A step of dx = tanh(x w) dt + sin(x) o dW, in the sense of Stratonovich."""
+    (t, path), (s, later) = start, end
+    noise = later - path
+    predicted = x + x.sin() * noise
+    return torch.tanh(x @ w) * (s - t) + (x.sin() + predicted.sin()) / 2 * noise
+
+
+def brownian(steps):
+    """A path at the ends of steps."""
+    noise = Numbers(3)(steps, *X.shape) / steps**0.5
+    return torch.cat([torch.zeros(1, *X.shape, dtype=torch.float64), noise.cumsum(0)])
+
+
+@pytest.mark.quick
+class TestOrder:
+    EXACT = plain(runge_kutta(turning), 2000)
+    STEPS = {1: (100, 200), 2: (80, 160), 4: (20, 40, 80)}
+
+    @pytest.mark.parametrize(
+        ("tableau", "coupling"),
+        [("euler", 1), ("midpoint", 0.99), ("heun", 0.99), ("rk4", 0.99), ("rk4", 0.999), (KUTTA, 0.9)],
+        ids=lambda given: "own" if given is KUTTA else str(given),
+    )
+    def test_is_that_of_the_scheme(self, tableau, coupling):
+        """At each halving of the step the error of both copies is divided by 2 to the power of the order.
+
+        (Copies that are drawn together, as over some 100 steps of 0.99, have errors of Euler's step that cancel.)
+        """
+        step = reversible_step(runge_kutta(turning, tableau), coupling)
+        order = ORDERS.get(str(tableau), 4)
+        errors = [[(t - self.EXACT).abs().max() for t in solved(step, n)] for n in self.STEPS[order]]
+        for coarse, fine in zip(errors, errors[1:], strict=False):
+            for a, b in zip(coarse, fine, strict=True):
+                assert abs(math.log2(a / b) - order) < 0.3
+
+    @pytest.mark.parametrize("tableau", TABLEAUS)
+    def test_of_a_scheme_is_measured_without_copies(self, tableau):
+        errors = [(plain(runge_kutta(turning, tableau), n) - self.EXACT).abs().max() for n in (100, 200)]
+        assert abs(math.log2(errors[0] / errors[1]) - ORDERS[tableau]) < 0.3
+
+    def test_a_scheme_is_its_formula(self):
+        """Of Kutta's four stages, written out."""
+        t, s, h = 0.25, 0.75, 0.5
+        k1 = turning(X, t)
+        k2 = turning(X + h / 2 * k1, t + h / 2)
+        k3 = turning(X + h / 2 * k2, t + h / 2)
+        k4 = turning(X + h * k3, s)
+        assert_trees_close(runge_kutta(turning)(X, t, s), h / 6 * (k1 + 2 * k2 + 2 * k3 + k4), 1e-15)
+
+
+class TestBackwards:
+    @pytest.mark.parametrize("steps", [20, 120])
+    def test_the_start_comes_back(self, steps):
+        step = reversible_step(runge_kutta(turning))
+        times = grid(steps)
+        ends = (times[:-1], times[1:])
+        y, z = solved(step, steps)
+        assert_trees_close(invert(repeated(step))((y, z), ends), (X, X), 1e-14)
+        assert max(drift(step, (X, X), ends)) < 1e-14
+
+    def test_gradients_are_those_of_plain_autograd_in_flat_memory(self):
+        step, x = reversible_step(runge_kutta(turning)), X.repeat(500, 1)
+        peaks = []
+        for steps in (4, 12):
+            found = []
+            for h in (step, invertible_checkpoint(step)):
+                given_ = [t.clone().requires_grad_() for t in (x, TURN, grid(steps))]
+                start, w, times = given_
+                with nothing_collected(), Meter() as meter:
+                    state = (start * 1, start * 1)
+                    for ends in zip(times[:-1], times[1:], strict=True):
+                        state = h(state, ends, w)
+                    state[0].sin().sum().backward()
+                    del state
+                    peaks.append(meter.peak())
+                found.append([t.grad for t in given_])
+            assert_trees_close(found[1], found[0], 1e-12)
+        assert peaks[2] > 2 * peaks[0] and peaks[3] <= 1.05 * peaks[1]
+
+    def test_replays_noise_on_its_path(self):
+        """Both directions see the same path, which is a part of what a step goes along."""
+        steps = 40
+        path, times = brownian(steps), grid(steps, 1.0)
+        ends = ((times[:-1], path[:-1]), (times[1:], path[1:]))
+        step = reversible_step(euler_heun)
+        y, z = repeated(step)((X, X), ends, TURN)
+        assert_trees_close(invert(repeated(step))((y, z), ends, TURN), (X, X), 1e-14)
+
+        def loss(h, w, path):
+            ends = ((times[:-1], path[:-1]), (times[1:], path[1:]))
+            return sum(t.square().sum() for t in h((X, X), ends, w))
+
+        def by_hand(state, ends, w):
+            (t, path), (s, later) = ends
+            y, z = state
+            for i in range(steps):
+                a, b = (t[i], path[i]), (s[i], later[i])
+                y = 0.99 * y + 0.01 * z + euler_heun(z, a, b, w)
+                z = z - euler_heun(y, b, a, w)
+            return y, z
+
+        found, wanted = (
+            torch.func.grad(lambda w, path, h=h: loss(h, w, path), (0, 1))(TURN, path)
+            for h in (repeated(step), by_hand)
+        )
+        assert_trees_close(found, wanted, 1e-11)
+
+    def test_of_noise_has_the_order_of_the_scheme(self):
+        """On one fine path: strong order 1, as noise that moves each entry by itself commutes."""
+        fine = brownian(1024)
+        ends = []
+        for steps in (16, 64, 1024):
+            path, times = fine[:: 1024 // steps], grid(steps, 1.0)
+            along = ((times[:-1], path[:-1]), (times[1:], path[1:]))
+            with torch.no_grad():
+                ends.append(repeated(reversible_step(euler_heun))((X, X), along, TURN)[0])
+        coarse, half = ((t - ends[-1]).abs().max() for t in ends[:2])
+        assert coarse / half > 2.5 and half < 0.05
+
+    @settings(max_examples=5)
+    @given(st.integers(1, 3))
+    def test_states_are_any_trees(self, n):
+        x = {"q": Numbers(n)(n, 2), "p": [Numbers(n + 1)(n, 3)]}
+        step = reversible_step(runge_kutta(lambda x, t: {"q": -x["q"], "p": [x["p"][0].sin() + t]}, "heun"))
+        y, z = solved(step, 5, x)
+        parts = [solved(reversible_step(runge_kutta(f, "heun")), 5, part) for f, part in (
+            (lambda q, t: -q, x["q"]), (lambda p, t: p.sin() + t, x["p"][0])
+        )]  # fmt: skip
+        assert_trees_close(tree.leaves(y), [parts[0][0], parts[1][0]], 1e-14)
+        assert_trees_close(tree.leaves(z), [parts[0][1], parts[1][1]], 1e-14)
+        check_inverse(step, (x, x), (0.0, 0.5))
+
+    def test_modules_are_fields(self):
+        class Field(nn.Linear):
+            def forward(self, x, t):
+                return super().forward(x).tanh() * t
+
+        module = Field(2, 2).double()
+        own = list(module.parameters())
+        found, wanted = (
+            torch.autograd.grad(sum(t.sin().sum() for t in solved(h, 4)), own)
+            for h in (
+                invertible_checkpoint(reversible_step(runge_kutta(f))) for f in (module, lambda x, t: module(x, t))
+            )
+        )
+        assert_trees_close(found, wanted, 1e-14)
+        assert repr(reversible_step(runge_kutta(module))) == "reversible_step(runge_kutta(Field, 'rk4'), coupling=0.99)"
+
+
+class TestMidpoint:
+    def test_two_steps_of_the_midpoint_rule_are_a_coupling(self):
+        """x[n + 1] = x[n - 1] + 2 h f(x[n]), of order 2, also on a grid, where it comes back to the bit."""
+
+        def f(x):
+            return torch.tanh(x @ TURN)
+
+        def states(steps):
+            h = 4 / steps
+            found = [X, X + runge_kutta(lambda x, t: f(x))(X, 0.0, h)]
+            for _ in range(steps):
+                found.append(found[-2] + 2 * h * f(found[-1]))
+            return found
+
+        ends = []
+        for steps in (40, 80, 160):
+            h, found = 4 / steps, states(steps)
+
+            def move(x, h=h):
+                return 2 * h * f(x)
+
+            coupling, start = repeated(additive_coupling(move, move)), tuple(found[:2])
+            y = coupling(start, [None] * (steps // 2))
+            assert_trees_close(y, tuple(found[steps : steps + 2]), 1e-13)
+            assert_trees_close(invert(coupling)(y, [None] * (steps // 2)), start, 1e-12)
+            on_grid = Grid(40, torch.float64).enter(start)
+            exact = repeated(additive_coupling(move, move, exact=Grid(40, torch.float64)))
+            back = invert(exact)(exact(on_grid, [None] * (steps // 2)), [None] * (steps // 2))
+            assert_trees_close(back, on_grid, 0)
+            ends.append(y[0])
+        wanted = plain(runge_kutta(lambda x, t: f(x)), 1000)
+        errors = [(x - wanted).abs().max() for x in ends]
+        assert all(abs(math.log2(a / b) - 2) < 0.3 for a, b in zip(errors, errors[1:], strict=False))
+
+
+SOLVER, RK4 = reversible_step(runge_kutta(torch.sin)), runge_kutta(torch.sin)
+W = torch.ones(2)
+
+
+def increment(x, start, end):
+    return tuple(x)
+
+
+REFUSED = [
+    (lambda: reversible_step(0.1), r"reversible_step\(increment\): increment is of type float, but has to be a func"),
+    (lambda: runge_kutta("rk4"), r"runge_kutta\(field, tableau\): field is of type str, but has to be a function"),
+    (lambda: SOLVER(({"a": X, "b": 2},) * 2, (0, 1)), r"coupling=0.99\): y\['b'\] is of type int.*pytree of tensors"),
+    (lambda: reversible_step(torch.sin, 1.5), r"reversible_step\(sin, coupling=1.5\): coupling.*above 0 and at most 1"),
+    (lambda: reversible_step(torch.sin, math.nan), "above 0 and at most 1"),
+    (lambda: reversible_step(torch.sin, 0), "above 0 and at most 1"),
+    (lambda: SOLVER((X, X)), r"^reversible_step\(runge_kutta\(sin, 'rk4'\), .*: behind the state.*is NoneType"),
+    (lambda: SOLVER((X, X), (W,)), r"has to be \(start, end\).*but there is tuple of 1.*\(start, end, p\)"),
+    (lambda: SOLVER(X, (0, 1)), "x has to be a pair of tensors"),
+    (lambda: invert(SOLVER)(X, (0, 1)), "y has to be a pair of tensors"),
+    (lambda: SOLVER((X, [X]), (0, 1)), r"the state returns a list of \[0\], but its first part.*is a tensor"),
+    (lambda: SOLVER((X, X[:1]), (0, 1)), r"the state returns a tensor of shape \[1, 2\]"),
+    (lambda: reversible_step(increment)((X, X), (0, 1)), "the function returns a tuple of.*is a tensor"),
+    (lambda: reversible_step(increment)(([X, X],) * 2, (0, 1)), "the function returns a tuple of.*a list of"),
+    (lambda: reversible_step(lambda x, a, b: W)((X, X), (0, 1)), r"tensor of shape \[2\].* has shape \[2, 2\]"),
+    (lambda: RK4(X, W, W), r"^runge_kutta\(sin, 'rk4'\): start is of shape \[2\], but has to be a number or a tensor"),
+    (lambda: RK4(X, 0.0, None), "end is of type NoneType, but has to be a number"),
+    (lambda: runge_kutta(lambda x, t: W)(X, 0, 1), r"the field returns a tensor of shape \[2\], but x"),
+    (
+        lambda: runge_kutta(torch.sin, "rk5"),
+        r"'rk5'\): the tableau is one of \"euler\", \"midpoint\", \"heun\", \"rk4\"",
+    ),
+    (lambda: runge_kutta(torch.sin, 4), "the tableau is one of"),
+    (lambda: runge_kutta(torch.sin, ([[1]], [1])), "the at most i stages before"),
+    (lambda: runge_kutta(torch.sin, ([[]], [0.5, 0.5])), "b has one for each of the 1 rows"),
+    (lambda: runge_kutta(torch.sin, ([[]], [0.5])), "sum to 0.5, but to 1"),
+]
+
+
+@pytest.mark.parametrize(("fn", "reason"), REFUSED, ids=[reason[:40] for _, reason in REFUSED])
+def test_what_is_refused(fn, reason):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=reason):
+        fn()

@@ -1,0 +1,306 @@
+"""What processes compute that are broken off and go on: programs for `tests/test_distributed_checkpoint.py`."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import invfunc
+from invfunc import distributed, streamed, tree
+from invfunc.evaluation.processes import Processes
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
+from tests.strategies import Numbers
+from tests.test_streamed import AT_ONCE, EXACT, batches, linear, losses
+
+SIZES = [[2, 3, 0, 1, 2], [1, 4], []]
+"""Of the batches of each process."""
+
+
+class Lost(Exception):
+    pass
+
+
+def data() -> tuple[Any, list[Any]]:
+    """Parameters, and the batches of this process."""
+    rand = Numbers(0)
+    params = {"w": rand(4, 3), "b": rand(3)}
+    edges = [sum(SIZES[0]), sum(map(sum, SIZES[:2]))]
+    own = [part[dist.get_rank()] for part in (batches(edges, rand(13, 4)), batches(edges, torch.arange(13) % 3))]
+    x, y = (one[0] for one in own)
+    sizes = SIZES[dist.get_rank()]
+    return params, batches([sum(sizes[: k + 1]) for k in range(len(sizes) - 1)], x, y) if sizes else []
+
+
+def rows_of(*xs: torch.Tensor) -> set[float]:
+    """What tells samples apart."""
+    return {row for x in xs for row in x[:, 0].tolist()}
+
+
+def cases(seen: list[float], seed: int = 0) -> dict[str, Callable[[], Any]]:
+    """What makes each of some statistics and products, of functions that note what they see."""
+
+    def noted(f: Callable) -> Callable:
+        def named(params: Any, x: torch.Tensor, *rest: Any) -> Any:
+            seen.extend(rows_of(x))
+            return f(params, x, *rest)
+
+        named.__name__ = f.__name__
+        return named
+
+    f, g = noted(losses), noted(linear)
+    drawn = partial(torch.Generator().manual_seed, seed + dist.get_rank())  # the first one's counts
+    return {
+        "variance": lambda: invfunc.variance(f),
+        "several": lambda: invfunc.together(
+            invfunc.batch_grad(f), invfunc.ekfac(f, generator=drawn()), invfunc.variance(f)
+        ),
+        "mean": lambda: invfunc.diag_ggn(g, F.cross_entropy),
+        "hvp": lambda: invfunc.hvp(f),
+        "drawn product": lambda: invfunc.fvp(g, F.cross_entropy, mc_samples=1, generator=drawn()),
+    }
+
+
+class Told:
+    """What is wrong, in words."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.wrong, self.seen = Path(folder), list[str](), list[float]()
+        self.params, self.parts = data()
+        self.rank = dist.get_rank()
+        self.own = self.folder / f"state.{self.rank}"
+
+    def check(self, what: str, right: Any) -> None:
+        if not right:
+            self.wrong.append(what)
+
+    def call(self, t: Any, loader: Any, **options: Any) -> Any:
+        v = [self.params] if hasattr(t, "linearize") else []
+        return distributed(streamed(t, **options))(self.params, *v, loader)
+
+    def broken(self, t: Any, rank: int, sweep: int, at: int) -> str:
+        """How a call ends in which a loader fails."""
+        begun, counts = [], bool(getattr(t, "drawings", None) or getattr(t, "drawing", None))  # the samples, first
+
+        def loader() -> Iterator[Any]:
+            begun.append(0)
+            fails = self.rank == rank and len(begun) == counts + sweep + 1
+            yield from self.parts[:at] if fails else self.parts
+            if fails:
+                raise Lost
+
+        try:
+            self.call(t, loader, checkpoint=self.folder / "state")
+        except Exception as error:
+            return type(error).__name__ if isinstance(error, (Lost, invfunc.ProcessError)) else repr(error)
+        return "nothing"
+
+    def resumed(self, what: str, t: Any, wanted: Any) -> None:
+        """Go on, and compare to the last bit."""
+        self.seen.clear()
+        dist.barrier()
+        found = self.call(t, self.parts, checkpoint=self.folder / "state")
+        pairs = zip(tree.tensors((found,)), tree.tensors((wanted,)), strict=True)
+        self.check(f"{what}: another result", all(torch.equal(x, y) for x, y in pairs))
+        dist.barrier()
+        self.check(f"{what}: a file is left", not list(self.folder.iterdir()))
+
+
+def go_on(folder: str) -> list[str]:
+    """Every case, broken off in each process and sweep."""
+    told = Told(folder)
+    for name in ("several", "mean", "hvp", "drawn product"):
+        make = cases(told.seen)[name]
+        wanted, sweeps = told.call(make(), told.parts), getattr(make(), "sweeps", 1)
+        for rank, sweep, at in [(r, s, k) for r in (0, 1) for s in range(sweeps) for k in ((1, 3), (0, 1))[r]]:
+            what = f"{name}, process {rank} in sweep {sweep} at {at}"
+            said = told.broken(make(), rank, sweep, at)
+            told.check(f"{what}: {said}", said == ("Lost" if rank == told.rank else "ProcessError"))
+            told.resumed(what, make(), wanted)
+            left = told.parts[at:] if rank == told.rank else []
+            if sweep < sweeps - 1:
+                left = told.parts
+            first = told.parts[:1] if name in ("mean", "drawn product") else []  # which shows the scale
+            again = rows_of(*(x for x, _ in [*left, *first]))
+            told.check(f"{what}: batches were computed again", set(told.seen) <= again)
+    return told.wrong
+
+
+def lose(folder: str) -> list[str]:
+    """Files that are lost, late, or of something else."""
+    told = Told(folder)
+    first, second, copy = told.folder / "state.0", told.folder / "state.1", told.folder.parent / "copy"
+    several, wanted = cases(told.seen)["several"], {}
+    for name in ("several", "drawn product"):
+        wanted[name] = told.call(cases(told.seen)[name](), told.parts)
+
+    def moved(source: Path, to: Path) -> None:
+        dist.barrier()
+        if told.rank == 1:
+            shutil.move(source, to)
+        dist.barrier()
+
+    for sweep in (0, 1):
+        told.broken(several(), 0, sweep, 1)
+        moved(second, copy)
+        told.resumed(f"a file that is lost in sweep {sweep}", several(), wanted["several"])
+
+    told.broken(several(), 0, 0, 2)
+    if told.rank == 1:
+        shutil.copy(second, copy)
+    told.broken(several(), 0, 1, 1)
+    moved(copy, second)
+    told.resumed("a file of the first sweep, where others are in the second", several(), wanted["several"])
+    told.check("the second sweep is not of all", set(told.seen) == rows_of(*(x for x, _ in told.parts)))
+
+    told.broken(several(), 0, 1, 1)
+    if told.rank == 1:  # as another machine may find them
+        found = torch.load(second, weights_only=False)
+        for one in found["state"]["kept"][1]["known"].values():
+            one.factors[0].mul_(-1)
+        torch.save(found, second)
+    told.resumed("eigenvectors that are not those of the others", several(), wanted["several"])
+
+    told.broken(cases(told.seen)["drawn product"](), 1, 0, 1)
+    moved(first, copy)
+    other = cases(told.seen, seed=7)["drawn product"]
+    told.resumed("keys are those of the file that is left", other(), wanted["drawn product"])
+
+    def says(what: str, text: str, t: Any) -> None:
+        try:
+            told.call(t, told.parts, checkpoint=told.folder / "state")
+        except (invfunc.ArgumentError, invfunc.ProcessError) as error:
+            told.check(f"{what}: {error}", text in str(error))
+        else:
+            told.check(what, False)
+
+    told.broken(several(), 0, 1, 1)
+    moved(second, copy)
+    moved(first, second)
+    says("another process's file", "another value of the process: 0 of 3, and not 1 of 3", several())
+    dist.barrier()
+    told.own.unlink(missing_ok=True)
+    told.broken(several(), 0, 1, 1)
+    moved(copy, second)
+    says("files of two calls", "are of different calls. Remove them", several())
+    dist.barrier()
+    told.own.unlink(missing_ok=True)
+
+    failing = [told.rank == 1]
+
+    def last(path: str, x: torch.Tensor) -> torch.Tensor:
+        if any(failing):
+            raise Lost
+        return x.clone()
+
+    summed = invfunc.reduced(cases(told.seen)["variance"](), last)
+    said = told.broken(summed, -1, 0, 0)
+    told.check(f"no result in one process: {said}", said == ("Lost" if any(failing) else "ProcessError"))
+    failing.clear()
+    told.resumed("where one had no result", summed, told.call(cases(told.seen)["variance"](), told.parts))
+    told.check("where one had no result: batches were computed again", not told.seen)
+    return told.wrong
+
+
+def rows(folder: str) -> list[str]:
+    """Results with a sample axis that go elsewhere in each process."""
+    told, params = Told(folder), data()[0]
+
+    def compare(what: str, found: Any, wanted: Any) -> None:
+        try:
+            assert_trees_close(found, wanted, EXACT)
+        except AssertionError as error:
+            told.wrong.append(f"{what}: {error}")
+
+    drawn = partial(torch.Generator().manual_seed, 0)
+    made: dict[str, Callable[[], Any]] = {
+        "losses": lambda: invfunc.batch_grad(losses),
+        "a mean": lambda: invfunc.sqrt_ggn(linear, F.cross_entropy),
+        "a mean of several": lambda: invfunc.together(
+            invfunc.batch_diag_ggn(linear, F.cross_entropy), invfunc.sqrt_ggn(linear, F.cross_entropy)
+        ),
+        "drawn": lambda: invfunc.batch_diag_ggn(losses, mc_samples=2, generator=drawn()),
+    }
+    for name, make in made.items():
+        wanted = told.call(make(), told.parts)
+        out = tree.map_tensors(lambda x: torch.full_like(x, torch.nan), wanted)
+        compare(name, told.call(make(), told.parts, out=out), wanted)
+        compare(name, out, wanted)
+        if "mean" in name:
+            continue
+        starts, kept = [], list[Any]()
+        found = told.call(
+            make(), told.parts, out=lambda start, x, kept=kept, to=starts: (to.append(start), kept.append(x))
+        )
+        sizes = [n for n in SIZES[told.rank] if n]
+        told.check(f"{name}: starts {starts}", found is None and starts == [sum(sizes[:k]) for k in range(len(sizes))])
+        for path in params if sizes else ():
+            compare(name, torch.cat([x[path] for x in kept]), wanted[path])
+    for rank, size in ((0, 8), (2, 0)):
+        small = tree.map_tensors(lambda x: x.new_empty(size - (told.rank == rank == 0), *x.shape), params)  # noqa: B023
+        try:
+            told.call(invfunc.batch_grad(losses), told.parts, out=small)
+        except (invfunc.ArgumentError, invfunc.ProcessError) as error:
+            told.check(f"no room: {error}", "there are" in str(error))
+        else:
+            told.check("no room", False)
+    return told.wrong
+
+
+def explained(folder: str) -> list[str]:
+    """What is exchanged is what was told before."""
+    (params, _), wrong, travels = data(), list[str](), list[int]()
+    x, y = Numbers(dist.get_rank())(5, 4), torch.arange(5) % 3
+    real = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
+    told = Processes.told
+
+    def of_all(self: Processes, at: str, work: Any) -> Any:
+        own, each = told(self, at, work)
+        if at == "parameters":  # of which each has dealt with some
+            travels.extend(x.nbytes for x in tree.tensors(each))
+        return own, each
+
+    def noted(name: str) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            travels.append(args[-1].nbytes)
+            return real[name](*args, **kwargs)
+
+        return call
+
+    def compare(what: str, t: Any, call: tuple) -> None:
+        travels.clear()
+        found = invfunc.explain(t)(*call)
+        asked = list(travels)
+        t(*call)
+        if asked or (found.processes, found.exchanged) != (dist.get_world_size(), sum(travels)):
+            wrong.append(f"{what}: {found.exchanged} bytes, but {sum(travels)}")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Processes, "told", of_all)
+        for name in real:
+            patched.setattr(dist, name, noted(name))
+        for name, row in ROWS.items():
+            for form in row.forms if name not in AT_ONCE and "gram" not in name else ():  # which has tiles
+                functions = {LOSS: (losses,), BOTH: (linear, F.cross_entropy)}.get(form, (linear,))
+                call = (params, x, y) if form in (LOSS, BOTH) else (params, x)
+                for each in ("local", "gather"):
+                    compare(f"{name} {form} {each}", distributed(row.make(*functions), each=each), call)
+        parts = [(x, y)]
+        compare("streamed", distributed(streamed(invfunc.kflr(linear, F.cross_entropy))), (params, parts))
+        out = {name: p.new_empty(5, *p.shape) for name, p in params.items()}
+        compare("out", distributed(streamed(invfunc.batch_grad(losses), out=out)), (params, parts))
+    if dist.get_rank() == 1:  # alone
+        found = invfunc.explain(distributed(invfunc.variance(losses)))(params, x, y)
+        if found.exchanged != 256:
+            wrong.append("one that asks alone")
+    return wrong
+
+
+def all_of_it(folder: str) -> list[str]:
+    return go_on(folder) + lose(folder) + rows(folder) + explained(folder)

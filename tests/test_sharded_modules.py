@@ -1,0 +1,58 @@
+"""Modules that torch has wrapped for several processes: DistributedDataParallel and fully_shard."""
+
+import pytest
+
+from invfunc.testing import assert_trees_close
+from tests.many_processes import start
+from tests.sharded_modules import WAYS, WIDTH, N, Reversible, as_it_is, told_of_modules
+from tests.strategies import Numbers
+
+PARTS = ["the parts", "the parts, kept"]
+"""Of blocks, which gather parameters anew for each of their calls."""
+
+
+@pytest.fixture(scope="module")
+def two():
+    """What two processes tell: of invertible blocks, of functions of modules, and of what is refused."""
+    return start(2, told_of_modules)
+
+
+class TestInvertibleBlocks:
+    @pytest.mark.parametrize("way", [way for way in WAYS if way not in PARTS])
+    def test_gradients_are_those_of_one_process(self, two, way):
+        net = Reversible(3, as_it_is)
+        net(Numbers(1)(2 * N, 2 * WIDTH)).backward()
+        for found, _, _ in two:
+            assert_trees_close(found[way], {name: p.grad for name, p in net.named_parameters()}, 1e-9)
+
+    @pytest.mark.parametrize("way", PARTS)
+    def test_parts_that_are_gathered_for_each_call_are_an_error(self, two, way):
+        for found, _, _ in two:
+            assert "ReplayError" in found[way] and "Shard the module that holds the whole block" in found[way]
+
+    @pytest.mark.parametrize("way", ["DDP", "the model"])
+    def test_memory_does_not_grow_with_depth(self, two, way):
+        for found, _, _ in two:
+            (few, many), (shallow, deep) = found[way, "as_it_is"], found[way, "invertible_checkpoint"]
+            assert many >= 2 * few and deep <= 1.05 * shallow
+
+    def test_of_sharded_blocks_less_than_a_state_of_each_is_kept(self, two):
+        for found, _, _ in two:
+            shallow, deep = found["each block", "invertible_checkpoint"]
+            few, many = found["each block", "as_it_is"]
+            assert deep - shallow < 6 and deep - shallow < (many - few) / 2
+
+
+class TestFunctional:
+    def test_it_is_that_of_the_plain_module(self, two):
+        assert [wrong for _, wrong, _ in two] == [[], []]
+
+    def test_what_the_module_computes_otherwise_is_an_error(self, two):
+        first, second = (said for _, _, said in two)
+        assert first == second
+        assert "Call its `reshard()` first" in first["gathered"]
+        assert "compute in torch.bfloat16, by its mp_policy" in first["another precision"]
+        assert "FSDPClassifier compute in torch.float32" in first["another precision of outputs"]
+        assert "params has no 'head.bias'" in first["frozen"] and "p.full_tensor()" in first["frozen"]
+        assert "something outside of the module keeps it" in first["kept outside"]
+        assert not first["sums in another precision"]

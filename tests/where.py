@@ -1,0 +1,113 @@
+"""The README's table of where the samples and the parameters may be; `python -m tests.where` writes it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import invfunc
+from invfunc import InvFuncError, distributed, streamed, tree
+from invfunc.products.product import Product
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
+from tests.coverage import README, WIDTH
+from tests.many_processes import full
+from tests.strategies import Numbers
+from tests.test_streamed import EXACT, FLOOR, dense, linear, losses
+
+BEGIN, END = "<!-- where: begin -->\n", "<!-- where: end -->\n"
+TEXT = """\
+Each cell says what today's code does with samples that come in batches, that are divided among processes, and with
+parameters of which each process has a part (`DTensor`, as `fully_shard` makes them): **right**; **in parts**, which is
+right, and laid out as the parameters are; or **refused**. `tests/test_distributed.py` compares what is right with all
+samples in one process, in 2 and 4 processes. `python -m tests.where` writes this section.
+"""
+COLUMNS = ["one process", "streamed", "distributed", "sharded parameters"]
+PRODUCTS = ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product", "pch_block_product"]
+
+
+def of_a_name(name: str) -> tuple[Callable, tuple, tuple]:
+    """A statistic or product, which draws the same each time that it is made, its functions, and its samples."""
+    rand = Numbers(1)
+    x, y = rand(6, 4), torch.arange(6) % 3
+    if name in PRODUCTS:
+        return getattr(invfunc, name), (linear, F.cross_entropy), (x, y)
+    row = ROWS[name]
+    functions = {BOTH: (linear, F.cross_entropy), MODEL: (linear,), LOSS: (losses,)}[row.form]
+    return row.make, functions, (x,) if row.form == MODEL else (x, y)
+
+
+def cells(name: str) -> list[str]:
+    of, functions, samples = of_a_name(name)
+    make = partial(of, *functions)
+    rand = Numbers(2)
+    params = {"w": rand(4, 3), "b": rand(3)}
+    parts = {key: distribute_tensor(p, init_device_mesh("cpu", (1,)), [Shard(0)]) for key, p in params.items()}
+    lead = [tree.map_tensors(lambda p: p[(None,) * make().lead], params)] if isinstance(make(), Product) else []
+    halves = [tuple(x[:2] for x in samples), tuple(x[2:] for x in samples)]
+    loop, wanted = getattr(ROWS.get(name), "loop", None), make()(params, *lead, *samples)
+    found = [_said(lambda: wanted, loop and loop(*functions)(params, *samples))]
+    found += [_said(lambda: streamed(make())(params, *lead, halves), wanted if not _draws(name) else None)]
+    if _draws(name):  # other columns than without it
+        wanted = streamed(make())(params, *lead, [samples])
+    for given in (params, parts):
+        found.append(_said(lambda given=given: distributed(make())(given, *lead, *samples), wanted))
+    return found
+
+
+def _draws(name: str) -> bool:
+    return name in ROWS and ROWS[name].drawn
+
+
+def _said(call: Callable, wanted: Any) -> str:
+    try:
+        found = call()
+    except InvFuncError as error:
+        return f"refused: {str(error).partition(': ')[2].rstrip('.')}"
+    if wanted is not None:
+        assert_trees_close(dense(full(found)), dense(wanted), EXACT, FLOOR)
+    return "in parts" if any(isinstance(x, DTensor) for x in tree.tensors((found,))) else "right"
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """In a process group of this process, if it has none."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def section() -> str:
+    """In Markdown; what is done alike shares a line."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    with alone():
+        for name in [*ROWS, *PRODUCTS]:
+            lines.setdefault(tuple(cells(name)), []).append(f"`{name}`")
+    rows = [["statistic or product", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
+    rows += [[", ".join(names), *found] for found, names in lines.items()]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"{BEGIN}## One batch, many batches, many processes\n\n{textwrap.fill(TEXT, WIDTH)}\n\n{table}{END}"
+
+
+def rewritten(readme: str) -> str:
+    """The README with the section of today's code."""
+    before, rest = readme.split(BEGIN)
+    return before + section() + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(rewritten(README.read_text()))
