@@ -187,13 +187,13 @@ class Factor:
 
     # Blocks of samples
 
-    def terms(self, part: Part) -> list[Term]:
-        """The factors of the shares of some samples."""
-        return self._terms(self.columns.left, part)
+    def terms(self, part: Part, matrix: torch.Tensor | None = None) -> list[Term]:
+        """The factors of the shares of some samples; with a matrix, of projected ones."""
+        return self._terms(self.columns.left, part, matrix)
 
-    def sizes(self, terms: list[Term]) -> list[int]:
-        """How many values the labels of the output have."""
-        return _sizes(terms, self.output)
+    def sizes(self) -> list[int]:
+        """How many values the labels of the output have: those of each picked row, where it picks rows."""
+        return _sizes(self._terms(self.columns.left, slice(0, 1)), self.output)
 
     def _way(self, instance: str, kept: str) -> tuple[list[Part], list[Term], bool]:
         """Blocks of samples, the terms of the first, and whether the square is cheaper without forming a share."""
@@ -219,9 +219,9 @@ class Factor:
         for i, part in enumerate(parts):
             yield part, terms if i == 0 else self._terms(self.columns.left, part), direct
 
-    def _terms(self, cotangents: Cotangents, part: Part) -> list[Term]:
+    def _terms(self, cotangents: Cotangents, part: Part, matrix: torch.Tensor | None = None) -> list[Term]:
         reached = [(use, cotangent) for use in self.uses if (cotangent := cotangents[use.site]) is not None]
-        built = [use.recipe.terms(cotangent[:, part], part) for use, cotangent in reached]
+        built = [use.recipe.terms(cotangent[:, part], part, matrix) for use, cotangent in reached]
         return squeezed(widened(built[0] if len(built) == 1 else stacked(built)))
 
     def _entries(self, terms: list[Term]) -> int:

@@ -64,41 +64,41 @@ class Sides:
 def sketched(factor: Factor, sides: Sides, entries: torch.Tensor | None) -> torch.Tensor | None:
     """The sketches `[count, rows * columns]` of a factor of shares, which reads these entries of the parameter, or it
     itself if they are None; None if it is not a product of rows and columns."""
-    if factor.recipe.own is not None:
+    if factor.recipe.own is not None or (laid := _laid(factor, sides, entries)) is None:
         return None
     room, found = thresholds.OPERANDS * factor.budget, []
     first, *_ = parts = factor.samples.parts(factor.work, room)
-    terms = _with_sides(factor, sides, entries, first)
-    if terms is None:
-        return None
+    terms = _with_sides(factor, laid, first)
     size = largest(terms, present("NRC", terms)) // length(first)
     if size > factor.work and len(finer := factor.samples.parts(size, room)) > len(parts):
         parts, terms = finer, None
     for part in parts:
-        terms = terms or _with_sides(factor, sides, entries, part)
-        assert terms is not None
-        found.append(sides.contracted(terms, length(part)))
+        found.append(sides.contracted(terms or _with_sides(factor, laid, part), length(part)))
         terms = None
     return joined(found)
 
 
-def _with_sides(factor: Factor, sides: Sides, entries: torch.Tensor | None, part: Part) -> list[Term] | None:
-    """The terms of a factor for some samples, and those of the sides."""
-    terms, param = factor.terms(part), factor.use.param
-    sizes = factor.sizes(terms)
+def _laid(factor: Factor, sides: Sides, entries: torch.Tensor | None) -> list[Term] | None:
+    """The sides over the labels of a factor."""
+    sizes = factor.sizes()
     if factor.lands:
-        sizes[0] = len(param)
-    made = (
-        sides.over(sizes, factor.output)
-        if entries is None
-        else sides.at(entries.reshape(sizes), factor.output, factor.lands)
-    )
-    if made is None:
-        return None
+        sizes[0] = len(factor.use.param)
+    if entries is None:
+        return sides.over(sizes, factor.output)
+    return None if not entries.numel() else sides.at(entries.reshape(sizes), factor.output, factor.lands)
+
+
+def _with_sides(factor: Factor, laid: list[Term], part: Part) -> list[Term]:
+    """The terms of a factor for some samples, and those of the sides."""
+    (rows, _), (columns, matrix) = laid
+    if all(use.recipe.projected for use in factor.uses) and matrix.shape[0] > matrix.shape[-1]:
+        last = factor.output[-1]
+        if columns == last + "C" and last not in rows:
+            return squeezed(widened([*factor.terms(part, matrix), laid[0]]))
     if factor.lands:  # each entry has the row that it is of, one behind the last has none
-        picked = factor.recipe.rows(part, len(param))
-        made = [("N" + c, _behind(x)[picked]) if c.startswith(factor.output[0]) else (c, x) for c, x in made]
-    return squeezed(widened([*terms, *made]))
+        picked = factor.recipe.rows(part, len(factor.use.param))
+        laid = [("N" + c, _behind(x)[picked]) if c.startswith(factor.output[0]) else (c, x) for c, x in laid]
+    return squeezed(widened([*factor.terms(part), *laid]))
 
 
 def _behind(x: torch.Tensor) -> torch.Tensor:
