@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from invfunc._functorch import plainly
 from invfunc.per_sample import Shares, Sides
@@ -17,8 +20,8 @@ class Sketches(EachSample):
 
     forms = "no"
 
-    def __init__(self, rows: int, columns: int, key: int) -> None:
-        self.rows, self.columns, self.key = rows, columns, key
+    def __init__(self, rows: int, columns: int, projection: str, key: int) -> None:
+        self.rows, self.columns, self.projection, self.key = rows, columns, projection, key
 
     def step(self, shares: Shares) -> State:
         return (shares.sketches(self.sides(shares.place, shares.leaf)),)
@@ -33,18 +36,40 @@ class Sketches(EachSample):
         dtype = torch.promote_types(leaf.dtype, torch.float32)
         with plainly():
             generator = torch.Generator().manual_seed(self.key + place)
+            draw = partial(_drawn, PROJECTIONS[self.projection], generator=generator, dtype=dtype)
             if min(size, others) < 2:
-                first = _drawn(leaf.numel(), self.rows * self.columns, generator, dtype)
-                rest = torch.ones(1, 1, dtype=dtype)
+                first, rest = draw(leaf.numel(), self.rows * self.columns), torch.ones(1, 1, dtype=dtype)
             else:
-                first = _drawn(size, self.rows, generator, dtype)
-                rest = _drawn(others, self.columns, generator, dtype)
+                first, rest = draw(size, self.rows), draw(others, self.columns)
             return Sides(first.to(leaf.device), rest.to(leaf.device))
 
 
-def _drawn(size: int, count: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """S `[size, count]`, where S S^T is the identity on average: with as many columns as rows always, else of random
-    signs."""
+def _drawn(kind: Callable, size: int, count: int, *, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """S `[size, count]`, where S S^T is the identity on average: with as many columns as rows always."""
     if size <= count:
         return torch.eye(size, count, dtype=dtype)
+    return kind(size, count, dtype, generator)
+
+
+def _signs(size: int, count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Random signs."""
     return torch.randint(2, (size, count), generator=generator, dtype=dtype).mul_(2).sub_(1).div_(math.sqrt(count))
+
+
+def _sparse(size: int, count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """A random sign somewhere in each row."""
+    columns = torch.randint(count, (size,), generator=generator)
+    signs = torch.randint(2, (size,), generator=generator, dtype=dtype).mul_(2).sub_(1)
+    return F.one_hot(columns, count) * signs[:, None]
+
+
+def _mask(size: int, count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Each column picks another row."""
+    rows = torch.randperm(size, generator=generator)[:count]
+    found = torch.zeros(size, count, dtype=dtype)
+    found[rows, torch.arange(count)] = math.sqrt(size / count)
+    return found
+
+
+PROJECTIONS = {"signs": _signs, "sparse": _sparse, "mask": _mask}
+"""The kinds of random matrices."""

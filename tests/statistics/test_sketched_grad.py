@@ -50,6 +50,13 @@ WAYS = {
     "a table with padding": (lambda w, x: F.embedding(x, w, padding_idx=2).sum(1), (V, D), 5, True),
     "a table of one column": (lookup, (V, 1), 5, True),
     "a convolution in groups": (lambda w, x: F.conv1d(x.view(5, 2, 3), w, groups=2), (4, 1, 2), (5, D), True),
+    "a convolution with steps": (
+        lambda w, x: F.conv1d(x[:, None], w, stride=2, padding=3, dilation=2),
+        (V, 1, 3),
+        (5, 9),
+        True,
+    ),
+    "a convolution to the same size": (lambda w, x: F.conv1d(x[:, None], w, padding="same"), (V, 1, 5), (5, D), True),
     "positions": (lambda w, x: x.view(5, 2, 3) + w, (2, 3), (5, D), True),
     "squared": (lambda w, x: x @ w.square().T, (V, D), (5, D), None),
     "read twice": (lambda w, x: (x @ w) @ w.T, (D, V), (5, D), True),
@@ -61,14 +68,14 @@ share are multiplied: not where a label counts rows and columns; None where its 
 
 class TestFactors:
     @pytest.mark.parametrize("path", EVERY)
-    @pytest.mark.parametrize("rows, columns", [(2, 3), (9, 4)])
+    @pytest.mark.parametrize("rows, columns, kind", [(2, 3, "signs"), (9, 4, "sparse"), (3, 2, "mask")])
     @pytest.mark.parametrize("way", WAYS)
-    def test_equal_the_projected_loop(self, way, rows, columns, path, monkeypatch):
+    def test_equal_the_projected_loop(self, way, rows, columns, kind, path, monkeypatch):
         z, shape, x, factored = WAYS[way]
         w = Numbers(0)(*shape)
         x = torch.tensor([[0, 2], [2, 2], [6, 1], [3, 3], [5, 4]]) if x == 5 else Numbers(1)(*x)
         x = x.clamp(max=shape[-1] - 1 if "transposed table" in way else V - 1) if x.dtype == torch.int64 else x
-        row, found = sketching(rows, columns), []
+        row, found = sketching(rows, columns, kind), []
 
         def f(w, x):
             return z(w, x).cos().reshape(5, -1).sum(1)
@@ -101,6 +108,13 @@ class TestFactors:
         t(w, x)
         assert peak_memory(lambda: t(w, x))[1] < 64 * 2**20
 
+    def test_of_convolutions_form_no_patches(self):
+        """Of 16 samples the patches would have 88 MiB, beside the 78 of what is kept."""
+        w, x = torch.randn(64, 16, 5, 5), torch.randn(16, 16, 64, 64)
+        t = sketched_grad(lambda w, x: F.conv2d(x, w).square().sum((1, 2, 3)), rows=4, columns=4, generator=seeded())
+        t(w, x)
+        assert peak_memory(lambda: t(w, x))[1] < 100 * 2**20
+
 
 class TestInnerProducts:
     @given(net=networks(), loss=st.sampled_from(LOSSES))
@@ -111,8 +125,10 @@ class TestInnerProducts:
         products = tree.map_tensors(lambda s: s @ s.T, found)
         assert_trees_close(products, invfunc.gram(f, per_parameter=True)(*args), 1e-10, 1e-10)
 
-    @pytest.mark.parametrize("rows, columns", [(4, 5), (16, 1), (1, 16), (8, 30)])
-    def test_are_right_on_average_with_the_stated_deviation(self, rows, columns):
+    @pytest.mark.parametrize(
+        "rows, columns, kind", [(4, 5, "signs"), (16, 1, "signs"), (1, 16, "sparse"), (8, 30, "sparse")]
+    )
+    def test_are_right_on_average_with_the_stated_deviation(self, rows, columns, kind):
         """Over 300 draws: 5 standard errors, and the bound of the docstring."""
 
         def f(p, x, y):
@@ -123,7 +139,7 @@ class TestInnerProducts:
         exact = invfunc.gram(f, per_parameter=True)(*args)
         g, draws = seeded(), []
         for _ in range(300):
-            found = sketched_grad(f, rows=rows, columns=columns, generator=g)(*args)
+            found = sketched_grad(f, rows=rows, columns=columns, projection=kind, generator=g)(*args)
             draws.append(tree.map_tensors(lambda s: s @ s.T, found))
         size = rows * columns
         stated = {"w": 2 / rows + 2 / columns + 4 / size, "b": 2 / size}
@@ -131,10 +147,23 @@ class TestInnerProducts:
             error = torch.stack([d[name] for d in draws]) - wanted
             norms = wanted.diag().sqrt()
             scale = norms[:, None] * norms
-            assert (error.square().mean(0).sqrt() <= 1.1 * stated[name] ** 0.5 * scale + 1e-10).all()
+            assert (error.square().mean(0).sqrt() <= 1.25 * stated[name] ** 0.5 * scale + 1e-10).all()
             assert (error.mean(0).abs() <= 5 * (stated[name] / 300) ** 0.5 * scale + 1e-10).all()
         if size >= 12:  # the vector is kept
             assert_trees_close(draws[0]["b"], exact["b"], 1e-10)
+
+    def test_of_masks_are_right_on_average(self):
+        """Over 400 draws, in their own standard errors."""
+
+        def f(w, x):
+            return torch.tanh(x @ w).square().sum(1)
+
+        w, x, g, draws = Numbers(0)(6, 5), Numbers(1)(4, 6), seeded(), []
+        for _ in range(400):
+            found = sketched_grad(f, rows=3, columns=2, projection="mask", generator=g)(w, x)
+            draws.append(found @ found.T)
+        draws = torch.stack(draws)
+        assert ((draws.mean(0) - invfunc.gram(f)(w, x)).abs() <= 5 * draws.std(0) / 20).all()
 
     def test_are_near_those_of_gram_with_hundreds_of_numbers(self):
         """Johnson and Lindenstrauss: all of them at once, here within 4 deviations."""
@@ -191,5 +220,7 @@ def test_refusals():
         sketched_grad(f, rows=0, columns=2, generator=seeded())
     with pytest.raises(ArgumentTypeError, match=r"sketched_grad\(columns=2.0\): columns is of type float"):
         sketched_grad(f, rows=1, columns=2.0, generator=seeded())
+    with pytest.raises(ArgumentError, match=r"projection=\['mask'\]\): projection .* 'signs', 'sparse', 'mask'"):
+        sketched_grad(f, rows=1, columns=2, projection=["mask"], generator=seeded())
     with pytest.raises(ArgumentTypeError, match=r"generator is of type int, .* pass generator=torch.Generator\(\)"):
         sketched_grad(f, rows=1, columns=2, generator=3)

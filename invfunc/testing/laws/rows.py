@@ -104,12 +104,13 @@ def clipping(max_norm: float) -> Row:
     return Row(partial(invfunc.clipped_grad, max_norm=max_norm), (LOSS,), TREES, loop, of_shares, picks=_norms_of)
 
 
-def sketching(rows: int, columns: int) -> Row:
+def sketching(rows: int, columns: int, projection: str = "signs") -> Row:
     """The row of `sketched_grad` for matrices of a size, which are those of a seed."""
 
     def make(*functions: Any, **options: Any) -> Any:
         generator = torch.Generator().manual_seed(0)
-        return invfunc.sketched_grad(*functions, rows=rows, columns=columns, generator=generator, **options)
+        sizes = {"rows": rows, "columns": columns, "projection": projection}
+        return invfunc.sketched_grad(*functions, **sizes, generator=generator, **options)
 
     def sides(i: int, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = make(torch.sum).reduction.sides(i, p)
@@ -166,7 +167,8 @@ ROWS = {
     "clipped_grad": clipping(1.0),
     "clipped_grad to little": clipping(0.01),
     "sketched_grad": sketching(3, 2),
-    "sketched_grad of more": sketching(6, 8),
+    "sketched_grad sparse": sketching(6, 8, "sparse"),
+    "sketched_grad of a mask": sketching(2, 3, "mask"),
     "gram": GRAM(
         invfunc.gram,
         gives=WHOLE,
