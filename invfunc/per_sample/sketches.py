@@ -66,16 +66,14 @@ def sketched(factor: Factor, sides: Sides, entries: torch.Tensor | None) -> torc
     itself if they are None; None if it is not a product of rows and columns."""
     if factor.recipe.own is not None or (laid := _laid(factor, sides, entries)) is None:
         return None
-    room, found = thresholds.OPERANDS * factor.budget, []
-    first, *_ = parts = factor.samples.parts(factor.work, room)
+    room = thresholds.OPERANDS * factor.budget
+    first, *others = parts = factor.samples.parts(factor.work, room)
     terms = _with_sides(factor, laid, first)
     size = largest(terms, present("NRC", terms)) // length(first)
     if size > factor.work and len(finer := factor.samples.parts(size, room)) > len(parts):
-        parts, terms = finer, None
-    for part in parts:
-        found.append(sides.contracted(terms or _with_sides(factor, laid, part), length(part)))
-        terms = None
-    return joined(found)
+        return joined([sides.contracted(_with_sides(factor, laid, part), length(part)) for part in finer])
+    found = [sides.contracted(terms, length(first))]
+    return joined(found + [sides.contracted(_with_sides(factor, laid, part), length(part)) for part in others])
 
 
 def _laid(factor: Factor, sides: Sides, entries: torch.Tensor | None) -> list[Term] | None:

@@ -75,8 +75,8 @@ STATISTICS = [
     Fault(
         "all blocks of samples have the sketches of the first",
         "per_sample/sketches.py",
-        "        terms = None\n    return",
-        "    return",
+        "length(part)) for part in others",
+        "length(part)) for part in [first] * len(others)",
         "statistics/test_sketched_grad.py::TestFactors",
     ),
     Fault(
