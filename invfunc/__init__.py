@@ -94,6 +94,7 @@ from invfunc.statistics.gram import gram
 from invfunc.statistics.kfac import kfac
 from invfunc.statistics.kflr import kflr
 from invfunc.statistics.kfra import kfra
+from invfunc.statistics.sketched_grad import sketched_grad
 from invfunc.statistics.sqrt_ggn import sqrt_ggn
 from invfunc.statistics.sum_grad_squared import sum_grad_squared
 from invfunc.statistics.variance import variance
@@ -181,6 +182,7 @@ __all__ = [
     "reversible_sgd",
     "reversible_step",
     "runge_kutta",
+    "sketched_grad",
     "sqrt_ggn",
     "state_first",
     "streamed",

@@ -8,9 +8,11 @@ import torch
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.loss.drawn import key_of
 from invfunc.loss.peeled import Peel
 from invfunc.plan import Options
 from invfunc.reductions.quantity import GGN, GRADIENT, Drawing
+from invfunc.reductions.sketches import PROJECTIONS, Sketches
 
 
 def drawing(
@@ -47,6 +49,25 @@ def drawing(
     if with_error and mc_samples < 2:
         raise ArgumentError(f"{name}(mc_samples=1, with_error=True): an error shows between two columns or more.")
     return Drawing(mc_samples, generator, sample, _peel(name, mc_samples, sample, peel, 2 if with_error else 1))
+
+
+def projecting(name: str, rows: Any, columns: Any, projection: Any, generator: Any) -> Sketches:
+    """Check the sizes and the kind of random matrices, and draw the number that they are made of."""
+    for option, value in (("rows", rows), ("columns", columns)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            kind = type(value).__name__
+            raise ArgumentTypeError(f"{name}({option}={value!r}): {option} is of type {kind}, but has to be an int.")
+        if value < 1:
+            raise ArgumentError(f"{name}({option}={value}): {option} has to be at least 1.")
+    if projection not in [*PROJECTIONS]:
+        kinds = ", ".join(map(repr, PROJECTIONS))
+        raise ArgumentError(f"{name}(projection={projection!r}): projection has to be one of {kinds}.")
+    if not isinstance(generator, torch.Generator):
+        raise ArgumentTypeError(
+            f"{name}(generator=...): generator is of type {type(generator).__name__}, but the matrices are drawn from "
+            "an explicit torch.Generator: pass generator=torch.Generator().manual_seed(0)."
+        )
+    return Sketches(rows, columns, projection, key_of(generator))
 
 
 def _peel(name: str, mc_samples: int, sample: Any, peel: Any, least: int) -> Peel | None:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from invfunc.certificates.draws import drawn
 from invfunc.certificates.look import Look, Member, Remembered
 from invfunc.certificates.reference import Reference
 from invfunc.certificates.rounding import Numbers, Tensors, largest, unit
 from invfunc.certificates.run import units, wide
 from invfunc.reductions.gradients import CentredSquares, ClippedSum
+from invfunc.reductions.sketches import Sketches
 from invfunc.reductions.squares import InnerProducts
 
 
@@ -101,6 +103,29 @@ def _squares(g: torch.Tensor) -> torch.Tensor:
 def one_hot(m: Member, rows: torch.Tensor) -> torch.Tensor:
     """Weights `[S, N]` that are 1 for one of the chosen samples."""
     return torch.nn.functional.one_hot(m.chosen[rows], m.problem.n)
+
+
+def sketches(m: Member) -> Iterator[Look]:
+    """Entries of the sketches, each beside the slope along the matrix that it is the product with."""
+    reduction, leaves = m.t.reduction, m.leaves(m.result)
+    assert isinstance(reduction, Sketches)
+    sizes = [wide(x).abs().nan_to_num(0, 0, 0).sum(0) for x in leaves]
+    places = m.tape.draw(lambda generator: drawn(sizes, m.k, generator))
+
+    def along(r: Reference, leaf: int, at: torch.Tensor) -> torch.Tensor:
+        p, run = r.leaves[leaf], r.loss
+        sides = reduction.sides(leaf, p)
+        columns = sides.rest.shape[1]
+        v = torch.einsum("ok,ik->koi", sides.first[:, at // columns], sides.rest[:, at % columns])
+        return run.along(run.forth(leaf, v.reshape(len(at), *p.shape).to(p)), run.gradient)[0][:, m.chosen]
+
+    for i, at in enumerate(places.of):
+        if len(at):
+            yield m.look(
+                wide(leaves[i])[:, at].T,
+                lambda r, i=i, at=at: (torch.cat([along(r, i, part) for part in r.in_parts(at)]), 0.0),
+                lambda k, *n, i=i, at=at: f"{m.problem.name(i)}, number {int(at[k])} of the sketch{m.sample(*n)}",
+            )
 
 
 def clipped_sum(m: Member) -> Iterator[Look]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from invfunc.contract import Term
 from invfunc.operations.axis import Axis
@@ -19,6 +20,8 @@ from invfunc.operations.operation import define
 from invfunc.operations.receptive_fields.regions import blank
 from invfunc.operations.receptive_fields.step import Rows, Step, joined, most
 from invfunc.operations.receptive_fields.windows import each, padded, windows
+
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 # Shares
 
@@ -73,9 +76,16 @@ def convolution(site: Site, param: torch.Tensor) -> Recipe | None:
         found = patches(inputs.flatten(0, 1), kernel, stride, pads, dilation)
         return [("Nbgip", found.reshape(*inputs.shape[:2], groups, -1, found.shape[-1]))]
 
+    def projected(part: Part, matrix: torch.Tensor) -> list[Term]:
+        inputs = _channels(site, x, axis, part, d)
+        kind = torch.promote_types(inputs.dtype, matrix.dtype)
+        kernels = matrix.T.to(kind).reshape(-1, *weight.shape[1:]).repeat(groups, *[1] * (d + 1))
+        found = _CONV[d](inputs.flatten(0, 1).to(kind), kernels, None, stride, padding, dilation, groups)
+        return [("NbgCp", found.reshape(*inputs.shape[:2], groups, matrix.shape[1], -1))]
+
     sent = partial(_sent, d=d, groups=groups)
     work = math.prod(weight.shape[1:]) * groups * math.prod(call.out.shape[-d:])
-    return Recipe("goi", "bgop", sent, read, gram=gram, reads=(x,), work=work)
+    return Recipe("goi", "bgop", sent, read, projected, gram=gram, reads=(x,), work=work)
 
 
 def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
@@ -122,7 +132,7 @@ def _stuffed(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """x with zeros put between its entries, so that a transposed convolution reads it with stride 1."""
     for dim, s in enumerate(stride, x.ndim - len(stride)):
         if s > 1:
-            apart = torch.nn.functional.pad(x.unsqueeze(dim + 1).movedim(dim + 1, -1), (0, s - 1)).movedim(-1, dim + 1)
+            apart = F.pad(x.unsqueeze(dim + 1).movedim(dim + 1, -1), (0, s - 1)).movedim(-1, dim + 1)
             x = apart.flatten(dim, dim + 1).narrow(dim, 0, (x.shape[dim] - 1) * s + 1)
     return x
 

@@ -1,5 +1,6 @@
 """Per-sample gradients of a parameter, as products of small factors."""
 
 from invfunc.per_sample.gradients import Shares
+from invfunc.per_sample.sketches import Sides
 
-__all__ = ["Shares"]
+__all__ = ["Shares", "Sides"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,7 @@ from invfunc.contract import (
 )
 from invfunc.operations.factors import Part
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
+from invfunc.per_sample.squares import shifted_moments, squared
 from invfunc.plan import even
 from invfunc.recording.tags import ParameterUse
 
@@ -186,6 +187,14 @@ class Factor:
 
     # Blocks of samples
 
+    def terms(self, part: Part, matrix: torch.Tensor | None = None) -> list[Term]:
+        """The factors of the shares of some samples; with a matrix, of projected ones."""
+        return self._terms(self.columns.left, part, matrix)
+
+    def sizes(self) -> list[int]:
+        """How many values the labels of the output have: those of each picked row, where it picks rows."""
+        return _sizes(self._terms(self.columns.left, slice(0, 1)), self.output)
+
     def _way(self, instance: str, kept: str) -> tuple[list[Part], list[Term], bool]:
         """Blocks of samples, the terms of the first, and whether the square is cheaper without forming a share."""
         cotangent = self.columns.left[self.use.site]
@@ -210,9 +219,9 @@ class Factor:
         for i, part in enumerate(parts):
             yield part, terms if i == 0 else self._terms(self.columns.left, part), direct
 
-    def _terms(self, cotangents: Cotangents, part: Part) -> list[Term]:
+    def _terms(self, cotangents: Cotangents, part: Part, matrix: torch.Tensor | None = None) -> list[Term]:
         reached = [(use, cotangent) for use in self.uses if (cotangent := cotangents[use.site]) is not None]
-        built = [use.recipe.terms(cotangent[:, part], part) for use, cotangent in reached]
+        built = [use.recipe.terms(cotangent[:, part], part, matrix) for use, cotangent in reached]
         return squeezed(widened(built[0] if len(built) == 1 else stacked(built)))
 
     def _entries(self, terms: list[Term]) -> int:
@@ -290,31 +299,9 @@ class Factor:
         return share.reshape((*share.shape[:lead], *shape))
 
 
-def shifted_moments(shares: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sum G` and `sum (G - mean)^2` of blocks `[b, *p]`: the latter around the mean of the first block, corrected."""
-    shift, totals, squares, n = None, [], [], 0
-    for share in shares:
-        shift = share.mean(0) if shift is None else shift
-        n += len(share)
-        share = share - shift
-        totals.append(share.sum(0))
-        squares.append(squared(share, fresh=True).sum(0))
-    total = summed(totals)
-    centred = torch.addcmul(summed(squares), total, total, value=-1 / n).clamp(min=0)
-    assert shift is not None
-    return total + n * shift, centred
-
-
 def _sizes(terms: list[Term], output: str, part: Part | None = None) -> list[int]:
     """The sizes of the labels, 1 where a dimension of size 1 was dropped."""
     sizes = {c: s for labels, x in terms for c, s in zip(labels, x.shape, strict=True)}
     if part is not None:
         sizes["N"] = length(part)
     return [sizes.get(c, 1) for c in output]
-
-
-def squared(share: torch.Tensor, other: torch.Tensor | None = None, fresh: bool = False) -> torch.Tensor:
-    """`share^2`, or its product with another; what is fresh may be overwritten."""
-    if other is not None:
-        return share * other
-    return share.square_() if fresh and not share.requires_grad else share.square()

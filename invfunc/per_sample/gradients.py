@@ -14,8 +14,10 @@ from invfunc.contract import joined, summed
 from invfunc.operations.factors import Part
 from invfunc.per_sample.biases import Role
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
-from invfunc.per_sample.factor import Factor, shifted_moments, squared
+from invfunc.per_sample.factor import Factor
 from invfunc.per_sample.lots import Drawn, drawn, variances
+from invfunc.per_sample.sketches import Sides, sketched
+from invfunc.per_sample.squares import shifted_moments, squared
 from invfunc.recording.scope import Scope
 from invfunc.recording.tags import ParameterUse
 
@@ -119,6 +121,19 @@ class Shares:
         """`sum_p G[n, p] direction[p]` of the only column: `[count]`."""
         flat = direction.flatten()
         return torch.cat([self._dense(part)[0].reshape(length(part), -1).mv(flat) for part in self._blocks()])
+
+    def sketches(self, sides: Sides) -> torch.Tensor:
+        """`first^T G[n] rest` of the only column: `[count, rows * columns]`."""
+        return summed(self._sketches(f, sides) for f in self.factors)
+
+    def _sketches(self, factor: Factor, sides: Sides) -> torch.Tensor:
+        use, found = factor.use, None
+        if use.derived.selected:
+            found = sketched(factor, sides, None if use.param is self.leaf else self._origins(use))
+        if found is not None:
+            return found
+        shares = (self._pull(factor, factor.dense(self.columns.left, part), 2)[0] for part in self._blocks())
+        return joined([sides.of(share) for share in shares])
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""

@@ -77,6 +77,23 @@ def loop_clipped_grad(f: Callable, max_norm: float, *, samples: Samples = None) 
     return oracle
 
 
+def loop_sketched_grad(f: Callable, sides: Callable, *, samples: Samples = None) -> Callable:
+    """The oracle of `sketched_grad` for an `[N]`-valued f: each share, which is there, between the two matrices of its
+    leaf, as in `projected`."""
+    shares = loop_batch_grad(f, samples=samples)
+    return lambda *args, **kwargs: projected(shares(*args, **kwargs), sides)
+
+
+def projected(shares: Any, sides: Callable) -> Any:
+    """Shares `[N, *p]`, taken as `[N, O, I]`, between `sides(i, p)` of leaf i: `[O, rows]` and `[I, columns]`."""
+    leaves, form = tree.separate(shares)
+    found = []
+    for i, g in enumerate(leaves):
+        first, rest = (x.to(g) for x in sides(i, g.new_zeros(g.shape[1:])))
+        found.append((first.T @ g.reshape(len(g), len(first), len(rest)) @ rest).reshape(len(g), -1))
+    return form.join(found)
+
+
 def loop_batch_jacobian(f: Callable, *, out_dims: int = 0, samples: Samples = None) -> Callable:
     """The oracle of `batch_jacobian`: entry by entry, `torch.autograd.grad(f(params, *inputs)[n, c])`."""
 

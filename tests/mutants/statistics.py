@@ -57,6 +57,56 @@ STATISTICS = [
         "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[torch.float64-lowest-positions] "
         "reductions/test_gram_jacobian.py " + CROSSED,
     ),
+    # Sketches
+    Fault(
+        "all parameters have the same random matrices",
+        "reductions/sketches.py",
+        "manual_seed(self.key + place)",
+        "manual_seed(self.key)",
+        "statistics/test_sketched_grad.py::TestMatrices::test_differ_between_parameters_of_one_shape",
+    ),
+    Fault(
+        "random signs are too small",
+        "reductions/sketches.py",
+        "div_(math.sqrt(count))",
+        "div_(count)",
+        "statistics/test_sketched_grad.py::TestInnerProducts::test_are_right_on_average_with_the_stated_deviation",
+    ),
+    Fault(
+        "all blocks of samples have the sketches of the first",
+        "per_sample/sketches.py",
+        "length(part)) for part in others",
+        "length(part)) for part in [first] * len(others)",
+        "statistics/test_sketched_grad.py::TestFactors",
+    ),
+    Fault(
+        "a sketch of one row of a table loses which rows are picked",
+        "per_sample/sketches.py",
+        "if picked and 0 not in ins:",
+        "if picked and not ins:",
+        "statistics/test_sketched_grad.py::TestFactors",
+    ),
+    Fault(
+        "a label of rows and columns is taken for one of columns",
+        "per_sample/sketches.py",
+        "if set(ins) & set(outs):\n            return None",
+        "outs = [d for d in outs if d not in ins]",
+        "statistics/test_sketched_grad.py::TestFactors",
+    ),
+    Fault(
+        "a sketch of a convolution forgets its dilation",
+        "operations/convolutions.py",
+        "None, stride, padding, dilation, groups)",
+        "None, stride, padding, 1, groups)",
+        "statistics/test_sketched_grad.py::TestFactors",
+    ),
+    Fault(
+        "a mask is not scaled",
+        "reductions/sketches.py",
+        "math.sqrt(size / count)",
+        "1.0",
+        "statistics/test_sketched_grad.py::TestInnerProducts::test_of_masks_are_right_on_average",
+    ),
     # Per-sample gradients
     Fault(
         "a share that is the cotangent is not copied",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -45,6 +46,8 @@ class Recipe:
     """Lays the cotangent out as labelled, `[V, b, *labels]`: its entries once each, or a part of them."""
     read: Callable[[Part], list[Term]] = _nothing
     """What the operation has read, in factors."""
+    projected: Callable[[Part, torch.Tensor], list[Term]] | None = None
+    """That times a matrix `[i, C]` over the last label i of the output, where it is large as it was read."""
     picks: Callable[[Part], torch.Tensor] | None = None
     """The row of the parameter that each position t picks, `[b, t]`; one behind the last drops what is sent there."""
     own: Axis | None = None
@@ -76,10 +79,11 @@ class Recipe:
         assert self.labels is not None
         return "VN" + self.labels, self.sent(cotangent, part)
 
-    def terms(self, cotangent: torch.Tensor, part: Part) -> list[Term]:
-        """The factors of the shares."""
+    def terms(self, cotangent: torch.Tensor, part: Part, matrix: torch.Tensor | None = None) -> list[Term]:
+        """The factors of the shares; with a matrix, of `projected` ones."""
         made = None if self.build is None else self.build(cotangent, part)
-        first, *others = made or [self.sends(cotangent, part), *self.read(part)]
+        read = self.read if matrix is None or self.projected is None else partial(self.projected, matrix=matrix)
+        first, *others = made or [self.sends(cotangent, part), *read(part)]
         return [first if self.picks is None else _added_up(first, self.picks(part)), *others]
 
     def rows(self, part: Part, count: int) -> torch.Tensor:

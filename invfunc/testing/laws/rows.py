@@ -20,8 +20,10 @@ from invfunc.testing.oracles import (
     loop_clipped_grad,
     loop_grad_and_variance,
     loop_gram,
+    loop_sketched_grad,
     loop_sum_grad_squared,
     loop_variance,
+    projected,
 )
 
 LOSS, MODEL, BOTH = "of a loss", "of a model", "of a model and its loss"
@@ -102,6 +104,22 @@ def clipping(max_norm: float) -> Row:
     return Row(partial(invfunc.clipped_grad, max_norm=max_norm), (LOSS,), TREES, loop, of_shares, picks=_norms_of)
 
 
+def sketching(rows: int, columns: int, projection: str = "signs") -> Row:
+    """The row of `sketched_grad` for matrices of a size, which are those of a seed."""
+
+    def make(*functions: Any, **options: Any) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        sizes = {"rows": rows, "columns": columns, "projection": projection}
+        return invfunc.sketched_grad(*functions, **sizes, generator=generator, **options)
+
+    def sides(i: int, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = make(torch.sum).reduction.sides(i, p)
+        return found.first, found.rest
+
+    loop, of_shares = partial(loop_sketched_grad, sides=sides), partial(projected, sides=sides)
+    return Row(make, (LOSS,), LEAVES, loop, of_shares, picks=_picked)
+
+
 def _drawn(make: Callable, **drawing: Any) -> Callable:
     """With numbers from the same seed for each statistic."""
     return lambda *functions, **options: make(
@@ -148,6 +166,9 @@ ROWS = {
     ),
     "clipped_grad": clipping(1.0),
     "clipped_grad to little": clipping(0.01),
+    "sketched_grad": sketching(3, 2),
+    "sketched_grad sparse": sketching(6, 8, "sparse"),
+    "sketched_grad of a mask": sketching(2, 3, "mask"),
     "gram": GRAM(
         invfunc.gram,
         gives=WHOLE,

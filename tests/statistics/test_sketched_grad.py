@@ -1,0 +1,228 @@
+"""Sketches of the shares: products of the shares between two matrices, had from their factors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import invfunc
+from invfunc import ArgumentError, ArgumentTypeError, chunked, sketched_grad, streamed, tree
+from invfunc.per_sample import sketches
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.paths import generic, in_blocks
+from invfunc.testing.laws.rows import sketching
+from invfunc.testing.memory import peak_memory
+from tests.laws import EVERY
+from tests.networks import LOSSES, networks, samples_loss
+from tests.strategies import Numbers
+
+EXACT = 1e-12
+V, D = 7, 6
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def lookup(w, x):
+    return F.embedding(x, w).sum(1)
+
+
+WAYS = {
+    "transposed": (lambda w, x: x @ w.T, (V, D), (5, D), True),
+    "entries in another order": (lambda w, x: x @ w.view(D, V).T.reshape(V, D).T, (V, D), (5, D), False),
+    "a part of the columns": (lambda w, x: x[:, :3] @ w[:, 2:5].T, (V, D), (5, D), True),
+    "a part of the rows": (lambda w, x: x @ w[1:4].T, (V, D), (5, D), True),
+    "in two halves": (lambda w, x: (x @ w[:3].T).sum(1) + (x @ w[3:].T).cos().sum(1), (V, D), (5, D), True),
+    "as several matrices": (lambda w, x: torch.einsum("nd,gde->nge", x, w.view(2, D, V)), (2 * D, V), (5, D), True),
+    "across rows": (lambda w, x: x @ w.reshape(6, 7), (V, D), (5, D), False),
+    "a vector of a row": (lambda w, x: x * w.flatten()[:D], (V, D), (5, D), True),
+    "a vector of two rows": (lambda w, x: x * w.flatten()[2 : D + 2], (V, D), (5, D), False),
+    "one row": (lambda w, x: x @ w.T, (1, D), (5, D), True),
+    "one column": (lambda w, x: x @ w, (D, 1), (5, D), True),
+    "one number": (lambda w, x: x * w, (1, 1), (5, D), True),
+    "a number": (lambda w, x: x * w, (), (5, D), True),
+    "a table": (lookup, (V, D), 5, True),
+    "a part of a table": (lambda w, x: lookup(w[:, 1:4], x), (V, D), 5, True),
+    "a transposed table": (lambda w, x: lookup(w.T, x), (D, V), 5, True),
+    "a table of one row": (lambda w, x: lookup(w, 0 * x), (1, D), 5, True),
+    "a table with padding": (lambda w, x: F.embedding(x, w, padding_idx=2).sum(1), (V, D), 5, True),
+    "a table of one column": (lookup, (V, 1), 5, True),
+    "a convolution in groups": (lambda w, x: F.conv1d(x.view(5, 2, 3), w, groups=2), (4, 1, 2), (5, D), True),
+    "a convolution with steps": (
+        lambda w, x: F.conv1d(x[:, None], w, stride=2, padding=3, dilation=2),
+        (V, 1, 3),
+        (5, 9),
+        True,
+    ),
+    "a convolution to the same size": (lambda w, x: F.conv1d(x[:, None], w, padding="same"), (V, 1, 5), (5, D), True),
+    "positions": (lambda w, x: x.view(5, 2, 3) + w, (2, 3), (5, D), True),
+    "squared": (lambda w, x: x @ w.square().T, (V, D), (5, D), None),
+    "read twice": (lambda w, x: (x @ w) @ w.T, (D, V), (5, D), True),
+    "a table and the head": (lambda w, x: lookup(w, x) @ w.T, (V, D), 5, True),
+}
+"""`z(w, x)`, the shapes of w and x (or how many samples there are, of two tokens each), and whether the factors of a
+share are multiplied: not where a label counts rows and columns; None where its entries are none of the parameter."""
+
+
+class TestFactors:
+    @pytest.mark.parametrize("path", EVERY)
+    @pytest.mark.parametrize("rows, columns, kind", [(2, 3, "signs"), (9, 4, "sparse"), (3, 2, "mask")])
+    @pytest.mark.parametrize("way", WAYS)
+    def test_equal_the_projected_loop(self, way, rows, columns, kind, path, monkeypatch):
+        z, shape, x, factored = WAYS[way]
+        w = Numbers(0)(*shape)
+        x = torch.tensor([[0, 2], [2, 2], [6, 1], [3, 3], [5, 4]]) if x == 5 else Numbers(1)(*x)
+        x = x.clamp(max=shape[-1] - 1 if "transposed table" in way else V - 1) if x.dtype == torch.int64 else x
+        row, found = sketching(rows, columns, kind), []
+
+        def f(w, x):
+            return z(w, x).cos().reshape(5, -1).sum(1)
+
+        wanted = row.loop(f)(w, x)
+        sketched = sketches.sketched
+        monkeypatch.setattr(
+            "invfunc.per_sample.gradients.sketched", lambda *given: found.append(sketched(*given)) or found[-1]
+        )
+        if path == "float32":
+            w, x = (y.float() if y.is_floating_point() else y for y in (w, x))
+            assert_trees_close(row.make(f)(w, x), wanted.float(), 1e-5)
+            return
+        if path == "blocks":
+            monkeypatch.setattr("invfunc.thresholds.OPERANDS", 0)
+        t = {"blocks": in_blocks, "generic": generic}.get(path, lambda t: t)(row.make(f))
+        assert_trees_close(t(w, x), wanted, EXACT)
+        if path == "fast":
+            assert [x is not None for x in found] == ([] if factored is None else [factored] * len(found))
+            assert bool(found) is (factored is not None)
+
+    def test_of_a_table_keep_the_label_of_what_is_picked(self):
+        """By which what lies behind the last row is dropped, also of a table that is one row of the parameter."""
+        sides, entries = sketches.Sides(torch.ones(4, 2), torch.ones(3, 2)), torch.tensor([[6, 7, 8]])
+        assert [labels for labels, _ in sides.at(entries, "ud", picked=True) or []] == ["uR", "dC"]
+        assert [labels for labels, _ in sides.at(entries, "od", picked=False) or []] == ["R", "dC"]
+
+    def test_are_not_formed(self):
+        """Of 256 samples the shares would have 1 GiB."""
+        w, x = torch.randn(1024, 1024), torch.randn(256, 1024)
+        t = sketched_grad(lambda w, x: (x @ w).square().sum(1), rows=8, columns=8, generator=seeded())
+        t(w, x)
+        assert peak_memory(lambda: t(w, x))[1] < 64 * 2**20
+
+    def test_of_convolutions_form_no_patches(self):
+        """Of 16 samples the patches would have 88 MiB, beside the 78 of what is kept."""
+        w, x = torch.randn(64, 16, 5, 5), torch.randn(16, 16, 64, 64)
+        t = sketched_grad(lambda w, x: F.conv2d(x, w).square().sum((1, 2, 3)), rows=4, columns=4, generator=seeded())
+        t(w, x)
+        assert peak_memory(lambda: t(w, x))[1] < 100 * 2**20
+
+
+class TestInnerProducts:
+    @given(net=networks(), loss=st.sampled_from(LOSSES))
+    def test_are_exact_where_the_sides_suffice(self, net, loss):
+        f, args = samples_loss(net, loss), (net.params, net.x, loss.target(Numbers(1), net.n))
+        most = max(p.numel() for p in tree.leaves(net.params))
+        found = sketched_grad(f, rows=most, columns=most, generator=seeded())(*args)
+        products = tree.map_tensors(lambda s: s @ s.T, found)
+        assert_trees_close(products, invfunc.gram(f, per_parameter=True)(*args), 1e-10, 1e-10)
+
+    @pytest.mark.parametrize(
+        "rows, columns, kind", [(4, 5, "signs"), (16, 1, "signs"), (1, 16, "sparse"), (8, 30, "sparse")]
+    )
+    def test_are_right_on_average_with_the_stated_deviation(self, rows, columns, kind):
+        """Over 300 draws: 5 standard errors, and the bound of the docstring."""
+
+        def f(p, x, y):
+            return (x @ p["w"].T + p["b"] - y).square().sum(1)
+
+        params = {"w": Numbers(0)(12, 20), "b": Numbers(1)(12)}
+        args = params, Numbers(2)(4, 20), Numbers(3)(4, 12)
+        exact = invfunc.gram(f, per_parameter=True)(*args)
+        g, draws = seeded(), []
+        for _ in range(300):
+            found = sketched_grad(f, rows=rows, columns=columns, projection=kind, generator=g)(*args)
+            draws.append(tree.map_tensors(lambda s: s @ s.T, found))
+        size = rows * columns
+        stated = {"w": 2 / rows + 2 / columns + 4 / size, "b": 2 / size}
+        for name, wanted in exact.items():
+            error = torch.stack([d[name] for d in draws]) - wanted
+            norms = wanted.diag().sqrt()
+            scale = norms[:, None] * norms
+            assert (error.square().mean(0).sqrt() <= 1.25 * stated[name] ** 0.5 * scale + 1e-10).all()
+            assert (error.mean(0).abs() <= 5 * (stated[name] / 300) ** 0.5 * scale + 1e-10).all()
+        if size >= 12:  # the vector is kept
+            assert_trees_close(draws[0]["b"], exact["b"], 1e-10)
+
+    def test_of_masks_are_right_on_average(self):
+        """Over 400 draws, in their own standard errors."""
+
+        def f(w, x):
+            return torch.tanh(x @ w).square().sum(1)
+
+        w, x, g, draws = Numbers(0)(6, 5), Numbers(1)(4, 6), seeded(), []
+        for _ in range(400):
+            found = sketched_grad(f, rows=3, columns=2, projection="mask", generator=g)(w, x)
+            draws.append(found @ found.T)
+        draws = torch.stack(draws)
+        assert ((draws.mean(0) - invfunc.gram(f)(w, x)).abs() <= 5 * draws.std(0) / 20).all()
+
+    def test_are_near_those_of_gram_with_hundreds_of_numbers(self):
+        """Johnson and Lindenstrauss: all of them at once, here within 4 deviations."""
+
+        def f(w, x):
+            return torch.tanh(x @ w).square().sum(1)
+
+        w, x = Numbers(0)(64, 96), Numbers(1)(20, 64)
+        exact, found = invfunc.gram(f)(w, x), sketched_grad(f, rows=16, columns=24, generator=seeded())(w, x)
+        norms = exact.diag().sqrt()
+        bound = (2 / 16 + 2 / 24 + 4 / (16 * 24)) ** 0.5
+        assert ((found @ found.T - exact).abs() <= 4 * bound * norms[:, None] * norms).all()
+        assert ((found @ found.T - exact).abs() > 1e-3 * norms[:, None] * norms).any()  # a sketch, not the share
+
+
+@pytest.mark.quick
+class TestMatrices:
+    def test_are_the_same_in_all_calls(self):
+        def f(p, x):
+            return (torch.tanh(x @ p["a"]) @ p["b"]).square().sum(1)
+
+        params, x = {"a": Numbers(0)(9, 8), "b": Numbers(1)(8, 7)}, Numbers(2)(6, 9)
+        t = sketched_grad(f, rows=3, columns=3, generator=seeded(1))
+        whole, again = t(params, x), sketched_grad(f, rows=3, columns=3, generator=seeded(1))
+        assert_trees_close(again(params, x), whole, 0)
+        parts = [t(params, part) for part in x.split([1, 3, 2])]
+        assert_trees_close(tree.joined(parts, 0), whole, EXACT)
+        assert_trees_close(streamed(t)(params, [(part,) for part in x.split(4)]), whole, EXACT)
+        assert_trees_close(chunked(t, 2, over="params")(params, x), whole, EXACT)
+        low = tree.map_leaves(torch.Tensor.float, params)
+        assert_trees_close(t(low, x.float()), tree.map_leaves(torch.Tensor.float, whole), 1e-5)
+        other = sketched_grad(f, rows=3, columns=3, generator=seeded(2))(params, x)
+        assert all((other[name] - y).abs().max() > 1e-3 for name, y in whole.items())
+
+    def test_differ_between_parameters_of_one_shape(self):
+        def f(p, x):
+            return (x @ p[0]).sum(1) + (x @ p[1]).sum(1)  # of which the shares are the same
+
+        params = [torch.ones(9, 9).double()] * 2
+        first, second = sketched_grad(f, rows=2, columns=2, generator=seeded())(params, Numbers()(3, 9))
+        assert (first - second).abs().max() > 0.1
+
+    def test_leave_random_numbers_to_the_caller(self):
+        before, g = torch.get_rng_state(), seeded()
+        t = sketched_grad(lambda w, x: (x @ w).sum(1), rows=1, columns=1, generator=g)
+        state = g.get_state()
+        t(torch.ones(3, 3), torch.ones(2, 3))
+        assert torch.equal(torch.get_rng_state(), before) and torch.equal(g.get_state(), state)
+
+
+def test_refusals():
+    f = torch.sum
+    with pytest.raises(ArgumentError, match=r"sketched_grad\(rows=0\): rows has to be at least 1"):
+        sketched_grad(f, rows=0, columns=2, generator=seeded())
+    with pytest.raises(ArgumentTypeError, match=r"sketched_grad\(columns=2.0\): columns is of type float"):
+        sketched_grad(f, rows=1, columns=2.0, generator=seeded())
+    with pytest.raises(ArgumentError, match=r"projection=\['mask'\]\): projection .* 'signs', 'sparse', 'mask'"):
+        sketched_grad(f, rows=1, columns=2, projection=["mask"], generator=seeded())
+    with pytest.raises(ArgumentTypeError, match=r"generator is of type int, .* pass generator=torch.Generator\(\)"):
+        sketched_grad(f, rows=1, columns=2, generator=3)
