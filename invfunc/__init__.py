@@ -93,6 +93,7 @@ from invfunc.statistics.grad_and_variance import grad_and_variance
 from invfunc.statistics.gram import gram
 from invfunc.statistics.kfac import kfac
 from invfunc.statistics.kflr import kflr
+from invfunc.statistics.kfoc import kfoc
 from invfunc.statistics.kfra import kfra
 from invfunc.statistics.sketched_grad import sketched_grad
 from invfunc.statistics.sqrt_ggn import sqrt_ggn
@@ -165,6 +166,7 @@ __all__ = [
     "invertible_checkpoint",
     "kfac",
     "kflr",
+    "kfoc",
     "kfra",
     "kronecker",
     "layers",

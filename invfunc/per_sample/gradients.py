@@ -16,6 +16,7 @@ from invfunc.per_sample.biases import Role
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
 from invfunc.per_sample.factor import Factor
 from invfunc.per_sample.lots import Drawn, drawn, variances
+from invfunc.per_sample.sides import factored, formed
 from invfunc.per_sample.sketches import Sides, sketched
 from invfunc.per_sample.squares import shifted_moments, squared
 from invfunc.recording.scope import Scope
@@ -121,6 +122,16 @@ class Shares:
         """`sum_p G[n, p] direction[p]` of the only column: `[count]`."""
         flat = direction.flatten()
         return torch.cat([self._dense(part)[0].reshape(length(part), -1).mv(flat) for part in self._blocks()])
+
+    def side(self, last: bool, other: torch.Tensor | None = None) -> torch.Tensor:
+        """`sum_vn G A G^T` of shares as matrices over the first dim and all others, or with `last` `sum_vn G^T B G`; of
+        the identity if there is no other matrix."""
+        found = None
+        if len(self.factors) == 1 and self.factors[0].use.param is self.leaf:
+            found = factored(self.factors[0], last, other)
+        if found is None:
+            found = summed(formed(self._dense(part), last, other) for part in self._blocks())
+        return (found + found.mT) / 2
 
     def sketches(self, sides: Sides) -> torch.Tensor:
         """`first^T G[n] rest` of the only column: `[count, rows * columns]`."""

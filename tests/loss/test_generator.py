@@ -16,7 +16,7 @@ from tests.strategies import Numbers, seeded
 PARAMS, X, Y = {"w": Numbers()(3, 2), "b": Numbers(1)(2)}, Numbers(2)(4, 3), Numbers(3)(4, 2).sigmoid()
 FUNCTIONS = {name: f for name in invfunc.__all__ if inspect.isfunction(f := getattr(invfunc, name))}
 DRAWING = [name for name, f in FUNCTIONS.items() if {"generator", "sample"} <= set(inspect.signature(f).parameters)]
-ALWAYS = {"kfac", "ekfac"}  # unless another Fisher matrix is asked for
+ALWAYS = {"kfac", "kfoc", "ekfac"}  # unless another Fisher matrix is asked for
 LOSSES = {
     "mse": F.mse_loss,
     "bce": F.binary_cross_entropy_with_logits,

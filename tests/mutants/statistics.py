@@ -118,7 +118,7 @@ STATISTICS = [
     ),
     Fault(
         "shifted moments forget the shift",
-        "per_sample/factor.py",
+        "per_sample/squares.py",
         "return total + n * shift, centred",
         "return total, centred",
         "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[torch.float64-lowest-positions] "
@@ -361,5 +361,33 @@ STATISTICS = [
         "_blocks.product(self.factors, x, transposed=True)",
         "_blocks.product(self.factors, x)",
         "kronecker/test_matrix.py::TestMatrix::test_product_is_that_with_the_flat_vectors kronecker",
+    ),
+    Fault(
+        "the nearest product has the sides of its factors exchanged",
+        "reductions/sides.py",
+        "return (matrix, other) if self.first else (other, matrix)",
+        "return (matrix, other) if not self.first else (other, matrix)",
+        "statistics/test_kfoc.py",
+    ),
+    Fault(
+        "a sweep forgets the matrix of the one before",
+        "reductions/sides.py",
+        "other = self.known.get(shares.place)",
+        "other = None",
+        "statistics/test_kfoc.py",
+    ),
+    Fault(
+        "Shampoo's factors are divided by a norm in place of their trace",
+        "reductions/sides.py",
+        "return matrix, other / _trace(matrix)",
+        "return matrix, other / torch.linalg.matrix_norm(matrix)",
+        "statistics/test_kfoc.py",
+    ),
+    Fault(
+        "factors of shares have the same positions on both sides",
+        "per_sample/sides.py",
+        'inner = sorted({c for labels, _ in terms for c in labels} - set("VN" + between))',
+        "inner = sorted(set(output) - set(between))",
+        "statistics/test_kfoc.py",
     ),
 ]

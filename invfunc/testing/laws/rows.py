@@ -207,6 +207,8 @@ ROWS = {
     "kfac": FACTORED(_drawn(invfunc.kfac), drawn=True),
     "kfac empirical": FACTORED(partial(invfunc.kfac, fisher="empirical"), axes=("samples", "params")),
     "kflr": FACTORED(invfunc.kflr),
+    "kfoc": FACTORED(_drawn(invfunc.kfoc), drawn=True),
+    "kfoc of one sweep": FACTORED(partial(invfunc.kfoc, fisher="exact", sweeps=1)),
     "kfra": FACTORED(invfunc.kfra, axes=()),
     "ekfac": FACTORED(_drawn(invfunc.ekfac), drawn=True),
     "ekfac exact": FACTORED(partial(invfunc.ekfac, fisher="exact")),

@@ -1,0 +1,59 @@
+"""Products of shares with their own transposes, over all columns and samples, without a share where that is cheaper."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from invfunc import thresholds
+from invfunc.contract import Term, contract, cost, instantiated, largest, present, squeezed, summed, widened
+from invfunc.per_sample.cotangents import length
+from invfunc.per_sample.factor import Factor
+
+
+def formed(share: torch.Tensor, last: bool, other: torch.Tensor | None) -> torch.Tensor:
+    """`sum_vn G A G^T` of shares `[V, b, *p]` as matrices over the first dim and all others, or with `last`
+    `sum_vn G^T B G`; the identity in the middle if there is no other matrix."""
+    matrices = share.flatten(3)
+    matrices = matrices.mT if last else matrices
+    scaled = matrices if other is None else matrices @ other.to(matrices.dtype)
+    rows, others = (x.movedim(2, 0).flatten(1) for x in (matrices, scaled))
+    return rows @ others.mT
+
+
+def factored(factor: Factor, last: bool, other: torch.Tensor | None) -> torch.Tensor | None:
+    """The same of a factor, whose shares are not formed; None where they had better be."""
+    shape, output = factor.use.param.shape, factor.output
+    if factor.lands or factor.recipe.cells or factor.recipe.own is not None or factor.sizes() != [*shape]:
+        return None
+    first, *_ = parts = factor.samples.parts(factor.work, thresholds.OPERANDS * factor.budget)
+    terms = factor.terms(first)
+    pair, kept = _twice(terms, output, shape, last, other)
+    side = shape[1:].numel() if last else shape[0]
+    count = math.prod({c: s for labels, x in terms for c, s in zip(labels, x.shape, strict=True) if c in "VN"}.values())
+    forming = instantiated(terms, present("VN" + output, terms)) + count * side * shape.numel()
+    if cost(pair, kept) >= forming:
+        return None
+    size = largest(pair, kept) // length(first)
+    parts = factor.samples.parts(max(factor.work, size), thresholds.PRODUCTS * factor.budget)
+    found = []
+    for part in parts:
+        pair, kept = _twice(factor.terms(part), output, shape, last, other)
+        found.append(contract(pair, kept).reshape(side, side))
+    return summed(found)
+
+
+def _twice(
+    terms: list[Term], output: str, shape: torch.Size, last: bool, other: torch.Tensor | None
+) -> tuple[list[Term], str]:
+    """The terms of a product of two shares with the matrix between them, and the labels of what is left."""
+    mine, shared = (output[1:], output[:1]) if last else (output[:1], output[1:])
+    between = shared if other is None else ""
+    inner = sorted({c for labels, _ in terms for c in labels} - set("VN" + between))
+    renamed = str.maketrans(dict(zip(inner, "ZYXUTRQPOLKJIHGFEDCBA", strict=False)))
+    pair = [*terms, *((labels.translate(renamed), x) for labels, x in terms)]
+    if other is not None:
+        sizes = shape[:1] if last else shape[1:]
+        pair += squeezed([(shared + shared.translate(renamed), other.reshape(*sizes, *sizes))])
+    return widened(pair), present(mine + mine.translate(renamed), pair)

@@ -1,0 +1,84 @@
+"""The Kronecker product nearest to each parameter's block of the curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from invfunc.column_options import fisher_columns
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.sides import BothSides, OneSide
+from invfunc.statistic import Statistic
+
+
+def kfoc(
+    f: Callable,
+    loss: Callable | None = None,
+    *,
+    sweeps: int = 3,
+    fisher: str = "mc",
+    mc_samples: int = 1,
+    generator: torch.Generator | None = None,
+    sample: Callable | None = None,
+    peel: int | str | None = None,
+    samples: Indices | None = None,
+    argnums: int | tuple[int, ...] = 0,
+    in_dims: InDims = 0,
+    out_dims: int = 0,
+    has_aux: bool = False,
+) -> Statistic:
+    """The Kronecker product nearest to each parameter's own block of the Fisher matrix or of the GGN (KFOC, Shampoo).
+
+        A = torch.eye(inputs)                                       # G: the shares of the columns, [V, N, out, in]
+        B = torch.einsum("vnoi,ij,vnpj->op", G, A, G) / A.square().sum()
+        A = torch.einsum("vnoi,op,vnpj->ij", G, B, G) / B.square().sum()
+        B = torch.einsum("vnoi,ij,vnpj->op", G, A, G) / A.square().sum()          # and so on, one for each sweep
+        torch.kron(B, A)                                            # about the block of the weight [out, in]
+
+    Each line is the best factor beside the other one, in the Frobenius norm, so that the error falls with each sweep to
+    that of the best product. With one sweep it is Shampoo's: `kron(sum G G^T, sum G^T G)` over the trace of either.
+
+    Other than `kfac` it assumes nothing of how a parameter is used: any matrix has factors, also one that is tied,
+    masked, or computed from others, and positions of a sequence count with what they have in common.
+
+    Args:
+        f, loss, fisher, mc_samples, generator, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in
+            `kfac`; the same columns in all sweeps.
+        sweeps: how many factors are computed, one after the other.
+
+    Returns:
+        A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with a `Kronecker`
+        for each parameter: of the first dim, and of all others together. Both have the same trace. Of a vector, as a
+        bias, it is the block itself.
+
+    Raises:
+        ArgumentError: `sweeps` is below 1, or as in `kfac`.
+        SplitError, ConvexityError, SampleAxisError: as in `diag_ggn`.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda w, x: x @ w.mT
+        >>> x, y = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 1)
+        >>> invfunc.kfoc(f, torch.nn.functional.mse_loss, fisher="exact")(torch.ones(1, 2), x, y).dense()
+        tensor([[1., 0.],
+                [0., 4.]])
+
+    Composes with: `chunked` over outputs, samples and params; `streamed`, which goes through the loader once for each
+    sweep; `together`; `torch.func.grad` around it. `invfunc.kronecker` takes its result; `kronecker.merge` does not, as
+    the nearest product of two batches is not told by those of each.
+
+    Cost: a pullback of the columns for each sweep, and of each sample the product of its share with itself, from the
+    factors of the share where that is cheaper. An embedding `[V, D]` has a factor `[V, V]`.
+
+    Source: Schnaus et al., "Kronecker-factored optimal curvature", 2021, for the best product; Gupta, Koren and Singer,
+    "Shampoo", ICML 2018; Morwani et al., "A new perspective on Shampoo's preconditioner", 2024, for what both are.
+    """
+    if not isinstance(sweeps, int) or isinstance(sweeps, bool):
+        raise ArgumentTypeError(f"kfoc(sweeps={sweeps!r}): sweeps is of type {type(sweeps).__name__}, not an int.")
+    if sweeps < 1:
+        raise ArgumentError(f"kfoc(sweeps={sweeps}): there has to be one at least.")
+    options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
+    columns = fisher_columns("kfoc", fisher, mc_samples, generator, sample, peel)
+    return Statistic("kfoc", f, BothSides() if sweeps == 1 else OneSide(sweeps - 1), loss=loss, **columns, **options)

@@ -1,0 +1,188 @@
+"""kfoc: the loop of its docstring from shares that are formed, and the best product of the dense block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad
+
+from invfunc import Kronecker, chunked, kflr, kfoc, kronecker, sqrt_ggn, streamed, together, tree
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.paths import generic, in_blocks
+from invfunc.testing.oracles import loop_batch_grad
+from tests.networks import LOSSES, network, networks, samples_loss, total
+from tests.strategies import Numbers
+
+EXACT, FLOOR = 1e-9, 1e-6
+
+
+def looped(shares: torch.Tensor, sweeps: int) -> torch.Tensor:
+    """The product of the docstring, dense, from all shares `[V, N, *p]`."""
+    shares = shares.flatten(0, 1)
+    if sum(size != 1 for size in shares.shape[1:]) < 2:
+        g = shares.reshape(len(shares), -1)
+        return g.T @ g
+    g = shares.flatten(2)
+    b, a = torch.einsum("noi,npi->op", g, g), torch.einsum("noi,noj->ij", g, g)
+    if sweeps == 1:
+        return torch.kron(b, a) / b.trace() if b.any() else torch.kron(b, a)
+    a = torch.eye(len(a)).to(a)
+    for k in range(sweeps):
+        if k % 2 == 0:
+            b = torch.einsum("noi,ij,npj->op", g, a, g) / a.square().sum().clamp(min=1e-300)
+        else:
+            a = torch.einsum("noi,op,npj->ij", g, b, g) / b.square().sum().clamp(min=1e-300)
+    return torch.kron(b, a)
+
+
+def matrices(factors: Any) -> dict[str, Kronecker]:
+    return dict(tree.named_parts(factors, Kronecker)[0])
+
+
+def dense(factors: Any) -> list[torch.Tensor]:
+    return [K.dense().reshape(K.shape.numel(), -1) for K in matrices(factors).values()]
+
+
+drawn = given(networks(), st.sampled_from(LOSSES), st.integers(1, 4))
+
+
+@pytest.mark.quick
+@settings(max_examples=12)
+@drawn
+def test_is_the_loop_of_the_columns(net, loss, sweeps):
+    """On the fast path, the generic one and in blocks, whatever reads a parameter."""
+    args = net.params, net.x, loss.target(Numbers(1), net.n)
+    wanted = [looped(s, sweeps) for s in tree.leaves(sqrt_ggn(net.f, loss)(*args))]
+    t = kfoc(net.f, loss, fisher="exact", sweeps=sweeps)
+    for path in (lambda t: t, generic, in_blocks):
+        assert_trees_close(dense(path(t)(*args)), wanted, EXACT, FLOOR)
+
+
+@drawn
+def test_of_the_gradient_is_the_loop_of_its_shares(net, loss, sweeps):
+    f, args = samples_loss(net, loss), (net.params, net.x, loss.target(Numbers(1), net.n))
+    wanted = [looped(s[None], sweeps) for s in tree.leaves(loop_batch_grad(f)(*args))]
+    assert_trees_close(dense(kfoc(f, fisher="empirical", sweeps=sweeps)(*args)), wanted, EXACT, FLOOR)
+
+
+@pytest.mark.parametrize("called", ["sequence", "convolution"])
+def test_comes_to_the_best_product_and_is_nearer_than_k_fac(called):
+    """The error falls with each sweep; K-FAC leaves out what positions have in common."""
+    net = network(called, 5)
+    args = net.params, net.x, LOSSES[0].target(Numbers(1), 5)
+
+    def f(params, x):
+        return net.f(params, x).reshape(5, -1, 3).mean(1)
+
+    by_sweeps = [matrices(kfoc(f, LOSSES[0], fisher="exact", sweeps=k)(*args)) for k in (1, 2, 3, 4, 30)]
+    shares, factors = dict(tree.named_leaves(sqrt_ggn(f, LOSSES[0])(*args))), matrices(kflr(f, LOSSES[0])(*args))
+    weights = [path for path, share in shares.items() if sum(size != 1 for size in share.shape[2:]) > 1]
+    assert weights
+    for path in weights:
+        g = shares[path].flatten(0, 1).flatten(2)
+        block = looped(g.flatten(1)[None], 1)
+        least = torch.linalg.svdvals(torch.einsum("noi,npj->opij", g, g).flatten(2).flatten(0, 1))[1:].norm()
+        errors = [(found[path].dense().reshape(block.shape) - block).norm() for found in by_sweeps]
+        assert all(now <= before * (1 + EXACT) for before, now in zip(errors[:-1], errors[1:], strict=True))
+        assert_trees_close(errors[-1], least, 1e-6)
+        assert errors[2] < (factors[path].dense().reshape(block.shape) - block).norm()
+
+
+class TestTransforms:
+    net = network("convolution", 5)
+    args = net.params, net.x, LOSSES[0].target(Numbers(1), 5)
+
+    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
+    @pytest.mark.parametrize("sweeps", [1, 3])
+    def test_chunks(self, over, sweeps):
+        t = kfoc(self.net.f, LOSSES[0], fisher="exact", sweeps=sweeps)
+        assert_trees_close(dense(chunked(t, 2, over=over)(*self.args)), dense(t(*self.args)), EXACT)
+
+    @pytest.mark.parametrize("sweeps", [1, 2, 4])
+    def test_streamed_in_as_many_sweeps(self, sweeps):
+        params, x, y = self.args
+        batches = [(x[:1], y[:1]), (x[1:4], y[1:4]), (x[4:], y[4:])]
+        t, passes = kfoc(self.net.f, LOSSES[0], fisher="exact", sweeps=sweeps), []
+
+        def loader():
+            passes.append(1)
+            return iter(batches)
+
+        assert_trees_close(dense(streamed(t)(params, loader)), dense(t(*self.args)), EXACT)
+        assert len(passes) == sweeps
+
+    def test_samples_and_together(self):
+        one, other = kfoc(self.net.f, LOSSES[0], fisher="exact"), kflr(self.net.f, LOSSES[0])
+        both = together(one, other)(*self.args)
+        assert_trees_close(dense(both), dense((one(*self.args), other(*self.args))), EXACT)
+        chosen = kfoc(self.net.f, LOSSES[0], fisher="exact", samples=[2, 0, 0])(*self.args)
+        shares = tree.leaves(sqrt_ggn(self.net.f, LOSSES[0], samples=[2, 0, 0])(*self.args))
+        assert_trees_close(dense(chosen), [looped(s, 3) for s in shares], EXACT)
+
+    def test_derivative(self):
+        net = network("perceptron", 3)
+        _, x, y = net.params, net.x, LOSSES[0].target(Numbers(1), 3)
+
+        def plain(p):
+            return sum(looped(s, 2).square().sum() for s in tree.leaves(sqrt_ggn(net.f, LOSSES[0])(p, x, y)))
+
+        def found(p):
+            return sum(d.square().sum() for d in dense(kfoc(net.f, LOSSES[0], fisher="exact", sweeps=2)(p, x, y)))
+
+        assert_trees_close(grad(found)(net.params), grad(plain)(net.params), 1e-8, FLOOR)
+
+
+class TestResult:
+    def test_both_factors_have_one_trace_and_solve(self):
+        f, params = (lambda p, x: x @ p["w"].mT), {"w": Numbers()(3, 4)}
+        args = params, Numbers(1)(5, 4), Numbers(2)(5, 3)
+        found = kfoc(f, F.mse_loss, fisher="exact")(*args)
+        b, a = found["w"].factors
+        assert b.shape == (3, 3) and a.shape == (4, 4)
+        assert_trees_close(b.trace(), a.trace(), EXACT)
+        direction = kronecker.solve(found, params, damping=0.1)["w"].flatten()
+        block = found["w"].dense().reshape(12, 12) + 0.1 * torch.eye(12).double()
+        assert_trees_close(block @ direction, params["w"].flatten(), 1e-8)
+
+    def test_a_parameter_without_influence_is_zero(self):
+        params = {"w": Numbers()(3, 2), "none": Numbers(1)(2, 2)}
+        args = params, Numbers(1)(4, 3), Numbers(2)(4, 2)
+        for sweeps in (1, 2):
+            found = kfoc(lambda p, x: x @ p["w"], F.mse_loss, fisher="exact", sweeps=sweeps)(*args)
+            assert not found["none"].dense().any() and found["w"].dense().any()
+
+    def test_two_batches_are_not_merged(self):
+        f, args = (lambda w, x: x @ w), (Numbers()(4, 3), Numbers(1)(5, 4), Numbers(2)(5, 3))
+        one = kfoc(f, F.mse_loss, fisher="exact")(*args)
+        with pytest.raises(ArgumentError, match="merge"):
+            kronecker.merge(one, one, reduction="mean")
+
+    @pytest.mark.parametrize(
+        ("sweeps", "error"), [(0, ArgumentError), ("3", ArgumentTypeError), (True, ArgumentTypeError)]
+    )
+    def test_sweeps_have_to_be_some(self, sweeps, error):
+        with pytest.raises(error, match=rf"kfoc\(sweeps={sweeps!r}\)"):
+            kfoc(F.linear, F.mse_loss, sweeps=sweeps)
+
+    def test_half_precision_adds_up_in_single(self):
+        f, args = (lambda w, x: x @ w), (Numbers()(4, 3), Numbers(1)(2000, 4), Numbers(2)(2000, 3))
+        wanted = dense(kfoc(f, F.mse_loss, fisher="exact")(*args))
+        found = kfoc(f, F.mse_loss, fisher="exact")(*(x.bfloat16() for x in args))
+        assert {x.dtype for x in found.factors} == {torch.bfloat16}
+        assert_trees_close([x.double() for x in dense(found)], wanted, 0.03)
+
+
+def test_scale_of_a_mean_over_a_data_set():
+    """A mean that is given apart is that of all samples, in every sweep."""
+    f, args = (lambda w, x: x @ w), (Numbers()(4, 3), Numbers(1)(5, 4), Numbers(2)(5, 3))
+    loader = [(args[1][:2], args[2][:2]), (args[1][2:], args[2][2:])]
+    for sweeps in (1, 2, 3):
+        t = kfoc(f, F.mse_loss, fisher="exact", sweeps=sweeps)
+        assert_trees_close(dense(streamed(t)(args[0], loader)), dense(t(*args)), EXACT)
+    assert total(dense(t(*args))) != 0
