@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
+from invfunc import tree
 from invfunc.kronecker import Kronecker, Origin
 from invfunc.per_sample import Shares
 from invfunc.reductions.block import Block
@@ -14,11 +16,26 @@ from invfunc.reductions.exchange import Exchange, Sums, of_triangle, triangle
 from invfunc.reductions.reduction import Found, Over, State
 
 
-class Sides(Block):
-    """Of a parameter as a matrix G `[first dim, all others]`: two matrices, of one side each, and its shape.
+@tree.register("matrix", "other")
+@dataclass
+class Kept:
+    """Of a parameter as a matrix G `[first dim, all others]`: two matrices, of one side each.
 
     Of a parameter with one dim it is the block itself, and None.
     """
+
+    matrix: torch.Tensor
+    other: torch.Tensor | None
+    shape: torch.Size
+    """Of the parameter."""
+
+    def changed(self, summed: list[torch.Tensor]) -> Kept:
+        """With other sums in place of the first one, or of both."""
+        return replace(self, matrix=summed[0], other=summed[1] if summed[1:] else self.other)
+
+
+class Sides(Block):
+    """A reduction that keeps a matrix for each side of a parameter."""
 
     rooted, forms, squares, shortcuts = "all", "blocks", True, "narrow"
     summed: ClassVar[int]
@@ -26,42 +43,42 @@ class Sides(Block):
 
     def step(self, shares: Shares) -> State:
         shape = shares.leaf.shape
-        return (shares.outer(), None, shape) if is_vector(shape) else (*self.of(shares), shape)
+        found = (shares.outer(), None) if is_vector(shape) else self.of(shares)
+        return (Kept(*found, shape),)
 
-    def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The two matrices, of a block of samples."""
         raise NotImplementedError  # each says them
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
-        if is_vector(leaf.shape):
-            return leaf.new_zeros(leaf.numel(), leaf.numel()), None, leaf.shape
-        b, a = (leaf.new_zeros(size, size) for size in (len(leaf), leaf[0].numel()))
-        return b, a, leaf.shape
+        sizes = [leaf.numel()] if is_vector(leaf.shape) else [len(leaf), leaf[0].numel()]
+        found = [leaf.new_zeros(size, size) for size in sizes]
+        return (Kept(found[0], found[1] if found[1:] else None, leaf.shape),)
 
     def merge(self, a: State, b: State, over: Over) -> State:
-        sums = [None if x is None else x + y for x, y in zip(a[: self.summed], b, strict=False)]
-        return self._with(b if a[1] is None else a, sums)
+        pairs = zip(self._sums(a), self._sums(b), strict=True)
+        return ((b if a[0].other is None else a)[0].changed([x + y for x, y in pairs]),)
 
     def scaled(self, state: State, by: float) -> State:
-        return self._with(state, [None if x is None else x * by**2 for x in state[: self.summed]])
+        return (state[0].changed([x * by**2 for x in self._sums(state)]),)
 
     def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
         """Of symmetric matrices, a triangle says all."""
-        mine = [x for x in own[: self.summed] if x is not None]
+        mine = self._sums(own)
         sums = yield Sums([triangle(x) for x in mine])
-        return self._with(own, [*map(of_triangle, sums, mine), None][: self.summed])
+        return (own[0].changed([*map(of_triangle, sums, mine)]),)
 
-    def _with(self, state: State, summed: list[Any]) -> State:
-        return *summed, *state[self.summed :]
+    def _sums(self, state: State) -> list[torch.Tensor]:
+        return [x for x in (state[0].matrix, state[0].other)[: self.summed] if x is not None]
 
     def finish(self, state: State, found: Found) -> list[Any]:
-        matrix, other, shape = state
-        dims, origin = tuple(range(len(shape))), Origin(n=None)
-        if other is None:
-            return [Kronecker((matrix,), (dims,), shape, origin=origin)]
-        b, a = self.product(matrix, other)
+        kept: Kept = state[0]
+        dims, origin = tuple(range(len(kept.shape))), Origin(n=None)
+        if kept.other is None:
+            return [Kronecker((kept.matrix,), (dims,), kept.shape, origin=origin)]
+        b, a = self.product(kept.matrix, kept.other)
         by = (_trace(a) / _trace(b)).sqrt()
-        return [Kronecker((b * by, a / by), (dims[:1], dims[1:]), shape, origin=origin)]
+        return [Kronecker((b * by, a / by), (dims[:1], dims[1:]), kept.shape, origin=origin)]
 
     def product(self, matrix: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The factors of the first dim and of the others, of the two that are kept."""
@@ -98,29 +115,31 @@ class OneSide(Sides):
         return self.phase % 2 == 0
 
     def learned_of(self, state: State, found: Found) -> torch.Tensor:
-        return state[0] / _but_zero(torch.linalg.matrix_norm(state[0]))
+        return state[0].matrix / _but_zero(torch.linalg.matrix_norm(state[0].matrix))
 
     def knowing(self, learned: dict[int, torch.Tensor]) -> OneSide:
         return OneSide(self.phase, learned)
 
-    def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor | None]:
         other = self.known.get(shares.place)
-        if other is None:
-            size = shares.leaf[0].numel() if self.first else len(shares.leaf)
-            other = torch.eye(size, dtype=shares.leaf.dtype, device=shares.leaf.device)
         return shares.side(not self.first, other), other
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         """Samples that do not reach a parameter do not tell the other matrix."""
-        b, a, shape = super().init(leaf, n, columns)
-        return b if self.first or a is None else a, None, shape
+        kept: Kept = super().init(leaf, n, columns)[0]
+        matrix = kept.matrix if self.first or kept.other is None else kept.other
+        return (Kept(matrix, None, kept.shape),)
+
+    def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
+        (found,) = yield from super().across(place, own, each)
+        return (found if is_vector(found.shape) else replace(found, other=self.known.get(place, found.other)),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
-        matrix, other, shape = state
-        if other is None and not is_vector(shape):
-            size = shape.numel() // len(matrix)
-            other = matrix.new_zeros(size, size)
-        return super().finish((matrix, other, shape), found)
+        kept: Kept = state[0]
+        if kept.other is None and not is_vector(kept.shape):
+            size = kept.shape.numel() // len(kept.matrix)
+            kept = replace(kept, other=torch.eye(size, dtype=kept.matrix.dtype, device=kept.matrix.device))
+        return super().finish((kept,), found)
 
     def product(self, matrix: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return (matrix, other) if self.first else (other, matrix)
