@@ -95,6 +95,7 @@ from invfunc.statistics.kfac import kfac
 from invfunc.statistics.kflr import kflr
 from invfunc.statistics.kfoc import kfoc
 from invfunc.statistics.kfra import kfra
+from invfunc.statistics.predictive_covariance import predictive_covariance
 from invfunc.statistics.sketched_grad import sketched_grad
 from invfunc.statistics.sqrt_ggn import sqrt_ggn
 from invfunc.statistics.sum_grad_squared import sum_grad_squared
@@ -178,6 +179,7 @@ __all__ = [
     "operation",
     "outputs",
     "pch_block_product",
+    "predictive_covariance",
     "reduced",
     "repeated",
     "reversible_adam",

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker import Kronecker
 from invfunc.loss.drawn import key_of
 from invfunc.loss.peeled import Peel
 from invfunc.plan import Options
+from invfunc.reductions.predictive import Covariance
 from invfunc.reductions.quantity import GGN, GRADIENT, Drawing
 from invfunc.reductions.sketches import PROJECTIONS, Sketches
 
@@ -68,6 +71,22 @@ def projecting(name: str, rows: Any, columns: Any, projection: Any, generator: A
             "an explicit torch.Generator: pass generator=torch.Generator().manual_seed(0)."
         )
     return Sketches(rows, columns, projection, key_of(generator))
+
+
+def covariances(name: str, covariance: Any) -> float | dict[str, Covariance]:
+    """Check a tree of covariances, and bring each `Kronecker` to the form with eigenvalues."""
+    if isinstance(covariance, (int, float)) and not isinstance(covariance, bool):
+        if not covariance >= 0:
+            raise ArgumentError(f"{name}(f, {covariance}): a variance has to be 0 or more.")
+        return float(covariance)
+    found = dict(tree.named_parts(covariance, Kronecker)[0])
+    for path, given in found.items():
+        if not isinstance(given, torch.Tensor | Kronecker | None):
+            raise ArgumentTypeError(
+                f"{name}(f, covariance): covariance{path} is of type {type(given).__name__}, but has to be a tensor of "
+                "variances, a Kronecker, or None."
+            )
+    return {path: given.eigen() if isinstance(given, Kronecker) else given for path, given in found.items()}
 
 
 def _peel(name: str, mc_samples: int, sample: Any, peel: Any, least: int) -> Peel | None:

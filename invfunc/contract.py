@@ -199,6 +199,11 @@ def paired(terms: list[Term], others: list[Term], output: str) -> list[Term]:
     return [*terms, *_renamed(others, {**{c: c for c in output}, "V": "W", "N": "M"})]
 
 
+def side_by_side(terms: list[Term], output: str) -> list[Term]:
+    """The terms of the products of each column (V) of a sample with each column (W) of the same sample."""
+    return [*terms, *_renamed(terms, {**{c: c for c in output + "N"}, "V": "W"})]
+
+
 def _renamed(terms: Sequence[tuple[str, T]], names: dict[str, str]) -> list[tuple[str, T]]:
     """The terms with the names given, and fresh ones for all other labels."""
     free = iter("ZYXUTRQPOLKJIHGFEDCBA")

@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import (
+    Kronecker,
     batch_diag_ggn,
     batch_grad,
     batch_jacobian,
     batch_l2_grad,
     diag_ggn,
     gram,
+    predictive_covariance,
     tree,
 )
 from invfunc.testing import (
@@ -143,10 +145,36 @@ def _of_the_model(case: Case, z: torch.Tensor, jacobian: Any, chosen: list[int],
     yield Expectation(gram(f, **options), args, sum(tree.leaves(kernels)), ("fast", next(others)))
     yield Expectation(gram(f, per_parameter=True, **options), args, kernels, (next(others),))
     yield from _between_batches(case, kernels, z)
+    for i, of in enumerate((_variances, _matrices)):
+        given = tree.map_tensors(of, case.params)
+        matrices = [x.dense() if i else x.flatten().diag() for _, x in tree.named_parts(given, Kronecker)[0]]
+        expected = sum(_between(j, x) for j, x in zip(tree.tensors(rows), matrices, strict=True))
+        paths = ("fast", next(others)) if i else (next(others),)
+        yield Expectation(predictive_covariance(f, given, **options), args, expected, paths)
     outputs = list(range(1, z.ndim))
     squares = tree.map_tensors(lambda j: j.square().sum(outputs) if outputs else j.square(), jacobian)
     curvature = batch_diag_ggn(f, _half_squares, in_dims=(*case.in_dims, 0))
     yield Expectation(curvature, (*args, Numbers(1)(*z.shape).to(z)), squares, ("fast",))
+
+
+def _variances(p: torch.Tensor) -> torch.Tensor:
+    return Numbers(4)(*p.shape).to(p).square()
+
+
+def _matrices(p: torch.Tensor) -> Kronecker:
+    """Of the first dim, and of all others."""
+    groups = [(0,), tuple(range(1, p.ndim))] if p.ndim > 1 else [tuple(range(p.ndim))]
+    factors = []
+    for i, dims in enumerate(groups):
+        half = Numbers(5 + i)(size := torch.Size(p.shape[d] for d in dims).numel(), size).to(p)
+        factors.append(half @ half.T)
+    return Kronecker(tuple(factors), tuple(groups), p.shape)
+
+
+def _between(jacobian: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """`J S J^T` of each sample, of `[N, *out, P]`."""
+    rows = jacobian.reshape(len(jacobian), -1, jacobian.shape[-1])
+    return (rows @ matrix @ rows.mT).reshape(*jacobian.shape[:-1], *jacobian.shape[1:-1])
 
 
 def _between_batches(case: Case, kernels: Any, z: torch.Tensor) -> Iterator:

@@ -35,6 +35,7 @@ def test_every_statistic_with_a_sample_axis_is_here():
         "batch_diag_ggn",
         "batch_diag_hessian",
         "batch_jacobian",
+        "predictive_covariance",
         "sketched_grad",
         "sqrt_ggn",
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -12,7 +12,9 @@ from invfunc.certificates.look import Look, Member, Remembered
 from invfunc.certificates.reference import Reference
 from invfunc.certificates.rounding import Numbers, Tensors, largest, unit
 from invfunc.certificates.run import units, wide
+from invfunc.kronecker import Kronecker
 from invfunc.reductions.gradients import CentredSquares, ClippedSum
+from invfunc.reductions.predictive import PredictiveCovariance
 from invfunc.reductions.sketches import Sketches
 from invfunc.reductions.squares import InnerProducts
 
@@ -178,17 +180,57 @@ def _products(m: Member, r: Reference, rows: torch.Tensor, whole: bool) -> Tenso
     return [run.along(t, run.gradient)[0][:, m.chosen] for t in images]
 
 
-def _kernel(m: Member, r: Reference, rows: torch.Tensor, whole: bool) -> Tensors:
-    """`J J[n, c]^T` of some outputs c of samples n: `[S, n * C]`."""
+def _kernel(
+    m: Member, r: Reference, rows: torch.Tensor, whole: bool, times: Callable[[Tensors], Tensors] = lambda v: v
+) -> Tensors:
+    """`J J[n, c]^T` of some outputs c of samples n: `[S, n * C]`; with a matrix in between, given by its products."""
     run, out = r.model, m.problem.out_dims
     (z,) = run.split.values
     first = z.movedim(out, 0)
     each = first[0].numel()
     c = torch.nn.functional.one_hot(m.chosen[rows // each] * each + rows % each, first.numel())
     cotangents = c.to(z).reshape(len(rows), *first.shape).movedim(1, 1 + out % z.ndim)
-    found = run.back([cotangents])
+    found = times(run.back([cotangents]))
     images = [run.there(found)] if whole else [run.forth(i, g) for i, g in enumerate(found)]
     return [wide(samples_first(x, out))[:, m.chosen].flatten(1) for (x,) in images]
+
+
+def covariances(m: Member) -> Iterator[Look]:
+    """Rows of the covariances."""
+    x, n = wide(m.result), len(m.chosen)
+    outputs = x.shape[1 : (x.ndim + 1) // 2]
+    flat = x.reshape(n * outputs.numel(), outputs.numel())
+    at = m.rows(x.reshape(n, outputs.numel(), -1).diagonal(dim1=1, dim2=2).flatten())
+
+    def rows(r: Reference, some: torch.Tensor) -> torch.Tensor:
+        (found,) = _kernel(m, r, some, True, lambda v: _times(m, v))
+        return found.reshape(len(some), n, -1)[torch.arange(len(some)), some // outputs.numel()]
+
+    yield m.look(
+        flat[at],
+        lambda r: (torch.cat([rows(r, some) for some in r.in_parts(at)]), 0.0),
+        lambda k, other: f"the covariance{m.sample(*_place(int(at[k]), (n, *outputs)))} with its output number {other}",
+    )
+
+
+def _place(k: int, shape: Sequence[int]) -> list[int]:
+    return [int(i) for i in torch.unravel_index(torch.tensor(k), tuple(shape))]
+
+
+def _times(m: Member, v: Tensors) -> Tensors:
+    """The covariance of the parameters times vectors `[S, *p]`."""
+    reduction, names = m.t.reduction, [m.problem.name(i) for i in range(len(v))]
+    assert isinstance(reduction, PredictiveCovariance)
+    found = [torch.zeros_like(x) for x in v]
+    for i, (name, x) in enumerate(zip(names, v, strict=True)):
+        given = reduction.of(name, x.shape[1:])
+        if isinstance(given, Kronecker) and (joint := given.origin.joint) is not None:
+            bias = next(k for k, other in enumerate(names) if other.endswith(joint.bias.partition("[")[2]))
+            both = given @ joint.matrix(x, v[bias])
+            found[i], found[bias] = joint.parts(both, v[bias].shape)
+        elif given is not None:
+            found[i] = given @ x if isinstance(given, Kronecker) else x * given
+    return found
 
 
 def samples_first(x: torch.Tensor, out: int) -> torch.Tensor:

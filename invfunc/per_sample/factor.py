@@ -83,7 +83,7 @@ class Factor:
             weight = [] if columns.weight is None else squeezed(widened([("NV", columns.weight[:, part].T)]))
             kept = present("N" + self.output if each else self.kept, terms)
             if direct:  # nothing large is formed
-                pair = self._exact(twice(terms, right, self.apart))
+                pair = self.exact(twice(terms, right, self.apart))
             else:
                 instance = present("NV" + self.apart, terms)
                 share = contract(terms, instance)
@@ -102,7 +102,7 @@ class Factor:
         found = []
         for part, terms, direct in self._blocks("N"):
             if direct:  # the "ghost norm": products of positions with positions
-                pair = self._exact(twice(terms, terms, self.output))
+                pair = self.exact(twice(terms, terms, self.output))
                 norms = contract(pair, present("N", terms)).clamp(min=0).to(terms[0][1].dtype)
             else:
                 share = contract(terms, present("N" + self.output, terms)).reshape(length(part), -1)
@@ -167,7 +167,7 @@ class Factor:
         formed += v * v * b * c * self._entries(terms)
         room = thresholds.PRODUCTS * self.budget
         if not self.lands and cost(pairs, both) < formed and largest(pairs, both) < room:
-            return contract(self._exact(pairs), both).to(terms[0][1].dtype).reshape(v, b, v, c)
+            return contract(self.exact(pairs), both).to(terms[0][1].dtype).reshape(v, b, v, c)
         free = self.output[1:] if self.lands else self.output  # entries that land in rows stay together
         last = next((c for c in reversed(free) if any(c in labels for labels, _ in terms)), "")
         width = _sizes(terms, last)[0] if last else 1
@@ -205,7 +205,7 @@ class Factor:
         terms = self._terms(self.columns.left, parts[0])
         return parts, terms, self.lands or squares_directly(terms, self.apart, instance, kept)
 
-    def _exact(self, pair: list[Term]) -> list[Term]:
+    def exact(self, pair: list[Term]) -> list[Term]:
         """The pair in float64 where sums of its products may cancel."""
         wide = cancel(pair) and crosses(pair, self.apart)
         return [(labels, x.double()) for labels, x in pair] if wide else pair

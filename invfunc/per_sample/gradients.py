@@ -10,10 +10,11 @@ import torch
 from invfunc import thresholds
 from invfunc._functorch import innermost
 from invfunc._values import anywhere, decides
-from invfunc.contract import joined, summed
+from invfunc.contract import contract, joined, summed, widened
 from invfunc.operations.factors import Part
 from invfunc.per_sample.biases import Role
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
+from invfunc.per_sample.covariances import covariances
 from invfunc.per_sample.factor import Factor
 from invfunc.per_sample.lots import Drawn, drawn, variances
 from invfunc.per_sample.sides import factored, formed
@@ -145,6 +146,27 @@ class Shares:
             return found
         shares = (self._pull(factor, factor.dense(self.columns.left, part), 2)[0] for part in self._blocks())
         return joined([sides.of(share) for share in shares])
+
+    def covariances(self, weight: torch.Tensor) -> torch.Tensor:
+        """`sum_p weight[p] G[v, n, p] G[w, n, p]` of each sample: `[count, V, V]`."""
+        if self._apart:
+            return summed(covariances(f, self._read(f, weight)) for f in self.factors)
+        return self.covariances_by(lambda share: share * weight)
+
+    def covariances_by(self, times: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The same with the products of shares `[V, b, *p]` with any symmetric matrix."""
+        found = []
+        for part in self._blocks():
+            pair = [("VNp", share := self._dense(part)), ("WNp", times(share))]
+            found.append(contract(widened([(c, x.unsqueeze(-1).flatten(2)) for c, x in pair]), "NVW"))
+        return joined(found)
+
+    def _read(self, factor: Factor, x: torch.Tensor) -> torch.Tensor:
+        """The entries of a tensor like the parameter that are at those which an operation reads; 0 where it reads
+        none."""
+        if factor.use.param is self.leaf:
+            return x
+        return torch.cat([x.flatten(), x.new_zeros(1)])[self._origins(factor.use)]
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""

@@ -33,6 +33,57 @@ def basis_of(matrix: Kronecker) -> Kronecker:
     return tree.map_leaves(lambda x: x.masked_fill(~fine, torch.nan), found)
 
 
+def rotated(shares: Shares, basis: Kronecker, joint: bool, check: bool = False) -> Shares:
+    """The shares in the eigenbasis of their block, `Q^T G[v, n]`: the operands of the layers that read the parameter
+    are rotated, not their products. A basis that was not found from these layers is to be checked."""
+    assert basis.values is not None
+    leaf, uses = torch.empty(basis.values.shape, dtype=shares.leaf.dtype, device="meta"), []
+    for use in shares.uses:
+        layer = Layer(shares, use, joint)
+        layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
+        if check and not joint and not _of(basis, layer):
+            raise Unfactored("its block is of other factors")
+        recipe, derived = _recipe(layer, basis), Derived(frozenset(), True, picked=True)
+        uses.append(replace(use, param=leaf, derived=derived, recipe=recipe, call=None, versions=()))
+    return replace(shares, leaf=leaf, uses=uses, role=None)
+
+
+def _of(basis: Kronecker, layer: Layer) -> bool:
+    """Whether the factors are over the dims that the operands of a layer are over."""
+    dims = sorted(place.dims for place in layer.places)
+    return dims == sorted(basis.groups) and (layer.blocks or None) == basis.blocks
+
+
+def _recipe(layer: Layer, basis: Kronecker) -> Recipe:
+    """The share of one operation in the eigenbasis: its operands are rotated, not their product."""
+    factors, picked, g = list(basis.factors), layer.picked, "" if basis.blocks is None else "g"
+    if layer.flipped:
+        factors.reverse()  # what is sent back comes first
+    in_rows = picked is not None and factors[1].ndim == 1 and layer.flipped  # a diagonal leaves them as they are
+    count = 0 if picked is None else len(factors[1])
+
+    def build(delta: torch.Tensor, part: Part) -> list[Term]:
+        operands = layer.of(delta, part)
+        s, vectors = operands.s, [q.to(operands.s.dtype) for q in factors]
+        if in_rows:
+            return [("VNkt", s), ("kz", vectors[0])]
+        sent: list[Term] = [(f"VN{g}kr", s), (g + "kz", vectors[0])]
+        if len(vectors) == 1:
+            return sent
+        if operands.picked is not None:
+            across = vectors[1] if vectors[1].ndim == 2 else vectors[1].diag()
+            rows = torch.cat([across, across.new_zeros(1, count)])
+            return [*sent, ("Nry", rows[operands.picked])]
+        assert operands.a is not None
+        return [*sent, (f"N{g}ir", operands.a), (g + "iy", vectors[1])]
+
+    output = "z" if len(factors) == 1 else "yz" if layer.flipped else "zy"
+    work = layer.recipe.work
+    if in_rows:
+        return Recipe("uz", build=build, picks=picked, work=work)
+    return Recipe(g + output, build=build, work=work)
+
+
 class InEigenbasis(Block):
     """`sum_vn (Q^T G[v, n])^2` for the eigenvectors Q of the factors, which the phase before finds."""
 
@@ -62,48 +113,11 @@ class InEigenbasis(Block):
         assert basis.values is not None
         if len(basis.factors) == 1 and basis.factors[0].ndim == 1:  # a diagonal is in its eigenbasis
             return basis, shares.square_sum().flatten()
-        rotated = torch.empty(basis.values.shape, dtype=shares.leaf.dtype, device="meta")
-        uses = []
         try:
-            for use in shares.uses:
-                layer = Layer(shares, use, self.factors.joined and shares.bias is not None)
-                layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
-                recipe, derived = self._recipe(layer, basis), Derived(frozenset(), True, picked=True)
-                uses.append(replace(use, param=rotated, derived=derived, recipe=recipe, call=None, versions=()))
+            return basis, rotated(shares, basis, self.factors.joined and shares.bias is not None).square_sum()
         except Unfactored:  # its factor is the block itself
             block, (q,) = shares.outer(), basis.factors
             return basis, (q.mT.to(block.dtype) @ block @ q.to(block.dtype)).diagonal()
-        square = replace(shares, leaf=rotated, uses=uses, role=None).square_sum()
-        return basis, square
-
-    def _recipe(self, layer: Layer, basis: Kronecker) -> Recipe:
-        """The share of one operation in the eigenbasis: its operands are rotated, not their product."""
-        factors, picked, g = list(basis.factors), layer.picked, "" if basis.blocks is None else "g"
-        if layer.flipped:
-            factors.reverse()  # what is sent back comes first
-        in_rows = picked is not None and factors[1].ndim == 1 and layer.flipped  # a diagonal leaves them as they are
-        count = 0 if picked is None else len(factors[1])
-
-        def build(delta: torch.Tensor, part: Part) -> list[Term]:
-            operands = layer.of(delta, part)
-            s, vectors = operands.s, [q.to(operands.s.dtype) for q in factors]
-            if in_rows:
-                return [("VNkt", s), ("kz", vectors[0])]
-            sent: list[Term] = [(f"VN{g}kr", s), (g + "kz", vectors[0])]
-            if len(vectors) == 1:
-                return sent
-            if operands.picked is not None:
-                across = vectors[1] if vectors[1].ndim == 2 else vectors[1].diag()
-                rows = torch.cat([across, across.new_zeros(1, count)])
-                return [*sent, ("Nry", rows[operands.picked])]
-            assert operands.a is not None
-            return [*sent, (f"N{g}ir", operands.a), (g + "iy", vectors[1])]
-
-        output = "z" if len(factors) == 1 else "yz" if layer.flipped else "zy"
-        work = layer.recipe.work
-        if in_rows:
-            return Recipe("uz", build=build, picks=picked, work=work)
-        return Recipe(g + output, build=build, work=work)
 
     def merge(self, a: State, b: State, over: Over) -> State:
         if a[1] is None or b[1] is None:

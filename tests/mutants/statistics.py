@@ -107,6 +107,28 @@ STATISTICS = [
         "1.0",
         "statistics/test_sketched_grad.py::TestInnerProducts::test_of_masks_are_right_on_average",
     ),
+    # Predictive covariances
+    Fault(
+        "the variances of the parameters do not count",
+        "per_sample/covariances.py",
+        "widened([*pair, given])",
+        "widened(pair)",
+        "statistics/test_predictive_covariance.py::TestCovariance",
+    ),
+    Fault(
+        "factors of other dims than those of a layer are taken for its own",
+        "reductions/eigenbasis.py",
+        "if check and not joint and not _of(basis, layer):",
+        "if False:",
+        "statistics/test_predictive_covariance.py::TestFactors::test_of_groups_that_no_layer_has",
+    ),
+    Fault(
+        "a covariance of weight and bias is taken for that of the weight",
+        "reductions/predictive.py",
+        "rotated(shares, basis, joint is not None, check=True)",
+        "rotated(shares, basis, False)",
+        "statistics/test_predictive_covariance.py::TestFactors",
+    ),
     # Per-sample gradients
     Fault(
         "a share that is the cotangent is not copied",

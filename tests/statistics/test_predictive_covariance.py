@@ -1,0 +1,150 @@
+"""Covariances of outputs against the whole Jacobian and the whole covariance of the parameters."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import invfunc
+from invfunc import (
+    ArgumentError,
+    ArgumentTypeError,
+    Kronecker,
+    chunked,
+    kronecker,
+    predictive_covariance,
+    streamed,
+    tree,
+)
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.paths import generic, in_blocks
+from invfunc.testing.memory import peak_memory
+from tests.networks import LOSSES, networks
+from tests.strategies import Numbers
+
+EXACT = 1e-10
+
+
+def inverses(factors, damping):
+    return tree.unflatten(
+        [k and k.inverse(damping) for _, k in tree.named_parts(factors, Kronecker)[0]],
+        tree.named_parts(factors, Kronecker)[1],
+    )
+
+
+def dense(f, factors, damping, *args):
+    """`J (K + damping)^-1 J^T` of each sample."""
+    jacobian = invfunc.batch_jacobian(f)(*args)
+    solved = kronecker.solve(factors, jacobian, damping)
+    parts = []
+    for j, s, p in zip(*map(tree.tensors, (jacobian, solved, args[0])), strict=True):
+        j, s = (x.reshape(*x.shape[:2], p.numel()) for x in (j, s))
+        parts.append(torch.einsum("ncp,ndp->ncd", j, s))
+    return sum(parts)
+
+
+class TestFactors:
+    @given(net=networks(), loss=st.sampled_from(LOSSES), joint=st.booleans(), made=st.sampled_from(["kflr", "ekfac"]))
+    def test_equal_the_whole_jacobian_with_the_solved_one(self, net, loss, joint, made):
+        options = {"joint": joint, "unsupported": "diagonal", **({"fisher": "exact"} if made == "ekfac" else {})}
+        factors = getattr(invfunc, made)(net.f, loss, **options)(net.params, net.x, loss.target(Numbers(1), net.n))
+        wanted = dense(net.f, factors, 0.1, net.params, net.x)
+        t = predictive_covariance(net.f, inverses(factors, 0.1))
+        assert_trees_close(t(net.params, net.x), wanted, EXACT, EXACT)
+        assert_trees_close(in_blocks(t)(net.params, net.x), wanted, EXACT, EXACT)
+        if not joint:
+            assert_trees_close(generic(t)(net.params, net.x), wanted, EXACT, EXACT)
+
+    def test_of_groups_that_no_layer_has(self):
+        """The matrix is of all entries of the parameter: J is formed."""
+        half, w, x = Numbers(0)(6, 6), Numbers(1)(2, 3), Numbers(2)(4, 3)
+        matrix = Kronecker((half @ half.T,), ((0, 1),), w.shape)
+        found = predictive_covariance(lambda w, x: x @ w.T, matrix)(w, x)
+        j = invfunc.batch_jacobian(lambda w, x: x @ w.T)(w, x).flatten(2)
+        assert_trees_close(found, j @ half @ half.T @ j.mT, EXACT)
+
+    @pytest.mark.quick
+    def test_are_those_of_gram_in_one_sample(self):
+        """Between samples it is `gram` of the outputs as a function of standard normal numbers."""
+        half, w, x = Numbers(0)(3, 3), Numbers(1)(3, 2), Numbers(2)(4, 3)
+        matrix = Kronecker((half @ half.T, torch.eye(2).double()), ((0,), (1,)), w.shape)
+        root = matrix.sqrt()
+
+        def f(w, x):
+            return torch.tanh(x @ w)
+
+        both = invfunc.gram(lambda z, x: f(w + root @ z, x))(torch.zeros_like(w), x)
+        each = torch.stack([both[n, :, n] for n in range(4)])
+        assert_trees_close(predictive_covariance(f, matrix)(w, x), each, EXACT)
+
+    def test_form_no_jacobian(self):
+        """Of 64 samples with 10 outputs it would have 640 MiB."""
+        w, x = torch.randn(512, 512), torch.randn(64, 512)
+        covariance = Kronecker((torch.eye(512), torch.eye(512)), ((0,), (1,)), w.shape)
+        for s in (covariance, torch.ones(512, 512)):
+            t = predictive_covariance(lambda w, x: torch.tanh(x @ w)[:, :10], s)
+            t(w, x)
+            assert peak_memory(lambda t=t: t(w, x))[1] < 80 * 2**20
+
+
+class TestCovariance:
+    def test_none_is_of_what_is_known(self):
+        params, x = {"w": Numbers(0)(3, 2), "b": Numbers(1)(2)}, Numbers(2)(4, 3)
+        variances = Numbers(3)(2).square()
+        found = predictive_covariance(lambda p, x: x @ p["w"] + p["b"], {"w": None, "b": variances})(params, x)
+        assert_trees_close(found, variances.diag().expand(4, 2, 2), EXACT)
+
+    def test_comes_in_another_order(self):
+        params, x = {"w": Numbers(0)(3, 2), "b": Numbers(1)(2)}, Numbers(2)(4, 3)
+        given = {"b": torch.zeros(2), "w": torch.ones(3, 2)}
+        found = predictive_covariance(lambda p, x: x @ p["w"] + p["b"], given)(params, x)
+        assert_trees_close(found, x.square().sum(1)[:, None, None] * torch.eye(2).double(), EXACT)
+
+    def test_is_differentiated(self):
+        w, x, variances = Numbers(0)(3, 2), Numbers(1)(4, 3), Numbers(2)(3, 2).square()
+
+        def total(s):
+            return predictive_covariance(lambda w, x: torch.tanh(x @ w), s)(w, x).sum()
+
+        j = invfunc.batch_jacobian(lambda w, x: torch.tanh(x @ w))(w, x)
+        wanted = j.sum(1).square().sum(0)
+        assert_trees_close(torch.func.grad(total)(variances), wanted, EXACT)
+        assert_trees_close(torch.autograd.grad(total(s := variances.requires_grad_()), s)[0], wanted, EXACT)
+
+    def test_of_batches_and_chunks(self):
+        w, x, variances = Numbers(0)(3, 2), Numbers(1)(5, 3), Numbers(2)(3, 2).square()
+        t = predictive_covariance(lambda w, x: torch.tanh(x @ w), variances)
+        wanted = t(w, x)
+        assert_trees_close(streamed(t)(w, [(x[:2],), (x[2:],)]), wanted, EXACT)
+        assert_trees_close(chunked(t, 2)(w, x), wanted, EXACT)
+        certified = invfunc.certified(t, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(certified(w, x), wanted)
+
+    def test_is_certified_with_factors_of_weight_and_bias(self):
+        f, params = invfunc.functional(torch.nn.Linear(3, 2).double())
+        x, y = Numbers(1)(5, 3), Numbers(2)(5, 2)
+        factors = invfunc.kflr(f, F.mse_loss, joint=True)(params, x, y)
+        t = predictive_covariance(f, inverses(factors, 0.1))
+        invfunc.certified(t, generator=torch.Generator().manual_seed(0))(params, x)
+
+
+def test_refusals():
+    def f(p, x):
+        return x @ p["w"]
+
+    params, x = {"w": torch.ones(3, 2)}, torch.ones(4, 3)
+    with pytest.raises(ArgumentError, match=r"predictive_covariance\(f, -1.0\): a variance has to be 0 or more"):
+        predictive_covariance(f, -1.0)
+    with pytest.raises(ArgumentTypeError, match=r"covariance\['w'\] is of type str"):
+        predictive_covariance(f, {"w": "wide"})
+    with pytest.raises(ArgumentError, match=r"covariance has no leaf for params\['w'\]"):
+        predictive_covariance(f, {"b": torch.ones(2)})(params, x)
+    with pytest.raises(ArgumentError, match=r"covariance\['w'\] has shape \[2\], but params\['w'\] has \[3, 2\]"):
+        predictive_covariance(f, {"w": torch.ones(2)})(params, x)
+    with pytest.raises(ArgumentError, match=r"f returns 2 outputs"):
+        predictive_covariance(lambda p, x: (f(p, x), f(p, x)), 1.0)(params, x)
+    layer, own = invfunc.functional(torch.nn.Linear(3, 2))
+    joint = invfunc.kflr(layer, F.mse_loss, joint=True)(own, x, torch.ones(4, 2))
+    with pytest.raises(ArgumentError, match=r"is of it and a bias together \(joint=True\)"):
+        predictive_covariance(lambda p, x: x @ p["weight"].T, joint)({"weight": torch.ones(2, 3)}, x)
