@@ -18,7 +18,7 @@ from invfunc.testing.laws.rows import LOSS, MODEL
 from tests.meter import Meter, nothing_collected
 from tests.networks import CLASSES, LOSSES, network, networks, samples_loss
 from tests.strategies import Numbers
-from tests.test_streamed import EXACT, FLOOR, batches, data, linear, losses  # noqa: F401
+from tests.test_streamed import EXACT, FLOOR, batches, data, in_one_memory, linear, losses  # noqa: F401
 
 EDGES = st.lists(st.integers(0, 5), max_size=3)
 FORMS = st.sampled_from([LOSS, MODEL])
@@ -208,14 +208,7 @@ class TestLoaders:
 
     def test_may_write_a_batch_in_the_memory_of_the_last_one(self, data):  # noqa: F811
         params, *rest = data
-        room = [torch.empty_like(x[:3]) for x in rest]
-
-        def loader():
-            for part in batches([3, 6], *rest):
-                for x, y in zip(room, part, strict=True):
-                    x.copy_(y)
-                yield room
-
+        loader = in_one_memory(batches([3, 6], *rest))
         for loaders in ([loader], [loader, loader]):
             assert_trees_close(streamed(gram(losses))(params, *loaders), gram(losses)(*data), EXACT)
 
