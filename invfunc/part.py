@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from invfunc._functorch import transforming
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Batches, Feed, Numbered, Visit, check_loader, counted, samples_of, size_of, swept
+from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, counted, samples_of, size_of
 from invfunc.evaluation.checkpoint import Checkpoint, Head
 from invfunc.evaluation.course import Course, course_of
 from invfunc.evaluation.layout import whole
@@ -105,12 +104,7 @@ class Part:
             asked.check(counted(args[own], self.in_dims))
         feed = self.feed or Feed()
         count = samples_of(args[own], self.in_dims) if asked.keys else 0
-        loader = args[own]
-        return lambda params: partial(_swept, loader, params, self.in_dims, feed), count
-
-
-def _swept(loader: Any, params: Any, in_dims: InDims, feed: Feed, visit: Visit, numbered: Numbered) -> int:
-    return swept(loader, params, in_dims, visit, feed, numbered)
+        return lambda params: batches_of(args[own], params, self.in_dims, feed), count
 
 
 @dataclass(frozen=True)

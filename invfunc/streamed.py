@@ -10,7 +10,7 @@ import torch
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, Numbered, Visit, check_loader, counted, first, swept
+from invfunc.evaluation.batches import Feed, batches_of, check_loader, counted, first
 from invfunc.evaluation.checkpoint import Checkpoint
 from invfunc.evaluation.course import course_of
 from invfunc.evaluation.fingerprint import described, named
@@ -241,12 +241,10 @@ class Streamed(Transform):
         return args[0], args[1]
 
     def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        def batches(visit: Visit, numbered: Numbered) -> int:
-            return swept(loader, params, self.t.in_dims, visit, self.feed, numbered)
-
         work = work_of(self.t, params, kwargs, self.out)
         work.check(counted(loader, self.t.in_dims))
         identity = partial(identity_of, self.t, params, kwargs)
+        batches = batches_of(loader, params, self.t.in_dims, self.feed)
         with course_of(self.checkpoint, identity, [*work.keys.values()], self.feed.goal(params)) as course:
             work.draw_by(course.record.keys)
             course.begin(work)

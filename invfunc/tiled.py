@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc.errors import ArgumentTypeError
-from invfunc.evaluation.batches import Feed, check_loader, first, swept
+from invfunc.evaluation.batches import Feed, batches_of, check_loader, first
 from invfunc.evaluation.matrix import Again, check_out
 from invfunc.part import Asked
 from invfunc.sparsity.report import Explanation
@@ -32,7 +32,7 @@ def _sides(args: tuple, t: Statistic, feed: Feed) -> list[Again]:
 
 def _side(loader: Any, params: Any, t: Statistic, feed: Feed) -> Again:
     quiet = replace(feed, progress="")  # a bar shows the tiles
-    return Again(lambda visit, numbered: swept(loader, params, t.in_dims, visit, quiet, numbered), t.in_dims)
+    return Again(batches_of(loader, params, t.in_dims, quiet), t.in_dims)
 
 
 @dataclass(frozen=True, repr=False)

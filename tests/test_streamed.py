@@ -225,6 +225,34 @@ class TestLoaders:
         parts = [kind(x=x, y=y) for x, y in batches([0, 3], *rest)]
         assert_trees_close(streamed(t)(params, parts), invfunc.batch_grad(losses)(*data), EXACT)
 
+    @pytest.mark.parametrize("t", [invfunc.variance, invfunc.gram, invfunc.hvp])
+    def test_that_changes_the_parameters_or_whose_batches_f_changes(self, data, t):
+        params, *rest = data
+        lead, parts = [params] if t is invfunc.hvp else [], batches([3, 6], *rest)
+        kept = tree.map_tensors(torch.clone, params)
+
+        def training():
+            for part in parts:
+                yield part
+                kept["w"].add_(1)
+
+        def writes(params, x, y):
+            return losses(params, x.mul_(2), y)
+
+        with pytest.raises(ArgumentError, match="the parameters were written in place meanwhile"):
+            streamed(t(losses))(kept, *lead, training)
+        with pytest.raises(ArgumentError, match="f writes into"):
+            streamed(t(writes))(params, *lead, [tuple(x.clone() for x in part) for part in batches(range(1, 9), *rest)])
+
+    def test_a_linearisation_at_parameters_that_changed(self, data):
+        params, *rest = data
+        at = tree.map_tensors(torch.clone, params)
+        product = streamed(invfunc.hvp(losses)).linearize(at, batches([3], *rest))
+        product(params)
+        at["b"].add_(1)
+        with pytest.raises(ArgumentError, match="the parameters were written in place"):
+            product(params)
+
     def test_nothing_in_it(self, data):
         t = streamed(invfunc.variance(losses))
         used_up = iter(batches([], *data[1:]))

@@ -11,7 +11,7 @@ import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.across import one_scale
-from invfunc.evaluation.batches import Batches, Feed, Numbered, Visit, check_loader, no_samples, swept, unscaled
+from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, no_samples, unscaled
 from invfunc.evaluation.checkpoint import Checkpoint, Record, State, check_loadable
 from invfunc.evaluation.course import Course, course_of
 from invfunc.evaluation.fingerprint import described, named
@@ -88,11 +88,7 @@ class StreamedProduct(Transform):
         return Linearised(shown, sums.along, space, space, self.vector, self.lead, (args, kwargs)), []
 
     def _batches(self, params: Any, loader: Any) -> Batches:
-        def batches(visit: Visit, numbered: Numbered) -> int:
-            check_loader(loader)
-            return swept(loader, params, self.product.in_dims, visit, self.feed, numbered)
-
-        return batches
+        return batches_of(loader, params, self.product.in_dims, self.feed)
 
 
 class Sums:
