@@ -239,6 +239,24 @@ def faults() -> dict[str, tuple[str, str, float]]:
     own, short = {"w": params["w"] + rank, "b": params["b"]}, {**params, "w": params["w"][:3]}
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
 
+    class Once:
+        """What gives its batches once, and does not look so."""
+
+        def __init__(self) -> None:
+            self.batches = iter([(x, y)])
+
+        def __iter__(self) -> Any:
+            return self.batches
+
+    def turned(params: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = {"one": linear(params, x), "two": 2 * linear(params, x)}
+        return dict(reversed(found.items())) if rank else found
+
+    def of_means(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(z, y, reduction="sum" if rank else "mean")
+
+    drawn = invfunc.kfac(linear, F.cross_entropy, generator=torch.Generator().manual_seed(0))
+
     def placed(placement: Any, w: torch.Tensor = params["w"]) -> Any:
         return {**params, "w": DTensor.from_local(w, mesh(2), [placement], run_check=False)}
 
@@ -247,6 +265,13 @@ def faults() -> dict[str, tuple[str, str, float]]:
         "the loader fails": lambda: distributed(streamed(of))(params, lambda: late(x, y)),
         "other parameters": lambda: distributed(of)(own, x, y),
         "another statistic": lambda: distributed(of if rank else invfunc.diag_ggn(losses))(params, x, y),
+        "permuted parameters": lambda: distributed(of)({**params, "b": params["b"].roll(rank)}, x, y),
+        "gathered in one": lambda: distributed(invfunc.batch_grad(losses), each="gather" if rank else "local")(
+            params, x, y
+        ),
+        "a sum and a mean": lambda: distributed(invfunc.diag_ggn(linear, of_means))(params, x, y),
+        "outputs in another order": lambda: distributed(invfunc.batch_jacobian(turned), each="gather")(params, x),
+        "counted and gone": lambda: distributed(streamed(drawn))(params, Once() if rank else [(x, y)]),
         "another vector": lambda: distributed(product)(params, own, x, y),
         "a vector of another shape": lambda: distributed(product)(params, short if rank else params, x, y),
         "of another shape later": lambda: distributed(product).linearize(params, x, y)(short if rank else params),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, streamed, tree
+from invfunc import ArgumentError, ArgumentTypeError, SampleAxisError, streamed, tree
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
@@ -125,6 +125,13 @@ class TestScale:
         t = streamed(invfunc.diag_ggn(linear, lambda z, y: F.cross_entropy(z, y, **options)))
         with pytest.raises(ArgumentError, match=r"neither the sum .*ignore_index"):
             t(params, batches([2], x, y.to(x.device)))
+
+    @pytest.mark.parametrize("t", [invfunc.sum_grad_squared, invfunc.batch_grad, invfunc.diag_hessian])
+    def test_losses_with_a_factor_of_the_batch_are_refused(self, data, t):
+        params, *rest = data
+        t = streamed(t(lambda params, x, y: losses(params, x, y) / len(x)))
+        with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
+            t(params, batches([1, 4], *rest))
 
     @pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.kflr])
     def test_weights_are_seen_of_a_loader_that_reuses_its_memory(self, data, make):

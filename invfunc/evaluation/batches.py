@@ -133,12 +133,13 @@ def no_samples() -> ArgumentError:
     return ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
 
 
-def unscaled() -> ArgumentError:
-    """What is said of a loss that is one number where it is not given apart."""
+def unscaled(n: int) -> ArgumentError:
+    """What is said of a loss that is one number, of n samples, where it is not given apart."""
+    alone = " Of this batch of one sample, f may have dropped the axis: squeeze(1), not squeeze()." if n == 1 else ""
     return ArgumentError(
         "the loss is one number, which does not say whether it is the mean over its batch or the sum, and so not how "
         "batches are joined. Return the [N] losses of the samples, as with reduction='none', or (where it is taken) "
-        "give the loss apart, as in `diag_ggn(f, loss)`."
+        f"give the loss apart, as in `diag_ggn(f, loss)`.{alone}"
     )
 
 

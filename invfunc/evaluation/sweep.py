@@ -95,7 +95,7 @@ class Sweep:
         aux, own = engine.kept(), fold.found.n
         if engine.scalar:
             if engine.loss_part is None:
-                raise unscaled()
+                raise unscaled(own)
             self._scale(fold, self.weights.of(engine.loss_part))
         if self.n and known != self.by_column:
             raise other_outputs(known, "the batches before", self.by_column, "this one")
@@ -109,11 +109,7 @@ class Sweep:
         """The fold of all batches, with the loss of all."""
         if self.engine is None:
             raise no_samples()
-        if self.expected not in (None, self.n):
-            raise ArgumentError(
-                f"the loader gave {self.n} samples the second time, and {self.expected} the first time; what needs two "
-                "sweeps is of the same samples in both."
-            )
+        check_number(self.n, self.expected)
         if self.weights.mean:
             self._scale(self.engine.fold, 1 / self.n)
         return self.engine.fold
@@ -127,6 +123,15 @@ class Sweep:
     def _scale(self, fold: Fold, by: float) -> None:
         for t in fold.of_phase(self.phase):
             t.scaled(by)
+
+
+def check_number(n: int, expected: int | None) -> None:
+    """Check that a loader gives as many samples as the time before."""
+    if expected not in (None, n):
+        raise ArgumentError(
+            f"the loader gave {n} samples the second time, and {expected} the first time; what needs two sweeps, or to "
+            "count the samples before, is of the same ones in both."
+        )
 
 
 def other_outputs(known: tuple[Any, ...], there: str, own: tuple[Any, ...], here: str) -> ArgumentError:
