@@ -99,6 +99,7 @@ class TestFaults:
             "a sum and a mean": ("ArgumentError", "ArgumentError"),
             "outputs in another order": ("ArgumentError", "ArgumentError"),
             "counted and gone": ("ArgumentError", "ArgumentError"),
+            "a file that cannot be gone on with": ("ProcessError", "MemoryError"),
             "another vector": ("ArgumentError", "ArgumentError"),
             "a vector of another shape": ("ProcessError", "ArgumentError"),
             "of another shape later": ("ProcessError", "ArgumentError"),

@@ -30,6 +30,14 @@ DISTRIBUTED = [
         FAULTS,
     ),
     Fault(
+        "others wait for a process that cannot go on with its file",
+        "part.py",
+        "        if not self.course.keeps:\n            self.course.begin(work)\n            return\n"
+        '        self.processes.told("checkpoint", lambda: (self.course.begin(work), None))\n',
+        "        self.course.begin(work)\n",
+        FAULTS,
+    ),
+    Fault(
         "a hash does not know the places of numbers",
         "evaluation/processes.py",
         "(some * odd[: len(some)]).sum()",
