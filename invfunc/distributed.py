@@ -14,7 +14,6 @@ from invfunc._sharded import sharded
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.layout import parts
-from invfunc.evaluation.processes import Processes
 from invfunc.part import Asked, Begun, Part
 from invfunc.products.along import OfAll, space_of
 from invfunc.products.product import Linearised, Product
@@ -185,12 +184,7 @@ class Distributed(Transform):
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How this process would compute it, which does not wait for the others, and what it would give to them."""
-        processes, given = Processes.of(self.part.group), args
-        if any(map(sharded, tree.tensors(args[:1]))):
-            raise ArgumentError(
-                "the parameters are DTensors, and this process has a part of each; no other is asked. Pass "
-                "p.full_tensor() of each to explain, which is what a call computes with."
-            )
+        processes, given = self.part.alone(args[0]), args
         if self.part.feed is None:
             found = self.t.explanation(args, kwargs, names)
         else:
@@ -200,14 +194,14 @@ class Distributed(Transform):
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         with torch.no_grad():
-            work = work_of(self.t, args[0], kwargs, self.out)
-            alike, identity = {"the statistic": options_of(self.t)}, partial(identity_of, self.t, args[0], kwargs)
+            work, identity = work_of(self.t, args[0], kwargs, self.out), partial(identity_of, self.t, args[0], kwargs)
+            alike = {"the statistic": options_of(self.t), "each": "gather" if self.gather else "local"}
             keys = [*work.keys.values()]
             begun = self.part.begun(Asked(args, 1, names, alike, keys, identity, twice(self.t), work.check))
             work.params = begun.params
             with begun.course as course:
-                work.draw_by(course.record.keys, begun.before)
-                course.begin(work)
+                work.draw_by(course.record.keys, begun.before, begun.counted)
+                begun.begin(work)
                 work.computed(lambda: course.through(begun.batches), begun.processes, self.gather)
                 results, aux = begun.of_all(work.results)
                 results = self._laid_out(results, args[0])
@@ -304,7 +298,7 @@ class DistributedProduct(Transform):
         alike, keys = {"the product": f"{self.product!r} {self.product.degree}"}, keys_of(self.product)
         begun = self.part.begun(Asked(args, own, names, alike, keys, identity, again))
         keys = begun.course.record.keys
-        sums = Sums(self.product, kwargs, begun.batches, keys, begun.processes, begun.before)
+        sums = Sums(self.product, kwargs, begun.batches, keys, begun.processes, begun.before, begun.counted)
         return begun, sums, OfAll(**vars(space_of(args[:1], names)), processes=begun.processes)
 
     def _aux(self, sums: Sums) -> Any:

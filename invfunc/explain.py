@@ -42,8 +42,8 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
         no length), for how many `tiles` of `gram`, and all this for the first batch, which the loader is asked
         for. Of what is `distributed`, how many
         `processes` there are, and how many bytes of results are `exchanged` by each: of a sample axis that is gathered
-        those of this batch, and None if f does not run without numbers. No other process is asked, so that one can do
-        it alone.
+        those of this batch, and None if f does not run without numbers; of `gram` also the batches, which travel. No
+        other process is asked, so that one can do it alone.
 
     Raises:
         ArgumentTypeError: something else than a statistic; a loader that gives its batches once, as a generator.

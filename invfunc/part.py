@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
+from invfunc import tree
 from invfunc._functorch import transforming
+from invfunc._sharded import sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Batches, Feed, Numbered, Visit, check_loader, counted, samples_of, size_of, swept
+from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, counted, samples_of, size_of
 from invfunc.evaluation.checkpoint import Checkpoint, Head
-from invfunc.evaluation.course import Course, course_of
+from invfunc.evaluation.course import Course, Work, course_of
 from invfunc.evaluation.layout import whole
 from invfunc.evaluation.processes import Processes, bits, same
 from invfunc.products.along import space_of
@@ -60,6 +61,15 @@ class Part:
         """What so many arguments are called, of which a loader comes behind the first ones."""
         return own if self.feed is None else [*first, "loader"][:count]
 
+    def alone(self, params: Any) -> Processes:
+        """All processes, of which no other one is asked: this one has to have the parameters."""
+        if any(map(sharded, tree.tensors((params,)))):
+            raise ArgumentError(
+                "the parameters are DTensors, and this process has a part of each; no other is asked. Pass "
+                "p.full_tensor() of each to explain, which is what a call computes with."
+            )
+        return Processes.of(self.group)
+
     def begun(self, asked: Asked) -> Begun:
         """What is known of all processes before the first batch is seen."""
         processes = Processes.of(self.group)
@@ -79,7 +89,9 @@ class Part:
         same([alike for alike, _, _ in each])
         course.agree([head for _, head, _ in each])
         params = whole(processes, "params", asked.args[0])
-        return Begun(processes, params, at(params), course, sum(n for _, _, n in each[: processes.rank]))
+        counts = [n for _, _, n in each]
+        counted = sum(counts) if asked.keys else None
+        return Begun(processes, params, at(params), course, sum(counts[: processes.rank]), counted)
 
     def _course(self, processes: Processes, asked: Asked) -> Course:
         """That of this process, which has a file of its own."""
@@ -105,12 +117,7 @@ class Part:
             asked.check(counted(args[own], self.in_dims))
         feed = self.feed or Feed()
         count = samples_of(args[own], self.in_dims) if asked.keys else 0
-        loader = args[own]
-        return lambda params: partial(_swept, loader, params, self.in_dims, feed), count
-
-
-def _swept(loader: Any, params: Any, in_dims: InDims, feed: Feed, visit: Visit, numbered: Numbered) -> int:
-    return swept(loader, params, in_dims, visit, feed, numbered)
+        return lambda params: batches_of(args[own], params, self.in_dims, feed), count
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,15 @@ class Begun:
     """From where all go on, with keys of drawn columns that are the same in all."""
     before: int
     """How many samples the processes before have, where columns are drawn."""
+    counted: int | None
+    """How many all have, where columns are drawn."""
+
+    def begin(self, work: Work) -> None:
+        """Put it where it was when a call before ended, in all processes or in none."""
+        if not self.course.keeps:
+            self.course.begin(work)
+            return
+        self.processes.told("checkpoint", lambda: (self.course.begin(work), None))
 
     def of_all(self, result: Callable[[], T]) -> T:
         """The result, once each process has it if there are files, which are needed until then."""

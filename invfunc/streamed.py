@@ -10,7 +10,7 @@ import torch
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, Numbered, Visit, check_loader, counted, first, swept
+from invfunc.evaluation.batches import Feed, batches_of, check_loader, counted, first
 from invfunc.evaluation.checkpoint import Checkpoint
 from invfunc.evaluation.course import course_of
 from invfunc.evaluation.fingerprint import described, named
@@ -56,9 +56,9 @@ def streamed(
     Products are added, so that `linear_operator(streamed(ggnvp(f, loss)))(params, loader)` is the matrix of a data set.
 
     The scale is that of the whole data set. `[N]` losses are summed: they are of one sample each, without a factor that
-    depends on the batch, which is not seen. A loss that is given apart, as in `diag_ggn(f, loss)`, may be a sum or a
-    mean, too: which it is, is found out by evaluating it on the outputs of each batch joined with those of the first,
-    and the batches of a mean count as many times as they have samples.
+    depends on the batch (half of the first one is looked at by itself). A loss that is given apart, as in
+    `diag_ggn(f, loss)`, may be a sum or a mean, too: which it is, is found out by evaluating it on the outputs of each
+    batch joined with those of the first, and the batches of a mean count as many times as they have samples.
 
     Args:
         t: a statistic of this library, also `chunked` (within each batch), `reduced` (after the last one) or of several
@@ -94,14 +94,15 @@ def streamed(
     Raises:
         ArgumentTypeError: t is neither statistic nor product, the loader gives no batches, or it gives them only once
             (a generator) but is needed twice (`ekfac`), for each tile (`gram`) or for each vector (a linearisation).
-        SampleAxisError: f mixes samples, or gives them a factor that depends on how many there are (products look for
-            that; a loss that is given apart is not looked at).
+        SampleAxisError: f mixes samples, or gives them a factor that depends on how many there are (outputs of a
+            statistic whose loss is given apart are not looked at).
         ArgumentError: there are no samples, or more or fewer than the first time, or for `gram` other ones (a loader
             that shuffles); a statistic that does not add up over batches (`kfra`), `gram` together with another, or
             `samples=`; a scalar loss that is not given apart, or that is neither a mean nor a sum (`ignore_index` and
-            class weights divide by what is in the batch); an f of which `gram` finds that it gives samples something
-            else beside those of another batch; a device on which there is no parameter; a checkpoint of something else,
-            of `gram`, or of a linearisation; within torch.func's transforms.
+            class weights divide by what is in the batch), or a mean of batches whose samples have other shapes;
+            parameters that are written in place meanwhile; an f that writes into its batch, or of which `gram` finds
+            that it gives samples something else beside those of another one; a device on which there is no parameter; a
+            checkpoint of something else, of `gram`, or of a linearisation; within torch.func's transforms.
         RandomnessError: `gram` of several batches, of an f that draws.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
 
@@ -126,12 +127,12 @@ def streamed(
     one batch, the result (with a sample axis it is as long as the data set, unless it goes to `out`) and the outputs
     of the first batch.
 
-    A checkpoint is replaced as a whole, so that a process that is killed at any moment leaves a complete one, and read
-    by `torch.load` with its default settings. Of f and the loss it knows only the names, and columns go on being drawn
-    as they were begun, whatever generator a next call has. All batches, and once the parameters, are copied to the CPU
-    for a checksum; a result with a sample axis is written in full each time. Where the loss is one number, the first
-    batch is computed again to go on. That of `ekfac` has the eigenvectors, which another machine may find with other
-    signs.
+    A checkpoint is replaced as a whole, so that a process that is killed at any moment leaves a complete one (beside
+    it, perhaps, a `.part` of the next), and read by `torch.load` with its default settings. Of f and the loss it knows
+    only the names, and columns go on being drawn as they were begun, whatever generator a next call has. All batches,
+    and once the parameters, are copied to the CPU for a checksum; a result with a sample axis is written in full each
+    time. Where the loss is one number, the first batch is computed again to go on. That of `ekfac` has the
+    eigenvectors, which another machine may find with other signs.
 
     `gram` holds the shares of a batch, factored as they are, while the batches behind it go by: of k batches k (k+1)/2
     tiles, of which the others are mirror images. Each tile evaluates one batch, k (k+1)/2 of them in place of k, and
@@ -241,12 +242,10 @@ class Streamed(Transform):
         return args[0], args[1]
 
     def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        def batches(visit: Visit, numbered: Numbered) -> int:
-            return swept(loader, params, self.t.in_dims, visit, self.feed, numbered)
-
         work = work_of(self.t, params, kwargs, self.out)
         work.check(counted(loader, self.t.in_dims))
         identity = partial(identity_of, self.t, params, kwargs)
+        batches = batches_of(loader, params, self.t.in_dims, self.feed)
         with course_of(self.checkpoint, identity, [*work.keys.values()], self.feed.goal(params)) as course:
             work.draw_by(course.record.keys)
             course.begin(work)
@@ -260,7 +259,7 @@ def options_of(t: Statistic) -> str:
         (m.reduction, m.drawing and (m.drawing.count, m.drawing.sample, m.drawing.peel and m.drawing.peel.columns))
         for m in t.members or (t,)
     ]
-    return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense, t.others])}"
+    return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense, t.others, t.has_aux])}"
 
 
 def identity_of(t: Statistic, params: Any, kwargs: dict[str, Any]) -> dict[str, str]:

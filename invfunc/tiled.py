@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from invfunc import tree
 from invfunc.errors import ArgumentTypeError
-from invfunc.evaluation.batches import Feed, check_loader, first, swept
+from invfunc.evaluation.batches import Feed, batches_of, check_loader, first, size_of
 from invfunc.evaluation.matrix import Again, check_out
 from invfunc.part import Asked
 from invfunc.sparsity.report import Explanation
@@ -32,7 +33,20 @@ def _sides(args: tuple, t: Statistic, feed: Feed) -> list[Again]:
 
 def _side(loader: Any, params: Any, t: Statistic, feed: Feed) -> Again:
     quiet = replace(feed, progress="")  # a bar shows the tiles
-    return Again(lambda visit, numbered: swept(loader, params, t.in_dims, visit, quiet, numbered), t.in_dims)
+    return Again(batches_of(loader, params, t.in_dims, quiet), t.in_dims)
+
+
+def _sizes(loader: Any, params: Any, t: Statistic, feed: Feed) -> tuple[int, int]:
+    """How many samples a loader gives, and how many bytes."""
+    size = 0
+
+    def visit(args: tuple, n: int) -> int:
+        nonlocal size
+        size += sum(x.nbytes for x in tree.tensors(args[1:]))
+        return size_of(args, t.in_dims)
+
+    with torch.random.fork_rng([]):  # a DataLoader draws numbers when it begins
+        return batches_of(loader, params, t.in_dims, replace(feed, progress=""))(visit, enumerate), size
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,9 +122,26 @@ class TiledAcross(Transform):
     def names(self, count: int) -> Any:
         return self.t.names(count) if self.part.feed is None else _names(count)
 
+    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
+        """How this process would compute it, which does not ask the others, and the bytes of what it gives to them: its
+        batches, and of rows that are gathered those beside its own samples."""
+        processes, feed = self.part.alone(args[0]), self.part.feed
+        if feed is None:
+            found, sides = self.t.explanation(args, kwargs, names), [(args[1:],)]
+        else:
+            found, sides = Tiled(self.t, feed).explanation(args, kwargs, names), args[1:]
+        (n, _), (m, size) = (_sizes(side, args[0], self.t, feed or Feed()) for side in (sides[0], sides[-1]))
+        if self.gather:
+            leaves = [x.element_size() for x in tree.tensors(args[:1])]
+            size += n * m * found.columns**2 * (max(leaves) if self.t.reduction.whole else sum(leaves))
+        if processes.size > 1:  # of which the others decide
+            found = replace(found, sweeps=0, tiles=0, batches=None)
+        return replace(found, name=repr(self), processes=processes.size, exchanged=size)
+
     @torch.no_grad()
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        feed, identity = self.part.feed or Feed(), {"the statistic": self.identity}
+        feed, gather = self.part.feed or Feed(), "gather" if self.gather else "local"
+        identity = {"the statistic": self.identity, "each": gather}
         two = self.part.feed is not None and len(args) == 3
         part = self.part if self.part.feed is None else replace(self.part, feed=replace(feed, progress=""))
         begun = part.begun(Asked(args[:2] if two else args, 1, names, identity, [], again=AGAIN))

@@ -14,7 +14,7 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import told_of_parts
-from invfunc.errors import ArgumentTypeError, RandomnessError
+from invfunc.errors import ArgumentError, ArgumentTypeError, RandomnessError
 from invfunc.evaluation.batches import Feed, no_samples, unscaled
 from invfunc.evaluation.matrix import Again, Matrix, own
 from invfunc.evaluation.processes import Processes
@@ -67,7 +67,13 @@ class Meetings:
 
     def _look(self, args: tuple, others: tuple) -> None:
         """Check that f gives the samples of two batches the same where they are joined."""
-        dims = batch_dims(self.t.in_dims, [*range(1, len(others))])
+        dims, names = batch_dims(self.t.in_dims, [*range(1, len(others))]), self.t.names(len(others))
+        for i, dim in dims.items():
+            if dim is not None and (one := _kinds(args[i], dim)) != (other := _kinds(others[i], dim)):
+                raise ArgumentError(
+                    f"{names[i]} is {one} in one batch, and {other} in another: but for the number of samples they "
+                    "have to agree, as the first two are joined, too. Pad the shorter samples."
+                )
         t = replace(self.t, others=tuple(others[i] for i, dim in dims.items() if dim is not None))
 
         def looked(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, None]:
@@ -89,7 +95,7 @@ class Meetings:
             engine = t.engine(args, kwargs, names)
             aux = engine.kept()
             if engine.scalar:
-                raise unscaled()
+                raise unscaled(engine.problem.n)
             return engine.finished(), aux
 
         return t.told(found, t.names, args, self.kwargs)
@@ -235,6 +241,16 @@ class Tiles:
         done = count(1)
         with told_of_parts(self.feed.progress, range(tiles), "tile") as tell:
             yield lambda samples: tell(next(done), samples)
+
+
+def _kinds(x: Any, dim: int) -> str:
+    """What the tensors of a tree are, one after the other, but for their number of samples."""
+    kinds = {
+        path: f"{y.dtype} {('N', *y.shape[: dim % y.ndim], *y.shape[dim % y.ndim + 1 :])}"
+        for path, y in tree.named_leaves(x)
+        if isinstance(y, torch.Tensor)
+    }
+    return ", ".join(f"{path} {kind}".strip() for path, kind in kinds.items())
 
 
 def _put_column(matrix: Matrix, j: int, i: int, tile: Any) -> None:

@@ -160,10 +160,12 @@ def _opened(
 
 
 def joined(trees: Sequence[Tree], dim: int) -> Tree:
-    """Trees of tensors, one behind the other along a dimension; what is no tensor is that of the last."""
-    parts, (*_, structure) = zip(*map(flatten, trees), strict=True)
-    columns = zip(*parts, strict=True)
-    return unflatten([torch.cat(x, dim) if isinstance(x[-1], torch.Tensor) else x[-1] for x in columns], structure)
+    """Trees of tensors by name, one behind the other along a dimension; what is no tensor is that of the last."""
+    *others, last = ([*named_leaves(one)] for one in trees)
+    named = [*map(dict, others)]
+    columns = [[*(one[path] for one in named), x] for path, x in last]
+    found = [torch.cat(x, dim) if isinstance(x[-1], torch.Tensor) else x[-1] for x in columns]
+    return unflatten(found, flatten(trees[-1])[1])
 
 
 def outputs(result: Tree) -> tuple[list[tuple[str, torch.Tensor]], Any]:

@@ -13,12 +13,12 @@ from invfunc._functorch import FakeTensorMode
 from invfunc._generators import set_states, state_of
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.across import bytes_given, dealt, one_scale, share
-from invfunc.evaluation.batches import no_samples
+from invfunc.evaluation.batches import no_samples, size_of
 from invfunc.evaluation.checkpoint import State, check_loadable
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.processes import ALONE, Processes
 from invfunc.evaluation.rows import Rows
-from invfunc.evaluation.sweep import Sweep
+from invfunc.evaluation.sweep import Sweep, check_number
 from invfunc.loss.drawn import key_of
 from invfunc.statistic import Statistic
 from invfunc.transform import own_memory
@@ -34,11 +34,15 @@ class Work:
         self.keys = {d: key_of(d.generator) for d in drawings}
         self.first = 0
         """How many samples other processes have before those of this one."""
-        self.weighed = False
+        self.expected: int | None = None
+        """How many all have, if they were counted."""
+        self.weighed = self.looked = False
+        """Whether the first batch was seen, and whether f was seen to give samples the same beside fewer ones."""
 
-    def draw_by(self, keys: Sequence[int], first: int = 0) -> None:
-        """Take these keys, and places behind so many samples."""
+    def draw_by(self, keys: Sequence[int], first: int = 0, of_all: int | None = None) -> None:
+        """Take these keys, and places behind so many samples, of the number that all processes have counted."""
         self.keys, self.first = dict(zip(self.keys, keys, strict=True)), first
+        self.expected = self.sweep.expected = of_all
 
     def check(self, known: int) -> None:
         """Look for what is wrong before the first batch, if there will be so many samples."""
@@ -51,6 +55,9 @@ class Work:
         sweep, before = self.sweep, self.sweep.n
 
         def add(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, Any]:
+            if not self.looked and size_of(args, t.in_dims) > 1:
+                t.engine(args, kwargs, names).check_apart()
+                self.looked = True
             return None, sweep.add(t.engine(args, kwargs, names))
 
         t = self.t.keyed(self.keys, self.first + n)
@@ -137,6 +144,7 @@ class RowByRow(Work):
     def results(self) -> tuple[Any, Any]:
         if not self.of_all:
             raise no_samples()
+        check_number(self.of_all, self.expected)
         if self.sweep.weights.mean:
             self.rows.scaled(self.n, 1 / self.of_all)
         return self.rows.result(self.n), self.aux

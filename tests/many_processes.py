@@ -5,10 +5,13 @@ import itertools
 import os
 import signal
 import time
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,7 @@ from invfunc import distributed, streamed, tree
 from invfunc.evaluation.processes import Processes, bits
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import LEAVES, LOSS, MODEL, ROWS, TREES
+from invfunc.visits import Work
 from tests.networks import LOSSES, network, samples_loss
 from tests.strategies import Numbers
 from tests.test_streamed import EXACT, FLOOR, batches, dense, linear, losses
@@ -239,6 +243,34 @@ def faults() -> dict[str, tuple[str, str, float]]:
     own, short = {"w": params["w"] + rank, "b": params["b"]}, {**params, "w": params["w"][:3]}
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
 
+    class Once:
+        """What gives its batches once, and does not look so."""
+
+        def __init__(self) -> None:
+            self.batches = iter([(x, y)])
+
+        def __iter__(self) -> Any:
+            return self.batches
+
+    def turned(params: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = {"one": linear(params, x), "two": 2 * linear(params, x)}
+        return dict(reversed(found.items())) if rank else found
+
+    def of_means(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(z, y, reduction="sum" if rank else "mean")
+
+    def not_resumed() -> Any:
+        """All have a file, but one has no room for what is in it."""
+        with TemporaryDirectory() as folder:
+            t = distributed(streamed(of, checkpoint=Path(folder, "state")))
+            with suppress(invfunc.ProcessError, OSError):
+                t(params, lambda: late(x, y))
+            no_room = mock.patch.object(Work, "resume", side_effect=MemoryError("no room"))
+            with no_room if rank else nullcontext():
+                return t(params, [(x, y)] * 2)
+
+    drawn = invfunc.kfac(linear, F.cross_entropy, generator=torch.Generator().manual_seed(0))
+
     def placed(placement: Any, w: torch.Tensor = params["w"]) -> Any:
         return {**params, "w": DTensor.from_local(w, mesh(2), [placement], run_check=False)}
 
@@ -247,6 +279,14 @@ def faults() -> dict[str, tuple[str, str, float]]:
         "the loader fails": lambda: distributed(streamed(of))(params, lambda: late(x, y)),
         "other parameters": lambda: distributed(of)(own, x, y),
         "another statistic": lambda: distributed(of if rank else invfunc.diag_ggn(losses))(params, x, y),
+        "permuted parameters": lambda: distributed(of)({**params, "b": params["b"].roll(rank)}, x, y),
+        "gathered in one": lambda: distributed(invfunc.batch_grad(losses), each="gather" if rank else "local")(
+            params, x, y
+        ),
+        "a sum and a mean": lambda: distributed(invfunc.diag_ggn(linear, of_means))(params, x, y),
+        "outputs in another order": lambda: distributed(invfunc.batch_jacobian(turned), each="gather")(params, x),
+        "counted and gone": lambda: distributed(streamed(drawn))(params, Once() if rank else [(x, y)]),
+        "a file that cannot be gone on with": not_resumed,
         "another vector": lambda: distributed(product)(params, own, x, y),
         "a vector of another shape": lambda: distributed(product)(params, short if rank else params, x, y),
         "of another shape later": lambda: distributed(product).linearize(params, x, y)(short if rank else params),

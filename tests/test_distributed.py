@@ -94,6 +94,12 @@ class TestFaults:
             "the loader fails": ("ProcessError", "OSError"),
             "other parameters": ("ArgumentError", "ArgumentError"),
             "another statistic": ("ArgumentError", "ArgumentError"),
+            "permuted parameters": ("ArgumentError", "ArgumentError"),
+            "gathered in one": ("ArgumentError", "ArgumentError"),
+            "a sum and a mean": ("ArgumentError", "ArgumentError"),
+            "outputs in another order": ("ArgumentError", "ArgumentError"),
+            "counted and gone": ("ArgumentError", "ArgumentError"),
+            "a file that cannot be gone on with": ("ProcessError", "MemoryError"),
             "another vector": ("ArgumentError", "ArgumentError"),
             "a vector of another shape": ("ProcessError", "ArgumentError"),
             "of another shape later": ("ProcessError", "ArgumentError"),
@@ -127,6 +133,8 @@ class TestFaults:
             in first["a mesh of others"][1]
         )
         assert "params['w'] has to be the same in all processes" in first["other parameters"][1]
+        assert "the loss is a mean in process 0, and a sum in process 1" in first["a sum and a mean"][1]
+        assert "gave 6 samples the second time, and 12 the first time" in first["counted and gone"][1]
         assert max(seconds for each in (first, second) for _, _, seconds in each.values()) < 20
 
     def test_one_process_that_is_killed_makes_all_fail(self, tmp_path):

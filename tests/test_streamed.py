@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, streamed, tree
+from invfunc import ArgumentError, ArgumentTypeError, SampleAxisError, streamed, tree
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
@@ -45,6 +45,18 @@ def batches(edges, *data):
     """The data, divided at these places; where two are the same there is an empty batch."""
     edges = [0, *sorted(edges), len(tree.tensors(data)[0])]
     return [tree.map_tensors(lambda x: x[a:b], data) for a, b in zip(edges[:-1], edges[1:], strict=True)]  # noqa: B023
+
+
+def in_one_memory(parts):
+    """A loader that writes each batch where the one before was."""
+    most = max(len(x) for x, *_ in parts)
+
+    def loader():
+        room = [x.new_empty(most, *x.shape[1:]) for x in parts[0]]
+        for part in parts:
+            yield [kept[: len(x)].copy_(x) for kept, x in zip(room, part, strict=True)]
+
+    return loader
 
 
 def dense(result):
@@ -114,6 +126,25 @@ class TestScale:
         with pytest.raises(ArgumentError, match=r"neither the sum .*ignore_index"):
             t(params, batches([2], x, y.to(x.device)))
 
+    @pytest.mark.parametrize("t", [invfunc.sum_grad_squared, invfunc.batch_grad, invfunc.diag_hessian])
+    def test_losses_with_a_factor_of_the_batch_are_refused(self, data, t):
+        params, *rest = data
+        t = streamed(t(lambda params, x, y: losses(params, x, y) / len(x)))
+        with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
+            t(params, batches([1, 4], *rest))
+
+    @pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.kflr])
+    def test_weights_are_seen_of_a_loader_that_reuses_its_memory(self, data, make):
+        params, x, _ = data
+        parts = batches([3, 6], x, (torch.arange(9, device=x.device) >= 4).long())
+        weighted = partial(F.cross_entropy, weight=torch.arange(1.0, CLASSES + 1).to(x))
+        with pytest.raises(ArgumentError, match="neither the sum"):
+            streamed(make(linear, lambda z, y: weighted(z, y)))(params, in_one_memory(parts))
+        t = make(linear, F.cross_entropy)
+        whole = [torch.cat(z) for z in zip(*parts, strict=True)]
+        found = streamed(t)(params, in_one_memory(parts))
+        assert_trees_close(dense(found), dense(t(params, *whole)), EXACT)
+
     def test_zero_parameters_hide_no_weights(self, data):
         """All losses are the same there."""
         params, x, y = data
@@ -141,6 +172,49 @@ class TestScale:
         assert error.value.__notes__ == ["This is batch 0 of the loader."]
 
 
+class TestOtherOutputs:
+    """Those of the samples of one batch are other ones than those of another, as sequences of other lengths."""
+
+    @staticmethod
+    def ragged():
+        rand = Numbers(0)
+        params = {"w": rand(4, CLASSES), "b": rand(CLASSES)}
+        return params, [(rand(n, t, 4), torch.arange(n * t).reshape(n, t) % CLASSES) for n, t in ((2, 3), (3, 2))]
+
+    @pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.diag_hessian, invfunc.ggn_trace])
+    def test_sums_are_added(self, make):
+        params, parts = self.ragged()
+        t = make(linear, lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum"))
+        each, structures = zip(*(tree.flatten(t(params, *part)) for part in parts), strict=True)
+        wanted = tree.unflatten([a + b for a, b in zip(*each, strict=True)], structures[0])
+        assert_trees_close(streamed(t)(params, parts), wanted, EXACT)
+
+    @pytest.mark.parametrize("t", [invfunc.diag_ggn, invfunc.hvp])
+    def test_means_are_refused(self, t):
+        params, parts = self.ragged()
+        lead = [params] if t is invfunc.hvp else []
+        t = t(linear, lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()))
+        with pytest.raises(ArgumentError, match=r"is a mean, and a sample has outputs of shape \[3, \d\]"):
+            streamed(t)(params, *lead, parts)
+
+    def test_weights_are_seen_where_another_batch_is_like_it(self):
+        params, parts = self.ragged()
+        t = invfunc.diag_ggn(linear, lambda z, y: z.square().sum() / (1 + y.sum()))
+        with pytest.raises(ArgumentError, match="neither the sum"):
+            streamed(t)(params, parts)
+
+    def test_axes_of_outputs_are_of_the_same_ones(self, data):
+        params, x, _ = data
+        first = {"a": x[:3], "b": x[3:6]}
+
+        def f(params, x):
+            return {name: linear(params, z) for name, z in x.items()}
+
+        for other in (dict(reversed(first.items())), {"a": x[:3]}):
+            with pytest.raises(ArgumentError, match="outputs of one sample have shapes .*in the same order"):
+                streamed(invfunc.batch_jacobian(f))(params, [first, other])
+
+
 class TestLoaders:
     def test_what_gives_batches(self, data):
         params, *rest = data
@@ -157,6 +231,34 @@ class TestLoaders:
         t = invfunc.batch_grad(lambda params, batch: losses(params, batch["x"], batch["y"]))
         parts = [kind(x=x, y=y) for x, y in batches([0, 3], *rest)]
         assert_trees_close(streamed(t)(params, parts), invfunc.batch_grad(losses)(*data), EXACT)
+
+    @pytest.mark.parametrize("t", [invfunc.variance, invfunc.gram, invfunc.hvp])
+    def test_that_changes_the_parameters_or_whose_batches_f_changes(self, data, t):
+        params, *rest = data
+        lead, parts = [params] if t is invfunc.hvp else [], batches([3, 6], *rest)
+        kept = tree.map_tensors(torch.clone, params)
+
+        def training():
+            for part in parts:
+                yield part
+                kept["w"].add_(1)
+
+        def writes(params, x, y):
+            return losses(params, x.mul_(2), y)
+
+        with pytest.raises(ArgumentError, match="the parameters were written in place meanwhile"):
+            streamed(t(losses))(kept, *lead, training)
+        with pytest.raises(ArgumentError, match="f writes into"):
+            streamed(t(writes))(params, *lead, [tuple(x.clone() for x in part) for part in batches(range(1, 9), *rest)])
+
+    def test_a_linearisation_at_parameters_that_changed(self, data):
+        params, *rest = data
+        at = tree.map_tensors(torch.clone, params)
+        product = streamed(invfunc.hvp(losses)).linearize(at, batches([3], *rest))
+        product(params)
+        at["b"].add_(1)
+        with pytest.raises(ArgumentError, match="the parameters were written in place"):
+            product(params)
 
     def test_nothing_in_it(self, data):
         t = streamed(invfunc.variance(losses))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
@@ -310,7 +311,7 @@ class TestTwoSweeps:
             streamed(invfunc.together(invfunc.batch_grad(f), t, invfunc.variance(f)), checkpoint=file)(params, parts),
             wanted,
         )
-        assert len(seen) == 2 * 3  # K-factors are of a loss function that is run twice
+        assert len(seen) == 2 * 3 + 2  # K-factors are of a loss function that is run twice, and looked at before
 
     @pytest.mark.parametrize("sweep", [0, 1])
     def test_the_batches_are_the_same_in_both(self, data, file, sweep):  # noqa: F811
@@ -409,7 +410,45 @@ class TestAnotherOne:
         with pytest.raises(ArgumentError, match="something else than a state"):
             t(data[0], [data[1:]])
 
+    def test_a_bit_that_was_lost(self, data, broken):  # noqa: F811
+        """`torch.load` does not look whether numbers are those that were written."""
+        content, state = broken.read_bytes(), torch.load(broken)["state"]["kept"][0]["states"][0][2]
+        place = content.index(state.cpu().numpy().tobytes())
+        broken.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        with pytest.raises(ArgumentError, match="cannot be read"):
+            streamed(invfunc.variance(losses, correction=1), checkpoint=broken)(data[0], batches([2, 4], *data[1:]))
+
+    def test_several_calls_with_one_file(self, data, file):  # noqa: F811
+        """Each writes it as a whole, and has its own result."""
+        params, *rest = data
+        t, parts = invfunc.variance(losses), batches(range(1, 9), *rest)
+
+        def one(_):
+            return streamed(t, checkpoint=file, every=0)(params, parts)
+
+        with ThreadPoolExecutor(4) as pool:
+            for found in pool.map(one, range(8)):
+                assert_trees_close(found, t(*data), 1e-12)
+        assert not any(file.parent.iterdir())
+
+    def test_what_cannot_be_written(self, data, file, monkeypatch):  # noqa: F811
+        params, *rest = data
+        t = streamed(invfunc.variance(losses), checkpoint=file, every=0)
+
+        def full(_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched, pytest.raises(ArgumentError, match="cannot be written: .*No space left"):
+            patched.setattr(checkpoint.os, "fsync", full)
+            t(params, batches([2], *rest))
+        assert not any(file.parent.iterdir())
+        with monkeypatch.context() as patched, pytest.raises(ArgumentError, match="may not write there"):
+            patched.setattr(checkpoint.os, "access", lambda *_: False)
+            t(params, breaking(batches([2], *rest), 0))
+
     def test_folder(self, data, tmp_path):  # noqa: F811
+        with pytest.raises(ArgumentError, match="it is a folder. Give the name of a file in it"):
+            streamed(invfunc.variance(losses), checkpoint=tmp_path)(data[0], [data[1:]])
         with pytest.raises(ArgumentError, match="there is no folder"):
             streamed(invfunc.variance(losses), checkpoint=tmp_path / "a" / "b")(data[0], [data[1:]])
 

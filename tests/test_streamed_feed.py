@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import invfunc
 from invfunc import ArgumentError, MissingExtraError, streamed
-from invfunc.evaluation.batches import Feed, swept
+from invfunc.evaluation.batches import Feed, batches_of
 from tests.test_streamed import batches, data, losses  # noqa: F401
 
 PRODUCT = invfunc.hvp(losses)
@@ -29,7 +29,7 @@ class TestDevice:
             seen.append((args[1].device.type, n))
             return len(args[1])
 
-        swept([torch.ones(4, 3), torch.ones(1, 3)], params, 0, visit, Feed.of(device, ""))
+        batches_of([torch.ones(4, 3), torch.ones(1, 3)], params, 0, Feed.of(device, ""))(visit, enumerate)
         assert seen == [(goal, 0), (goal, 4)]
 
     @pytest.mark.parametrize("t", [invfunc.variance(losses), PRODUCT], ids=["statistic", "product"])

@@ -132,7 +132,7 @@ class TestMatrices:
 
         product = streamed(invfunc.hvp(losses)).linearize(params, loader)
         product(vector(params))
-        with pytest.raises(ArgumentError, match="gave 5 samples, and 9 for the first vector"):
+        with pytest.raises(ArgumentError, match="gave 5 samples, and 9 before"):
             product(vector(params))
 
 

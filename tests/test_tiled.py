@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import ArgumentError, ArgumentTypeError, explain, gram, streamed, tiles, tree
+from invfunc import ArgumentError, ArgumentTypeError, distributed, explain, gram, streamed, tiles, tree
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import LOSS, MODEL
 from tests.meter import Meter, nothing_collected
 from tests.networks import CLASSES, LOSSES, network, networks, samples_loss
 from tests.strategies import Numbers
-from tests.test_streamed import EXACT, FLOOR, batches, data, linear, losses  # noqa: F401
+from tests.test_streamed import EXACT, FLOOR, batches, data, in_one_memory, linear, losses  # noqa: F401
 
 EDGES = st.lists(st.integers(0, 5), max_size=3)
 FORMS = st.sampled_from([LOSS, MODEL])
@@ -208,14 +208,7 @@ class TestLoaders:
 
     def test_may_write_a_batch_in_the_memory_of_the_last_one(self, data):  # noqa: F811
         params, *rest = data
-        room = [torch.empty_like(x[:3]) for x in rest]
-
-        def loader():
-            for part in batches([3, 6], *rest):
-                for x, y in zip(room, part, strict=True):
-                    x.copy_(y)
-                yield room
-
+        loader = in_one_memory(batches([3, 6], *rest))
         for loaders in ([loader], [loader, loader]):
             assert_trees_close(streamed(gram(losses))(params, *loaders), gram(losses)(*data), EXACT)
 
@@ -268,6 +261,12 @@ class TestRefused:
         with pytest.raises(ArgumentError, match=r"shape \(6,\) in one batch, and \(3,\)|are joined"):
             streamed(gram(wide))(Numbers()(1), Numbers(1)(3, 3).split(2))
 
+    def test_batches_that_do_not_fit_are_told_of_as_batches(self, data):  # noqa: F811
+        params, x, y = data
+        for other in (x.float() if x.dtype == torch.float64 else x.double(), x[:, :3]):
+            with pytest.raises(ArgumentError, match=r"x is torch\S+ \('N', 4\) in one batch, and .* in another"):
+                streamed(gram(losses))(params, [(x, y), (other, y)])
+
     def test_options(self, tmp_path):
         for t, text in (
             (gram(losses, samples=[0]), "samples="),
@@ -312,6 +311,22 @@ class TestWork:
         out = None if out is None else lambda *what: None
         streamed(gram(losses), out=out)(data[0], counted, *loaders[1:])
         assert len(seen) == sweeps
+
+    def test_explained_of_processes(self, data):  # noqa: F811
+        """Batches travel, and of what is gathered the rows; here there is one process."""
+        params, x, y = data
+        parts, size = batches([2, 5], x, y), x.nbytes + y.nbytes
+        for gather, rows in (("local", 0), ("gather", 81 * x.element_size())):
+            found = explain(distributed(gram(losses), each=gather))(*data)
+            assert (found.processes, found.exchanged, found.tiles) == (1, size + rows, 0)
+            found = explain(distributed(streamed(gram(losses)), each=gather))(params, parts)
+            assert (found.exchanged, found.tiles, found.sweeps) == (size + rows, 6, 4)
+            assert f"1 process, which would exchange {size + rows} bytes with others" in str(found)
+        found = explain(distributed(streamed(gram(linear, per_parameter=True)), each="gather"))(
+            params, [(x,)], [(x[:5],)]
+        )
+        leaves = sum(p.element_size() for p in params.values())
+        assert found.exchanged == x[:5].nbytes + 9 * 5 * CLASSES**2 * leaves
 
     def test_a_bar_counts_tiles(self, data, monkeypatch):  # noqa: F811
         told = []

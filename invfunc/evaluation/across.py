@@ -15,7 +15,7 @@ from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import no_samples
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.processes import Processes, on_cpu
-from invfunc.evaluation.sweep import Sweep
+from invfunc.evaluation.sweep import Sweep, other_outputs
 from invfunc.evaluation.weights import Weights
 from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.exchange import Exchange
@@ -31,6 +31,7 @@ class Brought:
     """Whether its loss is a mean; None if that was not looked at."""
     outputs: list[torch.Size]
     structure: Any
+    by_column: tuple[Any, ...]
     columns: list[int]
     states: list[States]
     """What each accumulator keeps, on the meta device."""
@@ -38,10 +39,11 @@ class Brought:
     @classmethod
     def of(cls, sweep: Sweep) -> Brought:
         if sweep.engine is None:
-            return cls(0, None, [], None, [], [])
+            return cls(0, None, [], None, (), [], [])
         kept = list(_kept(sweep))
         states = [tree.map_tensors(_without_numbers, t.states) for t in kept]
-        return cls(sweep.n, sweep.weights.seen, *sweep.outputs, [t.columns for t in kept], states)
+        columns = [t.columns for t in kept]
+        return cls(sweep.n, sweep.weights.seen, *sweep.outputs, sweep.by_column, columns, states)
 
 
 def share(
@@ -93,16 +95,14 @@ def _exchanges(sweep: Sweep, own: int, each: list[Brought], gather: bool) -> dic
 
 
 def _alike(each: list[Brought]) -> Brought:
-    """What the first process that has samples says; those of all are of the same shape."""
+    """What the first process that has samples says; where columns are kept, those of all are of the same outputs."""
     first = next((rank for rank, one in enumerate(each) if one.n), None)
     if first is None:
         raise no_samples()
+    known = each[first].by_column
     for rank, one in enumerate(each):
-        if one.n and (one.outputs, one.columns) != (each[first].outputs, each[first].columns):
-            raise ArgumentError(
-                f"the outputs of one sample have shapes {[*map(tuple, each[first].outputs)]} in process {first}, and "
-                f"{[*map(tuple, one.outputs)]} in process {rank}, from {each[first].columns} and {one.columns} columns."
-            )
+        if one.n and one.by_column != known:
+            raise other_outputs(known, f"process {first}", one.by_column, f"process {rank}")
     return each[first]
 
 
@@ -160,6 +160,10 @@ def one_scale(known: Weights, processes: Processes, each: Sequence[bool | None])
     first, own = next((rank for rank, mean in enumerate(each) if mean is not None), None), known.first
     if first is None or processes.size == 1:
         return
+    for rank, mean in enumerate(each):
+        if mean not in (None, each[first]):
+            kinds = ("a mean", "a sum") if each[first] else ("a sum", "a mean")
+            raise ArgumentError(f"the loss is {kinds[0]} in process {first}, and {kinds[1]} in process {rank}.")
     travels = None
     if processes.rank == first and own is not None:
         travels = on_cpu((own.outputs, own.target)), own.n

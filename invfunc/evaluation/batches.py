@@ -11,7 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import told_of_parts
-from invfunc._functorch import transforming
+from invfunc._functorch import transforming, version
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.recording.problem import InDims, batch_dims
 
@@ -73,31 +73,47 @@ class Feed:
         )
 
 
-def swept(
-    loader: Any,
-    params: Any,
-    in_dims: InDims,
-    visit: Visit,
-    feed: Feed,
-    numbered: Numbered = enumerate,
-) -> int:
-    """Give `visit` the arguments of each batch, and how many samples came before; it returns how many there are.
+def batches_of(loader: Any, params: Any, in_dims: InDims, feed: Feed) -> Batches:
+    """Gives `visit` the arguments of each batch, and how many samples came before; it returns how many there are.
 
-    Returns how many samples came in all. Batches without samples are left out, and those that `numbered` leaves out.
+    Batches without samples are left out, and those that `numbered` leaves out. The parameters have to stay as they are.
     """
-    n, device = 0, feed.goal(params)
-    batches = loader if isinstance(loader, Iterable) else loader()
-    with told_of_parts(feed.progress, batches) as tell:
-        for number, batch in numbered(batches):
-            args = (params, *_arguments(batch, device))
-            try:
-                own = 0 if _sizes(args, in_dims) == {0} else visit(args, n)  # what else is wrong is told there
-            except Exception as error:
-                error.add_note(f"This is batch {number} of the loader.")
-                raise
-            n += own
-            tell(number + 1, own)
-    return n
+    known = _written(params)
+
+    def check() -> None:
+        if _written(params) != known:
+            raise ArgumentError(
+                "the parameters were written in place meanwhile (an optimizer beside the loader?), but a result is of "
+                "the same ones for all samples. Pass copies: {name: p.clone() for name, p in params.items()}."
+            )
+
+    def batches(visit: Visit, numbered: Numbered) -> int:
+        check_loader(loader)
+        n, device = 0, feed.goal(params)
+        given = loader if isinstance(loader, Iterable) else loader()
+        with told_of_parts(feed.progress, given) as tell:
+            for number, batch in numbered(given):
+                check()
+                args = (params, *_arguments(batch, device))
+                before = _written(args)
+                try:
+                    own = 0 if _sizes(args, in_dims) == {0} else visit(args, n)  # what else is wrong is told there
+                    if _written(args) != before:
+                        raise ArgumentError("f writes into its batch in place, which may come again. Let it copy it.")
+                except Exception as error:
+                    error.add_note(f"This is batch {number} of the loader.")
+                    raise
+                n += own
+                tell(number + 1, own)
+        check()
+        return n
+
+    return batches
+
+
+def _written(x: Any) -> list[int]:
+    """How often each tensor of a tree was written in place."""
+    return [version(y) for y in tree.tensors((x,))]
 
 
 def first(loader: Any, params: Any, in_dims: InDims, feed: Feed) -> tuple[tuple, int | None]:
@@ -117,12 +133,13 @@ def no_samples() -> ArgumentError:
     return ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
 
 
-def unscaled() -> ArgumentError:
-    """What is said of a loss that is one number where it is not given apart."""
+def unscaled(n: int) -> ArgumentError:
+    """What is said of a loss that is one number, of n samples, where it is not given apart."""
+    alone = " Of this batch of one sample, f may have dropped the axis: squeeze(1), not squeeze()." if n == 1 else ""
     return ArgumentError(
         "the loss is one number, which does not say whether it is the mean over its batch or the sum, and so not how "
         "batches are joined. Return the [N] losses of the samples, as with reduction='none', or (where it is taken) "
-        "give the loss apart, as in `diag_ggn(f, loss)`."
+        f"give the loss apart, as in `diag_ggn(f, loss)`.{alone}"
     )
 
 

@@ -10,6 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
+from zipfile import BadZipFile, ZipFile
 
 import torch
 
@@ -132,9 +133,16 @@ class Checkpoint:
         """What a call before has written, if it was of the same; a new one, with these keys, if there is no file."""
         if not self.path.parent.is_dir():
             raise ArgumentError(f"checkpoint={str(self.path)!r}: there is no folder {str(self.path.parent)!r}.")
+        if self.path.is_dir():
+            raise ArgumentError(f"checkpoint={str(self.path)!r}: it is a folder. Give the name of a file in it.")
+        if not os.access(self.path.parent, os.W_OK):
+            raise self.unwritten("this process may not write there")
         if not self.path.exists():
             return Record(identity, keys)
         try:
+            with ZipFile(self.path) as file:
+                if (broken := file.testzip()) is not None:  # which torch.load does not look for
+                    raise BadZipFile(broken)
             with torch.serialization.safe_globals(_SAFE):
                 found = torch.load(self.path, map_location=device)
         except Exception as error:  # of what is no file of torch's, whatever its bytes lead to
@@ -147,14 +155,13 @@ class Checkpoint:
                 raise self.refused(f"was written with another value of {name}: {was}, and not {now}")
         return Record.read(found)
 
-    @property
-    def part(self) -> Path:
-        """What is written next."""
-        return self.path.with_name(self.path.name + ".part")
-
     def remove(self) -> None:
-        for file in (self.path, self.part):
-            file.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def unwritten(self, why: Any) -> ArgumentError:
+        return ArgumentError(
+            f"checkpoint={str(self.path)!r}: the file cannot be written: {why}. Make room for it, or give another one."
+        )
 
     def refused(self, why: str) -> ArgumentError:
         return ArgumentError(
@@ -163,11 +170,17 @@ class Checkpoint:
 
     def write(self, record: Record) -> None:
         """Replace the file at once, so that it is the old or the new one whatever happens meanwhile."""
-        with self.part.open("wb") as file:
-            torch.save({"format": _FORMAT, **record.written()}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        self.part.replace(self.path)
+        part = self.path.with_name(f"{self.path.name}.{uuid4().hex}.part")  # another call may write its own
+        try:
+            with part.open("xb") as file:
+                torch.save({"format": _FORMAT, **record.written()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self.path)
+        except OSError as error:
+            raise self.unwritten(error) from error
+        finally:
+            part.unlink(missing_ok=True)
         with suppress(OSError):  # not every system opens folders
             folder = os.open(self.path.parent, os.O_RDONLY)
             try:

@@ -105,6 +105,22 @@ class Engine:
         with self.scope:
             check_batches(self.problem, self._batch_alone(slice(0, self.problem.n)), self._batch_alone)
 
+    def check_apart(self) -> None:
+        """Check that f gives half of the samples the losses that they have in the batch, unless it draws at random."""
+        half, n = self.problem.n // 2, self.problem.n
+        if not half or self.problem.loss is not None:
+            return
+        try:
+            with self.scope:
+                whole, part = (self._batch_alone(slice(0, k)) for k in (n, half))
+        except Exception:  # of f that cannot be run on half of a batch, or draws: there is nothing to compare
+            return
+        if all(isinstance(z, torch.Tensor) and z.ndim for z in (whole, part)) and not same_values(part, whole[:half]):
+            raise SampleAxisError(
+                "f gives a sample something else beside fewer ones, so that batches cannot be joined: it has a factor "
+                "that depends on how many there are. Take losses without that factor, as with reduction='none'."
+            )
+
     # Of what: each folds over the runs of the function and returns aux
 
     def _run(self) -> Any:

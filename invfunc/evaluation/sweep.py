@@ -61,6 +61,13 @@ class Sweep:
         found = self.engine.fold.found
         return found.outputs, tree.unflatten([*range(len(found.outputs))], found.structure)
 
+    @property
+    def by_column(self) -> tuple[Any, ...]:
+        """The outputs, and how many columns there are, where something is kept of each column."""
+        kept = [] if self.engine is None else self.engine.fold.of_phase(self.phase)
+        columns = [t.columns for t in kept if t.reduction.by_column]
+        return (*self.outputs, columns) if columns else ()
+
     def state(self) -> dict[str, Any]:
         """All that it has kept and was told, in dicts, tensors and numbers."""
         kept = self.told if self.engine is None else self.engine.fold.accumulators
@@ -83,12 +90,15 @@ class Sweep:
     def add(self, engine: Engine) -> Any:
         """See another batch; aux."""
         before = [] if self.engine is None else self.engine.fold.of_phase(self.phase)
+        known = self.by_column
         fold = self.enter(engine)
         aux, own = engine.kept(), fold.found.n
         if engine.scalar:
             if engine.loss_part is None:
-                raise unscaled()
+                raise unscaled(own)
             self._scale(fold, self.weights.of(engine.loss_part))
+        if self.n and known != self.by_column:
+            raise other_outputs(known, "the batches before", self.by_column, "this one")
         for t, first in zip(fold.of_phase(self.phase), before, strict=True) if self.n else ():
             t.after(first, fold.problem.leaves, self.n, own)
         self.n += own
@@ -99,11 +109,7 @@ class Sweep:
         """The fold of all batches, with the loss of all."""
         if self.engine is None:
             raise no_samples()
-        if self.expected not in (None, self.n):
-            raise ArgumentError(
-                f"the loader gave {self.n} samples the second time, and {self.expected} the first time; what needs two "
-                "sweeps is of the same samples in both."
-            )
+        check_number(self.n, self.expected)
         if self.weights.mean:
             self._scale(self.engine.fold, 1 / self.n)
         return self.engine.fold
@@ -117,3 +123,24 @@ class Sweep:
     def _scale(self, fold: Fold, by: float) -> None:
         for t in fold.of_phase(self.phase):
             t.scaled(by)
+
+
+def check_number(n: int, expected: int | None) -> None:
+    """Check that a loader gives as many samples as the time before."""
+    if expected not in (None, n):
+        raise ArgumentError(
+            f"the loader gave {n} samples the second time, and {expected} the first time; what needs two sweeps, or to "
+            "count the samples before, is of the same ones in both."
+        )
+
+
+def other_outputs(known: tuple[Any, ...], there: str, own: tuple[Any, ...], here: str) -> ArgumentError:
+    """What is said where results with an axis of the outputs would be joined that are of other outputs."""
+    (a, m), (b, n) = (
+        (tree.unflatten([*map(tuple, shapes)], tree.flatten(places)[1]), sum(columns))
+        for shapes, places, columns in (known, own)
+    )
+    return ArgumentError(
+        f"the outputs of one sample have shapes {a} in {there}, {m} columns in all, and {b} in {here}, {n} columns. "
+        "Results with an axis of the outputs are joined, so that these have to be the same ones in the same order."
+    )

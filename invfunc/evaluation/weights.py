@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,23 @@ class LossPart:
         )
 
     @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Of the outputs and the target by name, without their samples: what another batch has to have to be joined."""
+        trees = {"outputs": (self.outputs, self.out_dim), "target": (self.target, self.dim)}
+        return {
+            name + path: [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
+            for name, (one, dim) in trees.items()
+            if dim is not None
+            for path, x in tree.named_leaves(one)
+            if isinstance(x, torch.Tensor) and x.ndim
+        }
+
+    def own(self) -> LossPart:
+        """It, where a loader may write the next batch in the memory of this one."""
+        outputs, target = tree.map_tensors(torch.clone, (self.outputs, self.target))
+        return replace(self, outputs=outputs, target=target)
+
+    @property
     def _devices(self) -> list[int]:
         found = {z.device.index for z in tree.tensors((self.outputs,)) if z.device.type == "cuda"}
         return [i for i in found if i is not None]
@@ -67,10 +84,14 @@ class Weights:
     def of(self, part: LossPart) -> int:
         """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
         first = self.first or part
+        if first.shapes != part.shapes:  # beside itself, a sum counts as a whole, but a mean as any other one
+            if self.mean:
+                raise _others(first, part)
+            first = part
         both = first.n + part.n
         ratios = [(self._ratio(first, part), part.n / both), (self._ratio(part, first), first.n / both)]
         if self.first is None:
-            self.first, self.mean = part, bool(ratios[0][0] < 0.75)  # joined with itself: 1/2 or 1
+            self.first, self.mean = part.own(), bool(ratios[0][0] < 0.75)  # joined with itself: 1/2 or 1
         for r, share in ratios:  # that of the smaller one tells with more digits what it weighs
             wanted = share if self.mean else 1
             if not abs(float(r) - wanted) <= torch.finfo(r.dtype).eps ** 0.75 * wanted:
@@ -90,6 +111,17 @@ class Weights:
                     raise _neither("changes in another way than by a factor")
                 return r.to(alone.dtype)
         raise _neither("has no gradient")
+
+
+def _others(first: LossPart, part: LossPart) -> ArgumentError:
+    """What is said of batches that cannot be joined."""
+    a, b = first.shapes, part.shapes
+    name = next(name for name in {**a, **b} if a.get(name) != b.get(name))
+    return ArgumentError(
+        f"the loss is a mean, and a sample has {name} of shape {a.get(name)} in the first batch, and {b.get(name)} in "
+        "another one, so that it is not known what either counts (a mean over positions of which batches have other "
+        "numbers?). Return the [N] losses of the samples, as with reduction='none', or their sum."
+    )
 
 
 def _neither(why: str) -> ArgumentError:

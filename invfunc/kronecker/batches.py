@@ -173,8 +173,7 @@ def _form(part: Kronecker) -> tuple:
 
 def _zero(part: Kronecker, like: Kronecker) -> Kronecker:
     """The factors of a batch that does not reach a parameter, in the form of one that does."""
-    inputs = (part.origin.n or 0) * like.origin.inputs / (like.origin.n or 1)
-    origin = replace(like.origin, n=part.origin.n, inputs=inputs)
+    origin = replace(like.origin, n=part.origin.n, inputs=part.origin.inputs)
     return replace(like, factors=tuple(map(torch.zeros_like, like.factors)), origin=origin)
 
 

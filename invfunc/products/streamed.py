@@ -11,7 +11,7 @@ import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.across import one_scale
-from invfunc.evaluation.batches import Batches, Feed, Numbered, Visit, check_loader, no_samples, swept, unscaled
+from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, no_samples, unscaled
 from invfunc.evaluation.checkpoint import Checkpoint, Record, State, check_loadable
 from invfunc.evaluation.course import Course, course_of
 from invfunc.evaluation.fingerprint import described, named
@@ -88,11 +88,7 @@ class StreamedProduct(Transform):
         return Linearised(shown, sums.along, space, space, self.vector, self.lead, (args, kwargs)), []
 
     def _batches(self, params: Any, loader: Any) -> Batches:
-        def batches(visit: Visit, numbered: Numbered) -> int:
-            check_loader(loader)
-            return swept(loader, params, self.product.in_dims, visit, self.feed, numbered)
-
-        return batches
+        return batches_of(loader, params, self.product.in_dims, self.feed)
 
 
 class Sums:
@@ -106,11 +102,12 @@ class Sums:
         keys: list[int],
         processes: Processes = ALONE,
         before: int = 0,
+        counted: int | None = None,
     ) -> None:
-        """`keys` are those of drawn columns; `processes` before this one have so many samples."""
+        """`keys` are those of drawn columns; `processes` before this one have so many samples, and all `counted`."""
         self.product, self.kwargs, self.batches, self.keys = product, kwargs, batches, keys
         self.processes, self.before = processes, before
-        self.n: int | None = None
+        self.n = counted
         """How many samples there were the first time."""
         self.apart = False
         """Whether f has been seen to keep samples apart."""
@@ -123,9 +120,9 @@ class Sums:
     @torch.no_grad()
     def __call__(self, vectors: list[torch.Tensor], course: Course, lead: int) -> list[torch.Tensor]:
         work = Products(self, vectors, lead)
-        course.begin(work)
 
         def seen() -> tuple[None, tuple[int, bool | None, dict[str, str]]]:
+            course.begin(work)
             course.through(self.batches)
             return None, (work.n, work.weights.seen, bits(self.product.vector, vectors))
 
@@ -135,9 +132,7 @@ class Sums:
         if not n:
             raise no_samples()
         if self.n not in (None, n):
-            raise ArgumentError(
-                f"the loader gave {n} samples, and {self.n} for the first vector; a matrix is that of the same ones."
-            )
+            raise ArgumentError(f"the loader gave {n} samples, and {self.n} before; a matrix is that of the same ones.")
         self.n = n
         one_scale(work.weights, self.processes, [mean for _, mean, _ in each])
         sums = self.processes.exchanged([_summed(work.sums)])[0]
@@ -191,7 +186,7 @@ class Products:
         if given.losses.ndim:
             return 1
         if given.loss is None:
-            raise unscaled()
+            raise unscaled(given.n)
         return self.weights.of(given.loss_part)
 
     # In a checkpoint

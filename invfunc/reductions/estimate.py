@@ -56,7 +56,7 @@ class EstimatedTrace(EstimatedSquares):
     A draw is of all parameters at once, so that what is kept are the sums of each column and sample.
     """
 
-    trees = 0
+    trees, by_column = 0, True
 
     def __init__(self, per_parameter: bool) -> None:
         self.whole = not per_parameter

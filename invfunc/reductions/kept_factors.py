@@ -22,7 +22,6 @@ class Factors:
     """None where it has one factor only, or other columns brought it."""
     positions: float
     """How many there are, in all samples."""
-    samples: int
     places: list[Place]
     bias: str
     """What the bias is called that is one more input, if there is one."""
@@ -33,10 +32,8 @@ class Factors:
         a = self.a if other.a is None else other.a
         if samples and self.a is not None and other.a is not None:
             a = self.a + other.a
-        found = replace(self, b=self.b + other.b, a=a)
-        if samples:
-            found.positions, found.samples = self.positions + other.positions, self.samples + other.samples
-        return found
+        positions = self.positions + other.positions if samples else self.positions
+        return replace(self, b=self.b + other.b, a=a, positions=positions)
 
 
 @tree.register("roles")

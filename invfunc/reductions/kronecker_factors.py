@@ -53,6 +53,11 @@ class KroneckerFactors(Block):
         """`degree` is the power of the loss's scale that B has, None if its n is not that of the samples reduced."""
         self.sharing, self.joined, self.unsupported, self.degree = sharing, joint, unsupported, degree
 
+    def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
+        (none,) = super().init(leaf, n, columns)
+        inputs = float(n) if self.sharing == "backpack" else 0.0  # else samples count that are read
+        return (replace(none, origin=replace(none.origin, inputs=inputs)),)
+
     def step(self, shares: Shares) -> State:
         if self.joined and shares.weight is not None:
             return (None,)
@@ -67,7 +72,7 @@ class KroneckerFactors(Block):
         except Unfactored as why:
             if sum(n != 1 for n in shape) < 2:  # its block is no larger than a factor of a matrix
                 places = [Place(tuple(range(len(shape))), shape.numel())]
-                whole = Factors(shares.outer(), None, 1.0, 1, places, "", shape)
+                whole = Factors(shares.outer(), None, 1.0, places, "", shape)
                 return (Kept(name, {"whole": whole}),)
             if self.unsupported == "skip":
                 return (None,)
@@ -87,7 +92,7 @@ class KroneckerFactors(Block):
                 layer.look(shares.columns.left, shares.samples.parts(1, 1)[0])
         if same:
             b = known[key]
-            return {layers[0].role: Factors(b, None, 1.0, 1, layers[0].places, "", shares.leaf.shape)}
+            return {layers[0].role: Factors(b, None, 1.0, layers[0].places, "", shares.leaf.shape)}
         parts = shares.samples.parts(sum(f.work for f in shares.factors), thresholds.OPERANDS * shares.budget)
         found: dict[Hashable, Factors] = {}
         for some in _by_role(layers):
@@ -109,7 +114,7 @@ class KroneckerFactors(Block):
             out, read = min(1.0, sum(u.out for u in used)), min(1.0, sum(u.read for u in used))
             a, b = a if a is None or out == 1 else a / out, b if read == 1 else b / read**2
         positions = sum(k > 0 for k in counts) if self.sharing == "reduce" else sum(counts)
-        return Factors(b, a, positions, len(counts), places, bias, shares.leaf.shape, layers[0].blocks)
+        return Factors(b, a, positions, places, bias, shares.leaf.shape, layers[0].blocks)
 
     def _used(self, layer: Layer, columns: Columns, part: Part) -> Used:
         left = (layer.operands if self.sharing == "reduce" else layer.products)(columns.left, part)
@@ -177,10 +182,8 @@ class KroneckerFactors(Block):
         shape, dims, blocks = found.shape, [p.dims for p in found.places], found.blocks
         if found.a is None:
             return Kronecker((found.b,), (dims[0],), shape, blocks=blocks, origin=origin)
-        a, inputs = found.a / known.n, float(known.n)
-        if self.sharing != "backpack":  # which does not divide by the positions
-            a = a * (found.samples / (found.positions or found.samples))
-            inputs = inputs * found.positions / found.samples
+        inputs = float(known.n if self.sharing == "backpack" else found.positions)  # it does not divide by positions
+        a = found.a / (inputs or known.n)
         if found.bias:
             joint = Joint(found.bias, shape, dims[0], dims[1], blocks or (1,) * len(shape))
             origin = replace(origin, inputs=inputs, read=1, joint=joint)

@@ -64,6 +64,8 @@ class Reduction:
     """Whether it keeps matrices that are as wide as the sides of a parameter."""
     counts: ClassVar[bool] = False
     """Whether columns count that are zero at a parameter, or what an operation reads where they are zero at it."""
+    by_column: ClassVar[bool] = False
+    """Whether it keeps something of each column, so that those of all samples have to be of the same outputs."""
     pooled: ClassVar[bool] = False
     """Whether what is kept of the parameters is added up as it comes, if the result is of all together: the samples
     are never divided."""

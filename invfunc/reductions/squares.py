@@ -64,7 +64,7 @@ class InnerProducts(Reduction):
     """`sum_p G[v, n, p] G[w, m, p]`, of all parameters together or of each."""
 
     axes = ("params",)
-    pooled = pairs = True
+    pooled = pairs = by_column = True
     others = 0
     """How many samples m are not among the n; with none, they are the same."""
 
@@ -116,7 +116,7 @@ class JacobianRows(Reduction):
 
     each = (0,)
     forms = "all"
-    counts = True
+    counts = by_column = True
 
     def step(self, shares: Shares) -> State:
         return (shares.dense(),)

@@ -75,7 +75,7 @@ class Explanation:
     processes: int = 0
     """How many there are, if it is `distributed`; all other numbers are those of this one."""
     exchanged: int | None = None
-    """How many bytes of its results each gives to the others; None where that depends on numbers."""
+    """How many bytes of its results (of `gram` of its batches) each gives to others; None where numbers decide that."""
 
     def __str__(self) -> str:
         known = [*self._of_parts(), *self._table(), self._cost(), self.checked]

@@ -23,6 +23,7 @@ from invfunc import (
     kflr,
     kfra,
     kronecker,
+    streamed,
     tree,
 )
 from invfunc.testing import assert_trees_close
@@ -121,9 +122,29 @@ class TestMerge:
             found = kronecker.merge(*batches, reduction=reduction)
             c = 1 / 3 if reduction == "mean" else 1.0
             A, B = there["w"].factors[::-1]
-            assert_trees_close(found["w"].factors, (c * B, A / 3), EXACT)
+            assert_trees_close(found["w"].factors, (c * B, A), EXACT)
             assert_trees_close(found["always"].factors, one(params, x, y)["always"].factors, EXACT)
             assert (found["b"] is None) == joint
+
+    @pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
+    def test_experts_that_a_batch_does_not_ask(self, sharing):
+        """Of all samples at once, A is the mean over those that an expert reads."""
+        params = {name: Numbers(i)(4, 3) for i, name in enumerate(("all", "above", "below"))}
+
+        def f(params, x):
+            z = x @ params["all"]
+            for name, which in (("above", x[:, 0] > 0), ("below", x[:, 0] <= 0)):
+                i = which.nonzero()[:, 0]
+                z = z.index_add(0, i, x[i] @ params[name]) if len(i) else z
+            return z
+
+        x, y = Numbers(4)(6, 4), Numbers(5)(6, 3)
+        x[:2, 0], x[2:, 0] = 1, -1
+        one = kflr(f, lambda z, y: F.mse_loss(z, y, reduction="sum"), weight_sharing=sharing)
+        whole, each = one(params, x, y), list(parts((x, y), [2, 4]))
+        assert_trees_close(kronecker.merge(*(one(params, *part) for part in each), reduction="sum"), whole, EXACT)
+        assert_trees_close(chunked(one, 6, over="samples")(params, x, y), whole, EXACT)
+        assert_trees_close(streamed(one)(params, each), whole, EXACT)
 
     def test_is_that_of_chunks_and_has_derivatives(self):
         f, params, x, y = perceptron(4)

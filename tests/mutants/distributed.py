@@ -18,9 +18,38 @@ DISTRIBUTED = [
     Fault(
         "a process does not know how many samples come before its own",
         "distributed.py",
-        "work.draw_by(course.record.keys, begun.before)",
-        "work.draw_by(course.record.keys)",
+        "work.draw_by(course.record.keys, begun.before, begun.counted)",
+        "work.draw_by(course.record.keys, 0, begun.counted)",
         ALL,
+    ),
+    Fault(
+        "numbers that are counted before may not come",
+        "distributed.py",
+        "work.draw_by(course.record.keys, begun.before, begun.counted)",
+        "work.draw_by(course.record.keys, begun.before)",
+        FAULTS,
+    ),
+    Fault(
+        "others wait for a process that cannot go on with its file",
+        "part.py",
+        "        if not self.course.keeps:\n            self.course.begin(work)\n            return\n"
+        '        self.processes.told("checkpoint", lambda: (self.course.begin(work), None))\n',
+        "        self.course.begin(work)\n",
+        FAULTS,
+    ),
+    Fault(
+        "a hash does not know the places of numbers",
+        "evaluation/processes.py",
+        "(some * odd[: len(some)]).sum()",
+        "some.sum()",
+        FAULTS,
+    ),
+    Fault(
+        "the loss may be a sum in one process, and a mean in another",
+        "evaluation/across.py",
+        "if mean not in (None, each[first]):",
+        "if False:",
+        FAULTS,
     ),
     Fault(
         "a process without samples does not know that the loss is a mean",
