@@ -25,9 +25,9 @@ from invfunc.plans.backends import Backend, Choice
 from invfunc.plans.draws import default_generators
 from invfunc.plans.finish import plan_of
 from invfunc.plans.key import Call, call_of
-from invfunc.plans.plan import Missed, Plan
+from invfunc.plans.plan import Plan
 from invfunc.plans.reads import Reads
-from invfunc.plans.recorder import Recorder
+from invfunc.plans.recorder import Missed, Recorder
 from invfunc.plans.watch import Watch
 from invfunc.recording.checks import same_values
 
@@ -90,6 +90,12 @@ class Calls:
                     return self.repeated(entry, entry.plan, call, args, kwargs)
                 except Missed as miss:
                     what = str(miss)
+                except ReplayError:
+                    raise
+                except Exception as error:
+                    result = self.t(*args, **kwargs)  # whose own error it is, if it has one
+                    entry.plan, entry.why = None, f"the plan alone fails ({type(error).__name__}: {error})"
+                    return result
             entry.missed(what)
             if entry.why:
                 return self.eagerly(entry.why, args, kwargs)
@@ -208,7 +214,11 @@ def _generators(watch: Watch) -> list[torch.Generator]:
 
 def aside(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether somebody sees what a call does, so that it has to be done."""
-    modes = dispatched() or under(TorchFunctionMode, lambda mode: type(mode).__name__ != "DeviceContext")
+    modes = (
+        dispatched()
+        or torch.is_anomaly_enabled()
+        or under(TorchFunctionMode, lambda mode: type(mode).__name__ != "DeviceContext")
+    )
     return modes or transforming() or saving_hooks() is not None or dual(*tree.tensors((args, kwargs)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from invfunc._generators import set_states, state_of
 from invfunc.plans.watch import Watch
 
 
+@cache
 def draws(func: Any) -> bool:
     """Whether an operation may draw random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
+    takes = any("Generator" in str(a.type) for a in func._schema.arguments)
+    return takes or torch.Tag.nondeterministic_seeded in func.tags
 
 
 def saved(g: torch.Generator) -> torch.Tensor:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._functorch import storage_of
+from invfunc._functorch import storage_of, under
 from invfunc.budget.fingerprint import settings
 
 _PLAIN = {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...)}
@@ -35,7 +36,8 @@ def call_of(args: tuple, kwargs: dict[str, Any]) -> Call:
     if why := next(filter(None, map(no_plan, tensors)), "") or kept(structure):
         return Call(tensors, watched, None, why)
     form = tree.hashable(structure)
-    key = form, tuple(map(signature, tensors)), shared(tensors), tuple(map(_token, others)), settings()
+    around = settings(), torch.get_default_device() if under(TorchFunctionMode) else None  # it is a mode
+    key = form, tuple(map(signature, tensors)), shared(tensors), tuple(map(_token, others)), around
     return Call(tensors, watched, key)
 
 
@@ -43,6 +45,8 @@ def no_plan(x: torch.Tensor) -> str:
     """Why a tensor cannot be an input of a plan; empty if it can."""
     if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
         return f"an argument is a {type(x).__name__}, not a plain tensor"
+    if x.__dict__:
+        return "an argument is a tensor with attributes of its own"
     return "" if x.layout is torch.strided and not x.is_quantized else "an argument is not a dense tensor"
 
 

@@ -17,11 +17,7 @@ from invfunc._generators import set_states, state_of
 from invfunc.budget.footprint import footprint
 from invfunc.budget.size import told
 from invfunc.plans.key import signature
-from invfunc.plans.recorder import Guard, same_shape
-
-
-class Missed(Exception):
-    """A call is not as the plan has it."""
+from invfunc.plans.recorder import Guard, Missed, same_shape
 
 
 @dataclass
@@ -71,13 +67,14 @@ class Plan:
             return footprint(self.module.forward, given, {}, self.drew).counted
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
-        """The result for other arguments of the same key; `Missed` if something is not as it was."""
+        """The result for other arguments of the same key; an error, as `Missed` if something is not as it was, leaves
+        the generators as they were."""
         before = [(g, state_of(g)) for g in self.drew]
         try:
             return self._ran(tensors)
-        except Exception as error:  # the call itself says what is wrong
+        except Exception:
             set_states(before)
-            raise Missed(str(error)) from None
+            raise
 
     def _ran(self, tensors: list[torch.Tensor]) -> Any:
         given = [*tensors, *(source() for source in self.sources)]

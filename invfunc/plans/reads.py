@@ -45,7 +45,8 @@ class Reads(TorchFunctionMode):
             self.recorder.refuse(f"`{name}` reads sizes from a tensor")
         elif name in _LITERALS:
             return self._literal(func, name, args, kwargs)
-        if (body := opened(func)) is None:
+        method = getattr(func, "__module__", "") == "torch._tensor" and name != "backward"
+        if method or (body := opened(func)) is None:  # a method in Python may call what has the same name in C
             return func(*args, **kwargs)
         with self:  # of a function in Python all that it calls
             return body(*args, **kwargs)

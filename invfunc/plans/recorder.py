@@ -243,14 +243,14 @@ def _sized(func: Any, args: tuple) -> bool:
     return func is _ATEN._pack_padded_sequence.default
 
 
-class Resized(Exception):
-    """A tensor has another shape than when the plan was made."""
+class Missed(Exception):
+    """A call is not as the plan has it."""
 
 
 def same_shape(x: torch.Tensor, shape: list[int], at: str) -> None:
     """A guard in a plan, of a shape that depends on numbers; all that follows relies on it."""
     if list(x.shape) != shape:
-        raise Resized(f"a shape that depends on numbers (at {at})")
+        raise Missed(f"a shape that depends on numbers (at {at})")
 
 
 @cache

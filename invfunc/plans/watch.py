@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import dis
 import enum
 import logging
+import random
 import re
 import sys
 import threading
@@ -24,13 +26,26 @@ from invfunc.functional import Functional
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(...), enum.Enum, torch.Size)
 _SETTLED = (
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, types.BuiltinFunctionType, types.CodeType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, types.CodeType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
-    *(types.MethodWrapperType, types.ClassMethodDescriptorType, re.Pattern, ContextVar, logging.Logger, Functional),
+    *(types.ClassMethodDescriptorType, re.Pattern, logging.Logger),
     *(type(threading.Lock()), type(threading.RLock()), type(torch.ops.aten), type(torch.ops.aten.add)),
     *(type(torch.ops.aten.add.Tensor), type(NotImplemented)),
 )
-"""What has nothing in it that changes what is computed. (Of a `Functional`, the module is looked at.)"""
+"""What has nothing in it that changes what is computed."""
+_PARTS: dict[type, Callable[[Any], list[Any]]] = {
+    types.MethodType: lambda x: [x.__self__, x.__func__],
+    types.BuiltinFunctionType: lambda x: [x.__self__],
+    types.MethodWrapperType: lambda x: [x.__self__],
+    partial: lambda x: [x.func, x.args, x.keywords],
+    staticmethod: lambda x: [x.__func__],
+    classmethod: lambda x: [x.__func__],
+    property: lambda x: [x.fget],
+    cached_property: lambda x: [x.func],
+}
+"""What is made of other things that do not change."""
+_UNSEEN = (random.Random, threading.local)
+"""What has more in it than can be looked at."""
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _NOTHING = object()
 
@@ -51,6 +66,9 @@ class Watch:
         self.generators: dict[int, weakref.ref[torch.Generator]] = {}
         self._dicts: list[tuple[Mapping[Any, Any], Ids, str]] = []
         self._empty: list[Any] = []
+        self._instances: list[Any] = []
+        self._own: list[tuple[type, Mapping[str, Any]]] = []
+        """Of which types they are, and where their attributes are."""
         self._looks: list[tuple[Callable[[], Ids], Ids, str]] = []
         self._alive: list[Any] = []
         self._seen: set[int] = set()
@@ -63,6 +81,9 @@ class Watch:
         """What is another thing now; empty if nothing is."""
         if any(self._empty):
             return "a container that was empty"
+        for x, (kind, held) in zip(self._instances, self._own, strict=True):
+            if type(x) is not kind or x.__dict__ is not held:
+                return f"what an object of {kind.__name__} is"
         for held, ids, name in self._dicts:
             if [*map(id, held), *map(id, held.values())] != ids:
                 return name or "an argument"
@@ -84,13 +105,15 @@ class Watch:
 
     def _visit(self, x: Any, names: tuple[str, ...], path: str) -> None:
         """Look at one object; `names` are those by which the code that has it reads attributes."""
-        if isinstance(x, _PLAIN) or (id(x) in self._seen and not isinstance(x, types.ModuleType)):
+        if isinstance(x, _PLAIN) or type(x) is object or (id(x) in self._seen and not isinstance(x, types.ModuleType)):
             return
         self._seen.add(id(x))
         if len(self._seen) > thresholds.WATCHED:
             self.unseen = f"more than {thresholds.WATCHED} objects"
         elif isinstance(x, torch.Tensor):
             self.tensors[id(x)] = weakref.ref(x)
+            if attributes := vars(x):
+                self._dict(attributes, names, path)
         elif isinstance(x, torch.Generator):
             self.generators[same_generator(x)] = weakref.ref(x)
         elif isinstance(x, Functional):
@@ -101,6 +124,8 @@ class Watch:
             self._function(x, path)
         elif isinstance(x, type):
             self._class(x, path)
+        elif isinstance(x, _UNSEEN):
+            self.unseen = f"{path.strip('.') or 'an argument'}, an object of {type(x).__name__}"
         elif not isinstance(x, _SETTLED):
             self._object(x, names, path)
 
@@ -108,22 +133,25 @@ class Watch:
         kind = type(x)
         if isinstance(x, dict):
             self._dict(x, names, path)
+            if hasattr(x, "__dict__"):
+                self._instance(x, names, path)
         elif isinstance(x, _CONTAINERS):
             if len(x) == 0:
                 self._empty.append(x)
             elif kind is not tuple:
                 self._look(lambda: [*map(id, x)], x, path)
             self._push(x, names, path)
-        elif isinstance(x, types.MethodType):
-            self._push([x.__self__, x.__func__], names, path)
-        elif isinstance(x, partial):
-            self._push([x.func, x.args, x.keywords], names, path)
-        elif isinstance(x, (staticmethod, classmethod)):
-            self._push([x.__func__], names, path)
-        elif isinstance(x, property):
-            self._push([x.fget], names, path)
-        elif isinstance(x, cached_property):
-            self._push([x.func], names, path)
+            if hasattr(x, "__dict__"):
+                self._instance(x, names, path)
+        elif parts := next((of for made, of in _PARTS.items() if isinstance(x, made)), None):
+            self._push(parts(x), names, path)
+        elif (
+            isinstance(x, torch.nn.Module) and "_orig_mod" in x._modules
+        ):  # what torch.compile has made, which runs as it was written
+            self._push([x._modules], names, path)
+        elif isinstance(x, ContextVar):
+            self._look(lambda: [id(_value(x))], [_value(x)], path)
+            self._push([_value(x)], names, path)
         elif isinstance(x, weakref.ref):
             self._look(lambda: [id(x())], [x()], path)
             self._push([x()], names, path)
@@ -153,6 +181,7 @@ class Watch:
             self._push([value], names, f"{path}.{key}" if isinstance(key, str) else f"{path}[{key!r}]")
 
     def _function(self, fn: types.FunctionType, path: str) -> None:
+        fn = getattr(fn, "_torchdynamo_orig_callable", fn)
         path = f"{path}.{fn.__name__}" if path else fn.__name__
         cells, names = fn.__closure__ or (), _names(fn.__code__)
 
@@ -162,24 +191,23 @@ class Watch:
         self._look(lambda: [*map(id, own())], own(), path)
         for name, part in zip(("", "", "", *fn.__code__.co_freevars), own(), strict=True):
             self._push([part], names, f"{path}.{name}" if name else path)
-        if vars(fn):
-            self._dict(vars(fn), names, path)
+        self._dict(vars(fn), names, path)
         if not _library(fn.__module__ or ""):
-            self._named(fn.__globals__, names, path)
+            self._named(fn.__globals__, _globals(fn.__code__), names, path)
 
-    def _named(self, given: Mapping[str, Any], names: tuple[str, ...], path: str) -> None:
-        """Look at what has one of these names."""
-        names_here = [name for name in names if name in given]
-        if not names_here:
+    def _named(self, given: Mapping[str, Any], wanted: Iterable[str], names: tuple[str, ...], path: str) -> None:
+        """Look at what has one of the names that are wanted."""
+        here = [name for name in wanted if name in given]
+        if not here:
             return
-        found = [given[name] for name in names_here]
-        self._look(lambda: [id(given.get(name, _NOTHING)) for name in names_here], found, path)
-        for name, part in zip(names_here, found, strict=True):
+        found = [given[name] for name in here]
+        self._look(lambda: [id(given.get(name, _NOTHING)) for name in here], found, path)
+        for name, part in zip(here, found, strict=True):
             self._push([part], names, f"{path}.{name}" if path else name)
 
     def _module(self, module: types.ModuleType, names: tuple[str, ...], path: str) -> None:
         if module is not builtins and not _library(module.__name__):
-            self._named(vars(module), names, path)
+            self._named(vars(module), names, names, path)
 
     def _class(self, kind: type, path: str) -> None:
         """A class of the user's: its methods, and the values that it has."""
@@ -200,6 +228,8 @@ class Watch:
             self.unseen = f"{path.strip('.') or 'what it is made of'}, an object of {kind.__name__}"
             return
         if hasattr(x, "__dict__"):
+            self._instances.append(x)
+            self._own.append((kind, vars(x)))
             self._dict(vars(x), names, path)
         if slots:
 
@@ -208,9 +238,6 @@ class Watch:
 
             self._look(lambda: [*map(id, own())], own(), path)
             self._push(own(), names, path)
-        for base in (dict, *_CONTAINERS):
-            if isinstance(x, base):
-                return
         self._push([kind], names, path)
 
     def _array(self, x: Any, path: str) -> None:
@@ -233,8 +260,23 @@ def _content(cell: types.CellType) -> Any:
 
 
 @cache
+def _globals(code: types.CodeType) -> tuple[str, ...]:
+    """The global names that code reads, and the code in it."""
+    own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _globals(part)]
+    return tuple(dict.fromkeys([*own, *inner]))
+
+
+def _value(x: ContextVar) -> Any:
+    try:
+        return x.get()
+    except LookupError:
+        return _NOTHING
+
+
+@cache
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The global names and attributes that code reads, and the code in it."""
+    """All names that code has, and the code in it: global ones, and attributes."""
     inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names(part)]
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 

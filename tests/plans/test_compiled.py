@@ -225,6 +225,17 @@ class TestResults:
             _, x = given(k)
             assert torch.equal(quietly(c, *given(k))[1].x, x.mean())
 
+    def test_of_odd_constants(self):
+        def f(w, x):
+            masked = (x @ w).masked_fill(x[:, 0] > 0, float("-inf")).exp() + torch.full_like(x[:, 0], -0.0)
+            signs = torch.copysign(torch.ones(4, dtype=x.dtype), torch.tensor([-0.0, 0.0, -1.0, 1.0]))
+            return masked + signs * loss(w, x).clamp(max=float("inf")) * 1e-300 / 3e-300 + torch.zeros(3)[1] ** 0
+
+        t, c = of(f)
+        for k in range(3):
+            same(c, t, *given(k))
+        assert hits(c) == 2
+
     def test_of_numbers_of_python_are_those_of_now(self):
         t = invfunc.reduced(invfunc.variance(loss), lambda path, v: v.sum().item())
         c = compiled(t)
@@ -255,6 +266,24 @@ class TestModes:
             for _ in range(2):
                 assert c(w, x).is_inference() == t(w, x).is_inference()
         assert not c(w, x).is_inference()
+
+    def test_of_the_default_device(self):
+        t, c = of(lambda w, x: loss(w, x) * torch.ones(3).sum())
+        for _ in range(2):
+            same(c, t, *given())
+            with torch.device("cpu"):
+                same(c, t, *given())
+            with torch.device("meta"), pytest.raises(Exception, match="meta"):
+                c(*given())
+        assert hits(c) == 2
+
+    def test_that_find_anomalies_see_the_call_itself(self):
+        t, c = of(loss)
+        c(*given()), c(*given())
+        with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            same(c, t, *given())
+        assert hits(c) == 1
 
     def test_closed_over_tensors_that_begin_to_want_gradients(self):
         held = torch.ones(3, dtype=torch.float64)

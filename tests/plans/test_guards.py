@@ -5,6 +5,7 @@ import gc
 import types
 import warnings
 import weakref
+from contextvars import ContextVar
 from functools import partial
 
 import numpy as np
@@ -341,7 +342,50 @@ def slotted():
     return (lambda w, x: loss(w, x) * held.own), lambda: set_to("own", 3.0)(held)
 
 
+def bound():
+    held = {"scale": 2.0}
+    get = held.get
+    return (lambda w, x: loss(w, x) * get("scale")), lambda: held.update(scale=3.0)
+
+
+def of_the_function():
+    def f(w, x):
+        return loss(w, x) * getattr(f, "scale", 2.0)
+
+    return f, lambda: set_to("scale", 3.0)(f)
+
+
+VARIABLE = ContextVar("VARIABLE", default=2.0)
+
+
+class Other(Scale):
+    def method(self):
+        return 5.0
+
+
+def tagged():
+    held = torch.ones(3, dtype=torch.float64)
+    held.scale = 2.0
+    return (lambda w, x: loss(w, x * held) * held.scale), lambda: set_to("scale", 3.0)(held)
+
+
+class Named(dict):
+    """A dict with attributes."""
+
+    scale = 2.0
+
+
+def named():
+    held = Named(a=1.0)
+    return (lambda w, x: loss(w, x) * held.scale * held["a"]), lambda: set_to("scale", 3.0)(held)
+
+
 CLOSURES = {
+    "a method of a dict": bound,
+    "an attribute of the function": of_the_function,
+    "a context variable": lambda: ((lambda w, x: loss(w, x) * VARIABLE.get()), lambda: VARIABLE.set(3.0)),
+    "an attribute of a tensor": tagged,
+    "an attribute of a dict": named,
     "a cell": cell,
     "a cell of a function in a cell": cell_of_a_cell,
     "a global name": lambda: (reading_global, set_global("GLOBAL", 3.0)),
@@ -354,6 +398,8 @@ CLOSURES = {
     "an attribute of a class": attribute(lambda s: setattr(Scale, "of_class", 3.0), lambda s: s.of_class),
     "what a method reads": attribute(set_to("own", 3.0), lambda s: s.method()),
     "a method of a class": attribute(lambda s: setattr(Scale, "method", lambda s: 7.0), lambda s: s.method()),
+    "the class of an object": attribute(set_to("__class__", Other), lambda s: s.method()),
+    "all attributes": attribute(lambda s: setattr(s, "__dict__", {**vars(s), "own": 3.0})),
     "an entry of a list in a dict": attribute(lambda s: s.parts["a"].__setitem__(0, 3.0), lambda s: s.parts["a"][0]),
     "a list that grows": attribute(lambda s: s.parts["a"].append(3.0), lambda s: len(s.parts["a"])),
     "a dict that grows": attribute(lambda s: s.parts.update(b=1), lambda s: len(s.parts)),
