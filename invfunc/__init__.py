@@ -23,6 +23,7 @@ recomputation: a call of a block once more, and all that makes it the same call.
 from invfunc import kronecker, layers
 from invfunc.certificates.certified import certified
 from invfunc.chunked import chunked
+from invfunc.compiled import compiled
 from invfunc.distributed import distributed
 from invfunc.errors import (
     ArgumentError,
@@ -143,6 +144,7 @@ __all__ = [
     "check_inverse",
     "chunked",
     "clipped_grad",
+    "compiled",
     "diag_ggn",
     "diag_hessian",
     "distributed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -175,6 +176,8 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+same_generator: Callable[[torch.Generator], int] = attrgetter("_cdata")
+"""A number that all objects of one generator have: operations are given another one than the caller's."""
 is_zero = torch.Tensor._is_zerotensor
 """Whether a tensor is the zeros of a jvp, which have no memory."""
 unwatched = torch._C.DisableTorchFunction
@@ -191,8 +194,13 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-undispatched = _disable_current_modes
-"""A context without dispatch modes."""
+@contextmanager
+def undispatched() -> Iterator[None]:
+    """A context without dispatch modes, but for one that only `watches`."""
+    with _disable_current_modes() as modes, next((m for m in modes if hasattr(m, "watches")), nullcontext()):
+        yield
+
+
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
 NoNumbers = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
@@ -286,16 +294,8 @@ def storage_of(x: torch.Tensor) -> int:
     return memory_of(x)._cdata
 
 
-def freed(x: torch.Tensor) -> bool:
-    """Whether the memory of a tensor was freed behind its back, as fully_shard does."""
-    return x.layout is torch.strided and x.numel() > 0 and not memory_of(x).nbytes()
-
-
 def memory_of(x: torch.Tensor) -> Any:
-    """The memory itself, or that of another which a function mode puts in its place.
-
-    It lives as long as what is returned does, and knows its `nbytes()`.
-    """
+    """The memory itself, or that which a function mode puts in its place: an object that keeps it, with `nbytes()`."""
     return handle_torch_function(memory_of, (x,), x) if has_torch_function_unary(x) else storage(_plain(x))
 
 

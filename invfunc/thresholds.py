@@ -178,6 +178,29 @@ COPIED = 32
 ENTERED = 1_000
 """Entries of a container up to which it is looked through for the modules that a block holds."""
 
+# Plans (plans/watch.py, plans/recorder.py, compiled.py)
+
+WATCHED, WATCHED_BYTES = 20_000, 2**16
+"""Objects that a plan looks at in each call, and bytes of an array of numpy among them. A limit of time."""
+
+FOLDED = 2**16
+"""Numbers of a tensor that depends on no argument up to which a plan keeps it, and does not compute it again."""
+
+COMPARED_NUMBERS = 2**12
+"""Numbers of a list that is read (`.tolist()`) up to which a plan compares them in each call."""
+
+OPERATIONS = 20_000
+"""Operations of a plan; a call that takes more is not kept. A limit of memory."""
+
+PLANS, SHAPES = 32, 8
+"""Plans that a function keeps, the latest ones; for how many shapes it warns."""
+
+MISSES = 4
+"""Calls that were not as the plan has them, after which there is none, unless more have been."""
+
+TIMED = 5
+"""Calls of each kind that are timed to find out which is faster."""
+
 # Checks of inverses (recomputation/probe.py, recomputation/rounding.py, recomputation/recording.py)
 
 PROBED, PROBED_SAVED = 64, 8

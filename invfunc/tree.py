@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import EllipsisType
 from typing import Any, TypeVar
@@ -261,6 +261,21 @@ def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     for i in places:
         found[i] = None
     return tensors, Form(structure, tuple(found), places)
+
+
+def hashable(structure: Any) -> Hashable:
+    """A structure as a key of a dict."""
+    if type(structure) is not tuple:
+        return structure
+    kind, keys, parts = structure
+    return kind, keys, tuple(map(hashable, parts))
+
+
+def templates(structure: Any) -> bool:
+    """Whether a structure has nodes that torch does not know, which keep what they were made of."""
+    if type(structure) is tuple or structure is None:
+        return False
+    return structure.type is _Node or any(map(templates, structure.children()))
 
 
 # Trees of plain containers and of nodes that are registered here need not go through torch's walk, which takes ten

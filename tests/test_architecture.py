@@ -48,7 +48,7 @@ FLOORS = [
         "explain",
     },
     {"statistics", "products", "pairs"},
-    {"certificates", "distributed", "part", "streamed", "tiled", "tiles", "visits"},
+    {"certificates", "compiled", "distributed", "part", "plans", "streamed", "tiled", "tiles", "visits"},
     {"recomputation"},
     {"invertible"},
     {"layers"},

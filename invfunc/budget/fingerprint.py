@@ -61,15 +61,15 @@ def fingerprint(f: Callable[..., Any], args: tuple, kwargs: dict[str, Any], draw
                     torch.autograd.grad(results, wanted, ones, allow_unused=True)
     except Exception:  # what is wrong is told by the call itself
         return None
-    return followed.found, *around, *_settings()
+    return followed.found, *around, *settings()
 
 
 def _wanting(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_() if differentiable(x) else x.detach()
 
 
-def _settings() -> tuple:
+def settings() -> tuple:
     """What else a call depends on: whether its result is differentiated, and which kernels it takes."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
-    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-    return *modes, autocast, torch.get_default_dtype(), torch.get_num_threads(), torch.backends.mkldnn.enabled
+    autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+    return *modes, *autocast, torch.get_default_dtype(), torch.get_num_threads(), torch.backends.mkldnn.enabled

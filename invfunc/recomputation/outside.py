@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import freed, level_of, plainly, unwrapped, vmaps_of, wrapped_like
+from invfunc._functorch import level_of, memory_of, plainly, unwrapped, vmaps_of, wrapped_like
 from invfunc._scripted import Scripted
 from invfunc.operations.heard import Function
 
@@ -100,3 +100,8 @@ def wrote(function: Function, args: tuple, written: list[torch.Tensor]) -> list[
 def depends(function: Function, result: Any, outer: list[torch.Tensor]) -> bool:
     """Whether the result of a call that writes some tensors depends on what they held, too."""
     return not function.entry.aside and any(not any(t is o for o in outer) for t in tree.tensors(result))
+
+
+def freed(x: torch.Tensor) -> bool:
+    """Whether the memory of a tensor was freed behind its back, as fully_shard does."""
+    return x.layout is torch.strided and x.numel() > 0 and not memory_of(x).nbytes()

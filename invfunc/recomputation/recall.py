@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import freed, leaf, level_of, plainly, under, unwatched, unwrapped, version
+from invfunc._functorch import leaf, level_of, plainly, under, unwatched, unwrapped, version
 from invfunc.errors import ReplayError
 from invfunc.operations.heard import Function
 from invfunc.recomputation.left import Left
 from invfunc.recomputation.like import Memory
 from invfunc.recomputation.origins import Origins
-from invfunc.recomputation.outside import SHARDED, Outside, State, bare, rewrapped
+from invfunc.recomputation.outside import SHARDED, Outside, State, bare, freed, rewrapped
 from invfunc.recomputation.sight import Sight
 from invfunc.recomputation.slots import Held, Hooks
 

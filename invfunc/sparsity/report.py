@@ -64,6 +64,10 @@ class Explanation:
     params: tuple[Parameter, ...] = ()
     members: tuple[Explanation, ...] = ()
     """An explanation for each statistic computed together; the numbers above are of all, with shared pullbacks once."""
+    plan: str = ""
+    """What is repeated in each call, and what is compared in it, if it is `compiled`."""
+    code: str = ""
+    """The operations of that, as Python."""
     checked: str = ""
     """What is checked of the result, if it is `certified`."""
     sweeps: int = 0
@@ -78,7 +82,7 @@ class Explanation:
     """How many bytes of its results (of `gram` of its batches) each gives to others; None where numbers decide that."""
 
     def __str__(self) -> str:
-        known = [*self._of_parts(), *self._table(), self._cost(), self.checked]
+        known = [*self._of_parts(), *self._table(), self._cost(), self.plan, self.checked]
         below = [self._processes(), self._sweeps(), self._passes(), *known]
         return "\n".join([f"{self.name}: {self.why}", *(f"  {line}" for line in below if line)])
 

@@ -1,0 +1,119 @@
+"""A statistic as one graph, which is made in a first call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from invfunc.callables import describe
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.plans.backends import BACKENDS
+from invfunc.plans.calls import Calls
+from invfunc.products.product import Product
+from invfunc.sparsity.report import Explanation
+from invfunc.statistic import Statistic
+from invfunc.transform import Transform
+
+
+def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 0) -> Compiled:
+    """Repeat calls of a statistic by a plan, the graph of its operations, without the Python around them.
+
+        result = t(params, *batch)           # the first call of each shape, in which the plan is written down
+        result = plan(params, *batch)        # later ones
+
+    The first call is that of t itself, with all checks. A plan is used again where nothing differs that t is known to
+    depend on: the tree, shapes, strides, dtypes and devices of the arguments, which of them share memory, numbers and
+    other constants among them, modes and settings of torch (gradients, inference, autocast, default dtype and device),
+    and what t, f and the loss read beside them: closures, defaults, global names, attributes, containers, classes,
+    modules with their modes and hooks, arrays of numpy. Tensors that are closed over are read anew in each call. A
+    number that is read from a tensor (`if x.sum() > 0`, `.item()`, `.tolist()`, a check of this library) is a guard: it
+    is computed by the plan, too, and compared with what it was, and so is a shape that depends on numbers (masks).
+    Where something differs, the call is made as without `compiled`, and its plan takes the place of the other.
+
+    Args:
+        t: a statistic of this library, also `chunked`, `reduced` or of several `together`; or a product, as `hvp(f)`.
+        backend: what runs the plan: `"replay"` calls its operations one by one, `"inductor"` gives it to
+            `torch.compile(fullgraph=True)`, which takes up to a minute for each shape and rounds otherwise, `"auto"`
+            times the first calls with and without a plan in turn, and goes on with the faster.
+        recheck: after so many calls by a plan, t is called beside it and the results are compared; 0 is never.
+
+    Returns:
+        A function with the signature of t, and its results, with memory of their own. It may be called by several
+        threads. Random numbers, of t and of f, are those of the call itself at the same state of the generators.
+
+    Raises:
+        ArgumentTypeError: t is neither statistic nor product.
+        ArgumentError: a backend that there is not.
+        ReplayError: with `recheck`, a result that is not that of the call itself.
+        What t raises: a call of which the plan finds an error is made as without it.
+
+        A warning (`InvFuncWarning`), once, where calls go on as without `compiled`: it names the reason and the line.
+        These are a result that is differentiable (parameters that require grad outside of `torch.no_grad`), numbers
+        that leave torch (`.numpy()`, `print`), an f that writes into what it is given or closes over, that sets its
+        own seed, or reads numbers that change from call to call.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda w, x, y: (x @ w - y).square()
+        >>> fast = invfunc.compiled(invfunc.variance(f))
+        >>> for x in torch.tensor([[[1.0], [2.0]], [[1.0], [3.0]]]):
+        ...     fast(torch.tensor([1.0]), x, torch.zeros(2))
+        tensor([9.])
+        tensor([64.])
+        >>> print(invfunc.explain(fast)(torch.tensor([1.0]), x, torch.zeros(2)).plan)
+        a plan of 31 operations; 0.01MiB at once
+
+    Composes with: `chunked`, `reduced`, `together` inside; `explain` around it, which tells the operations and guards,
+    and has them as `code`. Within transforms of torch.func, other statistics, `torch.autograd.forward_ad`, hooks on
+    saved tensors and dispatch modes it is t; `torch.compile` does not look into it.
+
+    Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
+    call takes about three times as long as others. What is looked at in each call takes some 10 microseconds, and more
+    with many modules. A plan has the operations of all passes: `chunked` in hundreds makes it long, and one of more
+    than 20 000 is not kept. It keeps small constants, and no tensor of the caller's; objects that f closed over are
+    kept until the next call. The last 32 plans are kept.
+
+    Not seen, so that a plan goes on with what it was: the time, files, random numbers of Python that f only draws in
+    some calls, state of installed packages and of what is written in C, numbers that C reads from memory (`data_ptr`).
+    What f does beside its result, as to print or to count, is done by the first call only, except that a function which
+    changes what it reads itself has no plan. `recheck` is there to find out.
+
+    Source: this library.
+    """
+    if not isinstance(t, (Statistic, Product)):
+        raise ArgumentTypeError(
+            f"compiled({describe(t)}): it is of type {type(t).__name__}, but has to be a statistic or a product, as in "
+            "compiled(variance(f)). Compile what is in it."
+        )
+    if backend not in BACKENDS:
+        raise ArgumentError(f"compiled({t!r}, backend={backend!r}): it is one of {', '.join(map(repr, BACKENDS))}.")
+    if not isinstance(recheck, int) or recheck < 0:
+        raise ArgumentError(f"compiled({t!r}, recheck={recheck!r}): recheck is a number of calls, 0 for never.")
+    return Compiled(t, Calls(t, f"compiled({t!r})", backend, recheck))
+
+
+@dataclass(frozen=True, repr=False)
+class Compiled(Transform):
+    """A statistic or a product whose calls are repeated by a plan."""
+
+    t: Statistic | Product
+    calls: Calls = field(compare=False)
+    owned = False  # it gives what t gives
+    outermost = True
+
+    def __repr__(self) -> str:
+        return f"compiled({self.t!r})"
+
+    def names(self, count: int) -> Any:
+        return self.t.names(count)
+
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        return self.calls(args, kwargs), None
+
+    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
+        """How t is computed, and the plan of such a call, which is made if there is none."""
+        if isinstance(self.t, Product):
+            raise ArgumentTypeError("explain is of statistics, and a product is computed in one way only.")
+        found = self.t.explanation(args, kwargs, names)
+        plan, code = self.calls.explained(args, kwargs)
+        return replace(found, name=repr(self), plan=plan, code=code)

@@ -1,0 +1,92 @@
+"""What runs a plan, and whether that is faster than the call itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from invfunc import thresholds
+from invfunc.plans.plan import Plan
+from invfunc.plans.recorder import same_shape
+
+BACKENDS = ("replay", "inductor", "auto")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One by its name."""
+
+    name: str
+
+    def refuses(self, plan: Plan) -> str:
+        """Why it does not run a plan; empty if it does."""
+        if self.name == "inductor" and plan.drew:
+            return "random numbers of `inductor` are others than those of torch"
+        if self.name == "inductor" and any(node.target is same_shape for node in plan.module.graph.nodes):
+            return "`inductor` takes no shapes that depend on numbers"
+        return ""
+
+    def prepare(self, plan: Plan, warn: Callable[[str], None]) -> None:
+        """Have it run a plan from now on."""
+        if self.name == "inductor":
+            plan.call = Inductor(plan.call, torch.compile(plan.module, fullgraph=True, dynamic=False), warn)
+
+
+@dataclass
+class Inductor:
+    """A compiled graph, or where the compiler fails, the graph."""
+
+    plainly: Callable[..., Any]
+    compiled: Callable[..., Any]
+    warn: Callable[[str], None]
+    works: bool | None = None
+
+    def __call__(self, *given: Any) -> Any:
+        if self.works is False:
+            return self.plainly(*given)
+        try:
+            found = self.compiled(*given)
+        except Exception as error:
+            if self.works:
+                raise
+            self.works = False
+            self.warn(f"it runs by `replay`: `inductor` fails ({str(error).strip().splitlines()[0]}).")
+            return self.plainly(*given)
+        self.works = True
+        return found
+
+
+@dataclass
+class Choice:
+    """Whether plans are faster than calls themselves: the first ones of both kinds are timed in turn."""
+
+    times: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    """Of the calls themselves, and of those by the plan."""
+
+    @property
+    def by_plan(self) -> bool:
+        """Whether the next call is by the plan."""
+        eager, planned = self.times
+        if min(len(eager), len(planned)) < thresholds.TIMED:
+            return len(planned) <= len(eager)
+        return median(planned) <= median(eager)
+
+    def timed(self, call: Callable[[], Any], given: list[torch.Tensor]) -> Any:
+        """The result of a call of the kind that is next."""
+        times = self.times[self.by_plan]
+        if len(times) >= thresholds.TIMED:
+            return call()
+        devices = {x.device for x in given if x.device.type == "cuda"}
+        for device in devices:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        result = call()
+        for device in devices:
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+        return result

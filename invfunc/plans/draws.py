@@ -1,0 +1,126 @@
+"""Random numbers in a plan: drawn again from the same generators, which are put back where the call has put them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from invfunc import tree
+from invfunc._functorch import same_generator
+from invfunc._generators import set_states, state_of
+from invfunc.plans.watch import Watch
+
+
+@cache
+def draws(func: Any) -> bool:
+    """Whether an operation may draw random numbers."""
+    takes = any("Generator" in str(a.type) for a in func._schema.arguments)
+    return takes or torch.Tag.nondeterministic_seeded in func.tags
+
+
+def saved(g: torch.Generator) -> torch.Tensor:
+    """The state of a generator, in a plan."""
+    return state_of(g)
+
+
+def put_back(g: torch.Generator, state: torch.Tensor) -> None:
+    """Set a generator to a state, in a plan."""
+    set_states([(g, state)])
+
+
+def default_generators() -> list[torch.Generator]:
+    """Torch's own generators."""
+    on_devices = list(torch.cuda.default_generators) if torch.cuda.is_initialized() else []
+    return [torch.default_generator, *on_devices]
+
+
+class Drawn:
+    """The draws of a call, as they are written down.
+
+    Of each generator all states are known in which a draw has begun or ended. Where it is in another one than the draw
+    before has left, somebody has set it: to one that is known, which the plan then does too, or there is no plan.
+    """
+
+    def __init__(self, entered: Callable[[torch.Generator], fx.Node | None], graph: fx.Graph, watch: Watch) -> None:
+        self.why = ""
+        self._entered, self._graph = entered, graph
+        held = [g for known in watch.generators.values() if (g := known()) is not None]
+        self._generators = {same_generator(g): g for g in (*default_generators(), *held)}
+        self._now = {key: _bytes(g) for key, g in self._generators.items()}
+        self._known: dict[int, dict[bytes, fx.Node | None]] = {key: {now: None} for key, now in self._now.items()}
+        """Behind which node, if any, a generator was in a state."""
+        self._saved: dict[tuple[int, bytes], fx.Node] = {}
+        self._nodes: dict[int, fx.Node] = {}
+        self.first: fx.Node | None = None
+        self.drew: list[torch.Generator] = []
+        """Those that were drawn from."""
+
+    def node(self, g: torch.Generator) -> fx.Node | None:
+        """What a generator is in the graph."""
+        if same_generator(g) not in self._nodes:
+            node = self._entered(g) if same_generator(g) in self._generators else None
+            if node is None:
+                self.why = self.why or "it draws from a generator that is not found in what it closes over"
+                return None
+            self._nodes[same_generator(g)] = node
+        return self._nodes[same_generator(g)]
+
+    def before(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Generator:
+        """Which generator an operation is going to draw from; its state is put back first if the call has done so."""
+        g = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)), None) or _of(args, kwargs)
+        if same_generator(g) not in self._generators:
+            self.why = self.why or "it draws from a generator that is not found in what it closes over"
+        else:
+            self._moved(g)
+        return g
+
+    def after(self, g: torch.Generator, node: fx.Node) -> None:
+        """Note where a draw has left its generator."""
+        if same_generator(g) in self._generators:
+            now = self._now[same_generator(g)] = _bytes(g)
+            self._known[same_generator(g)].setdefault(now, node)
+            if not any(same_generator(g) == same_generator(known) for known in self.drew):
+                self.drew.append(g)
+
+    def finish(self) -> None:
+        """Put the generators where the call has left them."""
+        for g in self._generators.values():
+            self._moved(g)
+
+    def _moved(self, g: torch.Generator) -> None:
+        key, now = same_generator(g), _bytes(g)
+        if now == self._now[key]:
+            return
+        if now not in self._known[key]:
+            self.why = self.why or "it sets a random number generator to a state of its own (a seed)"
+            return
+        node = self.node(g)
+        if node is None:
+            return
+        if (key, now) not in self._saved:
+            behind = self._known[key][now] or self._first()
+            with self._graph.inserting_after(behind):
+                self._saved[key, now] = self._graph.call_function(saved, (node,))
+        self._graph.call_function(put_back, (node, self._saved[key, now]))
+        self._now[key] = now
+
+    def _first(self) -> fx.Node:
+        """The last input of the graph, behind which nothing is done yet."""
+        return [n for n in self._graph.nodes if n.op == "placeholder"][-1]
+
+
+def _of(args: tuple, kwargs: dict[str, Any]) -> torch.Generator:
+    """The generator of the device on which an operation draws."""
+    found = [x.device for x in tree.tensors((args, kwargs))]
+    device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else found[0] if found else None
+    if device is None or device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index or 0]
+
+
+def _bytes(g: torch.Generator) -> bytes:
+    return state_of(g).numpy().tobytes()

@@ -1,0 +1,77 @@
+"""What a call depends on beside the numbers of its arguments: calls with the same key may share a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from invfunc import tree
+from invfunc._functorch import storage_of, under
+from invfunc.budget.fingerprint import settings
+
+_PLAIN = {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...)}
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call: its tensors, what else there is that has to be watched, and its key."""
+
+    tensors: list[torch.Tensor]
+    watched: list[Any]
+    key: Hashable
+    why: str = ""
+    """Why no plan can be made for such arguments."""
+
+
+def call_of(args: tuple, kwargs: dict[str, Any]) -> Call:
+    """Sort the arguments of a call."""
+    leaves, structure = tree.flatten((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    others = [x for x in leaves if not isinstance(x, torch.Tensor)]
+    watched = [x for x in others if type(x) not in _PLAIN and type(x) not in (float, complex)]
+    if why := next(filter(None, map(no_plan, tensors)), "") or kept(structure):
+        return Call(tensors, watched, None, why)
+    form = tree.hashable(structure)
+    around = settings(), torch.get_default_device() if under(TorchFunctionMode) else None  # it is a mode
+    key = form, tuple(map(signature, tensors)), shared(tensors), tuple(map(_token, others)), around
+    return Call(tensors, watched, key)
+
+
+def no_plan(x: torch.Tensor) -> str:
+    """Why a tensor cannot be an input of a plan; empty if it can."""
+    if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
+        return f"an argument is a {type(x).__name__}, not a plain tensor"
+    if x.__dict__:
+        return "an argument is a tensor with attributes of its own"
+    return "" if x.layout is torch.strided and not x.is_quantized else "an argument is not a dense tensor"
+
+
+def kept(structure: Any) -> str:
+    """Why a tree cannot be kept; empty if it can."""
+    return "a tree has mappings or dataclasses that torch does not know as nodes" if tree.templates(structure) else ""
+
+
+def signature(x: torch.Tensor) -> Hashable:
+    """What operations know of a tensor without its numbers."""
+    own = type(x), x.dtype, x.device, x.shape, x.stride(), x.requires_grad
+    return *own, x.is_inference(), x.is_conj(), x.is_neg()
+
+
+def shared(tensors: list[torch.Tensor]) -> Hashable:
+    """Which tensors are the same, or in the same memory, and where there."""
+    places = [*map(storage_of, tensors)]
+    if len(set(places)) == len(places):
+        return None
+    same = [*map(id, tensors)]
+    return tuple((places.index(p), same.index(id(x)), x.storage_offset()) for p, x in zip(places, tensors, strict=True))
+
+
+def _token(x: Any) -> Hashable:
+    kind = type(x)
+    if kind in _PLAIN:
+        return kind, x
+    return (kind, repr(x)) if kind in (float, complex) else (kind, id(x))
