@@ -91,7 +91,7 @@ class BothSides(Sides):
     summed = 2
 
     def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor]:
-        return shares.side(0), shares.side(1)
+        return shares.side(False), shares.side(True)
 
     def product(self, matrix: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return matrix, other / _trace(matrix)
