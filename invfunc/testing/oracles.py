@@ -154,7 +154,7 @@ def loop_predictive_covariance(
         for k, (j, p) in enumerate(zip(each, leaves, strict=True)):
             shape = j.shape[: j.ndim - p.ndim]
             rows = j.reshape(shape[0], shape[1:].numel(), p.numel())
-            s = covariance * torch.eye(p.numel()).to(p) if isinstance(covariance, float) else covariance[k].to(p)
+            s = covariance * torch.eye(p.numel()).to(p) if isinstance(covariance, (int, float)) else covariance[k].to(p)
             found.append((rows @ s @ rows.mT).reshape(*shape, *shape[1:]))
         return sum(found)
 
