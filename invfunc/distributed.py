@@ -201,9 +201,9 @@ class Distributed(Transform):
             work.params = begun.params
             with begun.course as course:
                 work.draw_by(course.record.keys, begun.before, begun.counted)
-                begun.begin(work)
+                begun.told("checkpoint", partial(course.begin, work))
                 work.computed(lambda: course.through(begun.batches), begun.processes, self.gather)
-                results, aux = begun.of_all(work.results)
+                results, aux = begun.told("result", work.results)
                 results = self._laid_out(results, args[0])
             return results, aux if self.part.feed is not None else aux[0] if aux else None
 
@@ -267,7 +267,7 @@ class DistributedProduct(Transform):
         )
         leaves = space.leaves(args[1], self.vector, self.lead)
         with begun.course as course:
-            found = self._parts(begun.of_all(lambda: sums(leaves, course, self.lead)), args[0], self.lead)
+            found = self._parts(begun.told("result", lambda: sums(leaves, course, self.lead)), args[0], self.lead)
             return space.tree(found), self._aux(sums)
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from invfunc._sharded import sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, counted, samples_of, size_of
 from invfunc.evaluation.checkpoint import Checkpoint, Head
-from invfunc.evaluation.course import Course, Work, course_of
+from invfunc.evaluation.course import Course, course_of
 from invfunc.evaluation.layout import whole
 from invfunc.evaluation.processes import Processes, bits, same
 from invfunc.products.along import space_of
@@ -136,15 +136,8 @@ class Begun:
     counted: int | None
     """How many all have, where columns are drawn."""
 
-    def begin(self, work: Work) -> None:
-        """Put it where it was when a call before ended, in all processes or in none."""
+    def told(self, at: str, step: Callable[[], T]) -> T:
+        """What a step gives; where there are files, which are needed until all have done it, all do or none."""
         if not self.course.keeps:
-            self.course.begin(work)
-            return
-        self.processes.told("checkpoint", lambda: (self.course.begin(work), None))
-
-    def of_all(self, result: Callable[[], T]) -> T:
-        """The result, once each process has it if there are files, which are needed until then."""
-        if not self.course.keeps:
-            return result()
-        return self.processes.told("result", lambda: (result(), None))[0]
+            return step()
+        return self.processes.told(at, lambda: (step(), None))[0]

@@ -31,10 +31,9 @@ DISTRIBUTED = [
     ),
     Fault(
         "others wait for a process that cannot go on with its file",
-        "part.py",
-        "        if not self.course.keeps:\n            self.course.begin(work)\n            return\n"
-        '        self.processes.told("checkpoint", lambda: (self.course.begin(work), None))\n',
-        "        self.course.begin(work)\n",
+        "distributed.py",
+        'begun.told("checkpoint", partial(course.begin, work))',
+        "course.begin(work)",
         FAULTS,
     ),
     Fault(

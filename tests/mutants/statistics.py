@@ -359,8 +359,8 @@ STATISTICS = [
     Fault(
         "positions do not divide A",
         "reductions/kronecker_factors.py",
-        "a = a * (found.samples / (found.positions or found.samples))",
-        "a = a * 1",
+        "a = found.a / (inputs or known.n)",
+        "a = found.a / known.n",
         "reductions/test_kfac.py::test_every_layer " + KFAC,
     ),
     Fault(

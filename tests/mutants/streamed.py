@@ -87,7 +87,7 @@ STREAMED = [
     Fault(
         "a second sweep may be of other samples",
         "evaluation/sweep.py",
-        "if self.expected not in (None, self.n):",
+        "if expected not in (None, n):",
         "if False:",
         "test_streamed.py::TestTwoSweeps",
     ),
