@@ -145,9 +145,7 @@ class Watch:
                 self._instance(x, names, path)
         elif parts := next((of for made, of in _PARTS.items() if isinstance(x, made)), None):
             self._push(parts(x), names, path)
-        elif (
-            isinstance(x, torch.nn.Module) and "_orig_mod" in x._modules
-        ):  # what torch.compile has made, which runs as it was written
+        elif isinstance(x, torch.nn.Module) and "_orig_mod" in x._modules:  # made by torch.compile
             self._push([x._modules], names, path)
         elif isinstance(x, ContextVar):
             self._look(lambda: [id(_value(x))], [_value(x)], path)

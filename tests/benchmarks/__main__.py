@@ -17,6 +17,7 @@ from .chain_ways import INSTALL_PEERS, missing
 from .first_order import FIRST_ORDER
 from .measure import difference, medians, peak_here, peak_in_a_process
 from .peers import BACKPACK, FUNC, INSTALL_BACKPACK, OURS, Call, Problem, Result, has_backpack, plain_gradient
+from .plans import PLANS, plans
 from .processes import PROCESSES, processes
 from .report import announce, difference_cell, mebibytes, memory_cells, print_table, time_cells, verdict
 from .reversible import MEMORY_CASES, MEMORY_TABLE, REVERSIBLE, activation_memory
@@ -28,6 +29,7 @@ from .thresholds import THRESHOLDS, measured
 _EXPECTED = "Full backward hook is firing", "There is a performance drop"  # BackPACK's first layer; vmap of attention
 _FAILS = "Extension saving to"  # BackPACK leaves out a module that it does not know
 _OTHERS = REVERSIBLE | {STRUCTURE: structure, THRESHOLDS: measured, PROCESSES: processes, MEMORY_BUDGET: budgets}
+_OTHERS |= {PLANS: plans}
 _OF_ONE_CASE = {MEMORY_TABLE: activation_memory, STRUCTURE: memory, MEMORY_BUDGET: budgets_here}
 
 

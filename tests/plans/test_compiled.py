@@ -457,6 +457,16 @@ class TestErrors:
             compiled(invfunc.streamed(invfunc.diag_ggn(loss, F.mse_loss)))
         with pytest.raises(invfunc.ArgumentTypeError, match="of type Compiled"):
             invfunc.streamed(compiled(invfunc.diag_ggn(loss, F.mse_loss)))
+        for around in (
+            lambda c: invfunc.chunked(c, 2),
+            lambda c: invfunc.together(c, c),
+            lambda c: invfunc.reduced(c, torch.sum),
+            lambda c: invfunc.certified(c, generator=0),
+            invfunc.distributed,
+            compiled,
+        ):
+            with pytest.raises(invfunc.ArgumentTypeError):
+                around(compiled(invfunc.variance(loss)))
         with pytest.raises(invfunc.ArgumentError, match="'replay', 'inductor', 'auto'"):
             compiled(invfunc.variance(loss), backend="fast")
         with pytest.raises(invfunc.ArgumentError, match="recheck"):

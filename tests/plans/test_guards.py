@@ -406,6 +406,7 @@ CLOSURES = {
     "a slot": slotted,
     "a tensor of an object": attribute(lambda s: setattr(s, "tensor", torch.tensor(3.0)), lambda s: s.tensor),
     "the number in a tensor": attribute(lambda s: s.tensor.fill_(3.0), lambda s: s.tensor.item()),
+    "a list of the numbers in a tensor": attribute(lambda s: s.tensor.fill_(3.0), lambda s: s.tensor.tolist()),
     "a tensor": tensor_in_a_cell(lambda x: x + 1),
     "a tensor of another shape": tensor_in_a_cell(lambda x: x[:1].clone()),
     "a tensor written in place": tensor_in_a_cell(in_place),

@@ -1,0 +1,93 @@
+"""The table of calls that are repeated by a plan, beside the calls themselves."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import invfunc
+
+from .measure import medians
+from .peers import Problem, plain_gradient
+from .problems import three_c_three_d
+from .report import announce, number, over, print_table
+
+PLANS = "plans"
+EAGER, BACKENDS = "eager", ("replay", "inductor")
+
+
+def _mlp() -> Problem:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    return Problem(model, F.cross_entropy, torch.randn(128, 64), torch.randint(10, (128,)))
+
+
+def _cnn() -> Problem:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for width, before in ((8, 3), (16, 8)):
+        layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 10))
+    return Problem(model, F.cross_entropy, torch.randn(16, 3, 16, 16), torch.randint(10, (16,)))
+
+
+class _Layer(nn.Module):
+    """The mean over positions of a layer of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x).mean(1))
+
+
+def _transformer() -> Problem:
+    torch.manual_seed(0)
+    return Problem(_Layer(), F.cross_entropy, torch.randn(16, 12, 32), torch.randint(10, (16,)))
+
+
+PROBLEMS = {
+    "MLP 64-32-10, N = 128": _mlp,
+    "CNN, N = 16": _cnn,
+    "transformer layer, N = 16, T = 12": _transformer,
+    "3c3d, N = 32": three_c_three_d,
+}
+STATISTICS: dict[str, Callable[[Problem], Callable]] = {
+    "variance": lambda p: invfunc.variance(p.loss_fn),
+    "sum_grad_squared": lambda p: invfunc.sum_grad_squared(p.loss_fn),
+    "diag_ggn": lambda p: invfunc.diag_ggn(p.f, p.loss),
+    "kflr": lambda p: invfunc.kflr(p.f, p.loss),
+}
+
+
+def plans(name: str, options: argparse.Namespace) -> None:
+    """Measure the table and print it."""
+    lines = []
+    for called, make in PROBLEMS.items():
+        problem = make().to(options.device)
+        args = problem.params, problem.x, problem.y
+        calls = {("", "gradient"): plain_gradient(problem)}
+        for row, statistic in STATISTICS.items():
+            calls[row, EAGER] = partial(statistic(problem), *args)
+            for backend in BACKENDS:
+                announce(name, f"{called}: {row} by {backend}")
+                calls[row, backend] = partial(invfunc.compiled(statistic(problem), backend=backend), *args)
+        for _ in range(3):  # in which plans are made, and compiled
+            for call in calls.values():
+                call()
+        times = medians(calls, dict.fromkeys(calls, options.repeats), options.device, partial(announce, name))
+        base = times["", "gradient"]
+        for row in STATISTICS:
+            cells = {way: number(over(times[row, way], base), 3) for way in (EAGER, *BACKENDS)}
+            faster = number(over(times[row, EAGER], min(times[row, way] for way in BACKENDS)))
+            lines.append({"": f"{called}: {row}", "gradient ms": number(base * 1e3, 3), **cells, "faster": faster})
+    announce(name, "")
+    print(f"{name}: in gradients of the mean loss; {options.device}, one thread, median of {options.repeats} rounds")
+    print_table(lines)
+    print("faster: how many times the faster backend is than the call itself\n")

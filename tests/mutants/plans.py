@@ -1,0 +1,57 @@
+"""Faults in what a plan relies on."""
+
+from tests.mutants.fault import Fault
+
+GUARDS, CALLS = "plans/test_guards.py", "plans/test_compiled.py"
+
+PLANS = [
+    Fault(
+        "the numbers that a plan has read are not compared",
+        "plans/plan.py",
+        "if repr(numbers.tolist()) != expected:",
+        "if False:",
+        f"{GUARDS}::TestNumbersThatAreRead {GUARDS}",
+    ),
+    Fault(
+        "what is closed over is a constant until an operation takes it",
+        "plans/recorder.py",
+        "return self._nodes.get(x) is None or bool(self._dependent.get(storage(x)))",
+        "return bool(self._dependent.get(storage(x)))",
+        f"{GUARDS}::TestWhatIsClosedOver {GUARDS}",
+    ),
+    Fault(
+        "the attributes of an object are what they were",
+        "plans/watch.py",
+        "if [*map(id, held), *map(id, held.values())] != ids:",
+        "if len(held) * 2 != len(ids):",
+        f"{GUARDS}::TestWhatIsClosedOver {GUARDS}",
+    ),
+    Fault(
+        "which arguments share memory does not matter",
+        "plans/key.py",
+        "shared(tensors), tuple(map(_token, others))",
+        "None, tuple(map(_token, others))",
+        f"{CALLS}::TestArguments {CALLS}",
+    ),
+    Fault(
+        "constants of a plan are results",
+        "plans/finish.py",
+        "if not recorder.written.get(storage(x)) and storage_of(x) not in returned",
+        "if not recorder.written.get(storage(x))",
+        f"{CALLS}::TestResults {CALLS}",
+    ),
+    Fault(
+        "generators are not put back where f has done so",
+        "plans/draws.py",
+        "if now == self._now[key]:",
+        "if now in self._known[key]:",
+        f"{CALLS}::TestRandomNumbers {CALLS}",
+    ),
+    Fault(
+        "a call that is not as the plan has it draws twice",
+        "plans/plan.py",
+        "            set_states(before)\n",
+        "            pass\n",
+        f"{CALLS}::TestRandomNumbers {CALLS}",
+    ),
+]
