@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from invfunc import tree
+from invfunc._alike import added, alike
 from invfunc._extras import told_of_parts
 from invfunc.budget.search import Chunks
 from invfunc.budget.size import size_of
@@ -211,19 +212,18 @@ class ChunkedFunction(Transform):
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, list[Any]]:
         dims = batch_dims(self.in_dims, list(range(1, len(args))))
         length = batch_size(args, dims, names)
-        parts, aux, sizes = [], [], []
+        parts, aux = [], []
         ranges = self.split.ranges(0, length)
         with told_of_parts(repr(self) if self.progress else "", ranges, "chunk") as tell:
-            for start, stop in ranges:
+            for start, stop in alike("chunks", ranges, lambda part: part[1] - part[0]):
                 given = [_part(x, dims.get(i), start, stop) for i, x in enumerate(args)]
                 result = self.f(*given, **kwargs)
                 if self.has_aux:
                     result, extra = with_aux(result)
-                    aux.append(extra)
-                parts.append(result)
-                sizes.append(stop - start)
+                    added("chunks", aux.append, extra)
+                added("chunks", parts.append, result)
                 tell(len(parts), stop - start)
-        return self._folded(parts, sizes), aux
+        return self._folded(parts, [stop - start for start, stop in ranges]), aux
 
     def _folded(self, parts: list[Any], sizes: list[int]) -> Any:
         leaves = [tree.leaves(p) for p in parts]
