@@ -20,7 +20,7 @@ from invfunc._values import undecided
 from invfunc.budget.scratch import scratch
 from invfunc.errors import ArgumentError
 
-MARGIN, SLACK = 1.02, 2**20
+MARGIN, SLACK = 1.02, 2**18
 """What is added to the bytes that are counted: pages that are not full, and objects of Python."""
 BY_HAND = "Say in how many passes: chunked(t, n)."
 CALL = 2**15
