@@ -14,7 +14,7 @@ from invfunc.budget.footprint import BY_HAND, SLACK, Footprint, certain, footpri
 from invfunc.budget.search import Chunks, Measured, Trial, least, search
 from invfunc.budget.size import given_back, in_bytes, resident, told
 from invfunc.callables import describe
-from invfunc.errors import ArgumentError, BudgetError, InvFuncError
+from invfunc.errors import ArgumentError, ArgumentTypeError, BudgetError, InvFuncError
 from invfunc.plan import AxisName
 from invfunc.recording.problem import batch_dims, batch_size
 from invfunc.sparsity.report import Explanation
@@ -128,6 +128,15 @@ class BudgetedStatistic(Budgeted):
         found, budget = self.fitting(args, kwargs, names)
         why = f"{_spelled(found.chunks)}, at most {told(found.peak)} of {told(budget)}"
         return replace(self.make(found.chunks, False).explanation(args, kwargs, names), name=repr(self), why=why)
+
+
+def check_no_budget(name: str, t: Any) -> None:
+    """Check that t is in no chunks of its own choice, where what it is for adds its results up."""
+    if isinstance(t, Budgeted):
+        raise ArgumentTypeError(
+            f"{name}({t!r}): a budget is of one call by itself, and what is done with its results around it would come "
+            "on top. Say in how many passes, as in chunked(t, n)."
+        )
 
 
 def _evaluated(t: Statistic, args: tuple, kwargs: dict[str, Any]) -> Any:

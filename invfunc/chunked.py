@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from invfunc import tree
+from invfunc._alike import added, alike
 from invfunc._extras import told_of_parts
 from invfunc.budget.search import Chunks
 from invfunc.budget.size import size_of
@@ -86,23 +87,24 @@ def chunked(
                 [1., 1.]])
 
         >>> invfunc.explain(invfunc.chunked(invfunc.variance(f), memory="64MiB"))(torch.ones(3), torch.ones(5, 3)).why
-        'in one piece, at most 1.01MiB of 64.00MiB'
+        'in one piece, at most 0.26MiB of 64.00MiB'
 
-    Composes with: every statistic; `torch.func.grad`, `vmap` around it, but not around `memory`, which `streamed` and
-    `reduced` do not take either.
+    Composes with: every statistic; `torch.func.grad`, `vmap` around it, but not around `memory`, which `streamed`,
+    `distributed`, `together` and `reduced` do not take either: what they add around a call would come on top.
 
     Cost: n pullbacks of 1/n of the columns; memory falls with n until the forward pass dominates. For a mean over
     samples of a plain function, `grad(chunked(f, n, fold="mean"))` keeps all graphs, while chunking the gradient,
     `chunked(grad(f), n, fold="mean")`, keeps one.
     With `memory`, before anything large is made, the call runs without numbers (torch's FakeTensorMode) in some ways to
     divide it, and the bytes that are alive are counted, with the buffers of matrix products and convolutions. A run
-    that is over the budget ends there; another takes about as long as one small call for each chunk. The function that
-    is returned keeps what was chosen (make it once, outside of a loop) for calls with arguments of the same sizes in
-    which f and its gradient do the same, operation by operation, which takes about three small calls of f to see;
-    `explain` tells what it is. Where numbers decide what is done (a mask, a branch), it is an error. Counted is what
-    tensors and kernels take, with a margin of 1 MiB: memory that malloc keeps of what was freed comes on top
-    (`invfunc.testing.return_freed_memory`), and so does what libraries load when they are first used. What Python keeps
-    of the search itself counts in the call that searches, as far as more chunks make up for it.
+    that is over the budget ends there; of another, chunks that do the same are counted once, so that it takes about as
+    long as some small calls. The function that is returned keeps what was chosen (make it once, outside of a loop) for
+    calls with arguments of the same sizes in which f and its gradient do the same, operation by operation, which takes
+    about three small calls of f to see; `explain` tells what it is. Where numbers decide what is done (a mask, a
+    branch), it is an error. Counted is what tensors and kernels take, with a margin of 0.25 MiB and 2 %: memory that
+    malloc keeps of what was freed comes on top (`invfunc.testing.return_freed_memory`), and so does what libraries load
+    when they are first used. What Python keeps of the search itself counts in the call that searches, as far as more
+    chunks make up for it.
 
     Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
     """
@@ -211,19 +213,18 @@ class ChunkedFunction(Transform):
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, list[Any]]:
         dims = batch_dims(self.in_dims, list(range(1, len(args))))
         length = batch_size(args, dims, names)
-        parts, aux, sizes = [], [], []
+        parts, aux = [], []
         ranges = self.split.ranges(0, length)
         with told_of_parts(repr(self) if self.progress else "", ranges, "chunk") as tell:
-            for start, stop in ranges:
+            for start, stop in alike("chunks", ranges, lambda part: part[1] - part[0]):
                 given = [_part(x, dims.get(i), start, stop) for i, x in enumerate(args)]
                 result = self.f(*given, **kwargs)
                 if self.has_aux:
                     result, extra = with_aux(result)
-                    aux.append(extra)
-                parts.append(result)
-                sizes.append(stop - start)
+                    added("chunks", aux.append, extra)
+                added("chunks", parts.append, result)
                 tell(len(parts), stop - start)
-        return self._folded(parts, sizes), aux
+        return self._folded(parts, [stop - start for start, stop in ranges]), aux
 
     def _folded(self, parts: list[Any], sizes: list[int]) -> Any:
         leaves = [tree.leaves(p) for p in parts]

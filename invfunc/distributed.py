@@ -11,6 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc._sharded import sharded
+from invfunc.budgeted import check_no_budget
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.layout import parts
@@ -130,6 +131,7 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
             raise ArgumentError(f"distributed({t!r}, each={each!r}): a product has no sample axis. Leave each out.")
         product = t.product if isinstance(t, StreamedProduct) else t
         return DistributedProduct(product, _part_of(group, t, product.in_dims))
+    check_no_budget("distributed", t)
     if not isinstance(t, (Statistic, Streamed, Tiled)):
         kind = type(t).__name__
         raise ArgumentTypeError(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from invfunc.budgeted import check_no_budget
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.statistic import Statistic
@@ -48,6 +49,7 @@ def reduced(t: Statistic, fn: Callable) -> Statistic:
 
     Source: BackPACK's extension hooks.
     """
+    check_no_budget("reduced", t)
     if not isinstance(t, Statistic):
         raise ArgumentTypeError(f"reduced({describe(t)}): it is of type {type(t).__name__}, but has to be a statistic.")
     check_callable("reduced", fn)

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 
+from invfunc.budgeted import check_no_budget
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Feed, batches_of, check_loader, counted, first
@@ -151,6 +152,7 @@ def streamed(
         if out is not None:
             raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
         return StreamedProduct(t, feed, file)
+    check_no_budget("streamed", t)
     if not isinstance(t, Statistic):
         kind = type(t).__name__
         raise ArgumentTypeError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from invfunc.budgeted import check_no_budget
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plan import Options
 from invfunc.statistic import Statistic
@@ -49,6 +50,7 @@ def together(*statistics: Statistic) -> Statistic:
     if not statistics:
         raise ArgumentError("together(): give at least one statistic.")
     for t in statistics:
+        check_no_budget("together", t)
         if not isinstance(t, Statistic):
             raise ArgumentTypeError(f"together(...): an argument is of type {type(t).__name__}, not a statistic.")
         if t.members or replace(t.options, dense=False) != Options() or t.shown is not None:

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "invfunc"
 FLOORS = [
     {"thresholds"},
     {"errors", "tree", "module_copy", "_functorch", "_pages", "_eager", "_blocks", "_symmetric", "_nodes"}
-    | {"_cached", "_generators", "_remade", "_scripted", "_signed", "_uncompiled", "_values", "_pairwise"}
+    | {"_alike", "_cached", "_generators", "_remade", "_scripted", "_signed", "_uncompiled", "_values", "_pairwise"}
     | {"_no_output", "_opened", "_parametrized", "_spectrum", "_weak", "_extras", "_sharded", "_method"},
     {"kronecker", "contract", "plan"},
     {"operations"},

@@ -144,7 +144,7 @@ class TestPromises:
 
     def test_explain_tells_them(self):
         text = str(explain(chunked(invfunc.variance(loss), memory="1GiB"))(*given()))
-        assert "chunked(variance(loss), memory='1GiB'): in one piece, at most 1." in text and "1024.00MiB" in text
+        assert "chunked(variance(loss), memory='1GiB'): in one piece, at most 0." in text and "1024.00MiB" in text
 
 
 @pytest.mark.quick
@@ -247,9 +247,15 @@ class TestWhatCannotBePromised:
 
     def test_is_within_a_transform_of_its_own(self):
         within = chunked(invfunc.variance(loss), memory="1GiB")
-        for around in (invfunc.streamed, lambda t: chunked(t, 2), lambda t: chunked(t, memory=0.5)):
-            with pytest.raises(InvFuncError):
+        reduced = lambda t: invfunc.reduced(t, lambda name, x: x)  # noqa: E731
+        for around in (invfunc.streamed, invfunc.distributed, invfunc.together, reduced):
+            with pytest.raises(ArgumentTypeError, match=r"a budget is of one call by itself.*chunked\(t, n\)"):
                 around(within)
+        loader = invfunc.streamed(invfunc.variance(loss))
+        for inner in (within, loader, invfunc.distributed(invfunc.variance(loss))):
+            for options in ({"n": 2}, {"memory": 0.5}):
+                with pytest.raises(ArgumentTypeError, match="of the whole batch. Chunk what is in it"):
+                    chunked(inner, **options)
 
     def test_is_an_error_of_the_statistic_itself(self):
         with pytest.raises(InvFuncError, match="the samples"):

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._alike import Spent, counted
 from invfunc._functorch import FakeTensorMode, NoNumbers, TorchDispatchMode, storage
 from invfunc._generators import set_states, state_of
 from invfunc._values import undecided
 from invfunc.budget.scratch import scratch
 from invfunc.errors import ArgumentError
 
-MARGIN, SLACK = 1.02, 2**20
+MARGIN, SLACK = 1.02, 2**18
 """What is added to the bytes that are counted: pages that are not full, and objects of Python."""
 BY_HAND = "Say in how many passes: chunked(t, n)."
 CALL = 2**15
@@ -43,7 +44,9 @@ class Footprint(TorchDispatchMode):
         """The bytes of what the call returned."""
         self.undecided: list[str] = []
         """What depends on numbers, so that it may be otherwise in the call itself."""
+        self.open: dict[str, Spent | None] = {}
         self._known: dict[int, weakref.ref] = {}
+        self._most = 0
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in tree.tensors((args, kwargs or {})) if not x.is_meta]
@@ -60,12 +63,28 @@ class Footprint(TorchDispatchMode):
         beside, kept = scratch(func, given, made, args)
         self.kept = max(self.kept, kept)
         self.work += CALL + sum(x.numel() * x.element_size() for x in (*given, *made))
-        if self.live + beside + self.kept > self.counted:
-            self.counted, self.at = self.live + beside + self.kept, _name(func)
+        self.use(self.live + beside, _name(func))
+        return result
+
+    def use(self, size: int, at: str = "") -> None:
+        """Count so many bytes, beside those that libraries keep; at which operation they are in use, if at one."""
+        self._most = max(self._most, size)
+        if size + self.kept > self.counted:
+            self.counted, self.at = size + self.kept, at or self.at
             if self.limit is not None and self.peak > self.limit:
                 self.over = True
                 raise _Enough
-        return result
+
+    @contextmanager
+    def spending(self) -> Iterator[Spent]:
+        """What is in use and done meanwhile."""
+        spent, start, work, before = Spent(), self.live, self.work, self._most
+        self._most = start
+        try:
+            yield spent
+        finally:
+            spent.most, spent.left, spent.work = self._most - start, self.live - start, self.work - work
+            self._most = max(before, self._most)
 
     @property
     def peak(self) -> int:
@@ -96,7 +115,7 @@ def footprint(
     found, result = Footprint(limit), None
     with without_numbers((args, kwargs), drawn) as (given, named), _nothing_collected(), undecided() as more:
         try:
-            with found:
+            with found, counted(found):
                 result = call(*given, **named)
         except _Enough as end:
             clear_frames(end.__traceback__)  # which would keep what was alive then until the garbage is collected

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,8 +16,12 @@ import torch
 
 PRODUCT = 8 * 2**20
 """Bytes that a library keeps for each thread to multiply matrices, at most; it does not give them back."""
+LITTLE, PART = 3 * 2**18, 4
+"""Bytes that it keeps of small products, and which part of the operands and the result of larger ones, at most."""
 BLOCK = 16
 """Channels that oneDNN puts side by side: their number is rounded up to it."""
+SMALL = 20480
+"""Numbers of one sample up to which torch multiplies the columns of its patches."""
 ROUNDED = 1.1
 """How much more than that was measured at most, in parts that oneDNN aligns."""
 
@@ -41,11 +46,11 @@ def scratch(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tenso
     """The bytes that a call takes until it ends, and those that its library keeps from then on."""
     name = func.overloadpacket.__name__
     if name in _PRODUCTS:
-        taken, several = _bytes([*given, *made]), PRODUCT * torch.get_num_threads()
+        taken = _bytes([*given, *made])
         copied = _bytes(x for x in given if not _multiplied_as_it_is(x))
-        return copied + (2 * taken if _narrow(given) else 0), min(taken, several)
+        return copied + (2 * taken if _narrow(given) else 0), _kept(taken)
     if name in ("convolution", "convolution_backward", "_convolution"):
-        return _convolved(name, given, made, args), 0
+        return _convolved(_Convolution.of(name, made, args)), 0
     return (0 if not given or not made or _plain(func) else _bytes([*given, *made])), 0
 
 
@@ -61,6 +66,11 @@ def _bytes(tensors: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
+def _kept(taken: int) -> int:
+    """What stays with the library of a product of operands and a result of so many bytes."""
+    return min(taken, torch.get_num_threads() * min(PRODUCT, max(LITTLE, taken // PART)))
+
+
 def _narrow(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether numbers are so narrow that they are multiplied in a wider format."""
     return any(x.is_floating_point() and x.element_size() < 4 for x in tensors)
@@ -70,24 +80,64 @@ def _multiplied_as_it_is(x: torch.Tensor) -> bool:
     return x.ndim < 2 or 1 in x.stride()[-2:] or 1 in x.shape[-2:]
 
 
-def _convolved(name: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], args: Any) -> int:
-    """The operands and results in blocks of channels, copies of those that are in another order, and the columns of
-    patches: those of all samples, or of one, if they do not fit oneDNN."""
-    x, weight = (args[1], args[2]) if name == "convolution_backward" else (args[0], args[1])
-    out = args[0] if name == "convolution_backward" else made[0]
-    images = [t for t in [*given, *made] if t.ndim > 2]
-    blocked = sum(_blocked(t) for t in images)
-    copied = 0 if all(t.is_contiguous() for t in given) else blocked
-    positions = max(math.prod(x.shape[2:]), math.prod(out.shape[2:]))
-    channels = max(x.shape[1], out.shape[1])
-    columns = channels * math.prod(weight.shape[2:]) * positions * x.element_size()
-    fits = x.dtype == torch.float32 and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    if not fits:
-        columns *= x.shape[0]
-        blocked *= 2 if _narrow(given) else 1
-    else:
-        columns *= 1 if x.shape[0] == 1 else 0
-    return int(ROUNDED * blocked) + copied + columns
+@dataclass
+class _Convolution:
+    """A convolution: what it is of, and which derivatives of it are wanted."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    groups: int
+    of_x: bool = False
+    of_weight: bool = False
+
+    @classmethod
+    def of(cls, name: str, made: Sequence[torch.Tensor], args: Any) -> _Convolution:
+        if name == "convolution_backward":
+            out, x, weight, _, stride, _, dilation, transposed, _, groups, wanted = args
+            return cls(x, weight, out, stride, dilation, transposed, groups, wanted[0], wanted[1])
+        x, weight, _, stride, _, dilation, transposed, _, groups, *_ = args
+        return cls(x, weight, made[0], stride, dilation, transposed, groups)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the kernel reads patches in place."""
+        step = max(*self.stride, *self.dilation)
+        return step == 1 and self.groups == 1 and not self.transposed and self.x.ndim == 4
+
+    @property
+    def by_onednn(self) -> bool:
+        """As torch chooses: not what is so small that the product of the columns of its patches is faster."""
+        allowed = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        n, sizes = self.x.shape[0], self.weight.shape[2:]
+        large = n > 1 or self.groups > 1 or min(sizes) > 3 or self.x.numel() > SMALL
+        thin = max(*sizes, *self.stride, *self.dilation) == 1 and n < BLOCK and torch.get_num_threads() == 1
+        return self.x.dtype == torch.float32 and allowed and large and not thin
+
+    @property
+    def columns(self) -> int:
+        """The bytes of the patches of one sample."""
+        wide, narrow = (self.out, self.x) if self.transposed else (self.x, self.out)
+        return wide.shape[1] * math.prod((*self.weight.shape[2:], *narrow.shape[2:])) * wide.element_size()
+
+
+def _convolved(c: _Convolution) -> int:
+    """Copies of operands and results in blocks of channels and of what is in another order, and columns of patches."""
+    x, out, weight = _blocked(c.x), _blocked(c.out), torch.get_num_threads() * _blocked(c.weight)
+    copied = 0 if all(t.is_contiguous() for t in (c.x, c.out, c.weight)) else x + out + weight
+    if not c.by_onednn:
+        wide = 0 if c.x.dtype == torch.float32 else (1 + _narrow([c.x])) * (x + out + weight)
+        simple = max(c.weight.shape[2:]) == 1 and c.out.shape[2:] == c.x.shape[2:]  # the patches are the image itself
+        return copied + wide + (1 if simple else c.x.shape[0]) * c.columns
+    if c.direct:
+        even = c.x.shape[1] % BLOCK == c.out.shape[1] % BLOCK == 0
+        return copied + int(ROUNDED * ((max(x, out) if even and not c.of_weight else x + out) + weight))
+    copied += max(x, out) if c.of_x or c.transposed or c.groups > 1 else 0
+    patches = max(c.dilation) > 1 or c.transposed or c.groups > 1 or c.x.ndim != 4
+    return copied + int(ROUNDED * (x + out + weight)) + (torch.get_num_threads() * c.columns if patches else 0)
 
 
 def _blocked(x: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
+from invfunc._alike import added
 from invfunc._extras import ticking
 from invfunc._generators import state_of
 from invfunc.errors import SampleAxisError, SplitError, to_be_split
@@ -147,12 +148,14 @@ class Engine:
 
         def runs() -> Iterable[Run]:
             nonlocal aux
-            for a, b in parts:
+            for a, b in self.runner.places.alike(parts):
                 run = self.runner.model(slice(a, b) if len(parts) > 1 else WHOLE, b - a)
                 if b == self.problem.n:
                     self.runner.check_part(run)
                     aux = run.aux
-                yield replace(run, part=WHOLE)  # the columns are those of its outputs alone
+                run = replace(run, part=WHOLE)  # the columns are those of its outputs alone
+                yield run
+                del run
 
         self.fold.over(runs, self.fold.units)
         if self.problem.has_aux and len(parts) > 1:
@@ -186,7 +189,10 @@ class Engine:
         """diag_ggn(f, loss): blocks of the model function, then the loss of all outputs."""
         problem, draws, parts = self.problem, Draws(stop=False), self.plan.ranges("samples", self.problem.n)
         if self.plan.asked("samples"):
-            runs = [self.runner.model(slice(a, b), b - a, with_uses=False) for a, b in parts]
+            runs = list[Run]()
+            for a, b in self.runner.places.alike(parts):
+                run = self.runner.model(slice(a, b), b - a, with_uses=False)
+                added("samples", lambda z, run=run: runs.append(replace(run, outputs=z)), run.outputs)
             self.runner.check_part(runs[-1])
         else:
             runs = self.runner.blocks(self._few, draws)
@@ -207,7 +213,8 @@ class Engine:
             aux = self.runner.model(WHOLE, problem.n, with_uses=False).aux
         # where the gradient of the loss keeps its graph, that must not be the one of the run that is differentiated
         if self.plan.asked("samples") or (self.second_order and self.scope.wanted):
-            self.fold.over(lambda: (self.runner.model(run.part, run.trace.n, draws=draws) for run in runs), made, look)
+            each = partial(self.runner.places.alike, runs, lambda run: (run.start, run.start + run.trace.n))
+            self.fold.over(lambda: (self.runner.model(r.part, r.trace.n, draws=draws) for r in each()), made, look)
         else:
             self.fold.over(lambda: runs, made, look)
         return aux

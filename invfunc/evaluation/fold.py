@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._alike import added
 from invfunc._extras import Ticks
 from invfunc._values import fake
 from invfunc.evaluation.explained import Decision, Report
@@ -76,6 +77,7 @@ class Fold:
                 self.tell(k)
             for run in runs():
                 self._consume(run, made(run) if callable(made) else made, look, self.of_phase(k), last=k == last)
+                del run  # before the next one is made
 
     def of_phase(self, k: int) -> list[Accumulator]:
         """What keeps something in a phase."""
@@ -131,7 +133,7 @@ class Fold:
                     self._fold(parts.pop(0), group)
         if run.trace.n < self.problem.n and self.report is None:
             for t in accumulators:
-                t.end(run.params, samples.count)
+                added("samples", partial(t.end, self.problem.leaves), samples.count)
 
     def _fold(self, pullback: Pullback, group: list[Accumulator]) -> None:
         """Reduce what is pulled back; first, what some have to know of all parameters for each sample."""
@@ -144,7 +146,7 @@ class Fold:
         states: dict[int, States] = {k: {} for k in firsts}
 
         def keep(first: int, leaf: int, state: State) -> None:
-            firsts[places[first]].add(leaf, state)
+            added("samples", partial(firsts[places[first]].add, leaf), state)
             states[places[first]][leaf] = state
 
         replace(pullback, last=False).folded([t.reduction for t in firsts.values()], keep, kept)
@@ -156,8 +158,7 @@ class Fold:
     def _pullback(
         self, run: Run, made: list[Columns], samples: Samples, leaves: frozenset[int] | None = None, last: bool = False
     ) -> Pullback:
-        alone = self.options.reduce is not None
-        plan, name = self.options.plan, self.problem.name
+        plan, name, alone = self.options.plan, self.problem.name, self.options.reduce is not None
         return Pullback(self.scope, run, made, plan, samples, self.budget, leaves, alone, last, name, ticks=self.ticks)
 
     def _decision(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> Decision:
@@ -194,7 +195,7 @@ class Fold:
 
     def _add(self, run: Run, group: list[Accumulator], k: int, leaf: int, state: State) -> None:
         """What a reduction keeps of one parameter in one run; where that is all, the parameter is done."""
-        group[k].add(leaf, state)
+        added("samples", partial(group[k].add, leaf), state)
         done = self.options.reduce is not None and self.last and run.trace.n == self.problem.n
         if done and group[k] in self.accumulators:
             self._close(group[k], leaf, self._found(group[k]))
@@ -270,8 +271,7 @@ class Fold:
     def _whole(self, accumulator: Accumulator) -> list[Any]:
         """The results of all parameters together."""
         found, reduction, leaves = self._found(accumulator), accumulator.reduction, self.problem.leaves
-        n, kept = found.n, accumulator.states
-        places = enumerate(accumulator.of(leaves))
+        n, kept, places = found.n, accumulator.states, enumerate(accumulator.of(leaves))
         states = [kept.pop(i, None) or reduction.init(leaf, n, found.columns) for i, leaf in places]
         dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves))
         return self._delivered(reduction, reduction.finish(reduction.together(states), found), found, dtype)

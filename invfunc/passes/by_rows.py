@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from invfunc._alike import alike
 from invfunc._values import decides
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.passes.evidence import Evidence, checks
@@ -41,6 +42,15 @@ class Places:
         if order is None:
             return samples
         return [order[i] for i in (range(self.problem.n) if samples is None else samples)]
+
+    def alike(self, parts: Iterable[Any], span: Callable[[Any], tuple[int, int]] = tuple) -> Iterator[Any]:
+        """The parts of the samples; those of as many samples, with as many chosen ones among them, do the same."""
+
+        def kind(part: Any) -> tuple[int, int]:
+            start, stop = span(part)
+            return stop - start, sum(start <= i < stop for i in self.chosen or ())
+
+        return alike("samples", parts, kind)
 
     def beforehand(self, n: int) -> Beforehand:
         """What is known before a run of so many samples."""

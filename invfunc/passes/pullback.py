@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from invfunc import thresholds
+from invfunc._alike import added, alike
 from invfunc._extras import Ticks
 from invfunc._functorch import version
 from invfunc.errors import ArgumentError
@@ -97,8 +99,8 @@ class Pullback:
         self.ticks.expect(len(passes))
         if kept is None and self.streams(passes):
             states: list[States] = [{} for _ in reductions]
-            for k in range(len(passes)):
-                self._stream(reductions, states, passes[k], known, done, last=self.last and k + 1 == len(passes))
+            for each in self._alike(passes):
+                self._stream(reductions, states, each, known, done, last=self.last and each is passes[-1])
                 self.ticks.done()
         else:
             self._sweep(reductions, kept or self._pulled(passes), known, done)
@@ -181,10 +183,8 @@ class Pullback:
         for operand in several[::-1]:  # from the last one on, as each is computed from the next
             operand.hold()
         for kept, reduction in zip(states, reductions, strict=True):
-            recomputed = leaf in kept
-            shares = self.shares(leaf, reached, pulled, recomputed, role)
-            state = reduction.step(shares)
-            kept[leaf] = reduction.merge(kept[leaf], state, "columns") if recomputed else state
+            shares = self.shares(leaf, reached, pulled, leaf in kept, role)
+            added("outputs", partial(reduction.add, kept, leaf, "columns"), reduction.step(shares))
         for operand in several:
             operand.drop()
 
@@ -209,7 +209,12 @@ class Pullback:
     # All cotangents at once
 
     def _pulled(self, passes: list[Pass]) -> Iterator[tuple[Pass, PulledBack]]:
-        return ((p, self._pull(p)) for p in passes)
+        return ((p, self._pull(p)) for p in self._alike(passes))
+
+    def _alike(self, passes: list[Pass]) -> Iterator[Pass]:
+        """The passes, of which those of equally many columns of one kind do the same."""
+        several = len(self.made) > 1 or len(self.run.outputs) > 1
+        return alike("outputs", passes, lambda p: p.start if several else (id(p.uses), p.stop - p.start, p.completes))
 
     def _pull(self, each: Pass) -> PulledBack:
         block = self.block(each)

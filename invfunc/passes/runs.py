@@ -261,7 +261,7 @@ class Runner:
         if any(self.plan.splits.values()) or draws.drew or few or self.whole:
             if len(parts) > 1:
                 self._check_parameters(parts[0][1], outputs)
-            return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in parts)
+            return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in self.places.alike(parts))
         try:
             start = min(n, thresholds.BLOCK_SAMPLES)
             first = self.up_to(roots, slice(0, start), start, draws)
@@ -305,7 +305,7 @@ class Runner:
             self._check_parameters(
                 parts[0][1], lambda near, places: [near.run(self._at(places), len(places), partial=True).result]
             )
-        for start, stop in parts:
+        for start, stop in self.places.alike(parts):
             part, n = slice(start, stop), stop - start
             with runs_on_part(n < self.problem.n):
                 run = self.run(part, n) if self.alone is None else self._run_alone(self.alone, part, n)
@@ -317,3 +317,4 @@ class Runner:
                     "length?), so it cannot be chunked over samples; mark its outputs with `outputs(z)`."
                 )
             yield replace(run, outputs={0: (run.result, Axis(None))}, part=WHOLE)
+            del run

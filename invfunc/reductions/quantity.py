@@ -165,8 +165,7 @@ class Accumulator:
         """Add the state of another block of samples; where there is one state, of another parameter."""
         leaf, over = (0, "params") if self.pooled else (leaf, "samples")
         self.added.add(leaf)
-        before = self.states.get(leaf)
-        self.states[leaf] = state if before is None else self.reduction.merge(before, state, over)
+        self.reduction.add(self.states, leaf, over, state)
 
     def of(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters of which it keeps a state."""

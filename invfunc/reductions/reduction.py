@@ -128,6 +128,10 @@ class Reduction:
         """What is kept of two blocks of samples, of columns, or, for a result of all together, of two parameters."""
         return tuple(x + y for x, y in zip(a, b, strict=True))
 
+    def add(self, states: States, leaf: int, over: Over, state: State) -> None:
+        """Merge what is kept of another block of a parameter with what is kept of those before, if there are any."""
+        states[leaf] = self.merge(states[leaf], state, over) if leaf in states else state
+
     def scaled(self, state: State, by: float) -> State:
         """What is kept of columns that are `by` times as large."""
         raise NotImplementedError  # only of the columns of a loss that is given apart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -24,8 +25,11 @@ from .report import announce, mebibytes, number, print_table, verdict
 
 MEMORY_BUDGET = "memory-budget"
 BUDGETS = {"1.1 x least": 1.1, "2 x least": 2.0, "plenty": 1e3}
+REPEATS = 3
 USED = 0.6
 """The part of a promise that is used at least where the work is larger than it."""
+BEHIND = 1.15
+"""How many times as long as the fastest chunks that were found by hand a call takes at most."""
 
 
 def _residual_net() -> Problem:
@@ -88,8 +92,29 @@ def budgets_here(case: tuple[str, str], device: torch.device) -> str:
         chosen = time.process_time()
         why = invfunc.explain(within)(*given).why  # that of a next call, to which nothing was left
         peak = peak_memory(lambda: within(*given))[1]  # noqa: B023
-        found.append((budget, why, peak, chosen - start, time.process_time() - chosen))
+        found.append(
+            (budget, why, peak, chosen - start, time.process_time() - chosen, _by_hand(t, given, budget, within))
+        )
     return json.dumps(found)
+
+
+def _by_hand(t: invfunc.statistic.Statistic, given: tuple, budget: int, within: Callable) -> float | None:
+    """How many times as long it takes as the fastest of some chunks that a process has been seen to take the budget
+    for; None for a call in one piece."""
+    if budget > peak_memory(lambda: t(*given))[1]:
+        return None
+    n = len(given[1])
+    splits = [("samples", k) for k in {math.ceil(n / size) for size in range(1, n)}]
+    splits += [("outputs", k) for k in (2, 4, 8)] if "outputs" in t.axes else []
+    calls = [within] + [invfunc.chunked(t, k, over=axis) for axis, k in splits if axis in t.axes]
+    fitting = [call for call in calls if call is within or peak_memory(lambda: call(*given))[1] <= budget]  # noqa: B023
+    seconds = [math.inf] * len(fitting)
+    for _ in range(REPEATS):
+        for k, call in enumerate(fitting):
+            start = time.process_time()
+            call(*given)
+            seconds[k] = min(seconds[k], time.process_time() - start)
+    return seconds[0] / min(seconds[1:], default=seconds[0])
 
 
 def _least(t: invfunc.statistic.Statistic, given: tuple) -> int:
@@ -117,7 +142,7 @@ def budgets(name: str, options: argparse.Namespace) -> None:
             print(f"{problem} {statistic}: {done.stderr.strip().splitlines()[-1]}")
             continue
         found = json.loads(done.stdout.splitlines()[-1])
-        for kind, (budget, why, peak, choice, run) in zip(BUDGETS, found, strict=True):
+        for kind, (budget, why, peak, choice, run, behind) in zip(BUDGETS, found, strict=True):
             chunks, _, predicted = why.partition(", at most ")
             promised = float(predicted.split("MiB")[0]) * 2**20
             larger = "in one piece" not in why
@@ -134,6 +159,7 @@ def budgets(name: str, options: argparse.Namespace) -> None:
                     "used": number(peak / budget) + (" NO" if peak / budget < USED else "") if larger else "-",
                     "s to choose": number(choice),
                     "s in all": number(run),
+                    "by hand": "-" if behind is None else verdict(behind, BEHIND),
                 }
             )
     announce(name, "")

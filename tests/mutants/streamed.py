@@ -255,8 +255,9 @@ STREAMED = [
     Fault(
         "what is kept of all parameters is that of the last one",
         "reductions/quantity.py",
-        "self.reduction.merge(before, state, over)",
-        "state if self.pooled else self.reduction.merge(before, state, over)",
+        "self.reduction.add(self.states, leaf, over, state)",
+        "self.reduction.add({} if self.pooled else self.states, leaf, over, state)\n"
+        "        self.states[leaf] = state if self.pooled else self.states[leaf]",
         TILES,
     ),
     Fault(
