@@ -197,8 +197,10 @@ def after_backward(callback: Callable[[], None]) -> None:
 @contextmanager
 def undispatched() -> Iterator[None]:
     """A context without dispatch modes, but for one that only `watches`."""
-    with _disable_current_modes() as modes, next((m for m in modes if hasattr(m, "watches")), nullcontext()):
-        yield
+    with _disable_current_modes() as modes:
+        watching: Any = next((m for m in modes if hasattr(m, "watches")), nullcontext())
+        with watching:
+            yield
 
 
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode

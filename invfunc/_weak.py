@@ -23,11 +23,11 @@ class WeakIdMap(Generic[V]):
         self._of: dict[int, tuple[ref[torch.Tensor], V]] = {}
         self._room = _FEW
 
-    def get(self, x: torch.Tensor) -> V | None:
+    def get(self, x: Any) -> V | None:
         found = self._of.get(id(x))
         return found[1] if found is not None and found[0]() is x else None  # the id of one that is gone is given anew
 
-    def set(self, x: torch.Tensor, value: V | None) -> None:
+    def set(self, x: Any, value: V | None) -> None:
         if value is None:
             self._of.pop(id(x), None)
             return

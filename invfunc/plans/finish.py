@@ -52,8 +52,9 @@ def _read(recorder: Recorder, results: list[fx.Node]) -> list[str]:
     """Have the graph give its results and the numbers of its guards; returns what those have been."""
     for guard in recorder.guards:
         if guard.of is not None and not recorder.written.get(storage(guard.of)):  # the copy was not needed
-            guard.node.replace_all_uses_with(guard.node.args[0])
-            guard.node = guard.node.args[0]
+            original: Any = guard.node.args[0]
+            guard.node.replace_all_uses_with(original)
+            guard.node = original
         guard.of = None
     groups = grouped(recorder.guards)
     recorder.graph.output((results, [_joined(recorder.graph, [guard.node for guard in group]) for group in groups]))

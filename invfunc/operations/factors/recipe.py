@@ -82,7 +82,7 @@ class Recipe:
     def terms(self, cotangent: torch.Tensor, part: Part, matrix: torch.Tensor | None = None) -> list[Term]:
         """The factors of the shares; with a matrix, of `projected` ones."""
         made = None if self.build is None else self.build(cotangent, part)
-        read = self.read if matrix is None or self.projected is None else partial(self.projected, matrix=matrix)
+        read: Any = self.read if matrix is None or self.projected is None else partial(self.projected, matrix=matrix)
         first, *others = made or [self.sends(cotangent, part), *read(part)]
         return [first if self.picks is None else _added_up(first, self.picks(part)), *others]
 
