@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -82,8 +81,10 @@ class Recipe:
     def terms(self, cotangent: torch.Tensor, part: Part, matrix: torch.Tensor | None = None) -> list[Term]:
         """The factors of the shares; with a matrix, of `projected` ones."""
         made = None if self.build is None else self.build(cotangent, part)
-        read: Any = self.read if matrix is None or self.projected is None else partial(self.projected, matrix=matrix)
-        first, *others = made or [self.sends(cotangent, part), *read(part)]
+        if not made:
+            read = self.read(part) if matrix is None or self.projected is None else self.projected(part, matrix)
+            made = [self.sends(cotangent, part), *read]
+        first, *others = made
         return [first if self.picks is None else _added_up(first, self.picks(part)), *others]
 
     def rows(self, part: Part, count: int) -> torch.Tensor:
