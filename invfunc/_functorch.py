@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
@@ -198,8 +198,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 def undispatched() -> Iterator[None]:
     """A context without dispatch modes, but for one that only `watches`."""
     with _disable_current_modes() as modes:
-        watching: Any = next((m for m in modes if hasattr(m, "watches")), nullcontext())
-        with watching:
+        with cast(Any, next((m for m in modes if hasattr(m, "watches")), nullcontext())):
             yield
 
 

@@ -68,7 +68,7 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
     saved tensors and dispatch modes it is t; `torch.compile` does not look into it.
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
-    call takes about three times as long as others. What is looked at in each call takes some 10 microseconds, and more
+    call takes about six times as long as t. What is looked at in each call takes some 10 microseconds, and more
     with many modules. A plan has the operations of all passes: `chunked` in hundreds makes it long, and one of more
     than 20 000 is not kept. It keeps small constants, and no tensor of the caller's; objects that f closed over are
     kept until the next call. The last 32 plans are kept.

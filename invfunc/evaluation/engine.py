@@ -29,7 +29,7 @@ from invfunc.passes.run import WHOLE, Run
 from invfunc.passes.runs import Runner
 from invfunc.plan import Options
 from invfunc.recording import Trace
-from invfunc.recording.beside import check_batches
+from invfunc.recording.beside import check_batches, check_fewer
 from invfunc.recording.checks import check_loss, same_values
 from invfunc.recording.problem import Problem
 from invfunc.recording.random import Draws, Drew, restore
@@ -116,11 +116,7 @@ class Engine:
                 whole, part = (self._batch_alone(slice(0, k)) for k in (n, half))
         except Exception:  # of f that cannot be run on half of a batch, or draws: there is nothing to compare
             return
-        if all(isinstance(z, torch.Tensor) and z.ndim for z in (whole, part)) and not same_values(part, whole[:half]):
-            raise SampleAxisError(
-                "f gives a sample something else beside fewer ones, so that batches cannot be joined: it has a factor "
-                "that depends on how many there are. Take losses without that factor, as with reduction='none'."
-            )
+        check_fewer(self.problem, whole, part)
 
     # Of what: each folds over the runs of the function and returns aux
 

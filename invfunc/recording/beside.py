@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.recording.checks import same_values
 from invfunc.recording.problem import Problem, batch_size
 
@@ -67,3 +67,15 @@ def check_batches(problem: Problem, joined: torch.Tensor, alone: Callable[[slice
                 "f gives samples something else where both batches are joined, so it depends on their number or on the "
                 "place of a sample. Pass what belongs to a sample as a batch argument."
             )
+
+
+def check_fewer(problem: Problem, whole: Any, part: Any) -> None:
+    """Check that the first samples have the same losses or outputs alone as in the batch."""
+    if not all(isinstance(z, torch.Tensor) and z.ndim for z in (whole, part)):
+        return
+    dim = problem.out_dims if whole.ndim > 1 else 0
+    if not same_values(part, whole.narrow(dim, 0, min(part.shape[dim], whole.shape[dim]))):
+        raise SampleAxisError(
+            "f gives a sample something else beside fewer ones, so that batches cannot be joined: it has a factor that "
+            "depends on how many there are. Take losses without that factor, as with reduction='none'."
+        )
