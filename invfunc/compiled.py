@@ -48,9 +48,9 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
         What t raises: a call of which the plan finds an error is made as without it.
 
         A warning (`InvFuncWarning`), once, where calls go on as without `compiled`: it names the reason and the line.
-        These are a result that is differentiable (parameters that require grad outside of `torch.no_grad`), the
-        matrices that `sketched_grad` draws, numbers that leave torch (`.numpy()`, `print`), an f that writes into what it is given or closes over, that sets its
-        own seed, or reads numbers that change from call to call.
+        These are a result that is differentiable (parameters that require grad outside of `torch.no_grad`), matrices
+        that `sketched_grad` draws, numbers that leave torch (`.numpy()`, `print`), an f that writes into what it is
+        given or closes over, that sets its own seed, or reads numbers that change from call to call.
 
     Example:
         >>> import torch, invfunc
