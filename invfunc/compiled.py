@@ -24,11 +24,12 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
     The first call is that of t itself, with all checks. A plan is used again where nothing differs that t is known to
     depend on: the tree, shapes, strides, dtypes and devices of the arguments, which of them share memory, numbers and
     other constants among them, modes and settings of torch (gradients, inference, autocast, default dtype and device),
-    and what t, f and the loss read beside them: closures, defaults, global names, attributes, containers, classes,
-    modules with their modes and hooks, arrays of numpy. Tensors that are closed over are read anew in each call. A
-    number that is read from a tensor (`if x.sum() > 0`, `.item()`, `.tolist()`, a check of this library) is a guard: it
-    is computed by the plan, too, and compared with what it was, and so is a shape that depends on numbers (masks).
-    Where something differs, the call is made as without `compiled`, and its plan takes the place of the other.
+    and what t, f and the loss read beside them: closures, defaults, global names, imports, the environment, attributes,
+    containers, classes, modules with their modes and hooks, arrays of numpy. Tensors that are closed over are read anew
+    in each call. A number that is read from a tensor (`if x.sum() > 0`, `.item()`, `.tolist()`, a check of this
+    library) is a guard: it is computed by the plan, too, and compared with what it was, and so is a shape that depends
+    on numbers (masks). Where something differs, the call is made as without `compiled`, and its plan takes the place of
+    the other.
 
     Args:
         t: a statistic of this library, also `chunked`, `reduced` or of several `together`; or a product, as `hvp(f)`.

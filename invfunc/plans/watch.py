@@ -6,6 +6,7 @@ import builtins
 import dis
 import enum
 import logging
+import os
 import random
 import re
 import sys
@@ -46,6 +47,9 @@ _PARTS: dict[type, Callable[[Any], list[Any]]] = {
 """What is made of other things that do not change."""
 _UNSEEN = (random.Random, threading.local)
 """What has more in it than can be looked at."""
+_BY_NAME = frozenset({"globals", "locals", "vars", "eval", "exec", "__import__"})
+"""Built-in functions that read what no name in the code tells."""
+_ENVIRONMENT = frozenset({"environ", "getenv"})
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _NOTHING = object()
 
@@ -190,8 +194,15 @@ class Watch:
         for name, part in zip(("", "", "", *fn.__code__.co_freevars), own(), strict=True):
             self._push([part], names, f"{path}.{name}" if name else path)
         self._dict(vars(fn), names, path)
-        if not _library(fn.__module__ or ""):
-            self._named(fn.__globals__, _globals(fn.__code__), names, path)
+        if _library(fn.__module__ or ""):
+            return
+        self._named(fn.__globals__, _globals(fn.__code__), names, path)
+        if found := _BY_NAME.intersection(_globals(fn.__code__)) - fn.__globals__.keys():
+            self.unseen = f"{path}, which finds what it reads by `{min(found)}`"
+        if _ENVIRONMENT.intersection(names):
+            self._look(lambda: [hash(frozenset(os.environ.items()))], [], path)
+        for module in (sys.modules[name] for name in names if name in sys.modules):  # imported where it is used
+            self._module(module, names, path)
 
     def _named(self, given: Mapping[str, Any], wanted: Iterable[str], names: tuple[str, ...], path: str) -> None:
         """Look at what has one of the names that are wanted."""

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import os
+import sys
 import types
 import warnings
 import weakref
@@ -481,3 +483,37 @@ class TestWhatIsClosedOver:
         for factor in (1, 2, 3):
             hidden[0] = factor * torch.ones(3, dtype=torch.float64)
             assert_trees_close(quietly(c, *given()), t(*given()), EXACT)
+
+
+# What no closure or global name holds
+
+
+def by_environment(w, x):
+    return loss(w, x) * float(os.environ["PLANNED"])
+
+
+def by_import(w, x):
+    import planned_numbers  # pyright: ignore[reportMissingImports]
+
+    return loss(w, x) * planned_numbers.factor
+
+
+def by_globals(w, x):
+    return loss(w, x) * globals()["FACTOR"]
+
+
+FACTOR = 1.0
+
+
+@pytest.mark.parametrize("f", [by_environment, by_import, by_globals])
+def test_what_is_found_by_its_name_is_seen_to_change(f, monkeypatch):
+    module = types.ModuleType("planned_numbers")
+    monkeypatch.setitem(sys.modules, "planned_numbers", module)
+    t, c = invfunc.variance(f), compiled(invfunc.variance(f))
+    for k in (1.0, 1.0, 3.0, 3.0):
+        monkeypatch.setenv("PLANNED", str(k))
+        monkeypatch.setitem(globals(), "FACTOR", k)
+        module.factor = k  # pyright: ignore[reportAttributeAccessIssue]
+        args = Numbers(int(k))(3), Numbers(5)(4, 3)
+        assert_trees_close(quietly(c, *args), t(*args), 1e-12)
+    assert hits(c) == (0 if f is by_globals else 2)
