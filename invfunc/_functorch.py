@@ -177,8 +177,8 @@ def backward_pass() -> int:
 
 is_zero = torch.Tensor._is_zerotensor
 """Whether a tensor is the zeros of a jvp, which have no memory."""
-unwatched = torch._C.DisableTorchFunction
-"""A context without torch function modes, for what a function does not do itself."""
+unwatched, watched = torch._C.DisableTorchFunction, torch._C._EnableTorchFunction
+"""Contexts without torch function modes, for what a function does not do itself, and with them again within those."""
 
 
 def dispatched() -> bool:
