@@ -226,8 +226,8 @@ def grad_level() -> Iterator[tuple[Callable, Callable]]:
 def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
     """A level of our own whose leaves may also be made, and its tensors read, inside of a vmap that runs in it.
 
-    Yields `enter` (a tensor becomes a leaf there), `edge` (where it is in the graph of the level, None where it is not)
-    and `leave` (a tensor without its graph of the level).
+    Yields `enter` (a tensor becomes a leaf there), `edge` (where it is in the graph of the level, a leaf itself, None
+    where it is not) and `leave` (a tensor without its graph of the level).
     """
     with grad_level() as (wrap, unwrap):
         level = _C.current_level()
@@ -250,9 +250,10 @@ def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
                 x = change(unwrap(x))
             return put_back(x, layers)
 
-        def edge(x: torch.Tensor) -> torch.autograd.graph.GradientEdge | None:
+        def edge(x: torch.Tensor) -> torch.autograd.graph.GradientEdge | torch.Tensor | None:
             x, _ = peel(x)
-            return torch.autograd.graph.get_gradient_edge(x) if x.requires_grad and level_of(x) == level else None
+            inside = x.requires_grad and level_of(x) == level
+            return None if not inside else x if x.is_leaf else torch.autograd.graph.get_gradient_edge(x)
 
         yield partial(at_the_level, wrap), edge, partial(at_the_level, lambda x: x)
 

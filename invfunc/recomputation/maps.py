@@ -252,7 +252,7 @@ class _NoHooks(Listener):
         return function.func(*args, **kwargs)
 
 
-Edge = torch.autograd.graph.GradientEdge
+Edge = torch.autograd.graph.GradientEdge | torch.Tensor
 _Graph = tuple[list[Edge | None], list[Edge | None]]
 """Where the inputs and the outputs of an evaluation are in the graph; None where they have none."""
 Ends = Sequence[tuple[Edge | None, torch.Tensor]]

@@ -105,12 +105,14 @@ class Sight(Watcher, Listener):
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, or what it wraps, is of the function."""
-        inner: torch.Tensor | None = tensor
-        while inner is not None:
+        known = self._inside.get(id(tensor))
+        if known is not None and known() is tensor:
+            return True
+        inner = tensor
+        while (inner := unwrapped(inner)) is not None:
             known = self._inside.get(id(inner))
             if known is not None and known() is inner:
                 return True
-            inner = unwrapped(inner)
         if tensor in self._made or self._comes_out_of_vmap(tensor):
             self.know(tensor)
             return True

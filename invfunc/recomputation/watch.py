@@ -67,11 +67,11 @@ class Watch(Sight):
             self._draws_from(kwargs["generator"])
         func = function.func
         looks = function.called == "__get__"
-        read = tree.tensors((args, kwargs))
+        read = tree.tensors((args, kwargs) if kwargs else args)
         if looks and not any(self._of_a_level(t) for t in read):
             if not isinstance(result := func(*args, **kwargs), torch.Tensor):
                 return result
-        if self._lifted or function.renews or "out" in kwargs or not all(map(self.knows, read)):
+        if self._lifted or function.renews or "out" in kwargs or not all([self.knows(t) for t in read]):
             return self._reaching(function, args, kwargs, list({id(t): t for t in read}.values()), looks)
         result = self._run(function, args, kwargs)  # as most calls are
         self._enter(result, new=self.new(read))
