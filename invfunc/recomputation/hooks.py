@@ -47,9 +47,9 @@ class HookedBlock(Block):
         self._like: dict[Key, Saved] = {}
         self._probes: dict[Key, Probe] = {}
         self._probed = call.report.check != "off" and (call.report.known.calls <= _FIRST or len(call.kept) == len(xs))
-        inputs = {pointer(x) for x in xs}
-        self._apart = [i for i, t in enumerate(rest) if t.numel() and pointer(t) not in inputs]
-        self._places = _places(rest, self._apart)
+        inputs, pointers = set(map(pointer, xs)), list(map(pointer, rest))
+        self._apart = [i for i, t in enumerate(rest) if t.numel() and pointers[i] not in inputs]
+        self._places = {pointers[i]: i for i in reversed(self._apart)}
         self._saved: dict[Key, Found] = {}
         self._memory: dict[Key, tuple[Memory, Geometry]] | None = {} if call.followed else None
 
@@ -278,6 +278,7 @@ def hooked(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tens
     with saved_tensors_hooks(block.pack, _unpack):
         block.origins.begin((*xs, *rest))
         y = call.first(xs, rest, closed=False, evaluate=block.evaluate, origins=block.origins)
+    block.origins = block.origins.again()  # how single tensors came about is not kept
     ys = call.flat(y)
     if any(t.requires_grad for t in ys):
         block.connect(xs, ys, [metadata_of(t) for t in ys])

@@ -285,7 +285,8 @@ def _gradients(
     asked = [i for i, edge in enumerate(inputs) if edge is not None]
     found: list[torch.Tensor | None] = [None] * len(inputs)
     if ends and asked:
-        gradients = torch.autograd.grad(
+        grad: Any = torch.autograd.grad  # which takes edges and leaves side by side, though it does not say so
+        gradients = grad(
             [edge for edge, _ in ends],
             [edge for edge in inputs if edge is not None],
             [g for _, g in ends],
