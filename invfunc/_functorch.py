@@ -180,8 +180,8 @@ same_generator: Callable[[torch.Generator], int] = attrgetter("_cdata")
 """A number that all objects of one generator have: operations are given another one than the caller's."""
 is_zero = torch.Tensor._is_zerotensor
 """Whether a tensor is the zeros of a jvp, which have no memory."""
-unwatched = torch._C.DisableTorchFunction
-"""A context without torch function modes, for what a function does not do itself."""
+unwatched, watched = torch._C.DisableTorchFunction, torch._C._EnableTorchFunction
+"""Contexts without torch function modes, for what a function does not do itself, and with them again within those."""
 
 
 def dispatched() -> bool:
@@ -235,8 +235,8 @@ def grad_level() -> Iterator[tuple[Callable, Callable]]:
 def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
     """A level of our own whose leaves may also be made, and its tensors read, inside of a vmap that runs in it.
 
-    Yields `enter` (a tensor becomes a leaf there), `edge` (where it is in the graph of the level, None where it is not)
-    and `leave` (a tensor without its graph of the level).
+    Yields `enter` (a tensor becomes a leaf there), `edge` (where it is in the graph of the level, a leaf itself, None
+    where it is not) and `leave` (a tensor without its graph of the level).
     """
     with grad_level() as (wrap, unwrap):
         level = _C.current_level()
@@ -259,9 +259,10 @@ def leaf_level() -> Iterator[tuple[Callable, Callable, Callable]]:
                 x = change(unwrap(x))
             return put_back(x, layers)
 
-        def edge(x: torch.Tensor) -> torch.autograd.graph.GradientEdge | None:
+        def edge(x: torch.Tensor) -> torch.autograd.graph.GradientEdge | torch.Tensor | None:
             x, _ = peel(x)
-            return torch.autograd.graph.get_gradient_edge(x) if x.requires_grad and level_of(x) == level else None
+            inside = x.requires_grad and level_of(x) == level
+            return None if not inside else x if x.is_leaf else torch.autograd.graph.get_gradient_edge(x)
 
         yield partial(at_the_level, wrap), edge, partial(at_the_level, lambda x: x)
 

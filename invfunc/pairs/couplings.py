@@ -213,13 +213,15 @@ class _OnOneTensor(Law):
     call: str
 
     def forward(self, F: Any, G: Any = None, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._joined(self.law.forward, (F, G), x, *args, **kwargs)
+        a, b = self._halves(given_functions((F, G), self.call, x))
+        return self._joined(self.law.forward, (F, G), x, a, b.contiguous(), *args, **kwargs)
 
     def inverse(self, F: Any, G: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._joined(self.law.inverse, (F, G), y, *args, **kwargs)
+        a, b = self._halves(given_functions((F, G), self.call, y))
+        return self._joined(self.law.inverse, (F, G), y, a.contiguous(), b, *args, **kwargs)
 
-    def _joined(self, fn: Callable, functions: tuple, x: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        a, b = self._halves(given_functions(functions, self.call, x))
+    def _joined(self, fn: Callable, functions: tuple, x: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        """What a direction gives as one tensor. The half that it reads first lies as the other direction gives it."""
         try:
             return torch.cat(fn(*functions, (a, b), *args, **kwargs), self.dim)
         except Exception as error:
@@ -242,5 +244,5 @@ class _OnOneTensor(Law):
         if not isinstance(x, torch.Tensor) or not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] < 2:
             shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise ArgumentError(f"{self.call}: x is {shape}, which has no two halves along this axis.")
-        first, second = x.tensor_split(2, self.dim)
-        return first.contiguous(), second.contiguous()  # as the inverse gives them
+        a, b = x.tensor_split(2, self.dim)
+        return a, b

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -25,14 +25,12 @@ from invfunc.recomputation.outcome import Outcome, without_graph
 from invfunc.recomputation.recall import Exchanged, Other, Recall, Use
 from invfunc.recomputation.replay import Replay
 from invfunc.recomputation.report import Report
-from invfunc.recomputation.shared import Evaluate, Evaluations, Moment, evaluated
+from invfunc.recomputation.shared import Evaluate, Evaluation, Evaluations, Moment, Tensors
 from invfunc.recomputation.sight import Sight
 from invfunc.recomputation.surroundings import Closure
 from invfunc.recomputation.watch import Watch
 from invfunc.recording.trace import Trace
 from invfunc.transform import told
-
-Tensors = Sequence[torch.Tensor]
 
 
 class Call:
@@ -91,17 +89,16 @@ class Call:
         self._like, self.beside = [Like.of(x) for x in xs], [ref(t) for t in rest]
         given = (*xs, *rest)
         self._start = self._moment(given)
+        beside = {id(t): i for i, t in reversed([*enumerate(rest)])}
 
-        def noted(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-            with unwatched():
-                tensors = tree.tensors((args, kwargs))
-                like = [Like.of(t) for t in tensors]
-                before = self._moment(tensors).shared_with(self.moments[-1].after if self.moments else self._start)
+        def noted(index: int, evaluation: Evaluation) -> Any:
+            places = [beside.get(id(t)) for t in evaluation.own]
+            like = [Like.of(t) if i is None else None for i, t in zip(places, evaluation.own, strict=True)]
+            before = self._moment(evaluation.tensors)
             with watch.within(index):
-                result = evaluated(watch, evaluate, index, fn, args, kwargs)
+                result = _evaluated(evaluate, index, evaluation)
             watch.came(index, result)
-            with unwatched():
-                self.moments.append(Moment(fn, like, before, before.later()))
+            self.moments.append(Moment(evaluation.fn, places, like, before, before.later()))
             return result
 
         self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, origins)
@@ -154,7 +151,7 @@ class Call:
     def _forward(self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, sight: Sight) -> Any:
         rest, lifts = self._own(rest)
         x, (args, kwargs) = self._x.join(xs), self._rest.join(rest)
-        shared = Evaluations(evaluate).of(self.pair.shared)
+        shared = Evaluations(evaluate, sight).of(self.pair.shared)
         filled = self._containers.follow((x, *args, *kwargs.values()))
         with Uncompiled(), Interpreted(), keeping_own(), sight.lifting(lifts), filled:
             y = self.pair.forward(*shared, x, *args, **kwargs)
@@ -190,10 +187,10 @@ class Call:
     ) -> tuple[Any, Recall]:
         recall = self._recall(xs, rest, {}, origins)
 
-        def again(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        def again(index: int, evaluation: Evaluation) -> Any:
             moment = self.moments[index]
             with unwatched() if known else recall.within(index):
-                result = evaluated(recall, evaluate, index, fn, args, kwargs)
+                result = _evaluated(evaluate, index, evaluation)
             if not known:
                 recall.check(index)
             recall.came(index, result)
@@ -245,27 +242,26 @@ class Call:
         number = len(self.moments)
         recall = self._recall(sources, rest, exchanged, origins)
 
-        def backwards(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        def backwards(index: int, evaluation: Evaluation) -> Any:
             if index >= number:
                 raise InverseError(
                     f"the inverse evaluates its shared functions more often than forward ({number} times)."
                 )
             moment = self.moments[number - 1 - index]
-            tensors, form = tree.separate((args, kwargs))
-            if fn is not moment.fn or [t.shape for t in tensors] != [like.shape for like in moment.like]:
+            given = moment.given(evaluation, rest)
+            if given is None:
                 raise InverseError(
                     f"evaluation {index} of the inverse is that of another shared function, or of other shapes, than "
                     f"evaluation {number - 1 - index} of forward. The inverse evaluates them in reverse order."
                 )
-            laid = [like.given_to(t) for t, like in zip(tensors, moment.like, strict=True)]
-            args, kwargs = form.join(laid)
+            evaluation.laid(given)
             with recall.within(number - 1 - index):
-                result = moment.again(lambda: evaluated(recall, evaluate, number - 1 - index, fn, args, kwargs))
+                result = moment.again(lambda: _evaluated(evaluate, number - 1 - index, evaluation))
             recall.check(number - 1 - index)
             recall.came(number - 1 - index, result)
             return result
 
-        evaluations = Evaluations(backwards)
+        evaluations = Evaluations(backwards, recall)
         shared = evaluations.of(self.pair.shared)
         before = [version(t) for t in (*sources, *rest)]
         with self._start.again(), self.left.again(recall), recall.lifting(lifts), recall.within(INVERSE):
@@ -314,3 +310,7 @@ class Call:
         """The tensors of x as one would write them."""
         named = tree.named_leaves(self._x.join(range(len(self._like))))
         return ["x" + named[place][0] for place in self._x.places]
+
+
+def _evaluated(evaluate: Evaluate | None, index: int, evaluation: Evaluation) -> Any:
+    return evaluation.at(evaluation.tensors) if evaluate is None else evaluate(index, evaluation)

@@ -44,9 +44,9 @@ _Node = tuple[Any, Any, dict[Any, Any], dict[Any, Any]]
 
 def _holds(value: Any) -> bool:
     """Whether there is a container in it that can be changed."""
-    if isinstance(value, tuple):
-        return any(map(_holds, value))
-    return not isinstance(value, torch.Tensor) and _content(value) is not None
+    if isinstance(value, torch.Tensor):
+        return False
+    return any(map(_holds, value)) if isinstance(value, tuple) else _content(value) is not None
 
 
 def _nodes(a: Any, b: Any) -> Iterator[_Node]:

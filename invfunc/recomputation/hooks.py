@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import thresholds, tree
-from invfunc._functorch import plainly, pointer, unwatched
+from invfunc._functorch import plainly, pointer, saving_hooks
 from invfunc._values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
@@ -26,6 +26,7 @@ from invfunc.recomputation.probe import Probe
 from invfunc.recomputation.recording import Enough, Found, Recording, Saved
 from invfunc.recomputation.report import CHANGES, OTHER
 from invfunc.recomputation.rounding import finite, known_at_once, mean_size, near, rounded
+from invfunc.recomputation.shared import Evaluation
 from invfunc.recomputation.slots import Block, Held, fetch, metadata_of, release
 
 
@@ -35,9 +36,8 @@ class HookedBlock(Block):
     def __init__(self, call: Call, xs: Tensors, rest: Tensors) -> None:
         super().__init__(call.kept, call.report)
         self._call = call
-        self._rest = [Held(t) for t in rest]
-        self._arguments: dict[int, list[int | None]] = {OUTSIDE: [None] * len(xs) + list(range(len(rest)))}
-        """Which further arguments of f the tensors are that each part is given."""
+        hooks = saving_hooks()
+        self._rest = [Held(t, hooks=hooks) for t in rest]
         self._needs = [t.requires_grad for t in (*xs, *rest)]
         self._count = len(xs)
         self._shared_needs: dict[int, list[bool]] = {}
@@ -47,9 +47,9 @@ class HookedBlock(Block):
         self._like: dict[Key, Saved] = {}
         self._probes: dict[Key, Probe] = {}
         self._probed = call.report.check != "off" and (call.report.known.calls <= _FIRST or len(call.kept) == len(xs))
-        inputs = {pointer(x) for x in xs}
-        self._apart = [i for i, t in enumerate(rest) if t.numel() and pointer(t) not in inputs]
-        self._places = _places(rest, self._apart)
+        inputs, pointers = set(map(pointer, xs)), list(map(pointer, rest))
+        self._apart = [i for i, t in enumerate(rest) if t.numel() and pointers[i] not in inputs]
+        self._places = {pointers[i]: i for i in reversed(self._apart)}
         self._saved: dict[Key, Found] = {}
         self._memory: dict[Key, tuple[Memory, Geometry]] | None = {} if call.followed else None
 
@@ -84,23 +84,20 @@ class HookedBlock(Block):
         """A saved tensor, which autograd may ask for as well."""
         if key not in self._saved:
             self._saved = self._rebuild()
-        return self._given_out(self._saved[key])
+        return self._saved[key].get(self._call)
 
-    def evaluate(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def evaluate(self, index: int, evaluation: Evaluation) -> Any:
         """Evaluate a function that f shares with its inverse, for the first time."""
-        with unwatched():
-            given = tree.tensors((args, kwargs))
-            self._shared_needs[index] = [t.requires_grad for t in given]
-            beside = self._call.beside
-            self._arguments[index] = [next((i for i, found in enumerate(beside) if found() is t), None) for t in given]
-        self.origins.begin(given)
-        return fn(*args, **kwargs)
+        self._shared_needs[index] = [t.requires_grad for t in evaluation.tensors]
+        self.origins.begin(evaluation.tensors)
+        return evaluation.at(evaluation.tensors)
 
     def invert(self) -> None:
         with plainly(), torch.no_grad(), self._call.named():
-            xs = self._call.inverse(fetch(self.sources), self._detached())
+            rest = self._arguments()
+            xs = self._call.inverse(fetch(self.sources), rest)
             if self._call.reads_outside:
-                self._call.run(xs, self._detached(), None)  # which says if it reads something else by now
+                self._call.run(xs, rest, None)  # which says if it reads something else by now
             self.give_back_and_tell(xs)
 
     def names(self) -> list[str]:
@@ -110,11 +107,13 @@ class HookedBlock(Block):
         return [*self._call.dtypes(), *(saved.dtype for saved in self._like.values())]
 
     def once_more(self, sources: Tensors, xs: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        back = self._call.inverse(sources, self._detached())
-        return back, tree.tensors(self._call.run(xs, self._detached(), None, compare=False))
+        rest = self._arguments()
+        back = self._call.inverse(sources, rest)
+        return back, tree.tensors(self._call.run(xs, rest, None, compare=False))
 
-    def _detached(self) -> list[torch.Tensor]:
-        return [held.get().detach() for held in self._rest]
+    def _arguments(self) -> list[torch.Tensor]:
+        """The further arguments of f, as leaves that need the gradients that they needed."""
+        return _as_then([held.get().detach() for held in self._rest], self._needs[self._count :])
 
     def saved(self, key: Key) -> torch.Tensor:
         """A saved tensor; it is handed out once, and computed again for whoever asks again."""
@@ -122,11 +121,7 @@ class HookedBlock(Block):
         if found is None:
             self._saved = self._rebuild()
             found = self._saved.pop(key)
-        return self._given_out(found)
-
-    def _given_out(self, found: Found) -> torch.Tensor:
-        with self._call.named():
-            return found.get()
+        return found.get(self._call)
 
     def forget(self) -> None:
         """Let go of what was computed again."""
@@ -138,16 +133,16 @@ class HookedBlock(Block):
         for block in self.behind():
             if isinstance(block, HookedBlock):
                 block.forget()  # autograd is done with it
-        rest = self._detached()
+        rest = self._arguments()
         with plainly(), self._call.named():
             xs = self.xs()
             exact = xs is not None and self.exact()
             recorded = self._recording(rest, self._probes)
             outputs, tell = None, None
             if xs is None:
-                xs, outputs, tell = self._invert_recording(recorded)
+                xs, outputs, tell = self._invert_recording(recorded, rest)
             if outputs is None or outputs or recorded.misses() or self._call.reads_outside:
-                self._run_recording(recorded, xs, outputs)
+                self._run_recording(recorded, xs, rest, outputs)
             if (kink := recorded.kink()) is not None:
                 self.report.kink(kink)
             if tell is not None:
@@ -184,60 +179,59 @@ class HookedBlock(Block):
 
     def _again(self, xs: Tensors) -> dict[Key, torch.Tensor]:
         """The tensors that f saves at some x."""
-        recorded = self._recording(self._detached(), {})
-        self._run_recording(recorded, xs, None, compare=False)
+        rest = self._arguments()
+        recorded = self._recording(rest, {})
+        self._run_recording(recorded, xs, rest, None, compare=False)
         return {key: found.tensor for key, found in recorded.found.items()}
 
     def _recording(self, rest: Tensors, probes: dict[Key, Probe]) -> Recording:
         return Recording(self._like, probes, _places(rest, self._apart), self._to_the_end, self.origins.again())
 
-    def _invert_recording(self, recorded: Recording) -> tuple[list[torch.Tensor], dict[int, Any], Tell]:
+    def _invert_recording(self, recorded: Recording, rest: Tensors) -> tuple[list[torch.Tensor], dict[int, Any], Tell]:
         """Invert; what the shared functions save meanwhile is what they saved in forward."""
         outputs: dict[int, Any] = {}
 
-        def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-            tensors, form = tree.separate((args, kwargs))
-            tensors = _as_then(tensors, self._shared_needs[index])
-            args, kwargs = form.join(tensors)
+        def evaluate(index: int, evaluation: Evaluation) -> Any:
+            tensors = _as_then(evaluation.tensors, self._shared_needs[index])
             with torch.enable_grad(), recorded.keeping():
-                self._begin(recorded, index, tensors)
-                output = fn(*args, **kwargs)
+                self._begin(recorded, tensors, self._call.moments[index].places)
+                output = evaluation.at(tensors)
             if (OUTSIDE, 0) in self._like or self._call.tolerance is not None or self._call.reads_outside:
                 outputs[index] = output
             return tree.map_tensors(torch.Tensor.detach, output)
 
         with torch.no_grad():
-            xs = self._call.inverse(fetch(self.sources), self._detached(), evaluate, recorded.origins)
+            xs = self._call.inverse(fetch(self.sources), rest, evaluate, recorded.origins)
         return xs, outputs, self.give_back(xs)
 
     def _run_recording(
-        self, recorded: Recording, xs: Tensors, outputs: dict[int, Any] | None, compare: bool = True
+        self, recorded: Recording, xs: Tensors, rest: Tensors, outputs: dict[int, Any] | None, compare: bool = True
     ) -> None:
         """Evaluate f again, with the known outputs of shared functions, as long as something saved is missing."""
 
-        def evaluate(index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        def evaluate(index: int, evaluation: Evaluation) -> Any:
             if outputs:
                 return tree.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), outputs[index])
             if outputs is not None:
                 raise self._differs(recorded)
-            self._begin(recorded, index, tree.tensors((args, kwargs)))
-            return fn(*args, **kwargs)
+            self._begin(recorded, evaluation.tensors, self._call.moments[index].places)
+            return evaluation.at(evaluation.tensors)
 
-        given = _as_then((*xs, *self._detached()), self._needs)
+        given = _as_then((*xs, *rest), self._needs)
         xs, rest, known = given[: len(xs)], given[len(xs) :], bool(outputs)
         try:
             with torch.enable_grad(), recorded.keeping():
-                self._begin(recorded, OUTSIDE, given)
+                self._begin(recorded, given, [*[None] * len(xs), *range(len(rest))])
                 self._call.run(xs, rest, evaluate, known, compare, origins=recorded.origins)
         except Enough:
             pass
         if recorded.misses():
             raise self._differs(recorded)
 
-    def _begin(self, recorded: Recording, part: int, given: Tensors) -> None:
-        """A part begins at these tensors; it may close over what is an argument of f, too."""
+    def _begin(self, recorded: Recording, given: Tensors, places: Sequence[int | None]) -> None:
+        """A part begins at these tensors, of which some are arguments of f; these it may close over, too."""
         recorded.origins.begin(given)
-        for t, i in zip(given, self._arguments[part], strict=True):
+        for t, i in zip(given, places, strict=True):
             if i is not None and (beside := self._call.beside[i]()) is not None:
                 recorded.origins.alias(beside, t)
 
@@ -267,7 +261,10 @@ def _places(rest: Tensors, indices: Sequence[int]) -> dict[int, int]:
 
 
 def _as_then(tensors: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor]:
-    return [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+    return [
+        t if t.requires_grad is need and t.is_leaf else t.detach().requires_grad_(need)
+        for t, need in zip(tensors, needs, strict=True)
+    ]
 
 
 def _unpack(packed: tuple[HookedBlock, Key]) -> torch.Tensor:
@@ -281,6 +278,7 @@ def hooked(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tens
     with saved_tensors_hooks(block.pack, _unpack):
         block.origins.begin((*xs, *rest))
         y = call.first(xs, rest, closed=False, evaluate=block.evaluate, origins=block.origins)
+    block.origins = block.origins.again()  # how single tensors came about is not kept
     ys = call.flat(y)
     if any(t.requires_grad for t in ys):
         block.connect(xs, ys, [metadata_of(t) for t in ys])

@@ -74,7 +74,9 @@ class Like(NamedTuple):
 
     def given_to(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the dtype, where that may be, and with the strides."""
-        return laid_out(tensor.to(self.dtype) if self.is_like(tensor) else tensor, self.stride)
+        if tensor.dtype != self.dtype and self.is_like(tensor):
+            tensor = tensor.to(self.dtype)
+        return laid_out(tensor, self.stride)
 
     def checked(self, came: Any, place: int, names: Callable[[], list[str]]) -> torch.Tensor:
         """What the inverse gives for the tensor of x at a place, as that was."""
@@ -96,6 +98,10 @@ class Like(NamedTuple):
 
     def is_like(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor may be it; one of a wider dtype has all of its digits."""
-        wider = self.dtype.is_floating_point and torch.promote_types(tensor.dtype, self.dtype) == tensor.dtype
-        right = wider and tensor.dtype.is_floating_point or tensor.dtype == self.dtype
-        return right and (tensor.shape, tensor.device) == (self.shape, self.device)
+        if (tensor.shape, tensor.device) != (self.shape, self.device):
+            return False
+        return tensor.dtype == self.dtype or (
+            self.dtype.is_floating_point
+            and tensor.dtype.is_floating_point
+            and torch.promote_types(tensor.dtype, self.dtype) == tensor.dtype
+        )

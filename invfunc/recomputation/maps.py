@@ -17,6 +17,7 @@ from invfunc._values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.operations.heard import Function, Listener
 from invfunc.recomputation.call import Call, Evaluate, Tensors
+from invfunc.recomputation.shared import Evaluation
 from invfunc.recomputation.sparse import is_sparse
 
 Map = Callable[[Tensors], list[torch.Tensor]]
@@ -175,13 +176,12 @@ class _Shared:
         self._values: dict[int, tuple[list[torch.Tensor], tree.Form]] = {}
         self._zeros: dict[int, list[torch.Tensor | None]] = {}
 
-    def evaluate(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def evaluate(self, index: int, evaluation: Evaluation) -> Any:
         """One of them, for the inverse."""
         enter, edge, leave = self._level
-        inputs, form = tree.separate((args, kwargs))
-        inputs = [t if is_sparse(t) or self._constant(t) or not differentiable(t) else enter(t) for t in inputs]
-        args, kwargs = form.join(inputs)
-        outputs, form = tree.separate(fn(*args, **kwargs))
+        given = evaluation.tensors
+        inputs = [t if is_sparse(t) or self._constant(t) or not differentiable(t) else enter(t) for t in given]
+        outputs, form = tree.separate(evaluation.at(inputs))
         self._graphs[index] = [*map(edge, inputs)], [*map(edge, outputs)]
         values = [leave(t) for t in outputs]
         self._values[index] = values, form
@@ -189,12 +189,12 @@ class _Shared:
             self._zeros[index] = [leave(t).new_zeros(()) if vmaps_of(t) else None for t in inputs]
         return form.join(values)
 
-    def recall(self, index: int, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def recall(self, index: int, evaluation: Evaluation) -> Any:
         """What one of them gave, for forward."""
         enter, edge, _ = self._level
         found, form = self._values.pop(index)
         found = [enter(t) if differentiable(t) else t for t in found]
-        inputs = [_for_each(t, zero) for t, zero in zip(tree.tensors((args, kwargs)), self._zeros[index], strict=True)]
+        inputs = [_for_each(t, zero) for t, zero in zip(evaluation.tensors, self._zeros[index], strict=True)]
         if any(t.requires_grad for t in inputs if is_sparse(t)):
             raise ReplayError(_SPARSE)
         self._places[index] = [*map(edge, inputs)], [*map(edge, found)]
@@ -252,7 +252,7 @@ class _NoHooks(Listener):
         return function.func(*args, **kwargs)
 
 
-Edge = torch.autograd.graph.GradientEdge
+Edge = torch.autograd.graph.GradientEdge | torch.Tensor
 _Graph = tuple[list[Edge | None], list[Edge | None]]
 """Where the inputs and the outputs of an evaluation are in the graph; None where they have none."""
 Ends = Sequence[tuple[Edge | None, torch.Tensor]]
@@ -285,7 +285,8 @@ def _gradients(
     asked = [i for i, edge in enumerate(inputs) if edge is not None]
     found: list[torch.Tensor | None] = [None] * len(inputs)
     if ends and asked:
-        gradients = torch.autograd.grad(
+        grad: Any = torch.autograd.grad  # which takes edges and leaves side by side, though it does not say so
+        gradients = grad(
             [edge for edge, _ in ends],
             [edge for edge in inputs if edge is not None],
             [g for _, g in ends],

@@ -6,8 +6,8 @@ same operations on the same inputs (they are hashes of 64 bits), whatever is don
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -62,7 +62,8 @@ class Origins:
     def __init__(self, names: Names | None = None) -> None:
         self._names: Names = {} if names is None else names
         self._scope: Scope | None = Scope(OUTSIDE)
-        self._paused = self._read = False
+        self._read = False
+        self.paused = Paused()
 
     def again(self) -> Origins:
         """New origins for an evaluation that is to be compared with this one."""
@@ -75,18 +76,19 @@ class Origins:
         assert scope is not None  # autograd saves nothing of the inverse
         key = scope.part, scope.saved
         scope.saved += 1
-        if self._paused:
+        if self.paused.depth:
             return key, Place("", (0, 0), self._read)
         return key, Place(scope.name, scope.now, self._read, scope.kinked)
 
-    @contextmanager
-    def within(self, part: int) -> Iterator[None]:
-        """A context in which a part is evaluated. What the inverse does beside shared functions is not followed."""
+    def enter(self, part: int) -> Scope | None:
+        """A part begins, within another one, which `leave` goes back to. What the inverse does beside shared functions
+        is not followed."""
         outer, self._scope = self._scope, None if part == INVERSE else Scope(part)
-        try:
-            yield
-        finally:
-            self._scope = outer
+        return outer
+
+    def leave(self, outer: Scope | None) -> None:
+        """The part has ended."""
+        self._scope = outer
 
     def begin(self, given: Sequence[torch.Tensor]) -> None:
         """The function of a part is called at these tensors; what came before is none of its doing."""
@@ -94,26 +96,17 @@ class Origins:
         self._scope = Scope(self._scope.part)
         self.know(("given", self._scope.part), given)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which what is called and saved is none of the function's own doing."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
     def know(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
         """Tensors that come from elsewhere. They may be one and the same in one evaluation, and not in another."""
         scope = self._scope
         if scope is None:
             return
-        known = self._names.setdefault(key, [])
-        for t, origin in zip(tensors, known, strict=False):
-            scope.of[id(t)] = ref(t), origin
-        for t in tensors[len(known) :]:  # that are met for the first time
-            known.append(scope.known(t) or _origin(key, len(known)))
-            scope.of[id(t)] = ref(t), known[-1]
+        of, known = scope.of, self._names.setdefault(key, [])
+        for i, t in enumerate(tensors):
+            if i == len(known):  # that is met for the first time
+                found = of.get(id(t))
+                known.append(_origin(key, i) if found is None or found[0]() is not t else found[1])
+            of[id(t)] = ref(t), known[i]
 
     def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> None:
         """A tensor takes the place of another one, which may come from elsewhere."""
@@ -124,7 +117,7 @@ class Origins:
     def call(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> bool:
         """A call that begins; whether it is followed, and `made` is to be told what it gave."""
         scope = self._scope
-        if scope is None or self._paused or function.entry.asks != "no":
+        if scope is None or self.paused.depth or function.entry.asks != "no":
             return False
         steps: list[Hashable] = [function.func, scope.order, torch.is_grad_enabled()]
         fractions: list[Hashable] = []
@@ -152,6 +145,19 @@ class Origins:
             origin = hash((scope.now[0], i)), hash((scope.now[1], i))
             scope.of[id(t)] = ref(t), origin
         self._read |= not tensors and not isinstance(result, _NO_FRACTIONS)
+
+
+class Paused:
+    """A context in which what is called and saved is none of the function's own doing."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: Any) -> None:
+        self.depth -= 1
 
 
 class Scope:
@@ -221,6 +227,7 @@ def _held(arg: Any) -> tuple[bool, int] | None:
         return None
 
 
+@lru_cache(1024)
 def _origin(*key: Hashable) -> Origin:
     number = hash(key)
     return number, number

@@ -44,7 +44,7 @@ class Probe:
         if dispatched():
             return [None] * len(tensors)
         how = self._most, self._turn, self._sums, sized
-        with unwatched(), torch.no_grad(), plainly() if transforming() else nullcontext():
+        with unwatched(), plainly() if transforming() else nullcontext():
             return [None if i in self._without else _look(t, *how) for i, t in enumerate(tensors)]
 
     def compare(self, tensors: Sequence[torch.Tensor]) -> Comparison:

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from invfunc import thresholds
 from invfunc._functorch import pointer, version
 from invfunc.errors import ModifiedError, ReplayError
+from invfunc.recomputation.call import Call
 from invfunc.recomputation.origins import OUTSIDE, Key, Origins, Place
 from invfunc.recomputation.outside import SHARDED
 from invfunc.recomputation.probe import Probe
@@ -35,13 +36,14 @@ class Found(NamedTuple):
     tensor: torch.Tensor
     version: int
 
-    def get(self) -> torch.Tensor:
+    def get(self, call: Call) -> torch.Tensor:
         """The tensor, for the one who asks: as in plain autograd only what is asked for may not be written."""
         if version(self.tensor) != self.version:
-            raise ModifiedError(
-                f"a tensor of shape {list(self.tensor.shape)} that is needed for the gradient of the function has been "
-                "modified by an inplace operation, within it or since. Write y = y + z in place of y += z."
-            )
+            with call.named():
+                raise ModifiedError(
+                    f"a tensor of shape {list(self.tensor.shape)} that is needed for the gradient of the function has "
+                    "been modified by an inplace operation, within it or since. Write y = y + z in place of y += z."
+                )
         return self.tensor
 
 
@@ -141,10 +143,10 @@ class Recording:
         if not call.same(like.call):
             instead = call.instead_of(like.call)
             raise ReplayError(f"evaluated again, the function computes other numbers: {instead}. {CHANGES} {SHARDED}")
-        self._apart.pop(key, None)
         if key in self._probes:
+            self._apart.pop(key, None)
             self._compare(key, tensor, like.call)
-        with self.origins.paused():  # hooks are called between the calls of f
+        with self.origins.paused:  # hooks are called between the calls of f
             found = tensor.detach()  # of another, where an evaluation around puts one in its place
         self.found[key] = Found(found, version(found))
         if key[0] == OUTSIDE and not self._to_the_end and not self.misses():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._functorch import base_of, unwrapped
+from invfunc._functorch import base_of, unwatched, unwrapped
 from invfunc._scripted import Watcher
 from invfunc._weak import WeakMemories
 from invfunc.operations.heard import Function, Listener
@@ -46,15 +46,21 @@ class Sight(Watcher, Listener):
         for t in given:
             self.know(t)
 
+    def aside(self) -> AbstractContextManager:
+        """A context for what is none of the function's doing, which ends where a shared one is `evaluated`."""
+        return unwatched()
+
     @contextmanager
     def within(self, part: int) -> Iterator[None]:
         """A context in which a part is evaluated."""
-        outer, self.part = self.part, part
+        outer, self.part, origins = self.part, part, self.origins
+        scope = None if origins is None else origins.enter(part)
         try:
-            with _AS_IT_IS if self.origins is None else self.origins.within(part):
-                yield
+            yield
         finally:
             self.part = outer
+            if origins is not None:
+                origins.leave(scope)
 
     def came(self, part: int, result: Any) -> None:
         """Note that the part gave a result."""
@@ -99,12 +105,14 @@ class Sight(Watcher, Listener):
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, or what it wraps, is of the function."""
-        inner: torch.Tensor | None = tensor
-        while inner is not None:
+        known = self._inside.get(id(tensor))
+        if known is not None and known() is tensor:
+            return True
+        inner = tensor
+        while (inner := unwrapped(inner)) is not None:
             known = self._inside.get(id(inner))
             if known is not None and known() is inner:
                 return True
-            inner = unwrapped(inner)
         if tensor in self._made or self._comes_out_of_vmap(tensor):
             self.know(tensor)
             return True
@@ -120,14 +128,12 @@ class Sight(Watcher, Listener):
 
     def made(self, outputs: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
         """What the function has made that somebody still has, but these outputs, and parameters, which are no state."""
-        known = set[int]()
-        for t in (*self._given, *outputs):
-            inner: torch.Tensor | None = t
-            while inner is not None:
-                known.add(id(inner))
-                inner = unwrapped(inner)
-        made = [found() for found in self._inside.values()]
-        return [t for t in made if t is not None and id(t) not in known and not isinstance(t, nn.Parameter)]
+        known = set(map(id, given := (*self._given, *outputs)))
+        made = [t for found in self._inside.values() if (t := found()) is not None and id(t) not in known]
+        for t in given if made else ():
+            while (t := unwrapped(t)) is not None:
+                known.add(id(t))
+        return [t for t in made if id(t) not in known and not isinstance(t, nn.Parameter)]
 
     def lifting(self, lifts: Sequence[torch.Tensor]) -> AbstractContextManager:
         """A context in which these arguments, if there are any, stand for what is closed over."""

@@ -91,17 +91,19 @@ Hooks = tuple[Callable, Callable]
 class Held:
     """A tensor in memory, detached, or in the care of the hooks that take the place of saved tensors around us."""
 
+    _ours = False
+
     def __init__(self, tensor: torch.Tensor, users: bool = True, hooks: Hooks | None | EllipsisType = ...) -> None:
-        if isinstance(hooks, EllipsisType):
+        if hooks is ...:
             hooks = saving_hooks() if users else None
-        self._ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Block)
         self._tensor = tensor.detach() if hooks is None else None
-        self._version = version(self._tensor) if users and self._tensor is not None else None
+        self._version = version(tensor) if users and hooks is None else None
         """None where the caller has it not, and cannot write into it."""
         if hooks is not None:
+            self._ours = isinstance(getattr(hooks[0], "__self__", None), Block)
             pack, self._unpack = hooks
             origins = getattr(getattr(pack, "__self__", None), "origins", None)
-            with nullcontext() if origins is None else origins.paused():  # it is saved by no call
+            with nullcontext() if origins is None else origins.paused:  # it is saved by no call
                 self._packed = pack(tensor)
 
     def get(self) -> torch.Tensor:

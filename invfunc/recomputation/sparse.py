@@ -10,15 +10,17 @@ import torch
 from invfunc import tree
 from invfunc._functorch import unwrapped, vmaps_of
 
+_STRIDED = (torch.strided, torch.jagged)
+
 
 def is_sparse(tensor: torch.Tensor) -> bool:
     """Whether a tensor has another layout than tensors with strides have."""
-    return tensor.layout not in (torch.strided, torch.jagged)
+    return tensor.layout not in _STRIDED
 
 
 def any_sparse(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether one of them is sparse."""
-    return any(map(is_sparse, tensors))
+    return not all([t.layout in _STRIDED for t in tensors])
 
 
 def separate(given: Any) -> tuple[list[torch.Tensor], tree.Form]:

@@ -54,7 +54,7 @@ class Watch(Sight):
         self._computed = WeakIdSet(own if closed else ())
         """What was computed from arguments, inside of torch.func; what it closes over is not enough, as modules keep
         what they compute of their parameters alone (weight_norm of old)."""
-        self._versions = [version(tensor) for tensor in given]
+        self._versions = self._since()
         self.noisy = False
         """Whether what is saved now is not yet what it will be."""
         self.drawn: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -67,11 +67,11 @@ class Watch(Sight):
             self._draws_from(kwargs["generator"])
         func = function.func
         looks = function.called == "__get__"
-        read = tree.tensors((args, kwargs))
+        read = tree.tensors((args, kwargs) if kwargs else args)
         if looks and not any(self._of_a_level(t) for t in read):
             if not isinstance(result := func(*args, **kwargs), torch.Tensor):
                 return result
-        if self._lifted or function.renews or "out" in kwargs or not all(map(self.knows, read)):
+        if self._lifted or function.renews or "out" in kwargs or not all([self.knows(t) for t in read]):
             return self._reaching(function, args, kwargs, list({id(t): t for t in read}.values()), looks)
         result = self._run(function, args, kwargs)  # as most calls are
         self._enter(result, new=self.new(read))
@@ -189,19 +189,22 @@ class Watch(Sight):
                 self._report.left(t)
         return left
 
+    def _since(self) -> list[int]:
+        """How often the arguments have been written by now."""
+        return [version(t) for t in self._given]
+
     def wrote(self) -> bool:
         """Whether anything was written that outlives the function."""
-        own = any(version(t) != then for t, then in zip(self._given, self._versions, strict=True))
-        return own or self._around.wrote
+        return self._since() != self._versions or self._around.wrote
 
     def outside(self, number: int, hooks: Hooks | None) -> tuple[dict[int, list[Other]], list[Use]]:
         """What each part used from outside, in order, and the uses of states beside shared functions.
 
         The arguments, of which the first `number` are x, would not be the same the next time if they were written.
         """
-        for i, (t, then) in enumerate(zip(self._given, self._versions, strict=True)):
-            if version(t) != then:
-                raise _writes("x" if i < number else "a further argument", t)
+        if (since := self._since()) != self._versions:
+            i = next(i for i, then in enumerate(self._versions) if since[i] != then)
+            raise _writes("x" if i < number else "a further argument", self._given[i])
         return self._around.others(hooks)
 
 

@@ -59,7 +59,7 @@ TIMES = [
     Row(BACKWARD, ways.MEMCNN),
     Row(BACKWARD, ways.INVTORCH),
     Row(BACKWARD, ways.MERGED, 1.33),
-    Row(BACKWARD, ways.MERGED_ONE),
+    Row(BACKWARD, ways.MERGED_ONE, 1.3),
     Row(BACKWARD, ways.GENERIC, 1.75),
     Row(BACKWARD, ways.GENERIC_ONE),
     Row(BACKWARD, ways.CHAINED),
@@ -68,13 +68,42 @@ TIMES = [
     Row(GRAD, ways.MERGED, 1.5),
     Row(GRAD, ways.GENERIC),
 ]
+SMALL_TIMES = [
+    *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
+    *[Row(BACKWARD, way, 1.8) for way in (ways.MERGED, ways.MERGED_ONE, ways.GENERIC, ways.CHAINED, ways.REPEATED)],
+    Row(GRAD, ways.PLAIN),
+    *[Row(GRAD, way) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
+]
+WIDE_TIMES = [
+    *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
+    Row(BACKWARD, ways.MERGED, 1.3),
+    *[Row(BACKWARD, way, 1.4) for way in (ways.MERGED_ONE, ways.GENERIC, ways.CHAINED)],
+]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A chain whose rows are timed."""
+
+    rows: list[Row]
+    width: int
+    batch: int
+    depth: int | None = None
+    """None where the command line says it."""
+
+
+TIMED = {
+    "chain": Timed(TIMES, WIDTH, ROWS),
+    "small_chain": Timed(SMALL_TIMES, 64, 32, 64),
+    "wide_chain": Timed(WIDE_TIMES, 1024, 512, 8),
+}
 MEMORY = [
     Row(BACKWARD, ways.PLAIN),
     Row(BACKWARD, ways.CHECKPOINT),
     Row(BACKWARD, ways.SEQUENTIAL),
     Row(BACKWARD, ways.MEMCNN),
     Row(BACKWARD, ways.INVTORCH),
-    Row(BACKWARD, ways.MERGED_ONE, 67),
+    Row(BACKWARD, ways.MERGED_ONE, 60),
     *[Row(BACKWARD, way) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
     Row(GRAD, ways.PLAIN, deep=False),
     *[Row(GRAD, way, 85) for way in (ways.MERGED, ways.CHAINED)],
@@ -176,21 +205,25 @@ def _seconds(name: str, compared: Compared, chain: Chain, rounds: int, device: t
 
 
 def _times(name: str, options: argparse.Namespace) -> None:
-    """Seconds of a chain that is too large for the caches, as multiples of the plain way."""
-    device, calls = options.device, options.repeats
-    compared = _compare(name, TIMES, Chain(*SMALL, device))
-    seconds = _seconds(name, compared, Chain(options.depth, WIDTH, ROWS, device), calls, device)
-    title = f"{options.depth} additive couplings, width {WIDTH}, N = {ROWS}"
+    """Seconds of a chain, as multiples of the plain way."""
+    timed, device, calls = TIMED[name], options.device, options.repeats
+    depth, width, batch = timed.depth or options.depth, timed.width, timed.batch
+    compared = _compare(name, timed.rows, Chain(SMALL[0], width, min(batch, SMALL[2]), device))
+    seconds = _seconds(name, compared, Chain(depth, width, batch, device), calls, device)
+    title = f"{depth} additive couplings, width {width}, N = {batch}"
     print(f"{name}: forward and backward of {title}; {device}, one thread, median of {calls} calls")
     lines = []
-    for row in TIMES:
-        ratio = over(seconds.get(row.name), seconds[row.plain])
-        cells = {"": row.name, "s": number(seconds.get(row.name), 3), "over plain": number(ratio)}
+    for row in timed.rows:
+        second, plain = seconds.get(row.name), seconds[row.plain]
+        ratio = over(second, plain)
+        cells = {"": row.name, "s": number(second, 3), "over plain": number(ratio)}
+        cells["ms a block more"] = number(None if second is None else (second - plain) / depth * 1e3)
         cells["to reach"] = "-" if row.most is None else verdict(ratio, row.most)
         lines.append(cells | compared.cell(row))
     print_table(lines)
     compared.print_rest(
-        f"over plain: of the same kind and state; checkpoint_sequential: in sqrt(depth) parts; {_ON_SMALL}"
+        "over plain: of the same kind and state; checkpoint_sequential: in sqrt(depth) parts",
+        f"gradients are compared on {SMALL[0]} blocks and at most {SMALL[2]} rows",
     )
 
 
@@ -244,7 +277,7 @@ def _memory(name: str, options: argparse.Namespace) -> None:
 
 
 REVERSIBLE: dict[str, Callable[[str, argparse.Namespace], None]] = {
-    "chain": _times,
+    **dict.fromkeys(TIMED, _times),
     MEMORY_TABLE: _memory,
     "tiny_chain": _tiny,
 }
