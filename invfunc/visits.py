@@ -165,7 +165,8 @@ def exchanged(t: Statistic, args: tuple, kwargs: dict[str, Any], gather: bool) -
             for k in range(t.sweeps):
                 if k:
                     sweep = Sweep(sweep)
-                    total += sum(x.nbytes for one in sweep.told for x in tree.tensors((one.known,)))
+                    told = [one.line[k].known for one in sweep.told if k < len(one.line)]
+                    total += sum(x.nbytes for x in tree.tensors(told))
                 engine = t.engine(given, named, t.names(len(given)))
                 sweep.enter(engine)
                 engine.kept()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from uuid import uuid4
 from zipfile import BadZipFile, ZipFile
 
@@ -19,8 +19,9 @@ from invfunc.evaluation.fingerprint import fingerprint
 from invfunc.kronecker import Joint, Kronecker, Origin
 from invfunc.per_sample.places import Place
 from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
+from invfunc.reductions.sides import Sided
 
-_SAFE = [Diagonal, Factors, Joint, Kept, Kronecker, Origin, Place, Refused]
+_SAFE = [Diagonal, Factors, Joint, Kept, Kronecker, Origin, Place, Refused, Sided]
 """What reductions keep beside tensors, numbers and names."""
 _FORMAT = "invfunc.streamed 2"
 State = Callable[[], dict[str, Any]]
@@ -137,14 +138,18 @@ class Checkpoint:
             raise ArgumentError(f"checkpoint={str(self.path)!r}: it is a folder. Give the name of a file in it.")
         if not os.access(self.path.parent, os.W_OK):
             raise self.unwritten("this process may not write there")
-        if not self.path.exists():
-            return Record(identity, keys)
+        with suppress(FileNotFoundError), self.path.open("rb") as file:  # another call may remove it meanwhile
+            return self._read(file, identity, device)
+        return Record(identity, keys)
+
+    def _read(self, file: BinaryIO, identity: dict[str, str], device: torch.device) -> Record:
         try:
-            with ZipFile(self.path) as file:
-                if (broken := file.testzip()) is not None:  # which torch.load does not look for
+            with ZipFile(file) as parts:
+                if (broken := parts.testzip()) is not None:  # which torch.load does not look for
                     raise BadZipFile(broken)
+            file.seek(0)
             with torch.serialization.safe_globals(_SAFE):
-                found = torch.load(self.path, map_location=device)
+                found = torch.load(file, map_location=device)
         except Exception as error:  # of what is no file of torch's, whatever its bytes lead to
             raise self.refused(f"cannot be read ({type(error).__name__})") from None
         if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:

@@ -31,10 +31,10 @@ class Backend:
             return "`inductor` takes no shapes that depend on numbers"
         return ""
 
-    def prepare(self, plan: Plan, warn: Callable[[str], None]) -> None:
+    def prepare(self, plan: Plan, say: Callable[[str], None]) -> None:
         """Have it run a plan from now on."""
         if self.name == "inductor":
-            plan.call = Inductor(plan.call, torch.compile(plan.module, fullgraph=True, dynamic=False), warn)
+            plan.call = Inductor(plan.call, torch.compile(plan.module, fullgraph=True, dynamic=False), say)
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Inductor:
 
     plainly: Callable[..., Any]
     compiled: Callable[..., Any]
-    warn: Callable[[str], None]
+    say: Callable[[str], None]
     works: bool | None = None
 
     def __call__(self, *given: Any) -> Any:
@@ -55,7 +55,7 @@ class Inductor:
             if self.works:
                 raise
             self.works = False
-            self.warn(f"it runs by `replay`: `inductor` fails ({str(error).strip().splitlines()[0]}).")
+            self.say(f"it runs by `replay`: `inductor` fails ({str(error).strip().splitlines()[0]}).")
             return self.plainly(*given)
         self.works = True
         return found

@@ -131,10 +131,10 @@ class Calls:
 
     def eagerly(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result without a plan; a warning says why, once."""
-        self.warn(f"it runs eagerly, as without `compiled`: {why}.")
+        self.say(f"it runs eagerly, as without `compiled`: {why}.")
         return self.t(*args, **kwargs)
 
-    def warn(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Warn once."""
         if text not in self.warned:
             self.warned.add(text)
@@ -173,7 +173,7 @@ class Calls:
         plan = plan_of(recorder, call.tensors, result)
         if plan is None:
             entry.why = recorder.why
-            self.warn(f"it runs eagerly, as without `compiled`: {entry.why}.")
+            self.say(f"it runs eagerly, as without `compiled`: {entry.why}.")
         elif what := watch.changed():
             entry.missed(what)  # at first that is what is kept for later calls
         else:
@@ -184,14 +184,14 @@ class Calls:
         """Keep a plan for the next calls."""
         backend = Backend(self.backend)
         if why := backend.refuses(plan):
-            self.warn(f"it runs by `replay`: {why}.")
+            self.say(f"it runs by `replay`: {why}.")
         else:
-            backend.prepare(plan, self.warn)
+            backend.prepare(plan, self.say)
         entry.watch, entry.choice = watch, Choice() if self.backend == "auto" else None
         entry.plan = plan
         self.made += 1
         if len(self.entries) > thresholds.SHAPES:
-            self.warn(
+            self.say(
                 f"it has plans for more than {thresholds.SHAPES} shapes or options, each of which is made by a call "
                 "that is slower than without. Give batches of few sizes, as DataLoader(drop_last=True) does, or pad."
             )

@@ -18,7 +18,7 @@ from invfunc.reductions.reduction import Found, Over, State
 
 @tree.register("matrix", "other")
 @dataclass
-class Kept:
+class Sided:
     """Of a parameter as a matrix G `[first dim, all others]`: two matrices, of one side each.
 
     Of a parameter with one dim it is the block itself, and None.
@@ -29,7 +29,7 @@ class Kept:
     shape: torch.Size
     """Of the parameter."""
 
-    def changed(self, summed: list[torch.Tensor]) -> Kept:
+    def changed(self, summed: list[torch.Tensor]) -> Sided:
         """With other sums in place of the first one, or of both."""
         return replace(self, matrix=summed[0], other=summed[1] if summed[1:] else self.other)
 
@@ -44,7 +44,7 @@ class Sides(Block):
     def step(self, shares: Shares) -> State:
         shape = shares.leaf.shape
         found = (shares.outer(), None) if is_vector(shape) else self.of(shares)
-        return (Kept(*found, shape),)
+        return (Sided(*found, shape),)
 
     def of(self, shares: Shares) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The two matrices, of a block of samples."""
@@ -53,7 +53,7 @@ class Sides(Block):
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         sizes = [leaf.numel()] if is_vector(leaf.shape) else [len(leaf), leaf[0].numel()]
         found = [leaf.new_zeros(size, size) for size in sizes]
-        return (Kept(found[0], found[1] if found[1:] else None, leaf.shape),)
+        return (Sided(found[0], found[1] if found[1:] else None, leaf.shape),)
 
     def merge(self, a: State, b: State, over: Over) -> State:
         pairs = zip(self._sums(a), self._sums(b), strict=True)
@@ -72,7 +72,7 @@ class Sides(Block):
         return [x for x in (state[0].matrix, state[0].other)[: self.summed] if x is not None]
 
     def finish(self, state: State, found: Found) -> list[Any]:
-        kept: Kept = state[0]
+        kept: Sided = state[0]
         dims, origin = tuple(range(len(kept.shape))), Origin(n=None)
         if kept.other is None:
             return [Kronecker((kept.matrix,), (dims,), kept.shape, origin=origin)]
@@ -126,16 +126,16 @@ class OneSide(Sides):
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         """Samples that do not reach a parameter do not tell the other matrix."""
-        kept: Kept = super().init(leaf, n, columns)[0]
+        kept: Sided = super().init(leaf, n, columns)[0]
         matrix = kept.matrix if self.first or kept.other is None else kept.other
-        return (Kept(matrix, None, kept.shape),)
+        return (Sided(matrix, None, kept.shape),)
 
     def across(self, place: int, own: State, each: Sequence[State]) -> Exchange:
         (found,) = yield from super().across(place, own, each)
         return (found if is_vector(found.shape) else replace(found, other=self.known.get(place, found.other)),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
-        kept: Kept = state[0]
+        kept: Sided = state[0]
         if kept.other is None and not is_vector(kept.shape):
             size = kept.shape.numel() // len(kept.matrix)
             kept = replace(kept, other=torch.eye(size, dtype=kept.matrix.dtype, device=kept.matrix.device))
