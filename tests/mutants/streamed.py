@@ -143,7 +143,7 @@ STREAMED = [
     Fault(
         "numbers of a checkpoint are not compared with what was written",
         "evaluation/checkpoint.py",
-        "if (broken := file.testzip()) is not None:",
+        "if (broken := parts.testzip()) is not None:",
         "if (broken := None) is not None:",
         "test_streamed_checkpoint.py::TestAnotherOne",
     ),
