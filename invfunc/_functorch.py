@@ -197,9 +197,8 @@ def after_backward(callback: Callable[[], None]) -> None:
 @contextmanager
 def undispatched() -> Iterator[None]:
     """A context without dispatch modes, but for one that only `watches`."""
-    with _disable_current_modes() as modes:
-        with cast(Any, next((m for m in modes if hasattr(m, "watches")), nullcontext())):
-            yield
+    with _disable_current_modes() as modes, cast(Any, next((m for m in modes if hasattr(m, "watches")), nullcontext())):
+        yield
 
 
 FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode

@@ -243,11 +243,8 @@ class Form:
     def join(self, values: Iterable[Any]) -> Tree:
         """The tree again, with other tensors."""
         found = list(self.others)
-        if len(found) == len(self.places):
-            found[:] = values
-        else:
-            for place, value in zip(self.places, values, strict=True):
-                found[place] = value
+        for place, value in zip(self.places, values, strict=True):
+            found[place] = value
         return unflatten(found, self.structure)
 
     def leaves(self, tree: Tree) -> list[Any] | None:
@@ -259,9 +256,7 @@ class Form:
 def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     """The tensors of a tree, and the rest of it."""
     found, structure = flatten(tree)
-    places = tuple([i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)])
-    if len(places) == len(found):
-        return found, Form(structure, (None,) * len(found), places)
+    places = tuple(i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor))
     tensors = [found[i] for i in places]
     for i in places:
         found[i] = None
