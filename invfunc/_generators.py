@@ -30,6 +30,7 @@ _LOCK = threading.RLock()
 _LAST: dict[int, tuple[bytes, torch.Tensor]] = {}
 """The last known states by the ids of generators; one that is gone may have given its id to another."""
 _MOST = 64
+"""So many are remembered."""
 
 
 def state_of(generator: Generator) -> torch.Tensor:
