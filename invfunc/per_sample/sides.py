@@ -7,7 +7,19 @@ import math
 import torch
 
 from invfunc import thresholds
-from invfunc.contract import Term, contract, cost, instantiated, largest, present, squeezed, summed, widened
+from invfunc.contract import (
+    Term,
+    cancel,
+    contract,
+    cost,
+    crosses,
+    instantiated,
+    largest,
+    present,
+    squeezed,
+    summed,
+    widened,
+)
 from invfunc.per_sample.cotangents import length
 from invfunc.per_sample.factor import Factor
 
@@ -33,14 +45,16 @@ def factored(factor: Factor, last: bool, other: torch.Tensor | None) -> torch.Te
     side = shape[1:].numel() if last else shape[0]
     count = math.prod({c: s for labels, x in terms for c, s in zip(labels, x.shape, strict=True) if c in "VN"}.values())
     forming = instantiated(terms, present("VN" + output, terms)) + count * side * shape.numel()
-    if cost(pair, kept) >= forming:
+    wide = cancel(pair) and crosses(terms, output)  # where positions meet positions, and may cancel
+    if cost(pair, kept) * (thresholds.DOUBLE if wide else 1) >= forming:
         return None
     size = largest(pair, kept) // length(first)
     parts = factor.samples.parts(max(factor.work, size), thresholds.PRODUCTS * factor.budget)
     found = []
     for part in parts:
         pair, kept = _twice(factor.terms(part), output, shape, last, other)
-        found.append(contract(pair, kept).reshape(side, side))
+        exact = [(labels, x.double()) for labels, x in pair] if wide else pair
+        found.append(contract(exact, kept).to(pair[0][1].dtype).reshape(side, side))
     return summed(found)
 
 

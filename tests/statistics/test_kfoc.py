@@ -178,6 +178,17 @@ class TestResult:
         assert_trees_close([x.double() for x in dense(found)], wanted, 0.03)
 
 
+@pytest.mark.parametrize("positions", [4, 64])
+@pytest.mark.parametrize("sweeps", [1, 2, 3])
+def test_positions_that_cancel_leave_the_digits_of_single_precision(sweeps, positions):
+    """The factors of a share are large, the share is small: their products, added up in float32, were off by 42 %."""
+    x = (Numbers()(6, 1, 128) + 1e-3 * Numbers(1)(6, positions, 128)).float()
+    w, signs = Numbers(2)(128, 128).float() / 11, Numbers(3)(positions, 128).float()
+    signs = signs - signs.mean(0)
+    t = kfoc(lambda w, x: (F.linear(x, w) * signs.to(x)).sum((1, 2)), fisher="empirical", sweeps=sweeps)
+    assert_trees_close([k.double() for k in t(w, x).factors], list(t(w.double(), x.double()).factors), 1e-3)
+
+
 def test_scale_of_a_mean_over_a_data_set():
     """A mean that is given apart is that of all samples, in every sweep."""
     f, args = (lambda w, x: x @ w), (Numbers()(4, 3), Numbers(1)(5, 4), Numbers(2)(5, 3))
