@@ -53,8 +53,9 @@ def streamed(
 
     Each batch is reduced to what the statistic keeps of it; that is added to what was kept before (variances by the
     formula of Chan, Golub and LeVeque, results with a sample axis one behind the other, in the order of the loader).
-    `ekfac` goes through the loader twice, in any order: the basis of all samples comes before the eigenvalues in it.
-    Products are added, so that `linear_operator(streamed(ggnvp(f, loss)))(params, loader)` is the matrix of a data set.
+    `ekfac` goes through the loader twice, in any order: the basis of all samples comes before the eigenvalues in it;
+    `kfoc` goes through it once for each of its sweeps. Products are added, so that
+    `linear_operator(streamed(ggnvp(f, loss)))(params, loader)` is the matrix of a data set.
 
     The scale is that of the whole data set. `[N]` losses are summed: they are of one sample each, without a factor that
     depends on the batch (half of the first one is looked at by itself). A loss that is given apart, as in
@@ -271,4 +272,5 @@ def identity_of(t: Statistic, params: Any, kwargs: dict[str, Any]) -> dict[str, 
 
 def twice(t: Statistic) -> str:
     """Why the loader has to be gone through more than once; empty if it has not."""
-    return "" if t.sweeps == 1 else f"{t.name} looks at all samples twice"
+    times = "twice" if t.sweeps == 2 else f"{t.sweeps} times"
+    return "" if t.sweeps == 1 else f"{t.name} looks at all samples {times}"

@@ -133,6 +133,22 @@ class TestScale:
         with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
             t(params, batches([1, 4], *rest))
 
+    @pytest.mark.parametrize("mixed", ["parameters", "autocast"])
+    def test_rounding_of_half_precision_is_no_factor_of_the_batch(self, data, mixed):
+        """Losses in float32 of what was computed in bfloat16 differ between batches by its few digits."""
+        params, *rest = data
+        low = torch.bfloat16 if mixed == "parameters" else torch.float32
+        params, rest = tree.map_tensors(lambda t: t.to(low), params), [rest[0].to(low), rest[1]]
+
+        def rounded(params, *batch):
+            return losses(params, *batch).float() * (1 + 2**-8 * (len(batch[0]) % 2))
+
+        with torch.autocast(rest[0].device.type, enabled=mixed == "autocast"):
+            t = streamed(invfunc.batch_l2_grad(rounded))
+            assert t(params, batches([5], *rest)).isfinite().all()
+            with pytest.raises(SampleAxisError, match="a factor that depends"):
+                streamed(invfunc.batch_l2_grad(lambda *a: rounded(*a) / len(a[1])))(params, batches([5], *rest))
+
     @pytest.mark.parametrize("make", [invfunc.diag_ggn, invfunc.kflr])
     def test_weights_are_seen_of_a_loader_that_reuses_its_memory(self, data, make):
         params, x, _ = data

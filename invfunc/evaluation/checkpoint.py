@@ -66,7 +66,7 @@ class Record:
 
     @property
     def head(self) -> Head:
-        known = [t["known"] for t in self.state()["kept"]] if self.state is not None and self.phase else []
+        known = [_known(t) for t in self.state()["kept"]] if self.state is not None and self.phase else []
         return Head(self.mark, self.keys, self.phase, fingerprint(known), self.state is None)
 
     def agreed(self, each: Sequence[Head]) -> Record:
@@ -192,6 +192,11 @@ class Checkpoint:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+
+def _known(kept: dict[str, Any] | None) -> list[Any]:
+    """What is known of each phase before."""
+    return [] if kept is None else [kept["known"], *_known(kept["before"])]
 
 
 def check_loadable(name: str, x: Any) -> None:

@@ -18,7 +18,7 @@ from invfunc.per_sample.covariances import covariances
 from invfunc.per_sample.factor import Factor
 from invfunc.per_sample.lots import Drawn, drawn, variances
 from invfunc.per_sample.sides import factored, formed
-from invfunc.per_sample.sketches import Sides, sketched
+from invfunc.per_sample.sketches import Projection, sketched
 from invfunc.per_sample.squares import shifted_moments, squared
 from invfunc.recording.scope import Scope
 from invfunc.recording.tags import ParameterUse
@@ -134,11 +134,11 @@ class Shares:
             found = summed(formed(self._dense(part), last, other) for part in self._blocks())
         return (found + found.mT) / 2
 
-    def sketches(self, sides: Sides) -> torch.Tensor:
+    def sketches(self, sides: Projection) -> torch.Tensor:
         """`first^T G[n] rest` of the only column: `[count, rows * columns]`."""
         return summed(self._sketches(f, sides) for f in self.factors)
 
-    def _sketches(self, factor: Factor, sides: Sides) -> torch.Tensor:
+    def _sketches(self, factor: Factor, sides: Projection) -> torch.Tensor:
         use, found = factor.use, None
         if use.derived.selected:
             found = sketched(factor, sides, None if use.param is self.leaf else self._origins(use))

@@ -15,7 +15,7 @@ from invfunc.per_sample.factor import Factor
 
 
 @dataclass(frozen=True)
-class Sides:
+class Projection:
     """What a parameter `[O, I]` is multiplied with: `first^T G rest`. Of a vector the rest is `[1, 1]`."""
 
     first: torch.Tensor
@@ -61,7 +61,7 @@ class Sides:
         return found
 
 
-def sketched(factor: Factor, sides: Sides, entries: torch.Tensor | None) -> torch.Tensor | None:
+def sketched(factor: Factor, sides: Projection, entries: torch.Tensor | None) -> torch.Tensor | None:
     """The sketches `[count, rows * columns]` of a factor of shares, which reads these entries of the parameter, or it
     itself if they are None; None if it is not a product of rows and columns."""
     if factor.recipe.own is not None or (laid := _laid(factor, sides, entries)) is None:
@@ -76,7 +76,7 @@ def sketched(factor: Factor, sides: Sides, entries: torch.Tensor | None) -> torc
     return joined(found + [sides.contracted(_with_sides(factor, laid, part), length(part)) for part in others])
 
 
-def _laid(factor: Factor, sides: Sides, entries: torch.Tensor | None) -> list[Term] | None:
+def _laid(factor: Factor, sides: Projection, entries: torch.Tensor | None) -> list[Term] | None:
     """The sides over the labels of a factor."""
     sizes = factor.sizes()
     if factor.lands:

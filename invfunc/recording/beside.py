@@ -73,9 +73,18 @@ def check_fewer(problem: Problem, whole: Any, part: Any) -> None:
     """Check that the first samples have the same losses or outputs alone as in the batch."""
     if not all(isinstance(z, torch.Tensor) and z.ndim for z in (whole, part)):
         return
-    dim = problem.out_dims if whole.ndim > 1 else 0
-    if not same_values(part, whole.narrow(dim, 0, min(part.shape[dim], whole.shape[dim]))):
+    dim, low = problem.out_dims if whole.ndim > 1 else 0, _lowest(problem, whole)
+    if not same_values(part.to(low), whole.narrow(dim, 0, min(part.shape[dim], whole.shape[dim])).to(low)):
         raise SampleAxisError(
             "f gives a sample something else beside fewer ones, so that batches cannot be joined: it has a factor that "
             "depends on how many there are. Take losses without that factor, as with reduction='none'."
         )
+
+
+def _lowest(problem: Problem, z: torch.Tensor) -> torch.dtype:
+    """The dtype with the fewest digits in which f may have computed z, whatever that is given in."""
+    kind, found = problem.leaves[0].device.type, [z.dtype, *(x.dtype for x in problem.tensors())]
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        found.append(torch.get_autocast_dtype(kind))
+    low = [dtype for dtype in found if dtype.is_floating_point and not z.is_complex()]
+    return max(low, key=lambda dtype: torch.finfo(dtype).eps, default=z.dtype)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc._functorch import plainly
-from invfunc.per_sample import Shares, Sides
+from invfunc.per_sample import Projection, Shares
 from invfunc.reductions.gradients import EachSample
 from invfunc.reductions.reduction import State
 
@@ -29,7 +29,7 @@ class Sketches(EachSample):
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         return (leaf.new_zeros(n, self.rows * self.columns),)
 
-    def sides(self, place: int, leaf: torch.Tensor) -> Sides:
+    def sides(self, place: int, leaf: torch.Tensor) -> Projection:
         """The matrices of a parameter, the same ones in each call; a row or column of numbers has one of them."""
         size = leaf.shape[0] if leaf.ndim else 1
         others = leaf.numel() // max(1, size)
@@ -41,7 +41,7 @@ class Sketches(EachSample):
                 first, rest = draw(leaf.numel(), self.rows * self.columns), torch.ones(1, 1, dtype=dtype)
             else:
                 first, rest = draw(size, self.rows), draw(others, self.columns)
-            return Sides(first.to(leaf.device), rest.to(leaf.device))
+            return Projection(first.to(leaf.device), rest.to(leaf.device))
 
 
 def _drawn(kind: Callable, size: int, count: int, *, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

@@ -62,7 +62,7 @@ def test_is_the_call_itself_at_other_numbers(case):
         else:
             assert_trees_close(found, wanted, EXACT)
         assert torch.equal(after, ours)
-    draws_by_itself = "sketched_grad" in case and all("it draws from a generator that is not" in why for why in whys(c))
+    draws_by_itself = "sketched_grad" in case and any("it draws from a generator that is not" in w for w in whys(c))
     assert refused or hits(c) > 0 or draws_by_itself, whys(c)
 
 

@@ -99,7 +99,7 @@ class TestFactors:
 
     def test_of_a_table_keep_the_label_of_what_is_picked(self):
         """By which what lies behind the last row is dropped, also of a table that is one row of the parameter."""
-        sides, entries = sketches.Sides(torch.ones(4, 2), torch.ones(3, 2)), torch.tensor([[6, 7, 8]])
+        sides, entries = sketches.Projection(torch.ones(4, 2), torch.ones(3, 2)), torch.tensor([[6, 7, 8]])
         assert [labels for labels, _ in sides.at(entries, "ud", picked=True) or []] == ["uR", "dC"]
         assert [labels for labels, _ in sides.at(entries, "od", picked=False) or []] == ["R", "dC"]
 
