@@ -431,6 +431,21 @@ class TestAnotherOne:
                 assert_trees_close(found, t(*data), 1e-12)
         assert not any(file.parent.iterdir())
 
+    def test_what_a_killed_process_has_left(self, data, file):  # noqa: F811
+        """The file that it was writing goes; that of a process beside it, and others of the caller's, stay."""
+        left = file.with_name(f"{file.name}.{'0a' * 16}.part")
+        others = {file.with_name(name) for name in (f"{file.name}.1.{'0a' * 16}.part", f"{file.name}.mine.part")}
+        for each in (left, *others):
+            each.write_bytes(b"begun")
+
+        def read():
+            yield data[1:]
+            assert not left.exists()
+            left.write_bytes(b"begun while this call goes on")
+
+        streamed(invfunc.variance(losses), checkpoint=file)(data[0], read())
+        assert set(file.parent.iterdir()) == others
+
     def test_what_cannot_be_written(self, data, file, monkeypatch):  # noqa: F811
         params, *rest = data
         t = streamed(invfunc.variance(losses), checkpoint=file, every=0)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from glob import escape
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -138,6 +139,7 @@ class Checkpoint:
             raise ArgumentError(f"checkpoint={str(self.path)!r}: it is a folder. Give the name of a file in it.")
         if not os.access(self.path.parent, os.W_OK):
             raise self.unwritten("this process may not write there")
+        self._remove_parts()
         with suppress(FileNotFoundError), self.path.open("rb") as file:  # another call may remove it meanwhile
             return self._read(file, identity, device)
         return Record(identity, keys)
@@ -162,6 +164,12 @@ class Checkpoint:
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
+        self._remove_parts()
+
+    def _remove_parts(self) -> None:
+        """Remove what processes that were killed while they wrote have left."""
+        for part in self.path.parent.glob(f"{escape(self.path.name)}.{'[0-9a-f]' * 32}.part"):
+            part.unlink(missing_ok=True)
 
     def unwritten(self, why: Any) -> ArgumentError:
         return ArgumentError(
@@ -181,7 +189,8 @@ class Checkpoint:
                 torch.save({"format": _FORMAT, **record.written()}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            part.replace(self.path)
+            with suppress(FileNotFoundError):  # another call with this file has begun or ended meanwhile
+                part.replace(self.path)
         except OSError as error:
             raise self.unwritten(error) from error
         finally:
