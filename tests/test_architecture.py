@@ -51,7 +51,7 @@ FLOORS = [
     {"certificates", "compiled", "distributed", "part", "plans", "streamed", "tiled", "tiles", "visits"},
     {"recomputation"},
     {"invertible"},
-    {"layers"},
+    {"layers", "laplace"},
     {"__init__"},
     {"testing", "_tour", "_tour_picture", "__main__"},
 ]
