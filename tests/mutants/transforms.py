@@ -3,6 +3,7 @@
 from tests.mutants.fault import Fault
 
 KRONECKER = "kronecker"
+LAPLACE = "test_laplace.py"
 FUNCTIONAL = "test_functional.py test_functional_filled.py test_functional_strays.py test_functional_threads.py"
 
 TRANSFORMS = [
@@ -394,5 +395,34 @@ TRANSFORMS = [
         "test_functional_cached.py::TestWhatIsKeptByHand::test_by_a_call_of_f "
         + FUNCTIONAL
         + " test_functional_cached.py",
+    ),
+    # Backends for Laplace
+    Fault(
+        "of Laplace's factors always the second one is weighed by the batch",
+        "laplace.py",
+        "if i == K.origin.read else",
+        "if i == 1 else",
+        LAPLACE + "::TestBackends::test_factors_of_batches_add_up_to_those_of_all " + LAPLACE,
+    ),
+    Fault(
+        "curvature for Laplace is of the loss without its half",
+        "laplace.py",
+        "self.factor * curvature",
+        "curvature",
+        LAPLACE + "::TestBackends::test_have_the_dense_matrix_and_its_diagonal " + LAPLACE,
+    ),
+    Fault(
+        "Jacobians for Laplace are always of detached parameters",
+        "laplace.py",
+        "p if enable_backprop else p.detach()",
+        "p.detach()",
+        LAPLACE + "::TestBackends::test_are_differentiable_if_asked " + LAPLACE,
+    ),
+    Fault(
+        "every draw for Laplace has the same seed",
+        "laplace.py",
+        "seed = int(torch.randint(2**62, ()))",
+        "seed = 0",
+        LAPLACE + "::TestBackends::test_draw_as_torchs_generator_says " + LAPLACE,
     ),
 ]
