@@ -23,9 +23,8 @@ Source: Daxberger et al., "Laplace redux: effortless Bayesian deep learning", Ne
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from copy import copy
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,6 +59,10 @@ class _Backend:
     subnetwork_indices: torch.Tensor | None
     params_dict: dict[str, nn.Parameter]
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._f = self._linear if self.last_layer else functional(self.model)[0]
+
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """`[N, C, P]`, and the outputs `[N, C]`."""
         params, x = self._at(x, enable_backprop)
@@ -81,13 +84,9 @@ class _Backend:
         params, x = self._at(x)
         return self._flat(batch_grad(self._losses)(params, x, y), 1).detach(), self._losses(params, x, y).sum().detach()
 
-    @cached_property
-    def _f(self) -> Callable:
-        """The model as a function of its parameters; of a last layer, without the hook that takes its features."""
-        if not self.last_layer:
-            return functional(self.model)[0]
-        layer = self._model
-        return lambda params, x: F.linear(x, *({**dict(layer.named_parameters()), **params}).values())
+    def _linear(self, params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """A last layer, which is always linear, without the hook that takes its features."""
+        return F.linear(x, *({**dict(self._model.named_parameters()), **params}).values())
 
     def _at(self, x: Any, enable_backprop: bool = False) -> tuple[dict[str, torch.Tensor], Any]:
         """The parameters as they are now, and what f reads: the batch, or its features."""

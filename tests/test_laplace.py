@@ -185,7 +185,9 @@ class TestBackends:
         assume((called, case.scope) != ("InvFuncHessian", "subnetwork"))  # which Laplace does not take
         (x, y), (H, loss) = data_of(case.likelihood, case.n), wanted(called, case)
         backend = case.backend(called)
-        assert_trees_close(backend.full(x, y, N=99), (loss, H), 1e-9)
+        found = backend.full(x, y, N=99)
+        assert not any(part.requires_grad for part in found)
+        assert_trees_close(found, (loss, H), 1e-9)
         assert_trees_close(backend.diag(x, y, N=99), (loss, H.diagonal()), 1e-9)
 
     @given(case=CASES)
