@@ -126,6 +126,31 @@ class TestPairs:
             s = torch.cat([x.reshape(*x.shape[:2], -1) for x in tree.leaves(columns)], 2)
             assert_near(curvatures, torch.einsum("vnp,kp->vnk", s, e).square().sum(0), 10 * rtol)
 
+    def test_of_several_outputs(self):
+        """Whose columns are of different kinds, in either form."""
+        params, x = {"w": Numbers(0)(4, 3), "u": Numbers(1)(4, 2)}, Numbers(2)(5, 4)
+        y = Numbers(3).below(3, 5), Numbers(4)(5, 2)
+
+        def f(p, x):
+            z = torch.tanh(x @ p["w"])
+            return z, x @ p["u"] + z[:, :2]
+
+        def loss(z, y):
+            return F.cross_entropy(z[0], y[0]) + F.mse_loss(z[1], y[1])
+
+        def joined(z, y):
+            return loss(z.split([3, 2], 1), y)
+
+        matrix = matrices.ggn(lambda p, x: torch.cat(f(p, x), 1), joined, params, x, y)
+        v = Numbers(5)(20)
+        for t in (eigenpairs(f, loss), eigenpairs(lambda p, x, y: loss(f(p, x), y))):
+            pairs = t(params, x, y)
+            assert_near(flat(pairs @ shaped(v, params)), matrix @ v, 1e-12)
+            assert_near(flat(pairs.solve(shaped(v, params), DAMPING)), torch.linalg.solve(damped(matrix), v), 1e-10)
+            assert_near(
+                pairs.slopes().sum(0), rows(pairs.vectors()) @ flat(grad(lambda p: loss(f(p, x), y))(params)), 1e-11
+            )
+
     def test_of_losses(self):
         """That come as they are, of which a model's outputs are not looked for."""
         net, loss = network("perceptron"), LOSSES[1]
@@ -257,7 +282,7 @@ class TestSolve:
             wanted = torch.linalg.solve(damped(matrix, damping), v)
             error = (flat(pairs.solve(shaped(v.float(), low), damping)) - wanted).norm() / wanted.norm()
             condition = pairs.values[0] / damping
-            assert error < torch.finfo(torch.float32).eps * condition / 2
+            assert error < torch.finfo(torch.float32).eps * condition / 5
 
     def test_of_half_precision(self):
         f, params = invfunc.functional(nn.Linear(4, 3).bfloat16())
