@@ -53,6 +53,7 @@ from invfunc.invertible.checks import InverseReport, check_inverse, drift
 from invfunc.invertible.equilibrium import Equilibrium, equilibrium
 from invfunc.invertible.multiscale import multiscale
 from invfunc.kronecker import Kronecker
+from invfunc.low_rank import LowRank
 from invfunc.operation import operation
 from invfunc.outputs import outputs
 from invfunc.pairs.bdia import bdia
@@ -68,6 +69,7 @@ from invfunc.pairs.reversible_sgd import reversible_sgd
 from invfunc.pairs.reversible_step import reversible_step
 from invfunc.pairs.runge_kutta import runge_kutta
 from invfunc.pairs.state_first import state_first
+from invfunc.products.eigenpairs import eigenpairs
 from invfunc.products.estimate_diagonal import estimate_diagonal
 from invfunc.products.estimate_trace import estimate_trace
 from invfunc.products.fvp import fvp
@@ -78,6 +80,7 @@ from invfunc.products.hvp import hvp
 from invfunc.products.linear_operator import linear_operator
 from invfunc.products.linearize import linearize
 from invfunc.products.pch_block_product import pch_block_product
+from invfunc.products.sample_space import Eigenpairs
 from invfunc.reduced import reduced
 from invfunc.reductions.estimate import Estimate
 from invfunc.statistics.batch_diag_ggn import batch_diag_ggn
@@ -113,6 +116,7 @@ __all__ = [
     "CertificateError",
     "ClosedOverError",
     "ConvexityError",
+    "Eigenpairs",
     "Equilibrium",
     "Estimate",
     "Grid",
@@ -123,6 +127,7 @@ __all__ = [
     "InverseReport",
     "Invertible",
     "Kronecker",
+    "LowRank",
     "MissingExtraError",
     "ModifiedError",
     "ProcessError",
@@ -149,6 +154,7 @@ __all__ = [
     "diag_hessian",
     "distributed",
     "drift",
+    "eigenpairs",
     "ekfac",
     "equilibrium",
     "estimate_diagonal",

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 import torch
 from torch.nn import functional as F
 
 from invfunc import _blocks
+from invfunc._functorch import innermost
 from invfunc._spectrum import spectrum
 from invfunc._values import anywhere
-from invfunc.errors import ArgumentError
+from invfunc.errors import ArgumentError, ArgumentTypeError
+
+Damping = float | torch.Tensor
+"""What is added to the diagonal, a number or a 0-d tensor."""
 
 
 def eigen(factor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,10 +79,21 @@ def _symmetric(factor: torch.Tensor, name: str) -> torch.Tensor:
     return f
 
 
-def require(holds: torch.Tensor | bool, otherwise: str) -> None:
+def damped(damping: Damping, called: str = "Kronecker: ") -> Damping:
+    """Damping after a look at it."""
+    if not isinstance(damping, Real) and not (isinstance(damping, torch.Tensor) and damping.ndim == 0):
+        kind = f"a tensor of {damping.ndim} dims" if isinstance(damping, torch.Tensor) else type(damping).__name__
+        raise ArgumentTypeError(f"{called}damping is {kind}, but has to be a number or a 0-d tensor.")
+    shown = innermost(damping).tolist() if isinstance(damping, torch.Tensor) else damping
+    fine = (damping >= 0) & (damping < math.inf)
+    require(fine, f"damping is {shown}, but has to be finite, and 0 or more.", called)
+    return damping
+
+
+def require(holds: torch.Tensor | bool, otherwise: str, called: str = "Kronecker: ") -> None:
     """Looks at values, also at those below the wrappers of torch.func."""
     if anywhere(~holds) if isinstance(holds, torch.Tensor) else not holds:
-        raise ArgumentError(f"Kronecker: {otherwise}")
+        raise ArgumentError(f"{called}{otherwise}")
 
 
 def noise(x: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker
 from invfunc.loss.drawn import key_of
 from invfunc.loss.peeled import Peel
+from invfunc.low_rank import LowRank
 from invfunc.plan import Options
 from invfunc.reductions.predictive import Covariance
 from invfunc.reductions.quantity import GGN, GRADIENT, Drawing
@@ -73,8 +74,10 @@ def projecting(name: str, rows: Any, columns: Any, projection: Any, generator: A
     return Sketches(rows, columns, projection, key_of(generator))
 
 
-def covariances(name: str, covariance: Any) -> float | dict[str, Covariance]:
+def covariances(name: str, covariance: Any) -> float | dict[str, Covariance] | LowRank:
     """Check a tree of covariances, and bring each `Kronecker` to the form with eigenvalues."""
+    if isinstance(covariance, LowRank):
+        return covariance
     if isinstance(covariance, (int, float)) and not isinstance(covariance, bool):
         if not covariance >= 0:
             raise ArgumentError(f"{name}(f, {covariance}): a variance has to be 0 or more.")
@@ -84,7 +87,7 @@ def covariances(name: str, covariance: Any) -> float | dict[str, Covariance]:
         if not isinstance(given, torch.Tensor | Kronecker | None):
             raise ArgumentTypeError(
                 f"{name}(f, covariance): covariance{path} is of type {type(given).__name__}, but has to be a tensor of "
-                "variances, a Kronecker, or None."
+                "variances, a Kronecker, or None; one of all parameters at once is a LowRank."
             )
     return {path: given.eigen() if isinstance(given, Kronecker) else given for path, given in found.items()}
 

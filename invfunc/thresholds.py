@@ -154,6 +154,12 @@ HESSIAN = 2**28
 CHECKED = 2**24
 """Numbers of a Hessian up to which a product looks whether it is convex, which takes all of it."""
 
+# Eigenvectors of a curvature matrix (products/sample_space.py)
+
+DIRECTIONS = 16
+"""How many are pulled back at once, each in the memory of a gradient."""
+
+
 # Budgets of memory (budget/search.py)
 
 TRIED_PASSES = 256

@@ -25,7 +25,7 @@ FLOORS = [
     {"errors", "tree", "module_copy", "_functorch", "_pages", "_eager", "_blocks", "_symmetric", "_nodes"}
     | {"_alike", "_cached", "_generators", "_remade", "_scripted", "_signed", "_uncompiled", "_values", "_pairwise"}
     | {"_no_output", "_opened", "_parametrized", "_spectrum", "_weak", "_extras", "_sharded", "_method"},
-    {"kronecker", "contract", "plan"},
+    {"kronecker", "contract", "plan", "low_rank"},
     {"operations"},
     {"recording"},
     {"per_sample", "loss"},
@@ -261,7 +261,7 @@ def test_every_folder_has_laws_and_quick_ones(folder):
 @pytest.mark.quick
 class TestPublicNames:
     FUNCTIONS = [n for n in invfunc.__all__ if not isinstance(getattr(invfunc, n), (type, ModuleType))]
-    CLASSES = {"Equilibrium", "Estimate", "Grid", "InverseReport", "Invertible", "Kronecker"}
+    CLASSES = {"Eigenpairs", "Equilibrium", "Estimate", "Grid", "InverseReport", "Invertible", "Kronecker", "LowRank"}
 
     def test_are_sorted_and_all_that_is_imported(self):
         imports = [node for node in parsed(PACKAGE / "__init__.py").body if isinstance(node, ast.ImportFrom)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -221,6 +222,9 @@ def _times(m: Member, v: Tensors) -> Tensors:
     """The covariance of the parameters times vectors `[S, *p]`."""
     reduction, names = m.t.reduction, [m.problem.name(i) for i in range(len(v))]
     assert isinstance(reduction, PredictiveCovariance)
+    if reduction.vectors:
+        own = [reduction.vectors_of(name, x.shape[1:]).to(x) for name, x in zip(names, v, strict=True)]
+        return replace(reduction.low_rank, vectors=own) @ list(v)
     found = [torch.zeros_like(x) for x in v]
     for i, (name, x) in enumerate(zip(names, v, strict=True)):
         given = reduction.of(name, x.shape[1:])

@@ -64,7 +64,8 @@ class Engine:
         limit = budget(problem.leaves[0].device)
         remember = any_step if averaged else nonlinear if self.second_order else None
         thin = all(q.reduction.phases[0].thin for q in quantities)
-        whole = options.reduce is not None or averaged or thin
+        pairs = any(q.reduction.pairs for q in quantities)
+        whole = options.reduce is not None or averaged or thin or pairs
         apart = problem.samples is not None or any(not q.kind.second_order or q.reduction.each for q in quantities)
         self.runner = Runner(problem, self.scope, options, limit, remember, whole, apart)
         self.report = Report(problem, limit, any(self.plan.splits.values())) if explaining else None

@@ -10,7 +10,8 @@ from invfunc.kronecker.batches import ema, merge
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.origin import Joint, Origin
 from invfunc.kronecker.trees import eigen, logdet, solve
+from invfunc.kronecker.whole import Whole
 
 torch.serialization.add_safe_globals([Joint, Kronecker, Origin])  # they hold tensors, numbers and names only
 
-__all__ = ["Joint", "Kronecker", "Origin", "eigen", "ema", "logdet", "merge", "solve"]
+__all__ = ["Joint", "Kronecker", "Origin", "Whole", "eigen", "ema", "logdet", "merge", "solve"]

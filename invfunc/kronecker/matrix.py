@@ -6,16 +6,14 @@ import math
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
-from numbers import Real
 
 import torch
 
 from invfunc import _blocks, _symmetric, tree
-from invfunc._functorch import innermost
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker.origin import Origin
 
-Damping = float | torch.Tensor
+Damping = _symmetric.Damping
 
 
 @tree.register("factors", "values")
@@ -146,7 +144,7 @@ class Kronecker:
 
     def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
         """The logarithm of the determinant of `K + damping I`."""
-        shifted = self._spectrum()[0] + _checked(damping)
+        shifted = self._spectrum()[0] + _symmetric.damped(damping)
         return _symmetric.positive(shifted, self._called("the matrix")).log().sum()
 
     def inverse(self, damping: Damping = 0.0, split: str | None = None) -> Kronecker:
@@ -156,7 +154,7 @@ class Kronecker:
         `(A + pi sqrt(damping) I) kron (B + sqrt(damping) / pi I)`, `pi = sqrt((tr A / dim A) / (tr B / dim B))`, or 1
         where a trace is 0.
         """
-        undamped = not isinstance(_checked(damping), torch.Tensor) and damping == 0
+        undamped = not isinstance(_symmetric.damped(damping), torch.Tensor) and damping == 0
         if split not in (None, "pi"):
             raise ArgumentError(f"{self}: split is {split!r}, but a split is None or 'pi'.")
         if split == "pi" and (self.values is not None or len(self.factors) != 2):
@@ -244,16 +242,6 @@ def _split(factors: tuple[torch.Tensor, ...], damping: Damping) -> list[torch.Te
     a, b = (_diagonal(f).mean(dtype=_symmetric.wide(f.dtype)) for f in factors)
     ratio = torch.where((a > 0) & (b > 0), a, 1) / torch.where((a > 0) & (b > 0), b, 1)
     return [(damping * ratio).sqrt(), (damping / ratio).sqrt()]
-
-
-def _checked(damping: Damping) -> Damping:
-    if not isinstance(damping, Real) and not (isinstance(damping, torch.Tensor) and damping.ndim == 0):
-        kind = f"a tensor of {damping.ndim} dims" if isinstance(damping, torch.Tensor) else type(damping).__name__
-        raise ArgumentTypeError(f"Kronecker: damping is {kind}, but has to be a number or a 0-d tensor.")
-    shown = innermost(damping).tolist() if isinstance(damping, torch.Tensor) else damping
-    fine = (damping >= 0) & (damping < math.inf)
-    _symmetric.require(fine, f"damping is {shown}, but has to be finite, and 0 or more.")
-    return damping
 
 
 def _diagonal(factor: torch.Tensor) -> torch.Tensor:

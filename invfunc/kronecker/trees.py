@@ -12,6 +12,7 @@ from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker.matrix import Damping, Kronecker
 from invfunc.kronecker.origin import Joint
+from invfunc.kronecker.whole import Whole
 from invfunc.tree import Tree
 
 
@@ -24,7 +25,8 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
 
     Args:
         factors: what `kfac`, `kflr`, `kfra` or `ekfac` returned, or a part of that tree: a `Kronecker` for each
-            parameter, or None. Pass `kronecker.eigen(factors)` to solve several times with one decomposition each.
+            parameter, or None. Pass `kronecker.eigen(factors)` to solve several times with one decomposition each. Or
+            what `eigenpairs` returned: the inverse of the whole matrix, not of its blocks.
         v: a tensor `[*lead, *p]` for each parameter p, such as a gradient, or what `batch_grad` returns.
         damping, split: as in `Kronecker.inverse`.
 
@@ -53,6 +55,10 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
     Source: Martens and Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015.
     """
     call = "kronecker.solve(factors, v)"
+    if isinstance(factors, Whole):
+        if split is not None:
+            raise ArgumentError(f"{call}: split={split!r} is of two factors, but factors is {factors!r}.")
+        return factors.solve(v, damping)
     matrices, (_, structure), given = kroneckers(call, factors), tree.flatten(v), dict(tree.named_leaves(v))
     same_places(call, "factors", matrices, "v", given)
     found: dict[str, Any] = dict.fromkeys(given)
@@ -101,6 +107,8 @@ def logdet(factors: Tree, damping: Damping = 0.0) -> torch.Tensor:
 
     Source: Ritter, Botev and Barber, "A scalable Laplace approximation for neural networks", ICLR 2018.
     """
+    if isinstance(factors, Whole):
+        return factors.logdet(damping)
     matrices = kroneckers("kronecker.logdet(factors)", factors).values()
     each = [matrix.logdet(damping) for matrix in matrices if matrix is not None]
     return reduce(lambda a, b: a + b.to(a.device), each)

@@ -17,6 +17,7 @@ from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
 from invfunc.per_sample.covariances import covariances
 from invfunc.per_sample.factor import Factor
 from invfunc.per_sample.lots import Drawn, drawn, variances
+from invfunc.per_sample.projected import projected
 from invfunc.per_sample.sides import factored, formed
 from invfunc.per_sample.sketches import Projection, sketched
 from invfunc.per_sample.squares import shifted_moments, squared
@@ -161,12 +162,23 @@ class Shares:
             found.append(contract(widened([(c, x.unsqueeze(-1).flatten(2)) for c, x in pair]), "NVW"))
         return joined(found)
 
+    def projected(self, vectors: torch.Tensor) -> torch.Tensor:
+        """`sum_p G[v, n, p] vectors[k, p]` of each sample: `[count, V, k]`."""
+        along = vectors.movedim(0, -1)
+        if all(f.use.derived.selected for f in self.factors):
+            return summed(projected(f, self._read(f, along)) for f in self.factors)
+        flat, found = along.reshape(self.leaf.numel(), len(vectors)), []
+        for part in self._blocks():
+            share = self._dense(part)
+            found.append((share.reshape(*share.shape[:2], -1).to(flat.dtype) @ flat).movedim(0, 1))
+        return joined(found)
+
     def _read(self, factor: Factor, x: torch.Tensor) -> torch.Tensor:
-        """The entries of a tensor like the parameter that are at those which an operation reads; 0 where it reads
-        none."""
+        """The entries `[*p, ...]` of a tensor that are at those which an operation reads; 0 where it reads none."""
         if factor.use.param is self.leaf:
             return x
-        return torch.cat([x.flatten(), x.new_zeros(1)])[self._origins(factor.use)]
+        rows = x.reshape(self.leaf.numel(), *x.shape[self.leaf.ndim :])
+        return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])[self._origins(factor.use)]
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""

@@ -10,10 +10,10 @@ import torch
 from invfunc import thresholds
 from invfunc.errors import SampleAxisError, SplitError
 from invfunc.loss.hessian import hessian, structured
-from invfunc.loss.square_root import Columns
 from invfunc.passes.loss import Split
 from invfunc.products.given import Given
 from invfunc.products.maps import Kind, Linear, Pull, Steps, Vectors, Way
+from invfunc.products.rows import Rows
 from invfunc.recording.scope import Scope
 
 
@@ -46,20 +46,36 @@ def of_ggn(given: Given, blocks: bool = False) -> Linear:
 
 def of_fisher(given: Given) -> Linear:
     """`sum_mn S[m, n] (S[m, n] . v)`: S are the shares of the gradient, or of gradients at targets that are drawn."""
-    drawing = given.drawing
-    if given.loss is not None:
-        split = given.given_split(each=True)
-    else:
-        try:
-            split = given.found_split(losses=drawing is None)
-        except SplitError as error:
-            more = " Or return the [N] losses of the samples." if drawing is None else ""
-            raise SplitError(f"{error}{more}") from None
+    split = split_of_fisher(given)
     if not split.roots:
         return sandwich(given, split, lambda t, pull: t)
     with given.mode.back(split.result.device):
-        columns: list[Columns] = [split.gradient()] if drawing is None else split.drawn(drawing, "fvp")
-    return sandwich(given, split, _squares(split, columns))
+        rows = Rows(split, [split.gradient()] if given.drawing is None else split.drawn(given.drawing, "fvp"))
+    return sandwich(given, split, lambda t, pull: rows.sent(rows.along(t, pull), pull))
+
+
+def split_of_fisher(given: Given) -> Split:
+    """A function split at its outputs, with the samples apart; `[N]` losses are taken as they are."""
+    if given.loss is not None:
+        return given.given_split(each=True)
+    try:
+        return given.found_split(losses=given.drawing is None)
+    except SplitError as error:
+        more = " Or return the [N] losses of the samples." if given.drawing is None else ""
+        raise SplitError(f"{error}{more}") from None
+
+
+def of_root(given: Given, split: Split, rows: Rows) -> Linear:
+    """`v -> S v` `[V, N]` for the rows S of a square root of a matrix."""
+    jacobian = Jacobian.recorded(given, split)
+
+    def forth(v: Vectors, pull: Pull) -> Vectors:
+        return rows.along(jacobian.forth(v, pull), pull)
+
+    def back(u: Vectors, pull: Pull) -> Vectors:
+        return jacobian.back(rows.sent(u, pull), pull)
+
+    return Linear(given.scope, given.mode, Way(forth, [rows.kind]), Way(back, _kinds(given)))
 
 
 def of_jacobian(given: Given) -> tuple[Linear, list[torch.Tensor], Any]:
@@ -140,28 +156,3 @@ def check_convex(scope: Scope, split: Split) -> None:
     known = n * outputs**2 <= thresholds.CHECKED or structured(scope, split.result, roots, terms) is not None
     if known and outputs:
         hessian(scope, split.result, roots, terms, n)
-
-
-def _squares(split: Split, columns: list[Columns]) -> Steps:
-    """`t -> sum_m S[m, n] (S[m, n] . t[n])` for columns S at the outputs."""
-    n, places = split.n, [(r.ordinal, r.axis) for r in split.roots]
-    blocks = [made.block(0, made.count, slice(None)).left for made in columns]
-
-    def steps(t: Vectors, pull: Pull) -> Vectors:
-        given = [x if x is None or pull.batched else x.unsqueeze(0) for x in t]
-        exposed = {i: axis.expose(x, n, 1) for (i, axis), x in zip(places, given, strict=True) if x is not None}
-        found: dict[int, torch.Tensor] = {}
-        for left in blocks:
-            along = [torch.einsum("mnx,knx->kmn", _flat(s), _flat(exposed[i])) for i, s in left.items() if i in exposed]
-            for i, s in left.items() if along else []:
-                part = torch.einsum("kmn,mnx->knx", torch.stack(along).sum(0), _flat(s))
-                part = part.reshape(len(part), *s.shape[1:])
-                found[i] = found[i] + part if i in found else part
-        whole = [axis.restore(found[i], n, 1) if i in found else None for i, axis in places]
-        return [x if x is None or pull.batched else x.squeeze(0) for x in whole]
-
-    return steps
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(*x.shape[:2], -1)

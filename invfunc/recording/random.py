@@ -14,6 +14,14 @@ class Drew(BaseException):
     """Raised before a run on a part of the batch draws: the numbers of the whole batch are another sequence."""
 
 
+def torchs_own() -> list[torch.Generator]:
+    """The generators that torch draws from where none is given."""
+    found = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found += list(torch.cuda.default_generators)
+    return found
+
+
 class Draws:
     """What a run does about random numbers: stop before the first one, or remember the states before it."""
 
@@ -26,9 +34,7 @@ class Draws:
             return
         if self.stop:
             raise Drew
-        generators = [torch.default_generator]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            generators += list(torch.cuda.default_generators)
+        generators = torchs_own()
         if isinstance(kwargs.get("generator"), torch.Generator):
             generators.append(kwargs["generator"])
         for g in generators:

@@ -10,6 +10,7 @@ from invfunc import tree
 from invfunc.contract import joined
 from invfunc.errors import ArgumentError
 from invfunc.kronecker import Kronecker
+from invfunc.low_rank import LowRank
 from invfunc.per_sample import Shares
 from invfunc.per_sample.places import Unfactored
 from invfunc.reductions.eigenbasis import rotated
@@ -26,36 +27,40 @@ class PredictiveCovariance(EachSample):
     axes = ("samples", "params")
     forms, whole, paired = "no", True, True
 
-    def __init__(self, covariance: float | dict[str, Covariance]) -> None:
-        """One variance for all entries of all parameters, or what is of each, by its key path."""
-        self.covariance = covariance
+    def __init__(self, covariance: float | dict[str, Covariance] | LowRank) -> None:
+        """One variance for all entries of all parameters, what is of each, by its key path, or a matrix over all."""
+        self.low_rank = covariance if isinstance(covariance, LowRank) else LowRank({})
+        self.covariance = self.low_rank.scale if self.low_rank is covariance else covariance
+        self.vectors = dict(tree.named_leaves(self.low_rank.vectors))
         self.constants = tuple(tree.tensors(covariance))
 
     def step(self, shares: Shares) -> State:
-        cotangent = shares.columns.left[shares.uses[0].site]
-        given = self.of(shares.name(shares.place), shares.leaf.shape)
-        if given is None:
-            assert cotangent is not None
-            return self.init(shares.leaf, shares.samples.count, len(cotangent))
-        if isinstance(given, Kronecker):
-            return (self._in_eigenbasis(shares, given),)
-        like = {"dtype": torch.promote_types(shares.leaf.dtype, torch.float32), "device": shares.leaf.device}
-        return (shares.covariances(torch.as_tensor(given).to(**like).expand(shares.leaf.shape)),)
+        """The covariance, and beside it what the shares are along the vectors of a matrix over all parameters."""
+        covariance = self._of_its_own(shares)
+        if not self.vectors:
+            return (covariance,)
+        vectors = self.vectors_of(shares.name(shares.place), shares.leaf.shape).to(covariance)
+        return (torch.cat([covariance, shares.projected(vectors)], -1),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
-        return (leaf.new_zeros(n, columns, columns),)
+        return (leaf.new_zeros(n, columns, columns + self.low_rank.rank),)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         if len(found.outputs) != 1:
             raise ArgumentError(f"f returns {len(found.outputs)} outputs, but a covariance is of those of one tensor.")
-        covariance, (one,) = joined(list(state)), found.outputs
+        kept, (one,) = joined(list(state)), found.outputs
+        covariance, along = kept.split([kept.shape[1], self.low_rank.rank], -1)
+        if self.vectors:
+            weights = self.low_rank.weights
+            weighted = along if weights is None else along * weights.to(along)
+            covariance = covariance + weighted @ along.mT
         return [covariance.reshape(len(covariance), *one, *one)]
 
     def of(self, name: str, shape: torch.Size) -> Covariance:
-        """What is given of a parameter."""
+        """What is given of a parameter alone."""
         if not isinstance(self.covariance, dict):
             return self.covariance
-        path = max((path for path in self.covariance if name.endswith(path)), key=len, default=None)
+        path = _place(self.covariance, name)
         if path is None:
             raise ArgumentError(
                 f"covariance has no leaf for {name}; pass a tree like the parameters, with None for those that are "
@@ -66,6 +71,32 @@ class PredictiveCovariance(EachSample):
         if isinstance(given, torch.Tensor | Kronecker) and alone and given.shape != shape:
             raise ArgumentError(f"covariance{path} has shape {list(given.shape)}, but {name} has {list(shape)}.")
         return given
+
+    def vectors_of(self, name: str, shape: torch.Size) -> torch.Tensor:
+        """The entries of the vectors that are of a parameter."""
+        path = _place(self.vectors, name)
+        if path is None:
+            raise ArgumentError(f"{self.low_rank!r} has no leaf for {name}; pass a tree like the parameters.")
+        found = self.vectors[path]
+        if found.shape[1:] != shape:
+            raise ArgumentError(
+                f"{self.low_rank!r}: vectors{path} has shape {list(found.shape)}, but for {name} of shape "
+                f"{list(shape)} it has to be {[len(found), *shape]}."
+            )
+        return found
+
+    def _of_its_own(self, shares: Shares) -> torch.Tensor:
+        """What it is with the matrix of one parameter."""
+        cotangent = shares.columns.left[shares.uses[0].site]
+        given = self.of(shares.name(shares.place), shares.leaf.shape)
+        if given is None:
+            assert cotangent is not None
+            return shares.leaf.new_zeros(shares.samples.count, len(cotangent), len(cotangent))
+        if isinstance(given, Kronecker):
+            return self._in_eigenbasis(shares, given)
+        like = {"dtype": torch.promote_types(shares.leaf.dtype, torch.float32), "device": shares.leaf.device}
+        given = given.to(**like) if isinstance(given, torch.Tensor) else torch.tensor(given, **like)
+        return shares.covariances(given.expand(shares.leaf.shape))
 
     def _in_eigenbasis(self, shares: Shares, basis: Kronecker) -> torch.Tensor:
         """That of a matrix with eigenvalues: from the operands of the layers, if it is of these."""
@@ -82,3 +113,8 @@ class PredictiveCovariance(EachSample):
             return rotated(shares, basis, joint is not None, check=True).covariances(basis.values)
         except Unfactored:
             return shares.covariances_by(lambda share: basis @ share)
+
+
+def _place(given: dict[str, Any], name: str) -> str | None:
+    """The key path, among those of a tree like the parameters, that a parameter of this name is at."""
+    return max((path for path in given if name.endswith(path)), key=len, default=None)

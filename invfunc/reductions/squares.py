@@ -85,6 +85,21 @@ class InnerProducts(Reduction):
         return (0, 1 + len(found.outputs[0]))
 
 
+class ProductsOfColumns(InnerProducts):
+    """The same of the columns of a square root: `[V, n, V, n]`."""
+
+    rooted = "all"
+
+    def __init__(self) -> None:
+        super().__init__(per_parameter=False)
+
+    def finish(self, state: State, found: Found) -> list[Any]:
+        return [state[0]]
+
+    def sample_axes(self, found: Found) -> tuple[int, ...]:
+        return (1, 3)
+
+
 class ProductsWithOthers(InnerProducts):
     """The same with others, the last samples of a run."""
 

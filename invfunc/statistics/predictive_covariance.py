@@ -7,6 +7,7 @@ from typing import Any
 
 from invfunc import tree
 from invfunc.column_options import covariances
+from invfunc.low_rank import LowRank
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.predictive import PredictiveCovariance
 from invfunc.reductions.quantity import JACOBIAN
@@ -15,7 +16,7 @@ from invfunc.statistic import Statistic
 
 def predictive_covariance(
     f: Callable,
-    covariance: tree.Tree | float,
+    covariance: tree.Tree | LowRank | float,
     *,
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
@@ -26,18 +27,18 @@ def predictive_covariance(
     """The covariance of the outputs of each sample, where the parameters have a covariance: `J S J^T`.
 
         J = torch.cat([j.flatten(2) for j in batch_jacobian(f)(params, *inputs).values()], 2)    # [N, C, P]
-        torch.einsum("ncp,pq,ndq->ncd", J, S, J)                 # S [P, P]: a block for each parameter
+        torch.einsum("ncp,pq,ndq->ncd", J, S, J)     # S [P, P]: a block for each parameter, or of low rank over all
 
     It is that of a Laplace approximation, whose S is the inverse of a curvature with that of a prior (`inverse` of a
-    `Kronecker` with damping, the reciprocal of a `diag_ggn` with something added), and whose f is linear around its
-    parameters. J is not formed where an operation has a rule: of the factors of a layer s and a, and S = B (x) A, it is
-    `(s^T B s) (a^T A a)`.
+    `Kronecker` or of `Eigenpairs` with damping, the reciprocal of a `diag_ggn` with something added), and whose f is
+    linear around its parameters. J is not formed where an operation has a rule: of the factors of a layer s and a, and
+    S = B (x) A, it is `(s^T B s) (a^T A a)`.
 
     Args:
         f: a model function `f(params, *inputs)`, which returns one tensor `[N, *out]`.
         covariance: a tree like the parameters, with the variances of a parameter in a tensor of its shape, its matrix
             in a `Kronecker` (of its own, or of a weight and its bias, `joint=True`), or None for one that is known; or
-            a number, the variance of all entries.
+            a `LowRank`, a matrix over all parameters; or a number, the variance of all entries.
         out_dims: the sample axis of the outputs.
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
@@ -70,6 +71,12 @@ def predictive_covariance(
         >>> invfunc.predictive_covariance(model, S)(params, x).shape
         torch.Size([2, 1, 1])
 
+        Of that with the whole GGN, and a prior of variance 1 / 2:
+
+        >>> pairs = invfunc.eigenpairs(model, mse)(params, x, y)
+        >>> invfunc.predictive_covariance(model, pairs.inverse(2.0))(params, x).flatten().round(decimals=3)
+        tensor([0.2940, 0.4120])
+
         Between samples, too: `gram` of the outputs as a function of standard normal numbers z.
 
         >>> std = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).sqrt()
@@ -78,12 +85,12 @@ def predictive_covariance(
                 [ 1., 13.]])
 
     Composes with: `chunked` over samples and params, `streamed`, `distributed`; `torch.func.grad`, `vmap`, `jvp` around
-    it, and the gradient in the covariance. Of a low rank, `S = U U^T`, it is the product of `J U` with itself
-    (`linearize`).
+    it, and the gradient in the covariance.
 
     Cost: one forward pass, a pullback of all outputs of a sample at once, and products of what layers read and of their
     cotangents with the matrices. Where an operation has no rule, or S does not factor as its operation does, the rows
-    of J are formed, for some samples at a time. A decomposition of each `Kronecker`, once.
+    of J are formed, for some samples at a time. A decomposition of each `Kronecker`, once. Of k vectors of a `LowRank`
+    what layers read and their cotangents times each of them, and `[N, C, k]` is kept.
 
     Source: MacKay (1992); Ritter, Botev and Barber, "A scalable Laplace approximation for neural networks", ICLR 2018;
     Immer, Korzepa and Bauer, "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021.

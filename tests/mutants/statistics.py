@@ -7,6 +7,8 @@ CROSSED = "operations/test_thresholds.py"
 LONG = CROSSED + "::TestKFactors " + CROSSED
 KFAC = "reductions/test_kfac.py reductions/test_kfac_exact.py reductions/test_kfac_lengths.py"
 PEELED = "loss/test_peeled.py"
+EIGENPAIRS = "products/test_eigenpairs.py"
+LOW_RANK = "statistics/test_predictive_covariance.py::TestLowRank"
 DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo_sample.py"
 
 STATISTICS = [
@@ -418,5 +420,55 @@ STATISTICS = [
         'inner = sorted({c for labels, _ in terms for c in labels} - set("VN" + between))',
         "inner = sorted(set(output) - set(between))",
         "statistics/test_kfoc.py",
+    ),
+    # Eigenpairs, and covariances of low rank
+    Fault(
+        "the small matrix is decomposed in single precision",
+        "products/sample_space.py",
+        "gram.reshape(v * n, v * n).double()",
+        "gram.reshape(v * n, v * n)",
+        EIGENPAIRS + "::TestSolve::test_is_as_right_as_its_condition_in_single_precision",
+    ),
+    Fault(
+        "eigenvalues that are rounding have eigenvectors",
+        "products/sample_space.py",
+        "16 * eps * noise",
+        "0 * eps * noise",
+        EIGENPAIRS + "::TestPairs",
+    ),
+    Fault(
+        "what lies outside of the samples is not damped",
+        "products/sample_space.py",
+        "others * self._damping(damping).log()",
+        "others * 0",
+        EIGENPAIRS + "::TestPairs",
+    ),
+    Fault(
+        "f is run again with other random numbers",
+        "products/eigenpairs.py",
+        "            set_states(states)  # f is run again\n",
+        "",
+        EIGENPAIRS + "::TestRuns",
+    ),
+    Fault(
+        "products of samples in blocks are those within each",
+        "evaluation/engine.py",
+        "averaged or thin or pairs",
+        "averaged or thin",
+        EIGENPAIRS,
+    ),
+    Fault(
+        "vectors of a covariance have no weights",
+        "reductions/predictive.py",
+        "weighted = along if weights is None else along * weights.to(along)",
+        "weighted = along",
+        LOW_RANK,
+    ),
+    Fault(
+        "vectors of a covariance are not those of the entries that are read",
+        "per_sample/gradients.py",
+        "summed(projected(f, self._read(f, along)) for f in self.factors)",
+        "summed(projected(f, along.reshape(*f.use.param.shape, -1)) for f in self.factors)",
+        LOW_RANK,
     ),
 ]

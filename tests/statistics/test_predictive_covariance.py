@@ -11,7 +11,9 @@ from invfunc import (
     ArgumentError,
     ArgumentTypeError,
     Kronecker,
+    LowRank,
     chunked,
+    eigenpairs,
     kronecker,
     predictive_covariance,
     streamed,
@@ -127,6 +129,89 @@ class TestCovariance:
         factors = invfunc.kflr(f, F.mse_loss, joint=True)(params, x, y)
         t = predictive_covariance(f, inverses(factors, 0.1))
         invfunc.certified(t, generator=torch.Generator().manual_seed(0))(params, x)
+
+
+class TestLowRank:
+    """Of a matrix over all parameters at once."""
+
+    @given(net=networks(sequences=True), k=st.integers(1, 4))
+    def test_equals_the_whole_jacobian_with_the_whole_matrix(self, net, k):
+        u = tree.map_leaves(lambda p: Numbers(p.numel())(k, *p.shape), net.params)
+        given, rows = LowRank(u, Numbers(2)(k).square(), 0.3), jacobian(net)
+        flat = torch.cat([x.reshape(k, -1) for x in tree.tensors(u)], 1)
+        whole = (flat.T * given.weights) @ flat + 0.3 * torch.eye(flat.shape[1]).double()
+        t, wanted = predictive_covariance(net.f, given), rows @ whole @ rows.mT
+        certified = invfunc.certified(t, generator=torch.Generator().manual_seed(0))
+        for each in (t, in_blocks(t), generic(t), chunked(t, 2), chunked(t, 2, over="params"), certified):
+            found = each(net.params, net.x)
+            assert_trees_close(found.reshape(wanted.shape), wanted, EXACT, EXACT)
+
+    @given(net=networks(), loss=st.sampled_from(LOSSES))
+    def test_is_that_of_laplaces_approximation(self, net, loss):
+        pairs = eigenpairs(net.f, loss)(net.params, net.x, loss.target(Numbers(1), net.n))
+        found = predictive_covariance(net.f, pairs.inverse(0.1))(net.params, net.x)
+        solved = pairs.solve(invfunc.batch_jacobian(net.f)(net.params, net.x), 0.1)
+        wanted = (
+            jacobian(net)
+            @ torch.cat([x.flatten(2) if x.ndim > 2 else x[..., None] for x in tree.tensors(solved)], 2).mT
+        )
+        assert_trees_close(found, wanted, 1e-8, 1e-8)
+
+    def test_is_differentiated(self):
+        w, x, u = Numbers(0)(3, 2), Numbers(1)(4, 3), Numbers(2)(5, 3, 2)
+
+        def total(u, weights, scale):
+            return predictive_covariance(lambda w, x: torch.tanh(x @ w), LowRank(u, weights, scale))(w, x).sum()
+
+        def formula(u, weights, scale):
+            j = invfunc.batch_jacobian(lambda w, x: torch.tanh(x @ w))(w, x).sum(1).flatten(1)
+            along = j @ u.flatten(1).T
+            return (along.square() * weights).sum() + scale * j.square().sum()
+
+        args = u, Numbers(3)(5), torch.tensor(0.5).double()
+        found, wanted = (torch.func.grad(t, argnums=(0, 1, 2))(*args) for t in (total, formula))
+        assert_trees_close(found, wanted, EXACT)
+
+    def test_of_batches(self):
+        w, x, u = Numbers(0)(3, 2), Numbers(1)(5, 3), Numbers(2)(4, 3, 2)
+        t = predictive_covariance(lambda w, x: torch.tanh(x @ w), LowRank(u))
+        wanted = t(w, x)
+        assert_trees_close(streamed(t)(w, [(x[:2],), (x[2:],)]), wanted, EXACT)
+        picked = predictive_covariance(lambda w, x: torch.tanh(x @ w), LowRank(u), samples=[3, 1])(w, x)
+        assert_trees_close(picked, wanted[[3, 1]], EXACT)
+
+    def test_forms_no_jacobian(self):
+        """Of 64 samples with 10 outputs it would have 640 MiB."""
+        w, x = torch.randn(512, 512), torch.randn(64, 512)
+        t = predictive_covariance(lambda w, x: torch.tanh(x @ w)[:, :10], LowRank(torch.randn(4, 512, 512), scale=1.0))
+        t(w, x)
+        assert peak_memory(lambda: t(w, x))[1] < 80 * 2**20
+
+    def test_refuses_other_shapes(self):
+        params, x = {"w": torch.ones(3, 2)}, torch.ones(4, 3)
+
+        def f(p, x):
+            return x @ p["w"]
+
+        with pytest.raises(ArgumentError, match=r"LowRank\(2 vectors, scale=0.0\) has no leaf for params\['w'\]"):
+            predictive_covariance(f, LowRank({"b": torch.ones(2, 2)}))(params, x)
+        with pytest.raises(
+            ArgumentError, match=r"vectors\['w'\] has shape \[3, 2\], but for params\['w'\] of shape \[3, 2\]"
+        ):
+            predictive_covariance(f, LowRank({"w": torch.ones(3, 2)}))(params, x)
+
+
+def jacobian(net):
+    """`[N, C, P]`"""
+    found = invfunc.batch_jacobian(net.f)(net.params, net.x)
+    pairs = zip(tree.tensors(found), tree.tensors(net.params), strict=True)
+    return torch.cat([j.reshape(net.n, -1, p.numel()) for j, p in pairs], 2)
+
+
+def test_one_variance_has_all_digits():
+    w, x = Numbers(0)(3, 2), Numbers(1)(4, 3)
+    found = predictive_covariance(lambda w, x: x @ w, 0.1)(w, x)
+    assert_trees_close(found, 0.1 * x.square().sum(1)[:, None, None] * torch.eye(2).double(), 1e-14)
 
 
 def test_refusals():

@@ -1,0 +1,201 @@
+"""The eigenvalues and eigenvectors of a curvature matrix, by way of a small one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc._functorch import transforming
+from invfunc._generators import set_states, state_of
+from invfunc._values import anywhere
+from invfunc.callables import check_functions, describe
+from invfunc.column_options import fisher_columns
+from invfunc.errors import ArgumentError
+from invfunc.evaluation.engine import Engine
+from invfunc.loss.square_root import Columns, rooted
+from invfunc.passes.by_place import other_again
+from invfunc.passes.loss import Made, Split
+from invfunc.passes.run import Run
+from invfunc.plan import Options
+from invfunc.products.curvature import of_root, split_of_fisher
+from invfunc.products.given import Given
+from invfunc.products.maps import Kind, Linear
+from invfunc.products.product import Space
+from invfunc.products.rows import Rows
+from invfunc.products.sample_space import Eigenpairs
+from invfunc.recording.checks import same_values
+from invfunc.recording.problem import InDims, Problem, problem
+from invfunc.recording.random import torchs_own
+from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
+from invfunc.reductions.squares import ProductsOfColumns
+from invfunc.transform import ArgumentNames, Transform
+
+
+def eigenpairs(
+    f: Callable,
+    loss: Callable | None = None,
+    *,
+    fisher: str = "exact",
+    mc_samples: int = 1,
+    generator: torch.Generator | None = None,
+    sample: Callable | None = None,
+    in_dims: InDims = 0,
+    out_dims: int = 0,
+    has_aux: bool = False,
+) -> Decomposition:
+    """The eigenpairs of the generalised Gauss-Newton matrix (GGN), or of the empirical Fisher matrix.
+
+        S = sqrt_ggn(f, loss)(params, *inputs, target)       # [V, N, *p]; "empirical": batch_grad
+        l, Q = torch.linalg.eigh(S @ S.T)                    # [V N, V N], as P of H = S.T @ S may be too many
+        E = Q.T @ S / l.sqrt()[:, None]                      # H @ E[k] == l[k] * E[k]
+
+    Neither S nor the matrix [P, P] is formed: `S S^T` comes from `gram`'s products of factors, and all that follows is
+    products with J and J^T. The result solves damped systems exactly in the space of the samples,
+    `(H + d)^-1 v = (v - S^T (S S^T + d)^-1 S v) / d`: natural gradients, influence functions, the covariance of a
+    Laplace approximation.
+
+    Args:
+        f: a model function `f(params, *inputs)`. Without `loss`, a loss function `f(params, *batch)`, whose outputs are
+            found as those of `diag_ggn` are.
+        loss: `loss(outputs, target)`, convex in the outputs, a scalar or `[N]`, which keeps the samples apart.
+        fisher: "exact", the GGN, with V columns for each sample: one less than classes of a cross entropy, one for each
+            output of another loss; "mc", its estimate of drawn columns, V = `mc_samples`; "empirical", of the shares of
+            the gradient, V = 1. A mean loss puts 1/N into a GGN and 1/N^2 into the empirical matrix.
+        mc_samples, generator, sample: as in `kfac`, for `fisher="mc"`.
+        in_dims, out_dims, has_aux: as in `ggnvp`.
+
+    Returns:
+        A function `(params, *inputs, target) -> Eigenpairs`, without `loss` `(params, *batch) -> Eigenpairs`. It has
+        `values [k]`, those that are not 0, largest first; `vectors(top)`, a tree with leaves `[k, *p]`;
+        `solve(v, damping)`, `pairs @ v`, `logdet(damping)`, `trace()`; `slopes(top)` and `curvatures(top)`, `[N, k]` of
+        each sample; `inverse(damping, top)` for `predictive_covariance`. `kronecker.solve` and `logdet` take it, too.
+
+    Raises:
+        SplitError, ConvexityError, SampleAxisError, ArgumentError: as in `diag_ggn`; inside of torch.func; gradients
+            that are not finite.
+        RandomnessError: f gives something else when it is run again, as it draws from a generator of its own.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda w, x: x @ w
+        >>> w, x, y = torch.zeros(3, 1), torch.tensor([[1.0, 1.0, 0.0], [1.0, -1.0, 0.0]]), torch.ones(2, 1)
+        >>> pairs = invfunc.eigenpairs(f, torch.nn.MSELoss(reduction="sum"))(w, x, y)      # diag(4, 4, 0)
+        >>> pairs.values.round(decimals=3)
+        tensor([4., 4.])
+        >>> pairs.solve(torch.tensor([[5.0], [10.0], [2.0]]), damping=1.0).round(decimals=3)
+        tensor([[1.],
+                [2.],
+                [2.]])
+
+        Influence of each sample on a loss: what leaving it out does to it, to first order.
+
+        >>> losses = lambda w, x, y: (x @ w - y).square()[:, 0]
+        >>> of_test = torch.tensor([[1.0], [0.0], [0.0]])                 # the gradient of the loss of a test sample
+        >>> step = pairs.solve(of_test, damping=1.0)
+        >>> (invfunc.batch_grad(losses)(w, x, y) * step).flatten(1).sum(1).round(decimals=3)
+        tensor([-0.4000, -0.4000])
+
+        How sure the model is, by Laplace's approximation with a prior of variance 1.
+
+        >>> invfunc.predictive_covariance(f, pairs.inverse(1.0))(w, x).round(decimals=3).flatten()
+        tensor([0.4000, 0.4000])
+
+    Composes with: see `Eigenpairs`. Not with `torch.func` around it, as how many eigenvalues there are depends on
+    numbers, nor with `chunked`, `streamed`, `distributed`.
+
+    Cost: two forward passes, those of `gram` with V columns for each sample, and an eigendecomposition of `[V N, V N]`,
+    in float64: `(V N)^3`, and some `20 (V N)^2` bytes more than that, for V N up to some 10^4. The graph of a
+    linearisation is kept. Where V N is larger than P it is right and wasteful: form the matrix of `ggnvp` instead, or
+    draw columns.
+
+    Source: Dangel, Tatzel and Hennig, "ViViT: curvature access through the generalized Gauss-Newton's low-rank
+    structure", TMLR 2022; Koh and Liang, "Understanding black-box predictions via influence functions", ICML 2017; Ren
+    and Goldfarb, "Efficient subsampled Gauss-Newton and natural gradient methods", 2019.
+    """
+    columns = fisher_columns("eigenpairs", fisher, mc_samples, generator, sample)
+    return Decomposition(f, columns["kind"], loss, columns.get("drawing"), in_dims, out_dims, has_aux)
+
+
+@dataclass(frozen=True, repr=False)
+class Decomposition(Transform):
+    """A function `(params, *batch) -> Eigenpairs`."""
+
+    f: Callable
+    kind: ColumnKind
+    loss: Callable | None = None
+    drawing: Drawing | None = None
+    in_dims: InDims = 0
+    out_dims: int = 0
+    has_aux: bool = False
+    owned = False  # what it gives is no tree
+    outermost = True
+
+    def __post_init__(self) -> None:
+        check_functions("eigenpairs", self.f, self.loss)
+
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f", {describe(self.loss)}"
+        return f"eigenpairs({describe(self.f)}{loss})"
+
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> tuple[Any, Any]:
+        if transforming():
+            raise ArgumentError(
+                "it is inside of a transform of torch.func, where there are no eigenpairs, as how many there are "
+                "depends on numbers. Take them outside, and transform what is done with them."
+            )
+        with torch.no_grad():
+            dims = self.in_dims, self.out_dims, self.has_aux
+            given, before = Given(self.f, self.loss, args, kwargs, names, *dims, self.drawing), torchs_own()
+            states = [(g, state_of(g)) for g in before]
+            with given.scope:
+                split = self._split(given)
+                root, slope, columns = self._rows(given, split)
+                aux = given.scope.result(given.aux)
+            set_states(states)  # f is run again
+            again = problem(self.f, self.loss, args, kwargs, 0, *dims, names)
+            (gram,), _ = _Grams(again, Quantity(ProductsOfColumns(), self.kind), columns, split).result()
+            if anywhere(~gram.isfinite()):
+                raise ArgumentError("the inner products of the shares are not finite: f or its loss gives NaN or inf.")
+            space = Space(names, given.structure, [Kind.of(p) for p in given.leaves])
+            return Eigenpairs(repr(self), space, root, slope, gram), aux
+
+    def _rows(self, given: Given, split: Split) -> tuple[Linear, Linear | None, list[Columns]]:
+        """The square root as a map, the shares of the gradient as another, and the columns of the first."""
+        with given.mode.back(split.result.device):
+            slope = [split.gradient()] if split.roots else []
+            if self.kind.first_order:
+                return of_root(given, split, Rows(split, slope)), None, slope
+            columns = [rooted(c, "all") for c in split.hessian()] if self.drawing is None else []
+            columns = split.drawn(self.drawing, "eigenpairs") if self.drawing is not None else columns
+        root, gradient = (of_root(given, split, Rows(split, c)) for c in (columns, slope))
+        return root, gradient, columns
+
+    def _split(self, given: Given) -> Split:
+        if self.kind.first_order:
+            return split_of_fisher(given)
+        return given.found_split() if self.loss is None else given.given_split(each=True)
+
+
+class _Grams(Engine):
+    """The inner products of columns that are known, so that they are those of the map: there are many square roots."""
+
+    def __init__(self, given: Problem, quantity: Quantity, columns: list[Columns], first: Split) -> None:
+        """`first` is what the run before has given, which recorded the map."""
+        super().__init__(given, Options(), [quantity])
+        self.columns, self.first = columns, first
+
+    def _made(self, split: Split) -> Made:
+        self._check([r.value for r in split.roots], [r.value for r in self.first.roots], "other outputs")
+        return {q.columns: self.columns for q in self.quantities}
+
+    def _ones(self, run: Run) -> Made:
+        self._check([run.result], [self.first.result], "another loss")
+        return super()._ones(run)
+
+    def _check(self, found: list[torch.Tensor], first: list[torch.Tensor], what: str) -> None:
+        """Both runs have to be of the same numbers, also where f draws from a generator of its own."""
+        if not all(map(same_values, found, first)):
+            raise other_again(what)

@@ -1,0 +1,194 @@
+"""A curvature matrix over all parameters by the eigenvectors of a small one, over the columns of the samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from invfunc import thresholds, tree
+from invfunc._symmetric import Damping, damped, wide
+from invfunc._values import anywhere
+from invfunc.errors import ArgumentError, InvFuncError
+from invfunc.kronecker.whole import Whole
+from invfunc.low_rank import LowRank
+from invfunc.products.maps import Linear
+from invfunc.products.product import Space
+from invfunc.transform import told
+
+
+class Eigenpairs(Whole):
+    """A symmetric positive semi-definite matrix over all parameters, `H = S^T S`, known by `S S^T = Q diag(l) Q^T`.
+
+        S = torch.cat([s.flatten(0, 1).flatten(1) for s in sqrt_ggn(f, loss)(params, x, y).values()], 1)   # [V N, P]
+        l, Q = torch.linalg.eigh(S @ S.T)                # as long as there are samples, not parameters
+        E = Q.T @ S / l.sqrt()[:, None]                  # the eigenvectors of H with eigenvalues that are not 0
+        v / damping - S.T @ Q @ ((Q.T @ S @ v) / (damping * (damping + l)))      # (H + damping)^-1 v
+
+    S is not formed: `S v` and `S^T u` are products with the Jacobian and its transpose. `eigenpairs` makes it.
+
+    Eigenvalues count as 0 below `16 eps (l_max + sqrt(V N) d_max)`, with d_max the largest entry on the diagonal of
+    `S S^T` and eps of the dtype of the parameters: what is smaller is rounding. These are left out of `values`,
+    `vectors`, `slopes`, `curvatures` and `inverse`; `solve` and `logdet` take all that are not negative. An eigenvector
+    is right up to about that threshold over its eigenvalue.
+
+    Composes with: `kronecker.solve` and `kronecker.logdet` in place of factors, `predictive_covariance` (`inverse`);
+    `torch.func.grad`, `vmap`, `jvp` around `solve` and `@` in v, around `solve`, `logdet` and `inverse` in damping.
+    There are no derivatives in the parameters and data, and it cannot be saved: it holds a graph.
+
+    Cost: `solve`, `@`: a product with J and one with J^T, about half of a gradient each, in the memory of the graph
+    that is kept. `vectors`, `slopes`: one or two such products for each vector, 16 at a time; `vectors` and `inverse`
+    take `k P` numbers. `curvatures`, `values`, `logdet`: none.
+
+    Source: Dangel, Tatzel and Hennig, "ViViT", TMLR 2022; Woodbury (1950).
+    """
+
+    def __init__(self, shown: str, space: Space, root: Linear, slope: Linear | None, gram: torch.Tensor) -> None:
+        """Of the rows S as a map, those of the gradient as another, unless they are S, and S S^T `[V, N, V, N]`."""
+        self._shown, self._space, self._root, self._slope = shown, space, root, slope
+        v, n, *_ = gram.shape
+        small, kept = gram.reshape(v * n, v * n).double(), min(v * n, self.size)
+        values, vectors = (x.flip(-1)[..., :kept] for x in torch.linalg.eigh(small))
+        noise = values[:1].sum() + math.sqrt(v * n) * F.pad(small.diagonal(), (0, 1)).amax()
+        eps = max(torch.finfo(kind.dtype).eps for kind in space.kinds)
+        self.rank = int((values > 16 * eps * noise).sum())
+        dtype = wide(gram.dtype)
+        self._all, self._rows = values.clamp(min=0).to(dtype), vectors.T.to(dtype).reshape(kept, v, n)
+
+    def __repr__(self) -> str:
+        return f"Eigenpairs({self._shown}, rank {self.rank} of {self.size})"
+
+    @property
+    def size(self) -> int:
+        """P, how many numbers the parameters have."""
+        return sum(kind.shape.numel() for kind in self._space.kinds)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The eigenvalues that are not 0, the largest first: `[k]`."""
+        return self._all[: self.rank]
+
+    def vectors(self, top: int | None = None) -> Any:
+        """The eigenvectors of the largest eigenvalues, of all that are not 0 by itself: a tree with leaves `[k, *p]`.
+
+        They are orthogonal and of length 1, over all leaves together.
+        """
+        count, found, start = self._count("vectors", top), [], 0
+        found = [kind.zeros(count) for kind in self._space.kinds]
+        for block in self._blocks(count):
+            stop = start + len(block[0])
+            for whole, part in zip(found, block, strict=True):
+                whole[start:stop] = part
+            start = stop
+        return self._space.tree(found)
+
+    def slopes(self, top: int | None = None) -> torch.Tensor:
+        """The slope of each sample along the eigenvectors, `G[n] . e_k`: `[N, k]`, which sum to those of the loss."""
+        count = self._count("slopes", top)
+        if self._slope is None:
+            return (self._all[:count].sqrt()[:, None] * self._rows[:count, 0]).T
+        found = [self._slope(block, 1)[0][:, 0] for block in self._blocks(count)]
+        return torch.cat(found).T if found else self._all.new_zeros(self._rows.shape[2], 0)
+
+    def curvatures(self, top: int | None = None) -> torch.Tensor:
+        """The curvature of each sample along the eigenvectors, `e_k^T H[n] e_k`: `[N, k]`, which sum to `values`."""
+        count = self._count("curvatures", top)
+        return (self._all[:count, None] * self._rows[:count].square().sum(1)).T
+
+    def trace(self) -> torch.Tensor:
+        """The sum of the eigenvalues."""
+        return self._all.sum()
+
+    def __matmul__(self, v: Any) -> Any:
+        """The product with a tree of vectors `[*lead, *p]`."""
+
+        def product() -> Any:
+            vectors, lead = self._leaves(v)
+            return self._space.tree(self._root.transposed(self._root(vectors, lead), lead))
+
+        return self._told(" @ v", product)
+
+    def solve(self, v: Any, damping: Damping = 0.0) -> Any:
+        """The product of the inverse of `H + damping I` with a tree of vectors `[*lead, *p]`."""
+
+        def solved() -> Any:
+            vectors, lead = self._leaves(v)
+            scale, weights = self._inverse(damping)
+            (along,) = self._root(vectors, lead)
+            inner = torch.tensordot(along.to(self._rows), self._rows, ([-2, -1], [1, 2])) * weights
+            sent = torch.tensordot(inner, self._rows, 1).to(along.dtype)
+            images = self._root.transposed([sent], lead)
+            return self._space.tree([(scale * x).to(x) + y for x, y in zip(vectors, images, strict=True)])
+
+        return self._told(".solve(v, damping)", solved)
+
+    def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
+        """The logarithm of the determinant of `H + damping I`."""
+
+        def found() -> torch.Tensor:
+            total, others = (self._damping(damping) + self._all).log().sum(), self.size - len(self._all)
+            return total + others * self._damping(damping).log() if others else total
+
+        return self._told(".logdet(damping)", found)
+
+    def inverse(self, damping: Damping = 0.0, top: int | None = None) -> LowRank:
+        """The inverse of `H + damping I` as the covariance that it is in a Laplace approximation, in `k P` numbers.
+
+        With `top`, of the matrix of so many eigenvectors in place of H: the covariance along all others is that of the
+        damping alone, the prior.
+        """
+
+        def inverted() -> LowRank:
+            count = self._count("inverse", top)
+            shift = self._damping(damping, count)
+            values = self._all[:count]
+            if anywhere(shift == 0):
+                return LowRank(self.vectors(top), values.reciprocal())
+            return LowRank(self.vectors(top), -values / (shift * (shift + values)), shift.reciprocal())
+
+        return self._told(".inverse(damping)", inverted)
+
+    def _inverse(self, damping: Damping) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factor of v, and those of its products with the rows of the small matrix's eigenvectors."""
+        shift = self._damping(damping)
+        if anywhere(shift == 0):
+            return shift, self._all.square().reciprocal()
+        return shift.reciprocal(), -1 / (shift * (shift + self._all))
+
+    def _damping(self, damping: Damping, rank: int | None = None) -> torch.Tensor:
+        """Damping, which may be 0 if there are as many eigenvectors as parameters."""
+        shift = damped(damping, "") + torch.zeros((), dtype=self._all.dtype, device=self._all.device)
+        rank = self.rank if rank is None else rank
+        if rank < self.size and anywhere(shift == 0):
+            raise ArgumentError(
+                f"damping is 0, but a matrix of rank {rank} over {self.size} parameters has no inverse without. Pass "
+                "damping."
+            )
+        return shift
+
+    def _leaves(self, v: Any) -> tuple[list[torch.Tensor], int]:
+        """The leaves of vectors, and how many axes they have in front."""
+        first, kind = dict(tree.named_leaves(v)).get(self._space.paths[0]), self._space.kinds[0]
+        lead = max(0, first.ndim - len(kind.shape)) if isinstance(first, torch.Tensor) else 0
+        return self._space.leaves(v, "v", lead), lead
+
+    def _count(self, called: str, top: int | None) -> int:
+        if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
+            raise ArgumentError(f"{self!r}.{called}(top={top!r}): top has to be an int, 1 or more.")
+        return self.rank if top is None else min(top, self.rank)
+
+    def _blocks(self, count: int) -> Iterator[list[torch.Tensor]]:
+        """The first eigenvectors, some at a time."""
+        for start in range(0, count, thresholds.DIRECTIONS):
+            part = slice(start, min(count, start + thresholds.DIRECTIONS))
+            sent = self._rows[part] / self._all[part, None, None].sqrt()
+            yield self._root.transposed([sent.to(self._root.there.into[0].dtype)], 1)
+
+    def _told(self, call: str, compute: Callable[[], Any]) -> Any:
+        try:
+            return compute()
+        except InvFuncError as error:
+            raise told(error, f"{self!r}{call}") from error.__cause__

@@ -1,0 +1,455 @@
+"""Eigenpairs of curvature matrices, and what is solved by them, against the whole matrices."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.sparse.linalg import aslinearoperator, cg
+from torch import nn
+from torch.func import grad, vmap
+
+import invfunc
+from invfunc import (
+    ArgumentError,
+    ArgumentTypeError,
+    RandomnessError,
+    SampleAxisError,
+    SplitError,
+    eigenpairs,
+    fvp,
+    ggnvp,
+    kronecker,
+    linear_operator,
+    tree,
+)
+from invfunc.testing.memory import peak_memory
+from invfunc.testing.values import moved
+from tests import matrices
+from tests.laws import composed
+from tests.matrices import assert_near, flat, shaped
+from tests.networks import LOSSES, network, networks, samples_loss
+from tests.products.test_products import arranged
+from tests.strategies import Numbers
+
+DAMPING = 0.1
+RTOL = {torch.float64: 1e-9, torch.float32: 3e-4}
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def of_drawn(f, loss):
+    options = {"mc_samples": 2, "generator": seeded()}
+    product = fvp(f, loss, mc_samples=2, generator=seeded())
+    return eigenpairs(f, loss, fisher="mc", **options), lambda f, loss, *args: matrices.of(product, *args)
+
+
+def of_shares(f, loss, *given):
+    def matrix(f, loss, *args):
+        g = rows(invfunc.batch_grad(composed(f, loss))(*args))
+        return g.T @ g
+
+    return eigenpairs(*given, fisher="empirical"), matrix
+
+
+FORMS = {
+    "f and loss": lambda f, loss: (eigenpairs(f, loss), matrices.ggn),
+    "f": lambda f, loss: (eigenpairs(composed(f, loss)), matrices.ggn),
+    "drawn": of_drawn,
+    "empirical, f and loss": lambda f, loss: of_shares(f, loss, f, loss),
+    "empirical": lambda f, loss: of_shares(f, loss, composed(f, loss)),
+}
+"""How it is made of a model function and a loss, with the matrix that it is of."""
+
+
+def rows(vectors):
+    """`[k, P]`"""
+    return torch.cat([x.reshape(len(x), -1) for x in tree.leaves(vectors)], 1)
+
+
+def damped(matrix, damping=DAMPING):
+    return matrix + damping * torch.eye(len(matrix)).to(matrix)
+
+
+def several(v, like):
+    """Vectors `[*lead, P]` as a tree."""
+    leaves, structure = tree.flatten(like)
+    parts = v.split([x.numel() for x in leaves], -1)
+    shaped = [x.reshape(*v.shape[:-1], *p.shape) for x, p in zip(parts, leaves, strict=True)]
+    return tree.unflatten(shaped, structure)
+
+
+class TestPairs:
+    @pytest.mark.quick
+    @given(
+        net=networks(sequences=True),
+        loss=st.sampled_from(LOSSES),
+        form=st.sampled_from([*FORMS]),
+        reduction=st.sampled_from(["mean", "sum", "none"]),
+    )
+    def test_are_those_of_the_matrix(self, device, dtype, net, loss, form, reduction):
+        """Products, solutions, determinants, traces, and what each sample adds along the eigenvectors."""
+        form = "f" if loss.called == "log cosh of outputs" and form == "drawn" else form  # which has no sampler
+        criterion, args = arranged(net, loss, reduction)
+        args, rtol, n = moved(args, dtype, device), RTOL[dtype], net.n
+        t, of = FORMS[form](net.f, criterion)
+        pairs, matrix, params = t(*args), of(net.f, criterion, *args), args[0]
+        assert pairs.size == len(matrix) and pairs.values.dtype == dtype
+        assert torch.equal(pairs.values, pairs.values.sort(descending=True)[0]) and (pairs.values > 0).all()
+        e = rows(pairs.vectors())
+        assert_near(e.T @ (pairs.values[:, None] * e), matrix, rtol)
+        sure = pairs.values > 1e-3 * pairs.values.sum()
+        assert_near((e @ e.T)[sure][:, sure], torch.eye(int(sure.sum())), 10 * rtol)
+        assert_near(pairs.trace(), matrix.trace(), rtol)
+        v, damping = Numbers(5)(len(matrix)).to(e), DAMPING * max(matrix.abs().max().item(), 1e-2)
+        assert_near(flat(pairs @ shaped(v, params)), matrix @ v, 10 * rtol)
+        wide = damped(matrix.double(), damping)
+        wanted = torch.linalg.solve(wide, v.double())
+        assert_near(flat(pairs.solve(shaped(v, params), damping)), wanted, 10 * rtol)
+        assert_near(flat(pairs.inverse(damping) @ shaped(v, params)), wanted, 10 * rtol)
+        assert_near(pairs.logdet(damping), torch.logdet(wide), 10 * rtol)
+        slopes = rows(invfunc.batch_grad(composed(net.f, criterion))(*args)) @ e.T
+        assert_near(pairs.slopes(), slopes, 10 * rtol)
+        curvatures = pairs.curvatures()
+        assert curvatures.shape == (n, pairs.rank)
+        assert_near(curvatures.sum(0), pairs.values, rtol)
+        if form.startswith("empirical"):
+            assert_near(curvatures, slopes.square(), 10 * rtol)
+        elif form != "drawn":
+            columns = invfunc.sqrt_ggn(net.f, criterion)(*args)
+            s = torch.cat([x.reshape(*x.shape[:2], -1) for x in tree.leaves(columns)], 2)
+            assert_near(curvatures, torch.einsum("vnp,kp->vnk", s, e).square().sum(0), 10 * rtol)
+
+    def test_of_several_outputs(self):
+        """Whose columns are of different kinds, in either form."""
+        params, x = {"w": Numbers(0)(4, 3), "u": Numbers(1)(4, 2)}, Numbers(2)(5, 4)
+        y = Numbers(3).below(3, 5), Numbers(4)(5, 2)
+
+        def f(p, x):
+            z = torch.tanh(x @ p["w"])
+            return z, x @ p["u"] + z[:, :2]
+
+        def loss(z, y):
+            return F.cross_entropy(z[0], y[0]) + F.mse_loss(z[1], y[1])
+
+        def joined(z, y):
+            return loss(z.split([3, 2], 1), y)
+
+        matrix = matrices.ggn(lambda p, x: torch.cat(f(p, x), 1), joined, params, x, y)
+        v = Numbers(5)(20)
+        for t in (eigenpairs(f, loss), eigenpairs(lambda p, x, y: loss(f(p, x), y))):
+            pairs = t(params, x, y)
+            assert_near(flat(pairs @ shaped(v, params)), matrix @ v, 1e-12)
+            assert_near(flat(pairs.solve(shaped(v, params), DAMPING)), torch.linalg.solve(damped(matrix), v), 1e-10)
+            assert_near(
+                pairs.slopes().sum(0), rows(pairs.vectors()) @ flat(grad(lambda p: loss(f(p, x), y))(params)), 1e-11
+            )
+
+    def test_of_losses(self):
+        """That come as they are, of which a model's outputs are not looked for."""
+        net, loss = network("perceptron"), LOSSES[1]
+        losses, args = samples_loss(net, loss), (net.params, net.x, loss.target(Numbers(1), net.n))
+        pairs, matrix = eigenpairs(losses, fisher="empirical")(*args), matrices.fisher(losses, *args)
+        v = Numbers(3)(len(matrix))
+        assert_near(flat(pairs.solve(shaped(v, net.params), DAMPING)), torch.linalg.solve(damped(matrix), v), 1e-10)
+
+    def test_of_the_largest_eigenvalues(self):
+        loss, net = LOSSES[0], network("convolution", 5)
+        args = net.params, net.x, loss.target(Numbers(1), 5)
+        pairs = eigenpairs(net.f, loss)(*args)
+        e = rows(pairs.vectors())
+        assert len(e) == 10 and torch.equal(rows(pairs.vectors(top=3)), e[:3])
+        assert_near(pairs.slopes(top=3), pairs.slopes()[:, :3], 1e-12)
+        assert_near(pairs.curvatures(top=3), pairs.curvatures()[:, :3], 1e-12)
+        assert len(rows(pairs.vectors(top=100))) == 10
+        few = pairs.inverse(DAMPING, top=3)
+        v = Numbers(2)(pairs.size)
+        matrix = e[:3].T @ (pairs.values[:3, None] * e[:3])
+        assert_near(flat(few @ shaped(v, net.params)), torch.linalg.solve(damped(matrix), v), 1e-10)
+
+    def test_are_as_many_as_the_rank(self, monkeypatch):
+        """Samples that come twice, that have no weight, and that are more than parameters; vectors in blocks."""
+        monkeypatch.setattr("invfunc.thresholds.DIRECTIONS", 3)
+        w, x, y = Numbers(0)(4, 3), Numbers(1)(3, 4), Numbers(2).below(3, 3)
+        loss, twice = partial(F.cross_entropy, ignore_index=2), torch.tensor([0, 1, 2, 0, 0, 1])
+        for args in ((w, x[twice], y[twice]), (w, 0 * x, y), (w, Numbers(3)(9, 4), Numbers(4).below(3, 9))):
+            matrix = matrices.ggn(lambda w, x: x @ w, loss, *args)
+            pairs = eigenpairs(lambda w, x: x @ w, loss)(*args)
+            assert pairs.rank == torch.linalg.matrix_rank(matrix, hermitian=True) == len(pairs.vectors())
+            v = Numbers(5)(4, 3)
+            wanted = torch.linalg.solve(damped(matrix), v.flatten())
+            assert_near(pairs.solve(v, DAMPING).flatten(), wanted, 1e-10)
+
+    def test_need_no_damping_where_they_are_all(self):
+        w, x, y = Numbers(0)(4, 2), Numbers(1)(9, 4), Numbers(2)(9, 2)
+        loss = nn.MSELoss(reduction="sum")
+        pairs, matrix = eigenpairs(lambda w, x: x @ w, loss)(w, x, y), torch.kron(2 * x.T @ x, torch.eye(2).double())
+        v = Numbers(3)(4, 2)
+        assert pairs.rank == pairs.size == 8
+        wanted = torch.linalg.solve(matrix, v.flatten())
+        assert_near(pairs.solve(v).flatten(), wanted, 1e-10)
+        assert_near((pairs.inverse() @ v).flatten(), wanted, 1e-10)
+        assert_near(pairs.logdet(), torch.logdet(matrix), 1e-12)
+
+    def test_of_attention_with_tied_and_frozen_parameters(self):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, dropout=0.0)
+        model = nn.Sequential(nn.Embedding(5, 4), layer, nn.Linear(4, 5, bias=False)).double()
+        model[2].weight = model[0].weight
+        layer.linear1.weight.requires_grad_(False)
+        f, params = invfunc.functional(model)
+        x, y = Numbers(1).below(5, 3, 4), Numbers(2).below(5, 3, 4)
+
+        def loss(z, y):
+            return F.cross_entropy(z.transpose(1, 2), y)
+
+        pairs, matrix = eigenpairs(f, loss)(params, x, y), matrices.ggn(f, loss, params, x, y)
+        v = Numbers(3)(pairs.size)
+        assert_near(flat(pairs.solve(shaped(v, params), DAMPING)), torch.linalg.solve(damped(matrix), v), 1e-9)
+
+    def test_form_no_rows(self):
+        """Those of 48 samples with 9 columns would have 440 MiB, the matrix 260 GiB."""
+        f, params = invfunc.functional(nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10)))
+        x, y = torch.randn(48, 512), torch.randint(10, (48,))
+        pairs = eigenpairs(f, F.cross_entropy)(params, x, y)
+        v = tree.map_tensors(torch.randn_like, params)
+        assert peak_memory(lambda: eigenpairs(f, F.cross_entropy)(params, x, y))[1] < 40 * 2**20
+        assert peak_memory(lambda: pairs.solve(v, 1.0))[1] < 16 * 2**20
+        assert peak_memory(lambda: pairs.vectors(top=2))[1] < 16 * 2**20
+
+
+class TestSolve:
+    def test_is_the_same_by_factors_products_and_the_whole_matrix(self):
+        """One linear layer under a squared error, whose matrix is a Kronecker product."""
+        f, params = invfunc.functional(nn.Linear(4, 2, bias=False).double())
+        x, y, v = Numbers(1)(9, 4), Numbers(2)(9, 2), {"weight": Numbers(3)(2, 4)}
+        of = f, nn.MSELoss(reduction="sum")
+        whole = damped(matrices.ggn(*of, params, x, y))
+        wanted = torch.linalg.solve(whole, flat(v))
+        for matrix in (eigenpairs(*of)(params, x, y), invfunc.kflr(*of)(params, x, y)):
+            assert_near(flat(kronecker.solve(matrix, v, DAMPING)), wanted, 1e-10)
+            assert_near(kronecker.logdet(matrix, DAMPING), torch.logdet(whole), 1e-10)
+        products = linear_operator(ggnvp(*of))(params, x, y) + aslinearoperator(DAMPING * np.eye(8))
+        found, info = cg(products, flat(v).numpy(), rtol=1e-13)
+        assert info == 0
+        assert_near(torch.tensor(found), wanted, 1e-10)
+
+    def test_composes(self):
+        """Axes in front, vmap and derivatives in v, derivatives in damping; v in another order."""
+        loss, net = LOSSES[0], network("affine", 3)
+        args = net.params, net.x, loss.target(Numbers(1), 3)
+        pairs, damping = eigenpairs(net.f, loss)(*args), torch.tensor(DAMPING, dtype=torch.float64)
+        inverse = damped(matrices.ggn(net.f, loss, *args)).inverse()
+        v, like = Numbers(2)(4, 2, pairs.size), net.params
+
+        def solve(v, damping=damping):
+            found = pairs.solve(several(v, like), damping)
+            return torch.cat([x.flatten(v.ndim - 1) for x in tree.leaves(found)], -1)
+
+        assert_near(solve(v), v @ inverse, 1e-11)
+        assert_near(vmap(vmap(solve), 1, 1)(v), v @ inverse, 1e-11)
+        of_v = grad(lambda v: (solve(v) * v).sum())(v)
+        assert_near(of_v, 2 * v @ inverse, 1e-11)
+        one = v[0, 0]
+        leaf = one.clone().requires_grad_()
+        (solve(leaf) * one).sum().backward()
+        assert_near(leaf.grad, inverse @ one, 1e-11)
+        assert_near(grad(lambda d: solve(one, d) @ one)(damping), -(inverse @ one) @ (inverse @ one), 1e-10)
+        assert_near(grad(pairs.logdet)(damping), inverse.trace(), 1e-10)
+        assert_near(vmap(pairs.logdet)(damping.expand(2)), pairs.logdet(damping).expand(2), 1e-12)
+        turned = dict(reversed(several(one, like).items()))
+        assert_near(flat(tree.map_leaves(lambda x: x, pairs.solve(turned, DAMPING))), inverse @ one, 1e-11)
+        assert solve(v[:0]).shape == (0, 2, pairs.size)
+
+    def test_is_as_right_as_its_condition_in_single_precision(self):
+        """Of the gradient, which lies in the range of the matrix, where nearly all of it cancels."""
+        f, params = invfunc.functional(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).double())
+        params = tree.map_tensors(lambda p: Numbers(p.numel())(*p.shape) / 2, params)
+        x, y = Numbers(1)(60, 16), Numbers(2).below(4, 60)
+        low = tree.map_tensors(torch.Tensor.float, params)
+        pairs, matrix = (
+            eigenpairs(f, F.cross_entropy)(low, x.float(), y),
+            matrices.ggn(f, F.cross_entropy, params, x, y),
+        )
+        v = flat(grad(lambda p: F.cross_entropy(f(p, x), y))(params))
+        for damping in (1e-2, 1e-4, 1e-6):
+            wanted = torch.linalg.solve(damped(matrix, damping), v)
+            error = (flat(pairs.solve(shaped(v.float(), low), damping)) - wanted).norm() / wanted.norm()
+            condition = pairs.values[0] / damping
+            assert error < torch.finfo(torch.float32).eps * condition / 5
+
+    def test_of_half_precision(self):
+        f, params = invfunc.functional(nn.Linear(4, 3).bfloat16())
+        x, y = Numbers(1)(5, 4).bfloat16(), Numbers(2).below(3, 5)
+        pairs = eigenpairs(f, F.cross_entropy)(params, x, y)
+        matrix = matrices.ggn(f, F.cross_entropy, *moved((params, x, y), torch.float64, "cpu"))
+        v = tree.map_tensors(torch.ones_like, params)
+        found = pairs.solve(v, 1.0)
+        assert all(x.dtype == torch.bfloat16 for x in tree.leaves(found))
+        assert_near(flat(found), torch.linalg.solve(damped(matrix, 1.0), torch.ones(15).double()), 0.03)
+
+
+def digits(count, classes=3):
+    """Images of the first few digits, their pixels between 0 and 1, and which they are."""
+    from sklearn.datasets import load_digits
+
+    x, y = map(torch.tensor, load_digits(n_class=classes, return_X_y=True))
+    return x[:count].double() / 16, y[:count].long()
+
+
+class TestInfluence:
+    """What leaving a digit out does: by solving, and by training anew."""
+
+    def test_of_ridge_regression_is_exact(self):
+        """Leverages in the batch give what is predicted without a sample; a Newton step gives its parameters."""
+        x, y = digits(40)
+        y, prior = F.one_hot(y, 3).double(), 2.0
+
+        def f(w, x):
+            return x @ w
+
+        def loss(z, y):
+            return (z - y).square().sum() / 2
+
+        def trained(x, y):
+            return torch.linalg.solve(x.T @ x + prior * torch.eye(64).double(), x.T @ y)
+
+        w = trained(x, y)
+        squares = nn.MSELoss(reduction="sum")  # twice the loss, so that damping is twice the prior
+        pairs = eigenpairs(f, squares)(w, x, y)
+        rows = F.one_hot(torch.tensor(0), 3) * x[..., None]  # of the Jacobian, those of the first output
+        leverage = 2 * (rows * pairs.solve(rows, 2 * prior)).sum((1, 2))
+        for n in (0, 7, 39):
+            rest = torch.arange(40) != n
+            without = trained(x[rest], y[rest])
+            assert_near((y - x @ w)[n] / (1 - leverage[n]), (y - x @ without)[n], 1e-9)
+            own = grad(lambda w, n=n: loss(f(w, x[n]), y[n]))(w)
+            step = eigenpairs(f, squares)(w, x[rest], y[rest]).solve(own, 2 * prior)
+            assert_near(w + 2 * step, without, 1e-9)
+
+    def test_of_logistic_regression_is_near(self):
+        x, y = digits(60)
+        test, truth = digits(120)
+        test, truth, prior = test[60:], truth[60:], 0.5
+        loss = partial(F.cross_entropy, reduction="sum")
+
+        def f(w, x):
+            return x @ w
+
+        def slope(w, x, y):
+            return grad(lambda w: loss(f(w, x), y))(w) + prior * w
+
+        def trained(w, x, y):
+            for _ in range(20):
+                step = eigenpairs(f, loss)(w, x, y).solve(slope(w, x, y), prior)
+                w = w - step
+                if step.abs().max() < 1e-10:
+                    return w
+            raise AssertionError("Newton's method has not converged")
+
+        def lost(w):
+            return F.cross_entropy(f(w, test), truth)
+
+        w = trained(torch.zeros(64, 3).double(), x, y)
+        assert slope(w, x, y).abs().max() < 1e-10
+        shares = invfunc.batch_grad(lambda w, x, y: F.cross_entropy(f(w, x), y, reduction="none"))(w, x, y)
+        influence = (shares * eigenpairs(f, loss)(w, x, y).solve(grad(lost)(w), prior)).sum((1, 2))
+        found, wanted, newton = [], [], []
+        for n in influence.abs().argsort(descending=True)[:8].tolist():
+            rest = torch.arange(60) != n
+            without = trained(w, x[rest], y[rest])
+            step = eigenpairs(f, loss)(w, x[rest], y[rest]).solve(shares[n], prior)
+            wanted.append(lost(without) - lost(w))
+            newton.append(lost(w + step) - lost(w))
+            found.append(influence[n])
+        found, wanted, newton = map(torch.stack, (found, wanted, newton))
+        assert torch.corrcoef(torch.stack([found, wanted]))[0, 1] > 0.95
+        assert (newton - wanted).norm() < 0.2 * (found - wanted).norm()
+
+
+class TestRuns:
+    def test_draw_the_same_numbers(self):
+        """As sqrt_ggn does of f once, and the generator ends there."""
+        f, params = invfunc.functional(nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 3)).double())
+        x, y = Numbers(1)(5, 4), Numbers(2).below(3, 5)
+        for of in ((f, F.cross_entropy), (composed(f, F.cross_entropy),)):
+            torch.manual_seed(0)
+            s = rows(tree.map_tensors(lambda s: s.flatten(0, 1), invfunc.sqrt_ggn(*of)(params, x, y)))
+            after = torch.get_rng_state()
+            torch.manual_seed(0)
+            pairs = eigenpairs(*of)(params, x, y)
+            assert torch.equal(torch.get_rng_state(), after)
+            assert_near(pairs.values, torch.linalg.eigvalsh(s @ s.T).flip(0)[: pairs.rank], 1e-10)
+            v = Numbers(3)(pairs.size)
+            assert_near(flat(pairs @ shaped(v, params)), s.T @ (s @ v), 1e-10)
+
+    def test_that_differ_are_refused(self):
+        generator, w, x, y = seeded(), Numbers(0)(4, 3), Numbers(1)(5, 4), Numbers(2).below(3, 5)
+
+        def f(w, x):
+            return x @ w * torch.rand(3, generator=generator)
+
+        losses = composed(f, partial(F.cross_entropy, reduction="none"))
+        for t in (eigenpairs(f, F.cross_entropy), eigenpairs(losses, fisher="empirical")):
+            with pytest.raises(RandomnessError, match=r"eigenpairs\(.*\)\(.*\): f gives .* when it runs again"):
+                t(w, x, y)
+
+    def test_leave_aux_and_dims(self):
+        w, x, y = Numbers(0)(4, 3), Numbers(1)(5, 4), Numbers(2).below(3, 5)
+        t = eigenpairs(
+            lambda w, x: ((x.T @ w).T, "aux"),
+            lambda z, y: F.cross_entropy(z.T, y),
+            in_dims=(1, 0),
+            out_dims=1,
+            has_aux=True,
+        )
+        pairs, aux = t(w.requires_grad_(), x.T, y)
+        assert aux == "aux" and not pairs.values.requires_grad
+        assert_near(pairs.values, eigenpairs(lambda w, x: x @ w, F.cross_entropy)(w, x, y).values, 1e-12)
+
+
+def test_refusals():
+    w, x, y = Numbers(0)(4, 3), Numbers(1)(5, 4), Numbers(2).below(3, 5)
+
+    def f(w, x):
+        return x @ w
+
+    t = eigenpairs(f, F.cross_entropy)
+    pairs = t(w, x, y)
+    assert repr(t) == "eigenpairs(f, cross_entropy)" and repr(pairs) == f"Eigenpairs({t!r}, rank 8 of 12)"
+    for fails in (lambda: pairs.solve(w), pairs.logdet, pairs.inverse):
+        with pytest.raises(ArgumentError, match=r"^Eigenpairs\(.*\)\..*: damping is 0, but a matrix of rank 8 over 12"):
+            fails()
+    with pytest.raises(ArgumentError, match=r"\.inverse\(damping\): damping is 0, but a matrix of rank 2 over 12"):
+        pairs.inverse(0.0, top=2)
+    with pytest.raises(ArgumentError, match=r"damping is -1.0, but has to be finite"):
+        pairs.solve(w, -1.0)
+    with pytest.raises(ArgumentTypeError, match=r"damping is str"):
+        pairs.solve(w, "a")
+    with pytest.raises(ArgumentError, match=r"\.solve\(v, damping\): v has shape \(4, 2\), but w has \(4, 3\)"):
+        pairs.solve(w[:, :2], DAMPING)
+    with pytest.raises(ArgumentTypeError, match=r" @ v: v has dtype torch.float32"):
+        pairs @ w.float()
+    for top in (0, 1.5, True):
+        with pytest.raises(ArgumentError, match=r"\.vectors\(top=.*\): top has to be an int, 1 or more"):
+            pairs.vectors(top)
+    with pytest.raises(ArgumentError, match=r"kronecker.solve\(factors, v\): split='pi' is of two factors"):
+        kronecker.solve(pairs, w, DAMPING, split="pi")
+    with pytest.raises(ArgumentError, match=r"eigenpairs\(f, cross_entropy\)\(w, x, target\): it is inside of"):
+        vmap(lambda x: t(w, x, y).values)(x[None])
+    with pytest.raises(ArgumentError, match=r"not finite: f or its loss gives NaN"):
+        t(w, x * math.nan, y)
+    with pytest.raises(SampleAxisError, match="batch_norm"):
+        eigenpairs(lambda w, x: F.batch_norm(x @ w, None, None, training=True), F.cross_entropy)(w, x, y)
+    with pytest.raises(SplitError, match=r"goes around the outputs"):
+        eigenpairs(lambda w, x, y: F.cross_entropy(x @ w, y) + w.square().sum())(w, x, y)
+    with pytest.raises(ArgumentError, match=r"eigenpairs\(fisher='all'\)"):
+        eigenpairs(f, F.cross_entropy, fisher="all")
+    with pytest.raises(ArgumentTypeError, match="Chunk what is in it"):
+        invfunc.chunked(t, 2)
