@@ -86,7 +86,7 @@ class LowRank:
         found, structure = tree.flatten(v)
         leaves = self.leaves([path for path, _ in tree.named_leaves(v)], "v")
         pairs = [*zip(leaves, found, strict=True)]
-        along = sum(torch.tensordot(_flat(x, u.ndim - 1), u.reshape(self.rank, -1), ([-1], [1])) for u, x in pairs)
+        along = sum(_flat(x, u.ndim - 1) @ u.reshape(self.rank, -1).T for u, x in pairs)
         along = along if self.weights is None else along * self.weights
         images = [torch.tensordot(along, u, 1) + self.scale * x for u, x in pairs]
         return tree.unflatten(images, structure)

@@ -165,7 +165,7 @@ class Decomposition(Transform):
     def _rows(self, given: Given, split: Split) -> tuple[Linear, Linear | None, list[Columns]]:
         """The square root as a map, the shares of the gradient as another, and the columns of the first."""
         with given.mode.back(split.result.device):
-            slope = [split.gradient()] if split.roots else []
+            slope: list[Columns] = [split.gradient()] if split.roots else []
             if self.kind.first_order:
                 return of_root(given, split, Rows(split, slope)), None, slope
             columns = [rooted(c, "all") for c in split.hessian()] if self.drawing is None else []

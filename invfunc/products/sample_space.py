@@ -118,7 +118,7 @@ class Eigenpairs(Whole):
             vectors, lead = self._leaves(v)
             scale, weights = self._inverse(damping)
             (along,) = self._root(vectors, lead)
-            inner = torch.tensordot(along.to(self._rows), self._rows, ([-2, -1], [1, 2])) * weights
+            inner = along.to(self._rows).flatten(-2) @ self._rows.flatten(1).T * weights
             sent = torch.tensordot(inner, self._rows, 1).to(along.dtype)
             images = self._root.transposed([sent], lead)
             return self._space.tree([(scale * x).to(x) + y for x, y in zip(vectors, images, strict=True)])

@@ -29,8 +29,9 @@ class PredictiveCovariance(EachSample):
 
     def __init__(self, covariance: float | dict[str, Covariance] | LowRank) -> None:
         """One variance for all entries of all parameters, what is of each, by its key path, or a matrix over all."""
-        self.low_rank = covariance if isinstance(covariance, LowRank) else LowRank({})
-        self.covariance = self.low_rank.scale if self.low_rank is covariance else covariance
+        over_all = isinstance(covariance, LowRank)
+        self.low_rank = covariance if over_all else LowRank({})
+        self.covariance = covariance.scale if over_all else covariance
         self.vectors = dict(tree.named_leaves(self.low_rank.vectors))
         self.constants = tuple(tree.tensors(covariance))
 

@@ -186,6 +186,14 @@ class TestPairs:
             wanted = torch.linalg.solve(damped(matrix), v.flatten())
             assert_near(pairs.solve(v, DAMPING).flatten(), wanted, 1e-10)
 
+    def test_of_one_class_are_none(self):
+        w, x, y = Numbers(0)(4, 1), Numbers(1)(5, 4), torch.zeros(5, dtype=torch.long)
+        pairs = eigenpairs(lambda w, x: x @ w, F.cross_entropy)(w, x, y)
+        assert pairs.rank == 0 and pairs.slopes().shape == pairs.curvatures().shape == (5, 0)
+        assert len(pairs.vectors()) == 0 and not (pairs @ w).any() and pairs.trace() == 0
+        assert_near(pairs.solve(w, DAMPING), w / DAMPING, 1e-12)
+        assert_near(pairs.logdet(DAMPING), torch.tensor(4 * math.log(DAMPING)), 1e-6)
+
     def test_need_no_damping_where_they_are_all(self):
         w, x, y = Numbers(0)(4, 2), Numbers(1)(9, 4), Numbers(2)(9, 2)
         loss = nn.MSELoss(reduction="sum")
