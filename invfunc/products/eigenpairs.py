@@ -106,10 +106,10 @@ def eigenpairs(
     Composes with: see `Eigenpairs`. Not with `torch.func` around it, as how many eigenvalues there are depends on
     numbers, nor with `chunked`, `streamed`, `distributed`.
 
-    Cost: two forward passes, those of `gram` with V columns for each sample, and an eigendecomposition of `[V N, V N]`,
-    in float64: `(V N)^3`, and some `20 (V N)^2` bytes more than that, for V N up to some 10^4. The graph of a
-    linearisation is kept. Where V N is larger than P it is right and wasteful: form the matrix of `ggnvp` instead, or
-    draw columns.
+    Cost: two forward passes, the products of `gram` with V columns for each sample, and an eigendecomposition of
+    `[V N, V N]` in float64: `(V N)^3`, and some `40 (V N)^2` bytes while it runs, for V N up to some 10^4. Kept are the
+    eigenvectors, `(V N)^2` numbers, and the graph of a linearisation, the memory of two gradients. Where V N is larger
+    than P it is right and wasteful: form the matrix from products of `ggnvp` instead, or draw columns.
 
     Source: Dangel, Tatzel and Hennig, "ViViT: curvature access through the generalized Gauss-Newton's low-rank
     structure", TMLR 2022; Koh and Liang, "Understanding black-box predictions via influence functions", ICML 2017; Ren
