@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plans.backends import BACKENDS
+from invfunc.plans.batches import PlansOfBatches, PlansOfProducts
 from invfunc.plans.calls import Calls
 from invfunc.products.product import Product
 from invfunc.sparsity.report import Explanation
@@ -64,9 +66,11 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
         >>> print(invfunc.explain(fast)(torch.tensor([1.0]), x, torch.zeros(2)).plan)
         a plan of 31 operations; 0.01MiB at once
 
-    Composes with: `chunked`, `reduced`, `together` inside; `explain` around it, which tells the operations and guards,
-    and has them as `code`. Within transforms of torch.func, other statistics, `torch.autograd.forward_ad`, hooks on
-    saved tensors and dispatch modes it is t; `torch.compile` does not look into it.
+    Composes with: `chunked`, `reduced`, `together` inside; `streamed` and `distributed` around it, where what a batch
+    brings is repeated, by plans of their own: `streamed(compiled(t))(params, loader)` makes one for each shape of a
+    batch (and each sweep), so that the last batch has a second one; `explain` around it, which tells the operations and
+    guards, and has them as `code`. Within transforms of torch.func, other statistics, `torch.autograd.forward_ad`,
+    hooks on saved tensors and dispatch modes it is t; `torch.compile` does not look into it.
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
     call takes about six times as long as t. What is looked at in each call takes some 10 microseconds, and more
@@ -82,9 +86,12 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
     Source: this library.
     """
     if not isinstance(t, (Statistic, Product)):
+        outer, _, inner = repr(t).partition("(") if isinstance(t, Transform) and t.outermost else ("", "", "")
+        way = f" It comes inside, as {outer}(compiled({inner})." if inner else " Compile what is in it."
+        way = " It is compiled already." if isinstance(t, Compiled) else way
         raise ArgumentTypeError(
             f"compiled({describe(t)}): it is of type {type(t).__name__}, but has to be a statistic or a product, as in "
-            "compiled(variance(f)). Compile what is in it."
+            f"compiled(variance(f)).{way}"
         )
     if backend not in BACKENDS:
         raise ArgumentError(f"compiled({t!r}, backend={backend!r}): it is one of {', '.join(map(repr, BACKENDS))}.")
@@ -105,6 +112,11 @@ class Compiled(Transform):
     def __repr__(self) -> str:
         return f"compiled({self.t!r})"
 
+    @cached_property
+    def of_batches(self) -> PlansOfBatches | PlansOfProducts:
+        """Plans of the batches of a data set."""
+        return (PlansOfProducts if isinstance(self.t, Product) else PlansOfBatches)(self.t, self.calls)
+
     def names(self, count: int) -> Any:
         return self.t.names(count)
 
@@ -118,3 +130,8 @@ class Compiled(Transform):
         found = self.t.explanation(args, kwargs, names)
         plan, code = self.calls.explained(args, kwargs)
         return replace(found, name=repr(self), plan=plan, code=code)
+
+
+def opened(t: Any) -> tuple[Any, Any]:
+    """What is compiled, and the plans of its batches; none of anything else."""
+    return (t.t, t.of_batches) if isinstance(t, Compiled) else (t, None)

@@ -27,7 +27,7 @@ from invfunc.plans.finish import plan_of
 from invfunc.plans.key import Call, call_of
 from invfunc.plans.plan import Plan
 from invfunc.plans.reads import Reads
-from invfunc.plans.recorder import Missed, Recorder
+from invfunc.plans.recorder import Missed, Recorder, outside
 from invfunc.plans.watch import Watch
 from invfunc.recording.checks import same_values
 
@@ -138,7 +138,7 @@ class Calls:
         """Warn once."""
         if text not in self.warned:
             self.warned.add(text)
-            warnings.warn(f"{self.called}: {text}", InvFuncWarning, stacklevel=6)
+            warnings.warn(f"{self.called}: {text}", InvFuncWarning, stacklevel=outside())
 
     def repeated(self, entry: Entry, plan: Plan, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result by the plan, which is compared with the call itself every so often."""

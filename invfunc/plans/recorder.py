@@ -282,3 +282,11 @@ def site() -> str:
                 return found
         frame = frame.f_back
     return found
+
+
+def outside() -> int:
+    """How many calls further out that one is which is neither of torch nor of this library."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+        frame, count = frame.f_back, count + 1
+    return count

@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-GUARDS, CALLS = "plans/test_guards.py", "plans/test_compiled.py"
+GUARDS, CALLS, BATCHES = "plans/test_guards.py", "plans/test_compiled.py", "plans/test_batches.py"
 
 PLANS = [
     Fault(
@@ -53,5 +53,26 @@ PLANS = [
         "            set_states(before)\n",
         "            pass\n",
         f"{CALLS}::TestRandomNumbers {CALLS}",
+    ),
+    Fault(
+        "each batch draws as the first one by a plan",
+        "plans/batches.py",
+        "found.append(tuple(seeded(own[:n], d.key, d.first)))",
+        "found.append(tuple(seeded(own[:n], d.key, 0)))",
+        f"{BATCHES}::TestWays {BATCHES}",
+    ),
+    Fault(
+        "a batch by a plan does not know the phase before",
+        "plans/batches.py",
+        "                    part.know(own)\n",
+        "                    pass\n",
+        f"{BATCHES}::TestWays {BATCHES}",
+    ),
+    Fault(
+        "the loss of a batch by a plan is not weighed",
+        "evaluation/brought.py",
+        "kept, shapes, places, engine.scalar, outputs, aux = found",
+        "kept, shapes, places, _, outputs, aux = found",
+        f"{BATCHES}::TestWays {BATCHES}",
     ),
 ]
