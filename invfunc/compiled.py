@@ -11,7 +11,8 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plans.backends import BACKENDS
 from invfunc.plans.batches import PlansOfBatches, PlansOfProducts
 from invfunc.plans.calls import Calls
-from invfunc.products.product import Product
+from invfunc.plans.points import Map, Points
+from invfunc.products.product import Linearised, Product
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
@@ -42,12 +43,15 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
 
     Returns:
         A function with the signature of t, and its results, with memory of their own. It may be called by several
-        threads. Random numbers, of t and of f, are those of the call itself at the same state of the generators.
+        threads. That of a product has `.linearize`, where the plan is divided: what no vector changes is computed once,
+        and the rest for each vector (by the plan also with "auto"). Random numbers, of t and of f, are those of the
+        call itself at the same state of the generators.
 
     Raises:
         ArgumentTypeError: t is neither statistic nor product.
         ArgumentError: a backend that there is not.
         ReplayError: with `recheck`, a result that is not that of the call itself.
+        ModifiedError: a vector for a linearisation whose parameters or data were written in place meanwhile.
         What t raises: a call of which the plan finds an error is made as without it.
 
         A warning (`InvFuncWarning`), once, where calls go on as without `compiled`: it names the reason and the line.
@@ -68,9 +72,11 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
 
     Composes with: `chunked`, `reduced`, `together` inside; `streamed` and `distributed` around it, where what a batch
     brings is repeated, by plans of their own: `streamed(compiled(t))(params, loader)` makes one for each shape of a
-    batch (and each sweep), so that the last batch has a second one; `explain` around it, which tells the operations and
-    guards, and has them as `code`. Within transforms of torch.func, other statistics, `torch.autograd.forward_ad`,
-    hooks on saved tensors and dispatch modes it is t; `torch.compile` does not look into it.
+    batch (and each sweep), so that the last batch has a second one; `linear_operator`, `estimate_trace`,
+    `estimate_diagonal` around products, where each vector repeats its part; `explain` around it, which tells the
+    operations and guards, and has them as `code`. Within transforms of torch.func, other statistics,
+    `torch.autograd.forward_ad`, hooks on saved tensors and dispatch modes it is t; `torch.compile` does not look into
+    it.
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
     call takes about six times as long as t. What is looked at in each call takes some 10 microseconds, and more
@@ -97,7 +103,8 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
         raise ArgumentError(f"compiled({t!r}, backend={backend!r}): it is one of {', '.join(map(repr, BACKENDS))}.")
     if not isinstance(recheck, int) or recheck < 0:
         raise ArgumentError(f"compiled({t!r}, recheck={recheck!r}): recheck is a number of calls, 0 for never.")
-    return Compiled(t, Calls(t, f"compiled({t!r})", backend, recheck))
+    kind = CompiledProduct if isinstance(t, Product) else Compiled
+    return kind(t, Calls(t, f"compiled({t!r})", backend, recheck))
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,16 +127,66 @@ class Compiled(Transform):
     def names(self, count: int) -> Any:
         return self.t.names(count)
 
+    @property
+    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.has_aux
+
+    @property
+    def several(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.several
+
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        return self.calls(args, kwargs), None
+        found = self.calls(args, kwargs)
+        if not self.has_aux:
+            return found, None
+        *results, aux = found
+        return results if self.several else results[0], aux
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How t is computed, and the plan of such a call, which is made if there is none."""
-        if isinstance(self.t, Product):
-            raise ArgumentTypeError("explain is of statistics, and a product is computed in one way only.")
+        assert isinstance(self.t, Statistic)
         found = self.t.explanation(args, kwargs, names)
         plan, code = self.calls.explained(args, kwargs)
         return replace(found, name=repr(self), plan=plan, code=code)
+
+
+@dataclass(frozen=True, repr=False)
+class CompiledProduct(Compiled):
+    """A product whose calls, and those of its linearisations, are repeated by plans."""
+
+    t: Product
+
+    @property
+    def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.vector
+
+    @property
+    def lead(self) -> int:
+        return self.t.lead
+
+    @cached_property
+    def points(self) -> Points:
+        """Plans of linearisations."""
+        return Points(self.t, self.calls)
+
+    def names_of_f(self, count: int) -> Any:
+        """What so many arguments are called that are all but the vector."""
+        return self.t.names_of_f(count)
+
+    def linearize(self, *args: Any, **kwargs: Any) -> Any:
+        """The product at some parameters and data, `(params, *batch) -> (v -> product)`: what no v changes once."""
+        return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
+
+    def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        _, space = self.t.given(args, kwargs, names)
+        found = Map(self.points, args, kwargs, space)
+        shown = f"{self!r}.linearize({', '.join(names)})"
+        return Linearised(shown, found, space, space, self.vector, self.lead, (args, kwargs, found.kept)), found.aux
+
+    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
+        """The plan of such a call, which is made if there is none."""
+        plan, code = self.calls.explained(args, kwargs)
+        return Explanation(repr(self), 0, 0, 0, 0, 1.0, "as it is written", plan=plan, code=code)
 
 
 def opened(t: Any) -> tuple[Any, Any]:

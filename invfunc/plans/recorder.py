@@ -254,14 +254,15 @@ def same_shape(x: torch.Tensor, shape: list[int], at: str) -> None:
 
 
 @cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
+def writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments an operation writes in place, by number and name."""
     found = enumerate(func._schema.arguments)
     return tuple((i, a.name) for i, a in found if a.alias_info is not None and a.alias_info.is_write)
 
 
 def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation writes in place."""
-    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
+    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes(func)]
     return tree.tensors(tuple(found))
 
 

@@ -3,6 +3,7 @@
 from tests.mutants.fault import Fault
 
 GUARDS, CALLS, BATCHES = "plans/test_guards.py", "plans/test_compiled.py", "plans/test_batches.py"
+POINTS = "plans/test_points.py"
 
 PLANS = [
     Fault(
@@ -74,5 +75,26 @@ PLANS = [
         "kept, shapes, places, engine.scalar, outputs, aux = found",
         "kept, shapes, places, _, outputs, aux = found",
         f"{BATCHES}::TestWays {BATCHES}",
+    ),
+    Fault(
+        "memory that is written later is read where no vector changes it",
+        "plans/halves.py",
+        "order[user] < last",
+        "order[user] < 0",
+        f"{POINTS}::TestOneVectorAfterTheOther {POINTS}",
+    ),
+    Fault(
+        "memory that is written for each vector is made once",
+        "plans/halves.py",
+        "if early or any(node in found for node in writing):",
+        "if early:",
+        f"{POINTS}::TestOneVectorAfterTheOther {POINTS}",
+    ),
+    Fault(
+        "parameters may be written behind a linearisation by a plan",
+        "plans/halves.py",
+        "if any(version(x) != known for x, known in self.of_caller):",
+        "if False:",
+        f"{POINTS}::TestOneVectorAfterTheOther {POINTS}",
     ),
 ]
