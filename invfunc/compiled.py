@@ -6,6 +6,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
+from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plans.backends import BACKENDS
@@ -75,8 +78,11 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
     batch (and each sweep), so that the last batch has a second one; `linear_operator`, `estimate_trace`,
     `estimate_diagonal` around products, where each vector repeats its part; `explain` around it, which tells the
     operations and guards, and has them as `code`. Within transforms of torch.func, other statistics,
-    `torch.autograd.forward_ad`, hooks on saved tensors and dispatch modes it is t; `torch.compile` does not look into
-    it.
+    `torch.autograd.forward_ad`, hooks on saved tensors and dispatch modes it is t.
+
+    Within `torch.compile(fullgraph=True)` a call is one operation, which looks at all guards when it runs. It is a
+    graph break where it is differentiable or gives something else than tensors (Kronecker factors, aux, `reduced`).
+    For new shapes t is run once without numbers, or on ones and zeros. `torch.export` refuses it.
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
     call takes about six times as long as t. What is looked at in each call takes some 10 microseconds, and more
@@ -118,6 +124,27 @@ class Compiled(Transform):
 
     def __repr__(self) -> str:
         return f"compiled({self.t!r})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not _seen(args, kwargs):
+            if torch.compiler.is_exporting():
+                raise ArgumentError(
+                    f"{self!r}: torch.export keeps operations only, but a plan is guarded by what f reads in this "
+                    "process. Export the model, and call the statistic beside it."
+                )
+            if self._trees_of_tensors:
+                from invfunc.plans.within import within  # imports the compiler, which takes a second
+
+                return within(self.calls.number, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    @property
+    def _trees_of_tensors(self) -> bool:
+        """Whether results have nothing else in them, so that a graph of torch.compile can give them."""
+        if isinstance(self.t, Product):
+            return not self.has_aux
+        plain = not any(m.reduction.squares for m in self.t.members or (self.t,))  # Kronecker factors are objects
+        return plain and not self.has_aux and self.t.options.reduce is None
 
     @cached_property
     def of_batches(self) -> PlansOfBatches | PlansOfProducts:
@@ -187,6 +214,12 @@ class CompiledProduct(Compiled):
         """The plan of such a call, which is made if there is none."""
         plan, code = self.calls.explained(args, kwargs)
         return Explanation(repr(self), 0, 0, 0, 0, 1.0, "as it is written", plan=plan, code=code)
+
+
+def _seen(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether something is done with a call that no operation of a graph says."""
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return autocast or (torch.is_grad_enabled() and any(x.requires_grad for x in tree.tensors((args, kwargs))))
 
 
 def opened(t: Any) -> tuple[Any, Any]:

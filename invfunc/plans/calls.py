@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -70,6 +72,11 @@ class Calls:
     warned: set[str] = field(default_factory=set)
     made: int = 0
     lock: Any = field(default_factory=threading.RLock)
+    number: int = field(default_factory=count().__next__)
+    """By which graphs of torch.compile know them."""
+
+    def __post_init__(self) -> None:
+        CALLS[self.number] = self
 
     def __reduce__(self) -> tuple:
         return Calls, (self.t, self.called, self.backend, self.recheck)  # there are other objects where it is read
@@ -209,6 +216,10 @@ class Calls:
                 f"it has plans for more than {thresholds.SHAPES} shapes or options, each of which is made by a call "
                 "that is slower than without. Give batches of few sizes, as DataLoader(drop_last=True) does, or pad."
             )
+
+
+CALLS: WeakValueDictionary[int, Calls] = WeakValueDictionary()
+"""All of them by their numbers."""
 
 
 @contextmanager

@@ -11,6 +11,9 @@ from scipy.sparse.linalg import cg, eigsh
 
 import invfunc
 from invfunc import ModifiedError, compiled, explain, linear_operator, tree
+from invfunc.plans.backends import Backend
+from invfunc.plans.calls import Calls
+from invfunc.plans.halves import halves_of
 from invfunc.testing.oracles import assert_trees_close
 from tests.networks import LOSSES, NETWORKS, network
 from tests.plans.test_guards import loss, quietly
@@ -81,6 +84,50 @@ def in_place(w, x):
     rows = torch.zeros(2, *h.shape, dtype=h.dtype)
     rows[0], rows[1] = total, 2 * h
     return rows.prod(0)
+
+
+def read_before(v, x):
+    """Memory that is read for a vector, and written afterwards."""
+    h = x.sin()
+    early = v * h
+    h.mul_(2)
+    return early + v * h
+
+
+def read_through_views(v, x):
+    h = x.sin()
+    rows = h.view(3, 2)
+    early = v * rows[0, 0]
+    rows[0].add_(1)
+    return early + v * h.sum()
+
+
+def written_for_each(v, x):
+    """Memory in which a vector is added to what is there."""
+    total = x.cos()
+    total.view(3, 2)[1] += v[:2]
+    return total * v + x
+
+
+def written_once(v, x):
+    total = torch.zeros_like(x)
+    total += x
+    return total * v, x.sin()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("f", [read_before, read_through_views, written_for_each, written_once])
+def test_the_parts_of_a_plan_are_the_whole_of_it(f):
+    calls = Calls(f, f.__name__, "replay", 0)
+    v, x = Numbers(0)(6), Numbers(1)(6)
+    call, entry = calls.prepared((v, x), {})
+    both = halves_of(entry.plan, 1, Backend("replay"), calls.say)
+    for k in range(2):
+        x = Numbers(k)(6)
+        point = both.at([v, x], 1, entry.watch, [])
+        for seed in range(3):
+            v = Numbers(seed + 5)(6)
+            assert_trees_close(point([v]), f(v, x), EXACT)
 
 
 def dropping(w, x):
