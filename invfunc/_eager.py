@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
+
+from invfunc.errors import InvFuncWarning
 
 
 def _call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -17,6 +21,25 @@ def _call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 eagerly: Callable[..., Any] = torch.compiler.disable(_call)
+
+BLOCK = (
+    "an invertible block within torch.compile is its function as it is: the compiler decides what is kept, which are "
+    "the activations of all blocks. To save them, torch.compiler.disable(invertible_checkpoint(f, f_inv)) keeps it out: "
+    "a graph break, behind which the block is evaluated as it is written, and what is around it stays compiled."
+)
+
+
+@cache
+def _said(text: str) -> None:
+    warnings.warn(text, InvFuncWarning, stacklevel=2)
+
+
+def _say(text: str) -> None:
+    _said(text)
+
+
+say: Callable[[str], None] = torch.compiler.assume_constant_result(_say)
+"""Warns once, while a graph is made."""
 
 nonstrict: Callable[[Callable], Callable] = import_module("torch._dynamo").nonstrict_trace
 """Of a function of trees, which is not looked into either: its operations are seen as it is called without numbers."""

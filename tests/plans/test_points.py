@@ -105,7 +105,7 @@ def read_through_views(v, x):
 def written_for_each(v, x):
     """Memory in which a vector is added to what is there."""
     total = x.cos()
-    total.view(3, 2)[1] += v[:2]
+    total.view(3, 2)[1].add_(v[:2])
     return total * v + x
 
 
