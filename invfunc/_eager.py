@@ -1,11 +1,19 @@
-"""A way around torch.compile: one graph break, and what runs there is not looked into."""
+"""Ways around torch.compile: one graph break, and what runs there is not looked into; or one operation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
+
+from invfunc.errors import InvFuncWarning
 
 
 def _call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -13,3 +21,52 @@ def _call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 eagerly: Callable[..., Any] = torch.compiler.disable(_call)
+
+BLOCK = (
+    "an invertible block within torch.compile is its function as it is: the compiler decides what is kept, which are "
+    "the activations of all blocks. To save them, keep it out by torch.compiler.disable(invertible_checkpoint(f, f_inv)"
+    "): a graph break, behind which the block is evaluated as it is written, and what is around it stays compiled."
+)
+
+
+@cache
+def _said(text: str) -> None:
+    warnings.warn(text, InvFuncWarning, stacklevel=2)
+
+
+def _say(text: str) -> None:
+    _said(text)
+
+
+say: Callable[[str], None] = torch.compiler.assume_constant_result(_say)
+"""Warns once, while a graph is made."""
+
+nonstrict: Callable[[Callable], Callable] = import_module("torch._dynamo").nonstrict_trace
+"""Of a function of trees, which is not looked into either: its operations are seen as it is called without numbers."""
+
+_C: Any = import_module("torch._C")
+
+
+def _keys() -> tuple[Any, Any]:
+    return _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+
+
+with ThreadPoolExecutor(1) as _fresh:
+    _PLAIN = _fresh.submit(_keys).result()
+    """What a new thread has: nothing is left out."""
+
+
+def as_called() -> Any:
+    """A context in which autograd sees what is done, also within an operation of a graph, that runs below it."""
+    return _C._ForceDispatchKeyGuard(*_PLAIN)
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """A context in which functions run as outside of torch.compile, which has them run to see what they give."""
+    compiler: Any = sys.modules["torch.compiler"]
+    before, compiler._is_compiling_flag = compiler._is_compiling_flag, False
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before

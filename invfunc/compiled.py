@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+import torch
+
+from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plans.backends import BACKENDS
+from invfunc.plans.batches import PlansOfBatches, PlansOfProducts
 from invfunc.plans.calls import Calls
-from invfunc.products.product import Product
+from invfunc.plans.points import Map, Points
+from invfunc.products.product import Linearised, Product
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
@@ -40,12 +46,15 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
 
     Returns:
         A function with the signature of t, and its results, with memory of their own. It may be called by several
-        threads. Random numbers, of t and of f, are those of the call itself at the same state of the generators.
+        threads. That of a product has `.linearize`, where the plan is divided: what no vector changes is computed once,
+        and the rest for each vector (by the plan also with "auto"). Random numbers, of t and of f, are those of the
+        call itself at the same state of the generators.
 
     Raises:
         ArgumentTypeError: t is neither statistic nor product.
         ArgumentError: a backend that there is not.
         ReplayError: with `recheck`, a result that is not that of the call itself.
+        ModifiedError: a vector for a linearisation whose parameters or data were written in place meanwhile.
         What t raises: a call of which the plan finds an error is made as without it.
 
         A warning (`InvFuncWarning`), once, where calls go on as without `compiled`: it names the reason and the line.
@@ -64,15 +73,22 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
         >>> print(invfunc.explain(fast)(torch.tensor([1.0]), x, torch.zeros(2)).plan)
         a plan of 31 operations; 0.01MiB at once
 
-    Composes with: `chunked`, `reduced`, `together` inside; `explain` around it, which tells the operations and guards,
-    and has them as `code`. Within transforms of torch.func, other statistics, `torch.autograd.forward_ad`, hooks on
-    saved tensors and dispatch modes it is t; `torch.compile` does not look into it.
+    Composes with: `chunked`, `reduced`, `together` inside; `streamed` and `distributed` around it, where what a batch
+    brings is repeated, by plans of their own: `streamed(compiled(t))(params, loader)` makes one for each shape of a
+    batch (and each sweep), so that the last batch has a second one; `linear_operator`, `estimate_trace`,
+    `estimate_diagonal` around products, where each vector repeats its part; `explain` around it, which tells the
+    operations and guards, and has them as `code`. Within transforms of torch.func, other statistics,
+    `torch.autograd.forward_ad`, hooks on saved tensors and dispatch modes it is t.
+
+    Within `torch.compile(fullgraph=True)` a call is one operation, which looks at all guards when it runs. It is a
+    graph break where it is differentiable or gives something else than tensors (Kronecker factors, aux, `reduced`).
+    For new shapes t is run once without numbers, or on ones and zeros. `torch.export` refuses it.
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
-    call takes about six times as long as t. What is looked at in each call takes some 10 microseconds, and more
-    with many modules. A plan has the operations of all passes: `chunked` in hundreds makes it long, and one of more
-    than 20 000 is not kept. It keeps small constants, and no tensor of the caller's; objects that f closed over are
-    kept until the next call. The last 32 plans are kept.
+    call takes as long as six to twelve calls of t, or up to 25 of a product with many layers. What is looked at in each
+    call takes 2 to 12 % of the time of t: it grows with the arguments and modules. A plan has the operations of all
+    passes: `chunked` in hundreds makes it long, and one of more than 20 000 is not kept. It keeps small constants, and
+    no tensor of the caller's; objects that f closed over are kept until the next call. The last 32 plans are kept.
 
     Not seen, so that a plan goes on with what it was: the time, files, random numbers of Python that f only draws in
     some calls, state of installed packages and of what is written in C, numbers that C reads from memory (`data_ptr`).
@@ -82,15 +98,19 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
     Source: this library.
     """
     if not isinstance(t, (Statistic, Product)):
+        outer, _, inner = repr(t).partition("(") if isinstance(t, Transform) and t.outermost else ("", "", "")
+        way = f" It comes inside, as {outer}(compiled({inner})." if inner else " Compile what is in it."
+        way = " It is compiled already." if isinstance(t, Compiled) else way
         raise ArgumentTypeError(
             f"compiled({describe(t)}): it is of type {type(t).__name__}, but has to be a statistic or a product, as in "
-            "compiled(variance(f)). Compile what is in it."
+            f"compiled(variance(f)).{way}"
         )
     if backend not in BACKENDS:
         raise ArgumentError(f"compiled({t!r}, backend={backend!r}): it is one of {', '.join(map(repr, BACKENDS))}.")
     if not isinstance(recheck, int) or recheck < 0:
         raise ArgumentError(f"compiled({t!r}, recheck={recheck!r}): recheck is a number of calls, 0 for never.")
-    return Compiled(t, Calls(t, f"compiled({t!r})", backend, recheck))
+    kind = CompiledProduct if isinstance(t, Product) else Compiled
+    return kind(t, Calls(t, f"compiled({t!r})", backend, recheck))
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,16 +125,103 @@ class Compiled(Transform):
     def __repr__(self) -> str:
         return f"compiled({self.t!r})"
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not _seen(args, kwargs):
+            if torch.compiler.is_exporting():
+                raise ArgumentError(
+                    f"{self!r}: torch.export keeps operations only, but a plan is guarded by what f reads in this "
+                    "process. Export the model, and call the statistic beside it."
+                )
+            if self._trees_of_tensors:
+                from invfunc.plans.within import within  # imports the compiler, which takes a second
+
+                return within(self.calls.number, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    @property
+    def _trees_of_tensors(self) -> bool:
+        """Whether results have nothing else in them, so that a graph of torch.compile can give them."""
+        if isinstance(self.t, Product):
+            return not self.has_aux
+        plain = not any(m.reduction.squares for m in self.t.members or (self.t,))  # Kronecker factors are objects
+        return plain and not self.has_aux and self.t.options.reduce is None
+
+    @cached_property
+    def of_batches(self) -> PlansOfBatches | PlansOfProducts:
+        """Plans of the batches of a data set."""
+        return (PlansOfProducts if isinstance(self.t, Product) else PlansOfBatches)(self.t, self.calls)
+
     def names(self, count: int) -> Any:
         return self.t.names(count)
 
+    @property
+    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.has_aux
+
+    @property
+    def several(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.several
+
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        return self.calls(args, kwargs), None
+        found = self.calls(args, kwargs)
+        if not self.has_aux:
+            return found, None
+        *results, aux = found
+        return results if self.several else results[0], aux
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How t is computed, and the plan of such a call, which is made if there is none."""
-        if isinstance(self.t, Product):
-            raise ArgumentTypeError("explain is of statistics, and a product is computed in one way only.")
+        assert isinstance(self.t, Statistic)
         found = self.t.explanation(args, kwargs, names)
         plan, code = self.calls.explained(args, kwargs)
         return replace(found, name=repr(self), plan=plan, code=code)
+
+
+@dataclass(frozen=True, repr=False)
+class CompiledProduct(Compiled):
+    """A product whose calls, and those of its linearisations, are repeated by plans."""
+
+    t: Product
+
+    @property
+    def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.vector
+
+    @property
+    def lead(self) -> int:
+        return self.t.lead
+
+    @cached_property
+    def points(self) -> Points:
+        """Plans of linearisations."""
+        return Points(self.t, self.calls)
+
+    def names_of_f(self, count: int) -> Any:
+        """What so many arguments are called that are all but the vector."""
+        return self.t.names_of_f(count)
+
+    def linearize(self, *args: Any, **kwargs: Any) -> Any:
+        """The product at some parameters and data, `(params, *batch) -> (v -> product)`: what no v changes once."""
+        return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
+
+    def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        _, space = self.t.given(args, kwargs, names)
+        found = Map(self.points, args, kwargs, space)
+        shown = f"{self!r}.linearize({', '.join(names)})"
+        return Linearised(shown, found, space, space, self.vector, self.lead, (args, kwargs, found.kept)), found.aux
+
+    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
+        """The plan of such a call, which is made if there is none."""
+        plan, code = self.calls.explained(args, kwargs)
+        return Explanation(repr(self), 0, 0, 0, 0, 1.0, "as it is written", plan=plan, code=code)
+
+
+def _seen(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether something is done with a call that no operation of a graph says."""
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return autocast or (torch.is_grad_enabled() and any(x.requires_grad for x in tree.tensors((args, kwargs))))
+
+
+def opened(t: Any) -> tuple[Any, Any]:
+    """What is compiled, and the plans of its batches; none of anything else."""
+    return (t.t, t.of_batches) if isinstance(t, Compiled) else (t, None)

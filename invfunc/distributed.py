@@ -13,12 +13,14 @@ from invfunc import tree
 from invfunc._sharded import sharded
 from invfunc.budgeted import check_no_budget
 from invfunc.callables import describe
+from invfunc.compiled import Compiled, opened
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.layout import parts
 from invfunc.part import Asked, Begun, Part
+from invfunc.plans.batches import PlansOfBatches
 from invfunc.products.along import OfAll, space_of
 from invfunc.products.product import Linearised, Product
-from invfunc.products.streamed import StreamedProduct, Sums, check_linearized, keys_of
+from invfunc.products.streamed import Evaluated, StreamedProduct, Sums, check_linearized, keys_of
 from invfunc.products.streamed import identity_of as identity_of_product
 from invfunc.recording.problem import InDims
 from invfunc.sparsity.report import Explanation
@@ -31,7 +33,7 @@ from invfunc.visits import exchanged, work_of
 
 @overload
 def distributed(
-    t: Statistic | Streamed | Tiled, group: Any = None, *, each: str = "local"
+    t: Statistic | Streamed | Tiled | Compiled, group: Any = None, *, each: str = "local"
 ) -> Distributed | TiledAcross: ...
 @overload
 def distributed(t: Product | StreamedProduct, group: Any = None) -> DistributedProduct: ...
@@ -126,11 +128,12 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
             f"distributed({t!r}, each={each!r}): out= takes the rows of this process's samples, so that those of all "
             "need not fit in memory. Leave each out, or leave out= away."
         )
+    t, plans = opened(t)
     if isinstance(t, (Product, StreamedProduct)):
         if each != "local":
             raise ArgumentError(f"distributed({t!r}, each={each!r}): a product has no sample axis. Leave each out.")
-        product = t.product if isinstance(t, StreamedProduct) else t
-        return DistributedProduct(product, _part_of(group, t, product.in_dims))
+        product, plans = (t.product, t.plans) if isinstance(t, StreamedProduct) else (t, plans)
+        return DistributedProduct(product, _part_of(group, t, product.in_dims), plans)
     check_no_budget("distributed", t)
     if not isinstance(t, (Statistic, Streamed, Tiled)):
         kind = type(t).__name__
@@ -139,13 +142,16 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
             "is, or one of them `streamed`."
         )
     statistic, out = (t.t, t.out) if isinstance(t, (Streamed, Tiled)) else (t, None)
+    plans = t.plans if isinstance(t, Streamed) else plans
     for m in statistic.members or (statistic,):
         if why := not_by_batches(m, alone=not statistic.members):
             raise ArgumentError(f"distributed({t!r}): {m.name} {why}.")
     part, gather = _part_of(group, t, statistic.in_dims), each == "gather"
     if statistic.reduction.pairs and not statistic.members:
+        if plans is not None:
+            raise ArgumentError(f"distributed({plans!r}): of tiles no plan is made. Leave `compiled` away.")
         return TiledAcross(statistic, part, gather, options_of(statistic))
-    return Distributed(statistic, part, gather, out)
+    return Distributed(statistic, part, gather, out, plans)
 
 
 def _part_of(group: Any, t: Any, in_dims: InDims) -> Part:
@@ -164,10 +170,11 @@ class Distributed(Transform):
     part: Part
     gather: bool = False
     out: Any = None
+    plans: PlansOfBatches | None = None
     outermost = True
 
     def __repr__(self) -> str:
-        return self.part.shown(self.t)
+        return self.part.shown(self.plans or self.t)
 
     @property
     def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -196,7 +203,8 @@ class Distributed(Transform):
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         with torch.no_grad():
-            work, identity = work_of(self.t, args[0], kwargs, self.out), partial(identity_of, self.t, args[0], kwargs)
+            work = work_of(self.t, args[0], kwargs, self.out, self.plans)
+            identity = partial(identity_of, self.t, args[0], kwargs)
             alike = {"the statistic": options_of(self.t), "each": "gather" if self.gather else "local"}
             keys = [*work.keys.values()]
             begun = self.part.begun(Asked(args, 1, names, alike, keys, identity, twice(self.t), work.check))
@@ -232,10 +240,11 @@ class DistributedProduct(Transform):
 
     product: Product
     part: Part
+    plans: Evaluated | None = None
     outermost = True
 
     def __repr__(self) -> str:
-        return self.part.shown(self.product)
+        return self.part.shown(self.plans or self.product)
 
     @property
     def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -300,7 +309,7 @@ class DistributedProduct(Transform):
         alike, keys = {"the product": f"{self.product!r} {self.product.degree}"}, keys_of(self.product)
         begun = self.part.begun(Asked(args, own, names, alike, keys, identity, again))
         keys = begun.course.record.keys
-        sums = Sums(self.product, kwargs, begun.batches, keys, begun.processes, begun.before, begun.counted)
+        sums = Sums(self.product, kwargs, begun.batches, keys, begun.processes, begun.before, begun.counted, self.plans)
         return begun, sums, OfAll(**vars(space_of(args[:1], names)), processes=begun.processes)
 
     def _aux(self, sums: Sums) -> Any:

@@ -28,7 +28,7 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
 
     Args:
         statistic: a statistic of this library, also `chunked`, `reduced`, `certified`, `streamed`, `distributed` or of
-            several `together`.
+            several `together`; or a product that is `compiled`, of which the `plan` and its `code` are told.
 
     Returns:
         A function with the arguments of the statistic that returns an `Explanation`, which prints as a table: how many

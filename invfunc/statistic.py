@@ -96,8 +96,12 @@ class Statistic(Transform):
 
     def keyed(self, keys: dict[Drawing, int], first: int) -> Statistic:
         """The statistic of a batch behind so many samples, each of which draws from a generator of its own."""
-        drawing = None if self.drawing is None else replace(self.drawing, key=keys[self.drawing], first=first)
-        return replace(self, drawing=drawing, members=tuple(m.keyed(keys, first) for m in self.members))
+        return self.drawn_by(lambda d: replace(d, key=keys[d], first=first))
+
+    def drawn_by(self, drawn: Callable[[Drawing], Drawing]) -> Statistic:
+        """The statistic with other drawings in place of its own."""
+        drawing = None if self.drawing is None else drawn(self.drawing)
+        return replace(self, drawing=drawing, members=tuple(m.drawn_by(drawn) for m in self.members))
 
     @property
     def several(self) -> bool:

@@ -10,11 +10,13 @@ import torch
 
 from invfunc.budgeted import check_no_budget
 from invfunc.callables import describe
+from invfunc.compiled import Compiled, opened
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Feed, batches_of, check_loader, counted, first
 from invfunc.evaluation.checkpoint import Checkpoint
 from invfunc.evaluation.course import course_of
 from invfunc.evaluation.fingerprint import described, named
+from invfunc.plans.batches import PlansOfBatches
 from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
 from invfunc.sparsity.report import Explanation
@@ -26,7 +28,7 @@ from invfunc.visits import work_of
 
 @overload
 def streamed(
-    t: Statistic,
+    t: Statistic | Compiled,
     *,
     device: Any = None,
     progress: bool = False,
@@ -149,10 +151,11 @@ def streamed(
     """
     feed = Feed.of(device, f"streamed({describe(t)})" if progress else "")
     file = Checkpoint.of(checkpoint, every)
+    t, plans = opened(t)
     if isinstance(t, Product):
         if out is not None:
             raise ArgumentError(f"streamed({t!r}, out=...): a product has no sample axis. Leave out away.")
-        return StreamedProduct(t, feed, file)
+        return StreamedProduct(t, feed, file, plans)
     check_no_budget("streamed", t)
     if not isinstance(t, Statistic):
         kind = type(t).__name__
@@ -164,9 +167,11 @@ def streamed(
             raise ArgumentError(f"streamed({t!r}): {m.name} {why}.")
     if file is not None and t.reduction.pairs:
         raise ArgumentError(f"streamed({t!r}, checkpoint=...): of tiles no file is kept. Leave checkpoint out.")
+    if plans is not None and t.reduction.pairs:
+        raise ArgumentError(f"streamed({plans!r}): of tiles no plan is made. Leave `compiled` away.")
     if out is not None and (why := _no_rows(t, file)):
         raise ArgumentError(f"streamed({t!r}, out=...): {why}.")
-    return Tiled(t, feed, out) if t.reduction.pairs and not t.members else Streamed(t, feed, file, out)
+    return Tiled(t, feed, out) if t.reduction.pairs and not t.members else Streamed(t, feed, file, out, plans)
 
 
 def not_by_batches(t: Statistic, alone: bool) -> str:
@@ -200,10 +205,12 @@ class Streamed(Transform):
     feed: Feed
     checkpoint: Checkpoint | None = None
     out: Any = None
+    plans: PlansOfBatches | None = None
+    """By which batches are evaluated, if it is `compiled`."""
     outermost = True
 
     def __repr__(self) -> str:
-        return f"streamed({self.t!r})"
+        return f"streamed({self.plans or self.t!r})"
 
     @property
     def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -227,7 +234,12 @@ class Streamed(Transform):
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed: what is done with the first batch, and how often with how many."""
-        return self.looked_at(args, kwargs)[0]
+        found, given = self.looked_at(args, kwargs)
+        if self.plans is None:
+            return found
+        with torch.no_grad():
+            plan, code = self.plans.explained(self.t, given, kwargs)
+        return replace(found, plan=plan, code=code)
 
     def looked_at(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Explanation, tuple]:
         """The explanation, and the arguments of the first batch."""
@@ -245,7 +257,7 @@ class Streamed(Transform):
         return args[0], args[1]
 
     def _swept(self, params: Any, loader: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        work = work_of(self.t, params, kwargs, self.out)
+        work = work_of(self.t, params, kwargs, self.out, self.plans)
         work.check(counted(loader, self.t.in_dims))
         identity = partial(identity_of, self.t, params, kwargs)
         batches = batches_of(loader, params, self.t.in_dims, self.feed)

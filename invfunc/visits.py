@@ -23,12 +23,19 @@ from invfunc.loss.drawn import key_of
 from invfunc.statistic import Statistic
 from invfunc.transform import own_memory
 
+Evaluated = Callable[[Statistic, Sweep, tuple, dict[str, Any], Engine], Any]
+"""Evaluates a statistic of a batch in a sweep, so that it is kept; aux."""
+
+
+def _evaluated(t: Statistic, sweep: Sweep, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
+    return engine.kept()
+
 
 class Work:
     """Joins what the batches bring."""
 
-    def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any]) -> None:
-        self.t, self.params, self.kwargs = t, params, kwargs
+    def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any], evaluated: Evaluated) -> None:
+        self.t, self.params, self.kwargs, self.evaluated = t, params, kwargs, evaluated
         self.sweep, self.aux = Sweep(), list[Any]()
         drawings = dict.fromkeys(t.drawings)
         self.keys = {d: key_of(d.generator) for d in drawings}
@@ -58,7 +65,7 @@ class Work:
             if not self.looked and size_of(args, t.in_dims) > 1:
                 t.engine(args, kwargs, names).check_apart()
                 self.looked = True
-            return None, sweep.add(t.engine(args, kwargs, names))
+            return None, sweep.add(t.engine(args, kwargs, names), partial(self.evaluated, t, sweep, args, kwargs))
 
         t = self.t.keyed(self.keys, self.first + n)
         self.aux.append(t.told(add, t.names, args, self.kwargs)[1])
@@ -109,8 +116,8 @@ class Work:
 class RowByRow(Work):
     """Writes the result of each batch, and keeps nothing of it."""
 
-    def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any], out: Any) -> None:
-        super().__init__(t, params, kwargs)
+    def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any], evaluated: Evaluated, out: Any) -> None:
+        super().__init__(t, params, kwargs, evaluated)
         self.rows = Rows(out, [m.quantity for m in t.members or (t,)], bool(t.members))
         self.n = self.of_all = 0
         """How many samples this process has, and all."""
@@ -150,9 +157,10 @@ class RowByRow(Work):
         return self.rows.result(self.n), self.aux
 
 
-def work_of(t: Statistic, params: Any, kwargs: dict[str, Any], out: Any) -> Work:
-    """What joins the batches, or writes their rows to `out` if it is given."""
-    return Work(t, params, kwargs) if out is None else RowByRow(t, params, kwargs, out)
+def work_of(t: Statistic, params: Any, kwargs: dict[str, Any], out: Any, plans: Evaluated | None) -> Work:
+    """What joins the batches, or writes their rows to `out` if it is given; `plans` evaluate them if there are some."""
+    evaluated = plans or _evaluated
+    return Work(t, params, kwargs, evaluated) if out is None else RowByRow(t, params, kwargs, evaluated, out)
 
 
 def exchanged(t: Statistic, args: tuple, kwargs: dict[str, Any], gather: bool) -> int | None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
-from invfunc import distributed, streamed, tree
+from invfunc import compiled, distributed, streamed, tree
 from invfunc.evaluation.processes import Processes, bits
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import LEAVES, LOSS, MODEL, ROWS, TREES
@@ -54,6 +54,8 @@ class Example:
     whole in each process if it is empty."""
     grid: bool
     """Whether the mesh has two axes."""
+    planned: bool
+    """Whether batches are evaluated by plans."""
 
 
 LAID = ["whole", "replicas", "rows", "columns"]
@@ -162,16 +164,17 @@ def _held(e: Example) -> tuple[str, str, dict[str, str]]:
     except invfunc.InvFuncError as error:
         wanted, refused = None, type(error).__name__
     t, params, _ = made(e)  # whose generator begins anew
+    own = compiled(t) if e.planned else t
     params = laid_out(params, e)
     lead = [laid_out(v, e, turned=True, lead=t.lead) for v in lead]
     options = {"each": "gather"} if e.gather and e.name in ROWS else {}
     try:
         if e.within is None:
-            found = distributed(t, **options)(params, *lead, *part)
+            found = distributed(own, **options)(params, *lead, *part)
         else:
             n = len(place)
             parts = batches([min(i, n) for i in e.within], *part)
-            found = distributed(streamed(t), **options)(params, *lead, parts)
+            found = distributed(streamed(own), **options)(params, *lead, parts)
     except invfunc.InvFuncError as error:
         return ("right" if type(error).__name__ == refused else repr(error)), refused, {}
     if wrong := wrongly_laid(e, found, params):

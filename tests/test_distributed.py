@@ -50,6 +50,7 @@ def examples(size):
             gather=st.booleans(),
             laid=st.lists(st.tuples(*[st.sampled_from(LAID)] * 2), max_size=3),
             grid=st.just(False) if size < 4 else st.booleans(),
+            planned=st.just(False) if "gram" in name else st.booleans(),
         )
         draw = given(each)(lambda e: found.append(e))
         seed(k)(settings(max_examples=SIZES[size], derandomize=False)(draw))()  # others for each case

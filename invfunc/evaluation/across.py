@@ -13,6 +13,7 @@ import torch
 from invfunc import tree
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import no_samples
+from invfunc.evaluation.brought import keeping
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.processes import Processes, on_cpu
 from invfunc.evaluation.sweep import Sweep, other_outputs
@@ -146,10 +147,7 @@ def dealt(processes: Processes, reduction: Reduction, states: States, found: Fou
 def _kept(sweep: Sweep) -> Iterator[Accumulator]:
     """What keeps something of all samples."""
     assert sweep.engine is not None
-    for t in sweep.engine.fold.of_phase(sweep.phase):
-        yield t
-        if t.before is not None and t.reduction.apart:
-            yield t.before
+    yield from keeping(sweep.engine.fold, sweep.phase)
 
 
 def one_scale(known: Weights, processes: Processes, each: Sequence[bool | None]) -> None:

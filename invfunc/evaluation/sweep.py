@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -87,12 +88,17 @@ class Sweep:
             sweep.has(state["n"], *state["outputs"])
         return sweep
 
-    def add(self, engine: Engine) -> Any:
-        """See another batch; aux."""
+    @property
+    def known(self) -> list[list[Any]]:
+        """What is known of the phases before."""
+        return [[t.known for t in of_all.line] for of_all in self.told]
+
+    def add(self, engine: Engine, evaluated: Callable[[Engine], Any] = Engine.kept) -> Any:
+        """See another batch, by an evaluation that has it kept in the fold; aux."""
         before = [] if self.engine is None else self.engine.fold.of_phase(self.phase)
         known = self.by_column
         fold = self.enter(engine)
-        aux, own = engine.kept(), fold.found.n
+        aux, own = evaluated(engine), fold.found.n
         if engine.scalar:
             if engine.loss_part is None:
                 raise unscaled(own)

@@ -106,7 +106,8 @@ def invertible_checkpoint(
     flags, lists) of the modules that f holds.
 
     Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
-    memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is. What f
+    memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is. To
+    save memory in a compiled net, `torch.compiler.disable` a block: what is around it stays compiled. What f
     calls that was compiled by itself runs as it was written, and there is a warning; what torch.jit made runs without
     its optimisations.
     Statistics of this library look through it, and read again what layers read, in place of keeping it; inside of
@@ -211,6 +212,10 @@ class Checkpointed(Value):
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # whose own partitioner decides what is kept
+            if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+                from invfunc._eager import BLOCK, say  # imports the compiler, which takes a second
+
+                say(BLOCK)
             return self._shown(self._forward(x, args, kwargs))
         try:
             return self._shown(self._call(x, args, kwargs))

@@ -120,7 +120,14 @@ def key_of(generator: torch.Generator) -> int:
 
 def of_samples(key: int, first: int, n: int, device: torch.device) -> list[torch.Generator]:
     """A generator for each of n samples: what it draws depends on the place of the sample, not on those beside it."""
-    return [torch.Generator(device).manual_seed(key + i) for i in range(first, first + n)]
+    return seeded([torch.Generator(device) for _ in range(n)], key, first)
+
+
+def seeded(each: list[torch.Generator], key: int, first: int) -> list[torch.Generator]:
+    """The generators of samples, made new for those from a place on."""
+    for i, g in enumerate(each, first):
+        g.manual_seed(key + i)
+    return each
 
 
 def targets(sample: Callable, outputs: Any, dims: Sequence[int | None], source: Source) -> Any:

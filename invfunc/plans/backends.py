@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import fx
 
 from invfunc import thresholds
 from invfunc.plans.plan import Plan
@@ -33,8 +34,13 @@ class Backend:
 
     def prepare(self, plan: Plan, say: Callable[[str], None]) -> None:
         """Have it run a plan from now on."""
-        if self.name == "inductor":
-            plan.call = Inductor(plan.call, torch.compile(plan.module, fullgraph=True, dynamic=False), say)
+        plan.call = self.runs(plan.module, say)
+
+    def runs(self, module: fx.GraphModule, say: Callable[[str], None]) -> Callable[..., Any]:
+        """What runs a graph."""
+        if self.name != "inductor":
+            return module.forward
+        return Inductor(module.forward, torch.compile(module, fullgraph=True, dynamic=False), say)
 
 
 @dataclass

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -27,7 +29,7 @@ from invfunc.plans.finish import plan_of
 from invfunc.plans.key import Call, call_of
 from invfunc.plans.plan import Plan
 from invfunc.plans.reads import Reads
-from invfunc.plans.recorder import Missed, Recorder
+from invfunc.plans.recorder import Missed, Recorder, outside
 from invfunc.plans.watch import Watch
 from invfunc.recording.checks import same_values
 
@@ -40,6 +42,8 @@ class Entry:
     """Why they run eagerly."""
     plan: Plan | None = None
     watch: Watch | None = None
+    halves: Any = None
+    """Its two parts, or why it has none, if that is asked."""
     choice: Choice | None = None
     """Which is faster, if that is asked."""
     hits: int = 0
@@ -47,7 +51,7 @@ class Entry:
 
     def missed(self, what: str) -> None:
         """Forget the plan; for good if this happens too often."""
-        self.plan = self.watch = None
+        self.plan = self.watch = self.halves = None
         self.misses += 1
         if self.misses >= thresholds.MISSES and self.hits < thresholds.MISSES * self.misses:
             self.why = f"{what} changes from call to call"
@@ -68,6 +72,11 @@ class Calls:
     warned: set[str] = field(default_factory=set)
     made: int = 0
     lock: Any = field(default_factory=threading.RLock)
+    number: int = field(default_factory=count().__next__)
+    """By which graphs of torch.compile know them."""
+
+    def __post_init__(self) -> None:
+        CALLS[self.number] = self
 
     def __reduce__(self) -> tuple:
         return Calls, (self.t, self.called, self.backend, self.recheck)  # there are other objects where it is read
@@ -105,17 +114,25 @@ class Calls:
         """What is said of the plan of such a call, and its operations; generators are as they were afterwards."""
         if aside(args, kwargs):
             return "no plan within transforms and modes", ""
-        call, entry = self.known(args, kwargs)
-        stale = entry.watch is None or entry.watch.changed()
-        if stale and not entry.why:
-            watch = Watch([self.t, *call.watched])
-            with rewound(watch):
-                self.written(call, entry, args, kwargs)
+        call, entry = self.prepared(args, kwargs)
         if entry.plan is None:
             return f"no plan: {entry.why or 'what it reads has changed meanwhile'}", ""
         if entry.choice is not None and not entry.choice.by_plan:
             return "no plan: calls themselves are faster", ""
         return entry.plan.told(call.tensors), entry.plan.code
+
+    def prepared(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, Entry]:
+        """A call that is not aside, and what is known of those like it: a plan, if there can be one. Generators are as
+        they were afterwards."""
+        call, entry = self.known(args, kwargs)
+        what = "" if entry.watch is None else entry.watch.changed()
+        if what:
+            entry.missed(what)
+        if entry.plan is None and not entry.why:
+            watch = Watch([self.t, *call.watched])
+            with rewound(watch):
+                self.written(call, entry, args, kwargs)
+        return call, entry
 
     def known(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, Entry]:
         """A call, and what is known of those like it."""
@@ -131,14 +148,18 @@ class Calls:
 
     def eagerly(self, why: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result without a plan; a warning says why, once."""
-        self.say(f"it runs eagerly, as without `compiled`: {why}.")
+        self.without(why)
         return self.t(*args, **kwargs)
+
+    def without(self, why: str) -> None:
+        """Warn once that calls are made as without a plan."""
+        self.say(f"it runs eagerly, as without `compiled`: {why}.")
 
     def say(self, text: str) -> None:
         """Warn once."""
         if text not in self.warned:
             self.warned.add(text)
-            warnings.warn(f"{self.called}: {text}", InvFuncWarning, stacklevel=6)
+            warnings.warn(f"{self.called}: {text}", InvFuncWarning, stacklevel=outside())
 
     def repeated(self, entry: Entry, plan: Plan, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result by the plan, which is compared with the call itself every so often."""
@@ -149,7 +170,7 @@ class Calls:
         entry.hits += 1
         if check:
             set_states(before)
-            _compare(result, self.t(*args, **kwargs))
+            compare(result, self.t(*args, **kwargs))
         return result
 
     def written(self, call: Call, entry: Entry, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -173,7 +194,7 @@ class Calls:
         plan = plan_of(recorder, call.tensors, result)
         if plan is None:
             entry.why = recorder.why
-            self.say(f"it runs eagerly, as without `compiled`: {entry.why}.")
+            self.without(entry.why)
         elif what := watch.changed():
             entry.missed(what)  # at first that is what is kept for later calls
         else:
@@ -195,6 +216,10 @@ class Calls:
                 f"it has plans for more than {thresholds.SHAPES} shapes or options, each of which is made by a call "
                 "that is slower than without. Give batches of few sizes, as DataLoader(drop_last=True) does, or pad."
             )
+
+
+CALLS: WeakValueDictionary[int, Calls] = WeakValueDictionary()
+"""All of them by their numbers."""
 
 
 @contextmanager
@@ -228,7 +253,7 @@ def _other_states() -> tuple:
     return random.getstate(), None if numpy is None else repr(numpy.random.get_state())
 
 
-def _compare(found: Any, wanted: Any) -> None:
+def compare(found: Any, wanted: Any) -> None:
     """Compare a result with what the call itself gives."""
     pairs = zip(tree.named_leaves(found), tree.named_leaves(wanted), strict=True)
     for (path, x), (_, y) in pairs:

@@ -38,7 +38,7 @@ def plan_of(recorder: Recorder, given: list[torch.Tensor], result: Any) -> Plan 
     expected = _read(recorder, nodes)
     _fold(recorder, {*map(storage_of, tensors)})
     _drop_aliases(recorder.graph)
-    recorder.graph.eliminate_dead_code(_acts)
+    recorder.graph.eliminate_dead_code(acts)
     known = [(held, signature(x)) for held, x in closed]
     module, inference = fx.GraphModule(torch.nn.Module(), recorder.graph), any(x.is_inference() for x in tensors)
     return Plan(module, form, recorder.sources, known, recorder.guards, expected, recorder.drawn.drew, inference)
@@ -98,7 +98,7 @@ def _drop_aliases(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output")
 
 
-def _acts(node: fx.Node) -> bool:
+def acts(node: fx.Node) -> bool:
     """Whether an operation does something beside giving a result."""
     target: Any = node.target
     if node.op != "call_function" or target in (put_back, same_shape):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -66,8 +67,11 @@ def shared(tensors: list[torch.Tensor]) -> Hashable:
     places = [*map(storage_of, tensors)]
     if len(set(places)) == len(places):
         return None
-    same = [*map(id, tensors)]
-    return tuple((places.index(p), same.index(id(x)), x.storage_offset()) for p, x in zip(places, tensors, strict=True))
+    same, count = [*map(id, tensors)], Counter(places)
+    return tuple(
+        (places.index(p), same.index(id(x)), x.storage_offset()) if count[p] > 1 else None
+        for p, x in zip(places, tensors, strict=True)
+    )
 
 
 def _token(x: Any) -> Hashable:

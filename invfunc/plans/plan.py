@@ -67,25 +67,29 @@ class Plan:
             return footprint(self.module.forward, given, {}, self.drew).counted
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
-        """The result for other arguments of the same key; an error, as `Missed` if something is not as it was, leaves
-        the generators as they were."""
+        """The result for other arguments of the same key."""
+        return self.form.join(self.checked(tensors, self.call))
+
+    def checked(self, tensors: list[torch.Tensor], call: Callable[..., Any]) -> list[torch.Tensor]:
+        """What a call of the inputs computes beside the numbers of the guards; an error, as `Missed` if something is
+        not as it was, leaves the generators as they were."""
         before = [(g, state_of(g)) for g in self.drew]
         try:
-            return self._ran(tensors)
+            return self._checked(tensors, call)
         except Exception:
             set_states(before)
             raise
 
-    def _ran(self, tensors: list[torch.Tensor]) -> Any:
+    def _checked(self, tensors: list[torch.Tensor], call: Callable[..., Any]) -> list[torch.Tensor]:
         given = [*tensors, *(source() for source in self.sources)]
         if self.closed:
             self._check_closed(tensors)
         with computed(self.inference):
-            results, read = self.call(*given)
+            results, read = call(*given)
             for numbers, expected, guards in zip(read, self.expected, grouped(self.guards), strict=True):
                 if repr(numbers.tolist()) != expected:
                     raise Missed(f"numbers that are read (at {', '.join(dict.fromkeys(g.site for g in guards))})")
-        return self.form.join(results)
+        return results
 
     def _check_closed(self, tensors: list[torch.Tensor]) -> None:
         memory = {*map(storage_of, tensors)}

@@ -254,14 +254,15 @@ def same_shape(x: torch.Tensor, shape: list[int], at: str) -> None:
 
 
 @cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
+def writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments an operation writes in place, by number and name."""
     found = enumerate(func._schema.arguments)
     return tuple((i, a.name) for i, a in found if a.alias_info is not None and a.alias_info.is_write)
 
 
 def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation writes in place."""
-    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
+    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes(func)]
     return tree.tensors(tuple(found))
 
 
@@ -282,3 +283,11 @@ def site() -> str:
                 return found
         frame = frame.f_back
     return found
+
+
+def outside() -> int:
+    """How many calls further out that one is which is neither of torch nor of this library."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+        frame, count = frame.f_back, count + 1
+    return count

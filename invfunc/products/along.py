@@ -24,7 +24,7 @@ from invfunc.transform import ArgumentNames
 def check_product(name: str, product: Any) -> None:
     """Check that a transform of products is given a product."""
     check_callable(name, product)
-    if isinstance(product, Statistic):
+    if isinstance(getattr(product, "t", product), Statistic):
         raise ArgumentTypeError(
             f"{name}({product!r}): it is a statistic, but has to be a product (params, v, *batch), as `ggnvp(f)` is."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,18 @@ from invfunc.reductions.exchange import Sums as OfAll
 from invfunc.transform import Transform
 
 
+def evaluated(
+    product: Product, vectors: list[torch.Tensor], lead: int, args: tuple, kwargs: dict[str, Any], names: Any
+) -> tuple[Given, list[torch.Tensor], Any]:
+    """What is given with a batch, the product with it, and aux."""
+    given, _ = product.given(args, kwargs, names)
+    linear, aux = product.recorded(given)
+    return given, linear(vectors, lead, keep=False), aux
+
+
+Evaluated = Callable[[Product, list[torch.Tensor], int, tuple, dict[str, Any], Any], tuple[Given, list, Any]]
+
+
 @dataclass(frozen=True, repr=False)
 class StreamedProduct(Transform):
     """A function `(params, v, loader) -> tree like params`, the sum of a product over the batches."""
@@ -33,10 +45,12 @@ class StreamedProduct(Transform):
     product: Product
     feed: Feed = Feed()
     checkpoint: Checkpoint | None = None
+    plans: Evaluated | None = None
+    """What evaluates the product of a batch, if it is `compiled`."""
     outermost = True
 
     def __repr__(self) -> str:
-        return f"streamed({self.product!r})"
+        return f"streamed({self.plans or self.product!r})"
 
     @property
     def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -74,7 +88,7 @@ class StreamedProduct(Transform):
         leaves = space.leaves(v, self.vector, self.lead)
         identity = partial(identity_of, self.product, params, v, kwargs)
         with course_of(self.checkpoint, identity, keys_of(self.product), self.feed.goal(params)) as course:
-            sums = Sums(self.product, kwargs, self._batches(params, loader), course.record.keys)
+            sums = Sums(self.product, kwargs, self._batches(params, loader), course.record.keys, plans=self.plans)
             return space.tree(sums(leaves, course, self.lead)), sums.aux
 
     def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
@@ -83,7 +97,7 @@ class StreamedProduct(Transform):
         check_linearized(self.checkpoint)
         check_loader(args[1], sweeps="it is gone through for every vector")
         space = space_of(args, names)
-        sums = Sums(self.product, kwargs, self._batches(*args), keys_of(self.product))
+        sums = Sums(self.product, kwargs, self._batches(*args), keys_of(self.product), plans=self.plans)
         shown = f"{self!r}.linearize({', '.join(names)})"
         return Linearised(shown, sums.along, space, space, self.vector, self.lead, (args, kwargs)), []
 
@@ -103,9 +117,11 @@ class Sums:
         processes: Processes = ALONE,
         before: int = 0,
         counted: int | None = None,
+        plans: Evaluated | None = None,
     ) -> None:
         """`keys` are those of drawn columns; `processes` before this one have so many samples, and all `counted`."""
         self.product, self.kwargs, self.batches, self.keys = product, kwargs, batches, keys
+        self.evaluated = plans or evaluated
         self.processes, self.before = processes, before
         self.n = counted
         """How many samples there were the first time."""
@@ -172,12 +188,11 @@ class Products:
         product = self.of.behind(n)
 
         def compute(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
-            given, _ = product.given(args, kwargs, names)
-            linear, aux = product.recorded(given)
+            given, found, aux = self.of.evaluated(product, self.vectors, self.lead, args, kwargs, names)
             if not self.of.apart and given.n > 1:
                 given.check_apart()
                 self.of.apart = True
-            return (given, linear(self.vectors, self.lead, keep=False)), aux
+            return (given, found), aux
 
         return product.told(compute, product.names_of_f, args, self.of.kwargs)
 

@@ -52,9 +52,13 @@ class Drawing:
     """Where it is given, each sample has a generator by itself, which the key and its place in the data set make."""
     first: int = 0
     """How many samples came in other batches before."""
+    each: tuple[torch.Generator, ...] = ()
+    """Those generators, where they are made already."""
 
     def source(self, n: int) -> Source:
         """What draws for n samples."""
+        if self.each:
+            return self.each
         if self.key is None:
             return self.generator
         return of_samples(self.key, self.first, n, self.generator.device)

@@ -82,8 +82,9 @@ class Explanation:
     """How many bytes of its results (of `gram` of its batches) each gives to others; None where numbers decide that."""
 
     def __str__(self) -> str:
-        known = [*self._of_parts(), *self._table(), self._cost(), self.plan, self.checked]
-        below = [self._processes(), self._sweeps(), self._passes(), *known]
+        how = [self._passes(), *self._of_parts(), *self._table(), self._cost()]
+        plan_only = self.plan and not self.columns  # of a product
+        below = [self._processes(), self._sweeps(), *([] if plan_only else how), self.plan, self.checked]
         return "\n".join([f"{self.name}: {self.why}", *(f"  {line}" for line in below if line)])
 
     __repr__ = __str__

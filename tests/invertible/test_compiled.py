@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from invfunc import InvFuncWarning, additive_coupling, invertible_checkpoint, tree
+from invfunc import InvFuncWarning, _eager, additive_coupling, invertible_checkpoint, tree
 from invfunc.testing import assert_trees_close
 from tests.invertible.test_composition import backward, live, slope
 from tests.invertible_cases import FLOOR, RTOL, Sizes, twins
 
 
+@pytest.mark.filterwarnings("ignore:an invertible block within torch.compile:invfunc.InvFuncWarning")
 class TestCompiled:
     """torch.compile takes f as it is; peers have no fullgraph."""
 
@@ -35,6 +36,75 @@ class TestCompiled:
         pair = twins("additive", Sizes(depth=2)).to(dtype, device)
         compiled = torch.compile(slope(pair.g), backend="aot_eager", fullgraph=True)
         assert_trees_close(compiled(pair.x, pair.params), slope(pair.f)(pair.x, pair.params), RTOL[dtype], FLOOR)
+
+
+def kept(call, *args):
+    """A result, and the bytes that are held behind a call, besides what is given."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        y = call(*args)
+    return y, sum(event.self_cpu_memory_usage for event in seen.key_averages())
+
+
+class TestMemory:
+    """What a warning says that saves memory does so."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self):
+        torch._dynamo.reset()
+        _eager._said.cache_clear()
+        yield
+        torch._dynamo.reset()
+        _eager._said.cache_clear()
+
+    @staticmethod
+    def net(wrap, depth):
+        def f(x, w):
+            a, b = x.chunk(2, -1)
+            return torch.cat([b + (a @ w).tanh(), a], -1)
+
+        def f_inv(y, w):
+            b, a = y.chunk(2, -1)
+            return torch.cat([a, b - (a @ w).tanh()], -1)
+
+        block = wrap(invertible_checkpoint(f, f_inv))
+
+        def net(x, weights):
+            for w in weights:
+                x = block(x, w)
+            return x.sin()
+
+        return net, [torch.randn(16, 16) / 4 for _ in range(depth)]
+
+    def test_of_blocks_in_a_compiled_net_a_warning_tells(self):
+        net, weights = self.net(lambda block: block, 3)
+        weights = [w.requires_grad_() for w in weights]
+        compiled, x = torch.compile(net, backend="aot_eager", fullgraph=True), torch.randn(8, 32)
+        with torch.no_grad():
+            torch.compile(net, backend="aot_eager", fullgraph=True)(x, weights)  # where nothing is kept
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", InvFuncWarning)
+            for n in (8, 8, 4):
+                compiled(x[:n], weights)
+        (only,) = [w for w in told if issubclass(w.category, InvFuncWarning)]
+        assert "torch.compiler.disable(invertible_checkpoint(f, f_inv))" in str(only.message)
+
+    def test_and_what_it_says_helps(self):
+        torch.manual_seed(0)
+        sizes = {}
+        for depth in (4, 12):
+            plain, weights = self.net(lambda block: block, depth)
+            out, _ = self.net(torch.compiler.disable, depth)
+            weights, x, slopes = [w.requires_grad_() for w in weights], torch.randn(256, 32), []
+            for way, net in (("inside", plain), ("outside", out)):
+                compiled = torch.compile(net, backend="aot_eager")
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", InvFuncWarning)
+                    compiled(x, weights).sum().backward()
+                    y, sizes[way, depth] = kept(compiled, x, weights)
+                slopes.append(torch.autograd.grad(y.sum(), weights))
+            assert_trees_close(slopes[1], slopes[0], 1e-4)
+        own = sizes["outside", 4]
+        assert sizes["outside", 12] <= 1.5 * own < sizes["inside", 4] and sizes["inside", 12] > 2 * sizes["inside", 4]
 
 
 class TestNumerically:

@@ -273,6 +273,7 @@ class TestErrors:
 
         same(run, unused.pair, unused)
 
+    @pytest.mark.filterwarnings("ignore:an invertible block within torch.compile:invfunc.InvFuncWarning")
     def test_fullgraph_compile(self, same):
         """Both: graph breaks, refused by fullgraph."""
 

@@ -2,7 +2,8 @@
 
 from tests.mutants.fault import Fault
 
-GUARDS, CALLS = "plans/test_guards.py", "plans/test_compiled.py"
+GUARDS, CALLS, BATCHES = "plans/test_guards.py", "plans/test_compiled.py", "plans/test_batches.py"
+POINTS = "plans/test_points.py"
 
 PLANS = [
     Fault(
@@ -53,5 +54,54 @@ PLANS = [
         "            set_states(before)\n",
         "            pass\n",
         f"{CALLS}::TestRandomNumbers {CALLS}",
+    ),
+    Fault(
+        "each batch draws as the first one by a plan",
+        "plans/batches.py",
+        "found.append(tuple(seeded(own[:n], d.key, d.first)))",
+        "found.append(tuple(seeded(own[:n], d.key, 0)))",
+        f"{BATCHES}::TestWays {BATCHES}",
+    ),
+    Fault(
+        "a batch by a plan does not know the phase before",
+        "plans/batches.py",
+        "                    part.know(own)\n",
+        "                    pass\n",
+        f"{BATCHES}::TestWays {BATCHES}",
+    ),
+    Fault(
+        "the loss of a batch by a plan is not weighed",
+        "evaluation/brought.py",
+        "kept, shapes, places, engine.scalar, outputs, aux = found",
+        "kept, shapes, places, _, outputs, aux = found",
+        f"{BATCHES}::TestWays {BATCHES}",
+    ),
+    Fault(
+        "memory that is written later is read where no vector changes it",
+        "plans/halves.py",
+        "order[user] < last",
+        "order[user] < 0",
+        f"{POINTS}::TestOneVectorAfterTheOther {POINTS}",
+    ),
+    Fault(
+        "memory that is written for each vector is made once",
+        "plans/halves.py",
+        "if early or any(node in found for node in writing):",
+        "if early:",
+        f"{POINTS}::TestOneVectorAfterTheOther {POINTS}",
+    ),
+    Fault(
+        "parameters may be written behind a linearisation by a plan",
+        "plans/halves.py",
+        "if any(version(x) != known for x, known in self.of_caller):",
+        "if False:",
+        f"{POINTS}::TestOneVectorAfterTheOther {POINTS}",
+    ),
+    Fault(
+        "a graph of torch.compile has a plan for another shape of the result",
+        "plans/within.py",
+        "if _sizes(found) != _RESULTS[place][1]:",
+        "if False:",
+        "plans/test_within_compile.py",
     ),
 ]

@@ -1,0 +1,81 @@
+"""Calls within `torch.compile`: one operation of its graph, which makes the call with all its guards when that runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._eager import as_called, nonstrict, not_compiling
+from invfunc._functorch import FakeTensorMode, undispatched
+from invfunc.errors import ReplayError
+from invfunc.plans.calls import CALLS, Calls, rewound
+from invfunc.plans.watch import Watch
+
+_FORMS: list[tree.Form] = []
+"""Those of the arguments, in each place where a graph has the operation."""
+_RESULTS: dict[int, tuple[tree.Form, list[tuple]]] = {}
+"""The forms of the results there, with the sizes and types of their tensors."""
+
+
+def _sizes(tensors: list[torch.Tensor]) -> list[tuple]:
+    return [(x.shape, x.dtype, x.device) for x in tensors]
+
+
+_NAME = "invfunc::planned"
+torch.library.define(
+    _NAME, "(int number, int place, Tensor[] tensors) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,)
+)
+
+
+@torch.library.impl(_NAME, "CompositeExplicitAutograd")
+def _planned(number: int, place: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The call of those of a number, in a place."""
+    args, kwargs = _FORMS[place].join([x.detach() for x in tensors])
+    with as_called(), torch.inference_mode(False), torch.no_grad():
+        found = tree.tensors((CALLS[number](args, kwargs),))
+    if _sizes(found) != _RESULTS[place][1]:
+        raise ReplayError(
+            f"{CALLS[number].called} within torch.compile: the result has other shapes or dtypes than the graph that "
+            "was compiled has for it, as what f reads has changed. Call `torch._dynamo.reset()`, or call it outside."
+        )
+    return found
+
+
+@torch.library.register_fake(_NAME)
+def _(number: int, place: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    with not_compiling(), undispatched(), as_called():
+        result = _made_up(CALLS[number], _FORMS[place], tensors)
+    found, form = tree.separate(result)
+    _RESULTS[place] = form, _sizes(found)
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in found]
+
+
+def _made_up(calls: Calls, form: tree.Form, tensors: list[torch.Tensor]) -> Any:
+    """What a call gives for tensors of such sizes: without numbers, or where numbers decide, for ones and zeros."""
+
+    def like(x: torch.Tensor) -> torch.Tensor:
+        size, stride = tuple(map(int, x.shape)), tuple(map(int, x.stride()))  # of one graph for each size
+        return torch.empty_strided(size, stride, dtype=x.dtype, device=x.device).fill_(x.is_floating_point())
+
+    with torch.no_grad(), rewound(Watch([calls.t])):
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                args, kwargs = form.join([*map(like, tensors)])
+                return calls.t(*args, **kwargs)
+        except Exception:
+            args, kwargs = form.join([*map(like, tensors)])
+            return calls.t(*args, **kwargs)
+
+
+@nonstrict
+def within(number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What the calls of a number give, as one operation, unless the graph is run as it is."""
+    if not torch.compiler.is_compiling():
+        return CALLS[number](args, kwargs)
+    tensors, form = tree.separate((args, kwargs))
+    _FORMS.append(form)
+    place = len(_FORMS) - 1
+    found = torch.ops.invfunc.planned(number, place, tensors)
+    return _RESULTS[place][0].join(found)
