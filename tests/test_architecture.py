@@ -261,7 +261,7 @@ def test_every_folder_has_laws_and_quick_ones(folder):
 @pytest.mark.quick
 class TestPublicNames:
     FUNCTIONS = [n for n in invfunc.__all__ if not isinstance(getattr(invfunc, n), (type, ModuleType))]
-    CLASSES = {"Equilibrium", "Estimate", "Grid", "InverseReport", "Invertible", "Kronecker"}
+    CLASSES = {"Equilibrium", "Estimate", "Grid", "InverseReport", "Invertible", "Kronecker", "NoiseScale"}
 
     def test_are_sorted_and_all_that_is_imported(self):
         imports = [node for node in parsed(PACKAGE / "__init__.py").body if isinstance(node, ast.ImportFrom)]
