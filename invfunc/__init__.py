@@ -83,6 +83,7 @@ from invfunc.products.pch_block_product import pch_block_product
 from invfunc.products.sample_space import Eigenpairs
 from invfunc.reduced import reduced
 from invfunc.reductions.estimate import Estimate
+from invfunc.reductions.noise import NoiseScale
 from invfunc.statistics.batch_diag_ggn import batch_diag_ggn
 from invfunc.statistics.batch_diag_hessian import batch_diag_hessian
 from invfunc.statistics.batch_grad import batch_grad
@@ -99,6 +100,7 @@ from invfunc.statistics.kfac import kfac
 from invfunc.statistics.kflr import kflr
 from invfunc.statistics.kfoc import kfoc
 from invfunc.statistics.kfra import kfra
+from invfunc.statistics.noise_scale import noise_scale
 from invfunc.statistics.predictive_covariance import predictive_covariance
 from invfunc.statistics.sketched_grad import sketched_grad
 from invfunc.statistics.sqrt_ggn import sqrt_ggn
@@ -130,6 +132,7 @@ __all__ = [
     "LowRank",
     "MissingExtraError",
     "ModifiedError",
+    "NoiseScale",
     "ProcessError",
     "RandomnessError",
     "RangeError",
@@ -184,6 +187,7 @@ __all__ = [
     "linearize",
     "momentum",
     "multiscale",
+    "noise_scale",
     "operation",
     "outputs",
     "pch_block_product",

@@ -106,7 +106,7 @@ def _of_losses(case: Case, target: torch.Tensor, chosen: list[int], others: Iter
     norms = sum(g.reshape(n, -1).square().sum(1) for g in tree.leaves(shares)).sqrt()
     bound = 0.9 * norms.mean().item() or 1.0  # some norms are above, some below
     for name, row in FIRST_ORDER.items():
-        if name not in _OTHERWISE:
+        if name not in _OTHERWISE and row.fewest <= n:
             paths = EVERY if name in _ON_EVERY_PATH else ("fast", next(others))
             yield Expectation(row.make(f, **options), args, row.of_shares(shares), paths)
     yield Expectation(batch_grad(f, samples=chosen, **options), args, picked, (next(others),))

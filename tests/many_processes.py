@@ -91,7 +91,8 @@ def wrongly_laid(e: Example, found: Any, params: Any) -> str:
     if row is None:
         like, rest = [found], []
     elif row.gives == TREES and "trace" not in e.name:
-        like, rest = (found, []) if row.picks is None else (found[:1], found[1:])
+        trees = 1 if row.picks is not None or "noise" in e.name else 2
+        like, rest = found[:trees], found[trees:]
     else:
         entries = row.gives == LEAVES and row.picks is None and "trace" not in e.name
         like, rest = ([found], []) if entries else ([], [found])

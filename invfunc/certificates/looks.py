@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from invfunc.certificates import of_columns, of_shares
 from invfunc.certificates.look import Look, Member
 from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SquaredNorms, SumAndCentredSquares
+from invfunc.reductions.noise import SumAndNoise
 from invfunc.reductions.predictive import PredictiveCovariance
 from invfunc.reductions.sketches import Sketches
 from invfunc.reductions.squares import (
@@ -25,6 +26,7 @@ _LOOKS: dict[type, Callable[[Member], Iterator[Look]]] = {
     CentredSquares: of_shares.centred_squares,
     SumAndCentredSquares: of_shares.sum_and_centred_squares,
     SquaredNorms: of_shares.squared_norms,
+    SumAndNoise: of_columns.sum_and_noise,
     Sketches: of_shares.sketches,
     PredictiveCovariance: of_shares.covariances,
     ClippedSum: of_shares.clipped_sum,

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from invfunc.certificates.look import Look, Member, Remembered, at_places
-from invfunc.certificates.of_shares import samples_first, shares, summed
+from invfunc.certificates.of_shares import gradient, samples_first, shares, summed
 from invfunc.certificates.reference import Reference
 from invfunc.certificates.rounding import Numbers, largest
 from invfunc.certificates.run import units, wide
+from invfunc.reductions.noise import SumAndNoise
 from invfunc.reductions.squares import MatrixTrace
 
 
@@ -54,6 +55,28 @@ def matrix_trace(m: Member) -> Iterator[Look]:
     expected = sums.sum()[None] if whole else sums
     name = "the trace" if whole else "the trace of "
     yield m.look(found, lambda r: (expected, 0.0), lambda k: name if whole else name + m.problem.name(k))
+
+
+def sum_and_noise(m: Member) -> Iterator[Look]:
+    """The gradient, all of it, and what comes of its squares and of those of the shares, which are computed as well."""
+    (sums, noise), diagonal = m.result
+    reduction, n = m.t.reduction, len(m.chosen)
+    assert isinstance(reduction, SumAndNoise)
+    sums, squares = ([wide(x) for x in m.leaves(of)] for of in (sums, diagonal))
+    yield from m.at_entries([squares], lambda r, i, at: [summed(_squares(m, r, i, at))])
+    yield from gradient(m, sums, squares)
+    for name, found in {"": noise}.items() if reduction.groups is None else noise.items():
+        own = [i for i, path in enumerate(m.problem.paths) if reduction.group(path) == name]
+        each = torch.stack([squares[i].sum() for i in own]).sum()
+        mean = torch.stack([(sums[i] / n).square().sum() for i in own]).sum()
+        trace = (each - n * mean) / (n - 1)
+        called = f" of the group {name}" if name else ""
+        for x, expected, size, what in (
+            (found.squared_norm, mean - trace / n, mean + each / n, "the squared norm of the gradient"),
+            (found.trace, trace, each / (n - 1), "the trace of the covariance"),
+        ):
+            numbers = expected[None], largest(size)
+            yield m.look(x[None], lambda r, numbers=numbers: numbers, lambda k, of=what + called: of)
 
 
 def square_root(m: Member) -> Iterator[Look]:

@@ -36,10 +36,10 @@ def each_sample(m: Member) -> Iterator[Look]:
     leaves = m.leaves(m.result)
     yield from m.at_entries([leaves], lambda r, i, at: [(shares(m, r, i, at), 0.0)])
     squares = [wide(x).square().sum(0) for x in leaves]
-    yield from _gradient(m, [wide(x).sum(0) for x in leaves], squares, "the sum over the samples of ")
+    yield from gradient(m, [wide(x).sum(0) for x in leaves], squares, "the sum over the samples of ")
 
 
-def _gradient(m: Member, sums: Tensors, squares: Tensors, what: str = "") -> Iterator[Look]:
+def gradient(m: Member, sums: Tensors, squares: Tensors, what: str = "") -> Iterator[Look]:
     """All entries of the gradient, beside a backward pass."""
     counts = torch.bincount(m.chosen, minlength=m.problem.n)[None]
     sizes = [largest(x) ** 0.5 for x in squares]
@@ -75,7 +75,7 @@ def sum_and_centred_squares(m: Member) -> Iterator[Look]:
 
     yield from m.at_entries(trees, numbers)
     sums, spread = [[wide(x) for x in leaves] for leaves in trees]
-    yield from _gradient(m, sums, [s.square() / n + n * v for s, v in zip(sums, spread, strict=True)])
+    yield from gradient(m, sums, [s.square() / n + n * v for s, v in zip(sums, spread, strict=True)])
 
 
 def squared_norms(m: Member) -> Iterator[Look]:

@@ -11,8 +11,12 @@ from invfunc.certificates.look import Look, Member
 from invfunc.certificates.looks import looks
 from invfunc.certificates.reference import Reference
 from invfunc.certificates.rounding import Numbers
+from invfunc.reductions.noise import SumAndNoise
 from invfunc.reductions.squares import MatrixTrace, SumOfSquares
 from invfunc.statistic import Statistic
+
+SUMS = (MatrixTrace, SumAndNoise)
+"""Statistics of all parameters that are made of sums of squares."""
 
 
 class OfStatistic(Check):
@@ -32,19 +36,17 @@ class OfStatistic(Check):
         return found
 
     def _results(self, args: tuple, kwargs: dict[str, Any], result: Any) -> list[Any]:
-        """The result of each member; a trace comes with the diagonal that it is the sum of."""
+        """The result of each member; a trace comes with the diagonal that it is the sum of, the noise with its own."""
         results = _each(self.t, result)
-        traces = [isinstance(m.reduction, MatrixTrace) for m in self.members]
-        if any(traces):
+        sums = [isinstance(m.reduction, SUMS) for m in self.members]
+        if any(sums):
             diagonals = _each(*self._diagonals(args, kwargs))
-            results = [(x, d) if trace else x for x, d, trace in zip(results, diagonals, traces, strict=True)]
+            results = [(x, d) if summed else x for x, d, summed in zip(results, diagonals, sums, strict=True)]
         return results
 
     def _diagonals(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Statistic, Any]:
-        """The statistic with diagonals in place of their traces, of the same draws, and its result."""
-        each = [
-            replace(m, reduction=SumOfSquares()) if isinstance(m.reduction, MatrixTrace) else m for m in self.members
-        ]
+        """The statistic with diagonals in place of what is made of their sums, of the same draws, and its result."""
+        each = [replace(m, reduction=SumOfSquares()) if isinstance(m.reduction, SUMS) else m for m in self.members]
         t = replace(self.t, members=tuple(each)) if self.t.members else each[0]
         rewound(self.before)
         return t, t(*args, **kwargs)

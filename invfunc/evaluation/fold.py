@@ -61,7 +61,8 @@ class Fold:
         self.accumulators = [Accumulator(q, q.reduction, options.reduce is None) for q in quantities]
         n = (problem.n if problem.samples is None else len(problem.samples)) - problem.others
         self._decisions: dict[Hashable, Decision] = {}
-        self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1])
+        dtype = reduce(torch.promote_types, (leaf.dtype for leaf in problem.leaves))
+        self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
         self.last = True
         """Whether no other batch follows."""
         self.phase: int | None = None
@@ -258,10 +259,9 @@ class Fold:
         reduction, before, found = accumulator.reduction, accumulator.before, self._found(accumulator)
         if reduction.whole and self.options.reduce is None:
             return self.scope.result(reduction.assemble(self._whole(accumulator), found))
-        results = self._results(accumulator, found)
+        trees = [self._tree(list(part)) for part in zip(*self._results(accumulator, found), strict=True)]
         if before is not None and before.reduction.whole:
             found = replace(found, before=self._whole(before)[0])
-        trees = [self._tree(list(part)) for part in zip(*results, strict=True)]
         return self.scope.result(reduction.assemble(trees, found))
 
     def _tree(self, leaves: list[Any]) -> Any:
@@ -270,11 +270,10 @@ class Fold:
 
     def _whole(self, accumulator: Accumulator) -> list[Any]:
         """The results of all parameters together."""
-        found, reduction, leaves = self._found(accumulator), accumulator.reduction, self.problem.leaves
-        n, kept, places = found.n, accumulator.states, enumerate(accumulator.of(leaves))
-        states = [kept.pop(i, None) or reduction.init(leaf, n, found.columns) for i, leaf in places]
-        dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves))
-        return self._delivered(reduction, reduction.finish(reduction.together(states), found), found, dtype)
+        found, reduction, kept = self._found(accumulator), accumulator.reduction, accumulator.states
+        places = enumerate(accumulator.of(self.problem.leaves))
+        states = [kept.pop(i, None) or reduction.init(leaf, found.n, found.columns) for i, leaf in places]
+        return self._delivered(reduction, reduction.finish(reduction.together(states), found), found, found.dtype)
 
     def _results(self, accumulator: Accumulator, found: Found) -> list[list[Any]]:
         """The results of all parameters, in their order."""
@@ -287,6 +286,7 @@ class Fold:
         """Make the result of one parameter of what is kept of it."""
         leaf, reduction = self.problem.leaves[place], accumulator.reduction
         state = accumulator.states.pop(place, None) or reduction.init(leaf, found.n, found.columns)
+        found.aside[self.problem.paths[place]] = reduction.aside(state, found)
         result = self._delivered(reduction, reduction.finish(state, found), found, leaf.dtype)
         if self.options.reduce is not None:
             result = [
@@ -296,7 +296,7 @@ class Fold:
         accumulator.results[place] = result
 
     def _found(self, accumulator: Accumulator) -> Found:
-        return replace(self.found, columns=accumulator.columns)
+        return replace(self.found, columns=accumulator.columns, aside=accumulator.aside)
 
     def _delivered(self, reduction: Reduction, results: list[Any], found: Found, dtype: torch.dtype) -> list[Any]:
         """Results in the precision of the parameters, with the samples in the order in which they were chosen."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -63,15 +64,16 @@ class Factor:
         share = share.clone() if len(terms) == 1 and self.recipe.joins else share  # of its own, not the cotangent
         return self._shaped(self._landed_each(share, part), 2)
 
-    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
-        """`sum_n weights[n] G[v, n]`, for the only column."""
+    def weighted(self, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """`sum_n weights[n] G[v, n]`, for the only column; of weights 1, if there are none."""
         total, start = [], 0
-        for part in self.samples.parts(self.work, thresholds.OPERANDS * self.budget):
+        for part in self._parts():
             terms = self._terms(self.columns.left, part)
-            w = weights[start : start + length(part)].to(terms[0][1].dtype)
-            start += length(part)
-            terms += squeezed([("N", w)]) if len(w) > 1 else [("", w[0])]
-            total.append(self._landed(contract(terms, present(self.kept, terms)), terms, part))
+            if weights is not None:
+                w = weights[start : start + length(part)].to(terms[0][1].dtype)
+                start += length(part)
+                terms += squeezed([("N", w)]) if len(w) > 1 else [("", w[0])]
+            total.append(self._sum(terms, part))
         return self._shaped(summed(total), 0)
 
     def square_sum(self, each: bool = False) -> torch.Tensor:
@@ -99,16 +101,23 @@ class Factor:
 
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of each sample: `[count]`."""
-        found = []
+        return joined([norms for _, norms in self._norms(with_sums=False)])
+
+    def sum_and_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum_n G[n]` and `sum_p G[n, p]^2` of the only column."""
+        sums, norms = zip(*self._norms(with_sums=True), strict=True)
+        return self._shaped(summed(sums), 0), joined([*norms])
+
+    def _norms(self, with_sums: bool) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Perhaps the sums of the shares of blocks of samples, and their norms: shares are formed once for both."""
         for part, terms, direct in self._blocks("N"):
             if direct:  # the "ghost norm": products of positions with positions
-                pair = self.exact(twice(terms, terms, self.output))
-                norms = contract(pair, present("N", terms)).clamp(min=0).to(terms[0][1].dtype)
+                norms = contract(self.exact(twice(terms, terms, self.output)), present("N", terms)).clamp(min=0)
+                yield (self._sum(terms, part) if with_sums else None), norms.to(terms[0][1].dtype).reshape(length(part))
             else:
                 share = contract(terms, present("N" + self.output, terms)).reshape(length(part), -1)
-                norms = squared(share, fresh=len(terms) > 1).sum(1)
-            found.append(norms.reshape(length(part)))
-        return joined(found)
+                total = share.sum(0).reshape(_sizes(terms, self.output)) if with_sums else None
+                yield total, squared(share, fresh=len(terms) > 1).sum(1)
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
@@ -223,6 +232,10 @@ class Factor:
         reached = [(use, cotangent) for use in self.uses if (cotangent := cotangents[use.site]) is not None]
         built = [use.recipe.terms(cotangent[:, part], part, matrix) for use, cotangent in reached]
         return squeezed(widened(built[0] if len(built) == 1 else stacked(built)))
+
+    def _sum(self, terms: list[Term], part: Part) -> torch.Tensor:
+        """The sum over samples of what the terms are the factors of, `[*output]`."""
+        return self._landed(contract(terms, present(self.kept, terms)), terms, part)
 
     def _entries(self, terms: list[Term]) -> int:
         return math.prod(_sizes(terms, self.output))

@@ -69,8 +69,8 @@ class Shares:
         shares = [self._dense(part) for part in blocks]
         return joined(shares, 1)
 
-    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
-        """`sum_n weights[n] G[n]` of the only column."""
+    def weighted(self, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """`sum_n weights[n] G[n]` of the only column; of weights 1, if there are none."""
         return summed(self._pull(f, f.weighted(weights), 0) for f in self.factors)
 
     def square_sum(self, each: bool = False) -> torch.Tensor:
@@ -119,6 +119,13 @@ class Shares:
         if self._apart:
             return summed(f.norms() for f in self.factors)
         return torch.cat([self._dense(part)[0].reshape(length(part), -1).square().sum(1) for part in self._blocks()])
+
+    def sum_and_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum_n G[n]` and `sum_p G[n, p]^2` of the only column."""
+        if not self._apart:
+            return self.weighted(), self.norms()
+        pairs = [(f, f.sum_and_norms()) for f in self.factors]
+        return summed(self._pull(f, total, 0) for f, (total, _) in pairs), summed(norms for _, (_, norms) in pairs)
 
     def along(self, direction: torch.Tensor) -> torch.Tensor:
         """`sum_p G[n, p] direction[p]` of the only column: `[count]`."""

@@ -94,6 +94,8 @@ class Accumulator:
     states: States = field(default_factory=dict)
     results: dict[int, list[Any]] = field(default_factory=dict)
     """The results of the parameters that are done."""
+    aside: dict[str, Any] = field(default_factory=dict)
+    """What numbers of all parameters take of each of these, by its path."""
     columns: int = 1
     added: set[int] = field(default_factory=set)
     """The parameters of which the state of the present block of samples was added."""

@@ -31,8 +31,12 @@ class Found:
     """The shapes of the model's outputs for one sample."""
     structure: Any
     """The tree structure of the outputs."""
+    dtype: torch.dtype
+    """One for numbers that are of all parameters."""
     before: Any = None
     """The result of the phase before, if it is of all parameters together."""
+    aside: dict[str, Any] = field(default_factory=dict)
+    """What is set aside of each parameter, by its path."""
     refused: dict[str, str] = field(default_factory=dict)
     """The parameters that have no result, and why."""
 
@@ -148,6 +152,10 @@ class Reduction:
     def finish(self, state: State, found: Found) -> list[Any]:
         """The results of one parameter, or of all together: one, unless the caller gets several trees."""
         return [state[0]]
+
+    def aside(self, state: State, found: Found) -> Any:
+        """What a number of all parameters takes of one, beside the results that each has; it is not rounded."""
+        return None
 
     def sample_axes(self, found: Found) -> tuple[int, ...]:
         """The axes of the results of a parameter that count the samples."""

@@ -13,6 +13,7 @@ from invfunc.testing.oracles import (
     loop_clipped_grad,
     loop_grad_and_variance,
     loop_gram,
+    loop_noise_scale,
     loop_sum_grad_squared,
     loop_variance,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "loop_gram",
     "loop_kfac",
     "loop_kfra",
+    "loop_noise_scale",
     "loop_sum_grad_squared",
     "loop_variance",
     "peak_memory",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from invfunc import tree
+from invfunc import NoiseScale, tree
 
 Samples = Any
 """None for all, or the indices of the samples whose shares count, as a list or a tensor."""
@@ -75,6 +75,33 @@ def loop_clipped_grad(f: Callable, max_norm: float, *, samples: Samples = None) 
         return form.join(summed), torch.stack(norms)
 
     return oracle
+
+
+def loop_noise_scale(f: Callable, groups: Callable | None = None, *, samples: Samples = None) -> Callable:
+    """The oracle of `noise_scale` for an `[N]`-valued f: the sum of the shares, and of the parameters of each group
+    their mean and covariance, as they are defined."""
+    shares = loop_batch_grad(f, samples=samples)
+
+    def oracle(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        given = shares(*args, **kwargs)
+        return tree.map_tensors(lambda g: g.sum(0), given), noise_of(given, groups)
+
+    return oracle
+
+
+def noise_of(shares: Any, groups: Callable | None = None) -> Any:
+    """What `noise_scale` says of shares `[N, *p]`."""
+    rows: dict[str | None, list[torch.Tensor]] = {}
+    for path, g in tree.named_leaves(shares):
+        rows.setdefault("" if groups is None else groups(path), []).append(g.reshape(len(g), -1))
+    found = {}
+    for name, parts in rows.items():
+        g = torch.cat(parts, 1)
+        n, mean = len(g), g.mean(0)
+        trace = (g - mean).square().sum() / (n - 1)
+        found[name] = NoiseScale(mean.square().sum() - trace / n, trace)
+    found.pop(None, None)
+    return found[""] if groups is None else found
 
 
 def loop_sketched_grad(f: Callable, sides: Callable, *, samples: Samples = None) -> Callable:

@@ -9,6 +9,7 @@ KFAC = "reductions/test_kfac.py reductions/test_kfac_exact.py reductions/test_kf
 PEELED = "loss/test_peeled.py"
 EIGENPAIRS = "products/test_eigenpairs.py"
 LOW_RANK = "statistics/test_predictive_covariance.py::TestLowRank"
+NOISE = "statistics/test_noise_scale.py"
 DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo_sample.py"
 
 STATISTICS = [
@@ -195,6 +196,45 @@ STATISTICS = [
         ".clamp(min=1).reciprocal()",
         ".reciprocal()",
         "per_sample/test_clipped_grad.py::TestClipping::test_bounds_each_share_and_no_other " + FIRST,
+    ),
+    # The noise of gradients
+    Fault(
+        "the noise of a gradient is not taken off its square",
+        "reductions/noise.py",
+        "(of_sum - of_shares) / pairs,",
+        "of_sum / pairs,",
+        NOISE + "::TestParts::test_are_unbiased " + NOISE,
+    ),
+    Fault(
+        "the trace of a covariance is biased",
+        "reductions/noise.py",
+        "found.n * (found.n - 1)",
+        "found.n**2",
+        NOISE + "::TestParts::test_are_unbiased " + NOISE,
+    ),
+    Fault(
+        "parameters in no group have norms",
+        "reductions/noise.py",
+        """if self.group(shares.name(shares.place).removeprefix("params")) is None:""",
+        """if False:""",
+        NOISE + "::TestComposed::test_norms_are_those_of_the_parameters_that_count " + NOISE,
+    ),
+    Fault(
+        "squares of a gradient are rounded before they are added up",
+        "reductions/noise.py",
+        "return rows.square().sum(-1).double().sum(), state[1]",
+        "return rows.square().sum(-1).double().sum().to(found.dtype), state[1]",
+        NOISE + "::TestRounding " + NOISE,
+    ),
+    Fault(
+        "shares that are formed for norms are summed in one block only",
+        "per_sample/factor.py",
+        "return self._shaped(summed(sums), 0), joined([*norms])",
+        "return self._shaped(sums[0], 0), joined([*norms])",
+        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[torch.float64-lowest-positions] "
+        + FIRST
+        + " "
+        + CROSSED,
     ),
     Fault(
         "samples that were chosen twice count once",

@@ -46,7 +46,8 @@ def formulas(problem: Problem, samples: list[int] | None = None) -> Iterator[tup
         for name, row in ROWS.items():
             of_shares = row.of_shares
             if of_shares is not None:
-                yield one(problem, name), lambda *args, of=of_shares: of(shares(*args))
+                for of in made(problem, name)[:1]:
+                    yield of, lambda *args, of_shares=of_shares: of_shares(shares(*args))
     if _large(problem):
         return
     if problem.kind in (MODEL, BOTH):

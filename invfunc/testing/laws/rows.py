@@ -20,10 +20,12 @@ from invfunc.testing.oracles import (
     loop_clipped_grad,
     loop_grad_and_variance,
     loop_gram,
+    loop_noise_scale,
     loop_predictive_covariance,
     loop_sketched_grad,
     loop_sum_grad_squared,
     loop_variance,
+    noise_of,
     projected,
 )
 
@@ -53,6 +55,8 @@ class Row:
     """What `chunked` divides."""
     drawn: bool = False
     """Whether its columns are drawn, for which the loss has to have a sampler."""
+    fewest: int = 1
+    """How many samples it has to be of."""
     picks: Callable | None = None
     """`picks(result, index)`: the result for samples in another order, or for some of them; None if it is a sum."""
 
@@ -103,6 +107,12 @@ def clipping(max_norm: float) -> Row:
     """The row of `clipped_grad` for a norm."""
     loop, of_shares = partial(loop_clipped_grad, max_norm=max_norm), partial(_clipped, max_norm=max_norm)
     return Row(partial(invfunc.clipped_grad, max_norm=max_norm), (LOSS,), TREES, loop, of_shares, picks=_norms_of)
+
+
+def noise(groups: Callable | None = None) -> Row:
+    """The row of `noise_scale` for groups of parameters."""
+    made, loop = partial(invfunc.noise_scale, groups=groups), partial(loop_noise_scale, groups=groups)
+    return Row(made, (LOSS,), TREES, loop, lambda shares: (_sum(shares), noise_of(shares, groups)), fewest=2)
 
 
 def sketching(rows: int, columns: int, projection: str = "signs") -> Row:
@@ -167,6 +177,8 @@ ROWS = {
     ),
     "clipped_grad": clipping(1.0),
     "clipped_grad to little": clipping(0.01),
+    "noise_scale": noise(),
+    "noise_scale of each": noise(lambda path: path),
     "sketched_grad": sketching(3, 2),
     "sketched_grad sparse": sketching(6, 8, "sparse"),
     "sketched_grad of a mask": sketching(2, 3, "mask"),

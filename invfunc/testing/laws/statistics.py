@@ -51,8 +51,11 @@ class Made:
 
 
 def made(problem: Problem, name: str, f: Callable | None = None) -> list[Made]:
-    """A statistic by the name of its row, in the forms that fit the problem; `f` in place of its function."""
+    """A statistic by the name of its row, in the forms that fit the problem, which has to have samples enough; `f` in
+    place of its function."""
     row, found = ROWS[name], []
+    if problem.n < row.fewest:
+        return []
     f = problem.f if f is None else f
     dims, inputs = problem.in_dims, (problem.params, *problem.inputs)
     if problem.kind == BOTH:
@@ -109,7 +112,8 @@ def first_order(problem: Problem) -> Iterator[Claim]:
     for name, row in ROWS.items():
         of_shares = row.of_shares
         if of_shares is not None:
-            yield Claim(name, one(problem, name), lambda of=of_shares: of(shares()), problem.n)
+            for of in made(problem, name)[:1]:
+                yield Claim(name, of, lambda of_shares=of_shares: of_shares(shares()), problem.n)
 
 
 @law("the GGN equals its loop", when=loops.no_outputs)
@@ -272,7 +276,8 @@ def samples(problem: Problem) -> Iterator[Claim]:
 @law("together is the same", when=no_loss)
 def several(problem: Problem) -> Iterator[Claim]:
     """together(t1, t2, ...)(params, *batch) == (t1(params, *batch), t2(params, *batch), ...)"""
-    whole = {name: row for name, row in ROWS.items() if LOSS in row.forms and row.form != OF_MODEL}
+    known = {of.called: of.row for of in every(problem)}
+    whole = {name: row for name, row in known.items() if LOSS in row.forms and row.form != OF_MODEL}
     first = [name for name, row in whole.items() if row.of_shares is not None]
     factors = [name for name, row in whole.items() if row.gives == FACTORS and not row.drawn and name != "kfra"]
     second = [name for name, row in whole.items() if name not in first and row.gives != FACTORS and not row.drawn]
