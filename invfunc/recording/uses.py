@@ -188,6 +188,17 @@ class ParameterUses(Provenance):
         shared = not any(not_shared(seen.tags[i], self.left) for i in params)
         return rule(seen.call(None, self.n, False, False), params, self.added if shared else lambda x: None)
 
+    def at_once(self, seen: Seen) -> Callable[..., Any] | None:
+        """What a call is followed in where no second derivative is taken and no operation is looked at by itself."""
+        rule = seen.function.forms.at_once
+        if rule is None or not (self.with_uses and self.fast) or self.remember is not None or self.pattern is not None:
+            return None
+        for x in seen.read:
+            if id(x) not in seen.tags:
+                self.scope.closes_over(x)
+        twice = self.scope.twice or self.scope.create_graph or any(tag.crossed for tag in seen.sampled)
+        return None if twice or seen.lost else rule(seen.call(None, self.n, False, False), seen.params)
+
     def meet(
         self,
         call: Call,
