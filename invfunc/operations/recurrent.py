@@ -202,11 +202,12 @@ def _at_once(name: str, cell: Cell) -> Callable[[Call, Container[int]], Callable
 
     def rule(call: Call, params: Container[int]) -> Callable[..., Tensors] | None:
         padded = isinstance(call.args[3], bool)
-        x, hx, weights = call.args[0], *(call.args[1:3] if padded else call.args[2:4])
-        axis, time = call.place(x), 1 if padded and call.args[-1] else 0
-        apart = isinstance(axis, Axis) and (axis.dim is None or axis.dim == (1 - time if padded else 0))
+        hx, weights, has_biases, number, _, _, two = call.args[1:8] if padded else call.args[2:9]
+        axis, first = call.place(call.args[0]), not padded or call.args[8]
+        apart = isinstance(axis, Axis) and axis.dim in (None, 0 if first else 1)
         learned = any(id(h) in params for h in tree.tensors(hx))
-        return layers if apart and not learned and len(weights) % 2 == 0 else None
+        projected = len(weights) > number * (1 + two) * (4 if has_biases else 2)
+        return None if learned or projected or not apart else layers
 
     return rule
 
