@@ -93,9 +93,11 @@ class _After(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, steps: Steps, *given: torch.Tensor) -> Tensors:
-        ctx.steps, gates = steps, given[: -len(steps.last)]
-        ctx.save_for_backward(*steps.before, *gates)
-        return steps.outputs, *steps.last
+        before, found = steps.before, (steps.outputs, *steps.last)
+        del steps.before, steps.outputs, steps.last  # the results hold the graph, which holds the steps
+        ctx.steps = steps
+        ctx.save_for_backward(*before, *given[: -len(before)])
+        return found
 
     @staticmethod
     def backward(ctx: Any, *sent: torch.Tensor) -> Any:

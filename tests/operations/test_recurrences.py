@@ -1,5 +1,7 @@
 """Recurrent layers at all time steps at once: where they are, and that nothing else shows."""
 
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -64,6 +66,25 @@ def many(call) -> int:
 
 X = Numbers(1)(N, STEPS, WIDTH)
 ENCODER = Numbers(2)(WIDTH, UNITS)
+
+
+@kinds
+def test_nothing_is_left_of_a_call(kind):
+    """Not even until the next collection of what holds itself."""
+    f, params = layers(kind)
+    held, run = list[weakref.ref](), Steps.run
+
+    def seen(steps, *args):
+        held.append(weakref.ref(steps))
+        run(steps, *args)
+
+    gc.disable()
+    try:
+        with mock.patch.object(Steps, "run", seen):
+            batch_grad(lambda p, x: energies(f(p, x)))(params, X)
+        assert held and all(ref() is None for ref in held)
+    finally:
+        gc.enable()
 
 
 class TestWhere:
