@@ -41,6 +41,9 @@ class Operation:
     its insides move the samples: takes its arguments."""
     composed_if: Rule | None = None
     """From its name to whether it is followed in those now; None: always."""
+    at_once: Rule | None = None
+    """From a `Call` that is to be made and the parameters that it reads by their ids to what is followed in place of
+    `composed` where only first derivatives are taken, or None."""
     twice: Rule | None = None
     """A form whose second derivative is right, where torch's is missing or wrong: takes torch's function and its
     arguments. It is not used where only first derivatives are taken."""

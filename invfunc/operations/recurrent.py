@@ -5,100 +5,59 @@ Each takes the arguments of torch's own function, returns the same values and dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from invfunc import tree
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis.propagation import Call
+from invfunc.operations.cells import GRU, LSTM, RELU, TANH, Cell, Tensors, Weights, like, resized
 from invfunc.operations.compositions import step_by_step
 from invfunc.operations.operation import define
-
-
-@dataclass
-class Weights:
-    """The weights of a recurrent layer in one direction; `w_hr` projects the hidden state of an LSTM."""
-
-    w_ih: torch.Tensor
-    w_hh: torch.Tensor
-    b_ih: torch.Tensor | None = None
-    b_hh: torch.Tensor | None = None
-    w_hr: torch.Tensor | None = None
-
-
-Tensors = tuple[torch.Tensor, ...]
-"""A state: the hidden state, which is also the output, then what else the cell remembers."""
-
-Cell = Callable[[Tensors, Tensors, Weights], Tensors]
-
-
-def _lstm(x: Tensors, state: Tensors, w: Weights) -> Tensors:
-    h, c = state
-    i, f, g, o = (x[0] + F.linear(h, w.w_hh, w.b_hh)).chunk(4, -1)
-    c = torch.addcmul(f.sigmoid() * c, i.sigmoid(), g.tanh())
-    h = o.sigmoid() * c.tanh()
-    return (h if w.w_hr is None else F.linear(h, w.w_hr)), c
-
-
-def _gru(x: Tensors, state: Tensors, w: Weights) -> Tensors:
-    (h,) = state
-    h_r, h_z, h_n = F.linear(h, w.w_hh, w.b_hh).chunk(3, -1)
-    r, z = (x[0] + h_r).sigmoid(), (x[1] + h_z).sigmoid()
-    n = torch.addcmul(x[2], r, h_n).tanh()  # the reset gate scales the hidden bias too
-    return (torch.lerp(n, h, z),)
-
-
-def _rnn(nonlinearity: Callable[[torch.Tensor], torch.Tensor]) -> Cell:
-    def step(x: Tensors, state: Tensors, w: Weights) -> Tensors:
-        return (nonlinearity(x[0] + F.linear(state[0], w.w_hh, w.b_hh)),)
-
-    return step
-
-
-def _gates(step: Cell, x: torch.Tensor, w: Weights) -> Tensors:
-    """The part of the gates that comes from the input, at all time steps at once."""
-    gates = F.linear(x, w.w_ih, w.b_ih)
-    return gates.chunk(3, -1) if step is _gru else (gates,)
-
-
-def _like(gates: Tensors, state: Sequence[torch.Tensor]) -> Tensors:
-    """The state in the precision that autocast gives to the gates."""
-    return tuple(h if h.dtype == gates[0].dtype else h.to(gates[0].dtype) for h in state)
-
+from invfunc.operations.recurrences import at_once
 
 # Layers of cells
 
 
-def _unroll(step: Cell, x: torch.Tensor, state: Tensors, w: Weights, backwards: bool) -> tuple[torch.Tensor, Tensors]:
-    """The outputs at all time steps, which lie along axis 0, and the last state."""
-    added = _gates(step, x, w)
-    state = _like(added, state)
+Unroll = Callable[[Cell, torch.Tensor, Tensors, Weights, bool, list[int] | None], tuple[torch.Tensor, Tensors]]
+"""From the inputs, over time steps along axis 0 or over those of a packed sequence (`sizes`: how many of the samples,
+the first ones, have each step), and the first state to the outputs and the last state."""
+
+
+def _unrolled(
+    cell: Cell, x: torch.Tensor, state: Tensors, w: Weights, backwards: bool, sizes: list[int] | None
+) -> tuple[torch.Tensor, Tensors]:
+    """One step after the other."""
+    if sizes is not None:
+        return _unrolled_packed(cell, x, state, w, backwards, sizes)
+    added = cell.of_input(x, w)
+    state = like(added, state)
     gates: Iterable[Tensors] = zip(*(part.unbind() for part in added), strict=True)
     outputs: list[torch.Tensor] = []
     for now in reversed(list(gates)) if backwards else gates:
-        state = step(now, state, w)
+        state = cell.step(now, state, w)
         outputs.append(state[0])
     return torch.stack(outputs[::-1] if backwards else outputs), state
 
 
-def _unroll_packed(
-    step: Cell, x: torch.Tensor, state: Tensors, w: Weights, backwards: bool, sizes: list[int]
+def _unrolled_packed(
+    cell: Cell, x: torch.Tensor, state: Tensors, w: Weights, backwards: bool, sizes: list[int]
 ) -> tuple[torch.Tensor, Tensors]:
-    """The same of a packed sequence, in which so many of the samples, the first ones, have each step."""
-    added = _gates(step, x, w)
+    added = cell.of_input(x, w)
     parts = [part.split(sizes) for part in added]
-    state = _like(added, tuple(_paired(h, x[: sizes[0]]) for h in state))
-    first, ended, outputs = state, list[Tensors](), list[torch.Tensor]()
-    state = tuple(h[: sizes[-1]] for h in state) if backwards else state
+    first = like(added, tuple(_paired(h, x[: sizes[0]]) for h in state))
+    state, ended, outputs = (
+        tuple(h[: sizes[-1 if backwards else 0]] for h in first),
+        list[Tensors](),
+        list[torch.Tensor](),
+    )
     for t in reversed(range(len(sizes))) if backwards else range(len(sizes)):
-        many, before = sizes[t], len(state[0])
-        if many < before:  # these have ended
-            ended.append(tuple(h[many:] for h in state))
-            state = tuple(h[:many] for h in state)
-        elif many > before:  # these begin
-            state = tuple(torch.cat([h, begun[before:many]]) for h, begun in zip(state, first, strict=True))
-        state = step(tuple(part[t] for part in parts), state, w)
+        if sizes[t] < len(state[0]):
+            ended.append(tuple(h[sizes[t] :] for h in state))
+        state = cell.step(tuple(part[t] for part in parts), resized(state, first, sizes[t]), w)
         outputs.append(state[0])
     last = tuple(torch.cat(h) if ended else h[0] for h in zip(state, *ended[::-1], strict=True))
     return torch.cat(outputs[::-1] if backwards else outputs), last
@@ -109,7 +68,7 @@ def _paired(h: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.where(rows[:, :1] == 0, h, h)
 
 
-def _layers(name: str, step: Cell) -> Callable[..., Tensors]:
+def _layers(name: str, cell: Cell, unroll: Unroll = _unrolled) -> Callable[..., Tensors]:
     """The function with both of torch's signatures."""
 
     def either(input: torch.Tensor, second: Any, third: Any, *others: Any) -> Tensors:
@@ -122,7 +81,7 @@ def _layers(name: str, step: Cell) -> Callable[..., Tensors]:
         states = (hx,) if name != "lstm" else hx
         if any(h.shape[1] != sizes[0] for h in states):  # torch does not broadcast either
             raise ValueError(f"{name}: one state for each of the {sizes[0]} samples is wanted.")
-        return _run(step, sizes, data, states, *others)
+        return _run(cell, unroll, sizes, data, states, *others)
 
     def padded(input: torch.Tensor, hx: Any, *others: Any) -> Tensors:
         batch_first = others[-1]
@@ -131,14 +90,15 @@ def _layers(name: str, step: Cell) -> Callable[..., Tensors]:
         if x.ndim != 3 or any(h.shape[1:2] != x.shape[1:2] for h in states):  # torch does not broadcast either
             shapes = ", ".join(str(tuple(y.shape)) for y in (input, *states))
             raise ValueError(f"{name}: the input has three dimensions and one state for each sample; got {shapes}.")
-        x, *last = _run(step, None, x, states, *others[:-1])
+        x, *last = _run(cell, unroll, None, x, states, *others[:-1])
         return (x.transpose(0, 1) if batch_first else x, *last)
 
     return either
 
 
 def _run(
-    step: Cell,
+    cell: Cell,
+    unroll: Unroll,
     sizes: list[int] | None,
     x: torch.Tensor,
     states: Sequence[torch.Tensor],
@@ -160,10 +120,7 @@ def _run(
         outputs = []
         for backwards in (False, True)[:directions]:
             weights, begun = _weights(params[len(last) * width :][:width], has_biases), first[len(last)]
-            if sizes is None:
-                output, state = _unroll(step, x, begun, weights, backwards)
-            else:
-                output, state = _unroll_packed(step, x, begun, weights, backwards, sizes)
+            output, state = unroll(cell, x, begun, weights, backwards, sizes)
             outputs.append(output)
             last.append(state)
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
@@ -176,7 +133,7 @@ def _weights(params: Sequence[torch.Tensor], has_biases: bool) -> Weights:
     return Weights(w_ih, w_hh, *biases, *others[2 if has_biases else 0 :])
 
 
-def _cell(name: str, step: Cell) -> Callable[..., Any]:
+def _cell(name: str, cell: Cell) -> Callable[..., Any]:
     def run(
         input: torch.Tensor,
         hx: Any,
@@ -186,8 +143,8 @@ def _cell(name: str, step: Cell) -> Callable[..., Any]:
         b_hh: torch.Tensor | None = None,
     ) -> Any:
         weights = Weights(w_ih, w_hh, b_ih, b_hh)
-        gates = _gates(step, input, weights)
-        state = step(gates, _like(gates, (hx,) if name != "lstm_cell" else hx), weights)
+        gates = cell.of_input(input, weights)
+        state = cell.step(gates, like(gates, (hx,) if name != "lstm_cell" else hx), weights)
         return state if name == "lstm_cell" else state[0]
 
     return run
@@ -224,13 +181,13 @@ def _recurrent(func: Callable, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-_STEPS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
+_CELLS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}
 
 
 def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:
     """The initial states that a recurrent function is called with, each with the dimension of its sample axis."""
     name = getattr(func, "__name__", "")
-    if name.removesuffix("_cell") not in _STEPS:
+    if name.removesuffix("_cell") not in _CELLS:
         return []
     if not name.endswith("cell") and not isinstance(args[3], bool):  # packed, after batch sizes
         return []
@@ -238,13 +195,31 @@ def states(func: Callable, args: tuple) -> list[tuple[torch.Tensor, int]]:
     return [(h, 0 if name.endswith("cell") else 1) for h in hx]
 
 
+def _at_once(name: str, cell: Cell) -> Callable[[Call, Container[int]], Callable[..., Tensors] | None]:
+    """The rule for the layers of a cell: each sample has a sequence, first states are not parameters, and there is no
+    projection."""
+    layers = _layers(name, cell, at_once)
+
+    def rule(call: Call, params: Container[int]) -> Callable[..., Tensors] | None:
+        padded = isinstance(call.args[3], bool)
+        hx, weights, has_biases, number, _, _, two = call.args[1:8] if padded else call.args[2:9]
+        axis, first = call.place(call.args[0]), not padded or call.args[8]
+        apart = isinstance(axis, Axis) and axis.dim in (None, 0 if first else 1)
+        learned = any(id(h) in params for h in tree.tensors(hx))
+        projected = len(weights) > number * (1 + two) * (4 if has_biases else 2)
+        return None if learned or projected or not apart else layers
+
+    return rule
+
+
 def _drops(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether there is dropout between the layers."""
     return any(isinstance(a, float) and a > 0 for a in args)
 
 
-for _name, _step in _STEPS.items():
-    define(_name, composed=_layers(_name, _step), composed_if=step_by_step, twice=_recurrent, draws=_drops)
-    define(f"{_name}_cell", composed=_cell(f"{_name}_cell", _step), composed_if=step_by_step)
+for _name, _cell_of in _CELLS.items():
+    _facts = {"composed_if": step_by_step, "twice": _recurrent, "draws": _drops}
+    define(_name, composed=_layers(_name, _cell_of), at_once=_at_once(_name, _cell_of), **_facts)
+    define(f"{_name}_cell", composed=_cell(f"{_name}_cell", _cell_of), composed_if=step_by_step)
 define("_pack_padded_sequence", composed=pack_padded_sequence)
 define("_pad_packed_sequence", composed=pad_packed_sequence)

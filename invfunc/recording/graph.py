@@ -9,6 +9,7 @@ import torch
 
 from invfunc._functorch import function_of
 from invfunc.errors import ArgumentError
+from invfunc.operations.recurrences import OWN
 
 
 def node_of(x: torch.Tensor) -> Any:
@@ -53,7 +54,8 @@ def leaves_below(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def functions_below(x: torch.Tensor) -> list[type]:
     """The autograd.Functions of the user's, and of torch.utils.checkpoint, through which a tensor is computed."""
-    return [kind for kind in dict.fromkeys(function_of(node) for node in nodes_of([x])) if kind is not None]
+    found = dict.fromkeys(function_of(node) for node in nodes_of([x]))
+    return [kind for kind in found if kind is not None and kind not in OWN]
 
 
 def lowest(starts: list[torch.Tensor], nodes: set[Any]) -> set[Any]:

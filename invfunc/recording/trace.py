@@ -103,6 +103,7 @@ class Trace(ParameterUses, Listener):
         body = function.composed() or (opened(func) if function.entry.batch_axis is None else None)
         if body is not None:
             self._tag_states(seen)
+            body = self.at_once(seen) or body
             outer, self.within = self.within, self.within or seen.name
             try:
                 with self:

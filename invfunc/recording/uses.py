@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from invfunc import tree
-from invfunc._functorch import version
+from invfunc._functorch import saving_hooks, version
 from invfunc._values import near
 from invfunc._weak import WeakIdMap
 from invfunc.errors import samples_lost
@@ -187,6 +187,19 @@ class ParameterUses(Provenance):
             return None
         shared = not any(not_shared(seen.tags[i], self.left) for i in params)
         return rule(seen.call(None, self.n, False, False), params, self.added if shared else lambda x: None)
+
+    def at_once(self, seen: Seen) -> Callable[..., Any] | None:
+        """What a call is followed in where no second derivative is taken and no operation is looked at by itself."""
+        rule = seen.function.forms.at_once
+        if rule is None or not (self.with_uses and self.fast) or self.remember is not None or self.pattern is not None:
+            return None
+        if saving_hooks() is not None:  # of invertible_checkpoint, which meets the steps again
+            return None
+        for x in seen.read:
+            if id(x) not in seen.tags:
+                self.scope.closes_over(x)
+        twice = self.scope.twice or self.scope.create_graph or any(tag.crossed for tag in seen.sampled)
+        return None if twice or seen.lost else rule(seen.call(None, self.n, False, False), seen.params)
 
     def meet(
         self,

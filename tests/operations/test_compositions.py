@@ -17,6 +17,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from torch.overrides import TorchFunctionMode
 
 from invfunc import SampleAxisError, tree
+from invfunc.operations.axis import Axis
+from invfunc.operations.batch_axis import Call
 from invfunc.operations.operation import OPERATIONS, having
 from invfunc.testing import assert_trees_close
 from invfunc.testing.values import moved
@@ -58,6 +60,22 @@ class WrittenOut(TorchFunctionMode):
         return COMPOSITIONS.get(name, func)(*args, **(kwargs or {}))
 
 
+class AtOnce(WrittenOut):
+    """The same with recurrent layers at all time steps at once, as they run where first derivatives are taken."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ not in LAYERS:
+            return super().__torch_function__(func, types, args, kwargs)
+        rows = not isinstance(args[3], bool)
+        place = Axis(0 if rows or args[-1] else 1)
+        call = Call(func.__name__, func, args, {}, None, {id(args[0]): place}, 1, True, [args[0]])
+        layers = OPERATIONS[func.__name__].at_once(call, ())
+        w_hh = args[3 if rows else 2][1]
+        assert (layers is None) == (func.__name__ == "lstm" and 4 * w_hh.shape[1] < len(w_hh))  # of a projection
+        self.called.append(func.__name__)
+        return (layers or COMPOSITIONS[func.__name__])(*args)
+
+
 @dataclass
 class Calls:
     """`f(*args)`; the floating-point tensors among the arguments are differentiated."""
@@ -84,12 +102,13 @@ class Calls:
     def assert_equals_torch(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
         with torch.random.fork_rng():
             values, slopes, state = self.outcome(device, dtype)
-            with WrittenOut() as mode:
-                found, found_slopes, found_state = self.outcome(device, dtype)
-        assert mode.called == [name]
-        assert_trees_close(found, values, EXACT[dtype])
-        assert_trees_close(found_slopes, slopes, EXACT[dtype])
-        assert torch.equal(found_state, state)
+            for way in (WrittenOut, AtOnce) if name in LAYERS else (WrittenOut,):
+                with way() as mode:
+                    found, found_slopes, found_state = self.outcome(device, dtype)
+                assert mode.called == [name]
+                assert_trees_close(found, values, EXACT[dtype])
+                assert_trees_close(found_slopes, slopes, EXACT[dtype])
+                assert torch.equal(found_state, state)
 
 
 def with_weights(module: nn.Module, rand: Numbers) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -1,0 +1,221 @@
+"""Recurrent layers at all time steps at once: where they are, and that nothing else shows."""
+
+import gc
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import grad, vmap
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from invfunc import (
+    SampleAxisError,
+    batch_grad,
+    batch_l2_grad,
+    chunked,
+    diag_ggn,
+    diag_hessian,
+    functional,
+    gram,
+    kflr,
+    tree,
+    variance,
+)
+from invfunc.operations.recurrences import Steps
+from invfunc.recording.uses import ParameterUses
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.paths import generic
+from tests.strategies import Numbers
+
+EXACT, N, STEPS, WIDTH, UNITS = 1e-10, 4, 3, 2, 3
+KINDS = [nn.LSTM, nn.GRU, nn.RNN]
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def layers(kind: type, **options):
+    """A function of the weights of a layer, and weights for it."""
+    f, params = functional(kind(WIDTH, UNITS, batch_first=True, **options).double())
+    rand = Numbers()
+    return f, {name: rand(*p.shape) / 2 for name, p in params.items()}
+
+
+def energies(out) -> torch.Tensor:
+    """A number of each sample that depends on all that a layer returns."""
+    output, last = out
+    parts = [
+        output.square().sum((1, 2)),
+        *(h.pow(3).sum((0, 2)) for h in (last if isinstance(last, tuple) else (last,))),
+    ]
+    return torch.stack(parts).sum(0)
+
+
+def given_to(kind: type, h: torch.Tensor):
+    return (h, h.cos()) if kind is nn.LSTM else h
+
+
+def many(call) -> int:
+    """How many layers were computed at once in a call."""
+    with mock.patch.object(Steps, "run", autospec=True, side_effect=Steps.run) as run:
+        call()
+    return run.call_count
+
+
+X = Numbers(1)(N, STEPS, WIDTH)
+ENCODER = Numbers(2)(WIDTH, UNITS)
+
+
+@kinds
+def test_nothing_is_left_of_a_call(kind):
+    """Not even until the next collection of what holds itself."""
+    f, params = layers(kind)
+    held, run = list[weakref.ref](), Steps.run
+
+    def seen(steps, *args):
+        held.append(weakref.ref(steps))
+        run(steps, *args)
+
+    gc.disable()
+    try:
+        with mock.patch.object(Steps, "run", seen):
+            batch_grad(lambda p, x: energies(f(p, x)))(params, X)
+        assert held and all(ref() is None for ref in held)
+    finally:
+        gc.enable()
+
+
+class TestWhere:
+    """The steps are at once where nothing but first derivatives is taken."""
+
+    @kinds
+    def test_once_for_each_layer_and_direction(self, kind):
+        f, params = layers(kind, num_layers=2, bidirectional=True)
+        for statistic in (batch_grad, batch_l2_grad, variance, gram):
+            assert many(lambda t=statistic: t(lambda p, x: energies(f(p, x)))(params, X)) == 4
+
+    @kinds
+    def test_not_where_the_caller_or_the_statistic_differentiates_again(self, kind):
+        f, params = layers(kind)
+        norms = batch_l2_grad(lambda p, x: energies(f(p, x)))
+        total = lambda p: sum(x.sum() for x in tree.tensors(norms(p, X)))  # noqa: E731
+        assert many(lambda: grad(total)(params)) == 0
+        assert many(lambda: vmap(total)({name: torch.stack([p, p]) for name, p in params.items()})) == 0
+        assert many(lambda: total({name: p.clone().requires_grad_() for name, p in params.items()})) == 0
+        assert many(lambda: diag_hessian(lambda p, x: energies(f(p, x)))(params, X)) == 0
+        assert many(lambda: generic(norms)(params, X)) == 0
+
+    def test_not_of_first_states_that_are_parameters_nor_of_projections(self):
+        f, params = layers(nn.GRU)
+        learned = lambda p, x: energies(f(p["layer"], x, p["h"].expand(1, len(x), UNITS)))  # noqa: E731
+        given = {"layer": params, "h": Numbers(3)(1, 1, UNITS)}
+        assert many(lambda: batch_grad(learned)(given, X)) == 0
+        assert_trees_close(batch_grad(learned)(given, X), generic(batch_grad(learned))(given, X), EXACT)
+        f, params = layers(nn.LSTM, proj_size=2, bias=False, bidirectional=True)
+        assert many(lambda: batch_grad(lambda p, x: energies(f(p, x)))(params, X)) == 0
+
+
+@st.composite
+def problems(draw):
+    """A layer of padded or packed sequences, with first states of the samples or zeros."""
+    kind = draw(st.sampled_from(KINDS))
+    options = {"nonlinearity": draw(st.sampled_from(["tanh", "relu"]))} if kind is nn.RNN else {}
+    options |= {
+        "num_layers": draw(st.integers(1, 2)),
+        "bidirectional": draw(st.booleans()),
+        "bias": draw(st.booleans()),
+    }
+    f, params = layers(kind, **options)
+    params = {"layer": params, "encoder": ENCODER}
+    lengths, states = draw(st.lists(st.integers(1, STEPS), min_size=N, max_size=N)), draw(st.booleans())
+    packed, count = draw(st.booleans()), options["num_layers"] * (1 + options["bidirectional"])
+
+    def losses(p, x, of):
+        h = [given_to(kind, (x[:, 0] @ p["encoder"]).expand(count, -1, -1))] if states else []
+        if not packed:
+            return energies(f(p["layer"], x, *h))
+        out, last = f(p["layer"], pack_padded_sequence(x, of, batch_first=True, enforce_sorted=False), *h)
+        return energies((pad_packed_sequence(out, batch_first=True)[0], last))
+
+    return losses, params, torch.tensor(lengths)
+
+
+STATISTICS = {"shares": batch_grad, "norms": batch_l2_grad, "variance": variance, "gram": gram}
+
+
+@pytest.mark.parametrize("called", STATISTICS)
+@settings(max_examples=6)
+@given(problem=problems())
+def test_statistics_are_those_of_one_step_after_the_other(called, problem):
+    losses, params, of = problem
+    for loss in (losses, lambda *args: losses(*args).sum()) if called != "gram" else (losses,):
+        t = STATISTICS[called](loss)
+        assert_trees_close(t(params, X, of), generic(t)(params, X, of), EXACT)
+
+
+@kinds
+@pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
+def test_steps_are_positions_of_factors(kind, sharing):
+    f, params = layers(kind, bidirectional=True)
+    model = lambda p, x: f(p, x)[0].flatten(1)  # noqa: E731
+    t = kflr(model, nn.functional.mse_loss, weight_sharing=sharing)
+    y = Numbers(3)(N, 2 * STEPS * UNITS)
+    with mock.patch.object(ParameterUses, "at_once", return_value=None):  # the generic path knows no factors
+        wanted = t(params, X, y)
+    for way in (t, chunked(t, 2, over="samples"), chunked(t, 2, over="outputs")):
+        assert many(lambda way=way: assert_trees_close(way(params, X, y), wanted, EXACT)) > 0
+
+
+@kinds
+def test_columns_are_pulled_back_together(kind):
+    f, params = layers(kind, bidirectional=True)
+    t = diag_ggn(lambda p, x: f(p, x)[0].flatten(1), nn.functional.mse_loss)
+    y = Numbers(3)(N, 2 * STEPS * UNITS)
+    assert many(lambda: assert_trees_close(t(params, X, y), generic(t)(params, X, y), EXACT)) > 0
+
+
+@kinds
+@pytest.mark.parametrize("before", [True, False])
+def test_what_is_closed_over_is_differentiated(kind, before):
+    """Behind the layer nothing that it has read depends on it; before it, steps are not at once."""
+    f, params = layers(kind)
+    w = Numbers(4)(UNITS).requires_grad_()
+
+    def losses(p, x):
+        return (f(p, x * w[:WIDTH])[0] if before else f(p, x)[0] * w).sin().sum((1, 2))
+
+    t = batch_l2_grad(losses)
+    slopes = [torch.autograd.grad(sum(x.sum() for x in tree.tensors(s(params, X))), w)[0] for s in (t, generic(t))]
+    assert_trees_close(*slopes, EXACT)
+    assert (many(lambda: t(params, X)) == 0) is before
+
+
+@kinds
+def test_states_of_other_samples_are_refused(kind):
+    f, params = layers(kind)
+
+    def loss(p, x):
+        h = (x[:, 0] @ p["encoder"]).flip(0)[None]
+        return energies(f(p["layer"], x, given_to(kind, h))).sum()
+
+    with pytest.raises(SampleAxisError, match="kept apart"):
+        batch_grad(loss)({"layer": params, "encoder": ENCODER}, X)
+
+
+@kinds
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_derivative_in_f_is_seen(kind):
+    """It depends on the recurrent weights by the states alone, where no call tells of it."""
+    f, params = layers(kind)
+    held = {name: params.pop(name) for name in [*params] if "ih" in name}
+
+    def penalised(p, x):
+        x = x.detach().requires_grad_()
+        total = f(p | held, x)[0].sum()
+        total.backward(create_graph=True, inputs=[x])
+        return total + x.grad.square().sum()
+
+    with pytest.raises(SampleAxisError, match="autograd.grad"):
+        batch_grad(penalised)(params, X)
