@@ -75,6 +75,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "WATCHED_BYTES": (0, FAR),
     "FOLDED": (0, FAR),
     "COMPARED_NUMBERS": (0, FAR),
+    "DIRECTIONS": (1, FAR),
     "OPERATIONS": (0, FAR),
     "PLANS": (1, FAR),
     "SHAPES": (FAR, FAR),
