@@ -135,8 +135,8 @@ def states_before(x: torch.Tensor, first: Tensors, steps: Steps) -> torch.Tensor
     if has_torch_function((x,)):
         return handle_torch_function(states_before, (x,), x, first, steps)
     with torch.no_grad():
-        w_hh, b_hh = (None if a is None else a.detach().to(x.dtype) for a in (steps.w.w_hh, steps.w.b_hh))
-        steps.w = Weights(steps.w.w_ih, w_hh, None, b_hh)
+        w, b = steps.w.w_hh.detach().to(x.dtype), steps.w.b_hh
+        steps.w = Weights(steps.w.w_ih, w, None, None if b is None else b.detach().to(x.dtype))
         steps.run(x, first)
     return steps.before[0]
 

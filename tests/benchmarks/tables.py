@@ -225,8 +225,8 @@ TABLES = {
     "lstm": Table(
         "a classifier of the last state of an LSTM, 64 -> 64, 32 steps, N = 16",
         lstm,
-        [Row(name, FIRST_ORDER[name], Goal(5, of_gradient)) for name in ("sum_grad_squared", "batch_l2_grad")],
-        "to reach: ours over one plain gradient, which runs the fused LSTM",
+        [Row(name, FIRST_ORDER[name], Goal(0.25, of_backpack)) for name in ("sum_grad_squared", "batch_l2_grad")],
+        "to reach: ours over BackPACK, in time; the gradient runs the fused LSTM",
         of_gradient,
         "gradients",
         memory=False,
