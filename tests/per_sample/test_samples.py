@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import invfunc
@@ -22,9 +22,9 @@ EACH = ["batch_grad", "batch_l2_grad", "batch_jacobian"]
 
 
 @st.composite
-def choices(draw, n):
+def choices(draw, n, fewest=1):
     """Indices of samples as people write them: repeated, negative, in any order, as a list or as a tensor."""
-    chosen = draw(st.lists(st.integers(-n, n - 1), min_size=1, max_size=5))
+    chosen = draw(st.lists(st.integers(-n, n - 1), min_size=fewest, max_size=5))
     as_tensor = st.sampled_from([torch.int64, torch.int32, torch.uint8 if min(chosen) >= 0 else torch.int8])
     return torch.tensor(chosen, dtype=draw(as_tensor)) if draw(st.booleans()) else chosen
 
@@ -38,7 +38,7 @@ class TestEveryStatistic:
     @pytest.mark.quick
     @given(st.data(), networks(), losses)
     def test_is_that_of_the_shares_that_were_chosen(self, statistic, data, net, loss):
-        chosen = data.draw(choices(net.n))
+        chosen = data.draw(choices(net.n, STATISTICS[statistic].fewest))
         kind, functions, args = arranged(statistic, net, loss)
         found = kind.make(*functions, samples=chosen)(*args)
         assert_trees_close(found, kind.loop(*functions, samples=plain(chosen))(*args), EXACT, FLOOR)
@@ -46,13 +46,14 @@ class TestEveryStatistic:
     @given(st.data(), networks(), losses)
     def test_of_all_in_their_order_is_that_of_all(self, statistic, data, net, loss):
         kind, functions, args = arranged(statistic, net, loss)
+        assume(kind.fewest <= net.n)
         found = kind.make(*functions, samples=list(range(net.n)))(*args)
         assert_trees_close(found, kind.make(*functions)(*args), EXACT, FLOOR)
 
     @given(st.data(), networks(low=2), losses)
     def test_does_not_depend_on_chunks(self, statistic, data, net, loss):
         """Over samples too: the order is that of the choice, not of the chunks."""
-        chosen = data.draw(choices(net.n))
+        chosen = data.draw(choices(net.n, STATISTICS[statistic].fewest))
         kind, functions, args = arranged(statistic, net, loss)
         t = divided = kind.make(*functions, samples=chosen)
         for over in data.draw(st.lists(st.sampled_from(kind.axes), min_size=1, max_size=2)):
@@ -67,11 +68,11 @@ class TestEveryStatistic:
 
     def test_may_be_refused_for_one_batch_alone(self, statistic):
         kind, functions, args = arranged(statistic, network("perceptron", 3), LOSSES[0])
-        t = kind.make(*functions, samples=torch.tensor([3]))
+        t = kind.make(*functions, samples=torch.tensor([3, 3]))
         with pytest.raises(ArgumentError, match="samples"):
             t(*args)
         kind, functions, args = arranged(statistic, network("perceptron", 4), LOSSES[0])
-        assert_trees_close(t(*args), kind.loop(*functions, samples=[3])(*args), EXACT, FLOOR)
+        assert_trees_close(t(*args), kind.loop(*functions, samples=[3, 3])(*args), EXACT, FLOOR)
 
     def test_leaves_the_choice_as_it_was(self, statistic):
         kind, functions, args = arranged(statistic, network("perceptron", 3), LOSSES[0])
@@ -112,7 +113,7 @@ class TestScale:
     @pytest.mark.parametrize("called", OF_LOSSES)
     @given(st.data(), networks(), losses, st.sampled_from(["sum", "mean"]))
     def test_of_a_share_is_that_in_the_whole_batch(self, called, data, net, loss, reduction):
-        chosen, kind = data.draw(choices(net.n)), OF_LOSSES[called]
+        chosen, kind = data.draw(choices(net.n, OF_LOSSES[called].fewest)), OF_LOSSES[called]
         _, (each,), args = arranged(called, net, loss)
         found = kind.make(lambda *a: getattr(each(*a), reduction)(), samples=chosen)(*args)
         scaled = (lambda *a: each(*a) / net.n) if reduction == "mean" else each

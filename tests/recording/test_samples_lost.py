@@ -90,6 +90,8 @@ def test_every_statistic(statistic, n):
     f, batch = LOSSES["beside a term that is seen"](strange), (Numbers(4)(max(n, 3), 3)[:n], Y[:n])
     if n < 3 and make is STATISTICS["chosen"][0]:
         pytest.skip("there is no sample 2")
+    if any(make is row.make and n < row.fewest for row in FIRST_ORDER.values()):
+        pytest.skip("it is of more samples")
     assert_trees_close(make(f)(P, *batch), of_shares(loop(f, P, *batch)), EXACT)
 
 
