@@ -45,7 +45,7 @@ STATISTICS = [
     Fault(
         "each block of a weighted sum has the first weights",
         "per_sample/factor.py",
-        "            start += length(part)\n",
+        "                start += length(part)\n",
         "",
         "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[torch.float64-lowest-positions] "
         + FIRST

@@ -101,8 +101,8 @@ STREAMED = [
     Fault(
         "each batch draws what the first one drew",
         "loss/drawn.py",
-        "for i in range(first, first + n)]",
-        "for i in range(n)]",
+        "enumerate(each, first)",
+        "enumerate(each)",
         "test_streamed.py::TestDrawn",
     ),
     Fault(
