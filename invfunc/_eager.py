@@ -24,8 +24,8 @@ eagerly: Callable[..., Any] = torch.compiler.disable(_call)
 
 BLOCK = (
     "an invertible block within torch.compile is its function as it is: the compiler decides what is kept, which are "
-    "the activations of all blocks. To save them, torch.compiler.disable(invertible_checkpoint(f, f_inv)) keeps it out: "
-    "a graph break, behind which the block is evaluated as it is written, and what is around it stays compiled."
+    "the activations of all blocks. To save them, keep it out by torch.compiler.disable(invertible_checkpoint(f, f_inv)"
+    "): a graph break, behind which the block is evaluated as it is written, and what is around it stays compiled."
 )
 
 

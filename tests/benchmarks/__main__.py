@@ -140,6 +140,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--depth", type=_count("blocks"), default=8, help="blocks of the table chain (default: 8)")
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/K", help="of memory-budget, part I of K")
     parser.add_argument("--limit", type=_count("seconds"), default=600, help="for a case of memory-budget (600)")
+    parser.add_argument("--inductor", action="store_true", help="of plans, every case by inductor, not one model's")
     parser.add_argument("--no-memory", action="store_true", help="measure seconds only")
     parser.add_argument("--memory-case", type=_case, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

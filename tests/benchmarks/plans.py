@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from torch import nn
 import invfunc
 
 from .measure import medians
-from .peers import Problem, plain_gradient
+from .peers import BACKPACK, Peer, Problem, backpack, has_backpack, plain_gradient
 from .problems import three_c_three_d
 from .report import announce, number, over, print_table
 
@@ -58,11 +60,25 @@ PROBLEMS = {
     "transformer layer, N = 16, T = 12": _transformer,
     "3c3d, N = 32": three_c_three_d,
 }
-STATISTICS: dict[str, Callable[[Problem], Callable]] = {
-    "variance": lambda p: invfunc.variance(p.loss_fn),
-    "sum_grad_squared": lambda p: invfunc.sum_grad_squared(p.loss_fn),
-    "diag_ggn": lambda p: invfunc.diag_ggn(p.f, p.loss),
-    "kflr": lambda p: invfunc.kflr(p.f, p.loss),
+INDUCTOR = next(iter(PROBLEMS))
+"""The problem of which each statistic is compiled, which takes a minute or so for each."""
+NO_BACKPACK = "transformer layer, N = 16, T = 12"
+"""It has no rules for attention."""
+Rows = dict[str, tuple[Callable[[Problem], Callable], Peer | None]]
+
+
+def _drawn(problem: Problem) -> Callable:
+    generator = torch.Generator(problem.x.device).manual_seed(0)
+    return invfunc.kfac(problem.f, problem.loss, mc_samples=1, generator=generator)
+
+
+ROWS: Rows = {
+    "variance": (lambda p: invfunc.variance(p.loss_fn), backpack("Variance")),
+    "sum_grad_squared": (lambda p: invfunc.sum_grad_squared(p.loss_fn), backpack("SumGradSquared")),
+    "diag_ggn": (lambda p: invfunc.diag_ggn(p.f, p.loss), backpack("DiagGGNExact")),
+    "kflr": (lambda p: invfunc.kflr(p.f, p.loss), backpack("KFLR")),
+    "kfac, drawn": (_drawn, backpack("KFAC")),
+    "hvp": (lambda p: invfunc.hvp(p.f, p.loss), None),
 }
 
 
@@ -70,24 +86,42 @@ def plans(name: str, options: argparse.Namespace) -> None:
     """Measure the table and print it."""
     lines = []
     for called, make in PROBLEMS.items():
-        problem = make().to(options.device)
-        args = problem.params, problem.x, problem.y
+        problem, first = make().to(options.device), dict[str, float]()
         calls = {("", "gradient"): plain_gradient(problem)}
-        for row, statistic in STATISTICS.items():
+        backends = BACKENDS if options.inductor or called == INDUCTOR else BACKENDS[:1]
+        for row, (statistic, peer) in ROWS.items():
+            args = problem.params, *[problem.params] * (row == "hvp"), problem.x, problem.y
             calls[row, EAGER] = partial(statistic(problem), *args)
-            for backend in BACKENDS:
+            if peer is not None and has_backpack() and called != NO_BACKPACK:
+                calls[row, BACKPACK] = peer(problem)
+            for backend in backends:
                 announce(name, f"{called}: {row} by {backend}")
                 calls[row, backend] = partial(invfunc.compiled(statistic(problem), backend=backend), *args)
+            first[row] = _first(calls[row, EAGER], calls[row, BACKENDS[0]])
         for _ in range(3):  # in which plans are made, and compiled
             for call in calls.values():
                 call()
         times = medians(calls, dict.fromkeys(calls, options.repeats), options.device, partial(announce, name))
         base = times["", "gradient"]
-        for row in STATISTICS:
-            cells = {way: number(over(times[row, way], base), 3) for way in (EAGER, *BACKENDS)}
-            faster = number(over(times[row, EAGER], min(times[row, way] for way in BACKENDS)))
-            lines.append({"": f"{called}: {row}", "gradient ms": number(base * 1e3, 3), **cells, "faster": faster})
+        for row in ROWS:
+            cells = {way: number(over(times.get((row, way)), base), 3) for way in (EAGER, *BACKENDS, BACKPACK)}
+            faster = number(over(times[row, EAGER], min(times[row, way] for way in backends)))
+            line = {"": f"{called}: {row}", "gradient ms": number(base * 1e3, 3), **cells, "faster": faster}
+            lines.append(line | {"first": number(first[row])})
     announce(name, "")
     print(f"{name}: in gradients of the mean loss; {options.device}, one thread, median of {options.repeats} rounds")
     print_table(lines)
-    print("faster: how many times the faster backend is than the call itself\n")
+    print("faster: how many times the faster backend is than the call itself")
+    print("first: how many calls the first one by replay takes, in which the plan is written down\n")
+
+
+def _first(eager: Callable[[], Any], planned: Callable[[], Any]) -> float:
+    """How many times as long a first call takes as the call itself."""
+    for _ in range(2):
+        eager()
+    times = []
+    for call in (eager, planned, eager):
+        start = time.process_time()
+        call()
+        times.append(time.process_time() - start)
+    return times[1] / min(times[0], times[2])
