@@ -148,16 +148,21 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
     target: Any = node.target
     if not isinstance(target, Operator):
         return node.all_input_nodes
-    shares = any(r.alias_info is not None for r in target._schema.returns)
-    return node.all_input_nodes if shares or "view" in target._schema.name else []
+    if "unsafe" in target._schema.name:  # which says that it shares no memory
+        return node.all_input_nodes
+    return _at(node, [(i, a.name) for i, a in enumerate(target._schema.arguments) if a.alias_info is not None])
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
     """The inputs that an operation writes."""
-    target, found = node.target, list[fx.Node]()
-    if isinstance(target, Operator):
-        places = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in writes(target)]
-        fx.map_arg(places, lambda x: found.append(x) or x)
+    return _at(node, writes(node.target)) if isinstance(node.target, Operator) else []
+
+
+def _at(node: fx.Node, places: Iterable[tuple[int, str]]) -> list[fx.Node]:
+    """The inputs that are arguments of these numbers and names."""
+    found = list[fx.Node]()
+    given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
+    fx.map_arg(given, lambda x: found.append(x) or x)
     return found
 
 
