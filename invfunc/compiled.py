@@ -109,8 +109,8 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
         raise ArgumentError(f"compiled({t!r}, backend={backend!r}): it is one of {', '.join(map(repr, BACKENDS))}.")
     if not isinstance(recheck, int) or recheck < 0:
         raise ArgumentError(f"compiled({t!r}, recheck={recheck!r}): recheck is a number of calls, 0 for never.")
-    kind = CompiledProduct if isinstance(t, Product) else Compiled
-    return kind(t, Calls(t, f"compiled({t!r})", backend, recheck))
+    calls = Calls(t, f"compiled({t!r})", backend, recheck)
+    return CompiledProduct(t, calls) if isinstance(t, Product) else Compiled(t, calls)
 
 
 @dataclass(frozen=True, repr=False)

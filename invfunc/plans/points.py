@@ -48,7 +48,7 @@ class Points:
         return Points, (self.product, self.of)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Points:
-        return Points(*map(lambda x: deepcopy(x, memo), (self.product, self.of)))
+        return Points(deepcopy(self.product, memo), deepcopy(self.of, memo))
 
     def at(
         self, vectors: list[torch.Tensor], lead: int, args: tuple, kwargs: dict[str, Any], like: Point | None = None
