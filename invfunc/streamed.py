@@ -66,7 +66,7 @@ def streamed(
 
     Args:
         t: a statistic of this library, also `chunked` (within each batch), `reduced` (after the last one) or of several
-            `together` (in one sweep); or a product, as `hvp(f)`.
+            `together` (in one sweep); or a product, as `hvp(f)`; or one of these `compiled` (each batch by its plan).
         device: where batches are moved; that of the first parameter, unless parameters on several devices leave a
             choice. From pinned memory (`DataLoader(..., pin_memory=True)`) a GPU takes them while it computes.
         progress: whether a bar shows the batches that are done, the samples per second and, where the loader has a
@@ -120,7 +120,7 @@ def streamed(
         >>> invfunc.streamed(invfunc.ggnvp(f, torch.nn.functional.mse_loss))(torch.ones(2), torch.ones(2), loader)
         tensor([3., 3.])
 
-    Composes with: `chunked`, `together`, `reduced` inside; `explain` around statistics; `linear_operator`,
+    Composes with: `chunked`, `together`, `reduced`, `compiled` inside; `explain` around statistics; `linear_operator`,
     `estimate_trace`, `estimate_diagonal` around products, which go through the loader once for each vector. Drawn
     columns (`mc_samples=`) are other ones than without it: the generator gives a key, and each sample draws from a
     generator of its own, made of the key and of how many samples came before. So they are the same however the data set
