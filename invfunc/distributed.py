@@ -54,7 +54,8 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] |
 
     Args:
         t: a statistic of this library, also `chunked` (within each process), `reduced` (after the exchange) or of
-            several `together` (which share it); or a product, as `hvp(f)`; or one of these `streamed`, `compiled`, or both.
+            several `together` (which share it); or a product, as `hvp(f)`; or one of these `streamed`,
+            `compiled`, or both.
         group: a process group of torch.distributed; all processes if it is None. That of a DeviceMesh with one
             dimension is `mesh.get_group()`.
         each: "local": results with a sample axis (`batch_grad`, the norms of `clipped_grad`) are those of the samples
