@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from invfunc.contract import summed
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.per_sample import Shares
 from invfunc.reductions.reduction import Found, Reduction, State
@@ -63,7 +64,7 @@ class SumAndNoise(Reduction):
                 groups.setdefault(name, []).append(squares)
         if not groups:
             raise ArgumentError(f"groups has no name for any of the parameters {', '.join(found.aside)}.")
-        each = {name: _noise(*map(sum, zip(*squares, strict=True)), found) for name, squares in groups.items()}
+        each = {name: _noise(squares, found) for name, squares in groups.items()}
         return results[0], each[""] if self.groups is None else each
 
     def group(self, path: str) -> str | None:
@@ -76,8 +77,9 @@ class SumAndNoise(Reduction):
         return name
 
 
-def _noise(of_sum: Any, of_shares: Any, found: Found) -> NoiseScale:
-    """The estimates, of the squared norm of the sum and the sum of those of the shares."""
+def _noise(squares: list[tuple[torch.Tensor, torch.Tensor]], found: Found) -> NoiseScale:
+    """The estimates, of the squared norm of the sum and the sum of those of the shares, in some parameters each."""
+    of_sum, of_shares = (summed(x) for x in zip(*squares, strict=True))
     pairs = found.n * (found.n - 1)
     squared_norm, trace = (of_sum - of_shares) / pairs, (found.n * of_shares - of_sum).clamp(min=0) / pairs
     return NoiseScale(squared_norm.to(found.dtype), trace.to(found.dtype))

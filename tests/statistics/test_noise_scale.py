@@ -170,8 +170,8 @@ class TestRefused:
 
     def test_are_groups_that_are_none(self):
         with pytest.raises(ArgumentTypeError, match=r"noise_scale\(linear, groups=...\): groups is of type list"):
-            noise_scale(linear, groups=["a"])
+            noise_scale(linear, groups=["a"])  # pyright: ignore[reportArgumentType]
         with pytest.raises(ArgumentTypeError, match=r"groups\(\"\['a'\]\"\) is of type int, but has to be the name"):
-            noise_scale(linear, groups=len)(self.params, self.x)
+            noise_scale(linear, groups=len)(self.params, self.x)  # pyright: ignore[reportArgumentType]
         with pytest.raises(ArgumentError, match=r"groups has no name for any of the parameters \['a'\], \['b'\]"):
             noise_scale(linear, groups=lambda path: None)(self.params, self.x)
