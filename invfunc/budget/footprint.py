@@ -23,6 +23,8 @@ from invfunc.errors import ArgumentError
 MARGIN, SLACK = 1.02, 2**18
 """What is added to the bytes that are counted: pages that are not full, and objects of Python."""
 BY_HAND = "Say in how many passes: chunked(t, n)."
+HEAP = 2**16
+"""Tensors of fewer bytes lie side by side: where one is gone there is a hole, which only others like it fill."""
 CALL = 2**15
 """What a call of an operation costs, in bytes that could be read or written meanwhile."""
 
@@ -47,6 +49,8 @@ class Footprint(TorchDispatchMode):
         self.open: dict[str, Spent | None] = {}
         self._known: dict[int, weakref.ref] = {}
         self._most = 0
+        self._heap, self._filled = 0, 0
+        """What small tensors took at most, and take now."""
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in tree.tensors((args, kwargs or {})) if not x.is_meta]
@@ -68,6 +72,7 @@ class Footprint(TorchDispatchMode):
 
     def use(self, size: int, at: str = "") -> None:
         """Count so many bytes, beside those that libraries keep; at which operation they are in use, if at one."""
+        size += self._holes
         self._most = max(self._most, size)
         if size + self.kept > self.counted:
             self.counted, self.at = size + self.kept, at or self.at
@@ -79,11 +84,11 @@ class Footprint(TorchDispatchMode):
     def spending(self) -> Iterator[Spent]:
         """What is in use and done meanwhile."""
         spent, start, work, before = Spent(), self.live, self.work, self._most
-        self._most = start
+        self._most = most = start + self._holes
         try:
             yield spent
         finally:
-            spent.most, spent.left, spent.work = self._most - start, self.live - start, self.work - work
+            spent.most, spent.left, spent.work = self._most - most, self.live - start, self.work - work
             self._most = max(before, self._most)
 
     @property
@@ -97,11 +102,22 @@ class Footprint(TorchDispatchMode):
         if key not in self._known:
             size = memory.nbytes() if new else 0
             self.live += size
+            self._fill(size)
             self._known[key] = weakref.ref(memory, lambda _: self._gone(key, size))
 
     def _gone(self, key: int, size: int) -> None:
         self._known.pop(key, None)
         self.live -= size
+        self._fill(-size)
+
+    @property
+    def _holes(self) -> int:
+        return self._heap - self._filled
+
+    def _fill(self, size: int) -> None:
+        if abs(size) < HEAP:
+            self._filled += size
+            self._heap = max(self._heap, self._filled)
 
 
 def _name(func: Any) -> str:

@@ -31,7 +31,15 @@ def batch():
 
 
 def both(f, args, drawn=()):
-    """What a call takes, counted part by part, and with those that are alike once."""
+    """What a call takes, counted part by part, and with those that are alike once; without holes between tensors."""
+    each, once = counted(f, args, drawn)
+    assert each.counted <= once.counted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("invfunc.budget.footprint.HEAP", 0)
+        return counted(f, args, drawn)
+
+
+def counted(f, args, drawn):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("invfunc.budget.footprint.counted", lambda _: nullcontext())
         each = footprint(f, args, {}, drawn)

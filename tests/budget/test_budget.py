@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from invfunc import thresholds
 from invfunc.budget.fingerprint import fingerprint
-from invfunc.budget.footprint import MARGIN, SLACK, Footprint, footprint
+from invfunc.budget.footprint import HEAP, MARGIN, SLACK, Footprint, footprint
 from invfunc.budget.scratch import LITTLE, PART, PRODUCT
 from invfunc.budget.search import Measured, least, search
 from invfunc.budget.size import free, in_bytes, size_of, told
@@ -52,6 +52,19 @@ class TestFootprint:
             return (z - 3).sum()
 
         assert counted(f, torch.zeros(1000)).counted == 2 * 4000 + 4
+
+    @pytest.mark.parametrize("numbers", [2**13, 2**14], ids=["a hole", "none"])
+    def test_has_the_holes_that_small_tensors_leave(self, numbers):
+        """Of less than 64 KiB each, they are not given back one by one."""
+
+        def f(x):
+            small = [x.exp() for _ in range(50)]
+            whole = torch.stack(small)
+            del small
+            return whole.exp()
+
+        size = 4 * numbers
+        assert footprint(f, (torch.zeros(numbers),), {}, []).counted == (150 if size < HEAP else 100) * size
 
     def test_has_the_result_and_no_arguments(self):
         found = counted(lambda x: (x.exp(), x.view(-1)), torch.zeros(10, 100))

@@ -101,9 +101,9 @@ def assert_all(called: str, kind: torch.dtype, way: Any = lambda t: t) -> None:
 
 
 class TestTheFile:
-    OTHERS = {"_GROWTH", "_PASSES", "_ORDINARY", "_MOST", "BLOCK", "SMALL"}
-    """Two tolerances, how many backward passes that failed and states of generators are remembered, and two sizes of
-    oneDNN's own."""
+    OTHERS = {"_GROWTH", "_PASSES", "_ORDINARY", "_MOST", "BLOCK", "SMALL", "HEAP"}
+    """Two tolerances, how many backward passes that failed and states of generators are remembered, two sizes of
+    oneDNN's own, and one of the heap's."""
 
     def test_every_threshold_has_two_sides(self):
         names = {name for name in vars(thresholds) if name.isupper()}
