@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -81,5 +82,6 @@ def _noise(squares: list[tuple[torch.Tensor, torch.Tensor]], found: Found) -> No
     """The estimates, of the squared norm of the sum and the sum of those of the shares, in some parameters each."""
     of_sum, of_shares = (summed(x) for x in zip(*squares, strict=True))
     pairs = found.n * (found.n - 1)
-    squared_norm, trace = (of_sum - of_shares) / pairs, (found.n * of_shares - of_sum).clamp(min=0) / pairs
+    squared_norm, trace = (of_sum - of_shares) / pairs, (found.n * of_shares - of_sum) / pairs
+    trace = torch.where(of_sum.isfinite(), trace.clamp(min=0), math.nan)  # a sum that overflows is not without noise
     return NoiseScale(squared_norm.to(found.dtype), trace.to(found.dtype))

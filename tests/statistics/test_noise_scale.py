@@ -152,6 +152,11 @@ class TestRounding:
         assert abs(found.trace - wanted.trace) < 1e-7 * wanted.squared_norm
         assert abs(found.squared_norm - wanted.squared_norm) < 1e-6 * wanted.squared_norm
 
+    def test_is_unknown_where_the_square_of_the_sum_overflows(self):
+        x = (1 + Numbers()(64, 8).float()) * 1e18
+        _, noise = invfunc.noise_scale(lambda w, x: x @ w)(torch.zeros(8), x)
+        assert noise.squared_norm.isinf() and noise.trace.isnan() and noise.scale.isnan()
+
     def test_comes_after_the_parts_of_all_parameters_are_added_up(self):
         """289 is no bfloat16."""
         params = {name: torch.ones((), dtype=torch.bfloat16) for name in "ab"}
