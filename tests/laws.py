@@ -108,7 +108,8 @@ def _of_losses(case: Case, target: torch.Tensor, chosen: list[int], others: Iter
     for name, row in FIRST_ORDER.items():
         if name not in _OTHERWISE and row.fewest <= n:
             paths = EVERY if name in _ON_EVERY_PATH else ("fast", next(others))
-            yield Expectation(row.make(f, **options), args, row.of_shares(shares), paths)
+            floor = FLOOR if row.fewest == 1 else max(FLOOR, norms.square().sum().item())  # squares cancel
+            yield Expectation(row.make(f, **options), args, row.of_shares(shares), paths, floor)
     yield Expectation(batch_grad(f, samples=chosen, **options), args, picked, (next(others),))
     made, floor = clipping(bound), max(bound, FLOOR)  # shares of one size may cancel
     yield Expectation(made.make(f, **options), args, made.of_shares(shares), ("fast", next(others)), floor)

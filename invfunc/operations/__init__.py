@@ -23,6 +23,7 @@ from invfunc.operations import (
     products,
     queries,
     random,
+    recurrences,
     recurrent,
     reductions,
     views,

@@ -93,7 +93,8 @@ def noise_of(shares: Any, groups: Callable | None = None) -> Any:
     """What `noise_scale` says of shares `[N, *p]`."""
     rows: dict[str | None, list[torch.Tensor]] = {}
     for path, g in tree.named_leaves(shares):
-        rows.setdefault("" if groups is None else groups(path), []).append(g.reshape(len(g), -1))
+        if g is not None:
+            rows.setdefault("" if groups is None else groups(path), []).append(g.reshape(len(g), -1))
     found = {}
     for name, parts in rows.items():
         g = torch.cat(parts, 1)

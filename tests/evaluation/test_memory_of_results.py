@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -58,6 +58,7 @@ def problems(draw):
 @given(problem=problems())
 def test_of_statistics(case, problem):
     (row, form), (f, *args) = CASES[case], problem
+    assume(row.fewest <= len(args[1]))
     if row.make is not invfunc.kfra or "none" not in args[0]:  # of which it takes chains
         assert_apart(row.of(f, F.mse_loss if form == BOTH else squares, form)(*args), args)
 

@@ -16,8 +16,10 @@ from torch.func import grad
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
+from invfunc.operations.cells import TANH, Weights
 from invfunc.operations.heard import Function, Listener, function_of
 from invfunc.operations.operation import OPERATIONS, define, having, known
+from invfunc.operations.recurrences import Steps, states_before
 from tests.strategies import Numbers
 
 Call = Callable[[Tensor], Any]
@@ -54,6 +56,10 @@ def written_behind(x: Tensor) -> None:
     x.data.copy_(Numbers(7)(*x.shape).to(x))
 
 
+def one_step(weight: Tensor) -> Steps:
+    return Steps(TANH, Weights(weight, weight), False, None)
+
+
 ARGUMENTS: dict[str, Callable[[Tensor], tuple]] = {
     "is_same_size": lambda x: (x,),
     "expand_as": lambda x: (numbers(4, *x.shape),),
@@ -74,6 +80,7 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple]] = {
 }
 """Those beside the tensor."""
 SPELLED: dict[str, Call] = {
+    "states_before": lambda x: states_before(x[None, None], (x.new_zeros(1, 1),), one_step(x.new_ones(1, 1))),
     "len": len,
     "result_type": lambda x: torch.result_type(x, 1),
     "deepcopy": deepcopy,

@@ -15,6 +15,7 @@ ALLOWED = {
     ("recomputation/rounding.py", "manual_seed"),  # of a generator of its own
     ("loss/drawn.py", "manual_seed"),  # of generators of its own
     ("reductions/sketches.py", "manual_seed"),  # of generators of its own
+    ("laplace.py", "manual_seed"),  # of a generator of its own
     ("plans/reads.py", "storage"),  # the name of a call that hands out numbers
     ("certificates/check.py", "manual_seed"),  # of a generator of its own
     ("certificates/check.py", "seed"),  # which the error tells
