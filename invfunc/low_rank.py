@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from numbers import Real
 from typing import Any
 
@@ -84,12 +85,19 @@ class LowRank:
     def __matmul__(self, v: Any) -> Any:
         """The product with a tree of vectors `[*lead, *p]`."""
         found, structure = tree.flatten(v)
-        leaves = self.leaves([path for path, _ in tree.named_leaves(v)], "v")
-        pairs = [*zip(leaves, found, strict=True)]
-        along = sum(_flat(x, u.ndim - 1) @ u.reshape(self.rank, -1).T for u, x in pairs)
+        paths = [path for path, _ in tree.named_leaves(v)]
+        leaves = self.leaves(paths, "v")
+        lead = found[0].shape[: max(0, found[0].ndim + 1 - leaves[0].ndim)] if found else ()
+        for path, u, x in zip(paths, leaves, found, strict=True):
+            if x.shape != (wanted := (*lead, *u.shape[1:])):
+                raise ArgumentError(f"{self!r} @ v: v{path} has shape {list(x.shape)}, but has to have {[*wanted]}.")
+        kinds = [t.dtype for t in (*leaves, *found, *tree.tensors(self.weights))]
+        wide = reduce(torch.promote_types, kinds, torch.float32)
+        pairs = [(u.to(wide), x.to(wide)) for u, x in zip(leaves, found, strict=True)]
+        along = sum(x.reshape(*lead, u.shape[1:].numel()) @ u.reshape(len(u), u.shape[1:].numel()).T for u, x in pairs)
         along = along if self.weights is None else along * self.weights
         images = [torch.tensordot(along, u, 1) + self.scale * x for u, x in pairs]
-        return tree.unflatten(images, structure)
+        return tree.unflatten([y.to(x) for x, y in zip(found, images, strict=True)], structure)
 
     def leaves(self, paths: list[str], name: str) -> list[torch.Tensor]:
         """The vectors of the parameters at these key paths, which are all that there are."""
@@ -99,8 +107,3 @@ class LowRank:
             has, lacks = ("vectors", name) if path in given else (name, "vectors")
             raise ArgumentError(f"{self!r}: {has} has a leaf {has}{path}, but {lacks} has none there.")
         return [given[path] for path in paths]
-
-
-def _flat(x: torch.Tensor, dims: int) -> torch.Tensor:
-    """`[*lead, *p]` with so many dims of a parameter as one."""
-    return x.reshape(*x.shape[: x.ndim - dims], -1)

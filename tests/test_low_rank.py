@@ -26,6 +26,20 @@ class TestProduct:
             assert [*(given @ one)] == ["b", "w"]
             assert_near(flat({name: (given @ one)[name] for name in VECTORS}), matrix @ every[0, 0], 1e-12)
 
+    def test_of_no_vectors_is_that_of_the_scale(self):
+        v = {"w": torch.ones(2, 4), "b": torch.ones(())}
+        given = LowRank({"w": torch.zeros(0, 2, 4), "b": torch.zeros(0)}, scale=2.0)
+        assert all(torch.equal(x, torch.full_like(x, 2.0)) for x in tree.leaves(given @ v))
+
+    def test_has_the_dtype_of_the_vector(self):
+        narrow = tree.map_tensors(lambda x: x.bfloat16(), VECTORS)
+        v = {"w": torch.ones(2, 4).bfloat16(), "b": torch.ones(()).bfloat16()}
+        found = LowRank(narrow, Numbers(4)(3), 2.0) @ v
+        wide = tree.map_tensors(torch.Tensor.double, narrow)
+        wanted = LowRank(wide, Numbers(4)(3), 2.0) @ tree.map_tensors(torch.Tensor.double, v)
+        assert all(x.dtype == torch.bfloat16 for x in tree.leaves(found))
+        assert_near(flat(tree.map_tensors(torch.Tensor.double, found)), flat(wanted), 1e-2)
+
     def test_goes_through_transforms(self):
         given = LowRank(VECTORS, Numbers(4)(3), 2.0)
         assert len(tree.tensors(given)) == 3 and repr(given) == "LowRank(3 vectors, scale=2.0)"
@@ -44,3 +58,7 @@ def test_refusals():
         LowRank(VECTORS, scale="1")
     with pytest.raises(ArgumentError, match=r"vectors has a leaf vectors\['b'\], but v has none there"):
         LowRank(VECTORS) @ {"w": torch.ones(2, 4)}
+    with pytest.raises(ArgumentError, match=r"v\['w'\] has shape \[4, 2\], but has to have \[2, 4\]"):
+        LowRank(VECTORS) @ {"w": torch.ones(4, 2), "b": torch.ones(())}
+    with pytest.raises(ArgumentError, match=r"v\['b'\] has shape \[4\], but has to have \[5\]"):
+        LowRank(VECTORS) @ {"w": torch.ones(5, 2, 4), "b": torch.ones(4)}

@@ -19,6 +19,9 @@ from invfunc.products.maps import Linear
 from invfunc.products.product import Space
 from invfunc.transform import told
 
+LOST = 0.05
+"""Which part of a result may be rounding."""
+
 
 class Eigenpairs(Whole):
     """A symmetric positive semi-definite matrix over all parameters, `H = S^T S`, known by `S S^T = Q diag(l) Q^T`.
@@ -34,6 +37,10 @@ class Eigenpairs(Whole):
     `S S^T` and eps of the dtype of the parameters: what is smaller is rounding. These are left out of `values`,
     `vectors`, `slopes`, `curvatures` and `inverse`; `solve` and `logdet` take all that are not negative. An eigenvector
     is right up to about that threshold over its eigenvalue.
+
+    What `solve` and `inverse` give cancels along the large eigenvectors: in float32 about 1e-7 of `l_max / damping` is
+    rounding, and it is an error where that is more than 5 %. In-place writes to parameters and data are errors, too,
+    as long as they are not made through `.data`.
 
     Composes with: `kronecker.solve` and `kronecker.logdet` in place of factors, `predictive_covariance` (`inverse`);
     `torch.func.grad`, `vmap`, `jvp` around `solve` and `@` in v, around `solve`, `logdet` and `inverse` in damping.
@@ -116,7 +123,7 @@ class Eigenpairs(Whole):
 
         def solved() -> Any:
             vectors, lead = self._leaves(v)
-            scale, weights = self._inverse(damping)
+            scale, weights = self._inverse(self._kept(damping))
             (along,) = self._root(vectors, lead)
             inner = along.to(self._rows).flatten(-2) @ self._rows.flatten(1).T * weights
             sent = torch.tensordot(inner, self._rows, 1).to(along.dtype)
@@ -143,7 +150,7 @@ class Eigenpairs(Whole):
 
         def inverted() -> LowRank:
             count = self._count("inverse", top)
-            shift = self._damping(damping, count)
+            shift = self._damping(self._kept(damping), count)
             values = self._all[:count]
             if anywhere(shift == 0):
                 return LowRank(self.vectors(top), values.reciprocal())
@@ -157,6 +164,17 @@ class Eigenpairs(Whole):
         if anywhere(shift == 0):
             return shift, self._all.square().reciprocal()
         return shift.reciprocal(), -1 / (shift * (shift + self._all))
+
+    def _kept(self, damping: Damping) -> Damping:
+        """Damping with which digits are left: what is along the largest eigenvector cancels but for the last ones."""
+        shift, largest = damped(damping, ""), self._all[:1].sum()
+        kind = max((kind.dtype for kind in self._space.kinds), key=lambda dtype: torch.finfo(dtype).eps)
+        if anywhere((shift > 0) & (torch.finfo(kind).eps * largest > LOST * shift)):
+            raise ArgumentError(
+                f"damping is {damping}, and the largest eigenvalue {largest.item():.3g}: in {kind} rounding would be "
+                f"more than {LOST:.0%} of what is left. Pass more damping, or parameters and data in a wider dtype."
+            )
+        return damping
 
     def _damping(self, damping: Damping, rank: int | None = None) -> torch.Tensor:
         """Damping, which may be 0 if there are as many eigenvectors as parameters."""

@@ -118,4 +118,4 @@ class PredictiveCovariance(EachSample):
 
 def _place(given: dict[str, Any], name: str) -> str | None:
     """The key path, among those of a tree like the parameters, that a parameter of this name is at."""
-    return max((path for path in given if name.endswith(path)), key=len, default=None)
+    return next((path for path in given if name == "params" + path), None)

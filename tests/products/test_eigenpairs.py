@@ -286,11 +286,24 @@ class TestSolve:
             matrices.ggn(f, F.cross_entropy, params, x, y),
         )
         v = flat(grad(lambda p: F.cross_entropy(f(p, x), y))(params))
-        for damping in (1e-2, 1e-4, 1e-6):
+        for damping in (1e-2, 1e-3, 1e-4):
             wanted = torch.linalg.solve(damped(matrix, damping), v)
             error = (flat(pairs.solve(shaped(v.float(), low), damping)) - wanted).norm() / wanted.norm()
             condition = pairs.values[0] / damping
             assert error < torch.finfo(torch.float32).eps * condition / 5
+        for lost in (lambda: pairs.solve(shaped(v.float(), low), 1e-6), lambda: pairs.inverse(1e-6)):
+            with pytest.raises(ArgumentError, match=r"is 1e-06, and the largest eigenvalue .* in torch.float32"):
+                lost()
+        assert pairs.logdet(1e-6).isfinite()
+
+    def test_of_nothing(self):
+        """No sample bends the loss, so that the inverse is that of the damping."""
+        args = torch.zeros(3, 1), torch.randn(4, 3), torch.zeros(4, 1)
+        pairs = eigenpairs(lambda w, x: torch.relu(x @ w - 9), F.mse_loss)(*args)
+        v = torch.ones(3, 1)
+        assert not pairs.rank
+        for found in pairs.solve(v, 0.5), pairs.inverse(0.5) @ v:
+            assert_near(found, 2 * v, 1e-6)
 
     def test_of_half_precision(self):
         f, params = invfunc.functional(nn.Linear(4, 3).bfloat16())
