@@ -85,7 +85,7 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
     For new shapes t is run once without numbers, or on ones and zeros. `torch.export` refuses it.
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
-    call takes as long as six to twelve calls of t, or up to 25 of a product with many layers. What is looked at in each
+    call takes as long as two (large models) to thirty calls of t, most often six to ten. What is looked at in each
     call takes 2 to 12 % of the time of t: it grows with the arguments and modules. A plan has the operations of all
     passes: `chunked` in hundreds makes it long, and one of more than 20 000 is not kept. It keeps small constants, and
     no tensor of the caller's; objects that f closed over are kept until the next call. The last 32 plans are kept.

@@ -30,7 +30,7 @@ class LowRank:
         scale: a number, or a 0-d tensor.
 
     Raises:
-        ArgumentError: shapes that do not fit.
+        ArgumentError: shapes that do not fit, also of a vector in `M @ v`.
         ArgumentTypeError: something else than tensors among the vectors, or a scale that is no number.
 
     Example:

@@ -123,7 +123,7 @@ class Eigenpairs(Whole):
 
         def solved() -> Any:
             vectors, lead = self._leaves(v)
-            scale, weights = self._inverse(self._kept(damping))
+            scale, weights = self._inverse(self._enough(damping))
             (along,) = self._root(vectors, lead)
             inner = along.to(self._rows).flatten(-2) @ self._rows.flatten(1).T * weights
             sent = torch.tensordot(inner, self._rows, 1).to(along.dtype)
@@ -150,7 +150,7 @@ class Eigenpairs(Whole):
 
         def inverted() -> LowRank:
             count = self._count("inverse", top)
-            shift = self._damping(self._kept(damping), count)
+            shift = self._damping(self._enough(damping), count)
             values = self._all[:count]
             if anywhere(shift == 0):
                 return LowRank(self.vectors(top), values.reciprocal())
@@ -165,7 +165,7 @@ class Eigenpairs(Whole):
             return shift, self._all.square().reciprocal()
         return shift.reciprocal(), -1 / (shift * (shift + self._all))
 
-    def _kept(self, damping: Damping) -> Damping:
+    def _enough(self, damping: Damping) -> Damping:
         """Damping with which digits are left: what is along the largest eigenvector cancels but for the last ones."""
         shift, largest = damped(damping, ""), self._all[:1].sum()
         kind = max((kind.dtype for kind in self._space.kinds), key=lambda dtype: torch.finfo(dtype).eps)

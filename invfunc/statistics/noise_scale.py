@@ -94,6 +94,7 @@ def noise_scale(
 
     Parts are differences of sums in float64 of what is rounded as shares are: in float32, about 1e-7 of the squared
     norm is an error of the trace, so that scales below 1e-5 have few digits; `grad_and_variance` centres first.
+    Where the squared norm of the gradient overflows the trace is NaN.
 
     Source: McCandlish et al., "An empirical model of large-batch training", 2018, appendix A; Gray et al.,
     "Normalization layer per-example gradients are sufficient to predict gradient noise scale in transformers", NeurIPS
