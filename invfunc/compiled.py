@@ -98,12 +98,9 @@ def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 
     Source: this library.
     """
     if not isinstance(t, (Statistic, Product)):
-        outer, _, inner = repr(t).partition("(") if isinstance(t, Transform) and t.outermost else ("", "", "")
-        way = f" It comes inside, as {outer}(compiled({inner})." if inner else " Compile what is in it."
-        way = " It is compiled already." if isinstance(t, Compiled) else way
         raise ArgumentTypeError(
             f"compiled({describe(t)}): it is of type {type(t).__name__}, but has to be a statistic or a product, as in "
-            f"compiled(variance(f)).{way}"
+            f"compiled(variance(f)). {_way(t)}"
         )
     if backend not in BACKENDS:
         raise ArgumentError(f"compiled({t!r}, backend={backend!r}): it is one of {', '.join(map(repr, BACKENDS))}.")
@@ -220,6 +217,19 @@ def _seen(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether something is done with a call that no operation of a graph says."""
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return autocast or (torch.is_grad_enabled() and any(x.requires_grad for x in tree.tensors((args, kwargs))))
+
+
+def _way(t: Any) -> str:
+    """What to write instead of `compiled(t)`."""
+    if isinstance(t, Compiled):
+        return "It is compiled already."
+    if isinstance(t, Transform) and t.outermost:
+        outer, _, inner = repr(t).partition("(")
+        return f"It comes inside, as {outer}(compiled({inner})."
+    if isinstance(t, Linearised) or isinstance(getattr(t, "__self__", None), Product):
+        product = repr(getattr(t, "__self__", t)).partition(".linearize")[0]
+        return f"Compile the product: compiled({product}).linearize."
+    return "Compile what is in it."
 
 
 def opened(t: Any) -> tuple[Any, Any]:

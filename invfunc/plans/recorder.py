@@ -138,7 +138,10 @@ class Recorder(TorchDispatchMode):
             self.refuse(f"what `{func.overloadpacket.__name__}` reads decides what is done")
             return
         if len(self.graph.nodes) > thresholds.OPERATIONS:
-            self.refuse(f"it has more than {thresholds.OPERATIONS} operations; ask for fewer passes")
+            self.refuse(
+                f"it has more than {thresholds.OPERATIONS} operations; ask for fewer passes, or give parts of the batch "
+                "as a loader to streamed(compiled(t)), whose plan is of one part"
+            )
             return
         for x in written(func, args, kwargs):
             if self._given.get(storage(x)):

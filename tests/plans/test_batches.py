@@ -228,3 +228,14 @@ class TestWays:
                 around(compiled(invfunc.gram(loss)))
         with pytest.raises(invfunc.ArgumentError, match="a product has no sample axis"):
             streamed(compiled(invfunc.hvp(loss)), out=print)
+
+    def test_a_plan_of_too_many_passes_is_one_of_a_batch(self, data, monkeypatch):
+        monkeypatch.setattr("invfunc.thresholds.OPERATIONS", 200)
+        params, *batch = data
+        statistic = invfunc.variance(losses)
+        with pytest.warns(invfunc.InvFuncWarning, match="more than 200 operations.*as a loader to streamed"):
+            wanted = compiled(invfunc.chunked(statistic, 7))(params, *batch)
+        by_parts = streamed(compiled(statistic))
+        found = by_parts(params, [*zip(*(x.split(1) for x in batch), strict=True)])
+        assert_trees_close(found, wanted, EXACT)
+        assert by_parts.plans is not None and by_parts.plans.calls.made == 1

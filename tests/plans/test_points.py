@@ -290,6 +290,13 @@ class TestAround:
             linear_operator(compiled(invfunc.variance(loss)))
         assert not hasattr(compiled(invfunc.variance(loss)), "linearize")
 
+    def test_what_is_compiled_is_the_product(self, data):
+        params, *args = data
+        product = invfunc.hvp(losses)
+        for linearised in (product.linearize, product.linearize(params, *args)):
+            with pytest.raises(invfunc.ArgumentTypeError, match=r"Compile the product: compiled\(hvp\(losses\)\)\.lin"):
+                compiled(linearised)
+
     def test_explain_tells_the_plan_of_a_product(self, data):
         params, *args = data
         c = compiled(invfunc.ggnvp(linear, F.cross_entropy))
