@@ -139,8 +139,8 @@ class Recorder(TorchDispatchMode):
             return
         if len(self.graph.nodes) > thresholds.OPERATIONS:
             self.refuse(
-                f"it has more than {thresholds.OPERATIONS} operations; ask for fewer passes, or give parts of the batch "
-                "as a loader to streamed(compiled(t)), whose plan is of one part"
+                f"it has more than {thresholds.OPERATIONS} operations; ask for fewer passes, or give parts of the "
+                "batch as a loader to streamed(compiled(t)), whose plan is of one part"
             )
             return
         for x in written(func, args, kwargs):

@@ -233,7 +233,7 @@ class TestWays:
         monkeypatch.setattr("invfunc.thresholds.OPERATIONS", 200)
         params, *batch = data
         statistic = invfunc.variance(losses)
-        with pytest.warns(invfunc.InvFuncWarning, match="more than 200 operations.*as a loader to streamed"):
+        with pytest.warns(invfunc.InvFuncWarning, match="more than 200 operations.*loader to streamed"):
             wanted = compiled(invfunc.chunked(statistic, 7))(params, *batch)
         by_parts = streamed(compiled(statistic))
         found = by_parts(params, [*zip(*(x.split(1) for x in batch), strict=True)])
