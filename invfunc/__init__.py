@@ -1,4 +1,27 @@
-"""Pure function transforms on `torch.func`: gradient statistics, curvature, and memory for time.
+"""Pure function transforms on `torch.func`: each takes a function, and returns a function of the same arguments.
+
+    f, params = invfunc.functional(model)                             # f(params, x); the module is never touched
+    loss = lambda params, x, y: cross_entropy(f(params, x), y)        # any function of (params, *batch)
+    gradient, spread = invfunc.grad_and_variance(loss)(params, x, y)  # dicts like params
+
+Per-sample gradients: `batch_grad`, `batch_l2_grad`, `sum_grad_squared`, `variance`, `grad_and_variance`,
+`clipped_grad`, `noise_scale` (`NoiseScale`), `sketched_grad`, `gram`, `batch_jacobian`.
+Diagonals of curvature: `diag_ggn`, `batch_diag_ggn`, `ggn_trace`, `sqrt_ggn`, `diag_hessian`, `batch_diag_hessian`.
+Kronecker factors: `kfac`, `kflr`, `ekfac`, `kfoc`, `kfra`, each a `Kronecker`; `kronecker` has what is done with them.
+Products with vectors: `hvp`, `ggnvp`, `fvp`, `hessian_block_product`, `ggn_block_product`, `pch_block_product`,
+`linearize`, `linear_operator`, `estimate_trace`, `estimate_diagonal` (`Estimate`).
+Covariances: `predictive_covariance`, `eigenpairs` (`Eigenpairs`, `LowRank`).
+Around a statistic: `chunked`, `together`, `reduced`, `explain`, `certified`, `compiled`; of a data set `streamed`, of
+many processes `distributed`.
+Around f: `functional`, `outputs`, `operation`.
+Invertible functions: `invertible_checkpoint`, `chain`, `repeated`, `multiscale`, `equilibrium` (`Equilibrium`);
+`check_inverse` (`InverseReport`), `drift`; of pairs `Invertible`, `invert`, `with_log_det`, `from_module`,
+`additive_coupling`, `affine_coupling`, `momentum`, `leapfrog`, `reversible_step`, `runge_kutta`, `fixed_point`, `bdia`,
+`state_first`, `reversible_sgd`, `reversible_adam`, exact on a `Grid`, and in `layers`.
+Errors: `InvFuncError`, of which are `ArgumentError`, `ArgumentTypeError`, `BudgetError`, `CertificateError`,
+`ClosedOverError`, `ConvexityError`, `InverseError`, `MissingExtraError`, `ModifiedError`, `ProcessError`,
+`RandomnessError`, `RangeError`, `ReplayError`, `SampleAxisError`, `SplitError`. Warnings: `InvFuncWarning`,
+`InexactWarning`.
 
 Words of this library; all others are torch's, or the field's.
 
@@ -207,3 +230,5 @@ __all__ = [
     "variance",
     "with_log_det",
 ]
+
+__dir__ = __all__.copy

@@ -160,19 +160,22 @@ def _within(f: Callable, memory: Any, over: str | None, options: dict[str, Any],
         )
     if isinstance(first, Statistic):
         axes = (over,) if over is not None else first.axes
-
-        def make(chunks: Chunks, shown: bool) -> Statistic:
-            made = chunked(f, 1, over="params") if "params" in first.axes else first  # so that nothing else is tried
-            for axis, n in chunks.items():
-                made = chunked(made, n, over=axis, progress=shown and progress)
-            return made
-
-        return BudgetedStatistic(f, make, axes, size, text, has_aux=f.has_aux)
-
-    def parts(chunks: Chunks, shown: bool) -> ChunkedFunction:
-        return chunked(f, chunks.get("samples", 1), over=over, progress=shown and progress, **options)
-
+        whole = chunked(f, 1, over="params") if "params" in first.axes else first  # so that nothing else is tried
+        return BudgetedStatistic(f, partial(_divided, whole, progress), axes, size, text, has_aux=f.has_aux)
+    parts = partial(_parts, f, {"over": over, **options}, progress)
     return Budgeted(f, parts, ("samples",), size, text, options["in_dims"], options["has_aux"])
+
+
+def _divided(t: Statistic, progress: bool, chunks: Chunks, shown: bool) -> Statistic:
+    """A statistic in these chunks."""
+    for axis, n in chunks.items():
+        t = chunked(t, n, over=axis, progress=shown and progress)
+    return t
+
+
+def _parts(f: Callable, options: dict[str, Any], progress: bool, chunks: Chunks, shown: bool) -> ChunkedFunction:
+    """A plain function in these chunks."""
+    return chunked(f, chunks.get("samples", 1), progress=shown and progress, **options)
 
 
 def _split(f: Callable, n: Any, size: Any) -> tuple[Split | None, str]:

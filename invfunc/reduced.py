@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from invfunc.budgeted import check_no_budget
@@ -55,12 +56,12 @@ def reduced(t: Statistic, fn: Callable) -> Statistic:
     check_callable("reduced", fn)
     if t.options.reduce is not None:
         raise ArgumentError(f"reduced({t!r}): it is reduced already; compose the two functions.")
-    paths = _takes_two(fn)
-
-    def reduce(path: str, quantity: Any) -> Any:
-        return fn(path, quantity) if paths else fn(quantity)
-
+    reduce = fn if _takes_two(fn) else partial(_without_path, fn)
     return replace(t, options=replace(t.options, reduce=reduce), shown=f"reduced({t!r}, {describe(fn)})")
+
+
+def _without_path(fn: Callable, path: str, quantity: Any) -> Any:
+    return fn(quantity)
 
 
 def _takes_two(fn: Callable) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from invfunc import tree
 from invfunc._functorch import storage_of
 from invfunc.errors import ArgumentTypeError, InvFuncError
 from invfunc.recording.problem import numpy_arrays
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
 
 
 @dataclass(eq=False)
@@ -55,9 +58,42 @@ class ArgumentNames(Sequence[str]):
         target = self.target and self.count > 1
         return names[: self.count - target] + ["target"] * target
 
+    def signature(self) -> inspect.Signature:
+        """That of a call: what f takes, with a vector behind the parameters, or a target behind the batch."""
+        own = inspect.signature(self.f)
+        if not self.vector and not self.target:
+            return own
+        batch, constants = list[inspect.Parameter](), list[inspect.Parameter]()
+        for p in own.parameters.values():
+            (batch if p.kind <= p.VAR_POSITIONAL and p.default is p.empty else constants).append(p)
+        if any(p.kind == p.VAR_POSITIONAL for p in batch):  # behind which nothing can have a name
+            front = [inspect.Parameter(name, _POSITIONAL) for name in ("params", self.vector) if name]
+            batch = [*front, inspect.Parameter("batch", inspect.Parameter.VAR_POSITIONAL)]
+        else:
+            if self.vector:
+                batch.insert(1, inspect.Parameter(self.vector, batch[0].kind))
+            if self.target:
+                batch.append(inspect.Parameter("target", batch[-1].kind))
+        by_name = [p.replace(kind=p.KEYWORD_ONLY) if p.kind < p.VAR_POSITIONAL else p for p in constants]
+        return own.replace(parameters=[*batch, *by_name])
+
 
 Compute = Callable[[tuple, dict[str, Any], Any], tuple[Any, Any]]
 """From the arguments of a call and their names to the result and aux."""
+
+
+class OfInstance:
+    """An attribute that an object computes, and that its class has otherwise, if at all."""
+
+    def __init__(self, compute: Callable[[Any], Any], of_class: Any = None) -> None:
+        self.compute, self.of_class = compute, of_class
+
+    def __get__(self, owner: Any, kind: Any) -> Any:
+        if owner is not None:
+            return self.compute(owner)
+        if self.of_class is None:
+            raise AttributeError
+        return self.of_class
 
 
 class Transform(ABC):
@@ -80,6 +116,23 @@ class Transform(ABC):
     """What else is the caller's, beside the arguments."""
     outermost: bool = False
     """Whether no part of what it gives is computed by itself: `chunked` comes inside of it."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__doc__ = OfInstance(_help, cls.__doc__)  # pyright: ignore[reportAttributeAccessIssue]
+
+    __signature__ = OfInstance(lambda t: t.signature())
+
+    def signature(self) -> inspect.Signature:
+        """That of a call."""
+        names = self.names(_ALL)
+        if isinstance(names, ArgumentNames):
+            return names.signature()
+        known = [name for name in names if name.isidentifier()]
+        return inspect.Signature([inspect.Parameter(name, _POSITIONAL) for name in known])
+
+    def __dir__(self) -> list[str]:
+        """What is for its users; all else may change."""
+        return [name for name in ("f", "loss", "t", "product", "linearize") if getattr(self, name, None) is not None]
 
     @abstractmethod
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
@@ -117,6 +170,20 @@ class Transform(ABC):
             if not why:
                 raise
             raise told(ArgumentTypeError(why), f"{self!r}{method}({', '.join(called)})") from error
+
+
+_ALL = 99
+"""More arguments than there are names for."""
+
+
+def _help(t: Transform) -> str:
+    """What an object is, and what the public function says that has made it."""
+    try:
+        call = f"{t!r}{t.signature()}"
+    except (TypeError, ValueError):  # of a function that does not say what it takes
+        call = f"{t!r}(params, ...)"
+    made_by = getattr(sys.modules.get("invfunc"), repr(t).partition("(")[0], None)
+    return f"{call}\n\n{inspect.getdoc(made_by) or ''}"
 
 
 def own_memory(results: Any, given: Any) -> Any:

@@ -216,7 +216,7 @@ class TestFiles:
         body = parsed(PACKAGE / "__init__.py").body
         assert all(isinstance(node, kinds) for node in body)
         named = [node.targets[0].id for node in body if isinstance(node, ast.Assign)]
-        assert named == ["__version__", "__all__"]
+        assert named == ["__version__", "__all__", "__dir__"]
 
     def test_statistics_are_one_a_file(self):
         for file in (PACKAGE / "statistics").glob("*.py"):

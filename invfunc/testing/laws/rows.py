@@ -178,7 +178,7 @@ ROWS = {
     "clipped_grad": clipping(1.0),
     "clipped_grad to little": clipping(0.01),
     "noise_scale": noise(),
-    "noise_scale of each": noise(lambda path: path),
+    "noise_scale of each": noise(str),
     "sketched_grad": sketching(3, 2),
     "sketched_grad sparse": sketching(6, 8, "sparse"),
     "sketched_grad of a mask": sketching(2, 3, "mask"),
