@@ -24,7 +24,7 @@ FLOORS = [
     {"thresholds"},
     {"errors", "tree", "module_copy", "_functorch", "_pages", "_eager", "_blocks", "_symmetric", "_nodes"}
     | {"_alike", "_cached", "_generators", "_remade", "_scripted", "_signed", "_uncompiled", "_values", "_pairwise"}
-    | {"_no_output", "_opened", "_parametrized", "_spectrum", "_weak", "_extras", "_sharded", "_method"},
+    | {"_no_output", "_opened", "_parametrized", "_spectrum", "_weak", "_extras", "_sharded", "_method", "_shown"},
     {"kronecker", "contract", "plan", "low_rank"},
     {"operations"},
     {"recording"},

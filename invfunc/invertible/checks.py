@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._shown import axes, table
 from invfunc._values import differentiable
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.chain import repeated
@@ -30,6 +31,45 @@ class InverseReport:
     """The errors of `f(f_inv(y))` against y."""
     condition: float
     """How many times larger a relative error of y is in x: what rounding y costs."""
+
+    def _repr_html_(self) -> str:
+        found = {"f_inv(f(x)) against x": self.x, "f(f_inv(y)) against y": self.y}
+        rows = [(trip, name, error) for trip, errors in found.items() for name, error in errors.items()]
+        below = f"A relative error of y is {self.condition:.3g} times larger in x."
+        return table("check_inverse", ["round trip", "tensor", "relative error"], rows, below)
+
+
+class Drift(list[float]):
+    """The errors of what inverses give back: entry d is that after d + 1 of them."""
+
+    def _repr_html_(self) -> str:
+        last = len(self)
+        shown = sorted({*(2**k for k in range(last.bit_length())), last} & {*range(1, last + 1)})
+        return table("drift", ["inverses", "relative error"], [(d, self[d - 1]) for d in shown])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the errors over the number of inverses.
+
+        Args:
+            ax: the axes of matplotlib to draw into; by default those of a new figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            MissingExtraError: without matplotlib: `pip install 'invfunc[notebooks]'`.
+        """
+        ax = axes(ax)
+        ax.plot(range(1, len(self) + 1), self, "o-", ms=3, color="#2f6db3")
+        ax.set_yscale("symlog" if 0.0 in self else "log", **({"linthresh": _smallest(self)} if 0.0 in self else {}))
+        ax.set_xlabel("inverses, from the last block on")
+        ax.set_ylabel("relative error")
+        ax.spines[["top", "right"]].set_visible(False)
+        return ax
+
+
+def _smallest(errors: list[float]) -> float:
+    return min((error for error in errors if error > 0), default=1.0)
 
 
 def check_inverse(
@@ -85,7 +125,7 @@ def check_inverse(
     return InverseReport(of_x, of_y, condition)
 
 
-def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args: Any, **kwargs: Any) -> list[float]:
+def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args: Any, **kwargs: Any) -> Drift:
     """The error of what the inverses give back, as it grows from the last block to the first.
 
     Args:
@@ -97,7 +137,7 @@ def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args
 
     Returns:
         A list with an entry for each block: entry d is the largest error after d + 1 inverses, relative to the largest
-        entry of its tensor.
+        entry of its tensor. `.plot()` draws it.
 
     Raises:
         ArgumentTypeError: `pair` is none.
@@ -132,7 +172,7 @@ def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args
             errors.append(max(_errors("x", y, trip.x, math.inf).values(), default=0.0))
     except InvFuncError as error:
         raise told(error, f"drift({pair!r}, x, ...)") from error.__cause__
-    return errors
+    return Drift(errors)
 
 
 class _Trip:

@@ -10,6 +10,7 @@ from functools import reduce
 import torch
 
 from invfunc import _blocks, _symmetric, tree
+from invfunc._shown import table
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker.origin import Origin
 
@@ -96,6 +97,13 @@ class Kronecker:
         parts = [f"{[*getattr(x, 'shape', ())]} over {g}" for x, g in zip(self.factors, self.groups, strict=False)]
         more = ", values" * (self.values is not None) + f", blocks={self.blocks}" * (self.blocks is not None)
         return f"Kronecker({', '.join(parts)}, shape={tuple(self.shape)}{more})"
+
+    def _repr_html_(self) -> str:
+        parts = zip(self.groups, self.factors, strict=True)
+        rows = [(f"dims {[*g]}", [*x.shape], float(x.double().norm())) for g, x in parts]
+        rows += [("values", [*x.shape], float(x.double().norm())) for x in (self.values,) if x is not None]
+        blocks = "" if self.blocks is None else f"in blocks of the dims {[*self.blocks]}"
+        return table(f"Kronecker, of a parameter {[*self.shape]}", ["of", "shape", "norm"], rows, blocks)
 
     def __matmul__(self, v: torch.Tensor) -> torch.Tensor:
         """The product with each v of `[*lead, *shape]`."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from invfunc import tree
+from invfunc._shown import table
 from invfunc.loss.square_root import safe_root
 from invfunc.per_sample import Shares
 from invfunc.per_sample.lots import Drawn, variances
@@ -25,6 +27,15 @@ class Estimate(NamedTuple):
 
     value: Any
     standard_error: Any
+
+    def _repr_html_(self) -> str:
+        both = zip(tree.named_leaves(self.value), tree.named_leaves(self.standard_error), strict=True)
+        rows = [(path or "value", [*x.shape] or "number", _size(x), _size(error)) for (path, x), (_, error) in both]
+        return table("Estimate", ["", "shape", "value, or its norm", "standard error, or its norm"], rows)
+
+
+def _size(x: torch.Tensor) -> float:
+    return float(x.double().norm()) if x.ndim else float(x)
 
 
 class EstimatedSquares(Reduction):

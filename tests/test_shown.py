@@ -1,0 +1,103 @@
+"""What a notebook shows: tables of the numbers that are there, and pictures."""
+
+import re
+import sys
+from html import unescape
+from unittest import mock
+
+import matplotlib
+import pytest
+import torch
+import torch.nn.functional as F
+
+import invfunc
+from invfunc import Estimate, additive_coupling, chain, check_inverse, compiled, drift, explain, kfac, together
+
+matplotlib.use("agg")
+
+X, Y = torch.rand(4, 6), torch.arange(4)
+
+
+def f(params, x):
+    return torch.tanh(x @ params["first <b>"]) @ params["second"]
+
+
+def half(x, w):
+    return torch.tanh(x @ w)
+
+
+@pytest.fixture
+def params():
+    return {"first <b>": torch.rand(6, 5), "second": torch.rand(5, 4)}
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def cells(shown):
+    """The rows of a table, as texts."""
+    rows = re.findall(r"<tr>(.*?)</tr>", shown._repr_html_())
+    return [[unescape(x) for x in re.findall(r"<t[hd]>(.*?)</t[hd]>", row)] for row in rows]
+
+
+class TestTables:
+    def test_of_an_explanation_name_parameters(self, params):
+        (_, first, second) = cells(explain(invfunc.diag_ggn(f, F.cross_entropy))(params, X, Y))
+        assert (first[0], second[0]) == ("params['first <b>']", "params['second']")
+        assert first[2:] == ["fast rule", "matmul"]
+
+    def test_of_several_statistics_have_a_row_each(self, params):
+        both = together(invfunc.diag_ggn(f, F.cross_entropy), kfac(f, F.cross_entropy, fisher="empirical"))
+        found = explain(both)(params, X, Y)
+        assert [row[0] for row in cells(found)[1:]] == [m.name for m in found.members]
+
+    def test_of_a_plan_say_what_it_is(self, params):
+        found = explain(compiled(invfunc.ggnvp(f, F.cross_entropy)))(params, params, X, Y)
+        assert "a plan of" in found._repr_html_() and not cells(found)
+
+    def test_of_an_inverse_have_both_errors_of_each_tensor(self):
+        report = check_inverse(additive_coupling(half, half), (X[:, :3], X[:, 3:]), (torch.rand(3, 3),) * 2)
+        assert [row[1] for row in cells(report)[1:]] == [*report.x, *report.y]
+        assert f"{report.condition:.3g} times" in report._repr_html_()
+
+    @pytest.mark.parametrize(("depth", "rows"), [(1, [1]), (2, [1, 2]), (20, [1, 2, 4, 8, 16, 20])])
+    def test_of_a_drift_end_with_all_blocks(self, depth, rows):
+        found = drift(additive_coupling(half, half), (X[:, :3], X[:, 3:]), [(torch.rand(3, 3),) * 2] * depth)
+        assert [int(row[0]) for row in cells(found)[1:]] == rows and len(found) == depth
+
+    def test_of_an_estimate_have_what_may_be_off(self, params, generator):
+        found = invfunc.estimate_trace(invfunc.ggnvp(f, F.cross_entropy), probes=3, generator=generator)(params, X, Y)
+        assert cells(found)[1] == ["value", "number", f"{float(found.value):.3g}", f"{float(found.standard_error):.3g}"]
+        tree = Estimate({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.6, 0.8])})
+        assert cells(tree)[1] == ["['w']", "[2]", "5", "1"]
+
+    def test_of_factors_have_each(self, params, generator):
+        found = kfac(f, F.cross_entropy, generator=generator)(params, X, Y)["second"]
+        parts = zip(found.groups, found.factors, strict=True)
+        assert [row[:2] for row in cells(found)[1:]] == [[f"dims {[*dims]}", str([*x.shape])] for dims, x in parts]
+
+
+class TestPictures:
+    def test_of_an_explanation_have_its_columns_and_passes(self, params):
+        for t in (invfunc.diag_ggn(f, F.cross_entropy), invfunc.variance(lambda *args: f(*args).sum(1))):
+            found = explain(t)(params, X, *([Y] if t.loss else []))
+            columns, passes = found.plot().containers
+            parts = found.parts or [found]
+            assert [bar.get_width() for bar in columns] == [p.columns for p in parts]
+            assert [bar.get_width() for bar in passes] == [p.passes for p in parts]
+
+    def test_of_a_drift_have_its_errors_also_where_some_are_zero(self):
+        third = invfunc.Invertible(lambda x, c: x / c, lambda y, c: y * c)
+        found = drift(third, torch.rand(5), [3.0, 1.0, 7.0])
+        ax = drift(third, torch.rand(5), [1.0, 2.0]).plot()
+        assert found.plot(ax) is ax
+        assert list(ax.lines[1].get_ydata()) == found and ax.get_xlabel() and ax.get_ylabel()
+
+    def test_without_matplotlib_the_extra_is_named(self):
+        with (
+            mock.patch.dict(sys.modules, {"matplotlib.pyplot": None}),
+            pytest.raises(invfunc.MissingExtraError, match=r"invfunc\[notebooks\]"),
+        ):
+            drift(chain(additive_coupling(half, half)), (X[:, :3], X[:, 3:]), [(torch.rand(3, 3),) * 2]).plot()
