@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,9 @@ from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 
 
-def compiled(t: Statistic | Product, *, backend: str = "replay", recheck: int = 0) -> Compiled:
+def compiled(
+    t: Statistic | Product, *, backend: Literal["replay", "inductor", "auto"] = "replay", recheck: int = 0
+) -> Compiled:
     """Repeat calls of a statistic by a plan, the graph of its operations, without the Python around them.
 
         result = t(params, *batch)           # the first call of each shape, in which the plan is written down

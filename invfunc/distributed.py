@@ -33,11 +33,11 @@ from invfunc.visits import exchanged, work_of
 
 @overload
 def distributed(
-    t: Statistic | Streamed | Tiled | Compiled, group: Any = None, *, each: str = "local"
+    t: Statistic | Streamed | Tiled | Compiled, group: Any = None, *, each: Literal["local", "gather"] = "local"
 ) -> Distributed | TiledAcross: ...
 @overload
 def distributed(t: Product | StreamedProduct, group: Any = None) -> DistributedProduct: ...
-def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] | str = "local") -> Any:
+def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] = "local") -> Any:
     """Compute a statistic of the samples of all processes, or a product, in each of them.
 
         t(params, *(torch.cat(parts) for parts in zip(*batches)))      # batches: those of all processes, in their order

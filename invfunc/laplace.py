@@ -25,7 +25,7 @@ from __future__ import annotations
 import importlib
 from copy import copy
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -131,7 +131,12 @@ class _GGN(_Backend):
         return self._with_loss(params, x, y, self._flat(ggn, 0))
 
     def kron(
-        self, x: Any, y: torch.Tensor, N: int, kfac_approx: str = "expand", mc_samples: int | None = None
+        self,
+        x: Any,
+        y: torch.Tensor,
+        N: int,
+        kfac_approx: Literal["expand", "reduce"] = "expand",
+        mc_samples: int | None = None,
     ) -> Curvature:
         params, x = self._at(x)
         statistic = kfac if self.stochastic else kflr
@@ -158,7 +163,7 @@ class _EF(_Backend):
         params, x = self._at(x)
         return self._with_loss(params, x, y, self._flat(sum_grad_squared(self._losses)(params, x, y), 0))
 
-    def kron(self, x: Any, y: torch.Tensor, N: int, kfac_approx: str = "expand") -> Curvature:
+    def kron(self, x: Any, y: torch.Tensor, N: int, kfac_approx: Literal["expand", "reduce"] = "expand") -> Curvature:
         params, x = self._at(x)
         factors = kfac(self._losses, fisher="empirical", weight_sharing=kfac_approx)(params, x, y)
         return self._with_loss(params, x, y, self._kron(factors, len(y) / N))

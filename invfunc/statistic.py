@@ -10,7 +10,7 @@ from invfunc import tree
 from invfunc.callables import check_functions, describe
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.explained import joined
-from invfunc.plan import Options
+from invfunc.plan import AxisName, Options
 from invfunc.recording.beside import beside
 from invfunc.recording.problem import InDims, Problem, problem
 from invfunc.reductions import Reduction
@@ -112,7 +112,7 @@ class Statistic(Transform):
         return self.options.reduce is None  # else it gives what the caller's function has made
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def axes(self) -> tuple[AxisName, ...]:
         """What it can be chunked over; the first is what `chunked` takes by itself."""
         if self.members:
             return tuple(a for a in ("outputs", "samples", "params") if all(a in m.axes for m in self.members))

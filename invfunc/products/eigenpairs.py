@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -38,7 +38,7 @@ def eigenpairs(
     f: Callable,
     loss: Callable | None = None,
     *,
-    fisher: str = "exact",
+    fisher: Literal["mc", "exact", "empirical"] = "exact",
     mc_samples: int = 1,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,

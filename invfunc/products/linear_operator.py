@@ -17,7 +17,7 @@ from invfunc.products.product import Space
 from invfunc.transform import Transform
 
 
-def linear_operator(product: Callable, kind: Literal["scipy", "torch"] | str = "scipy") -> Operator:
+def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy") -> Operator:
     """A symmetric matrix, given by its products: a `scipy.sparse.linalg.LinearOperator`, or curvlinops' of tensors.
 
         A @ x == flat(product(params, tree(x), *batch))      # flat: the leaves one behind the other; tree: its inverse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError
@@ -16,7 +17,7 @@ def pch_block_product(
     f: Callable,
     loss: Callable | None = None,
     *,
-    modify: str = "abs",
+    modify: Literal["abs", "clip"] = "abs",
     in_dims: InDims = 0,
     out_dims: int = 0,
     has_aux: bool = False,

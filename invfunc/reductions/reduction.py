@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from invfunc.per_sample import Shares
+from invfunc.plan import AxisName
 from invfunc.reductions.exchange import Exchange, Sums
 
 State = tuple[Any, ...]
@@ -49,7 +50,7 @@ class Reduction:
     whose steps come in the second: `tests/reductions/test_two_phases.py` writes one from outside.
     """
 
-    axes: ClassVar[tuple[str, ...]] = ("outputs", "samples", "params")
+    axes: ClassVar[tuple[AxisName, ...]] = ("outputs", "samples", "params")
     """What it folds over."""
     each: ClassVar[tuple[int, ...]] = ()
     """The axes of each result that count the samples; `sample_axes` returns them unless it is overridden."""

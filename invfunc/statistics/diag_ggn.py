@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -18,7 +19,7 @@ def diag_ggn(
     f: Callable,
     loss: Callable | None = None,
     *,
-    method: str = "auto",
+    method: Literal["auto", "dense"] = "auto",
     mc_samples: int | None = None,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,

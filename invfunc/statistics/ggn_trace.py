@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -19,7 +20,7 @@ def ggn_trace(
     loss: Callable | None = None,
     *,
     per_parameter: bool = False,
-    method: str = "auto",
+    method: Literal["auto", "dense"] = "auto",
     mc_samples: int | None = None,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,

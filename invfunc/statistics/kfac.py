@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -16,14 +17,14 @@ def kfac(
     f: Callable,
     loss: Callable | None = None,
     *,
-    fisher: str = "mc",
+    fisher: Literal["mc", "exact", "empirical"] = "mc",
     mc_samples: int = 1,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,
     peel: int | str | None = None,
-    weight_sharing: str = "expand",
+    weight_sharing: Literal["expand", "reduce", "backpack"] = "expand",
     joint: bool = False,
-    unsupported: str = "error",
+    unsupported: Literal["error", "diagonal", "skip"] = "error",
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,

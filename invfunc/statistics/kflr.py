@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from invfunc.column_options import by_method, check_factors
 from invfunc.recording.problem import Indices, InDims
@@ -15,10 +16,10 @@ def kflr(
     f: Callable,
     loss: Callable | None = None,
     *,
-    method: str = "auto",
-    weight_sharing: str = "expand",
+    method: Literal["auto", "dense"] = "auto",
+    weight_sharing: Literal["expand", "reduce", "backpack"] = "expand",
     joint: bool = False,
-    unsupported: str = "error",
+    unsupported: Literal["error", "diagonal", "skip"] = "error",
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,

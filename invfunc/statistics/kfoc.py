@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -18,7 +19,7 @@ def kfoc(
     loss: Callable | None = None,
     *,
     sweeps: int = 3,
-    fisher: str = "mc",
+    fisher: Literal["mc", "exact", "empirical"] = "mc",
     mc_samples: int = 1,
     generator: torch.Generator | None = None,
     sample: Callable | None = None,

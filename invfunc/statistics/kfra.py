@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from invfunc.column_options import check_factors
 from invfunc.recording.problem import Indices, InDims
@@ -15,9 +16,9 @@ def kfra(
     f: Callable,
     loss: Callable | None = None,
     *,
-    weight_sharing: str = "expand",
+    weight_sharing: Literal["expand", "reduce", "backpack"] = "expand",
     joint: bool = False,
-    unsupported: str = "error",
+    unsupported: Literal["error", "diagonal", "skip"] = "error",
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,

@@ -11,6 +11,7 @@ from torch.func import jvp
 
 import invfunc
 from invfunc import tree
+from invfunc.plan import AxisName
 from invfunc.testing.laws import loops
 from invfunc.testing.laws.around import (
     ALONG,
@@ -84,7 +85,7 @@ def of_chunks(problem: Problem) -> Iterator[Claim]:
     for turn, (of, formula) in enumerate(formulas(problem, chosen)):
         over, way = of.row.axes[(turn + n) % len(of.row.axes)], ways[turn % 2]
 
-        def found(of: Made = of, over: str = over, way: Way = way) -> Any:
+        def found(of: Made = of, over: AxisName = over, way: Way = way) -> Any:
             return way(invfunc.chunked(of.make(samples=chosen), 2, over=over))(*of.args)
 
         def expected(of: Made = of, formula: Formula = formula) -> Any:

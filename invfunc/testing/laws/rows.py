@@ -12,6 +12,7 @@ import torch
 
 import invfunc
 from invfunc import tree
+from invfunc.plan import AxisName
 from invfunc.testing.oracles import (
     dense_diag_ggn,
     loop_batch_grad,
@@ -51,7 +52,7 @@ class Row:
     """What it is of the diagonals of the GGN of each sample, a tree of `[N, *p]`; None if it is of no GGN."""
     hessian: bool = False
     """Whether it is of the Hessian of the whole function."""
-    axes: tuple[str, ...] = ("samples", "params")
+    axes: tuple[AxisName, ...] = ("samples", "params")
     """What `chunked` divides."""
     drawn: bool = False
     """Whether its columns are drawn, for which the loss has to have a sampler."""

@@ -11,6 +11,7 @@ import torch
 
 import invfunc
 from invfunc import tree
+from invfunc.plan import AxisName
 from invfunc.testing.laws import loops
 from invfunc.testing.laws.law import Claim, law
 from invfunc.testing.laws.paths import generic as generic_path
@@ -178,7 +179,7 @@ def chunks(problem: Problem) -> Iterator[Claim]:
         for turn, over in enumerate(of.row.axes):
             split = {"chunk_size": 1} if turn % 2 else {"n": 2 if problem.n < 4 else 3}
 
-            def found(of: Made = of, over: str = over, split: dict = split) -> Any:
+            def found(of: Made = of, over: AxisName = over, split: dict = split) -> Any:
                 return invfunc.chunked(of.make(), over=over, **split)(*of.args)
 
             yield Claim(f"{of.called} over {over}", found, of.itself, problem.n)
@@ -189,9 +190,9 @@ def nested_chunks(problem: Problem) -> Iterator[Claim]:
     """chunked(chunked(t, n, over=a), m, over=b)(params, *batch) == t(params, *batch)"""
     for of in every(problem):
         axes = of.row.axes
-        for inner, outer in zip(axes, [*axes[1:], axes[0]], strict=True) if axes else ():
+        for inner, outer in zip(axes, (*axes[1:], axes[0]), strict=True) if axes else ():
 
-            def found(of: Made = of, inner: str = inner, outer: str = outer) -> Any:
+            def found(of: Made = of, inner: AxisName = inner, outer: AxisName = outer) -> Any:
                 within = invfunc.chunked(of.make(), chunk_size=1, over=inner)
                 return invfunc.chunked(within, n=2, over=outer)(*of.args)
 

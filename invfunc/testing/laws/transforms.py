@@ -13,7 +13,7 @@ from torch.func import grad
 import invfunc
 from invfunc import tree
 from invfunc.errors import InvFuncError
-from invfunc.plan import Options
+from invfunc.plan import AxisName, Options
 from invfunc.statistic import Statistic
 from invfunc.testing.laws.around import POINTS, mapped_over, total
 from invfunc.testing.laws.compare import plain, zipped
@@ -145,7 +145,7 @@ def passes(subject: TransformProblem) -> Iterator[Claim]:
     if not isinstance(t, Statistic):
         return
 
-    def in_chunks(axis: str) -> Any:
+    def in_chunks(axis: AxisName) -> Any:
         return invfunc.chunked(subject.made(), 2, over=axis)(*args)
 
     ways: dict[str, Callable] = {f"{subject.called} over {axis}": partial(in_chunks, axis) for axis in t.axes}

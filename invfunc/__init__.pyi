@@ -1,0 +1,888 @@
+# Made by `python -m tests.stub`.
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from types import EllipsisType
+from typing import Any, Literal, ParamSpec, TypeVar, overload
+
+import torch
+from torch import nn
+
+from invfunc.errors import ArgumentError as ArgumentError
+from invfunc.errors import ArgumentTypeError as ArgumentTypeError
+from invfunc.errors import BudgetError as BudgetError
+from invfunc.errors import CertificateError as CertificateError
+from invfunc.errors import ClosedOverError as ClosedOverError
+from invfunc.errors import ConvexityError as ConvexityError
+from invfunc.errors import InexactWarning as InexactWarning
+from invfunc.errors import InverseError as InverseError
+from invfunc.errors import InvFuncError as InvFuncError
+from invfunc.errors import InvFuncWarning as InvFuncWarning
+from invfunc.errors import MissingExtraError as MissingExtraError
+from invfunc.errors import ModifiedError as ModifiedError
+from invfunc.errors import ProcessError as ProcessError
+from invfunc.errors import RandomnessError as RandomnessError
+from invfunc.errors import RangeError as RangeError
+from invfunc.errors import ReplayError as ReplayError
+from invfunc.errors import SampleAxisError as SampleAxisError
+from invfunc.errors import SplitError as SplitError
+from invfunc.explain import Explainable
+from invfunc.invertible.checks import Drift
+from invfunc.invertible.checks import InverseReport as InverseReport
+from invfunc.invertible.equilibrium import Equilibrium as Equilibrium
+from invfunc.kronecker.matrix import Kronecker as Kronecker
+from invfunc.low_rank import LowRank as LowRank
+from invfunc.operation import Operation
+from invfunc.pairs.exact import Grid as Grid
+from invfunc.pairs.pair import Invertible as Invertible
+from invfunc.pairs.runge_kutta import Tableau
+from invfunc.pairs.training import Optimiser
+from invfunc.products.eigenpairs import Decomposition
+from invfunc.products.estimate import Estimator
+from invfunc.products.linear_operator import Operator
+from invfunc.products.linearize import Linearization
+from invfunc.products.product import Product
+from invfunc.products.sample_space import Eigenpairs as Eigenpairs
+from invfunc.recording.problem import Indices, InDims
+from invfunc.reductions.estimate import Estimate as Estimate
+from invfunc.reductions.noise import NoiseScale as NoiseScale
+from invfunc.sparsity.report import Explanation
+from invfunc.statistic import Statistic
+
+from . import _blocks as _blocks
+from . import _symmetric as _symmetric
+from . import kronecker as kronecker
+from . import layers as layers
+from . import thresholds as thresholds
+from . import tree as tree
+
+_T = TypeVar("_T")
+_K = TypeVar("_K")
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+_C = TypeVar("_C")
+_S = TypeVar("_S", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+
+class _LikeParams(Statistic):
+    def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> _T: ...
+
+class _Pair(Statistic):
+    def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> tuple[_T, _T]: ...
+
+class _WithNorms(Statistic):
+    def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> tuple[_T, torch.Tensor]: ...
+
+class _WithNoise(Statistic):
+    def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> tuple[_T, NoiseScale]: ...
+
+class _OfTensor(Statistic):
+    def __call__(self, params: Any, /, *batch: Any, **constants: Any) -> torch.Tensor: ...
+
+class _OfFactors(Statistic):
+    def __call__(self, params: dict[_K, torch.Tensor], /, *batch: Any, **constants: Any) -> dict[_K, Kronecker]: ...
+
+class _OfVector(Product):
+    def __call__(self, params: _T, v: _T, /, *batch: Any, **constants: Any) -> _T: ...
+    def linearize(self, params: _T, /, *batch: Any, **constants: Any) -> Callable[[_T], _T]: ...
+
+class _Estimator(Estimator):
+    def __call__(self, params: Any, /, *batch: Any, **constants: Any) -> Estimate: ...
+
+__version__ = "0.1.0"
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BudgetError",
+    "CertificateError",
+    "ClosedOverError",
+    "ConvexityError",
+    "Eigenpairs",
+    "Equilibrium",
+    "Estimate",
+    "Grid",
+    "InexactWarning",
+    "InvFuncError",
+    "InvFuncWarning",
+    "InverseError",
+    "InverseReport",
+    "Invertible",
+    "Kronecker",
+    "LowRank",
+    "MissingExtraError",
+    "ModifiedError",
+    "NoiseScale",
+    "ProcessError",
+    "RandomnessError",
+    "RangeError",
+    "ReplayError",
+    "SampleAxisError",
+    "SplitError",
+    "additive_coupling",
+    "affine_coupling",
+    "batch_diag_ggn",
+    "batch_diag_hessian",
+    "batch_grad",
+    "batch_jacobian",
+    "batch_l2_grad",
+    "bdia",
+    "certified",
+    "chain",
+    "check_inverse",
+    "chunked",
+    "clipped_grad",
+    "compiled",
+    "diag_ggn",
+    "diag_hessian",
+    "distributed",
+    "drift",
+    "eigenpairs",
+    "ekfac",
+    "equilibrium",
+    "estimate_diagonal",
+    "estimate_trace",
+    "explain",
+    "fixed_point",
+    "from_module",
+    "functional",
+    "fvp",
+    "ggn_block_product",
+    "ggn_trace",
+    "ggnvp",
+    "grad_and_variance",
+    "gram",
+    "hessian_block_product",
+    "hvp",
+    "invert",
+    "invertible_checkpoint",
+    "kfac",
+    "kflr",
+    "kfoc",
+    "kfra",
+    "kronecker",
+    "layers",
+    "leapfrog",
+    "linear_operator",
+    "linearize",
+    "momentum",
+    "multiscale",
+    "noise_scale",
+    "operation",
+    "outputs",
+    "pch_block_product",
+    "predictive_covariance",
+    "reduced",
+    "repeated",
+    "reversible_adam",
+    "reversible_sgd",
+    "reversible_step",
+    "runge_kutta",
+    "sketched_grad",
+    "sqrt_ggn",
+    "state_first",
+    "streamed",
+    "sum_grad_squared",
+    "together",
+    "variance",
+    "with_log_det",
+]
+
+def additive_coupling(
+    F: Callable[..., Any], G: Callable[..., Any], *, split_dim: int | None = ..., exact: bool | Grid = ...
+) -> Invertible: ...
+def affine_coupling(
+    F: Callable[..., Any], G: Callable[..., Any], *, log_scale: Callable[..., Any] = ..., split_dim: int | None = ...
+) -> Invertible: ...
+@overload
+def batch_diag_ggn(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    method: Literal["auto", "dense"] = ...,
+    mc_samples: int | None = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _LikeParams: ...
+@overload
+def batch_diag_ggn(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    method: Literal["auto", "dense"] = ...,
+    mc_samples: int | None = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def batch_diag_hessian(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _LikeParams: ...
+@overload
+def batch_diag_hessian(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def batch_grad(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...
+@overload
+def batch_grad(
+    f: Callable[..., Any],
+    *,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+def batch_jacobian(
+    f: Callable[..., Any],
+    *,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def batch_l2_grad(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...
+@overload
+def batch_l2_grad(
+    f: Callable[..., Any],
+    *,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+def bdia(f: Callable[..., Any], grid: Grid | None = ...) -> Invertible: ...
+def certified(t: _S, *, generator: torch.Generator | int, confidence: float = ..., share: float = ...) -> _S: ...
+def chain(*blocks: Callable[..., Any], anchor_every: int | None = ...) -> Invertible: ...
+def check_inverse(
+    pair: Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]],
+    x: Any,
+    *args: Any,
+    tolerance: float | None = ...,
+    **kwargs: Any,
+) -> InverseReport: ...
+@overload
+def chunked(
+    f: _S,
+    n: int | None = ...,
+    *,
+    chunk_size: int | None = ...,
+    memory: int | float | str | None = ...,
+    over: Literal["outputs", "samples", "params"] | None = ...,
+    fold: Any = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+    progress: bool = ...,
+) -> _S: ...
+@overload
+def chunked(
+    f: None = ...,
+    n: int | None = ...,
+    *,
+    chunk_size: int | None = ...,
+    memory: int | float | str | None = ...,
+    over: Literal["outputs", "samples", "params"] | None = ...,
+    fold: Any = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+    progress: bool = ...,
+) -> Callable[[_S], _S]: ...
+@overload
+def clipped_grad(
+    f: Callable[..., Any], max_norm: float | torch.Tensor, *, samples: Indices | None = ..., in_dims: InDims = ...
+) -> _WithNorms: ...
+@overload
+def clipped_grad(
+    f: Callable[..., Any],
+    max_norm: float | torch.Tensor,
+    *,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+def compiled(t: _S, *, backend: Literal["replay", "inductor", "auto"] = ..., recheck: int = ...) -> _S: ...
+@overload
+def diag_ggn(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    method: Literal["auto", "dense"] = ...,
+    mc_samples: int | None = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _LikeParams: ...
+@overload
+def diag_ggn(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    method: Literal["auto", "dense"] = ...,
+    mc_samples: int | None = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    with_error: bool = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def diag_hessian(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _LikeParams: ...
+@overload
+def diag_hessian(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+def distributed(t: _S, group: Any = ..., *, each: Literal["local", "gather"] = ...) -> _S: ...
+def drift(
+    pair: Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]],
+    x: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Drift: ...
+def eigenpairs(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    fisher: Literal["mc", "exact", "empirical"] = ...,
+    mc_samples: int = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Decomposition: ...
+@overload
+def ekfac(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    fisher: Literal["mc", "exact", "empirical"] = ...,
+    mc_samples: int = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    joint: bool = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _OfFactors: ...
+@overload
+def ekfac(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    fisher: Literal["mc", "exact", "empirical"] = ...,
+    mc_samples: int = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    joint: bool = ...,
+    unsupported: Literal["error", "diagonal", "skip"] = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+def equilibrium(
+    f: Callable[..., Any],
+    beta: float = ...,
+    *,
+    tolerance: float = ...,
+    max_steps: int = ...,
+    anchor_every: int | None = ...,
+) -> Callable[..., Any]: ...
+def estimate_diagonal(
+    product: Callable[..., Any],
+    *,
+    probes: int,
+    generator: torch.Generator,
+    distribution: Literal["rademacher", "gaussian"] = ...,
+    progress: bool = ...,
+) -> _Estimator: ...
+def estimate_trace(
+    product: Callable[..., Any],
+    *,
+    probes: int,
+    generator: torch.Generator,
+    distribution: Literal["rademacher", "gaussian"] = ...,
+    progress: bool = ...,
+) -> _Estimator: ...
+def explain(statistic: Explainable) -> Callable[..., Explanation]: ...
+def fixed_point(f: Callable[..., Any], beta: float = ...) -> Invertible: ...
+def from_module(module: nn.Module, *, log_det: bool = ...) -> Invertible: ...
+def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]: ...
+@overload
+def fvp(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    mc_samples: int | None = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _OfVector: ...
+@overload
+def fvp(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    mc_samples: int | None = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Product: ...
+@overload
+def ggn_block_product(
+    f: Callable[..., Any], loss: Callable[..., Any] | None = ..., *, in_dims: InDims = ..., out_dims: int = ...
+) -> _OfVector: ...
+@overload
+def ggn_block_product(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Product: ...
+@overload
+def ggn_trace(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    method: Literal["auto", "dense"] = ...,
+    mc_samples: int | None = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _OfTensor: ...
+@overload
+def ggn_trace(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    per_parameter: bool = ...,
+    method: Literal["auto", "dense"] = ...,
+    mc_samples: int | None = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    with_error: bool = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def ggnvp(
+    f: Callable[..., Any], loss: Callable[..., Any] | None = ..., *, in_dims: InDims = ..., out_dims: int = ...
+) -> _OfVector: ...
+@overload
+def ggnvp(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Product: ...
+@overload
+def grad_and_variance(
+    f: Callable[..., Any], *, correction: float = ..., samples: Indices | None = ..., in_dims: InDims = ...
+) -> _Pair: ...
+@overload
+def grad_and_variance(
+    f: Callable[..., Any],
+    *,
+    correction: float = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def gram(
+    f: Callable[..., Any],
+    *,
+    others: tuple[Any, ...] | list[Any] | None = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _OfTensor: ...
+@overload
+def gram(
+    f: Callable[..., Any],
+    *,
+    others: tuple[Any, ...] | list[Any] | None = ...,
+    per_parameter: bool = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def hessian_block_product(f: Callable[..., Any], loss: Callable[..., Any] | None = ...) -> _OfVector: ...
+@overload
+def hessian_block_product(
+    f: Callable[..., Any], loss: Callable[..., Any] | None = ..., *, has_aux: bool = ...
+) -> Product: ...
+@overload
+def hvp(f: Callable[..., Any], loss: Callable[..., Any] | None = ...) -> _OfVector: ...
+@overload
+def hvp(f: Callable[..., Any], loss: Callable[..., Any] | None = ..., *, has_aux: bool = ...) -> Product: ...
+def invert(pair: Invertible) -> Invertible: ...
+def invertible_checkpoint(
+    f: Callable[..., Any] | None = ...,
+    f_inv: Callable[..., Any] | None | EllipsisType = ...,
+    *,
+    keep: bool | Sequence[int] = ...,
+    preserve_rng_state: bool = ...,
+    check: bool | float | str = ...,
+    min_bytes: int = ...,
+    has_aux: bool = ...,
+) -> Any: ...
+@overload
+def kfac(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    fisher: Literal["mc", "exact", "empirical"] = ...,
+    mc_samples: int = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    joint: bool = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _OfFactors: ...
+@overload
+def kfac(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    fisher: Literal["mc", "exact", "empirical"] = ...,
+    mc_samples: int = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    joint: bool = ...,
+    unsupported: Literal["error", "diagonal", "skip"] = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def kflr(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    method: Literal["auto", "dense"] = ...,
+    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    joint: bool = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _OfFactors: ...
+@overload
+def kflr(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    method: Literal["auto", "dense"] = ...,
+    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    joint: bool = ...,
+    unsupported: Literal["error", "diagonal", "skip"] = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def kfoc(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    sweeps: int = ...,
+    fisher: Literal["mc", "exact", "empirical"] = ...,
+    mc_samples: int = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _OfFactors: ...
+@overload
+def kfoc(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    sweeps: int = ...,
+    fisher: Literal["mc", "exact", "empirical"] = ...,
+    mc_samples: int = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def kfra(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    joint: bool = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _OfFactors: ...
+@overload
+def kfra(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
+    joint: bool = ...,
+    unsupported: Literal["error", "diagonal", "skip"] = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+def leapfrog(force: Callable[..., Any], step: float) -> Invertible: ...
+def linear_operator(product: Callable[..., Any], kind: Literal["scipy", "torch"] = ...) -> Operator: ...
+def linearize(f: Callable[..., Any], *, has_aux: bool = ...) -> Linearization: ...
+def momentum(f: Callable[..., Any], gamma: float = ...) -> Invertible: ...
+def multiscale(*flows: Callable[..., Any], split_dim: int = ...) -> Invertible: ...
+@overload
+def noise_scale(
+    f: Callable[..., Any],
+    *,
+    groups: Callable[[str], str | None] | None = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+) -> _WithNoise: ...
+@overload
+def noise_scale(
+    f: Callable[..., Any],
+    *,
+    groups: Callable[[str], str | None] | None = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+def operation(fn: Callable[..., Any]) -> Operation: ...
+def outputs(z: Any) -> Any: ...
+@overload
+def pch_block_product(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    modify: Literal["abs", "clip"] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _OfVector: ...
+@overload
+def pch_block_product(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    modify: Literal["abs", "clip"] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Product: ...
+@overload
+def predictive_covariance(
+    f: Callable[..., Any],
+    covariance: tree.Tree | LowRank | float,
+    *,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _OfTensor: ...
+@overload
+def predictive_covariance(
+    f: Callable[..., Any],
+    covariance: tree.Tree | LowRank | float,
+    *,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+def reduced(t: Statistic, fn: Callable[..., Any]) -> Statistic: ...
+def repeated(block: Callable[..., Any], *, anchor_every: int | None = ...) -> Invertible: ...
+def reversible_adam(
+    loss: Callable[..., Any],
+    *,
+    lr: float | Callable[..., Any],
+    betas: tuple[float | Fraction, float | Fraction] = ...,
+    eps: float = ...,
+    grid: Grid = ...,
+) -> Optimiser: ...
+def reversible_sgd(
+    loss: Callable[..., Any], *, lr: float | Callable[..., Any], momentum: float | Fraction = ..., grid: Grid = ...
+) -> Optimiser: ...
+def reversible_step(increment: Callable[..., Any], coupling: float = ...) -> Invertible: ...
+def runge_kutta(field: Callable[..., Any], tableau: str | Tableau = ...) -> Callable[..., Any]: ...
+@overload
+def sketched_grad(
+    f: Callable[..., Any],
+    *,
+    rows: int,
+    columns: int,
+    generator: torch.Generator,
+    projection: Literal["signs", "sparse", "mask"] = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+) -> _LikeParams: ...
+@overload
+def sketched_grad(
+    f: Callable[..., Any],
+    *,
+    rows: int,
+    columns: int,
+    generator: torch.Generator,
+    projection: Literal["signs", "sparse", "mask"] = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def sqrt_ggn(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    mc_samples: int | None = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    samples: Indices | None = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+) -> _LikeParams: ...
+@overload
+def sqrt_ggn(
+    f: Callable[..., Any],
+    loss: Callable[..., Any] | None = ...,
+    *,
+    mc_samples: int | None = ...,
+    generator: torch.Generator | None = ...,
+    sample: Callable[..., Any] | None = ...,
+    peel: int | str | None = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    out_dims: int = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+def state_first(f: Callable[..., Any]) -> Callable[..., Any]: ...
+def streamed(
+    t: _S, *, device: Any = ..., progress: bool = ..., checkpoint: Any = ..., every: float = ..., out: Any = ...
+) -> _S: ...
+@overload
+def sum_grad_squared(f: Callable[..., Any], *, samples: Indices | None = ..., in_dims: InDims = ...) -> _LikeParams: ...
+@overload
+def sum_grad_squared(
+    f: Callable[..., Any],
+    *,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+@overload
+def together(first: Callable[_P, _A], second: Callable[..., _B], /) -> Callable[_P, tuple[_A, _B]]: ...
+@overload
+def together(
+    first: Callable[_P, _A], second: Callable[..., _B], third: Callable[..., _C], /
+) -> Callable[_P, tuple[_A, _B, _C]]: ...
+@overload
+def together(*statistics: Statistic) -> Statistic: ...
+@overload
+def variance(
+    f: Callable[..., Any], *, correction: float = ..., samples: Indices | None = ..., in_dims: InDims = ...
+) -> _LikeParams: ...
+@overload
+def variance(
+    f: Callable[..., Any],
+    *,
+    correction: float = ...,
+    samples: Indices | None = ...,
+    argnums: int | tuple[int, ...] = ...,
+    in_dims: InDims = ...,
+    has_aux: bool = ...,
+) -> Statistic: ...
+def with_log_det(pair: Invertible) -> Invertible: ...
