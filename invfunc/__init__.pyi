@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from types import EllipsisType
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -58,17 +58,16 @@ from . import tree as tree
 
 _T = TypeVar("_T")
 _K = TypeVar("_K")
-_A = TypeVar("_A")
-_B = TypeVar("_B")
-_C = TypeVar("_C")
 _S = TypeVar("_S", bound=Callable[..., Any])
-_P = ParamSpec("_P")
 
 class _LikeParams(Statistic):
     def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> _T: ...
 
 class _Pair(Statistic):
     def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> tuple[_T, _T]: ...
+
+class _Triple(Statistic):
+    def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> tuple[_T, _T, _T]: ...
 
 class _WithNorms(Statistic):
     def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> tuple[_T, torch.Tensor]: ...
@@ -864,11 +863,9 @@ def sum_grad_squared(
     has_aux: bool = ...,
 ) -> Statistic: ...
 @overload
-def together(first: Callable[_P, _A], second: Callable[..., _B], /) -> Callable[_P, tuple[_A, _B]]: ...
+def together(first: _LikeParams, second: _LikeParams, /) -> _Pair: ...
 @overload
-def together(
-    first: Callable[_P, _A], second: Callable[..., _B], third: Callable[..., _C], /
-) -> Callable[_P, tuple[_A, _B, _C]]: ...
+def together(first: _LikeParams, second: _LikeParams, third: _LikeParams, /) -> _Triple: ...
 @overload
 def together(*statistics: Statistic) -> Statistic: ...
 @overload

@@ -39,17 +39,16 @@ KEEP = ["streamed", "distributed", "compiled", "certified"]
 CLASSES = """
 _T = TypeVar("_T")
 _K = TypeVar("_K")
-_A = TypeVar("_A")
-_B = TypeVar("_B")
-_C = TypeVar("_C")
 _S = TypeVar("_S", bound=Callable[..., Any])
-_P = ParamSpec("_P")
 
 class _LikeParams(Statistic):
     def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> _T: ...
 
 class _Pair(Statistic):
     def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> tuple[_T, _T]: ...
+
+class _Triple(Statistic):
+    def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> tuple[_T, _T, _T]: ...
 
 class _WithNorms(Statistic):
     def __call__(self, params: _T, /, *batch: Any, **constants: Any) -> tuple[_T, torch.Tensor]: ...
@@ -103,11 +102,9 @@ def chunked(
 """,
     "together": """
 @overload
-def together(first: Callable[_P, _A], second: Callable[..., _B], /) -> Callable[_P, tuple[_A, _B]]: ...
+def together(first: _LikeParams, second: _LikeParams, /) -> _Pair: ...
 @overload
-def together(
-    first: Callable[_P, _A], second: Callable[..., _B], third: Callable[..., _C], /
-) -> Callable[_P, tuple[_A, _B, _C]]: ...
+def together(first: _LikeParams, second: _LikeParams, third: _LikeParams, /) -> _Triple: ...
 @overload
 def together(*statistics: Statistic) -> Statistic: ...
 """,
@@ -129,7 +126,7 @@ class _Typed(ast.NodeTransformer):
 
 def made() -> str:
     """The file."""
-    texts, imports = list[str](), {"from typing import Any, ParamSpec, TypeVar, overload", "import torch"}
+    texts, imports = list[str](), {"from typing import Any, TypeVar, overload", "import torch"}
     imports |= {"from collections.abc import Callable", "from invfunc.products.product import Product"}
     imports |= {"from invfunc.statistic import Statistic", "from invfunc.products.estimate import Estimator"}
     for name in invfunc.__all__:
