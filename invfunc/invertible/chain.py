@@ -12,7 +12,9 @@ import torch
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.invertible.checkpoint import Checkpointed, invertible_checkpoint
+from invfunc.invertible.span import onward
 from invfunc.pairs.pair import Composition, Invertible, invert
+from invfunc.pairs.training import Optimiser
 
 Step = tuple[Checkpointed, Any]
 """A block and its parameters."""
@@ -149,11 +151,15 @@ class _Sequence(Composition):
         return any(block.pair.hidden for block in self.blocks)
 
     def forward(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        seen = []
-        for g, p in self.steps(params):
+        seen, steps, at = [], self.steps(params), 0
+        while at < len(steps):
+            g, p = steps[at]
             x = g(x) if p is None else g(x, p, *args, **kwargs)
             x, own = x if g.pair.hidden else (x, None)
             seen.append(own)
+            x, more = onward(x, g, steps[at + 1 :], args, kwargs) if isinstance(g.pair, Optimiser) else (x, 0)
+            seen += [None] * more
+            at += 1 + more
         return (x, seen) if self.hidden else x
 
     def inverse(self, y: Any, *given: Any, **kwargs: Any) -> Any:

@@ -196,7 +196,7 @@ class Checkpointed(Value):
     check: bool | float | str = "warn"
     min_bytes: int = 0
     has_aux: bool = False
-    _known: Known = field(default_factory=Known, compare=False)
+    known: Known = field(default_factory=Known, compare=False)
 
     def __post_init__(self) -> None:
         if self.has_aux and not self.pair.hidden:
@@ -243,13 +243,13 @@ class Checkpointed(Value):
         xs, x_form = tree.separate(x)
         rest, rest_form = separate((args, kwargs))
         kinds = {kind for kind, _ in levels()}
-        in_node = bool(kinds or self._known.needs_a_node)
+        in_node = bool(kinds or self.known.needs_a_node)
         if self._saves_nothing(kinds, in_node, xs, rest):
             with Interpreted() if kinds else nullcontext():
                 return self._forward(x, args, kwargs)
         kept = self._kept(len(xs))
         tolerance = _tolerance(self.check, xs)
-        report = Report(self, way(self.check), tolerance, self._known)
+        report = Report(self, way(self.check), tolerance, self.known)
         given = Containers((x, *args, *kwargs.values()))
         made = partial(Call, self.pair, x_form, rest_form, kept, self.preserve_rng_state, tolerance, report, given)
         found = (closing_over if in_node else hooking)(made(), made, xs, rest)
@@ -271,7 +271,7 @@ class Checkpointed(Value):
         """Whether f is evaluated as it is, as it would save no memory otherwise, or cannot."""
         if not xs or any_sparse([*xs, *rest] if in_node else xs) or sum(t.nbytes for t in xs) < self.min_bytes:
             return True
-        if (in_node and self._known.as_it_is) or self._followed_closely(kinds):
+        if (in_node and self.known.as_it_is) or self._followed_closely(kinds):
             return True
         return not _keeps_a_graph(kinds, (*xs, *rest))
 
@@ -280,7 +280,7 @@ class Checkpointed(Value):
         evaluation in the backward pass would not; where hooks save (torch.utils.checkpoint), both evaluate a block."""
         if under(TwiceDifferentiable) and saving_hooks() is None:
             return True
-        return bool(kinds or self._known.needs_a_node) and under(Trace)
+        return bool(kinds or self.known.needs_a_node) and under(Trace)
 
 
 def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:

@@ -99,8 +99,8 @@ class _Forth(_Exact):
     def forward(
         x: torch.Tensor, digits: torch.Tensor, gained: torch.Tensor, by: Fraction, bits: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        product, digits = _times(_whole(x, bits), digits, by)
-        return (product + _whole(gained, bits)).to(x.dtype) * 2.0**-bits, digits
+        product, digits = _times(_units(x, bits), digits, by)
+        return (product + _units(gained, bits)).mul_(2.0**-bits).to(x.dtype), digits
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:
@@ -119,7 +119,7 @@ class _Back(_Exact):
     def forward(
         x: torch.Tensor, digits: torch.Tensor, gained: torch.Tensor, by: Fraction, bits: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        product, digits = _times(_whole(x, bits) - _whole(gained, bits), digits, 1 / by)
+        product, digits = _times(_units(x, bits) - _units(gained, bits), digits, 1 / by)
         return product.to(x.dtype) * 2.0**-bits, digits
 
     @staticmethod
@@ -132,22 +132,18 @@ class _Back(_Exact):
         return (x - gained) / float(ctx.by), None
 
 
-def _whole(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """The nearest number of the grid in its units."""
-    return (x * 2.0**bits).round().to(torch.int64)
+def _units(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """The nearest number of the grid in its units, of which float64 holds each up to 2 ** 53."""
+    return (x.to(torch.float64) * 2.0**bits).round_()
 
 
 def _times(x: torch.Tensor, digits: torch.Tensor, by: Fraction) -> tuple[torch.Tensor, torch.Tensor]:
     """n / d * x to less than a unit: `n * x + u` is divided by d, where u is taken from the digits (as their remainder
     by n), and what remains is put there. By d / n it is undone."""
     n, d = by.as_integer_ratio()
-    whole, part = _divided(x, d)  # as n * x itself may have more than 63 bits
-    digits, taken = _divided(digits, n)
-    more, left = _divided(part * n + taken, d)
-    return whole * n + more, digits * d + left
-
-
-def _divided(x: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quotient, rounded down, and remainder."""
-    quotient = x.div(by, rounding_mode="floor")
-    return quotient, x - quotient * by
+    whole = (x / d).trunc_()  # as n * x itself may have more than 53 bits
+    fewer = digits.div(n, rounding_mode="trunc")
+    part = torch.sub(x, whole, alpha=d).mul_(n) + torch.sub(digits, fewer, alpha=n)
+    more = ((part + 0.5) / d).floor_()  # half a unit from where a rounded quotient would be another whole number
+    left = part.sub_(more, alpha=d)
+    return whole.to(torch.int64).mul_(n) + more.to(torch.int64), fewer.mul_(d) + left.to(torch.int64)

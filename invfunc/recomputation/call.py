@@ -76,7 +76,7 @@ class Call:
         """The evaluations of shared functions."""
         self._y: tree.Form
         self._like: list[Like] = []
-        self._others: dict[int, list[Other]] = {}
+        self.others: dict[int, list[Other]] = {}
         self._uses: list[Use] = []
 
     def _moment(self, tensors: Tensors) -> Replay:
@@ -109,7 +109,7 @@ class Call:
         self.watch = self._closure = None
         self.report.known.calls += 1
         self.report.known.attributes.ended(self._start.held)
-        self._others, self._uses = watch.outside(len(xs), self._hooks if self.tolerance is None else None)
+        self.others, self._uses = watch.outside(len(xs), self._hooks if self.tolerance is None else None)
         replays = [self._start, *(r for m in self.moments for r in (m.before, m.after))]
         for generator, state in watch.drawn if self._random else ():
             for replay in replays:
@@ -180,7 +180,7 @@ class Call:
 
     def _recall(self, given: Tensors, rest: Tensors, exchanged: Exchanged, origins: Origins | None) -> Recall:
         given = (*given, *rest, *(t for found in self.beside if (t := found()) is not None))
-        return Recall(given, self._others, self.followed, self._uses, exchanged, origins, self.left)
+        return Recall(given, self.others, self.followed, self._uses, exchanged, origins, self.left)
 
     def _again(
         self, xs: Tensors, rest: Tensors, evaluate: Evaluate | None, known: bool, origins: Origins | None
@@ -304,7 +304,7 @@ class Call:
     @property
     def reads_outside(self) -> bool:
         """Whether forward reads tensors from outside beside its shared functions, which the inverse may read too."""
-        return bool(self._others.get(OUTSIDE))
+        return bool(self.others.get(OUTSIDE))
 
     def names(self) -> list[str]:
         """The tensors of x as one would write them."""

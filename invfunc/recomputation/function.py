@@ -102,6 +102,11 @@ class LevelBlock(Block):
         self._run = run
         self._rest = [Held(t) for t in rest]
 
+    @property
+    def call(self) -> Call:
+        """The call that it is."""
+        return self._run.call
+
     def invert(self) -> None:
         sources = fetch(self.sources)
         with torch.enable_grad(), self._run.call.named():

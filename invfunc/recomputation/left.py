@@ -62,6 +62,11 @@ class Left:
         self._own.update(tensors)
         self._by_all.add(tensors)
 
+    @property
+    def something(self) -> bool:
+        """Whether the first evaluation has left anything behind."""
+        return bool(self._kinds)
+
     @contextmanager
     def again(self, sight: Sight) -> Iterator[None]:
         """A context in which the function, or its inverse, is evaluated again and seen."""

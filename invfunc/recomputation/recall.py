@@ -28,7 +28,7 @@ class Other:
 
     def __init__(self, used: Outside, state: State | None, hooks: Hooks | None) -> None:
         tensor = used.tensor
-        self._tensor = weakref.ref(tensor)
+        self.tensor = weakref.ref(tensor)
         self.number = id(used)
         """A number that all states of a tensor share."""
         self.lift, self.written, self.wrapped = used.lift, used.written, used.wrapped
@@ -38,14 +38,14 @@ class Other:
         self._needs = tensor.requires_grad if state is None else state.needs
         self._held = None if held is None else Held(held, hooks=hooks)
         self._like = tensor.shape, tensor.dtype, tensor.device
-        self._version = version(tensor)
+        self.version = version(tensor)
         with unwatched():
             care = hooks is not None and held is tensor and level_of(tensor) is None
             self._memory = Memory(tensor) if care else None
 
     def is_(self, tensor: torch.Tensor) -> bool:
         """Whether it is this very tensor."""
-        return self._tensor() is tensor
+        return self.tensor() is tensor
 
     def like(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor may have taken its place."""
@@ -67,7 +67,7 @@ class Other:
 
     def _has_not_changed(self, tensor: torch.Tensor) -> bool:
         """Whether what hooks hold, which may not give it back yet, is there as it was."""
-        if self._memory is None or not self.is_(tensor) or version(tensor) != self._version:
+        if self._memory is None or not self.is_(tensor) or version(tensor) != self.version:
             return False
         with unwatched():
             return self._memory.holds(tensor)

@@ -154,7 +154,7 @@ class Block(ABC):
             self._probe = Probe(xs, without=self.kept, sums=True)
         produced = [slot_of(x) for x in xs]
         if None in produced and any(produced):
-            beside = [slot for x in xs if (block := _block_of(x)) is not None for slot in block._ys]
+            beside = [slot for x in xs if (block := block_of(x)) is not None for slot in block._ys]
             produced = [
                 p or next((s for s in beside if s.is_slot_of(x)), None) for p, x in zip(produced, xs, strict=True)
             ]
@@ -295,7 +295,7 @@ def slot_of(tensor: torch.Tensor) -> Slot | None:
     return slot if slot is not None and slot.is_of(tensor) else None
 
 
-def _block_of(tensor: torch.Tensor) -> Block | None:
+def block_of(tensor: torch.Tensor) -> Block | None:
     """The block that gave a tensor out. Those of its tensors that have no node are found among its slots."""
     return _given_out(tensor)[1]
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 
+from .anchors import ANCHORS, anchors
 from .budgets import CASES, MEMORY_BUDGET, budgets, budgets_here
 from .chain_ways import INSTALL_PEERS, missing
 from .first_order import FIRST_ORDER
@@ -29,7 +30,7 @@ from .thresholds import THRESHOLDS, measured
 _EXPECTED = "Full backward hook is firing", "There is a performance drop"  # BackPACK's first layer; vmap of attention
 _FAILS = "Extension saving to"  # BackPACK leaves out a module that it does not know
 _OTHERS = REVERSIBLE | {STRUCTURE: structure, THRESHOLDS: measured, PROCESSES: processes, MEMORY_BUDGET: budgets}
-_OTHERS |= {PLANS: plans}
+_OTHERS |= {PLANS: plans, ANCHORS: anchors}
 _OF_ONE_CASE = {MEMORY_TABLE: activation_memory, STRUCTURE: memory, MEMORY_BUDGET: budgets_here}
 
 
