@@ -142,6 +142,10 @@ KEPT_READ = 2**22
 FACTORED = 2**28
 """Numbers that are factored at a narrow layer at most, else it is left out: a limit of memory."""
 
+MOVED = 2**24
+"""Numbers that are kept at once of what is moved forwards from a narrow layer: those to some of its blocks, for which
+all are computed. A limit of memory."""
+
 NUMBERED = 2**20
 """Entries from which on groups of columns are not followed through moves: they are numbered, and float32 must tell the
 numbers apart. A limit of rounding."""

@@ -67,6 +67,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "TOGETHER": (1, FAR),
     "KEPT_READ": (0, FAR),
     "FACTORED": (FAR, 0),
+    "MOVED": (0, FAR),
     "NUMBERED": (FAR, 0),
     "CHECKED": (0, FAR),
     "COMPARED": (0, FAR),

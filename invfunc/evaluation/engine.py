@@ -303,7 +303,8 @@ class Engine:
                 places = first + torch.arange(n, device=self.problem.leaves[0].device).roll(1)
                 return alone if same_outputs(run, rerun(places, n, None), shift=1) else None
             return alone
-        except Exception:  # f may not run on one sample (a constant of size N, random numbers): it has no pattern
+        except Exception as error:  # f may not run on one sample (a constant of size N, random numbers)
+            pattern.failed(error)
             return None
 
     @property

@@ -178,7 +178,7 @@ class Fold:
             return Decision("the loss mixes the outputs before its criterion")
         planner = Planner(pullback.run, columns, look, all(t.reduction.shortcuts == "all" for t in group))
         way = planner.way()
-        return Decision(planner.why if way is None else "by the structure of the function", way, columns)
+        return Decision(planner.why, way, columns)
 
     def _why_dense(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> str:
         """Why every column has to be pulled back, if it has."""

@@ -166,7 +166,7 @@ def _convolved(step: Step, rows: torch.Tensor, kernel: Sequence[int], out: torch
         rows = windows(padded(rows, pairs), kernel, ones, [0] * d, dilation)
     else:
         rows = windows(rows, kernel, stride, padding, dilation)
-    rows = rows.view(height, n, groups, 1, *rows.shape[2:])
+    rows = rows.reshape(height, n, groups, 1, *rows.shape[2:])
     return rows.expand(-1, -1, -1, out.shape[1] // groups, *[-1] * d).reshape(height, *out.shape)
 
 

@@ -56,13 +56,14 @@ def _avg_pool(step: Step, out: torch.Tensor) -> Rows:
 def _pooled(step: Step, out: torch.Tensor, dilation: Sequence[int]) -> Rows:
     d = int(str(step.func).split("pool")[1][0])
     kernel, padding, dilation = (tuple(each(v, d)) for v in (step["kernel_size"], step["padding"], dilation))
-    rows, stride = flattened(step.filled(step["self"]), d), tuple(each(step["stride"] or kernel, d))
-    return POOLS[d](rows, kernel, stride, padding, dilation, step["ceil_mode"]).view(-1, *out.shape)
+    rows, stride, ceil = step.filled(step["self"]), tuple(each(step["stride"] or kernel, d)), step["ceil_mode"]
+    return flattened(rows, d, lambda maps: POOLS[d](maps, kernel, stride, padding, dilation, ceil))
 
 
 def _adaptive(step: Step, out: torch.Tensor) -> Rows:
     d = int(str(step.func).split("pool")[1][0])
-    return _ADAPTIVE[d](flattened(step.filled(step["self"]), d), tuple(step["output_size"])).view(-1, *out.shape)
+    rows, size = step.filled(step["self"]), tuple(step["output_size"])
+    return flattened(rows, d, lambda maps: _ADAPTIVE[d](maps, size))
 
 
 def _im2col(step: Step, out: torch.Tensor) -> Rows:

@@ -145,8 +145,8 @@ def _constant_pad(step: Step, out: torch.Tensor) -> Rows:
 
 
 def _reflected(step: Step, out: torch.Tensor) -> Rows:
-    rows = flattened(step.filled(step["self"]), len(step["padding"]) // 2)
-    return step.func(rows, step["padding"]).reshape(-1, *out.shape)
+    rows, padding = step.filled(step["self"]), step["padding"]
+    return flattened(rows, len(padding) // 2, lambda maps: step.func(maps, padding))
 
 
 def _repeated(step: Step, out: torch.Tensor) -> Rows:

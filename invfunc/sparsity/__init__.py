@@ -1,7 +1,7 @@
 """Exact columns of a GGN at the cost of the structure of a function: each file builds on those before it.
 
-`groups`: columns that the loss keeps apart. `cells`: how cotangents lie at a parameter, and are reduced cell by cell.
-`bottleneck`: tensors that all paths cross. `pattern`: a run of one sample with its receptive fields followed.
+`bottleneck`: tensors that all paths cross. `groups`: columns that the loss keeps apart. `cells`: how cotangents lie at
+a parameter, and are reduced cell by cell. `pattern`: a run of one sample with its receptive fields followed.
 `colouring`: which groups can share a pass. `narrowed`: the columns that are left at a bottleneck. `planner`: what each
 way costs. `execute`: a way as pullbacks. `report`: what is told of it.
 """

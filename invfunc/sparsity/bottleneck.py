@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from invfunc.passes.run import Run
 from invfunc.plan import even
 from invfunc.recording.graph import node_of, pulled_back
 from invfunc.recording.tags import ParameterUse
+
+Entries = dict[int, "torch.Tensor | slice"]
+"""Some entries of each output of a sample, which is flat."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class Bottleneck:
         assert isinstance(axis, Axis)
         return x, axis
 
-    def forward(self, run: Run, directions: torch.Tensor, budget: int) -> OutputCotangents:
-        """Jacobian vector products of `[d, 1, *one]` for each sample, up to the outputs of a run: `[d, n, *one]`.
+    def forward(self, run: Run, directions: torch.Tensor, budget: int, at: Entries) -> OutputCotangents:
+        """Jacobian vector products of `[d, 1, *one]` for each sample, up to entries of a run's outputs:
+        `[d, n, entries]`.
 
         They are the derivative of a pullback in its cotangent, so that no other run is needed.
         """
@@ -46,35 +51,58 @@ class Bottleneck:
         weights = {i: torch.zeros_like(z).requires_grad_() for i, (z, _) in run.outputs.items() if z.requires_grad}
         zs = [run.outputs[i][0] for i in weights]
         (slope,) = torch.autograd.grad(zs, [x], list(weights.values()), create_graph=True)
-        found: list[list[torch.Tensor]] = [[] for _ in weights]
+        found: OutputCotangents = {}
         for a, b in even(len(directions), max(1, budget // (n * output_size(run)))):
             options = {"is_grads_batched": True, "retain_graph": True}
             moved = pulled_back([slope], list(weights.values()), [given[a:b]], **options)
-            for k, (w, u) in enumerate(zip(weights.values(), moved, strict=True)):
+            for (i, w), u in zip(weights.items(), moved, strict=True):
                 u = w.new_zeros(b - a, *w.shape) if u is None else u.detach()
-                found[k].append(u.to(torch.promote_types(u.dtype, torch.float32)))
-        return {i: run.outputs[i][1].expose(torch.cat(u), n, 1) for i, u in zip(weights, found, strict=True)}
+                u = run.outputs[i][1].expose(u, n, 1).flatten(2)[:, :, at.get(i, slice(0, 0))]
+                if i not in found:
+                    wide = torch.promote_types(u.dtype, torch.float32)
+                    found[i] = u.new_empty(len(directions), *u.shape[1:], dtype=wide)
+                found[i][a:b] = u
+        return found
 
-    def transposed(self, run: Run, moved: OutputCotangents, places: torch.Tensor) -> bool:
-        """Whether what was moved forwards is right for every sample, checked against one pullback of random numbers.
 
-        torch differentiates some backward passes wrongly, and f may treat the places of a batch differently.
-        """
-        (x, axis), n = self.of(run), run.trace.n
+class Transposed:
+    """Whether what is moved forwards is right for every sample, checked against one pullback of random numbers.
+
+    torch differentiates some backward passes wrongly, and f may treat the places of a batch differently.
+    """
+
+    def __init__(self, bottleneck: Bottleneck, run: Run, places: torch.Tensor, at: Sequence[Entries]) -> None:
+        """`at` are the entries to which is going to be moved, step by step; to the others no numbers are given."""
+        (x, axis), n = bottleneck.of(run), run.trace.n
         generator = torch.Generator()  # of its own, with torch's own seed
-        zs = {i: z for i, (z, _) in run.outputs.items() if i in moved}
-        numbers = {i: torch.randn(z.shape, generator=generator).to(z) for i, z in zs.items()}
-        (back,) = torch.autograd.grad([zs[i] for i in moved], [x], list(numbers.values()), retain_graph=True)
-        wide = next(iter(moved.values())).dtype
+        self.eps = torch.finfo(x.dtype).eps
+        zs, self.numbers = [], OutputCotangents()
+        for i, (z, own) in run.outputs.items():
+            if z.requires_grad:
+                flat = own.expose(torch.randn(z.shape, generator=generator).to(z), n).flatten(1)
+                met = torch.zeros_like(flat[:1])
+                for some in at:
+                    met[:, some.get(i, slice(0, 0))] = 1
+                zs.append((i, z, own))
+                self.numbers[i] = flat * met
+        given = [own.restore(self.numbers[i].reshape(own.expose(z, n).shape), n) for i, z, own in zs]
+        (back,) = torch.autograd.grad([z for _, z, _ in zs], [x], given, retain_graph=True)
+        wide = torch.promote_types(back.dtype, torch.float32)
         theirs = torch.nn.functional.pad(axis.expose(back, n).flatten(1).to(wide), (0, 1))
-        theirs = theirs[:, places].sum(1)  # [n, m]
-        ours, bound = torch.zeros_like(theirs), torch.zeros_like(theirs)
+        self.theirs = theirs[:, places].sum(1)  # [n, m]
+        self.ours, self.bound = torch.zeros_like(self.theirs), torch.zeros_like(self.theirs)
+
+    def add(self, moved: OutputCotangents, at: Entries) -> None:
+        """Take in what was moved to some entries."""
         for i, u in moved.items():
-            w = run.outputs[i][1].expose(numbers[i], n).flatten(1).to(wide)
-            flat = u.flatten(2)
-            product = w @ flat[:, 0].T if flat.shape[1] == 1 else torch.einsum("dnk,nk->nd", flat, w)
-            ours, bound = ours + product, bound + w.norm(dim=1)[:, None] * flat.norm(dim=2).T
-        return bool(((ours - theirs).abs() <= 1000 * torch.finfo(back.dtype).eps * bound).all())
+            w = self.numbers[i][:, at.get(i, slice(0, 0))].to(u.dtype)
+            product = w @ u[:, 0].T if u.shape[1] == 1 else torch.einsum("dnk,nk->nd", u, w)
+            self.ours = self.ours + product
+            self.bound = self.bound + w.norm(dim=1)[:, None] * u.norm(dim=2).T
+
+    @property
+    def right(self) -> bool:
+        return bool(((self.ours - self.theirs).abs() <= 1000 * self.eps * self.bound).all())
 
 
 def output_size(run: Run) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -20,12 +21,14 @@ class Layout:
     """How the entries of a cotangent lie in what is sent back: `[outs, positions]`."""
 
     recipe: Recipe
-    numbers: torch.Tensor
-    """The entry of the cotangent at each place of what is sent back."""
+    one: torch.Size
+    device: torch.device | str
+    shape: torch.Size
+    """That of what is sent back."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        return dict(zip(self.recipe.labels or "", self.numbers.shape, strict=True))
+        return dict(zip(self.recipe.labels or "", self.shape, strict=True))
 
     @property
     def inner(self) -> str:
@@ -39,9 +42,15 @@ class Layout:
 
     @property
     def entries(self) -> torch.Tensor:
-        """The entries of the cotangent as `[outs, positions]`."""
-        order = sorted(range(self.numbers.ndim), key=lambda d: list(self.sizes)[d] in self.inner)
-        return self.numbers.permute(order).reshape(self.outs, self.numbers.numel() // max(1, self.outs))
+        """The entries of the cotangent as `[outs, positions]`: not kept, as they take more memory than its numbers."""
+        numbers = _sent(self.recipe, self.one, self.device)
+        order = sorted(range(numbers.ndim), key=lambda d: list(self.sizes)[d] in self.inner)
+        return numbers.permute(order).reshape(self.outs, numbers.numel() // max(1, self.outs))
+
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """The first entry at each position."""
+        return self.entries[0].clone()
 
     def at(self, positions: torch.Tensor, labels: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
         """What is at some positions, which are taken out of their dimensions: `[*outs, positions]`."""
@@ -60,9 +69,13 @@ def layout(recipe: Recipe, one: torch.Size, device: torch.device | str) -> Layou
     """The layout of a recipe for the cotangent of one sample; None if positions pick rows, or a part is sent back."""
     if recipe.labels is None or recipe.picks is not None:
         return None
-    count = math.prod(one)
-    found = recipe.sent(torch.arange(count, device=device).reshape(1, 1, *one), slice(0, 1))[0, 0]
-    return Layout(recipe, found) if found.numel() == count else None
+    found = _sent(recipe, one, device)
+    return Layout(recipe, one, device, found.shape) if found.numel() == math.prod(one) else None
+
+
+def _sent(recipe: Recipe, one: torch.Size, device: torch.device | str) -> torch.Tensor:
+    """The entry of the cotangent at each place of what is sent back."""
+    return recipe.sent(torch.arange(math.prod(one), device=device).reshape(1, 1, *one), slice(0, 1))[0, 0]
 
 
 def layout_at(run: Run, use: ParameterUse, device: torch.device | str) -> Layout | None:

@@ -76,7 +76,7 @@ class Closed(Pullback):
         (use,) = uses
         known = positions_apart(self.run, self.pattern, uses)
         assert known is not None
-        index = torch.arange(known.entries.shape[1], device=use.param.device).reshape(1, -1, 1)
+        index = torch.arange(len(known.first), device=use.param.device).reshape(1, -1, 1)
         recipe = celled(known, index) if known.inner else known.recipe
         return [([replace(use, recipe=recipe)], PulledBack(pulled.left))]
 
@@ -159,9 +159,9 @@ class Shared(Pullback):
         """The positions in each cell; all that is sent back at one position has the same box in the pattern."""
         known = self._index.setdefault((each.source, site, each.classes), [])
         for positions, index in known:
-            if torch.equal(positions, layout.entries[0]):
+            if torch.equal(positions, layout.first):
                 return index
-        known.append((layout.entries[0], positions_of(self._cells(each, site, layout.entries[0]))))
+        known.append((layout.first, positions_of(self._cells(each, site, layout.first))))
         return known[-1][1]
 
     def _cells(self, each: Pass, site: int, entries: Any = WHOLE) -> torch.Tensor:

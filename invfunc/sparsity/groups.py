@@ -24,9 +24,12 @@ from invfunc.loss.square_root import (
     rooted,
     safe_root,
 )
+from invfunc.sparsity.bottleneck import Entries
 
 Groups = dict[int, torch.Tensor]
 """The group of each entry of a sample, `[*one]` for each root; -1 for an entry that no column reaches."""
+Some = torch.Tensor | slice
+"""The numbers of some groups, or of all."""
 
 
 class Grouped(Protocol):
@@ -58,8 +61,12 @@ class Grouped(Protocol):
         """The root of the diagonal of the Hessian, `[n, *one]`, where it is known without the columns."""
         return None
 
-    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
-        """`S^T u` of directions `[d, n, *one]`, for some samples: `[n, groups, rows, d]`.
+    def entries(self, some: Some) -> Entries:
+        """The entries at each root that belong to some groups."""
+        ...
+
+    def products(self, moved: OutputCotangents, part: slice, some: Some) -> torch.Tensor:
+        """`S^T u` of directions `[d, n, entries]`, those of some groups, for some samples: `[n, groups, rows, d]`.
 
         The rows of a group are those of any square root of its part of the Hessian.
         """
@@ -87,9 +94,12 @@ class OfEntries(Grouped):
     def diagonal(self, part: slice) -> OutputCotangents:
         return {self.inner.root: safe_root(self.inner.diagonal[part])}
 
-    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
-        root, u = safe_root(self.inner.diagonal[part]), moved[self.inner.root]
-        return (u * root).flatten(2).permute(1, 2, 0).unsqueeze(2)
+    def entries(self, some: Some) -> Entries:
+        return {self.inner.root: some}
+
+    def products(self, moved: OutputCotangents, part: slice, some: Some) -> torch.Tensor:
+        root = safe_root(self.inner.diagonal[part].flatten(1)[:, some])
+        return (moved[self.inner.root] * root).permute(1, 2, 0).unsqueeze(2)
 
     @property
     def alike(self) -> bool:
@@ -140,20 +150,21 @@ class OfPositions(Grouped):
         found = q * safe_root(others) * self.scale[part]
         return {self.inner.root: self.inner.layout(found[None])[0]}
 
-    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
-        u = moved[self.inner.root]
-        flat = u.flatten(2)[:, :, self._order].unflatten(2, self.roots.shape[1:])  # [d, n, C, positions]
-        q = self.roots[part].mT.unsqueeze(3)
-        centred = flat.permute(1, 3, 2, 0)
-        centred = centred - (q.square() * centred).sum(2, keepdim=True)
-        return centred * q * self.scale[part].mT.unsqueeze(3)
+    def entries(self, some: Some) -> Entries:
+        return {self.inner.root: self._order[some].flatten()}
+
+    def products(self, moved: OutputCotangents, part: slice, some: Some) -> torch.Tensor:
+        q, scale = (x[part][:, :, some].mT.unsqueeze(3) for x in (self.roots, self.scale))
+        u = moved[self.inner.root].unflatten(2, q.shape[1:3]).permute(1, 2, 3, 0)
+        centred = u - (q.square().mT.to(u.dtype) @ u)
+        return centred.mul_((q * scale).to(u.dtype))  # in its own memory, as there may be many classes
 
     @cached_property
     def _order(self) -> torch.Tensor:
-        """Where the entries `[C, positions]` are in the root."""
+        """Where the entries `[positions, C]` are in the root."""
         one = self.roots.shape[1:]
         at = torch.arange(one.numel(), device=self.roots.device).reshape(1, 1, *one)
-        return self.inner.layout(at).flatten().argsort()
+        return self.inner.layout(at).flatten().argsort().reshape(one).T.contiguous()
 
 
 @dataclass
@@ -175,8 +186,11 @@ class Together(Grouped):
     def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
         return self.inner.block(start, stop, part).left
 
-    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
-        flat = torch.cat([moved[i].flatten(2) for i in self.inner.shapes], 2)
+    def entries(self, some: Some) -> Entries:
+        return dict.fromkeys(self.inner.shapes, slice(None))
+
+    def products(self, moved: OutputCotangents, part: slice, some: Some) -> torch.Tensor:
+        flat = torch.cat([moved[i] for i in self.inner.shapes], 2)
         return torch.einsum(
             "nmr,dnm->nrd", self.inner.hessian[part], flat.expand(-1, len(self.inner.hessian[part]), -1)
         ).unsqueeze(1)
@@ -220,12 +234,23 @@ class Moved(Grouped):
             return None
         return {self.root: self.pull(inner[self.root][None], part)[self.root][0]}
 
-    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
-        (own,) = self.inner.groups.values()
-        u = (moved[self.root] * self.scale[part]).flatten(2)
-        some = self.to.flatten() >= 0
-        carried = u.new_zeros(*u.shape[:2], own.numel()).index_add(2, self.to.flatten()[some], u[:, :, some])
-        return self.inner.products({self.root: carried.unflatten(2, own.shape)}, part)
+    def entries(self, some: Some) -> Entries:
+        return {self.root: (self._places(some)[0] >= 0).nonzero().flatten()}
+
+    def products(self, moved: OutputCotangents, part: slice, some: Some) -> torch.Tensor:
+        places, count = self._places(some)
+        taken = places >= 0
+        u = moved[self.root] * self.scale[part].flatten(1)[:, taken]
+        carried = u.new_zeros(*u.shape[:2], count).index_add(2, places[taken], u)
+        return self.inner.products({self.root: carried}, part, some)
+
+    def _places(self, some: Some) -> tuple[torch.Tensor, int]:
+        """The place of each entry of the root among the inner ones of some groups, -1 for none; how many these are."""
+        (own,), (inner,) = self.inner.groups.values(), self.inner.entries(some).values()
+        numbers = torch.arange(own.numel(), device=own.device)
+        place = torch.full_like(numbers, -1)
+        place[inner] = numbers[: (count := len(place[inner]))]
+        return torch.where(self.to < 0, -1, place[self.to]).flatten(), count
 
 
 def grouped(columns: Columns) -> Grouped | None:

@@ -8,12 +8,14 @@ from functools import cached_property
 
 import torch
 
+from invfunc import thresholds
+from invfunc.contract import joined
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Block, OutputCotangents
 from invfunc.passes.run import Run
 from invfunc.plan import even
-from invfunc.sparsity.bottleneck import Bottleneck, output_size
-from invfunc.sparsity.groups import Grouped, Groups
+from invfunc.sparsity.bottleneck import Bottleneck, Entries, Transposed, output_size
+from invfunc.sparsity.groups import Grouped, Groups, Some
 
 
 @dataclass
@@ -24,7 +26,7 @@ class Blocks:
     places: torch.Tensor
     """The entries of each block, `[Q, m]`; one behind the last fills a block up."""
     members: torch.Tensor
-    """The groups that reach it, `[Q, G]`; one behind the last fills up."""
+    """The groups that reach it, `[Q, G]`; -1 fills up."""
     rows: int
     """How many rows the factor of a block has at most."""
     shared: bool
@@ -104,29 +106,60 @@ class Narrowed(Grouped):
         x, n, alone = bottleneck.of(run)[0], run.trace.n, self.alone if blocks.shared else run
         seeds = torch.zeros(blocks.width, one.numel() + 1, dtype=x.dtype, device=x.device)
         seeds = seeds.scatter(1, blocks.places.T, 1)[:, :-1].reshape(blocks.width, 1, *one)
-        try:
-            moved = bottleneck.forward(alone, seeds, self.budget)
-        except (RuntimeError, ArgumentError):  # no second derivative, as of fused attention, or no batching rule
-            return None
-        if not bottleneck.transposed(run, moved, blocks.places):
-            return None
         same = alone.trace.n < n or n == 1
         count = 1 if same and all(s.alike for s in self.sources) else n
-        triangles = []
-        for a, b in even(count, max(1, self.budget // (blocks.width * output_size(run)))):
-            taken = moved if same else {i: u[:, a:b] for i, u in moved.items()}
-            rows = self._rows([s.products(taken, slice(self._start + a, self._start + b)) for s in self.sources])
-            triangles.append(torch.linalg.qr(rows, mode="r").R)  # not a Gram matrix, which squares what is small
-        return torch.cat(triangles)
+        each = blocks.width * alone.trace.n * -(-output_size(alone) // len(blocks.places))
+        ranges = [range(a, b) for a, b in even(len(blocks.places), max(1, thresholds.MOVED // each))]
+        at = [self._reached(some) for some in ranges]
+        check, found = Transposed(bottleneck, run, blocks.places, at), list[torch.Tensor]()
+        try:
+            for some, entries in zip(ranges, at, strict=True):
+                moved = bottleneck.forward(alone, seeds, self.budget, entries)
+                check.add(moved, entries)
+                found.append(self._factored(moved, some, count, same))
+                del moved  # before those to the next blocks are made
+        except (RuntimeError, ArgumentError):  # no second derivative, as of fused attention, or no batching rule
+            return None
+        return joined(found, 1) if check.right else None
 
-    def _rows(self, made: list[torch.Tensor]) -> torch.Tensor:
-        """Products `[n, groups, rows, m]` with the columns of each source, as the rows of each block."""
+    def _factored(self, moved: OutputCotangents, blocks: range, count: int, same: bool) -> torch.Tensor:
+        """The triangles of some blocks, `[count, blocks, rank, m]`, from what was moved to what they reach."""
+        each, at, found = max(1, self.budget // (self.blocks.rows * self.blocks.width)), self._reached(blocks), []
+        for a, b in even(count, max(1, each // len(blocks))):
+            part, own = slice(self._start + a, self._start + b), []
+            taken = moved if same else {i: u[:, a:b] for i, u in moved.items()}
+            for some in (blocks[c:d] for c, d in even(len(blocks), each)):
+                rows = []
+                for s in self.sources:
+                    groups = self._members(some)
+                    apart = len(some) < len(blocks) or len(self.sources) > 1
+                    u = _part(taken, at, s.entries(groups)) if apart else taken
+                    rows.append(s.products(u, part, groups))
+                own.append(torch.linalg.qr(self._rows(rows, some), mode="r").R)  # not a Gram matrix: it squares
+            found.append(joined(own, 1))
+        return joined(found)
+
+    def _members(self, some: range) -> Some:
+        """The groups that reach some of the blocks; all, if there is one block."""
+        members = self.blocks.members[some.start : some.stop]
+        return slice(None) if len(self.blocks.members) == 1 else members[members >= 0]
+
+    def _reached(self, some: range) -> Entries:
+        """The entries of the outputs that some of the blocks reach."""
+        if len(self.sources) > 1:  # then there is one block
+            return dict.fromkeys(self.run.outputs, slice(None))
+        return self.sources[0].entries(self._members(some))
+
+    def _rows(self, made: list[torch.Tensor], some: range) -> torch.Tensor:
+        """Products `[n, groups, rows, m]` with the columns of each source, as the rows of some of the blocks."""
         rows, members = torch.cat([x.flatten(1, 2) for x in made], 1) if len(made) > 1 else made[0], self.blocks.members
-        if len(made) > 1 or len(members) == 1:
+        if len(members) == 1:
             return rows.reshape(len(rows), 1, -1, self.blocks.width)
-        if torch.equal(members, torch.arange(rows.shape[1], device=rows.device)[:, None]):
+        if members.shape[1] == 1:
             return rows
-        return torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, 1))[:, members].flatten(2, 3)
+        place = members[some.start : some.stop].clone()
+        place[place >= 0] = torch.arange(rows.shape[1], device=rows.device)
+        return torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, 1))[:, place].flatten(2, 3)  # -1 is the row behind
 
     @property
     def _start(self) -> int:
@@ -141,11 +174,18 @@ class Narrowed(Grouped):
         columns = self._known[:, :, start:stop].movedim(2, 0)  # [V, n, Q, m]
         return {0: self._spread(columns.flatten(2), self.blocks.places.flatten())}
 
-    def products(self, moved: OutputCotangents, part: slice) -> torch.Tensor:
-        u = torch.nn.functional.pad(moved[0].flatten(2), (0, 1))[:, :, self.blocks.places]  # [d, n, Q, m]
+    def entries(self, some: Some) -> Entries:
+        places = self.blocks.places[some]
+        return {0: places[places < self.blocks.bottleneck.width]}
+
+    def products(self, moved: OutputCotangents, part: slice, some: Some) -> torch.Tensor:
+        places = self.blocks.places[some]
+        there = places < self.blocks.bottleneck.width
+        u = moved[0].new_zeros(*moved[0].shape[:2], *places.shape)  # [d, n, Q, m]
+        u[:, :, there] = moved[0]
         if self.alike:
-            return torch.einsum("qrm,dnqm->nqrd", self._known[0], u)
-        own = self._known[part.start - self._start : part.stop - self._start]
+            return torch.einsum("qrm,dnqm->nqrd", self._known[0, some], u)
+        own = self._known[part.start - self._start : part.stop - self._start, some]
         return torch.einsum("nqrm,dnqm->nqrd", own.expand(u.shape[1], -1, -1, -1), u)
 
     def block(self, start: int, stop: int, part: slice) -> Block:
@@ -162,3 +202,16 @@ class Narrowed(Grouped):
         target = columns.new_zeros(*columns.shape[:2], self.one.numel() + 1)
         target[:, :, places] = columns
         return target[:, :, :-1].expand(-1, n, -1).reshape(len(columns), n, *self.one)
+
+
+def _part(moved: OutputCotangents, at: Entries, wanted: Entries) -> OutputCotangents:
+    """What was moved to some entries, of which others are wanted."""
+    found = {}
+    for i, entries in wanted.items():
+        own, u = at[i], moved[i]
+        if isinstance(own, torch.Tensor):
+            place = own.new_zeros(int(own.max()) + 1)
+            place[own] = torch.arange(len(own), device=own.device)
+            entries = place[entries]
+        found[i] = u[:, :, entries]
+    return found

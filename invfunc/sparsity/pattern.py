@@ -6,13 +6,16 @@ It is derived from the operations of a run of one sample, never read off numbers
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
 from invfunc._functorch import undispatched
+from invfunc.errors import InvFuncWarning
 from invfunc.operations.factors import Recipe
-from invfunc.operations.receptive_fields.propagation import Following, Labels
+from invfunc.operations.receptive_fields.propagation import Following, Labels, told
+from invfunc.operations.receptive_fields.regions import core
 from invfunc.passes.run import Run
 from invfunc.recording.checks import same_values
 from invfunc.recording.seen import Seen
@@ -42,8 +45,9 @@ class Frame:
         rows = self.labels.of(out)
         if rows is None:
             rows = out.new_full((2, self.labels.axes, *out.shape), -torch.inf, dtype=torch.float32)
-        rows = torch.where(rows == -torch.inf, 0, rows)  # what depends on nothing labelled may have any label
-        rows = _over_outs(rows, known) if self.hulls and known is not None and known.inner else rows
+        one = core(rows)  # what depends on nothing labelled may have any label
+        rows = torch.where(one == -torch.inf, 0, one).expand(rows.shape)
+        rows = _over_outs(rows, known.entries) if self.hulls and known is not None and known.inner else rows
         self.labels.set(out, rows)
         self.boxes[site] = rows
 
@@ -90,13 +94,15 @@ class Pattern:
         self.labels = Following(inputs, *at.values(), *(frame.labels for frame in self.frames))
         self.layouts: dict[int, list[Layout | None]] = {}
         """The layouts of the parameter uses of each site."""
+        self.raised: str | None = None
+        """What the function raised when it ran on one sample."""
 
     # What a trace tells
 
     def samples(self, x: torch.Tensor) -> torch.Tensor:
         """A copy of an input, whose entries get their coordinates as labels."""
         x = x.clone()
-        with undispatched():
+        with undispatched(), self.labels.blamed("the labels of an input"):
             root(self.inputs, x)
         return x
 
@@ -106,18 +112,45 @@ class Pattern:
             self.labels.lose(seen.name)
         for bottleneck, labels in self.at.items():
             if bottleneck.site == site and seen.params:
-                with undispatched():
+                with undispatched(), self.labels.blamed("the labels of a narrow layer"):
                     root(labels, seen.read[bottleneck.read])
 
     def used(self, site: int, out: torch.Tensor, recipe: Recipe) -> None:
         """Called when parameters have met samples: keep the boxes of what came out."""
-        with undispatched(), torch.no_grad():
+        with undispatched(), torch.no_grad(), self.labels.blamed("the labels of a parameter use"):
             known, start = layout(recipe, out.shape, out.device), site not in self.layouts
             self.layouts.setdefault(site, []).append(known)
             for frame in self.frames:
                 frame.used(site, out, known, start)
 
+    def failed(self, error: Exception) -> None:
+        """Note what the run of one sample raised; a fault that is not the function's is a warning."""
+        self.raised = told(error)
+        if self.labels.fault is not None:
+            warnings.warn(
+                f"{self.hidden}, so every column is pulled back. The result is right, but this is a fault of invfunc, "
+                'or of a rule: please report it. `method="dense"` does not look.',
+                InvFuncWarning,
+                stacklevel=2,
+            )
+
     # What is asked afterwards
+
+    @property
+    def hidden(self) -> str:
+        """Why there is no pattern of the batch, after a run of one sample that does not stand for it."""
+        if self.labels.lost is not None:
+            return f"`{self.labels.lost}` hides the pattern"
+        if self.labels.fault is not None:
+            return f"to follow the function failed at {self.labels.fault}"
+        raised = f" ({self.raised})" if self.raised is not None else ""
+        return f"one sample does not run as it does in the batch{raised}"
+
+    @property
+    def blurred(self) -> str:
+        """Which operations count as reading everything, since their rules failed."""
+        each = self.labels.whole.items()
+        return "".join(f"; all that `{name}` gives counts as read from everything ({why})" for name, why in each)
 
     def affine(self, bottleneck: Bottleneck, alone: Run) -> bool:
         """Whether the outputs are affine in what is at a bottleneck, with the same coefficients for all samples."""
@@ -130,11 +163,27 @@ class Pattern:
         return self.everything is None or all(self.everything.labels.of(z) is not None for z in active)
 
 
-def _over_outs(rows: torch.Tensor, known: Layout) -> torch.Tensor:
-    """The labels with those of all entries at a position replaced by their hull."""
-    flat, entries = rows.flatten(2).clone(), known.entries
-    flat[:, :, entries.flatten()] = flat[:, :, entries].amax(2, keepdim=True).expand(-1, -1, *entries.shape).flatten(2)
-    return flat.reshape(rows.shape)
+def _over_outs(rows: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """The labels with those of all entries at a position, `[outs, positions]`, replaced by their hull."""
+    one = core(rows)
+    numbers = torch.arange(one[0, 0].numel(), dtype=torch.int32, device=rows.device).reshape(one.shape[2:])
+    numbers = numbers.expand(rows.shape[2:]).flatten()[entries]
+    if bool((numbers == numbers[:1]).all()):  # there is one label at each position
+        return rows
+    found = [_hull(row, entries) for row in rows.flatten(0, 1)]
+    shape = torch.broadcast_shapes(*(row.shape for row in found))
+    return torch.stack([row.expand(shape) for row in found]).unflatten(0, rows.shape[:2]).expand(rows.shape)
+
+
+def _hull(row: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """The largest of the numbers of all entries at a position, once along each dimension in which all are equal."""
+    flat = row.flatten().clone()
+    flat[entries] = flat[entries].amax(0).expand(entries.shape)
+    found = flat.reshape(row.shape)
+    for dim in range(found.ndim):
+        first = found.narrow(dim, 0, 1)
+        found = first if bool((found == first).all()) else found
+    return found.clone()
 
 
 def positions_apart(run: Run, pattern: Pattern, uses: list[ParameterUse]) -> Layout | None:

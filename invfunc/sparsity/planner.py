@@ -108,21 +108,24 @@ class Planner:
         above, found = paths(self.run)
         bottlenecks = self._candidates(found)
         self.pattern = self._pattern(above, bottlenecks)
-        run, lost = self.look(self.pattern, self.run), self.pattern.labels.lost
-        if run is None or lost is not None:
-            self.why = f"`{lost}` hides the pattern" if lost else "one sample does not run as it does in the batch"
+        run = self.look(self.pattern, self.run)
+        if run is None or self.pattern.labels.lost is not None:
+            self.why = self.pattern.hidden
             return None
         self.alone = run
         if not self.pattern.complete(run):
             self.why = "an output has no pattern"
             return None
-        self.why = "the structure would save nothing"
+        self.why = f"the structure would save nothing{self.pattern.blurred}"
         outputs = [
             Source(g.rank, g.rows, [(run.outputs[i][0], ids) for i, ids in g.groups.items()]) for g in self.columns
         ]
         ways = [self._way(stages) for stages in self._ways(frozenset(), outputs, bottlenecks)]
         cost, _, best = min(((cost, len(way.stages), way) for cost, way in ways), key=lambda found: found[:2])
-        return best if self._pays(cost) else None
+        if not self._pays(cost):
+            return None
+        self.why = f"by the structure of the function{self.pattern.blurred}"
+        return best
 
     def _pays(self, cost: float) -> bool:
         """Whether a way of some cost is to be preferred to that of all columns."""
@@ -208,7 +211,7 @@ class Planner:
             found = Colouring(source.boxes(labels))
             if found.count == 1 and len(found.codes) > 1:
                 places = members_of(found.cells(rows.flatten(2), range(1))[0], len(found.codes), bottleneck.width)
-                members = members_of(found.box, len(found.codes), len(found.box))
+                members = members_of(found.box, len(found.codes), -1)
                 return Blocks(bottleneck, places, members, members.shape[1] * source.rows, shared)
         groups = torch.arange(sum(s.count for s in sources), device=rows.device)
         places = torch.arange(bottleneck.width, device=rows.device)

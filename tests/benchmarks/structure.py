@@ -33,7 +33,7 @@ from .tables import FEW
 STRUCTURE = "structure"
 DENSE = "dense path"
 SLOW = 5
-"""A call of more seconds is timed once, and takes no process for its memory."""
+"""A call of more seconds is timed once, and takes a process for its memory only where that has a limit to reach."""
 SECONDS = 10
 """About how many the calls of a median take."""
 
@@ -106,6 +106,13 @@ ROWS = [
         )
         for name, attention, least in (("independent tokens", False, 300), ("attention", True, 100))
     ],
+    Row(
+        "vocabulary of 50000, independent tokens",
+        partial(vocabulary, 50_000, False),
+        parts=((32, 1), (128, 1)),
+        small=partial(vocabulary, 128, False),
+        mebibytes=300,
+    ),
 ]
 MEMORY = {(row.name, OURS): row for row in ROWS}
 """Whose memory can be measured in a process."""
@@ -252,7 +259,7 @@ def _times(
 def _memory(name: str, measured: dict[str, Measured], device: torch.device) -> dict[str, float]:
     """The peaks of ours, a process a row."""
     announce(name, "memory")
-    rows = [row for row in measured if measured[row].ours <= SLOW]
+    rows = [row.name for row in ROWS if measured[row.name].ours <= SLOW or row.mebibytes]
     with ThreadPoolExecutor(2) as pool:  # what is beside a process does not change its size
         peaks = pool.map(lambda row: peak_in_a_process("/".join((name, row, OURS)), device), rows)
         return dict(zip(rows, peaks, strict=True))

@@ -20,7 +20,7 @@ from .report import Cells, announce, print_table
 THRESHOLDS = "thresholds"
 LIMITS = {
     "of time": "TRIED_PASSES",
-    "of memory": "OPERANDS PRODUCTS SHARES KEPT_READ FACTORED COMPARED HESSIAN",
+    "of memory": "OPERANDS PRODUCTS SHARES KEPT_READ FACTORED MOVED COMPARED HESSIAN",
     "of rounding": "CANCELS DISPLACED_DTYPES NUMBERED",
     "of what is looked at": "CHECKED PARTS_CHECKED HELD SEARCHED COPIED ENTERED PROBED PROBED_SAVED AT_ONCE",
     "of the ways above, which have the others as estimates": "ORDERS GRADIENT_DTYPES GRADIENT_ON GRADIENT_BLOCKS "

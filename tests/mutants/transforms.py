@@ -260,17 +260,31 @@ TRANSFORMS = [
     Fault(
         "a block of samples has the triangles of the first ones",
         "sparsity/narrowed.py",
-        "own = self._known[part.start - self._start : part.stop - self._start]",
-        "own = self._known[: part.stop - part.start]",
+        "own = self._known[part.start - self._start : part.stop - self._start, some]",
+        "own = self._known[: part.stop - part.start, some]",
         "operations/test_thresholds.py::TestStatistics::test_equal_the_loop "
         "operations/test_thresholds.py::TestStatistics sparsity",
     ),
     Fault(
         "outputs that are moved are not scaled",
         "sparsity/groups.py",
-        "u = (moved[self.root] * self.scale[part]).flatten(2)",
-        "u = moved[self.root].flatten(2)",
+        "u = moved[self.root] * self.scale[part].flatten(1)[:, taken]",
+        "u = moved[self.root]",
         "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
+    ),
+    Fault(
+        "blocks of a narrow layer have the columns of others",
+        "sparsity/narrowed.py",
+        "entries = place[entries]",
+        "entries = place[entries].flip(0)",
+        "sparsity/test_structure_blocks.py::test_a_head_of_tokens_in_blocks_of_positions sparsity",
+    ),
+    Fault(
+        "a wrong derivative above a narrow layer is taken",
+        "sparsity/narrowed.py",
+        "return joined(found, 1) if check.right else None",
+        "return joined(found, 1)",
+        "sparsity/test_structure_blocks.py::test_a_wrong_derivative_is_noticed_in_every_block sparsity",
     ),
     Fault(
         "samples are alike whose losses are not",

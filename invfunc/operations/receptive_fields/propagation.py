@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from invfunc._functorch import TorchDispatchMode, memory_of, storage_of, unwatched
 from invfunc.operations.operation import Operation, known_of_aten
 from invfunc.operations.receptive_fields.affine import affine
-from invfunc.operations.receptive_fields.regions import Region
+from invfunc.operations.receptive_fields.regions import Region, Regions
 from invfunc.operations.receptive_fields.step import Rows, Step
 
 _LEAVING = {"is_nonzero", "masked_select", "nonzero_static", "to_sparse", "_to_sparse", "equal"}
@@ -81,7 +82,7 @@ class Labels:
     def __init__(self, axes: int = 0) -> None:
         self.axes = axes
         """How many coordinates a root has; 0 before there is one."""
-        self.regions: dict[int, Region] = {}
+        self.regions = Regions()
 
     def enter(self, x: torch.Tensor, coordinates: Sequence[torch.Tensor]) -> None:
         """Give the entries of x fresh labels, in the place of those that they had.
@@ -105,7 +106,7 @@ class Labels:
     def _written(self, x: torch.Tensor, rows: torch.Tensor) -> Region:
         key = storage_of(x)
         if key not in self.regions:
-            self.regions[key] = Region.blank(x, len(rows))
+            self.regions.add(x, Region.blank(x, len(rows)))
             self.regions[key].affine = True
         self.regions[key].write(x, rows)
         return self.regions[key]
@@ -113,13 +114,13 @@ class Labels:
     def of(self, x: torch.Tensor) -> torch.Tensor | None:
         """The labels `[2, k, *x.shape]`: -lo and hi along each axis, -inf where an entry depends on no root.
 
-        None if nothing in the memory of x has a label.
+        They are a view, to be read before anything is written. None if nothing in the memory of x has a label.
         """
         region = self.regions.get(storage_of(x))
         if region is None:
             return None
         with unwatched(), torch.no_grad():
-            return region.of(x).unflatten(0, (2, self.axes)).clone()
+            return region.of(x).unflatten(0, (2, self.axes))
 
     def affine(self, x: torch.Tensor) -> bool:
         """Whether x is known to be affine in the roots, with coefficients that depend on no label."""
@@ -147,7 +148,7 @@ class Labels:
             region.write(x, rows)
             region.affine &= affine
         elif rows is not None:
-            region = self.regions[key] = Region.holding(x, rows)
+            self.regions.add(x, region := Region.holding(x, rows))
             memory = storage_of(region.rows)
             for other in read:
                 if storage_of(other.rows) == memory:
@@ -166,6 +167,10 @@ class Following(TorchDispatchMode):
         self.labels = labels
         self.lost: str | None = None
         """The first operation by which labels were lost, as values became numbers of Python or shapes; None if none."""
+        self.fault: str | None = None
+        """What went wrong here, and not in the function that runs; None if nothing did."""
+        self.whole: dict[str, str] = {}
+        """The operations all of whose results count as read from everything, as their rules raised these errors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -179,9 +184,18 @@ class Following(TorchDispatchMode):
         if any(labels.has(given) for labels in self.labels):
             operation = _called(func)
             if not operation.skipped:
-                with unwatched(), torch.no_grad():
+                with unwatched(), torch.no_grad(), self.blamed(f"`{operation.name}`"):
                     self._follow(Step(func, args, kwargs), operation, given, out)
         return out
+
+    @contextmanager
+    def blamed(self, where: str) -> Iterator[None]:
+        """Note what is raised within as a fault of the library, since nothing of the user's runs there."""
+        try:
+            yield
+        except Exception as error:
+            self.fault = self.fault or f"{where} ({told(error)})"
+            raise
 
     def lose(self, name: str) -> None:
         """Note an operation by which labels are lost."""
@@ -200,6 +214,8 @@ class Following(TorchDispatchMode):
             for labels in self.labels:
                 if labels.has(given):
                     labels.follow(step, op, read, targets, kept)
+        if step.failed is not None:
+            self.whole.setdefault(op.name, step.failed)
 
     def _known(self, key: int | None) -> bool:
         return any(key in labels.regions for labels in self.labels)
@@ -221,8 +237,8 @@ def _labels(step: Step, op: _Called, targets: list[torch.Tensor]) -> list[Rows]:
     if op.known.receptive_field is not None:
         try:
             given = op.known.receptive_field(step, targets[0])
-        except _UNKNOWN:
-            given = None
+        except _UNKNOWN as error:
+            given, step.failed = None, told(error)
     if isinstance(given, torch.Tensor):
         given = [given if x.shape == targets[0].shape else None for x in targets]
     given = [*(given or []), *[None] * len(targets)]
@@ -233,6 +249,12 @@ def _labels(step: Step, op: _Called, targets: list[torch.Tensor]) -> list[Rows]:
             rows = None if whole is None else whole.view(-1, *[1] * x.ndim)
         found.append(rows)
     return found
+
+
+def told(error: Exception) -> str:
+    """An error in one line."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _fits(rows: torch.Tensor, x: torch.Tensor) -> bool:

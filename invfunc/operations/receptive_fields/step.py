@@ -7,13 +7,13 @@ all that the call reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from invfunc.operations.receptive_fields.regions import Region, blank
+from invfunc.operations.receptive_fields.regions import Region, blank, core
 
 Rows = torch.Tensor | None
 """Labels `[rows, *shape]`; None: of nothing."""
@@ -34,6 +34,8 @@ class Step:
         """The arguments with labels, as often as they are there."""
         self.height = 0
         """How many rows labels have."""
+        self.failed: str | None = None
+        """What its rule raised, if it did."""
         self._regions: dict[int, Region | None] = {}
 
     def reads(self, found: Sequence[tuple[torch.Tensor, Region | None]], height: int) -> None:
@@ -79,8 +81,12 @@ def joined(*parts: Rows) -> Rows:
     for part in parts:
         if part is None or (result is not None and part.is_set_to(result)):
             continue
-        result = part if result is None else torch.maximum(result, part)
+        result = part if result is None else _maximum(result, part)
     return result
+
+
+def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(core(a), core(b)).expand(torch.broadcast_shapes(a.shape, b.shape))
 
 
 def most(rows: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
@@ -90,7 +96,9 @@ def most(rows: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
         return rows
     if not rows.numel():
         return blank(rows, [1 if d in dims else s for d, s in enumerate(rows.shape)])
-    return rows.amax(dims, keepdim=True)
+    one, kept = core(rows), [1 if d in dims else s for d, s in enumerate(rows.shape)]
+    dims = [d for d in dims if one.shape[d] != 1]
+    return (one.amax(dims, keepdim=True) if dims else one).expand(kept)
 
 
 def raised(rows: torch.Tensor, ndim: int) -> torch.Tensor:
@@ -106,9 +114,14 @@ def behind(dims: int | Sequence[int] | None, ndim: int) -> list[int]:
     return [d % ndim + 1 for d in ([dims] if isinstance(dims, int) else dims)] or list(range(1, ndim + 1))
 
 
-def flattened(rows: torch.Tensor, d: int) -> torch.Tensor:
-    """The labels with all but the last d dimensions flattened into one."""
-    return rows.reshape(-1, *rows.shape[rows.ndim - d :])
+def flattened(rows: torch.Tensor, d: int, then: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What comes of the last d dimensions of labels, when all others are flattened into one."""
+    first, last = rows.shape[: rows.ndim - d], rows.shape[rows.ndim - d :]
+    one = core(rows.expand(*first, *last))
+    one = one.expand(*one.shape[: rows.ndim - d], *last)
+    found = then(one.reshape(-1, *last))
+    found = found.reshape(*one.shape[: rows.ndim - d], *found.shape[1:])
+    return found.expand(*first, *found.shape[rows.ndim - d :])
 
 
 def elementwise(step: Step, out: torch.Tensor) -> Rows:

@@ -32,5 +32,5 @@ def windows(
         rows, padding = padded(rows, [(p, p) for p in padding]), [0] * d
     if all(k == 1 for k in kernel) and not any(padding):
         return rows if all(s == 1 for s in stride) else rows[(..., *(slice(None, None, s) for s in stride))]
-    pooled = POOLS[d](flattened(rows, d), tuple(kernel), tuple(stride), tuple(padding), tuple(dilation))
-    return pooled.view(*rows.shape[: rows.ndim - d], *pooled.shape[1:])
+    sizes = (tuple(kernel), tuple(stride), tuple(padding), tuple(dilation))
+    return flattened(rows, d, lambda maps: POOLS[d](maps, *sizes))
