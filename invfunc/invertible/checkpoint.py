@@ -24,6 +24,7 @@ from invfunc.errors import (
     SampleAxisError,
 )
 from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.pairs.automatic.found import automatic
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.value import Value
 from invfunc.recomputation.call import Call, Tensors
@@ -143,9 +144,7 @@ def invertible_checkpoint(
         return _configured(Checkpointed(f, **options), inner)
     _check_function(f)
     if isinstance(f_inv, EllipsisType):
-        raise ArgumentTypeError(
-            f"invertible_checkpoint({describe(f)}): f_inv is missing: the inverse of f, or None for a plain checkpoint."
-        )
+        return Checkpointed(automatic(f, tuple(keep) if isinstance(keep, Sequence) else ()), **options)
     if f_inv is None:
         pair = Invertible(f, _no_inverse, name=f"{describe(f)}, None")
         return Checkpointed(pair, **{**options, "keep": True})
