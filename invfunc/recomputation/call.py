@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -17,7 +16,6 @@ from invfunc._parametrized import keeping_own
 from invfunc._scripted import Interpreted
 from invfunc._uncompiled import Uncompiled
 from invfunc.errors import InverseError, InvFuncError, ReplayError
-from invfunc.pairs.automatic.found import Automatic, Input
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.containers import Containers
 from invfunc.recomputation.left import Left
@@ -263,12 +261,13 @@ class Call:
             recall.came(number - 1 - index, result)
             return result
 
+        inverse = self.pair.inverse_of(self._x, self._like, kept)
         evaluations = Evaluations(backwards, recall)
         shared = evaluations.of(self.pair.shared)
         before = [version(t) for t in (*sources, *rest)]
         with self._start.again(), self.left.again(recall), recall.lifting(lifts), recall.within(INVERSE):
             with Uncompiled(), Interpreted():
-                x = self._inverse_of_pair(kept)(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
+                x = inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if [version(t) for t in (*sources, *rest)] != before:
             raise ReplayError(
                 "the inverse writes into y or a further argument in place. Write y = y - z in place of y -= z."
@@ -278,12 +277,6 @@ class Call:
                 f"the inverse evaluates its shared functions {evaluations.count} times, forward {number}."
             )
         return self._like_x(x, kept), recall
-
-    def _inverse_of_pair(self, kept: dict[int, torch.Tensor]) -> Callable:
-        """The inverse; one that is found in what f does is told what x was like."""
-        if not isinstance(self.pair, Automatic):
-            return self.pair.inverse
-        return partial(self.pair.found.inverse_like, Input(self._x, self._like, kept))
 
     def _like_x(self, x: Any, kept: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that the inverse gave, checked to have the form of x."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class Input(NamedTuple):
     form: tree.Form
     like: Sequence[Any]
     """With shape, stride, dtype and device."""
-    kept: dict[int, torch.Tensor]
+    kept: Mapping[int, torch.Tensor]
 
 
 class _Watching(Tracer):
@@ -64,7 +65,8 @@ class Found(Value):
             return self.f(x, *args, **kwargs)
         xs, form = tree.separate(x)
         kind = tree.hashable(form.structure), *((t.shape, t.dtype) for t in xs)
-        if not xs or kind in self.told or any(unwrapped(t) is not None for t in xs):
+        apart = len(set(map(id, xs))) == len(xs)  # one tensor in two places has one name
+        if not xs or kind in self.told or not apart or any(unwrapped(t) is not None for t in xs):
             return self.f(x, *args, **kwargs)
         watching = _Watching(xs, self.drawing)
         with watching:
@@ -113,6 +115,9 @@ class Automatic(Invertible):
     @property
     def found(self) -> Found:
         return self.forward.__self__  # type: ignore[attr-defined]
+
+    def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
+        return partial(self.found.inverse_like, Input(x, like, kept))
 
     def __repr__(self) -> str:
         told = dict.fromkeys(self.found.told.values())

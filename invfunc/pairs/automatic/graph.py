@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from invfunc import tree
-from invfunc._functorch import storage_of, unwrapped
+from invfunc._functorch import innermost, storage_of, unwatched, unwrapped
 from invfunc._generators import Generator
 from invfunc._weak import WeakIdMap
 from invfunc.errors import InverseError
@@ -218,7 +218,8 @@ class Tracer(Listener):
 
     def node(self, tensor: torch.Tensor, device: torch.device, family: list[Node], made: Call | None) -> Node:
         """What a tensor is like."""
-        offset = 0 if unwrapped(tensor) is not None else int(tensor.storage_offset())
+        with unwatched():
+            offset = int(innermost(tensor).storage_offset())
         return Node(tensor.shape, tensor.stride(), offset, tensor.dtype, device, family, made)
 
 

@@ -135,9 +135,9 @@ def _positive(value: Any) -> bool:
         return value.positive
     if not isinstance(value, Node):
         return isinstance(value, (int, float)) and value > 0
-    name = _named(value)
-    if name == "add":
-        parts = _two(value.made) if value.made.argument("alpha", 1) == 1 else (None,)
+    name, call = _named(value), value.made
+    if name == "add" and call is not None:
+        parts = _two(call) if call.argument("alpha", 1) == 1 else (None,)
         return all(_positive(part) or (isinstance(part, (int, float)) and part == 0) for part in parts)
     return name in POSITIVE or (name in KEEPS_SIGN - {"neg"} and all(map(_positive, _factors(value))))
 

@@ -11,7 +11,7 @@ from invfunc.pairs.automatic.rules import JOINS, Undo, covering, needs_nonzero, 
 
 @dataclass(eq=False)
 class Step:
-    """How one tensor is had: it is given, or a `call` gives it, is undone or taken apart, or its views are put together."""
+    """How one tensor is had: given, or of a call that is run, undone or taken apart, or its views are put together."""
 
     node: Node
     how: str

@@ -243,7 +243,7 @@ class Values:
         return self._whole[node]
 
     def _run(self, call: Call) -> None:
-        leaves = [None if i in call.aside else self._get(leaf) for i, leaf in enumerate(call.leaves)]
+        leaves: list[Any] = [None if i in call.aside else self._get(leaf) for i, leaf in enumerate(call.leaves)]
         for place in call.writes:
             leaves[place] = leaves[place].clone()
         args, kwargs = tree.unflatten(leaves, call.structure)
