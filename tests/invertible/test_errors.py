@@ -52,7 +52,7 @@ TYPES = {
         (lambda: invertible_checkpoint(torch.nn.Linear, f_inv), r"f is the class Linear.*functional\(Linear\(...\)\)"),
     ],
     "invertible_checkpoint(Linear)": [
-        (lambda: invertible_checkpoint(torch.nn.Linear(2, 2)), "f_inv is missing.*None for a plain checkpoint")
+        (lambda: invertible_checkpoint(torch.nn.Linear(2, 2))(X), "no inverse is found.*None for a plain checkpoint")
     ],
     "invertible_checkpoint(f)#": [(lambda: invertible_checkpoint(f), "f_inv is missing.*None for a plain checkpoint")],
     "invertible_checkpoint(Invertible(f, f_inv), f_inv)": [

@@ -17,7 +17,8 @@ from invfunc.errors import InverseError
 from invfunc.pairs.automatic.formula import formulas
 from invfunc.pairs.automatic.graph import Call, Node, Tracer
 from invfunc.pairs.automatic.search import search
-from invfunc.pairs.automatic.symbolic import Symbolic, Values
+from invfunc.pairs.automatic.symbolic import Symbolic
+from invfunc.pairs.automatic.values import Values
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.value import Value
 
@@ -47,6 +48,10 @@ class _Watching(Tracer):
             self._drawing.add(call.function.called)
         return result
 
+    def of_form(self, call: Call, leaves: list[Any], structure: Any) -> Any:
+        args, kwargs = tree.unflatten(leaves, structure)
+        return call.function.func(*args, **kwargs)
+
 
 @dataclass(frozen=True, eq=False)
 class Found(Value):
@@ -64,18 +69,26 @@ class Found(Value):
         if torch.compiler.is_compiling():
             return self.f(x, *args, **kwargs)
         xs, form = tree.separate(x)
-        kind = tree.hashable(form.structure), *((t.shape, t.dtype) for t in xs)
+        flags = [a for a in (*args, *kwargs.values(), getattr(self.f, "training", None)) if isinstance(a, (bool, str))]
+        kind = tree.hashable(form.structure), *((t.shape, t.dtype) for t in xs), *flags
         apart = len(set(map(id, xs))) == len(xs)  # one tensor in two places has one name
         if not xs or kind in self.told or not apart or any(unwrapped(t) is not None for t in xs):
             return self.f(x, *args, **kwargs)
         watching = _Watching(xs, self.drawing)
-        with watching:
-            y = self.f(x, *args, **kwargs)
+        try:
+            with watching:
+                y = self.f(x, *args, **kwargs)
+            self.told[kind] = self._told(watching, x, y)
+        finally:
+            watching.forget()
+        return y
+
+    def _told(self, watching: _Watching, x: Any, y: Any) -> str:
+        """How x is computed from y; an error if it is not."""
         inputs, named = watching.inputs, _names("x", x, watching) | _names("y", y, watching)
         known = [node for t in tree.tensors(y) if (node := _not_stale(watching, t)) is not None]
         steps = search(inputs, [*known, *(inputs[i] for i in self.keep if i < len(inputs))], named)
-        self.told[kind] = formulas(steps, inputs, named)
-        return y
+        return formulas(steps, inputs, named)
 
     def inverse(self, y: Any, *args: Any, **kwargs: Any) -> Any:
         """x, of the form of y."""
@@ -91,6 +104,14 @@ class Found(Value):
         ys = tree.tensors(y)
         near = next((t for t in ys if unwrapped(t) is not None), ys[0])
         run = Symbolic(near, self.drawing)
+        try:
+            return self._traced(run, x, ys, near, args, kwargs)
+        finally:
+            run.forget()
+
+    def _traced(
+        self, run: Symbolic, x: Input, ys: list[torch.Tensor], near: torch.Tensor, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         stand_ins = [run.stand_in(like, like.device) for like in x.like]
         with torch.enable_grad(), run:
             came = self.f(x.form.join(stand_ins), *args, **kwargs)

@@ -137,13 +137,28 @@ class Tracer(Listener):
         call = Call(function, held, structure, _place(), torch.is_grad_enabled(), _autocast(device))
         self._may_be_read(call)
         self._note_writes(call, leaves, args, kwargs)
+        if function.entry.reads == "none" and not call.writes:
+            return self.of_form(call, leaves, structure)
         result = self.run(call, leaves, structure)
         self._enter(call, leaves, result, device)
         return result
 
+    def forget(self) -> None:
+        """Let go of all tensors at once: calls and nodes know one another, which only the garbage collector ends."""
+        for node in (*self.inputs, *(node for call in self.calls for node in call.outputs)):
+            node.made = node.alike = None
+            node.readers, node.family = [], []
+        for call in self.calls:
+            call.leaves, call.operands, call.drawn = [], [], ()
+        self.calls = []
+
     @abstractmethod
     def run(self, call: Call, leaves: list[Any], structure: Any) -> Any:
         """The result of a call that reads what is of x."""
+
+    @abstractmethod
+    def of_form(self, call: Call, leaves: list[Any], structure: Any) -> Any:
+        """The result of a call that asks of what shape a tensor is, and not for its numbers."""
 
     keeps_constants = False
     """Whether tensors that are not of x are kept."""
@@ -195,12 +210,12 @@ class Tracer(Listener):
             refuse(f"{call} reads numbers of what depends on x, so that what f does may depend on them.")
         for place in call.writes:
             self._rewrite(call, leaves[place], place)
-        families = {storage_of(leaf): node for leaf, node in zip(leaves, call.leaves, strict=True) if _is(node)}
+        families = {storage_of(leaf): node for leaf, node in zip(leaves, call.leaves, strict=True) if is_node(node)}
         fresh = [i for i, t in enumerate(tensors) if self.of(t) is None]
         call.views = bool(fresh) and len(call.operands) == 1 and not call.writes
         for i in fresh:
             source = families.get(storage_of(tensors[i]))
-            call.views &= source is not None
+            call.views &= source is not None and not (tensors[i].is_conj() or tensors[i].is_neg())
             node = self.node(tensors[i], device, [] if source is None else source.family, call)
             call.results.append((self.known(tensors[i], node), i))
         if call.results or call.rewritten:
@@ -223,8 +238,14 @@ class Tracer(Listener):
         return Node(tensor.shape, tensor.stride(), offset, tensor.dtype, device, family, made)
 
 
-def _is(node: Any) -> bool:
-    return isinstance(node, Node)
+def is_node(leaf: Any) -> bool:
+    """Whether an argument is of x."""
+    return isinstance(leaf, Node)
+
+
+def value(leaf: Any) -> Any:
+    """An argument that is not of x."""
+    return leaf.tensor if isinstance(leaf, Constant) else leaf
 
 
 POSITIVE = {"exp", "exp2", "sigmoid", "softplus", "cosh"}

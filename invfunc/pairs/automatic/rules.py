@@ -103,7 +103,9 @@ def _addcmul(call: Call, node: Node) -> Undo | None:
 
 
 def _flip(call: Call, node: Node) -> Undo:
-    return lambda y, get: y.flip(*call.given()[0][1:], **call.given()[1]), "{y}"
+    args, kwargs = call.given()
+    dims = args[1:] or (kwargs["dims"],)
+    return lambda y, get: y.flip(*dims), "{y}"
 
 
 def _over(x: torch.Tensor, alpha: Any) -> torch.Tensor:

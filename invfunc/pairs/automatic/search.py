@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from invfunc.pairs.automatic.graph import Call, Node, refuse
@@ -78,9 +78,19 @@ class _Found:
                 self.learn(unknown[0], Step(unknown[0], "undo", call, rule))
 
     def _put_together(self, base: Node) -> None:
-        known = {_laid(n): n for view in base.readers if view.views for n in view.outputs if n in self.steps}
+        """What is a view of it, or of a view of it, is known; and so on for what it is a view of."""
+        known = {_laid(n): n for n in _views(base) if n in self.steps}
         if pieces := covering(base, list(known.values())):
             self.learn(base, Step(base, "together", pieces=tuple(pieces)))
+        elif base.made is not None and base.made.views:
+            self._put_together(base.made.operands[0])
+
+
+def _views(base: Node) -> Iterator[Node]:
+    for call in base.readers:
+        for node in call.outputs if call.views else ():
+            yield node
+            yield from _views(node)
 
 
 def _laid(node: Node) -> tuple:
@@ -92,24 +102,26 @@ def _laid(node: Node) -> tuple:
 
 def _why(missing: Sequence[Node], found: _Found, names: Mapping[Node, str]) -> str:
     """What prevents the first of these."""
-    ends: list[str] = []
-    for node in missing:
-        for part in _parts(node, found):
-            name = names.get(part) or names.get(node) or "x"
-            carriers = _carriers(part)
-            for carrier in carriers:
-                for call in carrier.readers:
-                    if (why := _refusal(call, carrier, part, name, found, names)) is not None:
-                        return why
-            calls = [call for carrier in carriers[::-1] for call in carrier.readers if undo(call, carrier) is None]
-            calls = [call for call in calls if not call.views]
-            if calls:
-                ends.append(
-                    f"{name} goes through {calls[0]}, which is not undone: parts of x may be added to and scaled."
-                )
-            else:
-                ends.append(f"y has nothing of {name}, so that nothing tells what it was.")
-    return ends[0]
+    parts = [(part, names.get(part) or names.get(node) or "x") for node in missing for part in _parts(node, found)]
+    carriers = {part: _carriers(part) for part, _ in parts}
+    for part, name in parts:
+        if not any(node in found.steps for node in carriers[part]):
+            return _lost(carriers[part], name)
+    for part, name in parts:
+        for carrier in carriers[part]:
+            for call in carrier.readers:
+                if (why := _refusal(call, carrier, part, name, found, names)) is not None:
+                    return why
+    return _lost(carriers[parts[0][0]], parts[0][1])
+
+
+def _lost(carriers: Sequence[Node], name: str) -> str:
+    """What becomes of a tensor that y does not have."""
+    for carrier in carriers[::-1]:
+        for call in carrier.readers:
+            if undo(call, carrier) is None and not call.views:
+                return f"{name} goes through {call}, which is not undone, and y has nothing else of it."
+    return f"y has nothing of {name}."
 
 
 def _parts(node: Node, found: _Found) -> list[Node]:
