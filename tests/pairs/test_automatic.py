@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
+from torch.overrides import TorchFunctionMode
 
 from invfunc import (
     additive_coupling,
@@ -27,6 +28,7 @@ from invfunc import (
     tree,
 )
 from invfunc.errors import InverseError, ReplayError
+from invfunc.recomputation.like import Like
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers
@@ -267,6 +269,40 @@ class TestCouplings:
             total(g(g(x.requires_grad_() * 1))).backward()
             assert len(set(seen)) == 1 and len(seen) > 4
             seen.clear()
+
+    def test_tensors_of_x_lie_as_they_did(self):
+        """What F is given in the inverse has the strides that it had, though y has others."""
+
+        class Seen(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                if func is torch.Tensor.sin:
+                    strides.append(args[0].stride())
+                return func(*args, **(kwargs or {}))
+
+        def f(x):
+            a = x[0] + x[1].sin()
+            return a, a.cos() + x[1]
+
+        strides: list[tuple] = []
+        x = torch.randn(3, 4), torch.randn(4, 3).t()
+        assert f(x)[1].stride() != x[1].stride()
+        xs, form = tree.separate(x)
+        back = invertible_checkpoint(f).pair.inverse_of(form, [Like.of(t) for t in xs], {})
+        y = f(x)
+        with Seen():
+            found = back(y)
+        assert_trees_close(found, x, rtol=1e-5)
+        assert strides == [(1, 3)]
+
+    def test_what_is_written_in_place_was_read_before(self):
+        def f(x):
+            a, b, c = x
+            h = c.sin()
+            before = h + b  # when the inverse knows b, h has been written
+            return a + before, b + h.relu_(), c
+
+        x = tuple(torch.randn(5, dtype=torch.float64) for _ in range(3))
+        assert_trees_close(slopes(invertible_checkpoint(f, check="error"), x), slopes(f, x), rtol=1e-8)
 
     def test_kept_tensors_are_known(self):
         g = invertible_checkpoint(lambda x: (x[0] + x[1].sin(),), keep=(1,), check="error")
