@@ -436,8 +436,8 @@ BLOCKS = [
     Fault(
         "a scaled part is undone by what may be 0",
         "pairs/automatic/rules.py",
-        'get(other), "({y}) / {0}") if nonzero(other) else None',
-        'get(other), "({y}) / {0}")',
+        'get(other), "{y} / {0}") if nonzero(other) else None',
+        'get(other), "{y} / {0}")',
         FOUND + "TestRefusals",
     ),
     Fault(

@@ -88,7 +88,7 @@ class Found(Value):
         inputs, named = watching.inputs, _names("x", x, watching) | _names("y", y, watching)
         known = [node for t in tree.tensors(y) if (node := _not_stale(watching, t)) is not None]
         steps = search(inputs, [*known, *(inputs[i] for i in self.keep if i < len(inputs))], named)
-        return formulas(steps, inputs, named)
+        return formulas(steps, named)
 
     def inverse(self, y: Any, *args: Any, **kwargs: Any) -> Any:
         """x, of the form of y."""

@@ -81,18 +81,18 @@ def _rsub(call: Call, node: Node) -> Undo:
 def _mul(call: Call, node: Node) -> Undo | None:
     a, b = _two(call)
     other = b if a is node else a
-    return (lambda y, get: y / get(other), "({y}) / {0}") if nonzero(other) else None
+    return (lambda y, get: y / get(other), "{y} / {0}") if nonzero(other) else None
 
 
 def _div(call: Call, node: Node) -> Undo | None:
     a, b = _two(call)
     if a is not node or not nonzero(b) or call.argument("rounding_mode") is not None:
         return None
-    return lambda y, get: y * get(b), "({y}) * {0}"
+    return lambda y, get: y * get(b), "{y} * {0}"
 
 
 def _neg(call: Call, node: Node) -> Undo:
-    return lambda y, get: -y, "-({y})"
+    return lambda y, get: -y, "-{y}"
 
 
 def _addcmul(call: Call, node: Node) -> Undo | None:
