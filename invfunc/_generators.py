@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from ctypes import string_at
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -55,3 +56,30 @@ def set_states(states: Iterable[tuple[Generator, torch.Tensor]]) -> None:
     with _LOCK:
         for generator, state in states:
             generator.set_state(state)
+
+
+def same_state(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether nothing was drawn between two states; no mode around us sees that."""
+    if a is b:
+        return True
+    with unwatched():
+        return torch.equal(a, b)
+
+
+class _Global:
+    """The generator of an accelerator that draws what is not given one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def get_state(self) -> torch.Tensor:
+        return torch.get_device_module(self.device).get_rng_state(self.device)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+
+@cache
+def global_generator(device: torch.device) -> _Global:
+    """What an accelerator draws from where no generator is given."""
+    return _Global(device)

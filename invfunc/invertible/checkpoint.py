@@ -24,6 +24,7 @@ from invfunc.errors import (
     SampleAxisError,
 )
 from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.pairs.automatic.found import automatic
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.value import Value
 from invfunc.recomputation.call import Call, Tensors
@@ -63,7 +64,7 @@ def invertible_checkpoint(
             `invertible_checkpoint(module, module.inverse)`: its own parameters get their gradients, or those that
             `functional` puts in. Or an `Invertible`, which brings its inverse.
         f_inv: `f_inv(y, *args, **kwargs) -> x`. It runs in the backward pass, so what it closes over must not change
-            until then. None: a plain checkpoint, which keeps x and evaluates f again.
+            until then. None: a plain checkpoint, which keeps x. Left out: it is found, if f is made of couplings.
         keep: which tensors of x, by their place among its leaves, stay in memory and are not computed by the inverse;
             True keeps all.
         preserve_rng_state: replay the random numbers that f drew, so that dropout draws the same mask again. False
@@ -82,10 +83,10 @@ def invertible_checkpoint(
         `g(x, *args, **kwargs) -> y`. Without f, a decorator.
 
     Raises:
-        ArgumentTypeError: f or f_inv is not a function, f_inv is missing, or an option is of a wrong kind.
+        ArgumentTypeError: f or f_inv is not a function, or an option is of a wrong kind.
         ArgumentError: keep names a tensor that x does not have, or has_aux is asked of what hides nothing.
         InverseError: x comes back with an error (`check`), or in another form or shape, or in a dtype that has not all
-            of its digits.
+            of its digits; or no inverse is found, with what prevents it.
         ReplayError: f or f_inv writes into its arguments, or reads and writes a state of its own where that cannot be
             repeated; or it does something else when it is evaluated again. f uses torch.autograd, or a gradient is
             differentiated within its own transform of torch.func.
@@ -100,6 +101,15 @@ def invertible_checkpoint(
         >>> g(g(torch.ones(2), w), w).sum().backward()
         >>> w.grad
         tensor([2., 2.])
+        >>> g = invfunc.invertible_checkpoint(lambda x: (x[0] + x[1].sin(), x[1]))
+        >>> y = g((torch.ones(2), torch.ones(2)))
+        >>> g
+        invertible_checkpoint(<lambda>, x[0] = y[0] - F1(y[1]))
+
+    Without f_inv, parts of x have to change one after another by what the others say: `y1 = x1 + F(x2)`, then
+    `y2 = x2 * exp(s(y1)) + t(y1)` (or another scale that is never 0: sigmoid, softplus). The parts are the tensors of
+    x, or those that f takes one apart into (chunk, split, slices) and joins (cat, stack). Only calls of torch are seen,
+    and what f does may not depend on numbers of x. Random numbers, also of dropout in F, are replayed.
 
     A state of f's own that it writes in place, such as running statistics or the vectors of `spectral_norm`, is written
     once; what it held is kept in a copy, from which f and f_inv start again. So is the plain Python state (counters,
@@ -115,7 +125,8 @@ def invertible_checkpoint(
 
     Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time without, or 4/3 for a
     coupling, whose inverse and f share their evaluations. (An f that uses torch.func itself has its first call
-    evaluated twice; inside of torch.func, one that closes over what needs a gradient has each of its calls.) Per call
+    evaluated twice; inside of torch.func, one that closes over what needs a gradient has each of its calls.) To find an
+    inverse, f runs once more without numbers, some 0.1 ms an operation; with autocast at zeros. Per call
     some tenths of a millisecond, so blocks should not be tiny. The reconstructed x has the rounding errors of the
     inverse, which grow with the number of blocks (`drift`): there is an `InexactWarning`.
 
@@ -143,9 +154,7 @@ def invertible_checkpoint(
         return _configured(Checkpointed(f, **options), inner)
     _check_function(f)
     if isinstance(f_inv, EllipsisType):
-        raise ArgumentTypeError(
-            f"invertible_checkpoint({describe(f)}): f_inv is missing: the inverse of f, or None for a plain checkpoint."
-        )
+        return Checkpointed(automatic(f, tuple(keep) if isinstance(keep, Sequence) else ()), **options)
     if f_inv is None:
         pair = Invertible(f, _no_inverse, name=f"{describe(f)}, None")
         return Checkpointed(pair, **{**options, "keep": True})

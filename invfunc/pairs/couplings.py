@@ -54,7 +54,9 @@ def additive_coupling(
         (tensor([1., 1.]), tensor([1., 1.]))
 
     With F and G both `lambda x, p: 2 * h * f(x, p)` it is two steps of the explicit midpoint rule for dx/dt = f, on the
-    last two states: `x[n + 1] = x[n - 1] + 2 * h * f(x[n])`.
+    last two states: `x[n + 1] = x[n - 1] + 2 * h * f(x[n])`. A Reformer's block is `additive_coupling(attention, mlp)`,
+    of modules without their skip connections: the second stream attends to itself, which is added to the first, and so
+    on; with `split_dim=-1` the streams are the halves of the channels.
 
     Composes with: `invertible_checkpoint`, `chain`, `repeated`. In a module that holds F and G as its own (a pair
     registers none), `self.block = invertible_checkpoint(additive_coupling(self.F, self.G))` is moved, deep-copied,

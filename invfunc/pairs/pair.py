@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.value import Value
@@ -94,6 +95,10 @@ class Invertible(Value):
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self.apart(self.forward(*self.shared, x, *args, **kwargs))[0]
+
+    def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
+        """The inverse, for an x of this form whose tensors are like these, and some of which are known."""
+        return self.inverse
 
     def apart(self, y: Any) -> tuple[Any, tuple]:
         """What forward returns for the caller, and what it hides."""

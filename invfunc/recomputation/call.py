@@ -261,12 +261,13 @@ class Call:
             recall.came(number - 1 - index, result)
             return result
 
+        inverse = self.pair.inverse_of(self._x, self._like, kept)
         evaluations = Evaluations(backwards, recall)
         shared = evaluations.of(self.pair.shared)
         before = [version(t) for t in (*sources, *rest)]
         with self._start.again(), self.left.again(recall), recall.lifting(lifts), recall.within(INVERSE):
             with Uncompiled(), Interpreted():
-                x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
+                x = inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if [version(t) for t in (*sources, *rest)] != before:
             raise ReplayError(
                 "the inverse writes into y or a further argument in place. Write y = y - z in place of y -= z."

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
-from functools import cache
 from operator import is_
 from typing import Any
 
 import torch
 
-from invfunc._generators import Generator, set_states, state_of
+from invfunc._generators import Generator, global_generator, set_states, state_of
 from invfunc._parametrized import keeping, weights
 from invfunc.recomputation.attributes import Attributes, same
 
@@ -36,7 +35,7 @@ class Replay:
         self._autocast = [(kind, _autocast(kind)) for kind in {"cpu", *(device.type for device in devices)}]
         self._generators: list[Generator] = []
         if random:
-            self._generators = [torch.default_generator, *map(_global, devices), *generators]
+            self._generators = [torch.default_generator, *map(global_generator, devices), *generators]
         self._states = [state_of(generator) for generator in self._generators]
 
     def later(self) -> Replay:
@@ -83,19 +82,6 @@ class Replay:
         set_states(zip(self._generators, states, strict=True))
 
 
-class _Global:
-    """The generator of an accelerator that draws what is not given one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def get_state(self) -> torch.Tensor:
-        return torch.get_device_module(self.device).get_rng_state(self.device)
-
-    def set_state(self, state: torch.Tensor) -> None:
-        torch.get_device_module(self.device).set_rng_state(state, self.device)
-
-
 _AS_IT_IS = nullcontext()
 _WITHOUT = {torch.device("cpu"), torch.device("meta")}
 """Devices that have no generator beside the default one."""
@@ -116,8 +102,3 @@ def _autocasting(kinds: list[tuple[str, _Autocast]]) -> Iterator[None]:
         for kind, (enabled, dtype, cache) in kinds:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
         yield
-
-
-@cache
-def _global(device: torch.device) -> _Global:
-    return _Global(device)

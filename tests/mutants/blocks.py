@@ -7,6 +7,7 @@ LAYERS = "layers"
 AGAIN = "recomputation invertible"
 TRAINING = "pairs/test_reversible_training.py"
 SPAN = "invertible/test_span.py"
+FOUND = "pairs/test_automatic.py::"
 
 BLOCKS = [
     # Pairs and layers
@@ -466,6 +467,77 @@ BLOCKS = [
         "if was.sum is None or came.sum is None:",
         "if True:",
         "recomputation/test_drift.py::TestHidden::test_one_sample_of_many_is_not_missed " + AGAIN,
+    ),
+    # Inverses that are found
+    Fault(
+        "a scaled part is undone by what may be 0",
+        "pairs/automatic/rules.py",
+        'get(other), "{y} / {0}") if nonzero(other) else None',
+        'get(other), "{y} / {0}")',
+        FOUND + "TestRefusals",
+    ),
+    Fault(
+        "a difference is undone as a sum where its second operand is wanted",
+        "pairs/automatic/rules.py",
+        "return lambda y, get: _over(get(a) - y, alpha)",
+        "return lambda y, get: _over(y - get(a), alpha)",
+        FOUND + "TestStructures",
+    ),
+    Fault(
+        "the factor of what was added is left out",
+        "pairs/automatic/rules.py",
+        "torch.sub(y, get(b), alpha=alpha)",
+        "torch.sub(y, get(b))",
+        FOUND + "TestStructures",
+    ),
+    Fault(
+        "what lacks entries is put together",
+        "pairs/automatic/rules.py",
+        "return found if count == size == int(seen.sum()) else []",
+        "return found",
+        FOUND + "TestRefusals",
+    ),
+    Fault(
+        "a call that draws goes on from where the last one was",
+        "pairs/automatic/values.py",
+        "set_states((generator, before) for generator, before, _ in call.drawn)",
+        "pass",
+        FOUND + "TestStructures",
+    ),
+    Fault(
+        "the inverse writes in place into what others read",
+        "pairs/automatic/values.py",
+        "leaves[place] = leaves[place].clone()",
+        "pass",
+        FOUND + "TestCouplings",
+    ),
+    Fault(
+        "a part lies in memory as the inverse happens to give it",
+        "pairs/automatic/values.py",
+        "laid = overlaps or torch.is_grad_enabled() or number.stride() == node.stride",
+        "laid = True",
+        FOUND + "TestCouplings",
+    ),
+    Fault(
+        "a found inverse keeps its tensors until they are collected",
+        "pairs/automatic/found.py",
+        "            run.forget()",
+        "            pass",
+        FOUND + "TestMemory",
+    ),
+    Fault(
+        "numbers of x may be read",
+        "pairs/automatic/graph.py",
+        "if not tensors and not call.writes:",
+        "if False:",
+        FOUND + "TestRefusals",
+    ),
+    Fault(
+        "what was written by another view is read as it was",
+        "pairs/automatic/graph.py",
+        "            other.stale = str(call)",
+        "            pass",
+        FOUND + "TestRefusals",
     ),
     # Inside of torch.func
     Fault(
