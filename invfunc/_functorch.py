@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, cast
@@ -18,6 +18,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import _get_current_function_mode_stack, handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch has no public name for it
 from torch.utils._python_dispatch import _disable_current_modes
+
+
+_AS_IT_IS = nullcontext()
 
 
 def transforming() -> bool:
@@ -59,9 +62,15 @@ def alive(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@contextmanager
-def plainly() -> Iterator[None]:
+def plainly() -> AbstractContextManager:
     """Without the transforms of torch.func around us: what is made here is the same for all entries of a vmap."""
+    around = torch._C._vmapmode_increment_nesting() > 1 or transforming()
+    torch._C._vmapmode_decrement_nesting()
+    return _without_transforms() if around else _AS_IT_IS
+
+
+@contextmanager
+def _without_transforms() -> Iterator[None]:
     older = torch._C._vmapmode_increment_nesting() - 1  # the vmap of `torch.autograd.grad(..., is_grads_batched=True)`
     for _ in range(older + 1):
         torch._C._vmapmode_decrement_nesting()
@@ -171,6 +180,11 @@ def under(kind: type, holds: Callable[[Any], bool] = lambda mode: True) -> bool:
     return any(isinstance(mode, kind) and holds(mode) for mode in _get_current_function_mode_stack())
 
 
+def watching() -> bool:
+    """Whether a torch function mode is active, or a transform of torch.func."""
+    return torch._C._len_torch_function_stack() > 0 or transforming()
+
+
 def backward_pass() -> int:
     """Which backward pass of autograd is running."""
     return torch._C._current_graph_task_id()
@@ -192,6 +206,26 @@ def dispatched() -> bool:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call it when the backward pass that is running ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def undisturbed() -> bool:
+    """Whether nothing is around us that looks at operations or changes what they do, and gradients are taken."""
+    if _C.peek_interpreter_stack() is not None or torch._C._len_torch_function_stack() or dispatched():
+        return False
+    if torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0 or saving_hooks() is not None:
+        return False
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def without_autocast() -> AbstractContextManager:
+    """A context without autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return _AS_IT_IS
+    found = ExitStack()
+    for kind in ("cpu", "cuda"):
+        if torch.amp.is_autocast_available(kind):
+            found.enter_context(torch.autocast(kind, enabled=False))
+    return found
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from invfunc.recomputation.containers import Containers
 from invfunc.recomputation.report import Known, Report, unbatched, way
 from invfunc.recomputation.rounding import default_tolerance, relative_error
 from invfunc.recomputation.sparse import any_sparse, separate
+from invfunc.recomputation.straight_hooks import straight_hooked
 from invfunc.recomputation.watch import Watch
 from invfunc.recording.trace import Trace
 from invfunc.transform import told
@@ -154,6 +155,8 @@ def invertible_checkpoint(
 
 
 _DEFAULTS = {"keep": False, "preserve_rng_state": True, "check": "warn", "min_bytes": 0, "has_aux": False}
+_WATCHED = 4
+"""How many calls are watched at least."""
 _WAYS = "warn", "error", "off"
 _CHECKS = '"warn", "error", "off", True (compare all) or the error that is tolerated'
 
@@ -240,6 +243,8 @@ class Checkpointed(Value):
         if composition is not None:
             pair = composition.keeping(self.keep) if self.keep else self.pair
             return pair.forward(x, *args, **kwargs)
+        if (found := self._straight(x, args, kwargs)) is not None:
+            return found[0]
         xs, x_form = tree.separate(x)
         rest, rest_form = separate((args, kwargs))
         kinds = {kind for kind, _ in levels()}
@@ -259,6 +264,23 @@ class Checkpointed(Value):
         if tolerance is not None and len(kept) < len(xs):
             _check(call, xs, ys, rest, tolerance)
         return y
+
+    @property
+    def options(self) -> tuple:
+        """What it was made with, beside its pair."""
+        return self.keep, self.preserve_rng_state, self.check, self.min_bytes
+
+    def _straight(self, x: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any] | None:
+        """The result of a call that need not be watched, in a tuple; None for all others."""
+        known = self._known
+        if known.calls <= _WATCHED:
+            return None
+        leaves, structure = tree.flatten((x, args, kwargs))
+        template = known.straight.find(self.pair, self.options, leaves, structure)
+        if template is None:
+            return None
+        report = Report(self, way(self.check), None, known)
+        return straight_hooked(self.pair, template, known.straight, report, leaves, (x, args, kwargs))
 
     def _kept(self, number: int) -> tuple[int, ...]:
         """Which of so many tensors of x are kept."""

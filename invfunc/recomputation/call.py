@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -22,6 +22,7 @@ from invfunc.recomputation.left import Left
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.origins import INVERSE, OUTSIDE, Origins
 from invfunc.recomputation.outcome import Outcome, without_graph
+from invfunc.recomputation.purity import Look, Looking
 from invfunc.recomputation.recall import Exchanged, Other, Recall, Use
 from invfunc.recomputation.replay import Replay
 from invfunc.recomputation.report import Report
@@ -78,12 +79,20 @@ class Call:
         self._like: list[Like] = []
         self._others: dict[int, list[Other]] = {}
         self._uses: list[Use] = []
+        self.look: Look | None = None
+        """At the inverse, where it is to be found out whether that needs to be watched."""
 
     def _moment(self, tensors: Tensors) -> Replay:
         return Replay(tensors, self._generators, self._random, self.report.known.attributes)
 
     def first(
-        self, xs: Tensors, rest: Tensors, closed: bool, evaluate: Evaluate | None = None, origins: Origins | None = None
+        self,
+        xs: Tensors,
+        rest: Tensors,
+        closed: bool,
+        evaluate: Evaluate | None = None,
+        origins: Origins | None = None,
+        look: Look | None = None,
     ) -> Any:
         """Evaluate forward for the first time, and note what it reads and writes besides its arguments."""
         self._like, self.beside = [Like.of(x) for x in xs], [ref(t) for t in rest]
@@ -101,7 +110,7 @@ class Call:
             self.moments.append(Moment(evaluation.fn, places, like, before, before.later()))
             return result
 
-        self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, origins)
+        self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, origins, look)
         with watch:
             y = self._forward(xs, rest, noted, watch)
         y = without_graph(y) if closed else y
@@ -265,7 +274,7 @@ class Call:
         shared = evaluations.of(self.pair.shared)
         before = [version(t) for t in (*sources, *rest)]
         with self._start.again(), self.left.again(recall), recall.lifting(lifts), recall.within(INVERSE):
-            with Uncompiled(), Interpreted():
+            with Uncompiled(), Interpreted(), nullcontext() if self.look is None else Looking(self.look):
                 x = self.pair.inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if [version(t) for t in (*sources, *rest)] != before:
             raise ReplayError(
@@ -275,6 +284,8 @@ class Call:
             raise InverseError(
                 f"the inverse evaluates its shared functions {evaluations.count} times, forward {number}."
             )
+        if self.look is not None:
+            self.look.seen, self.look = True, None
         return self._like_x(x, kept), recall
 
     def _like_x(self, x: Any, kept: dict[int, torch.Tensor]) -> list[torch.Tensor]:
@@ -305,6 +316,11 @@ class Call:
     def reads_outside(self) -> bool:
         """Whether forward reads tensors from outside beside its shared functions, which the inverse may read too."""
         return bool(self._others.get(OUTSIDE))
+
+    @property
+    def forms(self) -> tuple[tree.Form, tree.Form, tree.Form, list[Like]]:
+        """What x, the further arguments and y are, without their tensors; and what the tensors of x are like."""
+        return self._x, self._rest, self._y, self._like
 
     def names(self) -> list[str]:
         """The tensors of x as one would write them."""

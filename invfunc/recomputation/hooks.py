@@ -28,6 +28,7 @@ from invfunc.recomputation.report import CHANGES, OTHER
 from invfunc.recomputation.rounding import finite, known_at_once, mean_size, near, rounded
 from invfunc.recomputation.shared import Evaluation
 from invfunc.recomputation.slots import Block, Held, fetch, metadata_of, release
+from invfunc.recomputation.straight_learning import learn, looked
 
 
 class HookedBlock(Block):
@@ -111,6 +112,14 @@ class HookedBlock(Block):
         back = self._call.inverse(sources, rest)
         return back, tree.tensors(self._call.run(xs, rest, None, compare=False))
 
+    def learn(self, xs: Tensors, rest: Tensors) -> None:
+        """Note what the call is like, where it was seen to do nothing but to compute."""
+        saved = [(s.shape, s.dtype) for s in self._like.values()]
+        if all(len(m.like) > 0 and m.like[0] is not None and None not in m.places[1:] for m in self._call.moments):
+            needs = [self._shared_needs[i][0] for i in range(len(self._call.moments))]
+            evaluations = [(m.like[0], need) for m, need in zip(self._call.moments, needs, strict=True)]
+            learn(self._call, xs, rest, saved, list(self._like), evaluations, self.dtypes())
+
     def _arguments(self) -> list[torch.Tensor]:
         """The further arguments of f, as leaves that need the gradients that they needed."""
         return _as_then([held.get().detach() for held in self._rest], self._needs[self._count :])
@@ -124,15 +133,13 @@ class HookedBlock(Block):
         return found.get(self._call)
 
     def forget(self) -> None:
-        """Let go of what was computed again."""
         self._saved = {}
 
     def _rebuild(self) -> dict[Key, Found]:
         if not self._ys:
             raise ReplayError("the function differentiates within itself by torch.autograd; let it use torch.func.")
         for block in self.behind():
-            if isinstance(block, HookedBlock):
-                block.forget()  # autograd is done with it
+            block.forget()  # autograd is done with it
         rest = self._arguments()
         with plainly(), self._call.named():
             xs = self.xs()
@@ -274,12 +281,14 @@ def _unpack(packed: tuple[HookedBlock, Key]) -> torch.Tensor:
 
 def hooked(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tensor]]:
     """The result of a call whose graph saves nothing, and its tensors."""
-    block = HookedBlock(call, xs, rest)
+    block, look = HookedBlock(call, xs, rest), looked(call)
     with saved_tensors_hooks(block.pack, _unpack):
         block.origins.begin((*xs, *rest))
-        y = call.first(xs, rest, closed=False, evaluate=block.evaluate, origins=block.origins)
+        y = call.first(xs, rest, closed=False, evaluate=block.evaluate, origins=block.origins, look=look)
     block.origins = block.origins.again()  # how single tensors came about is not kept
     ys = call.flat(y)
     if any(t.requires_grad for t in ys):
         block.connect(xs, ys, [metadata_of(t) for t in ys])
+        if look is not None and look.harmless:
+            block.learn(xs, rest)
     return y, ys

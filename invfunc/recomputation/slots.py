@@ -239,6 +239,9 @@ class Block(ABC):
         apart, error = (largest(Probe(a, sums=True).errors(b)) for a, b in ((xs, again), (sources[: len(ys)], ys)))
         return Evidence(finite(sources), float(apart), float(error))
 
+    def forget(self) -> None:
+        """Let go of what was computed again."""
+
     @abstractmethod
     def names(self) -> list[str]:
         """The tensors of x."""
