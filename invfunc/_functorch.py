@@ -19,7 +19,6 @@ from torch.overrides import _get_current_function_mode_stack, handle_torch_funct
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch has no public name for it
 from torch.utils._python_dispatch import _disable_current_modes
 
-
 _AS_IT_IS = nullcontext()
 
 
@@ -209,8 +208,9 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def undisturbed() -> bool:
-    """Whether nothing is around us that looks at operations or changes what they do, and gradients are taken."""
-    if _C.peek_interpreter_stack() is not None or torch._C._len_torch_function_stack() or dispatched():
+    """Whether nothing is around us that looks at operations or changes what they do, but for transforms of torch.func,
+    and gradients are taken."""
+    if torch._C._len_torch_function_stack() or dispatched():
         return False
     if torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0 or saving_hooks() is not None:
         return False
@@ -226,6 +226,48 @@ def without_autocast() -> AbstractContextManager:
         if torch.amp.is_autocast_available(kind):
             found.enter_context(torch.autocast(kind, enabled=False))
     return found
+
+
+def only_level() -> int | None:
+    """The level of the only transform of torch.func around us, if that differentiates backwards; 0 without any."""
+    stack = _C.get_interpreter_stack() or ()
+    if len(stack) == 0:
+        return 0
+    return stack[0].level() if len(stack) == 1 and stack[0].key() == _C.TransformType.Grad else None
+
+
+class LevelFunction(torch.autograd.function._SingleLevelFunction):
+    """An autograd.Function at a level of torch.func alone, which unwraps and wraps its tensors by itself."""
+
+    @classmethod
+    def at_level(cls, *args: Any) -> Any:
+        """Apply it."""
+        before = _C.get_single_level_autograd_function_allowed()
+        _C.set_single_level_autograd_function_allowed(True)
+        try:
+            return cls.apply(*args)
+        finally:
+            _C.set_single_level_autograd_function_allowed(before)
+
+
+def gradients(
+    outputs: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Gradients:
+    """`torch.autograd.grad` of plain tensors, whose gradients have their shapes, without a look at all of that."""
+    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+    options = {"allow_unreachable": True, "accumulate_grad": False}
+    return engine.run_backward(tuple(outputs), tuple(of_outputs), False, False, tuple(inputs), **options)
+
+
+def bare_at(x: torch.Tensor, level: int) -> torch.Tensor | None:
+    """The tensor that one of a level wraps, or itself, if it is plain and needs no gradient; None of any other."""
+    inner = _C._unwrap_for_grad(x, level)
+    return None if _C.is_functorch_wrapped_tensor(inner) or inner.requires_grad else inner
+
+
+def wrapped_at(x: torch.Tensor, level: int) -> torch.Tensor:
+    """A plain tensor as one of a level that differentiates backwards."""
+    return _C._wrap_for_grad(x, level)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._functorch import dual, levels, saving_hooks, under
+from invfunc._functorch import dual, levels, saving_hooks, transforming, under
 from invfunc._scripted import Interpreted
 from invfunc.callables import check_callable, describe
 from invfunc.errors import (
@@ -33,6 +33,7 @@ from invfunc.recomputation.report import Known, Report, unbatched, way
 from invfunc.recomputation.rounding import default_tolerance, relative_error
 from invfunc.recomputation.sparse import any_sparse, separate
 from invfunc.recomputation.straight_hooks import straight_hooked
+from invfunc.recomputation.straight_nodes import straight_noded
 from invfunc.recomputation.watch import Watch
 from invfunc.recording.trace import Trace
 from invfunc.transform import told
@@ -276,10 +277,13 @@ class Checkpointed(Value):
         if known.calls <= _WATCHED:
             return None
         leaves, structure = tree.flatten((x, args, kwargs))
-        template = known.straight.find(self.pair, self.options, leaves, structure)
+        node = transforming()
+        template = known.straight.find(self.pair, (*self.options, node), leaves, structure)
         if template is None:
             return None
         report = Report(self, way(self.check), None, known)
+        if node:
+            return straight_noded(self.pair, template, known.straight, report, leaves)
         return straight_hooked(self.pair, template, known.straight, report, leaves, (x, args, kwargs))
 
     def _kept(self, number: int) -> tuple[int, ...]:

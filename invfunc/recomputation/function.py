@@ -29,8 +29,13 @@ from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.maps import BatchedRun, Map, Run, batched, pulled, unbatched, unwound
 from invfunc.recomputation.slots import Block, Held, fetch
+from invfunc.recomputation.straight_learning import learn, looked
 
 Gradients = Sequence[torch.Tensor | None]
+NOT_TWICE = (
+    "the gradient of an invertible block is differentiated within the transform of torch.func that it was made in, by "
+    "torch.autograd.grad. Use torch.func.grad for the first derivative too."
+)
 
 
 class Op(ABC):
@@ -102,10 +107,14 @@ class LevelBlock(Block):
         self._run = run
         self._rest = [Held(t) for t in rest]
 
+    def arguments(self) -> list[torch.Tensor]:
+        """The further arguments, as they were."""
+        return [held.get().detach() for held in self._rest]
+
     def invert(self) -> None:
         sources = fetch(self.sources)
         with torch.enable_grad(), self._run.call.named():
-            rest = [held.get().detach() for held in self._rest]
+            rest = self.arguments()
             with leaf_level() as (_, _, leave):  # as it was evaluated; a pullback may have left that of its transform
                 xs = [leave(x) for x in self._run.inverse(sources, rest, None)]
                 if self._run.call.reads_outside:
@@ -119,7 +128,7 @@ class LevelBlock(Block):
         return [*self._run.call.dtypes(), *(held.get().dtype for held in self._rest)]
 
     def once_more(self, sources: Tensors, xs: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        rest = [held.get().detach() for held in self._rest]
+        rest = self.arguments()
         return self._run.inverse(sources, rest, None), self._run.forward(xs, rest, compare=False)
 
 
@@ -251,10 +260,7 @@ class Step(Op):
 
     def backward(self, ctx: Any, gradients: Gradients) -> Gradients:
         if ctx.left_out:
-            raise ReplayError(
-                "the gradient of an invertible block is differentiated within the transform of torch.func that it "
-                "was made in, by torch.autograd.grad. Use torch.func.grad for the first derivative too."
-            )
+            raise ReplayError(NOT_TWICE)
         needs = ctx.needs_input_grad[1:]
         needs = [*needs[: self._n_xs], *needs[self._n_xs + self._n_sources :]]
         wanted = [i for i, need in enumerate(needs) if need]
@@ -297,6 +303,9 @@ def derivative(
 
 def noded(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tensor]]:
     """The result of a call whose graph at every level of torch.func is one node, and its tensors."""
-    outputs = Node.apply(Forward(Run(call), len(xs)), *xs, *rest)
+    look = looked(call, node=True)
+    outputs = Node.apply(Forward(Run(call, look), len(xs)), *xs, *rest)
     ys = list(outputs[: len(outputs) - len(xs)])
+    if look is not None and look.harmless:
+        learn(call, xs, rest, [], [], [[False]] * len(call.moments), [], node=True)
     return call.joined(ys), ys

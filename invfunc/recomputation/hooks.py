@@ -115,10 +115,8 @@ class HookedBlock(Block):
     def learn(self, xs: Tensors, rest: Tensors) -> None:
         """Note what the call is like, where it was seen to do nothing but to compute."""
         saved = [(s.shape, s.dtype) for s in self._like.values()]
-        if all(len(m.like) > 0 and m.like[0] is not None and None not in m.places[1:] for m in self._call.moments):
-            needs = [self._shared_needs[i][0] for i in range(len(self._call.moments))]
-            evaluations = [(m.like[0], need) for m, need in zip(self._call.moments, needs, strict=True)]
-            learn(self._call, xs, rest, saved, list(self._like), evaluations, self.dtypes())
+        needs = [self._shared_needs[i] for i in range(len(self._call.moments))]
+        learn(self._call, xs, rest, saved, list(self._like), needs, self.dtypes())
 
     def _arguments(self) -> list[torch.Tensor]:
         """The further arguments of f, as leaves that need the gradients that they needed."""

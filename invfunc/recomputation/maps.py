@@ -17,6 +17,7 @@ from invfunc._values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.operations.heard import Function, Listener
 from invfunc.recomputation.call import Call, Evaluate, Tensors
+from invfunc.recomputation.purity import Look
 from invfunc.recomputation.shared import Evaluation
 from invfunc.recomputation.sparse import is_sparse
 
@@ -26,12 +27,12 @@ Map = Callable[[Tensors], list[torch.Tensor]]
 class Run:
     """A call, as functions of flat lists of tensors."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, call: Call, look: Look | None = None) -> None:
+        self.call, self._look = call, look
 
     def first(self, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
         """The tensors of y, for the first time."""
-        return self.call.flat(self.call.first(xs, rest, closed=True))
+        return self.call.flat(self.call.first(xs, rest, closed=True, look=self._look))
 
     def forward(
         self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True, exact: bool = False
@@ -101,7 +102,7 @@ def pulled(fn: Map, number: int, wanted: Sequence[int], given: Sequence[int], id
         create_graph = torch.is_grad_enabled()
         with _differentiating(create_graph, tensors) as (tensors, level):
             inputs, gs = tensors[:number], tensors[number:]
-            return _pulled_back(fn, inputs, gs, (wanted, given, idle), level, partial(_gradients, create_graph))
+            return pulled_back(fn, inputs, gs, (wanted, given, idle), level, partial(_gradients, create_graph))
 
     return slope
 
@@ -125,20 +126,20 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
         create_graph = torch.is_grad_enabled()
         with _differentiating(create_graph, tensors) as (tensors, level):
             sources, rest = tensors[:n_sources], tensors[n_sources : n_sources + n_rest]
-            constant = _among([t for i, t in enumerate(rest, n_xs) if i not in wanted])
-            shared, leave = _Shared(level, constant, create_graph), level[2]
+            constant = among([t for i, t in enumerate(rest, n_xs) if i not in wanted])
+            shared, leave = Shared(level, constant, create_graph), level[2]
             xs = [leave(x) for x in run.inverse(sources, rest, shared.evaluate)]
             inputs, gs = [*xs, *rest], tensors[n_sources + n_rest :]
 
             def forward(tensors: Tensors) -> list[torch.Tensor]:
                 return run.forward(tensors[:n_xs], tensors[n_xs:], shared.recall)
 
-            return xs + _pulled_back(forward, inputs, gs, (wanted, given, idle), level, shared.gradients)
+            return xs + pulled_back(forward, inputs, gs, (wanted, given, idle), level, shared.gradients)
 
     return step
 
 
-def _pulled_back(
+def pulled_back(
     fn: Map,
     tensors: Tensors,
     gs: Tensors,
@@ -158,7 +159,7 @@ def _pulled_back(
     return [leave(torch.zeros_like(tensors[i]) if g is None else g) for i, g in zip(wanted, found, strict=True)]
 
 
-class _Shared:
+class Shared:
     """Shared functions as the inverse evaluates them: forward is given their results, and its gradients go through
     their graphs.
 
@@ -267,7 +268,7 @@ def _for_each(tensor: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
     return tensor if zero is None or vmaps_of(tensor) >= vmaps_of(zero) else tensor + zero
 
 
-def _among(tensors: Tensors) -> Callable[[torch.Tensor], bool]:
+def among(tensors: Tensors) -> Callable[[torch.Tensor], bool]:
     """Whether a tensor is one of these, or its entry of a batch."""
     ids = set(map(id, tensors))
 

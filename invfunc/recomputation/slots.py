@@ -140,8 +140,15 @@ class Block(ABC):
         self._taken: set[int] = set()
         self._ys: list[Slot] = []
 
-    def connect(self, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor], metadata: Sequence[dict | None]) -> None:
-        """Take the slots of x over, and give out those of y by the metadata of the nodes they come from."""
+    def connect(
+        self,
+        xs: Sequence[torch.Tensor],
+        ys: Sequence[torch.Tensor],
+        metadata: Sequence[dict | None],
+        values: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Take the slots of x over, and give out those of y by the metadata of the nodes they come from; `values` are
+        those of x without the wrappers of torch.func, where they are at hand."""
         for output, (y, of_node) in enumerate(zip(ys, metadata, strict=True)):
             slot = slot_of(y) or Slot(y)
             self._ys.append(slot)
@@ -151,7 +158,7 @@ class Block(ABC):
             if len(self.kept) < len(xs):
                 slot.hold(y)
         if self.report.check != "off" and len(self.kept) < len(xs):
-            self._probe = Probe(xs, without=self.kept, sums=True)
+            self._probe = Probe(values or xs, without=self.kept, sums=True)
         produced = [slot_of(x) for x in xs]
         if None in produced and any(produced):
             beside = [slot for x in xs if (block := _block_of(x)) is not None for slot in block._ys]

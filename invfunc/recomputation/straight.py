@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import undisturbed
+from invfunc._functorch import only_level, undisturbed
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.origins import Key
@@ -100,6 +100,12 @@ def is_simple(structure: Any) -> bool:
     return type(structure) is tuple and structure[0] in (tuple, list, dict) and all(map(is_simple, structure[2]))
 
 
+def _fits_around(node: bool) -> bool:
+    """Whether hooks, or a node, are all that a call takes."""
+    level = only_level()
+    return level is not None and (level > 0) is node and undisturbed()
+
+
 class Straight:
     """What is known of the calls of a block."""
 
@@ -115,7 +121,7 @@ class Straight:
     def find(self, pair: Invertible, options: tuple, leaves: list[Any], structure: Any) -> Template | None:
         """The template of a call that need not be watched."""
         purity = self._purity
-        if not self._templates or purity is None or self._pair is not pair or not undisturbed():
+        if not self._templates or purity is None or self._pair is not pair or not _fits_around(options[-1]):
             return None
         if not purity.unchanged():
             self._purity, self._templates = None, []
@@ -129,9 +135,9 @@ class Straight:
         """Whether the functions still are what they were."""
         return self._purity is not None and self._purity.unchanged()
 
-    def begins(self, pair: Invertible) -> Look | None:
+    def begins(self, pair: Invertible, node: bool) -> Look | None:
         """A look at a call that is watched, where more is to be found out of it."""
-        if pair.hidden or (self._pair is not None and self._pair is not pair) or not undisturbed():
+        if pair.hidden or (self._pair is not None and self._pair is not pair) or not _fits_around(node):
             return None
         if self._purity is not None and not self._purity.unchanged():
             self._purity, self._templates = None, []
