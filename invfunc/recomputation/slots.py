@@ -22,7 +22,7 @@ from typing import cast
 
 import torch
 
-from invfunc._functorch import saving_hooks, version
+from invfunc._functorch import plainly, saving_hooks, version
 from invfunc.errors import ModifiedError
 from invfunc.recomputation.probe import Probe
 from invfunc.recomputation.report import Evidence, Report
@@ -158,7 +158,8 @@ class Block(ABC):
             if len(self.kept) < len(xs):
                 slot.hold(y)
         if self.report.check != "off" and len(self.kept) < len(xs):
-            self._probe = Probe(values or xs, without=self.kept, sums=True)
+            with nullcontext() if values is None else plainly():
+                self._probe = Probe(values or xs, without=self.kept, sums=True)
         produced = [slot_of(x) for x in xs]
         if None in produced and any(produced):
             beside = [slot for x in xs if (block := _block_of(x)) is not None for slot in block._ys]
