@@ -213,8 +213,8 @@ PROBED, PROBED_SAVED = 64, 8
 """Entries up to which all of x, and of what autograd saves, are compared; of a larger tensor, so many."""
 
 MERGED = 2**14
-"""Entries of y from which on a coupling inside of torch.func evaluates its shared functions once for the inverse and the
-gradient, which takes four further gradients of small graphs; else twice."""
+"""Entries of y from which on a coupling inside of torch.func evaluates its functions once for inverse and gradient,
+which takes four more gradients of small graphs; else twice."""
 
 AT_ONCE = ("cpu",)
 """Devices where reading a number makes nobody wait: elsewhere it is looked at after the backward pass."""

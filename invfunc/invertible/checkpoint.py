@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._functorch import dual, levels, saving_hooks, transforming, under
+from invfunc._functorch import dual, levels, saving_hooks, under
 from invfunc._scripted import Interpreted
 from invfunc.callables import check_callable, describe
 from invfunc.errors import (
@@ -32,8 +32,7 @@ from invfunc.recomputation.containers import Containers
 from invfunc.recomputation.report import Known, Report, unbatched, way
 from invfunc.recomputation.rounding import default_tolerance, relative_error
 from invfunc.recomputation.sparse import any_sparse, separate
-from invfunc.recomputation.straight_hooks import straight_hooked
-from invfunc.recomputation.straight_nodes import straight_noded
+from invfunc.recomputation.straight_calls import unwatched
 from invfunc.recomputation.watch import Watch
 from invfunc.recording.trace import Trace
 from invfunc.transform import told
@@ -156,8 +155,6 @@ def invertible_checkpoint(
 
 
 _DEFAULTS = {"keep": False, "preserve_rng_state": True, "check": "warn", "min_bytes": 0, "has_aux": False}
-_WATCHED = 4
-"""How many calls are watched at least."""
 _WAYS = "warn", "error", "off"
 _CHECKS = '"warn", "error", "off", True (compare all) or the error that is tolerated'
 
@@ -244,7 +241,7 @@ class Checkpointed(Value):
         if composition is not None:
             pair = composition.keeping(self.keep) if self.keep else self.pair
             return pair.forward(x, *args, **kwargs)
-        if (found := self._straight(x, args, kwargs)) is not None:
+        if (found := unwatched(self, self._known, x, args, kwargs)) is not None:
             return found[0]
         xs, x_form = tree.separate(x)
         rest, rest_form = separate((args, kwargs))
@@ -270,21 +267,6 @@ class Checkpointed(Value):
     def options(self) -> tuple:
         """What it was made with, beside its pair."""
         return self.keep, self.preserve_rng_state, self.check, self.min_bytes
-
-    def _straight(self, x: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any] | None:
-        """The result of a call that need not be watched, in a tuple; None for all others."""
-        known = self._known
-        if known.calls <= _WATCHED:
-            return None
-        leaves, structure = tree.flatten((x, args, kwargs))
-        node = transforming()
-        template = known.straight.find(self.pair, (*self.options, node), leaves, structure)
-        if template is None:
-            return None
-        report = Report(self, way(self.check), None, known)
-        if node:
-            return straight_noded(self.pair, template, known.straight, report, leaves)
-        return straight_hooked(self.pair, template, known.straight, report, leaves, (x, args, kwargs))
 
     def _kept(self, number: int) -> tuple[int, ...]:
         """Which of so many tensors of x are kept."""

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import alive, each_of_batch, leaf_level, level_of, levels
+from invfunc._functorch import alive, leaf_level, level_of, levels
+from invfunc._levels import each_of_batch
 from invfunc._signed import signed
 from invfunc._values import differentiable
 from invfunc.errors import ReplayError
@@ -303,8 +304,8 @@ def derivative(
 
 def noded(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tensor]]:
     """The result of a call whose graph at every level of torch.func is one node, and its tensors."""
-    look = looked(call, node=True)
-    outputs = Node.apply(Forward(Run(call, look), len(xs)), *xs, *rest)
+    call.look = look = looked(call, node=True)
+    outputs = Node.apply(Forward(Run(call), len(xs)), *xs, *rest)
     ys = list(outputs[: len(outputs) - len(xs)])
     if look is not None and look.harmless:
         learn(call, xs, rest, [], [], [[False]] * len(call.moments), [], node=True)

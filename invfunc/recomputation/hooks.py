@@ -279,10 +279,11 @@ def _unpack(packed: tuple[HookedBlock, Key]) -> torch.Tensor:
 
 def hooked(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tensor]]:
     """The result of a call whose graph saves nothing, and its tensors."""
-    block, look = HookedBlock(call, xs, rest), looked(call)
+    block = HookedBlock(call, xs, rest)
+    call.look = look = looked(call)
     with saved_tensors_hooks(block.pack, _unpack):
         block.origins.begin((*xs, *rest))
-        y = call.first(xs, rest, closed=False, evaluate=block.evaluate, origins=block.origins, look=look)
+        y = call.first(xs, rest, closed=False, evaluate=block.evaluate, origins=block.origins)
     block.origins = block.origins.again()  # how single tensors came about is not kept
     ys = call.flat(y)
     if any(t.requires_grad for t in ys):

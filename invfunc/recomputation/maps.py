@@ -17,7 +17,6 @@ from invfunc._values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.operations.heard import Function, Listener
 from invfunc.recomputation.call import Call, Evaluate, Tensors
-from invfunc.recomputation.purity import Look
 from invfunc.recomputation.shared import Evaluation
 from invfunc.recomputation.sparse import is_sparse
 
@@ -27,12 +26,12 @@ Map = Callable[[Tensors], list[torch.Tensor]]
 class Run:
     """A call, as functions of flat lists of tensors."""
 
-    def __init__(self, call: Call, look: Look | None = None) -> None:
-        self.call, self._look = call, look
+    def __init__(self, call: Call) -> None:
+        self.call = call
 
     def first(self, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
         """The tensors of y, for the first time."""
-        return self.call.flat(self.call.first(xs, rest, closed=True, look=self._look))
+        return self.call.flat(self.call.first(xs, rest, closed=True))
 
     def forward(
         self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True, exact: bool = False

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import batch_first, dispatched, is_zero, plainly, transforming, unwatched, unwrapped, watching
+from invfunc._functorch import batch_first, dispatched, is_zero, plainly, transforming, unwatched, unwrapped
+from invfunc._levels import watching
 from invfunc.recomputation.rounding import Error, known_at_once, largest, mean_size, precision
 from invfunc.recomputation.sums import Sum
 
@@ -44,9 +45,8 @@ class Probe:
         if dispatched():
             return [None] * len(tensors)
         how = self._most, self._turn, self._sums, sized
-        if len(tensors) and all(map(_is_ordinary, tensors)):
-            without = self._without
-            return [None if i in without else _look_at_once(t, *how) for i, t in enumerate(tensors)]
+        if all(map(_is_ordinary, tensors)):
+            return [None if i in self._without else _look_at_once(t, *how) for i, t in enumerate(tensors)]
         with unwatched(), plainly() if transforming() else nullcontext():
             return [None if i in self._without else _look(t, *how) for i, t in enumerate(tensors)]
 
@@ -63,6 +63,12 @@ class Probe:
         """The mean size of the entries, which errors are relative to."""
         numbers = [a for look in self._then if look for a in torch.as_tensor(look.entries).tolist()]
         return mean_size(torch.tensor(numbers, dtype=torch.float64)) or 1.0
+
+
+def probed(xs: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None, without: Sequence[int]) -> Probe:
+    """That of x, whose `values` may be at hand without the wrappers of the transforms of torch.func around us."""
+    with nullcontext() if values is None else plainly():
+        return Probe(values or xs, without=without, sums=True)
 
 
 class Look(NamedTuple):
@@ -149,7 +155,12 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether a tensor is as most are: what takes the others a while is nothing to look for in it."""
     if type(tensor) is not torch.Tensor or tensor.dtype not in _ORDINARY_DTYPES or unwrapped(tensor) is not None:
         return False
-    strided = known_at_once(tensor.device) and tensor.layout is torch.strided and tensor.is_contiguous() and not is_zero(tensor)
+    strided = (
+        known_at_once(tensor.device)
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not is_zero(tensor)
+    )
     return strided and tensor.numel() > 0 and not watching()
 
 

@@ -1,10 +1,10 @@
 """Functions whose code shows that they compute with torch and do nothing else, so that they need not be watched.
 
-The values in such a function are its arguments (tensors, numbers, tuples, lists and dicts of them), constants, functions
-of torch and further such functions, whatever they are passed through; it writes no attribute, item or global name, and
-calls nothing that could. What it does at arguments of one form is then the same each time, unless a tensor's numbers
-decide it, which is seen in a call that is watched (`Look`). All else (tensors, modules and containers that it closes
-over, methods of other objects, `with`, `try`, `import`) is not shown, and such a function is watched in every call.
+The values in such a function are its arguments (tensors, numbers, tuples, lists and dicts of them), constants,
+functions of torch and further such functions, whatever they are passed through; it writes no attribute, item or global
+name, and calls nothing that could. What it does at arguments of one form is then the same each time, unless a tensor's
+numbers decide it, which is seen in a call that is watched (`Look`). All else (tensors, modules and containers that it
+closes over, methods of other objects, `with`, `try`, `import`) is not shown: that is watched in every call.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dis
 import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -34,11 +35,11 @@ _STEPS = frozenset(
     "LOAD_CONST LOAD_FAST STORE_FAST DELETE_FAST LOAD_GLOBAL LOAD_ATTR LOAD_METHOD LOAD_DEREF LOAD_CLOSURE MAKE_CELL "
     "COPY_FREE_VARS MAKE_FUNCTION BUILD_TUPLE BUILD_LIST BUILD_MAP BUILD_CONST_KEY_MAP BUILD_SLICE BUILD_STRING "
     "FORMAT_VALUE LIST_EXTEND LIST_APPEND LIST_TO_TUPLE DICT_MERGE DICT_UPDATE MAP_ADD UNPACK_SEQUENCE UNPACK_EX "
-    "BINARY_OP BINARY_SUBSCR UNARY_NEGATIVE UNARY_POSITIVE UNARY_INVERT UNARY_NOT COMPARE_OP CONTAINS_OP IS_OP GET_ITER "
-    "GET_LEN FOR_ITER JUMP_FORWARD JUMP_BACKWARD JUMP_IF_FALSE_OR_POP JUMP_IF_TRUE_OR_POP POP_JUMP_FORWARD_IF_FALSE "
-    "POP_JUMP_FORWARD_IF_TRUE POP_JUMP_FORWARD_IF_NONE POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_BACKWARD_IF_FALSE "
-    "POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_BACKWARD_IF_NONE POP_JUMP_BACKWARD_IF_NOT_NONE LOAD_ASSERTION_ERROR "
-    "RAISE_VARARGS RETURN_GENERATOR YIELD_VALUE RETURN_VALUE".split()
+    "BINARY_OP BINARY_SUBSCR UNARY_NEGATIVE UNARY_POSITIVE UNARY_INVERT UNARY_NOT COMPARE_OP CONTAINS_OP IS_OP "
+    "GET_ITER GET_LEN FOR_ITER JUMP_FORWARD JUMP_BACKWARD JUMP_IF_FALSE_OR_POP JUMP_IF_TRUE_OR_POP "
+    "POP_JUMP_FORWARD_IF_FALSE POP_JUMP_FORWARD_IF_TRUE POP_JUMP_FORWARD_IF_NONE POP_JUMP_FORWARD_IF_NOT_NONE "
+    "POP_JUMP_BACKWARD_IF_FALSE POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_BACKWARD_IF_NONE POP_JUMP_BACKWARD_IF_NOT_NONE "
+    "LOAD_ASSERTION_ERROR RAISE_VARARGS RETURN_GENERATOR YIELD_VALUE RETURN_VALUE".split()
 )
 """What the code of such a function may consist of, in the words of Python 3.11; another word is not shown."""
 _BUILT_IN = frozenset(
@@ -218,9 +219,9 @@ class Look:
         self.seen = False
         """Whether there was a call to look at."""
 
-    def ended(self) -> None:
-        """There is something that need not be looked at more closely."""
-        self.harmless = False
+    def ends(self, harmless: bool = True) -> None:
+        """The call has ended, or there is something in it that has to be watched."""
+        self.seen, self.harmless = True, self.harmless and harmless
 
     def hears(self, function: Function, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Look at a call."""
@@ -233,9 +234,12 @@ class Look:
             self.harmless = known and gives and not (other or writes or function.draws(args, kwargs))
 
 
-class Looking(Listener):
-    """A context in which a look is taken."""
+def looking(look: Look | None) -> AbstractContextManager:
+    """A context in which a look is taken, if it is one."""
+    return nullcontext() if look is None else _Looking(look)
 
+
+class _Looking(Listener):
     def __init__(self, look: Look) -> None:
         super().__init__()
         self._look = look

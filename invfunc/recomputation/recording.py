@@ -154,6 +154,7 @@ class Recording:
 
 
 def never(packed: None) -> torch.Tensor:
+    """The hook of what is not asked for."""
     raise AssertionError("this graph is never run backwards")
 
 

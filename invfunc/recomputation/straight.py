@@ -1,9 +1,9 @@
 """Calls that need not be watched: of functions that compute and do nothing else, at arguments of a known form.
 
-A function that is shown to (`purity`), and that was seen to in watched calls, forwards and backwards, does the very same
-operations at further arguments of the same form: it has no other branch to take, nothing to read that may have changed,
-nothing to write or to draw. What it closes over is compared in each call, and in each backward pass; so are the forms of
-all tensors, and those of what autograd saves. Everything else that is different takes the watched way again.
+A function that is shown to (`purity`), and that was seen to in watched calls, forwards and backwards, does the very
+same operations at further arguments of the same form: it has no other branch to take, nothing to read that may have
+changed, nothing to write or to draw. What it closes over is compared in each call, and in each backward pass; so are
+the forms of all tensors, and those of what autograd saves. Whatever else is different takes the watched way again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import only_level, undisturbed
+from invfunc._levels import only_level, undisturbed
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.origins import Key

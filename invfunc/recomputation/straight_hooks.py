@@ -6,23 +6,23 @@ saves, in both evaluations, that what the functions close over is what it was, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import plainly, without_autocast
-from invfunc.errors import InvFuncError, ModifiedError, ReplayError
+from invfunc._functorch import plainly, version
+from invfunc._levels import versions, without_autocast
+from invfunc.errors import ModifiedError, ReplayError
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.origins import OUTSIDE
 from invfunc.recomputation.recording import never
 from invfunc.recomputation.report import CHANGES, Report
+from invfunc.recomputation.shared import naming
 from invfunc.recomputation.slots import Block, fetch, metadata_of, release
 from invfunc.recomputation.straight import Straight, Template
-from invfunc.transform import told
 
 Saves = list[torch.Tensor]
 
@@ -38,10 +38,9 @@ class StraightBlock(Block):
         forms = template.forms[template.count :]
         self._rest = [t.detach().requires_grad_(form[3]) for t, form in zip(rest, forms, strict=True)]
         """As leaves that need the gradients that the arguments need."""
-        self._versions = [t._version for t in rest]
+        self._versions = versions(rest)
         self.count, self.odd = 0, False
         """How many tensors are saved, and whether one is not what it was in the watched call."""
-        self._found: list[torch.Tensor | None] = []
         self._written: list[int] = []
 
     def pack(self, tensor: torch.Tensor) -> int:
@@ -61,19 +60,16 @@ class StraightBlock(Block):
             found = self._found[n]
             assert found is not None
         self._found[n] = None
-        if found._version != self._written[n]:
-            with self._named():
+        if version(found) != self._written[n]:
+            with naming(self._pair):
                 raise ModifiedError(
                     f"a tensor of shape {list(found.shape)} that is needed for the gradient of the function has been "
                     "modified by an inplace operation since. Write y = y + z in place of y += z."
                 )
         return found
 
-    def forget(self) -> None:
-        self._found = []
-
     def invert(self) -> None:
-        with plainly(), torch.no_grad(), self._named(), without_autocast():
+        with plainly(), torch.no_grad(), naming(self._pair), without_autocast():
             self._checked()
             xs = self._inverse(self._pair.shared, self._given())
             self.give_back_and_tell(xs)
@@ -95,7 +91,7 @@ class StraightBlock(Block):
 
     def _checked(self) -> None:
         """All that the call reads is what it was."""
-        if [t._version for t in self._rest] != self._versions:
+        if versions(self._rest) != self._versions:
             raise ModifiedError(
                 "a tensor that is needed for a gradient, a further argument of an invertible block, has been modified "
                 "by an inplace operation. Write y = y + z in place of y += z."
@@ -125,7 +121,7 @@ class StraightBlock(Block):
             raise ReplayError("the function differentiates within itself by torch.autograd; let it use torch.func.")
         for block in self.behind():
             block.forget()  # autograd is done with it
-        with plainly(), self._named(), without_autocast():
+        with plainly(), naming(self._pair), without_autocast():
             self._checked()
             given, tell = self._given(), None
             xs, found = self.xs(), None
@@ -143,7 +139,7 @@ class StraightBlock(Block):
                 )
             if tell is not None:
                 tell()
-        self._found, self._written = list(found), [t._version for t in found]
+        self._found, self._written = list(found), versions(found)
         release(self._ys)
 
     def _recorded(self, xs: Sequence[torch.Tensor], given: tuple[tuple, dict[str, Any]]) -> Saves:
@@ -171,7 +167,7 @@ class StraightBlock(Block):
                 parts[at] = []
                 with torch.enable_grad(), _into(parts[at]):
                     output = outputs[at] = fn(state, *args, **kwargs)
-                return output.detach() if type(output) is torch.Tensor else tree.map_tensors(torch.Tensor.detach, output)
+                return tree.map_tensors(torch.Tensor.detach, output)
 
             return evaluated
 
@@ -198,14 +194,6 @@ class StraightBlock(Block):
         with torch.enable_grad(), _into(found):
             self._pair.forward(*[known] * len(self._pair.shared), self._template.x.join(xs), *args, **kwargs)
         return found
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """A context in which errors name the call."""
-        try:
-            yield
-        except InvFuncError as error:
-            raise told(error, f"invertible_checkpoint({self._pair!r}), in the backward pass") from error.__cause__
 
 
 def _into(found: Saves) -> saved_tensors_hooks:

@@ -45,7 +45,7 @@ def learn(
         node: whether it is one of a node, not by hooks.
     """
     straight, options = call.report.known.straight, (*call.report.block.options, node)
-    x, further, y, like = call.forms
+    x, further, y, like = call.forms()
     leaves, structure = tree.flatten((x.join(xs), *further.join(rest)))
     forms = [form_of(t) for t in (*xs, *rest)]
     others = [(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]

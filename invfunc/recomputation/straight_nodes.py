@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._functorch import LevelFunction, bare_at, gradients, innermost, only_level, plainly, wrapped_at
+from invfunc._functorch import innermost, plainly
+from invfunc._levels import LevelFunction, bare_at, gradients, only_level, wrapped_at
 from invfunc._values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.pairs.pair import Invertible
@@ -125,34 +126,41 @@ class StraightForward(Forward):
 
     def step(self, ctx: Any, of: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
         """The gradients of the inputs; None where something else than the `grad` is around."""
-        of_ys, of_ghosts = of[: len(of) - self._count], of[len(of) - self._count :]
-        if only_level() != self.level or any(g is not None for g in of_ghosts):
+        number = len(of) - self._count
+        gs = self._plain([g for g in of[:number] if g is not None])
+        if gs is None or any(g is not None for g in of[number:]):
             return None
-        given = [i for i, g in enumerate(of_ys) if g is not None]
-        gs = [bare_at(g, self.level) for g in of_ys if g is not None]
         needs = ctx.needs_input_grad[1:]
-        wanted, idle = [i for i, need in enumerate(needs) if need], set[int]()
-        block, call = ctx.block, self._run.call
-        plain = [g for g in gs if g is not None]
-        if len(plain) < len(gs):
-            return None
+        given, wanted = (
+            [i for i, there in enumerate(which) if there] for which in ([g is not None for g in of], needs)
+        )
+        idle, block, call = set[int](), ctx.block, self._run.call
         with torch.enable_grad(), call.named():
             rest = block.arguments()
             xs = block.xs()
             sources = [] if xs is not None else _bare(fetch(block.sources))
             with plainly():
                 call.unchanged()
-                asked = wanted, given, idle
-                xs, found = _stepped(self._run, None if xs is None else _bare(xs), sources, rest, plain, asked)
+                xs = None if xs is None else _bare(xs)
+                xs, found = _stepped(self._run, xs, sources, rest, gs, (wanted, given, idle))
                 if sources:
                     block.give_back_and_tell(xs)
-        values = [(i, g) for i, g in zip(wanted, found, strict=True) if i not in idle]
-        if torch.is_grad_enabled() and values:
-            outputs = _Once.at_level(self.level, [g for _, g in values], ctx.saved_tensors[wanted[0]])
-        else:
-            outputs = [wrapped_at(g, self.level) for _, g in values]
-        by_place = {i: output for (i, _), output in zip(values, outputs, strict=True)}
+        values = {i: g for i, g in zip(wanted, found, strict=True) if i not in idle}
+        outputs = self._wrapped(list(values.values()), ctx.saved_tensors[wanted[0]])
+        by_place = dict(zip(values, outputs, strict=True))
         return [by_place.get(i) for i in range(len(needs))]
+
+    def _wrapped(self, gradients: Tensors, of: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Gradients at the level, which are not differentiated there once more."""
+        if torch.is_grad_enabled() and gradients:
+            return _Once.at_level(self.level, gradients, of)
+        return [wrapped_at(g, self.level) for g in gradients]
+
+    def _plain(self, tensors: Tensors) -> list[torch.Tensor] | None:
+        """The tensors without their wrappers, where nothing but the `grad` is around them and us."""
+        found = [bare_at(t, self.level) for t in tensors]
+        plain = [t for t in found if t is not None]
+        return plain if len(plain) == len(tensors) and only_level() == self.level else None
 
 
 class _Straight(LevelFunction):
@@ -215,7 +223,8 @@ def _stepped(
         inputs[i] = _entered(inputs[i])
     ys = run.forward(inputs[:count], inputs[count:])
     ends = [(ys[i], g) for i, g in zip(given, gs, strict=True) if ys[i].requires_grad]
-    found = gradients(*zip(*ends, strict=True), [inputs[i] for i in wanted]) if ends else [None] * len(wanted)
+    leaves = [inputs[i] for i in wanted]
+    found = gradients([y for y, _ in ends], [g for _, g in ends], leaves) if ends else [None] * len(wanted)
     idle.update(i for i, g in zip(wanted, found, strict=True) if g is None)
     return list(xs), [inputs[i] if g is None else g for i, g in zip(wanted, found, strict=True)]
 

@@ -100,7 +100,7 @@ class Watch(Sight):
         self, function: Function, args: tuple, kwargs: dict[str, Any], read: list[torch.Tensor], looks: bool
     ) -> Any:
         """A call that may reach what is outside of the function."""
-        self._look = self._look and self._look.ended()
+        self._look = self._look and self._look.ends(harmless=False)
         if isinstance(function.func, Scripted):
             function.func.look()
         instead = {id(t): s for t in read if (s := self._around.instead(t, self.lifts)) is not None}
