@@ -122,6 +122,10 @@ def loss(g: Callable, *given: Any, number: Any = 2) -> torch.Tensor:
     return torch.stack(x).sin().sum()
 
 
+def total(tensors: Any) -> torch.Tensor:
+    return torch.cat([t.flatten() for t in tensors]).sum()
+
+
 def slope(g, given=None, number=2):
     given = given or leaves()
     return torch.autograd.grad(loss(g, *given, number=number), given)
@@ -190,8 +194,8 @@ class TestGradients:
         for f in (forward_of(PAIRS[name]), g):
             given = leaves()
             first = torch.autograd.grad(loss(f, *given), given, create_graph=True)
-            second = torch.autograd.grad(sum(t.square().sum() for t in first), given, create_graph=True)
-            third = torch.autograd.grad(sum(t.sin().sum() for t in second), given)
+            second = torch.autograd.grad(total([t.square() for t in first]), given, create_graph=True)
+            third = torch.autograd.grad(total([t.sin() for t in second]), given)
             if wanted is None:
                 wanted = (*second, *third)
             else:
@@ -212,7 +216,7 @@ class TestGradients:
                 return grad(lambda given: vmap(value)(given).sum())(many)
             if transform == "jacrev":
                 return jacrev(lambda given: torch.stack(f((given[0], given[1]), given[2:])).sum(-1))((*X, *W))
-            _, pull = vjp(lambda given: torch.stack(f(f((given[0], given[1]), given[2:]), given[2:])), (*X, *W))
+            pull: Any = vjp(lambda given: torch.stack(f(f((given[0], given[1]), given[2:]), given[2:])), (*X, *W))[1]
             cotangent = torch.ones(2, 4, 3, dtype=torch.float64)
             if transform == "pullback":
                 return (*pull(cotangent)[0], *pull(2 * cotangent)[0])
@@ -244,7 +248,7 @@ class TestGradients:
                 held.append(x)
                 y = f(x, (v, w))
                 x = (x[0] + y[0], y[1])
-            return sum(t.sin().sum() for pair in (*held, x) for t in pair)
+            return total([t.sin() for pair in (*held, x) for t in pair])
 
         g = known(PAIRS[name])
         given = leaves()
@@ -413,7 +417,8 @@ def cell_of(value: Any) -> Any:
     def f(x, w):
         return (x @ w).sin() * value
 
-    return f, (f.__closure__ or ())[0]
+    cells: Any = f.__closure__
+    return f, cells[0]
 
 
 class TestLater:
@@ -540,7 +545,7 @@ class TestLater:
 
         pair = additive_coupling(f, net)
         g, w = known(pair), leaves()[2:]
-        w[0].__dict__["mT_"] = 3
+        vars(w[0])["mT_"] = 3
         assert_close(slope(g), slope(pair))
 
     def test_an_argument_that_is_written(self):
@@ -576,7 +581,7 @@ class TestLater:
         g = known(PAIRS["additive"])
         given = leaves()
         y = g((given[0] * 1, given[1] * 1), tuple(given[2:]))
-        out = sum(t.sum() for t in y)
+        out: Any = sum(t.sum() for t in y)
         y[0].detach().mul_(2)
         with pytest.raises(InvFuncError):
             out.backward()
@@ -624,6 +629,7 @@ class TestBlocks:
             assert count() == 0
 
     def test_options(self):
+        options: Any
         for options in ({"check": "off"}, {"check": "error"}, {"keep": True}, {"keep": (0,)}, {"check": True}):
             g = known(PAIRS["additive"], **options)
             assert_close(slope(g), slope(PAIRS["additive"]))
