@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, cast
@@ -18,6 +18,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import _get_current_function_mode_stack, handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch has no public name for it
 from torch.utils._python_dispatch import _disable_current_modes
+
+_AS_IT_IS = nullcontext()
 
 
 def transforming() -> bool:
@@ -59,9 +61,15 @@ def alive(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@contextmanager
-def plainly() -> Iterator[None]:
+def plainly() -> AbstractContextManager:
     """Without the transforms of torch.func around us: what is made here is the same for all entries of a vmap."""
+    around = torch._C._vmapmode_increment_nesting() > 1 or transforming()
+    torch._C._vmapmode_decrement_nesting()
+    return _without_transforms() if around else _AS_IT_IS
+
+
+@contextmanager
+def _without_transforms() -> Iterator[None]:
     older = torch._C._vmapmode_increment_nesting() - 1  # the vmap of `torch.autograd.grad(..., is_grads_batched=True)`
     for _ in range(older + 1):
         torch._C._vmapmode_decrement_nesting()
@@ -71,33 +79,6 @@ def plainly() -> Iterator[None]:
     finally:
         for _ in range(older):
             torch._C._vmapmode_increment_nesting()
-
-
-Gradients = Sequence[torch.Tensor | None]
-
-
-def each_of_batch(fn: Callable[[Gradients], Gradients], tensors: Gradients) -> Gradients:
-    """`fn(tensors)` for each entry of what `torch.autograd.grad(..., is_grads_batched=True)` has batched."""
-    if not any(t is not None and _C.is_legacy_batchedtensor(t) for t in tensors):
-        return fn(tensors)
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    legacy: Any = torch
-    in_front = [None if t is None else legacy._remove_batch_dim(t, level, 1, 0) for t in tensors]
-    size = max(len(t) for t in in_front if t is not None)
-    in_front = [t if t is None or len(t) == size else t.expand(size, *t.shape[1:]) for t in in_front]
-    there: list[bool] = []
-
-    def one(given: list[torch.Tensor]) -> list[torch.Tensor]:
-        entries = iter(given)
-        found = fn([None if t is None else next(entries) for t in tensors])
-        there[:] = [t is not None for t in found]
-        return [t for t in found if t is not None]
-
-    each: Any = torch.vmap(one, randomness="same")
-    with plainly():
-        found = iter(each([t for t in in_front if t is not None]))
-    return [legacy._add_batch_dim(next(found), 0, level) if is_there else None for is_there in there]
 
 
 def innermost(x: torch.Tensor) -> torch.Tensor:

@@ -216,5 +216,9 @@ TIMED = 5
 PROBED, PROBED_SAVED = 64, 8
 """Entries up to which all of x, and of what autograd saves, are compared; of a larger tensor, so many."""
 
+MERGED = 2**16
+"""Entries of y from which on a coupling inside of torch.func evaluates its functions once for inverse and gradient,
+which takes four more gradients of small graphs; else twice. Here both take as long at 2^16, with width 512."""
+
 AT_ONCE = ("cpu",)
 """Devices where reading a number makes nobody wait: elsewhere it is looked at after the backward pass."""

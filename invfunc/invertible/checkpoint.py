@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._functorch import dual, levels, saving_hooks, under
+from invfunc._functorch import levels, saving_hooks, under
 from invfunc._scripted import Interpreted
 from invfunc.callables import check_callable, describe
 from invfunc.errors import (
@@ -28,12 +28,12 @@ from invfunc.pairs.automatic.found import automatic
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.value import Value
 from invfunc.recomputation.call import Call, Tensors
-from invfunc.recomputation.closing import closing_over, hooking
+from invfunc.recomputation.closing import closing_over, hooking, keeps_a_graph
 from invfunc.recomputation.containers import Containers
 from invfunc.recomputation.report import Known, Report, unbatched, way
 from invfunc.recomputation.rounding import default_tolerance, relative_error
 from invfunc.recomputation.sparse import any_sparse, separate
-from invfunc.recomputation.watch import Watch
+from invfunc.recomputation.straight_calls import unwatched
 from invfunc.recording.trace import Trace
 from invfunc.transform import told
 
@@ -126,9 +126,12 @@ def invertible_checkpoint(
     Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time without, or 4/3 for a
     coupling, whose inverse and f share their evaluations. (An f that uses torch.func itself has its first call
     evaluated twice; inside of torch.func, one that closes over what needs a gradient has each of its calls.) To find an
-    inverse, f runs once more without numbers, some 0.1 ms an operation; with autocast at zeros. Per call
-    some tenths of a millisecond, so blocks should not be tiny. The reconstructed x has the rounding errors of the
-    inverse, which grow with the number of blocks (`drift`): there is an `InexactWarning`.
+    inverse, f runs once more without numbers, some 0.1 ms an operation. What f and f_inv read, write and draw is
+    watched, for some tenths of a millisecond a call. From the fifth call on it is not, and the time a third, where
+    their code shows that they only compute with functions of torch, of their arguments and of constants, the calls so
+    far showed it too, forwards and backwards (nothing drawn, written or decided by numbers), and the form of the
+    arguments, the constants and the functions are the same; on CPUs, without autocast, other modes or hooks. The
+    reconstructed x has rounding errors, which grow with the number of blocks (`drift`, `InexactWarning`).
 
     Source: A. Gomez et al., The Reversible Residual Network, 2017; the interfaces of MemCNN and invtorch.
     """
@@ -249,6 +252,8 @@ class Checkpointed(Value):
         if composition is not None:
             pair = composition.keeping(self.keep) if self.keep else self.pair
             return pair.forward(x, *args, **kwargs)
+        if (found := unwatched(self, self._known, x, args, kwargs)) is not None:
+            return found[0]
         xs, x_form = tree.separate(x)
         rest, rest_form = separate((args, kwargs))
         kinds = {kind for kind, _ in levels()}
@@ -269,6 +274,11 @@ class Checkpointed(Value):
             _check(call, xs, ys, rest, tolerance)
         return y
 
+    @property
+    def options(self) -> tuple:
+        """What it was made with, beside its pair."""
+        return self.keep, self.preserve_rng_state, self.check, self.min_bytes
+
     def _kept(self, number: int) -> tuple[int, ...]:
         """Which of so many tensors of x are kept."""
         kept = tuple(range(number)) if self.keep is True else self.keep or ()
@@ -282,7 +292,7 @@ class Checkpointed(Value):
             return True
         if (in_node and self.known.as_it_is) or self._followed_closely(kinds):
             return True
-        return not _keeps_a_graph(kinds, (*xs, *rest))
+        return not keeps_a_graph(kinds, (*xs, *rest))
 
     def _followed_closely(self, kinds: set[str]) -> bool:
         """Whether a statistic looks on that would not see into a node, or writes out for its second derivative what the
@@ -290,15 +300,6 @@ class Checkpointed(Value):
         if under(TwiceDifferentiable) and saving_hooks() is None:
             return True
         return bool(kinds or self.known.needs_a_node) and under(Trace)
-
-
-def _keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:
-    """Whether there is memory to save: somebody may go backwards, and nobody goes forwards."""
-    if not torch.is_grad_enabled() or kinds - {"grad", "vmap"} or dual(*tensors):
-        return False
-    if under(Watch, lambda watch: watch.closed):  # a node, which we are in, has a graph, and none of our own
-        return False
-    return not kinds or "grad" in kinds or any(t.requires_grad for t in tensors)
 
 
 def _tolerance(check: bool | float | str, xs: Tensors) -> float | None:

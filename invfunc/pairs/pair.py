@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -174,6 +174,10 @@ class _Negated(Value):
 @dataclass(frozen=True, eq=False)
 class Law(Value, ABC):
     """The two directions of a pair and its log-determinant, for some options."""
+
+    computes: ClassVar[bool] = False
+    """Whether its directions compute and do nothing else, but for what the functions do that they hold or share, whose
+    first argument is a tensor of the state and whose others are further arguments."""
 
     @abstractmethod
     def forward(self, *given: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
@@ -15,22 +15,22 @@ from invfunc._generators import set_states
 from invfunc._parametrized import keeping_own
 from invfunc._scripted import Interpreted
 from invfunc._uncompiled import Uncompiled
-from invfunc.errors import InverseError, InvFuncError, ReplayError
+from invfunc.errors import InverseError, ReplayError
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.containers import Containers
 from invfunc.recomputation.left import Left
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.origins import INVERSE, OUTSIDE, Origins
 from invfunc.recomputation.outcome import Outcome, without_graph
+from invfunc.recomputation.purity import Look, looking
 from invfunc.recomputation.recall import Exchanged, Other, Recall, Use
 from invfunc.recomputation.replay import Replay
 from invfunc.recomputation.report import Report
-from invfunc.recomputation.shared import Evaluate, Evaluation, Evaluations, Moment, Tensors
+from invfunc.recomputation.shared import Evaluate, Evaluation, Evaluations, Moment, Tensors, naming
 from invfunc.recomputation.sight import Sight
 from invfunc.recomputation.surroundings import Closure
 from invfunc.recomputation.watch import Watch
 from invfunc.recording.trace import Trace
-from invfunc.transform import told
 
 
 class Call:
@@ -78,6 +78,7 @@ class Call:
         self._like: list[Like] = []
         self.others: dict[int, list[Other]] = {}
         self._uses: list[Use] = []
+        self.look: Look | None = None  # at the next evaluation, where it may tell that others need not be watched
 
     def _moment(self, tensors: Tensors) -> Replay:
         return Replay(tensors, self._generators, self._random, self.report.known.attributes)
@@ -101,7 +102,8 @@ class Call:
             self.moments.append(Moment(evaluation.fn, places, like, before, before.later()))
             return result
 
-        self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, origins)
+        self.watch = watch = Watch(given, closed, self._generators, self.report, self._closure, origins, self.look)
+        self.look = None
         with watch:
             y = self._forward(xs, rest, noted, watch)
         y = without_graph(y) if closed else y
@@ -266,7 +268,7 @@ class Call:
         shared = evaluations.of(self.pair.shared)
         before = [version(t) for t in (*sources, *rest)]
         with self._start.again(), self.left.again(recall), recall.lifting(lifts), recall.within(INVERSE):
-            with Uncompiled(), Interpreted():
+            with Uncompiled(), Interpreted(), looking(self.look):
                 x = inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if [version(t) for t in (*sources, *rest)] != before:
             raise ReplayError(
@@ -276,6 +278,7 @@ class Call:
             raise InverseError(
                 f"the inverse evaluates its shared functions {evaluations.count} times, forward {number}."
             )
+        self.look = self.look and self.look.ends()
         return self._like_x(x, kept), recall
 
     def _like_x(self, x: Any, kept: dict[int, torch.Tensor]) -> list[torch.Tensor]:
@@ -290,13 +293,9 @@ class Call:
         came = [leaves[place] for place in self._x.places]
         return [kept[i] if i in kept else self._like[i].checked(leaf, i, self.names) for i, leaf in enumerate(came)]
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
+    def named(self) -> AbstractContextManager:
         """A context in which errors name the call."""
-        try:
-            yield
-        except InvFuncError as error:
-            raise told(error, f"invertible_checkpoint({self.pair!r}), in the backward pass") from error.__cause__
+        return naming(self.pair)
 
     def dtypes(self) -> list[torch.dtype]:
         """The dtypes of x, and those that autocast computes in."""
@@ -306,6 +305,10 @@ class Call:
     def reads_outside(self) -> bool:
         """Whether forward reads tensors from outside beside its shared functions, which the inverse may read too."""
         return bool(self.others.get(OUTSIDE))
+
+    def forms(self) -> tuple[tree.Form, tree.Form, tree.Form, list[Like]]:
+        """Those of x, of the further arguments and of y; and what the tensors of x are like."""
+        return self._x, self._rest, self._y, self._like
 
     def names(self) -> list[str]:
         """The tensors of x as one would write them."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
+from invfunc._functorch import dual, under
 from invfunc._opened import raised_in
 from invfunc.errors import ClosedOverError, InvFuncError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.function import noded
 from invfunc.recomputation.hooks import hooked
+from invfunc.recomputation.watch import Watch
 
 _CLOSES_OVER = "closes over tensors that need a gradient"
 _DROPPING = "Call the module that holds the block by `functional(module)`, which drops what is written. "
@@ -63,3 +66,12 @@ def closing_over(call: Call, made: Callable[..., Call], xs: Tensors, rest: Tenso
     known.closes_over = bool(closure.tensors or closure.constants)
     call, rest = made(closure=closure), [*rest, *closure.arguments()]
     return *noded(call, xs, rest), call, rest
+
+
+def keeps_a_graph(kinds: set[str], tensors: Tensors) -> bool:
+    """Whether there is memory to save: somebody may go backwards, and nobody goes forwards."""
+    if not torch.is_grad_enabled() or kinds - {"grad", "vmap"} or dual(*tensors):
+        return False
+    if under(Watch, lambda watch: watch.closed):  # a node, which we are in, has a graph, and none of our own
+        return False
+    return not kinds or "grad" in kinds or any(t.requires_grad for t in tensors)

@@ -22,15 +22,21 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import alive, each_of_batch, leaf_level, level_of, levels
+from invfunc._functorch import alive, leaf_level, level_of, levels
+from invfunc._levels import each_of_batch
 from invfunc._signed import signed
 from invfunc._values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.maps import BatchedRun, Map, Run, batched, pulled, unbatched, unwound
 from invfunc.recomputation.slots import Block, Held, fetch
+from invfunc.recomputation.straight_learning import learn, looked
 
 Gradients = Sequence[torch.Tensor | None]
+NOT_TWICE = (
+    "the gradient of an invertible block is differentiated within the transform of torch.func that it was made in, by "
+    "torch.autograd.grad. Use torch.func.grad for the first derivative too."
+)
 
 
 class Op(ABC):
@@ -107,10 +113,14 @@ class LevelBlock(Block):
         """The call that it is."""
         return self._run.call
 
+    def arguments(self) -> list[torch.Tensor]:
+        """The further arguments, as they were."""
+        return [held.get().detach() for held in self._rest]
+
     def invert(self) -> None:
         sources = fetch(self.sources)
         with torch.enable_grad(), self._run.call.named():
-            rest = [held.get().detach() for held in self._rest]
+            rest = self.arguments()
             with leaf_level() as (_, _, leave):  # as it was evaluated; a pullback may have left that of its transform
                 xs = [leave(x) for x in self._run.inverse(sources, rest, None)]
                 if self._run.call.reads_outside:
@@ -124,7 +134,7 @@ class LevelBlock(Block):
         return [*self._run.call.dtypes(), *(held.get().dtype for held in self._rest)]
 
     def once_more(self, sources: Tensors, xs: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        rest = [held.get().detach() for held in self._rest]
+        rest = self.arguments()
         return self._run.inverse(sources, rest, None), self._run.forward(xs, rest, compare=False)
 
 
@@ -256,10 +266,7 @@ class Step(Op):
 
     def backward(self, ctx: Any, gradients: Gradients) -> Gradients:
         if ctx.left_out:
-            raise ReplayError(
-                "the gradient of an invertible block is differentiated within the transform of torch.func that it "
-                "was made in, by torch.autograd.grad. Use torch.func.grad for the first derivative too."
-            )
+            raise ReplayError(NOT_TWICE)
         needs = ctx.needs_input_grad[1:]
         needs = [*needs[: self._n_xs], *needs[self._n_xs + self._n_sources :]]
         wanted = [i for i, need in enumerate(needs) if need]
@@ -302,6 +309,9 @@ def derivative(
 
 def noded(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tensor]]:
     """The result of a call whose graph at every level of torch.func is one node, and its tensors."""
+    call.look = look = looked(call, node=True)
     outputs = Node.apply(Forward(Run(call), len(xs)), *xs, *rest)
     ys = list(outputs[: len(outputs) - len(xs)])
+    if look is not None and look.harmless:
+        learn(call, xs, rest, [], [], [[False]] * len(call.moments), [], node=True)
     return call.joined(ys), ys

@@ -28,6 +28,7 @@ from invfunc.recomputation.report import CHANGES, OTHER
 from invfunc.recomputation.rounding import finite, known_at_once, mean_size, near, rounded
 from invfunc.recomputation.shared import Evaluation
 from invfunc.recomputation.slots import Block, Held, fetch, metadata_of, release
+from invfunc.recomputation.straight_learning import learn, looked
 
 
 class HookedBlock(Block):
@@ -111,6 +112,12 @@ class HookedBlock(Block):
         back = self._call.inverse(sources, rest)
         return back, tree.tensors(self._call.run(xs, rest, None, compare=False))
 
+    def learn(self, xs: Tensors, rest: Tensors) -> None:
+        """Note what the call is like, where it was seen to do nothing but to compute."""
+        saved = [(s.shape, s.dtype) for s in self._like.values()]
+        needs = [self._shared_needs[i] for i in range(len(self._call.moments))]
+        learn(self._call, xs, rest, saved, list(self._like), needs, self.dtypes())
+
     def _arguments(self) -> list[torch.Tensor]:
         """The further arguments of f, as leaves that need the gradients that they needed."""
         return _as_then([held.get().detach() for held in self._rest], self._needs[self._count :])
@@ -124,15 +131,13 @@ class HookedBlock(Block):
         return found.get(self._call)
 
     def forget(self) -> None:
-        """Let go of what was computed again."""
         self._saved = {}
 
     def _rebuild(self) -> dict[Key, Found]:
         if not self._ys:
             raise ReplayError("the function differentiates within itself by torch.autograd; let it use torch.func.")
         for block in self.behind():
-            if isinstance(block, HookedBlock):
-                block.forget()  # autograd is done with it
+            block.forget()  # autograd is done with it
         rest = self._arguments()
         with plainly(), self._call.named():
             xs = self.xs()
@@ -275,6 +280,7 @@ def _unpack(packed: tuple[HookedBlock, Key]) -> torch.Tensor:
 def hooked(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tensor]]:
     """The result of a call whose graph saves nothing, and its tensors."""
     block = HookedBlock(call, xs, rest)
+    call.look = look = looked(call)
     with saved_tensors_hooks(block.pack, _unpack):
         block.origins.begin((*xs, *rest))
         y = call.first(xs, rest, closed=False, evaluate=block.evaluate, origins=block.origins)
@@ -282,4 +288,6 @@ def hooked(call: Call, xs: Tensors, rest: Tensors) -> tuple[Any, list[torch.Tens
     ys = call.flat(y)
     if any(t.requires_grad for t in ys):
         block.connect(xs, ys, [metadata_of(t) for t in ys])
+        if look is not None and look.harmless:
+            block.learn(xs, rest)
     return y, ys

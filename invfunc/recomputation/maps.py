@@ -101,7 +101,7 @@ def pulled(fn: Map, number: int, wanted: Sequence[int], given: Sequence[int], id
         create_graph = torch.is_grad_enabled()
         with _differentiating(create_graph, tensors) as (tensors, level):
             inputs, gs = tensors[:number], tensors[number:]
-            return _pulled_back(fn, inputs, gs, (wanted, given, idle), level, partial(_gradients, create_graph))
+            return pulled_back(fn, inputs, gs, (wanted, given, idle), level, partial(_gradients, create_graph))
 
     return slope
 
@@ -125,20 +125,20 @@ def unwound(run: Run, counts: tuple[int, int, int], wanted: Sequence[int], given
         create_graph = torch.is_grad_enabled()
         with _differentiating(create_graph, tensors) as (tensors, level):
             sources, rest = tensors[:n_sources], tensors[n_sources : n_sources + n_rest]
-            constant = _among([t for i, t in enumerate(rest, n_xs) if i not in wanted])
-            shared, leave = _Shared(level, constant, create_graph), level[2]
+            constant = among([t for i, t in enumerate(rest, n_xs) if i not in wanted])
+            shared, leave = Shared(level, constant, create_graph), level[2]
             xs = [leave(x) for x in run.inverse(sources, rest, shared.evaluate)]
             inputs, gs = [*xs, *rest], tensors[n_sources + n_rest :]
 
             def forward(tensors: Tensors) -> list[torch.Tensor]:
                 return run.forward(tensors[:n_xs], tensors[n_xs:], shared.recall)
 
-            return xs + _pulled_back(forward, inputs, gs, (wanted, given, idle), level, shared.gradients)
+            return xs + pulled_back(forward, inputs, gs, (wanted, given, idle), level, shared.gradients)
 
     return step
 
 
-def _pulled_back(
+def pulled_back(
     fn: Map,
     tensors: Tensors,
     gs: Tensors,
@@ -158,7 +158,7 @@ def _pulled_back(
     return [leave(torch.zeros_like(tensors[i]) if g is None else g) for i, g in zip(wanted, found, strict=True)]
 
 
-class _Shared:
+class Shared:
     """Shared functions as the inverse evaluates them: forward is given their results, and its gradients go through
     their graphs.
 
@@ -267,7 +267,7 @@ def _for_each(tensor: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
     return tensor if zero is None or vmaps_of(tensor) >= vmaps_of(zero) else tensor + zero
 
 
-def _among(tensors: Tensors) -> Callable[[torch.Tensor], bool]:
+def among(tensors: Tensors) -> Callable[[torch.Tensor], bool]:
     """Whether a tensor is one of these, or its entry of a batch."""
     ids = set(map(id, tensors))
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import batch_first, dispatched, is_zero, plainly, transforming, unwatched
+from invfunc._functorch import batch_first, dispatched, is_zero, plainly, transforming, unwatched, unwrapped
+from invfunc._levels import watching
 from invfunc.recomputation.rounding import Error, known_at_once, largest, mean_size, precision
 from invfunc.recomputation.sums import Sum
 
@@ -44,6 +45,8 @@ class Probe:
         if dispatched():
             return [None] * len(tensors)
         how = self._most, self._turn, self._sums, sized
+        if all(map(_is_ordinary, tensors)):
+            return [None if i in self._without else _look_at_once(t, *how) for i, t in enumerate(tensors)]
         with unwatched(), plainly() if transforming() else nullcontext():
             return [None if i in self._without else _look(t, *how) for i, t in enumerate(tensors)]
 
@@ -60,6 +63,12 @@ class Probe:
         """The mean size of the entries, which errors are relative to."""
         numbers = [a for look in self._then if look for a in torch.as_tensor(look.entries).tolist()]
         return mean_size(torch.tensor(numbers, dtype=torch.float64)) or 1.0
+
+
+def probed(xs: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None, without: Sequence[int]) -> Probe:
+    """That of x, whose `values` may be at hand without the wrappers of the transforms of torch.func around us."""
+    with nullcontext() if values is None else plainly():
+        return Probe(values or xs, without=without, sums=True)
 
 
 class Look(NamedTuple):
@@ -86,14 +95,15 @@ class Comparison:
 
     def errors(self) -> list[Error]:
         """How far each tensor is from the other; 0 where nothing can be said."""
-        return [0.0 if pair is None else self._error(*pair) for pair in self._pairs]
+        sizes = [_size(look.entries) for look in self._kept]
+        whole = [s if look.sum is None else look.sum.size for s, look in zip(sizes, self._kept, strict=True)]
+        return [0.0 if pair is None else self._error(*pair, sizes, whole) for pair in self._pairs]
 
-    def _error(self, was: Look, came: Look) -> Error:
-        error = _error(was.entries, came.entries, [look.entries for look in self._kept], self._faint)
+    def _error(self, was: Look, came: Look, sizes: list[Any], whole: list[Any]) -> Error:
+        error = _error(was.entries, came.entries, sizes, self._faint)
         if was.sum is None or came.sum is None:
             return error
-        sizes = [_size(look.entries) if look.sum is None else look.sum.size for look in self._kept]
-        return largest([error, was.sum.error(came.sum, self._faint, sizes)])
+        return largest([error, was.sum.error(came.sum, self._faint, whole)])
 
     def hidden(self) -> Error:
         """How far the entries of ordinary size are from what they were, where a few are so large that they hide it."""
@@ -141,6 +151,33 @@ def _look(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized: bool) -
     return Look(shape, part.to(torch.float32 if part.dtype.itemsize < 4 else part.dtype, copy=True), total)
 
 
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is as most are: what takes the others a while is nothing to look for in it."""
+    if type(tensor) is not torch.Tensor or tensor.dtype not in _ORDINARY_DTYPES or unwrapped(tensor) is not None:
+        return False
+    strided = (
+        known_at_once(tensor.device)
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not is_zero(tensor)
+    )
+    return strided and tensor.numel() > 0 and not watching()
+
+
+_ORDINARY_DTYPES = (torch.float32, torch.float64)
+
+
+def _look_at_once(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized: bool) -> Look:
+    """What is seen of an ordinary tensor."""
+    tensor, shape = tensor.detach(), tensor.shape
+    count, step, left = _places(shape, most)
+    entries = tensor.as_strided((count,), (step,), int(tensor.storage_offset()) + turn * _FAR % left).tolist()
+    if not sums or tensor.numel() <= most:
+        return Look(shape, entries, None)
+    size = torch.linalg.vector_norm(tensor).item() if sized else 1.0
+    return Look(shape, entries, Sum(tensor.dtype, tensor.sum().item(), size))
+
+
 def _capturing(device: torch.device) -> bool:
     """Whether what runs on a device is recorded in a graph, so that nobody may wait for it."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -173,18 +210,18 @@ def _spread(shape: torch.Size, places: Sequence[int]) -> float:
     return spread
 
 
-def _error(then: Any, now: Any, kept: Sequence[Any], faint: float) -> Error:
-    """The error of some entries, beside all that were `kept`."""
+def _error(then: Any, now: Any, sizes: Sequence[Any], faint: float) -> Error:
+    """The error of some entries, beside the sizes of all that were kept."""
     if isinstance(then, torch.Tensor):
         distance, size = _apart_on_device(then, now)
-        there = [entries for entries in kept if isinstance(entries, torch.Tensor) and entries.device == then.device]
-        whole = torch.stack(list(map(_size, there))).sum()
+        there = [s for s in sizes if isinstance(s, torch.Tensor) and s.device == then.device]
+        whole = torch.stack(there).sum()
         size = torch.maximum(size, faint * whole)
         return torch.where(distance == 0, 0.0, distance / torch.where(size > 0, size, 1.0))
     if then == now:
         return 0.0
     distance, size = _apart(then, now)
-    whole = sum(_size(entries) for entries in kept if isinstance(entries, list))
+    whole = sum(s for s in sizes if isinstance(s, float))
     return distance / (max(size, faint * whole) or whole or 1.0)
 
 
@@ -219,7 +256,9 @@ def _apart_on_device(then: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tenso
 def _hidden(then: Any, now: Any) -> Error:
     if not isinstance(then, torch.Tensor):
         sizes = list(map(abs, then))
-        ranked = sorted(filter(math.isfinite, filter(None, sizes)))
+        ranked = sorted(sizes)
+        if not (math.isfinite(sum(ranked)) and ranked[0]):
+            ranked = sorted(filter(math.isfinite, filter(None, sizes)))
         if not ranked or max(sizes) <= (most := _ORDINARY * ranked[(len(ranked) - 1) // 2]):
             return 0.0
         ordinary = [(a, b) for a, b, size in zip(then, now, sizes, strict=True) if size <= most and math.isfinite(b)]

@@ -116,7 +116,7 @@ class Recording:
     def keeping(self) -> Iterator[None]:
         """A context in which what is saved is kept."""
         try:
-            with saved_tensors_hooks(self._pack, _never):
+            with saved_tensors_hooks(self._pack, never):
                 yield
         except RuntimeError:
             if self._stopped is None:
@@ -153,7 +153,8 @@ class Recording:
             raise Enough
 
 
-def _never(packed: None) -> torch.Tensor:
+def never(packed: None) -> torch.Tensor:
+    """The hook of what is not asked for."""
     raise AssertionError("this graph is never run backwards")
 
 

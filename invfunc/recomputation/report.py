@@ -15,6 +15,7 @@ from invfunc.errors import ArgumentError, InexactWarning, InverseError, InvFuncE
 from invfunc.recomputation.attributes import Attributes
 from invfunc.recomputation.left import LeftByAll
 from invfunc.recomputation.rounding import ROUNDED, Error, near, precision
+from invfunc.recomputation.straight import Straight
 from invfunc.transform import told
 
 
@@ -32,6 +33,8 @@ class Known:
     """How often it was called; the first time compiled parts are told of."""
     left: LeftByAll = field(default_factory=LeftByAll)
     """What its calls have left behind."""
+    straight: Straight = field(default_factory=Straight)
+    """Which calls need not be watched."""
     attributes: Attributes = field(default_factory=Attributes)
     """What f holds and changes."""
     left_told: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 
@@ -69,7 +70,12 @@ def known_at_once(device: torch.device) -> bool:
 
 def precision(dtypes: Iterable[torch.dtype]) -> float:
     """The precision of the coarsest dtype; 0 where all are whole numbers."""
-    return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0)
+    return max(map(_precision, dtypes), default=0.0)
+
+
+@cache
+def _precision(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def default_tolerance(x: torch.Tensor) -> float:

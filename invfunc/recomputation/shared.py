@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,9 +13,11 @@ import torch
 from invfunc import tree
 from invfunc._functorch import watched
 from invfunc._parametrized import keeping_own
+from invfunc.errors import InvFuncError
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.replay import Replay
 from invfunc.recomputation.sight import Sight
+from invfunc.transform import told
 
 Tensors = Sequence[torch.Tensor]
 
@@ -106,3 +108,12 @@ class Evaluations:
         self.count += 1
         with self._sight.aside():
             return self._evaluate(self.count - 1, Evaluation(self._sight, fn, args, kwargs))
+
+
+@contextmanager
+def naming(pair: Any) -> Iterator[None]:
+    """A context in which errors name a block in its backward pass."""
+    try:
+        yield
+    except InvFuncError as error:
+        raise told(error, f"invertible_checkpoint({pair!r}), in the backward pass") from error.__cause__

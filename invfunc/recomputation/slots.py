@@ -24,7 +24,7 @@ import torch
 
 from invfunc._functorch import saving_hooks, version
 from invfunc.errors import ModifiedError
-from invfunc.recomputation.probe import Probe
+from invfunc.recomputation.probe import Probe, probed
 from invfunc.recomputation.report import Evidence, Report
 from invfunc.recomputation.rounding import Error, finite, largest, summed_finite
 
@@ -86,6 +86,7 @@ def _within() -> Callable | None:
 
 
 Hooks = tuple[Callable, Callable]
+Tensors = Sequence[torch.Tensor]
 
 
 class Held:
@@ -139,9 +140,11 @@ class Block(ABC):
         self._xs: list[Callable[[], Slot | None]] = []
         self._taken: set[int] = set()
         self._ys: list[Slot] = []
+        self._found: list[torch.Tensor | None] = []
 
-    def connect(self, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor], metadata: Sequence[dict | None]) -> None:
-        """Take the slots of x over, and give out those of y by the metadata of the nodes they come from."""
+    def connect(self, xs: Tensors, ys: Tensors, metadata: Sequence[dict | None], values: Tensors | None = None) -> None:
+        """Take the slots of x over, of which the plain `values` may be at hand, and give out those of y by the metadata
+        of the nodes they come from."""
         for output, (y, of_node) in enumerate(zip(ys, metadata, strict=True)):
             slot = slot_of(y) or Slot(y)
             self._ys.append(slot)
@@ -151,7 +154,7 @@ class Block(ABC):
             if len(self.kept) < len(xs):
                 slot.hold(y)
         if self.report.check != "off" and len(self.kept) < len(xs):
-            self._probe = Probe(xs, without=self.kept, sums=True)
+            self._probe = probed(xs, values, self.kept)
         produced = [slot_of(x) for x in xs]
         if None in produced and any(produced):
             beside = [slot for x in xs if (block := block_of(x)) is not None for slot in block._ys]
@@ -238,6 +241,10 @@ class Block(ABC):
             again, ys = self.once_more(sources, xs)
         apart, error = (largest(Probe(a, sums=True).errors(b)) for a, b in ((xs, again), (sources[: len(ys)], ys)))
         return Evidence(finite(sources), float(apart), float(error))
+
+    def forget(self) -> None:
+        """Let go of what was computed again."""
+        self._found = []
 
     @abstractmethod
     def names(self) -> list[str]:

@@ -17,6 +17,7 @@ from invfunc._weak import WeakIdSet
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.operations.heard import Function
 from invfunc.recomputation.origins import Origins
+from invfunc.recomputation.purity import Look
 from invfunc.recomputation.recall import Other, Use, meant
 from invfunc.recomputation.report import Report
 from invfunc.recomputation.sight import Sight
@@ -33,6 +34,7 @@ class Watch(Sight):
         generators: grows by the random number generators that the function draws from.
         report: where compiled parts are told of.
         closure: what the function is known to close over.
+        look: is told of the calls, where it is to be found out whether they need to be watched.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class Watch(Sight):
         report: Report,
         closure: Closure | None = None,
         origins: Origins | None = None,
+        look: Look | None = None,
     ) -> None:
         super().__init__(given, origins)
+        self._look = look
         self._around = Surroundings(closure or Closure(), closed)
         self._lifted = bool(self._around.closure.tensors)
         self.closed = closed
@@ -70,12 +74,18 @@ class Watch(Sight):
         read = tree.tensors((args, kwargs) if kwargs else args)
         if looks and not any(self._of_a_level(t) for t in read):
             if not isinstance(result := func(*args, **kwargs), torch.Tensor):
+                self._looked_at(function, args, kwargs, result)
                 return result
         if self._lifted or function.renews or "out" in kwargs or not all([self.knows(t) for t in read]):
             return self._reaching(function, args, kwargs, list({id(t): t for t in read}.values()), looks)
         result = self._run(function, args, kwargs)  # as most calls are
+        self._looked_at(function, args, kwargs, result)
         self._enter(result, new=self.new(read))
         return result
+
+    def _looked_at(self, function: Function, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        if self._look is not None:
+            self._look.hears(function, args, kwargs, result)
 
     def _of_a_level(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is from outside, of a transform of torch.func within which a node does not compute."""
@@ -90,6 +100,7 @@ class Watch(Sight):
         self, function: Function, args: tuple, kwargs: dict[str, Any], read: list[torch.Tensor], looks: bool
     ) -> Any:
         """A call that may reach what is outside of the function."""
+        self._look = self._look and self._look.ends(harmless=False)
         if isinstance(function.func, Scripted):
             function.func.look()
         instead = {id(t): s for t in read if (s := self._around.instead(t, self.lifts)) is not None}

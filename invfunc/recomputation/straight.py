@@ -1,0 +1,163 @@
+"""Calls that need not be watched: of functions that compute and do nothing else, at arguments of a known form.
+
+A function that is shown to (`purity`), and that was seen to in watched calls, forwards and backwards, does the very
+same operations at further arguments of the same form: it has no other branch to take, nothing to read that may have
+changed, nothing to write or to draw. What it closes over is compared in each call, and in each backward pass; so are
+the forms of all tensors, and those of what autograd saves. Whatever else is different takes the watched way again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._levels import only_level, undisturbed
+from invfunc.pairs.pair import Invertible
+from invfunc.recomputation.like import Like
+from invfunc.recomputation.origins import Key
+from invfunc.recomputation.purity import PLAIN, Look, NotShown, Purity
+
+Form = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
+"""Shape, dtype, strides, and whether a gradient is needed."""
+_MOST = 8
+"""How many forms of arguments are known, and how often what a function closes over may change."""
+
+
+@dataclass
+class Template:
+    """A watched call, as a form of all that are the same."""
+
+    options: tuple
+    structure: Any
+    others: list[tuple[int, Any]]
+    """The other leaves, with their places."""
+    number: int
+    """How many leaves x and the further arguments have."""
+    places: list[int]
+    """Where the tensors are among them."""
+    forms: list[Form]
+    """Of the tensors."""
+    count: int
+    """How many of them are x."""
+    x: tree.Form
+    rest: tree.Form
+    like: list[Like]
+    y: tree.Form
+    saved: list[tuple[torch.Size, torch.dtype]]
+    """What autograd saves, in order."""
+    keys: list[Key]
+    """Which part saves it."""
+    evaluations: list[tuple[Like, bool]]
+    """What the shared functions get of the state, in order, and whether a gradient of it is needed."""
+    dtypes: list[torch.dtype]
+    """Those that it computes in."""
+    default: torch.dtype
+    look: Look
+    """At the inverse."""
+
+    @property
+    def known(self) -> bool:
+        """Whether both directions were seen to compute, and to do nothing else."""
+        return self.look.seen and self.look.harmless
+
+    def fits(self, options: tuple, leaves: list[Any], structure: Any, attributes: bool) -> bool:
+        """Whether a call has this form."""
+        if len(leaves) != self.number or options != self.options or structure != self.structure:
+            return False
+        tensors = [leaves[place] for place in self.places]
+        for t in tensors:
+            if type(t) not in _TENSORS or t.layout is not torch.strided or not t.is_cpu or (attributes and t.__dict__):
+                return False
+        if [(t.shape, t.dtype, t.stride(), t.requires_grad) for t in tensors] != self.forms:
+            return False
+        same = all(leaves[i] is other or _equal(leaves[i], other) for i, other in self.others)
+        return same and self.default is torch.get_default_dtype()
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two constants cannot be told apart."""
+    return type(a) is type(b) and type(a) in PLAIN and a == b and repr(a) == repr(b)
+
+
+def form_of(t: torch.Tensor) -> Form | None:
+    """The form of a plain tensor; None of any other."""
+    plain = type(t) in _TENSORS and t.layout is torch.strided and t.is_cpu and not t.is_quantized
+    if not plain or t.is_inference() or t.is_conj() or t.is_neg():
+        return None
+    return t.shape, t.dtype, t.stride(), t.requires_grad
+
+
+def is_simple(structure: Any) -> bool:
+    """Whether a tree consists of tuples, lists and dicts."""
+    if structure is None:
+        return True
+    return type(structure) is tuple and structure[0] in (tuple, list, dict) and all(map(is_simple, structure[2]))
+
+
+def _fits_around(node: bool) -> bool:
+    """Whether hooks, or a node, are all that a call takes."""
+    level = only_level()
+    return level is not None and (level > 0) is node and undisturbed()
+
+
+class Straight:
+    """What is known of the calls of a block."""
+
+    def __init__(self) -> None:
+        self._pair: Invertible | None = None
+        self._purity: Purity | None = None
+        self._templates: list[Template] = []
+        self._looks = 0
+
+    def __reduce__(self) -> tuple:  # a copy is of the functions that the copied block has
+        return Straight, ()
+
+    def find(self, pair: Invertible, options: tuple, leaves: list[Any], structure: Any) -> Template | None:
+        """The template of a call that need not be watched."""
+        purity = self._purity
+        if not self._templates or purity is None or self._pair is not pair or not _fits_around(options[-1]):
+            return None
+        if not purity.unchanged():
+            self._purity, self._templates = None, []
+            return None
+        for template in self._templates:
+            if template.known and template.fits(options, leaves, structure, purity.attributes):
+                return template
+        return None
+
+    def unchanged(self) -> bool:
+        """Whether the functions still are what they were."""
+        return self._purity is not None and self._purity.unchanged()
+
+    def begins(self, pair: Invertible, node: bool) -> Look | None:
+        """A look at a call that is watched, where more is to be found out of it."""
+        if pair.hidden or (self._pair is not None and self._pair is not pair) or not _fits_around(node):
+            return None
+        if self._purity is not None and not self._purity.unchanged():
+            self._purity, self._templates = None, []
+        if self._purity is None:
+            if self._looks > _MOST:
+                return None
+            self._pair, self._looks = pair, self._looks + 1
+            try:
+                self._purity = Purity([pair.forward, pair.inverse, *pair.shared])
+            except NotShown:
+                self._looks = _MOST + 1
+                return None
+        if pair.shared and not getattr(getattr(pair.forward, "__self__", None), "computes", False):
+            return None
+        return Look() if len(self._templates) < _MOST else None
+
+    def add(self, template: Template) -> None:
+        """Note a call that was seen to compute and to do nothing else."""
+        self._templates.append(template)
+
+    def has(self, options: tuple, leaves: list[Any], structure: Any) -> bool:
+        """Whether a call has a template, known or not yet."""
+        return any(t.fits(options, leaves, structure, False) for t in self._templates)

@@ -1,0 +1,227 @@
+"""Checkpointing in plain autograd of calls that need not be watched (`straight`): the hooks of `hooks`, and no more.
+
+What is still compared: the versions of the further arguments, the forms of what the inverse gives and of what autograd
+saves, in both evaluations, that what the functions close over is what it was, and x itself (`Probe`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from invfunc import tree
+from invfunc._functorch import plainly, version
+from invfunc._levels import versions, without_autocast
+from invfunc.errors import ModifiedError, ReplayError
+from invfunc.pairs.pair import Invertible
+from invfunc.recomputation.origins import OUTSIDE
+from invfunc.recomputation.recording import never
+from invfunc.recomputation.report import CHANGES, Report
+from invfunc.recomputation.shared import naming
+from invfunc.recomputation.slots import Block, fetch, metadata_of, release
+from invfunc.recomputation.straight import Straight, Template
+
+Saves = list[torch.Tensor]
+
+
+class StraightBlock(Block):
+    """A call of f that is not watched."""
+
+    def __init__(
+        self, pair: Invertible, template: Template, straight: Straight, report: Report, rest: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__((), report)
+        self._pair, self._template, self._straight = pair, template, straight
+        forms = template.forms[template.count :]
+        self._rest = [t.detach().requires_grad_(form[3]) for t, form in zip(rest, forms, strict=True)]
+        """As leaves that need the gradients that the arguments need."""
+        self._versions = versions(rest)
+        self.count, self.odd = 0, False
+        """How many tensors are saved, and whether one is not what it was in the watched call."""
+        self._written: list[int] = []
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        """What autograd saves in place of a tensor: which one it is of the block."""
+        n = self.count
+        self.count = n + 1
+        saved = self._template.saved
+        if n >= len(saved) or saved[n] != (tensor.shape, tensor.dtype):
+            self.odd = True
+        return n
+
+    def saved(self, n: int) -> torch.Tensor:
+        """A saved tensor; it is handed out once, and computed again for whoever asks again."""
+        if not self._found or (found := self._found[n]) is None:
+            self._found = []
+            self._rebuild()
+            found = self._found[n]
+            assert found is not None
+        self._found[n] = None
+        if version(found) != self._written[n]:
+            with naming(self._pair):
+                raise ModifiedError(
+                    f"a tensor of shape {list(found.shape)} that is needed for the gradient of the function has been "
+                    "modified by an inplace operation since. Write y = y + z in place of y += z."
+                )
+        return found
+
+    def invert(self) -> None:
+        with plainly(), torch.no_grad(), naming(self._pair), without_autocast():
+            self._checked()
+            xs = self._inverse(self._pair.shared, self._given())
+            self.give_back_and_tell(xs)
+
+    def names(self) -> list[str]:
+        form = self._template.x
+        named = tree.named_leaves(form.join(range(len(form.places))))
+        return ["x" + named[place][0] for place in form.places]
+
+    def dtypes(self) -> list[torch.dtype]:
+        return self._template.dtypes
+
+    def once_more(self, sources: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> tuple[Saves, Saves]:
+        given = self._given()
+        return self._inverse(self._pair.shared, given, sources), tree.tensors(self._forward(xs, given))
+
+    def _given(self) -> tuple[tuple, dict[str, Any]]:
+        return self._template.rest.join(self._rest)
+
+    def _checked(self) -> None:
+        """All that the call reads is what it was."""
+        if versions(self._rest) != self._versions:
+            raise ModifiedError(
+                "a tensor that is needed for a gradient, a further argument of an invertible block, has been modified "
+                "by an inplace operation. Write y = y + z in place of y += z."
+            )
+        if not self._straight.unchanged():
+            raise ReplayError(f"a function that the block evaluates has been exchanged since its call. {CHANGES}")
+
+    def _forward(self, xs: Sequence[torch.Tensor], given: tuple[tuple, dict[str, Any]]) -> Any:
+        args, kwargs = given
+        return self._pair.forward(*self._pair.shared, self._template.x.join(xs), *args, **kwargs)
+
+    def _inverse(
+        self,
+        shared: tuple[Callable, ...],
+        given: tuple[tuple, dict[str, Any]],
+        sources: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        (args, kwargs), template = given, self._template
+        y = template.y.join(fetch(self.sources) if sources is None else sources)
+        came = tree.tensors(self._pair.inverse(*shared, y, *args, **kwargs))
+        if len(came) != template.count:
+            raise ReplayError(f"the inverse gives {len(came)} tensors, where x has {template.count}. {CHANGES}")
+        return [like.checked(t, i, self.names) for i, (like, t) in enumerate(zip(template.like, came, strict=True))]
+
+    def _rebuild(self) -> None:
+        if not self._ys:
+            raise ReplayError("the function differentiates within itself by torch.autograd; let it use torch.func.")
+        for block in self.behind():
+            block.forget()  # autograd is done with it
+        with plainly(), naming(self._pair), without_autocast():
+            self._checked()
+            given, tell = self._given(), None
+            xs, found = self.xs(), None
+            if xs is None:
+                with torch.no_grad():
+                    found, xs = self._inverted(given) if self._pair.shared else (None, self._inverse((), given))
+                tell = self.give_back(xs)
+            if found is None:
+                found = self._recorded(xs, given)
+            forms = [(t.shape, t.dtype) for t in found]
+            if forms != self._template.saved:
+                raise ReplayError(
+                    f"autograd saved {len(self._template.saved)} tensors when the function was evaluated, and other "
+                    f"ones ({len(found)}) when it was evaluated again: it does not do the same thing twice. {CHANGES}"
+                )
+            if tell is not None:
+                tell()
+        self._found, self._written = list(found), versions(found)
+        release(self._ys)
+
+    def _recorded(self, xs: Sequence[torch.Tensor], given: tuple[tuple, dict[str, Any]]) -> Saves:
+        """What autograd saves where f is evaluated again."""
+        forms = self._template.forms
+        xs = [t.detach().requires_grad_(form[3]) for t, form in zip(xs, forms, strict=False)]
+        found: Saves = []
+        with torch.enable_grad(), _into(found):
+            self._forward(xs, given)
+        return found
+
+    def _inverted(self, given: tuple[tuple, dict[str, Any]]) -> tuple[Saves | None, Saves]:
+        """x, and what autograd saves in the shared functions, as the inverse evaluates them, and beside them."""
+        template = self._template
+        at = len(template.evaluations)
+        parts: dict[int, Saves] = {}
+        outputs: dict[int, Any] = {}
+
+        def again(fn: Callable) -> Callable:
+            def evaluated(state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                nonlocal at
+                at -= 1
+                like, needs = template.evaluations[at]
+                state = like.given_to(state).detach().requires_grad_(needs)
+                parts[at] = []
+                with torch.enable_grad(), _into(parts[at]):
+                    output = outputs[at] = fn(state, *args, **kwargs)
+                return tree.map_tensors(torch.Tensor.detach, output)
+
+            return evaluated
+
+        xs = self._inverse(tuple(map(again, self._pair.shared)), given)
+        if at:
+            raise ReplayError(f"the inverse evaluates other shared functions than forward. {CHANGES}")
+        if any(part == OUTSIDE for part, _ in template.keys):
+            parts[OUTSIDE] = self._beside(xs, given, outputs)
+        try:
+            return [parts[part][n] for part, n in template.keys], xs
+        except IndexError:
+            return None, xs
+
+    def _beside(self, xs: Saves, given: tuple[tuple, dict[str, Any]], outputs: dict[int, Any]) -> Saves:
+        """What autograd saves beside the shared functions, of which the results are known."""
+        number, found = iter(range(len(outputs))), []
+
+        def known(*args: Any, **kwargs: Any) -> Any:
+            output = outputs[next(number)]
+            return tree.map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), output)
+
+        args, kwargs = given
+        xs = [t.detach().requires_grad_(form[3]) for t, form in zip(xs, self._template.forms, strict=False)]
+        with torch.enable_grad(), _into(found):
+            self._pair.forward(*[known] * len(self._pair.shared), self._template.x.join(xs), *args, **kwargs)
+        return found
+
+
+def _into(found: Saves) -> saved_tensors_hooks:
+    """A context in which what autograd saves is collected."""
+    return saved_tensors_hooks(found.append, never)
+
+
+def straight_hooked(
+    pair: Invertible, template: Template, straight: Straight, report: Report, leaves: list[Any], given: tuple
+) -> tuple[Any] | None:
+    """The result of a call whose graph saves nothing, in a tuple; None where it has to be watched after all.
+
+    Args:
+        pair: the functions.
+        template: of the call.
+        straight: what is known of the functions.
+        report: how the block tells of what does not come back.
+        leaves: those of the arguments.
+        given: `(x, args, kwargs)`.
+    """
+    x, args, kwargs = given
+    tensors = [leaves[place] for place in template.places]
+    xs, rest = tensors[: template.count], tensors[template.count :]
+    block = StraightBlock(pair, template, straight, report, rest)
+    with saved_tensors_hooks(block.pack, block.saved):
+        y = pair.forward(*pair.shared, x, *args, **kwargs)
+    ys = [y] if type(y) is torch.Tensor else tree.tensors(y)
+    if block.odd or block.count != len(template.saved) or len(ys) != len(template.y.places):
+        return None
+    block.connect(xs, ys, [metadata_of(t) for t in ys])
+    return (y,)
