@@ -16,13 +16,7 @@ from invfunc import tree
 from invfunc._functorch import levels, saving_hooks, under
 from invfunc._scripted import Interpreted
 from invfunc.callables import check_callable, describe
-from invfunc.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    InverseError,
-    InvFuncError,
-    SampleAxisError,
-)
+from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.pairs.automatic.found import automatic
 from invfunc.pairs.pair import Invertible
@@ -252,7 +246,7 @@ class Checkpointed(Value):
         if composition is not None:
             pair = composition.keeping(self.keep) if self.keep else self.pair
             return pair.forward(x, *args, **kwargs)
-        if (found := unwatched(self, self._known, x, args, kwargs)) is not None:
+        if (found := unwatched(self, self.known, x, args, kwargs)) is not None:
             return found[0]
         xs, x_form = tree.separate(x)
         rest, rest_form = separate((args, kwargs))
