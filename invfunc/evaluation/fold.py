@@ -29,6 +29,7 @@ from invfunc.recording.problem import Problem
 from invfunc.recording.scope import Scope
 from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.quantity import Accumulator, Quantity
+from invfunc.reductions.reduction import Shortcuts
 from invfunc.sparsity.execute import possible
 from invfunc.sparsity.groups import grouped
 from invfunc.sparsity.pattern import Pattern
@@ -176,7 +177,8 @@ class Fold:
         columns = [g for c in pullback.made if (g := grouped(c)) is not None]
         if len(columns) < len(pullback.made):
             return Decision("the loss mixes the outputs before its criterion")
-        planner = Planner(pullback.run, columns, look, all(t.reduction.shortcuts == "all" for t in group))
+        allowed: set[Shortcuts] = {t.reduction.shortcuts for t in group}
+        planner = Planner(pullback.run, columns, look, allowed.pop() if len(allowed) == 1 else "narrow")
         way = planner.way()
         return Decision(planner.why, way, columns)
 

@@ -23,7 +23,7 @@ from invfunc.reductions.block import Block, added
 from invfunc.reductions.exchange import Exchange, Sums, filled, of_triangle, triangle
 from invfunc.reductions.kept_factors import Diagonal, Factors, Kept, Refused
 from invfunc.reductions.nearest import nearest
-from invfunc.reductions.reduction import Found, Over, State
+from invfunc.reductions.reduction import Found, Over, Shortcuts, State
 
 
 @dataclass
@@ -46,12 +46,12 @@ class KroneckerFactors(Block):
 
     rooted = "known"  # so that products are symmetric
     paired = thin = squares = counts = True
-    shortcuts = "narrow"
     sums = True  # of n samples each on its own
 
     def __init__(self, sharing: str, joint: bool, unsupported: str = "error", degree: int | None = 1) -> None:
         """`degree` is the power of the loss's scale that B has, None if its n is not that of the samples reduced."""
         self.sharing, self.joined, self.unsupported, self.degree = sharing, joint, unsupported, degree
+        self.shortcuts: Shortcuts = "positions" if sharing == "expand" else "narrow"
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         (none,) = super().init(leaf, n, columns)

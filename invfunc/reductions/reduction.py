@@ -19,6 +19,7 @@ State = tuple[Any, ...]
 States = dict[int, State]
 """What a reduction keeps of each parameter that influences the result."""
 Over = Literal["samples", "columns", "params"]
+Shortcuts = Literal["no", "narrow", "positions", "all"]
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,9 @@ class Reduction:
     """Whether it is of all pairs of samples, so that other batches come with their pairs with these."""
     paired: ClassVar[bool] = False
     """Whether it wants to know which bias belongs to which weight."""
-    shortcuts: ClassVar[Literal["no", "narrow", "all"]] = "no"
-    """Whether other columns with the same products would do ("narrow"), and those of several groups at once ("all")."""
+    shortcuts: Shortcuts = "no"
+    """Whether other columns with the same products would do ("narrow"), also those of several groups in one cotangent,
+    if they are at different positions ("positions"), or if the shares of each group are told apart ("all")."""
     constants: tuple[torch.Tensor, ...] = ()
     """Tensors of the caller's in which the result has a derivative, too."""
     whole: bool = False

@@ -34,6 +34,7 @@ def pullbacks(pullback: Pullback, way: Way | None, columns: Sequence[Grouped]) -
         part = replace(at, leaves=stage.leaves)
         if stage.colourings is not None and stage.frame is not None:
             told = {"sources": sources, "pattern": way.pattern, "colourings": stage.colourings, "frame": stage.frame}
+            told |= {"apart": way.cells}
             part = Shared(**vars(part), **told)
         found += [part] if stage.leaves else []
         if stage.end is not None:
@@ -90,6 +91,8 @@ class Shared(Pullback):
     colourings: list[Colouring]
     """Those of each of the sources."""
     frame: Frame
+    apart: bool
+    """Whether the shares of each group are wanted by themselves; else each position, which has columns of one group."""
     _layouts: dict[int, Layout | None] = field(default_factory=dict)
     """How the cotangents of each parameter fall apart."""
     _memory: dict[tuple[int, int], Memory] = field(default_factory=dict)
@@ -135,6 +138,10 @@ class Shared(Pullback):
             masks = [(klass == k) & (copy == c) for k in some for c in range(copies)]
             mask = torch.stack(masks).to(layer.dtype).reshape(len(masks), 1, 1, *ids.shape)
             columns[i] = (layer * mask).flatten(0, 1)
+        v, n = next(iter(columns.values())).shape[:2]
+        for i, (z, axis) in self.run.outputs.items() if self.everywhere else ():
+            if i not in columns:
+                columns[i] = z.new_zeros(v, n, *axis.expose(z, n).shape[1:])
         return Block(columns)
 
     def told_apart(self, each: Pass, leaf: int, uses: list[ParameterUse], pulled: PulledBack) -> Iterator[Reached]:
@@ -149,7 +156,7 @@ class Shared(Pullback):
                 yield uses, PulledBack(cotangents)
             return
         (use,), recipe = uses, layout.recipe
-        if layout.inner:
+        if layout.inner and self.apart:
             recurs = each.stop - each.start < self.sources[each.source].rank
             memory = self._memory.setdefault((each.source, leaf), Memory(recurs))
             recipe = celled(layout, self._positions(each, use.site, layout), memory)

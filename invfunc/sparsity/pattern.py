@@ -27,10 +27,12 @@ from invfunc.sparsity.cells import Layout, layout, layout_at
 class Frame:
     """Labels that start at the first of some sites, of what lies between these and the outputs, and boxes there."""
 
-    def __init__(self, sites: frozenset[int], first: frozenset[int], base: Labels, hulls: bool = True) -> None:
+    def __init__(
+        self, sites: frozenset[int], first: frozenset[int], base: Labels, hulls: bool = True, one: bool = False
+    ) -> None:
         """The boxes of `base` say where several first sites are in relation to each other; `hulls` that all that meets
-        the parameters at one position gets one box."""
-        self.sites, self.first, self.base, self.hulls = sites, first, base, hulls
+        the parameters at one position gets one box, and `one` that so it does where there is only one position."""
+        self.sites, self.first, self.base, self.hulls, self.one = sites, first, base, hulls, one
         self.labels = Labels()
         self.boxes: dict[int, torch.Tensor] = {}
         """The boxes `[2, k, *one]` by site."""
@@ -47,7 +49,9 @@ class Frame:
             rows = out.new_full((2, self.labels.axes, *out.shape), -torch.inf, dtype=torch.float32)
         one = core(rows)  # what depends on nothing labelled may have any label
         rows = torch.where(one == -torch.inf, 0, one).expand(rows.shape)
-        rows = _over_outs(rows, known.entries) if self.hulls and known is not None and known.inner else rows
+        rows = (
+            _over_outs(rows, known.entries) if self.hulls and known is not None and (known.inner or self.one) else rows
+        )
         self.labels.set(out, rows)
         self.boxes[site] = rows
 

@@ -11,6 +11,7 @@ import torch
 from invfunc import thresholds
 from invfunc.operations.receptive_fields.propagation import Labels
 from invfunc.passes.run import Run
+from invfunc.reductions.reduction import Shortcuts
 from invfunc.sparsity.bottleneck import Bottleneck, paths
 from invfunc.sparsity.cells import layout_at
 from invfunc.sparsity.colouring import Colouring, empty, hulls, members_of
@@ -73,6 +74,8 @@ class Way:
     dense: frozenset[int]
     cost: float
     """Its estimated time, as a fraction of that for pulling back every column."""
+    cells: bool
+    """Whether the shares of groups that share passes have to be told apart, and not only their positions."""
 
 
 class Planner:
@@ -82,10 +85,10 @@ class Planner:
     alone: Run
 
     def __init__(
-        self, run: Run, columns: Sequence[Grouped], look: Callable[[Pattern, Run], Run | None], local: bool
+        self, run: Run, columns: Sequence[Grouped], look: Callable[[Pattern, Run], Run | None], shortcuts: Shortcuts
     ) -> None:
-        """`look` runs the function on one sample under a pattern; `local` says whether positions may be told apart."""
-        self.run, self.columns, self.look, self.local = run, columns, look, local
+        """`look` runs the function on one sample under a pattern; `shortcuts` are those that the reductions allow."""
+        self.run, self.columns, self.look, self.shortcuts = run, columns, look, shortcuts
         self.n, self.work, self.sites = run.trace.n, _work(run), _sites(run)
         self.everything = frozenset(range(len(self.work)))
         self.total = sum(g.rank * max(1, _count(g)) for g in columns)
@@ -145,15 +148,16 @@ class Planner:
 
         def frame(sites: frozenset[int], base: Labels) -> Frame:
             over = {other for s in sites for other in above[s]}  # those that have a site of the frame below them
-            return Frame(sites, sites - over, base)
+            return Frame(sites, sites - over, base, one=self.shortcuts == "positions")
 
         inputs, at = Labels(axes=1), {b: Labels(self._axes(b)) for b in bottlenecks}
-        if not self.local:
+        if self.shortcuts == "narrow":
             return Pattern(inputs, None, None, at, {})
         everything, top = frame(self.everything, inputs), frozenset({max(self.everything)})
         inputs.axes = 3 if len(everything.first) > 1 else 1
         frames = {b: frame(self.everything - b.below, at[b]) for b in bottlenecks if self.everything - b.below}
-        return Pattern(inputs, everything, Frame(top, top, inputs, hulls=False), at, frames)
+        last = Frame(top, top, inputs, hulls=False) if self.shortcuts == "all" else None
+        return Pattern(inputs, everything, last, at, frames)
 
     def _axes(self, bottleneck: Bottleneck) -> int:
         """Along how many axes the entries of a sample lie there."""
@@ -186,7 +190,8 @@ class Planner:
         dense = frozenset(self.sites) - closed.union(*(stage.leaves for stage in stages))
         touched = frozenset[int]().union(*(self.sites[i] for i in dense))
         cost = sum(s.cost for s in stages) + self.total * self.n * sum(self.work[s] for s in touched)
-        return cost, Way(self.pattern, self.alone, closed, stages, dense, cost / self.all_cost)
+        share, cells = cost / self.all_cost, self.shortcuts == "all"
+        return cost, Way(self.pattern, self.alone, closed, stages, dense, share, cells)
 
     def _stage(self, sources: list[Source], crossed: frozenset[int], frame: Frame | None) -> Stage:
         sites = crossed - {self.closed}

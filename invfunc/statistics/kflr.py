@@ -33,7 +33,8 @@ def kflr(
     Of one sample the product of the factors is the block itself, as it is of a deep linear network.
 
     Args:
-        method: as in `diag_ggn`; parameters below a narrow layer need as many columns as that is wide.
+        method: as in `diag_ggn`, but for the closed form; columns whose receptive fields are disjoint share a pullback
+            with "expand" only, where each position counts by itself.
         f, loss, weight_sharing, joint, unsupported, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`.
 
     Returns:

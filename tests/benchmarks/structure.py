@@ -40,6 +40,8 @@ SECONDS = 10
 AUTO = transformed(lambda p: invfunc.diag_ggn(p.f, p.loss))
 PULL_BACK_ALL = transformed(lambda p: invfunc.diag_ggn(p.f, p.loss, method="dense"))
 
+KFLR = {m: transformed(lambda p, m=m: invfunc.kflr(p.f, p.loss, method=m)) for m in ("auto", "dense")}
+
 Build = Callable[[], Problem]
 
 
@@ -124,6 +126,12 @@ NO_STRUCTURE: dict[str, Build] = {
     "lstm": lstm,
     "eight layers 512 -> 512": dense,
 }
+FACTORED: dict[str, tuple[Build, float | None]] = {
+    "auto-encoder 32x32": (partial(autoencoder, 32), 20),
+    "U-Net 16x16": (partial(u_net, 16), None),
+    "vocabulary of 200, independent tokens": (partial(vocabulary, 200, False), None),
+}
+"""Of which nets `kflr` is timed, and how many times faster than by all columns it is to be."""
 SLOWER = 1.05
 """How many times the dense path's seconds ours may take where there is no structure."""
 SHORT = 20e-3
@@ -155,6 +163,7 @@ def structure(name: str, options: argparse.Namespace) -> None:
     print(f"{name}: how the auto-encoder grows; {told}")
     print_table(_growth(measured))
     print("a doubling: seconds over those of half the side\n")
+    _factors(name, options)
     _no_structure(name, options)
 
 
@@ -263,6 +272,23 @@ def _memory(name: str, measured: dict[str, Measured], device: torch.device) -> d
     with ThreadPoolExecutor(2) as pool:  # what is beside a process does not change its size
         peaks = pool.map(lambda row: peak_in_a_process("/".join((name, row, OURS)), device), rows)
         return dict(zip(rows, peaks, strict=True))
+
+
+def _factors(name: str, options: argparse.Namespace) -> None:
+    """Measure and print `kflr` beside that of all columns."""
+    lines = []
+    for net, (build, least) in FACTORED.items():
+        announce(name, f"kflr, {net}")
+        calls = {key: make(build().to(options.device)) for key, make in KFLR.items()}
+        times = _times(net, calls, {k: _first(c, options.device)[1] for k, c in calls.items()}, FEW, options.device)
+        ours, theirs = times["auto"], times["dense"]
+        faster = "-" if least is None else _at_least(theirs / ours, least)
+        of_both = {"invfunc s": number(ours, 4), "dense s": number(theirs, 3), "times faster": number(theirs / ours, 1)}
+        lines.append({"": net, **of_both, "to reach": faster})
+    announce(name, "")
+    print(f"{name}: kflr by the structure and by all columns; {options.device}, one thread, medians of {FEW}")
+    print_table(lines)
+    print()
 
 
 def _no_structure(name: str, options: argparse.Namespace) -> None:
