@@ -23,6 +23,10 @@ from invfunc.pairs.pair import Invertible
 from invfunc.pairs.value import Value
 
 
+_KINDS = 64
+"""How many kinds of calls are remembered."""
+
+
 class Input(NamedTuple):
     """What x was like: its tree without its tensors, the form of each, and which of them are known."""
 
@@ -78,6 +82,8 @@ class Found(Value):
         try:
             with watching:
                 y = self.f(x, *args, **kwargs)
+            while len(self.told) >= _KINDS:  # of ever new shapes
+                self.told.pop(next(iter(self.told)), None)
             self.told[kind] = self._told(watching, x, y)
         finally:
             watching.forget()
