@@ -97,14 +97,14 @@ def chunked(
     `chunked(grad(f), n, fold="mean")`, keeps one.
     With `memory`, before anything large is made, the call runs without numbers (torch's FakeTensorMode): in one piece,
     in most chunks, and up to four times between. The bytes that are alive are counted, with the buffers of matrix
-    products and convolutions, and the time is guessed. A run that is over the budget ends there; of another, chunks that
-    do the same are counted once, so that it takes about as long as some small calls. The function that is returned keeps what was chosen (make it once, outside of a loop) for
-    calls with arguments of the same sizes in which f and its gradient do the same, operation by operation, which takes
-    about three small calls of f to see; `explain` tells what it is. Where numbers decide what is done (a mask, a
-    branch), it is an error. Counted is what tensors and kernels take, with a margin of 0.25 MiB and 2 %: memory that
-    malloc keeps of what was freed comes on top (`invfunc.testing.return_freed_memory`), and so does what libraries load
-    when they are first used. What Python keeps of the search itself counts in the call that searches, as far as more
-    chunks make up for it.
+    products and convolutions, and the time is guessed. A run that is over the budget ends there; of another, chunks
+    that do the same are counted once, so that it takes about as long as some small calls. The function that is returned
+    keeps what was chosen (make it once, outside of a loop) for calls with arguments of the same sizes in which f and
+    its gradient do the same, operation by operation, which takes about three small calls of f to see; `explain` tells
+    what it is. Where numbers decide what is done (a mask, a branch), it is an error. Counted is what tensors and
+    kernels take, with a margin of 0.25 MiB and 2 %: memory that malloc keeps of what was freed comes on top
+    (`invfunc.testing.return_freed_memory`), and so does what libraries load when they are first used. What Python keeps
+    of the search itself counts in the call that searches, as far as more chunks make up for it.
 
     Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
     """
