@@ -22,7 +22,7 @@ class Spent:
 
     most: int = 0
     left: int = 0
-    work: int = 0
+    work: float = 0.0
     added: list[tuple[Callable[[Any], None], list[Any], Any, Spent]] = field(default_factory=list)
     """What was added to what all parts bring: how, the leaves and the structure of what, and what that took."""
 
@@ -31,9 +31,11 @@ class Counter(Protocol):
     """Counts what a run takes."""
 
     live: int
-    work: int
+    work: float
     open: dict[str, Spent | None]
     """The parts that are counted, by what is divided into them."""
+    parts: dict[str, int]
+    """Into how many each was divided at most."""
 
     def spending(self) -> AbstractContextManager[Spent]: ...
     def use(self, size: int) -> None: ...
@@ -52,20 +54,21 @@ def counted(counter: Counter) -> Iterator[None]:
         _COUNTER.reset(token)
 
 
-def alike(axis: str, parts: Iterable[T], kind: Callable[[T], Hashable]) -> Iterator[T]:
+def alike(axis: str, parts: Iterable[T], kind: Callable[[T], Hashable], last: bool = False) -> Iterator[T]:
     """The parts, one after the other. Those of one kind take the same, beside what is `added` up of them.
 
-    Where that is counted, the first and the last part are run, and behind the first one of each kind: the first finds
-    nothing of others, and behind the last nothing is needed any more.
+    Where that is counted, the first part is run, which finds nothing of others, and behind it one of each kind; `last`
+    says that more is done in the last one, which is then run, too.
     """
     counter = _COUNTER.get()
     if counter is None:
         yield from parts
         return
     parts, known = list(parts), dict[Hashable, Spent]()
+    counter.parts[axis] = max(counter.parts.get(axis, 0), len(parts))
     for k, part in enumerate(parts):
         same = kind(part)
-        if same in known and k + 1 < len(parts):
+        if same in known and (k + 1 < len(parts) or not last):
             _again(counter, known[same])
             continue
         outer = counter.open.get(axis)

@@ -43,6 +43,8 @@ class Budgeted(Transform):
     has_aux: bool = False
     choices: dict[Any, tuple[Trial, int]] = field(default_factory=dict, compare=False)
     """What was chosen for which calls, by what f did in them, and the budget then; no tensors."""
+    trials: dict[Any, dict[tuple, Footprint | None]] = field(default_factory=dict, compare=False)
+    """What the same calls take with some chunks, which does not depend on the budget."""
     outermost = True  # what is around it would have memory of its own
 
     def __repr__(self) -> str:
@@ -70,17 +72,20 @@ class Budgeted(Transform):
         chosen, of = self.choices.get(same, (None, 0))
         if chosen is not None and chosen.peak <= budget <= CLOSE * of:
             return chosen, budget
-        chosen, later = self._chosen(args, kwargs, names, drawn, budget)
+        known = {} if same is None else self.trials.setdefault(same, {})
+        chosen, later = self._chosen(args, kwargs, names, drawn, budget, known)
         if same is not None:
             self.choices[same] = later, budget
-        for oldest in list(self.choices)[:-KEPT]:
-            self.choices.pop(oldest, None)
+        for kept in (self.choices, self.trials):
+            for oldest in list(kept)[:-KEPT]:
+                kept.pop(oldest, None)
         return chosen, budget
 
     def _chosen(
-        self, args: tuple, kwargs: dict[str, Any], names: Any, drawn: list[Any], budget: int
+        self, args: tuple, kwargs: dict[str, Any], names: Any, drawn: list[Any], budget: int, known: dict[tuple, Any]
     ) -> tuple[Trial, Trial]:
-        """The chunks that the search finds for this call, and those for the next ones, before which nothing is left."""
+        """The chunks that the search finds for this call, and those for the next ones, before which nothing is left.
+        What is `known` of trials is not asked again."""
         lengths = self._lengths(args, kwargs, names)
         warmed()
         gc.collect()  # what nobody needs any more is not to be freed in the middle of it
@@ -95,7 +100,7 @@ class Budgeted(Transform):
                     raise
                 raise unpredictable(f"without numbers it fails ({str(error).splitlines()[0]})") from error
 
-        measured, before = Measured(predict), resident()
+        measured, before = Measured(predict, known), resident()
         found = search(measured, lengths, budget)
         if found is None:
             raise _too_little(budget, least(measured, lengths))
@@ -111,10 +116,13 @@ class Budgeted(Transform):
         return [_evaluated(t, args, kwargs) for t in self.f.members or (self.f,)]
 
     def _lengths(self, args: tuple, kwargs: dict[str, Any], names: Any) -> dict[AxisName, int | None]:
-        """How long each axis is that can be divided; nobody knows beforehand how many columns there are."""
+        """How long each axis is that can be divided; nobody knows beforehand of columns that are not drawn."""
+        known: dict[AxisName, int | None]
         if isinstance(self.f, Statistic):
             problem = self.f.problem(args, kwargs, names)
-            known: dict[AxisName, int | None] = {"samples": problem.n, "outputs": None, "params": len(problem.leaves)}
+            drawn = [s.drawing.count if s.drawing else None for s in self.f.members or (self.f,)]
+            columns = None if None in drawn else max(d for d in drawn if d is not None)
+            known = {"samples": problem.n, "outputs": columns, "params": len(problem.leaves)}
         else:
             known = {"samples": batch_size(args, batch_dims(self.in_dims, list(range(1, len(args)))), names)}
         return {axis: known[axis] for axis in _ORDER if axis in self.axes}

@@ -54,9 +54,9 @@ def chunked(
         n: the number of passes, at least 1; more than the axis is long are as many as it is long. Chunks may be ragged.
         chunk_size: in place of n, the length of a chunk. With neither (or None), f is returned as it is.
         memory: in place of n, what a call may take over what is in use before it, its result included: bytes, a text as
-            `"512MiB"`, or a float, the part of what is free. Chunks of samples, then of outputs, then of parameters
-            (or of `over` alone) are made until it fits. Every column is pulled back by itself, as with
-            `method="dense"`. CPU only.
+            `"512MiB"`, or a float, the part of what is free. Chunks of outputs or of samples are made, whichever fits
+            and is faster; if neither fits, of both, and of parameters (or of `over` alone). Every column is pulled
+            back by itself, as with `method="dense"`. CPU only.
         over: of a statistic: `"outputs"` (the columns of the loss Hessian or of the outputs; default for the GGN family
             and `batch_jacobian`: one forward pass, kept), `"samples"` (default for first-order statistics: the model
             part is run chunk by chunk, the loss part once on all outputs, so that means, weights and ignore_index keep
@@ -95,16 +95,16 @@ def chunked(
     Cost: n pullbacks of 1/n of the columns; memory falls with n until the forward pass dominates. For a mean over
     samples of a plain function, `grad(chunked(f, n, fold="mean"))` keeps all graphs, while chunking the gradient,
     `chunked(grad(f), n, fold="mean")`, keeps one.
-    With `memory`, before anything large is made, the call runs without numbers (torch's FakeTensorMode) in some ways to
-    divide it, and the bytes that are alive are counted, with the buffers of matrix products and convolutions. A run
-    that is over the budget ends there; of another, chunks that do the same are counted once, so that it takes about as
-    long as some small calls. The function that is returned keeps what was chosen (make it once, outside of a loop) for
-    calls with arguments of the same sizes in which f and its gradient do the same, operation by operation, which takes
-    about three small calls of f to see; `explain` tells what it is. Where numbers decide what is done (a mask, a
-    branch), it is an error. Counted is what tensors and kernels take, with a margin of 0.25 MiB and 2 %: memory that
-    malloc keeps of what was freed comes on top (`invfunc.testing.return_freed_memory`), and so does what libraries load
-    when they are first used. What Python keeps of the search itself counts in the call that searches, as far as more
-    chunks make up for it.
+    With `memory`, before anything large is made, the call runs without numbers (torch's FakeTensorMode): in one piece,
+    in most chunks, and up to four times between. The bytes that are alive are counted, with the buffers of matrix
+    products and convolutions, and the time is guessed. A run that is over the budget ends there; of another, chunks
+    that do the same are counted once, so that it takes about as long as some small calls. The function that is returned
+    keeps what was chosen (make it once, outside of a loop) for calls with arguments of the same sizes in which f and
+    its gradient do the same, operation by operation, which takes about three small calls of f to see; `explain` tells
+    what it is. Where numbers decide what is done (a mask, a branch), it is an error. Counted is what tensors and
+    kernels take, with a margin of 0.25 MiB and 2 %: memory that malloc keeps of what was freed comes on top
+    (`invfunc.testing.return_freed_memory`), and so does what libraries load when they are first used. What Python keeps
+    of the search itself counts in the call that searches, as far as more chunks make up for it.
 
     Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
     """
@@ -219,7 +219,7 @@ class ChunkedFunction(Transform):
         parts, aux = [], []
         ranges = self.split.ranges(0, length)
         with told_of_parts(repr(self) if self.progress else "", ranges, "chunk") as tell:
-            for start, stop in alike("chunks", ranges, lambda part: part[1] - part[0]):
+            for start, stop in alike("chunks", ranges, lambda part: part[1] - part[0], last=True):
                 given = [_part(x, dims.get(i), start, stop) for i, x in enumerate(args)]
                 result = self.f(*given, **kwargs)
                 if self.has_aux:

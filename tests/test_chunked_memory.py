@@ -209,8 +209,8 @@ class TestChoices:
         for kept in [(trial, budget // 2), (replace(trial, footprint=larger(budget)), budget)]:
             within.choices[same] = kept  # as if much less, or more, had been free then
             within(*args)
-            assert len(predicted) > before and within.choices[same][0].peak <= budget
-            before = len(predicted)
+            chosen, of = within.choices[same]
+            assert chosen.peak <= budget == of and len(predicted) == before  # from what is known of the same call
 
 
 def larger(budget):

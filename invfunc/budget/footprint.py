@@ -17,6 +17,7 @@ from invfunc._alike import Spent, counted
 from invfunc._functorch import FakeTensorMode, NoNumbers, TorchDispatchMode, storage
 from invfunc._generators import set_states, state_of
 from invfunc._values import undecided
+from invfunc.budget.duration import duration
 from invfunc.budget.scratch import scratch
 from invfunc.errors import ArgumentError
 
@@ -25,8 +26,6 @@ MARGIN, SLACK = 1.02, 2**18
 BY_HAND = "Say in how many passes: chunked(t, n)."
 HEAP = 2**16
 """Tensors of fewer bytes lie side by side: where one is gone there is a hole, which only others like it fill."""
-CALL = 2**15
-"""What a call of an operation costs, in bytes that could be read or written meanwhile."""
 
 
 class _Enough(BaseException):
@@ -39,7 +38,9 @@ class Footprint(TorchDispatchMode):
     def __init__(self, limit: int | None = None) -> None:
         super().__init__()
         self.limit, self.over = limit, False
-        self.live, self.kept, self.counted, self.work = 0, 0, 0, 0
+        self.live, self.kept, self.counted = 0, 0, 0
+        self.work = 0.0
+        """About how long the call takes, in nanoseconds."""
         self.at = ""
         """The operation at which the most was in use."""
         self.results = 0
@@ -47,6 +48,7 @@ class Footprint(TorchDispatchMode):
         self.undecided: list[str] = []
         """What depends on numbers, so that it may be otherwise in the call itself."""
         self.open: dict[str, Spent | None] = {}
+        self.parts: dict[str, int] = {}
         self._known: dict[int, weakref.ref] = {}
         self._most = 0
         self._heap, self._filled = 0, 0
@@ -66,7 +68,7 @@ class Footprint(TorchDispatchMode):
             self._see(x, new=True)
         beside, kept = scratch(func, given, made, args)
         self.kept = max(self.kept, kept)
-        self.work += CALL + sum(x.numel() * x.element_size() for x in (*given, *made))
+        self.work += duration(func, given, made, args)
         self.use(self.live + beside, _name(func))
         return result
 

@@ -25,7 +25,8 @@ SMALL = 20480
 ROUNDED = 1.1
 """How much more than that was measured at most, in parts that oneDNN aligns."""
 
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "addr"}
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "addr"}
+CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution"}
 _IN_PLACE = set(
     """
     cat stack copy clone sum mean amax amin any all eq gather scatter scatter_add index_select select_backward
@@ -45,21 +46,31 @@ _IN_PLACE = set(
 def scratch(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], args: Any) -> tuple[int, int]:
     """The bytes that a call takes until it ends, and those that its library keeps from then on."""
     name = func.overloadpacket.__name__
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         taken = _bytes([*given, *made])
         copied = _bytes(x for x in given if not _multiplied_as_it_is(x))
         return copied + (2 * taken if _narrow(given) else 0), _kept(taken)
-    if name in ("convolution", "convolution_backward", "_convolution"):
-        return _convolved(_Convolution.of(name, made, args)), 0
+    if name in CONVOLUTIONS:
+        return _convolved(Convolution.of(name, made, args)), 0
     return (0 if not given or not made or _plain(func) else _bytes([*given, *made])), 0
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Whether what an operation returns has the memory of what it is given, and nothing is written."""
+    returned = func._schema.returns
+    return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
 
 
 @cache
 def _plain(func: Any) -> bool:
     name = func.overloadpacket.__name__.removesuffix("_")
-    returned = func._schema.returns
-    view = bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
-    return view or torch.Tag.pointwise in func.tags or name in _IN_PLACE or func.overloadpacket.__name__ in _IN_PLACE
+    return (
+        is_view(func)
+        or torch.Tag.pointwise in func.tags
+        or name in _IN_PLACE
+        or func.overloadpacket.__name__ in _IN_PLACE
+    )
 
 
 def _bytes(tensors: Any) -> int:
@@ -81,7 +92,7 @@ def _multiplied_as_it_is(x: torch.Tensor) -> bool:
 
 
 @dataclass
-class _Convolution:
+class Convolution:
     """A convolution: what it is of, and which derivatives of it are wanted."""
 
     x: torch.Tensor
@@ -95,7 +106,7 @@ class _Convolution:
     of_weight: bool = False
 
     @classmethod
-    def of(cls, name: str, made: Sequence[torch.Tensor], args: Any) -> _Convolution:
+    def of(cls, name: str, made: Sequence[torch.Tensor], args: Any) -> Convolution:
         if name == "convolution_backward":
             out, x, weight, _, stride, _, dilation, transposed, _, groups, wanted = args
             return cls(x, weight, out, stride, dilation, transposed, groups, wanted[0], wanted[1])
@@ -118,13 +129,19 @@ class _Convolution:
         return self.x.dtype == torch.float32 and allowed and large and not thin
 
     @property
+    def multiplications(self) -> int:
+        """How many numbers are multiplied, in the convolution or in both of its derivatives."""
+        each = self.weight.numel() // max(1, self.weight.shape[0])
+        return max(1, self.of_x + self.of_weight) * each * (self.x if self.transposed else self.out).numel()
+
+    @property
     def columns(self) -> int:
         """The bytes of the patches of one sample."""
         wide, narrow = (self.out, self.x) if self.transposed else (self.x, self.out)
         return wide.shape[1] * math.prod((*self.weight.shape[2:], *narrow.shape[2:])) * wide.element_size()
 
 
-def _convolved(c: _Convolution) -> int:
+def _convolved(c: Convolution) -> int:
     """Copies of operands and results in blocks of channels and of what is in another order, and columns of patches."""
     x, out, weight = _blocked(c.x), _blocked(c.out), torch.get_num_threads() * _blocked(c.weight)
     copied = 0 if all(t.is_contiguous() for t in (c.x, c.out, c.weight)) else x + out + weight

@@ -17,12 +17,12 @@ Lengths = Mapping[AxisName, int | None]
 Predict = Callable[[Chunks, int | None], Footprint | None]
 """What a call takes with some chunks; None where it cannot be divided so. Above a limit it ends early."""
 
-STEP = 2
-"""By how many times smaller chunks are from one trial to the next."""
-REFINED, ENOUGH = 3, 0.85
-"""How many trials there are between the last two, as long as less than this part of the budget is used."""
-NO_BETTER = 2
-"""After how many trials that save nothing an axis is divided no further."""
+TRIES = 4
+"""How many trials there are at most between chunks that fit and chunks that do not."""
+USED, SLOWER = 0.6, 1.1
+"""Which part of a budget is enough to use, and how many times as long as another way a call may take to be as good."""
+_ALONE: tuple[AxisName, ...] = ("outputs", "samples")
+"""What is divided by itself first: with chunks of columns, what is read and written more than once is the least."""
 SAVES = 0.95
 """What part of the memory is to be left at most for more chunks to count as better."""
 
@@ -38,13 +38,17 @@ class Trial:
     def peak(self) -> int:
         return self.footprint.peak
 
+    @property
+    def work(self) -> float:
+        return self.footprint.work
+
 
 class Measured:
     """What calls take with some chunks: each is measured once, unless it ended early below a limit of today."""
 
-    def __init__(self, predict: Predict) -> None:
+    def __init__(self, predict: Predict, known: dict[tuple, Footprint | None] | None = None) -> None:
         self.predict = predict
-        self._known: dict[tuple, Footprint | None] = {}
+        self._known = {} if known is None else known
 
     def __call__(self, chunks: Chunks, limit: int | None = None) -> Trial | None:
         """The trial; None where it takes more than the limit, or cannot be divided so."""
@@ -56,93 +60,108 @@ class Measured:
             return None
         return Trial(chunks, known)
 
-    def divisible(self, chunks: Chunks) -> bool:
-        """Whether a call that was measured can be divided so."""
-        return self._known[tuple(sorted(chunks.items()))] is not None
-
 
 def search(measured: Measured, lengths: Lengths, budget: int) -> Trial | None:
     """The trial that is within the budget and takes the shortest time, if any.
 
-    The axes are divided in their order, each on top of the chunks with which those before take the least.
+    First columns, then samples are divided by themselves. Where that is not enough, each axis is divided on top of the
+    chunks with which those before take the least.
     """
-    if (whole := measured({}, budget)) is not None:
+    if (whole := measured({})) is None or whole.peak <= budget:
         return whole
-    for axis, base in _bases(measured, lengths):
-        before = 1
-        for n in _counts(base, axis, lengths):
-            if (trial := measured({**base, axis: n}, budget)) is not None:
-                found = [trial, *_fewer(measured, trial, axis, before, lengths, budget)]
-                for other in base:
-                    found += _fewer(measured, found[-1], other, 0, lengths, budget)
-                return min(found, key=lambda t: t.footprint.work)
-            if not measured.divisible({**base, axis: n}):
+    found: list[Trial] = []
+    for axis in _ALONE:
+        if axis in lengths and (within := _fewest(measured, whole, axis, lengths, budget)) is not None:
+            found.append(within)
+            if within.work <= SLOWER * whole.work:
                 break
-            before = n
-    return None
+    for axis, base in () if found else _bases(measured, lengths):
+        if (within := _fewest(measured, base, axis, lengths, budget)) is not None:
+            found.append(within)
+            for other in base.chunks:
+                found.append(_fewer(measured, found[-1], other, lengths, budget))
+            break
+    if not found and (last := least(measured, lengths)).peak <= budget:
+        found.append(last)
+    return min(found, key=lambda t: t.work, default=None)
 
 
 def least(measured: Measured, lengths: Lengths) -> Trial:
-    """The trial that takes the least memory. The search finds it, too: it tries no fewer chunks."""
+    """The trial that takes the least memory."""
     *_, (axis, base) = _bases(measured, lengths)
     return _best(measured, base, axis, lengths)
 
 
-def _bases(measured: Measured, lengths: Lengths) -> Iterator[tuple[AxisName, Chunks]]:
+def _bases(measured: Measured, lengths: Lengths) -> Iterator[tuple[AxisName, Trial]]:
     """The axes, and the chunks on top of which each is divided, which are looked for when they are needed."""
-    base: Chunks = {}
+    base = measured({})
+    assert base is not None
     for k, axis in enumerate(lengths):
         yield axis, base
         if k + 1 < len(lengths):
-            base = _best(measured, base, axis, lengths).chunks
+            base = _best(measured, base, axis, lengths)
 
 
-def _best(measured: Measured, base: Chunks, axis: AxisName, lengths: Lengths) -> Trial:
-    """The number of chunks of an axis with which the least is taken: most of them, or as far as dividing it saves."""
-    best, idle, counts = measured(base), 0, [*_counts(base, axis, lengths)]
-    assert best is not None
-    for n in counts if lengths[axis] is None else counts[::-1]:
-        found = measured({**base, axis: n}, int(SAVES * best.peak))
-        if found is not None and lengths[axis] is not None:
-            return found
-        best, idle = (best, idle + 1) if found is None else (found, 0)
-        if idle == NO_BETTER:
+def _best(measured: Measured, base: Trial, axis: AxisName, lengths: Lengths) -> Trial:
+    """The trial with most chunks of an axis, where that takes less than without."""
+    n = _most(base, axis, lengths)
+    return (measured({**base.chunks, axis: n}, int(SAVES * base.peak)) if n > 1 else None) or base
+
+
+def _most(base: Trial, axis: AxisName, lengths: Lengths) -> int:
+    """The most chunks of an axis to try beside those of others: one for each of its entries, if they are few."""
+    most, length = thresholds.TRIED_PASSES // math.prod(base.chunks.values()), lengths[axis]
+    return most if length is None else min(most, length)
+
+
+def _fewest(measured: Measured, base: Trial, axis: AxisName, lengths: Lengths, budget: int) -> Trial | None:
+    """The fewest chunks of an axis, beside those of others, with which the budget is kept, if it is."""
+    n = _most(base, axis, lengths)
+    found = measured({**base.chunks, axis: n}, budget) if n > 1 else None
+    if found is None:
+        return None
+    n = min(n, found.footprint.parts.get(axis, n))
+    return _fewer(measured, Trial({**base.chunks, axis: n}, found.footprint), axis, lengths, budget, base)
+
+
+def _fewer(
+    measured: Measured, found: Trial, axis: AxisName, lengths: Lengths, budget: int, base: Trial | None = None
+) -> Trial:
+    """Fewer chunks of an axis, as long as a call with them may be faster, or uses little of the budget.
+
+    Without `base`, which takes too much with one chunk, one chunk may be enough.
+    """
+    many, length = found, lengths[axis] or found.chunks[axis]
+    small, large = math.ceil(length / found.chunks[axis]), length + (base is None)
+    over = base and base.peak + base.footprint.results  # what the chunks before have brought is there, too
+    for _ in range(TRIES):
+        size = _between(small, large, found.peak, over, budget)
+        n = math.ceil(length / size)
+        if not small < math.ceil(length / n) < large or (
+            found.peak >= USED * budget and found.work <= SLOWER * _fastest(found, many, axis, length, large, base)
+        ):
             break
-    return best
-
-
-def _counts(base: Chunks, axis: AxisName, lengths: Lengths) -> Iterator[int]:
-    """More and more chunks of an axis, up to one for each of its entries, in so many passes as are tried."""
-    most = thresholds.TRIED_PASSES // math.prod(base.values())
-    length, n = lengths[axis], 1
-    while length is None or n < length:
-        n = STEP * n if length is None else math.ceil(length / max(1, math.ceil(length / n) // STEP))
-        if n > most:
-            return
-        yield n
-
-
-def _fewer(measured: Measured, within: Trial, axis: AxisName, few: int, lengths: Lengths, budget: int) -> list[Trial]:
-    """Fewer chunks of an axis that are within the budget, too, but more than `few`, which are not."""
-    found, many = [], within.chunks[axis]
-    for _ in range(REFINED):
-        peak = (found[-1] if found else within).peak
-        n = _between(few, many, lengths[axis])
-        if peak >= ENOUGH * budget or n is None:
-            break
-        chunks = {**within.chunks, axis: n}
+        chunks = {**found.chunks, axis: n}
         trial = measured(chunks if n > 1 else {a: k for a, k in chunks.items() if a != axis}, budget)
-        few, many = (n, many) if trial is None else (few, n)
-        found += [] if trial is None else [trial]
+        if trial is None:
+            large, over = math.ceil(length / n), None
+        else:
+            small, found = math.ceil(length / n), trial
     return found
 
 
-def _between(few: int, many: int, length: int | None) -> int | None:
-    """A number of chunks between two, of a size between theirs; None where there is none."""
-    if length is None:
-        n = math.isqrt(max(few, 1) * many) if few else many // STEP
-        return n if few < n < many else None
-    small, large = math.ceil(length / many), math.ceil(length / few) if few else length + 1
-    size = min(max(math.isqrt(small * large), small + 1), large - 1)
-    n = math.ceil(length / size)
-    return n if small < size < large and few < n < many else None
+def _between(small: int, large: int, peak: int, over: int | None, budget: int) -> int:
+    """A size between one with which a call takes `peak` and one with which it takes `over`, if that is known: the most
+    that grows with the size takes the budget there, or less."""
+    size = math.isqrt(small * large) if over is None else small + (budget - peak) * (large - small) // (over - peak)
+    return max(small + 1, min(size, large - 1))
+
+
+def _fastest(found: Trial, many: Trial, axis: AxisName, length: int, large: int, base: Trial | None) -> float:
+    """What a call would take with the largest chunks that are left to try, if each chunk costs the same beside the
+    rest."""
+    n, few = found.chunks[axis], math.ceil(length / max(1, large - 1))
+    other, k = (many, many.chunks[axis]) if many is not found else (base, 1)
+    if other is None:
+        return 0.0
+    return found.work - (n - few) * max(0.0, (other.work - found.work) / (k - n))

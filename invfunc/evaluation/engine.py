@@ -145,7 +145,7 @@ class Engine:
 
         def runs() -> Iterable[Run]:
             nonlocal aux
-            for a, b in self.runner.places.alike(parts):
+            for a, b in self.runner.places.alike(parts, last=True):
                 run = self.runner.model(slice(a, b) if len(parts) > 1 else WHOLE, b - a)
                 if b == self.problem.n:
                     self.runner.check_part(run)

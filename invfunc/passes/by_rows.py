@@ -43,14 +43,16 @@ class Places:
             return samples
         return [order[i] for i in (range(self.problem.n) if samples is None else samples)]
 
-    def alike(self, parts: Iterable[Any], span: Callable[[Any], tuple[int, int]] = tuple) -> Iterator[Any]:
+    def alike(
+        self, parts: Iterable[Any], span: Callable[[Any], tuple[int, int]] = tuple, last: bool = False
+    ) -> Iterator[Any]:
         """The parts of the samples; those of as many samples, with as many chosen ones among them, do the same."""
 
         def kind(part: Any) -> tuple[int, int]:
             start, stop = span(part)
             return stop - start, sum(start <= i < stop for i in self.chosen or ())
 
-        return alike("samples", parts, kind)
+        return alike("samples", parts, kind, last)
 
     def beforehand(self, n: int) -> Beforehand:
         """What is known before a run of so many samples."""

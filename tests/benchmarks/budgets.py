@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,16 +17,18 @@ from torch.nn import functional as F
 
 import invfunc
 from invfunc.errors import BudgetError
+from invfunc.statistic import Statistic
 from invfunc.testing import peak_memory, return_freed_memory
 
 from .measure import ROOT
 from .peers import Problem
-from .problems import autoencoder, resnet_18, three_c_three_d, transformer, u_net
+from .problems import autoencoder, part, resnet_18, three_c_three_d, transformer, u_net
 from .report import announce, mebibytes, number, print_table, verdict
 
 MEMORY_BUDGET = "memory-budget"
 BUDGETS = {"1.1 x least": 1.1, "2 x least": 2.0, "plenty": 1e3}
-REPEATS = 3
+REPEATS, LONG = 3, 2.0
+"""How often each call is timed, if it does not take more seconds."""
 USED = 0.6
 """The part of a promise that is used at least where the work is larger than it."""
 BEHIND = 1.15
@@ -62,64 +65,103 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 }
 
 
-def _statistic(name: str, p: Problem) -> invfunc.statistic.Statistic:
-    drawn = {"generator": torch.Generator().manual_seed(0)}
-    of_model = {"mc_samples": 1, **drawn} if name.endswith("_mc") else drawn if name in DRAWN else {}
-    if name in FIRST_ORDER:
-        return getattr(invfunc, name)(p.loss_fn, **({"max_norm": 1.0} if name == "clipped_grad" else {}))
-    return getattr(invfunc, name.removesuffix("_mc"))(p.f, p.loss, **of_model)
+def _statistic(name: str, p: Problem) -> Statistic:
+    kind, _, drawn = name.partition(" ")
+    options = dict(OPTIONS.get(kind, {}))
+    if drawn:
+        options["mc_samples"] = 1
+    if drawn or kind in DRAWN:
+        options["generator"] = torch.Generator().manual_seed(0)
+    of = getattr(invfunc, kind)
+    if kind in OF_LOSSES:
+        return of(p.loss_fn, **options)
+    return of(p.f, **options) if kind in OF_OUTPUTS else of(p.f, p.loss, **options)
 
 
-FIRST_ORDER = ("variance", "batch_l2_grad", "sum_grad_squared", "grad_and_variance", "batch_grad", "clipped_grad")
-DRAWN = ("kfac", "ekfac")
-STATISTICS = (*FIRST_ORDER, "diag_ggn_mc", *DRAWN, "diag_ggn", "ggn_trace", "kflr", "batch_diag_ggn", "diag_hessian")
+OF_LOSSES = (
+    *("sum_grad_squared", "variance", "grad_and_variance", "noise_scale", "batch_grad", "batch_l2_grad"),
+    *("clipped_grad", "sketched_grad", "gram"),
+)
+OF_OUTPUTS = ("batch_jacobian", "predictive_covariance")
+DRAWN = ("sketched_grad", "kfac", "kfoc", "ekfac")
+OPTIONS = {
+    "clipped_grad": {"max_norm": 1.0},
+    "sketched_grad": {"rows": 8, "columns": 8},
+    "predictive_covariance": {"covariance": 1.0},
+}
+STATISTICS = (
+    *(*OF_LOSSES, "diag_ggn drawn", "sqrt_ggn drawn", "kfac", "kfoc", "ekfac", "diag_ggn", "ggn_trace", "kflr"),
+    *("batch_diag_ggn", "sqrt_ggn", *OF_OUTPUTS, "diag_hessian", "batch_diag_hessian"),
+)
+COLUMNS = STATISTICS[STATISTICS.index("diag_ggn") :]
 CASES = [(problem, name) for name in STATISTICS for problem in PROBLEMS]
+
+
+def _smaller(problem: str, name: str, p: Problem) -> tuple[Problem, str]:
+    """What is less in a case whose columns are many or large, and in words what that is."""
+    if name not in COLUMNS or problem in ("3c3d", "residual", "auto-encoder"):
+        return p, ""
+    if problem == "u-net":
+        return part(p, 4, 4, 4), ", 4 x 4 of its pixels"
+    if problem == "transformer" and "hessian" in name:
+        return Problem(p.model, p.loss, p.x[:4, :4], p.y[:4]), ", N = 4, 4 positions"
+    n = 2 if name in ("sqrt_ggn", "batch_jacobian") else 4
+    return Problem(p.model, p.loss, p.x[:n], p.y[:n]), f", N = {n}"
 
 
 def budgets_here(case: tuple[str, str], device: torch.device) -> str:
     """What each budget takes in this process, as a line of JSON."""
     return_freed_memory()
-    p = PROBLEMS[case[0]]()
+    p, fewer = _smaller(*case, PROBLEMS[case[0]]())
     t, given = _statistic(case[1], p), (p.params, p.x, p.y)
-    invfunc.chunked(t, memory="1TiB")(p.params, p.x[:2], p.y[:2])  # the first call loads libraries
-    least = _least(t, given)
+    invfunc.chunked(t, 1, over=t.axes[-1])(p.params, p.x[:2], p.y[:2])  # the first call loads libraries
+    nothing = invfunc.chunked(t, memory=1)
+    start = time.process_time()
+    least = _least(nothing, given)
+    searched = time.process_time() - start
     found = []
     for factor in BUDGETS.values():
         budget = int(factor * least)
-        within = invfunc.chunked(t, memory=budget)
+        within = replace(nothing, size=budget, choices={})  # what is known of the call does not depend on the budget
         start = time.process_time()
-        invfunc.explain(within)(*given)
-        chosen = time.process_time()
-        why = invfunc.explain(within)(*given).why  # that of a next call, to which nothing was left
-        peak = peak_memory(lambda: within(*given))[1]  # noqa: B023
-        found.append(
-            (budget, why, peak, chosen - start, time.process_time() - chosen, _by_hand(t, given, budget, within))
-        )
-    return json.dumps(found)
+        why = invfunc.explain(within)(*given).why
+        chosen = time.process_time() - start
+        first, peak = (peak_memory(lambda: within(*given) and None)[1] for _ in range(2))  # noqa: B023
+        start = time.process_time()
+        within(*given)
+        run = time.process_time() - start
+        found.append((budget, why, first, peak, searched + chosen, run, *_by_hand(t, given, budget, within, run)))
+    return json.dumps([fewer, found])
 
 
-def _by_hand(t: invfunc.statistic.Statistic, given: tuple, budget: int, within: Callable) -> float | None:
+def _by_hand(t: Statistic, given: tuple, budget: int, within: Callable, seconds: float) -> tuple[float | None, str]:
     """How many times as long it takes as the fastest of some chunks that a process has been seen to take the budget
-    for; None for a call in one piece."""
-    if budget > peak_memory(lambda: t(*given))[1]:
-        return None
+    for, and which these are; None for a call in one piece, and for one that takes long."""
+    if seconds > LONG or budget > peak_memory(lambda: t(*given))[1]:
+        return None, ""
     n = len(given[1])
-    splits = [("samples", k) for k in {math.ceil(n / size) for size in range(1, n)}]
-    splits += [("outputs", k) for k in (2, 4, 8)] if "outputs" in t.axes else []
-    calls = [within] + [invfunc.chunked(t, k, over=axis) for axis, k in splits if axis in t.axes]
-    fitting = [call for call in calls if call is within or peak_memory(lambda: call(*given))[1] <= budget]  # noqa: B023
-    seconds = [math.inf] * len(fitting)
+    splits = [("samples", k) for k in sorted({math.ceil(n / size) for size in range(1, n)})]
+    splits += [("outputs", k) for k in (2, 5, 10)]
+    calls = {f"{k} {axis}": invfunc.chunked(t, k, over=axis) for axis, k in splits if axis in t.axes}
+    for call in calls.values():
+        call(*given)
+    fitting = {name: call for name, call in calls.items() if peak_memory(lambda: call(*given))[1] <= budget}  # noqa: B023
+    fastest = dict.fromkeys(["", *fitting], math.inf)
     for _ in range(REPEATS):
-        for k, call in enumerate(fitting):
+        for name, call in {"": within, **fitting}.items():
             start = time.process_time()
             call(*given)
-            seconds[k] = min(seconds[k], time.process_time() - start)
-    return seconds[0] / min(seconds[1:], default=seconds[0])
+            fastest[name] = min(fastest[name], time.process_time() - start)
+    ours = fastest.pop("")
+    if not fastest:
+        return None, ""
+    best = min(fastest, key=fastest.__getitem__)
+    return ours / fastest[best], best
 
 
-def _least(t: invfunc.statistic.Statistic, given: tuple) -> int:
+def _least(nothing: Callable, given: tuple) -> int:
     try:
-        invfunc.chunked(t, memory=1)(*given)
+        nothing(*given)
     except BudgetError as error:
         return error.least
     raise AssertionError("nothing takes a byte")
@@ -141,27 +183,32 @@ def budgets(name: str, options: argparse.Namespace) -> None:
         if done.returncode:
             print(f"{problem} {statistic}: {done.stderr.strip().splitlines()[-1]}")
             continue
-        found = json.loads(done.stdout.splitlines()[-1])
-        for kind, (budget, why, peak, choice, run, behind) in zip(BUDGETS, found, strict=True):
+        fewer, found = json.loads(done.stdout.splitlines()[-1])
+        for kind, (budget, why, first, peak, choice, run, behind, best) in zip(BUDGETS, found, strict=True):
             chunks, _, predicted = why.partition(", at most ")
             promised = float(predicted.split("MiB")[0]) * 2**20
             larger = "in one piece" not in why
             exceeded += peak > min(budget, promised)
             lines.append(
                 {
-                    "": f"{problem} {statistic}",
+                    "": f"{problem} {statistic}{fewer}",
                     "budget": kind,
                     "MiB": "-" if kind == "plenty" else mebibytes(budget),
                     "chunks": chunks.removeprefix("in ").replace(" chunks of", ""),
                     "predicted": mebibytes(promised),
                     "measured": mebibytes(peak),
+                    "first call": mebibytes(first),
                     "within": verdict(peak / min(budget, promised), 1),
                     "used": number(peak / budget) + (" NO" if peak / budget < USED else "") if larger else "-",
                     "s to choose": number(choice),
-                    "s in all": number(run),
-                    "by hand": "-" if behind is None else verdict(behind, BEHIND),
+                    "s": number(run),
+                    "over best by hand": "-" if behind is None else verdict(behind, BEHIND),
+                    "that": best or "-",
                 }
             )
     announce(name, "")
+    if not lines:
+        return
     print_table(lines)
-    print(f"{exceeded} of {len(lines)} take more than was promised\n")
+    print(f"{exceeded} of {len(lines)} take more than was promised")
+    print("first call: with what libraries load when they are first used; s to choose: of the first budget\n")

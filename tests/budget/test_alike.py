@@ -59,7 +59,7 @@ class TestCounts:
         for axis in t.axes:
             each, once = both(chunked(t, 7, over=axis), batch(), [d.generator for d in t.drawings])
             check(each, once, loose=1.2)
-            assert 0.9 * each.work <= once.work <= each.work
+            assert 0.9 * each.work <= once.work <= (1 + 1e-9) * each.work
 
     @pytest.mark.quick
     @given(st.integers(1, 12), st.integers(1, 12), st.sampled_from(["cat", "sum"]))
@@ -112,6 +112,6 @@ def test_parts_that_are_alike_run_once():
             x[:size].exp()
 
     footprint(f, (torch.zeros(3),), {}, [])
-    assert ran == [2, 3, 2, 3]
+    assert ran == [2, 3, 2]
     f(torch.zeros(3))
-    assert ran[4:] == [2, 3] * 4
+    assert ran[3:] == [2, 3] * 4

@@ -12,12 +12,15 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from invfunc import thresholds
+from invfunc._functorch import TorchDispatchMode
+from invfunc.budget.duration import CALL, multiplications
 from invfunc.budget.fingerprint import fingerprint
 from invfunc.budget.footprint import HEAP, MARGIN, SLACK, Footprint, footprint
 from invfunc.budget.scratch import LITTLE, PART, PRODUCT
-from invfunc.budget.search import Measured, least, search
+from invfunc.budget.search import TRIES, Measured, least, search
 from invfunc.budget.size import free, in_bytes, size_of, told
 
 
@@ -237,7 +240,7 @@ class TestFingerprint:
         assert gone() is None and found is not None
 
 
-def searched(peak, lengths, budget, seen=None):
+def searched(peak, lengths, budget, seen=None, work=lambda c: math.prod(c.values()), parts=lambda c: c):
     """The search of calls that take so much, those that were asked for and the least."""
 
     def predict(chunks, limit):
@@ -246,7 +249,7 @@ def searched(peak, lengths, budget, seen=None):
         if (size := peak(chunks)) is None:
             return None
         found = Footprint()
-        found.counted, found.work = math.ceil((size - SLACK) / MARGIN), math.prod(chunks.values())
+        found.counted, found.work, found.parts = math.ceil((size - SLACK) / MARGIN), work(chunks), dict(parts(chunks))
         found.over = limit is not None and found.peak > limit
         return found
 
@@ -280,7 +283,7 @@ class TestSearch:
         assert found is not None or best.peak > budget
         assert searched(peak, lengths, best.peak)[0] is not None
         assert all(math.prod(c.values()) <= thresholds.TRIED_PASSES for c, _ in seen)
-        assert len(seen) < 60
+        assert len(seen) <= 2 + 4 * (1 + TRIES)
 
     @pytest.mark.parametrize("samples", [7, 32, 100])
     @pytest.mark.parametrize("fewer", [3, 5, 9, 20, 60])
@@ -318,8 +321,98 @@ class TestSearch:
         found, _ = searched(peak, {"samples": 8, "params": 4}, SLACK + 3 * 10**6)
         assert found is not None and found.chunks == {"params": 4}
 
-    def test_asks_no_more_than_it_has_to_know(self):
+    @given(st.integers(2, 128), st.floats(0.0, 0.5), st.floats(0.0, 0.9), st.floats(0.03, 0.99))
+    def test_asks_little_and_is_nearly_as_fast_as_can_be(self, samples, each, beside, part):
+        """Of calls whose time and memory are those of the call in one piece, and a part of them for each chunk."""
+
+        def peak(c):
+            return SLACK + int(10**8 * (beside + (1 - beside) * math.ceil(samples / c.get("samples", 1)) / samples))
+
+        def work(c):
+            return 1 + each * (c.get("samples", 1) - 1)
+
         seen: list = []
-        searched(lambda c: SLACK + 10**8 // c.get("samples", 1), {"samples": 64}, SLACK + 10**8 // 30, seen)
-        asked = [c["samples"] for c, limit in seen if c and limit == SLACK + 10**8 // 30]
-        assert asked[:5] == [2, 4, 8, 16, 32]
+        budget = int(part * peak({}))
+        measured = Measured(lambda c, limit: predicted(c, peak(c), work(c), limit, seen))
+        found = search(measured, {"samples": samples}, budget)
+        fitting = [n for n in range(1, samples + 1) if peak({"samples": n}) <= budget - 3]
+        assert len(seen) <= 2 + TRIES and (found is not None or not fitting)
+        if found is not None and fitting:
+            assert work(found.chunks) <= 1.3 * work({"samples": fitting[0]})
+
+    def test_divides_what_takes_the_least_time(self):
+        lengths = {"samples": 16, "outputs": None, "params": 4}
+        half = lambda c: SLACK + 10**6 + 10**7 // max(1, *c.values(), 1)  # noqa: E731
+        for axis in ("samples", "outputs"):
+            work = lambda c: 1 + sum((0.01 if a == axis else 1) * n for a, n in c.items())  # noqa: B023, E731
+            found, _ = searched(half, lengths, SLACK + 6 * 10**6, work=work)
+            assert found is not None and [*found.chunks] == [axis]
+
+    def test_says_no_more_chunks_than_there_are(self):
+        def peak(c):
+            return SLACK + 10**6 + 10**7 // min(10, c.get("outputs", 1))
+
+        parts = lambda c: {"outputs": min(10, c.get("outputs", 1))}  # noqa: E731
+        found, _ = searched(peak, {"outputs": None}, SLACK + 21 * 10**5, parts=parts)
+        assert found is not None and found.chunks == {"outputs": 10}
+
+    def test_knows_what_was_asked_with_another_budget(self):
+        def asked(budgets, known):
+            seen: list = []
+            for part in budgets:
+                peak = lambda c: SLACK + 10**8 // c.get("samples", 1)  # noqa: E731
+                measured = Measured(lambda c, limit: predicted(c, peak(c), 1, limit, seen), known)  # noqa: B023
+                assert search(measured, {"samples": 64}, SLACK + 10**8 // part) is not None
+            return seen
+
+        seen, alone = asked([3, 2, 5, 3], {}), asked([3], {})
+        assert len(seen) < 3 * len(alone) and seen.count({}) == 1
+
+
+def predicted(chunks, size, work, limit, seen):
+    """What a call takes in some chunks, of so many bytes and so much time."""
+    seen.append(chunks)
+    found = Footprint()
+    found.counted, found.work = math.ceil((size - SLACK) / MARGIN), work
+    found.over = limit is not None and found.peak > limit
+    return found
+
+
+@pytest.mark.quick
+class TestDuration:
+    @pytest.mark.parametrize(
+        "f",
+        [
+            lambda x: x.view(8, 8, 16) @ x.view(8, 16, 8),
+            lambda x: x.view(64, 16) @ x.view(16, 64),
+            lambda x: torch.addmm(x.view(64, 16)[:, :1], x.view(64, 16), x.view(16, 64)),
+            lambda x: F.conv2d(x.view(2, 8, 8, 8), x[:576].view(8, 8, 3, 3)),
+            lambda x: F.conv2d(x.view(2, 8, 8, 8), x[:144].view(8, 2, 3, 3), stride=2, groups=4),
+            lambda x: F.conv_transpose2d(x.view(2, 8, 8, 8), x[:288].view(8, 4, 3, 3)),
+            lambda x: torch.func.grad(lambda w: F.conv2d(x.view(2, 8, 8, 8), w).sum())(x[:576].view(8, 8, 3, 3)),
+        ],
+        ids=["bmm", "mm", "addmm", "convolution", "groups", "transposed", "derivative"],
+    )
+    def test_has_the_multiplications_that_torch_counts(self, f):
+        class Counted(TorchDispatchMode):
+            total = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                result = func(*args, **(kwargs or {}))
+                given = [x for x in args if isinstance(x, torch.Tensor)]
+                made = [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
+                self.total += multiplications(func, given, made, args)
+                return result
+
+        x = torch.ones(1024)
+        with FlopCounterMode(display=False) as theirs:
+            f(x)
+        with Counted() as ours:
+            f(x)
+        assert 2 * ours.total == theirs.get_total_flops() > 0
+
+    def test_grows_with_chunks_and_not_with_views(self):
+        x = torch.zeros(64, 1000)
+        parts = [counted(lambda x, n=n: [(p + 1).sum() for p in x.chunk(n)], x).work for n in (1, 4, 16)]
+        assert parts == sorted(parts) and parts[2] > 1.5 * parts[0]
+        assert counted(lambda x: x.view(100, 640).exp(), x).work < counted(lambda x: x.exp(), x).work + CALL

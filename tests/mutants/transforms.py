@@ -82,6 +82,27 @@ TRANSFORMS = [
         "budget/test_alike.py::TestCounts::test_of_what_parts_do_are_never_below budget/test_alike.py",
     ),
     Fault(
+        "the last part is not run where more is done in it",
+        "_alike.py",
+        "if same in known and (k + 1 < len(parts) or not last):",
+        "if same in known:",
+        "budget/test_alike.py::TestCounts::test_of_plain_functions_are_those_of_all_parts budget/test_alike.py",
+    ),
+    Fault(
+        "the first chunks that fit are taken, however long a call takes with them",
+        "budget/search.py",
+        "return min(found, key=lambda t: t.work, default=None)",
+        "return found[0] if found else None",
+        "budget/test_budget.py::TestSearch budget/test_budget.py",
+    ),
+    Fault(
+        "a transposed convolution multiplies its results, not what it reads",
+        "budget/scratch.py",
+        "(self.x if self.transposed else self.out).numel()",
+        "self.out.numel()",
+        "budget/test_budget.py::TestDuration budget/test_budget.py",
+    ),
+    Fault(
         "the derivative in a dilated weight takes no columns",
         "budget/scratch.py",
         "max(c.dilation) > 1 or c.transposed",
