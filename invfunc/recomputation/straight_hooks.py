@@ -7,6 +7,7 @@ saves, in both evaluations, that what the functions close over is what it was, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from invfunc._levels import versions, without_autocast
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.origins import OUTSIDE
-from invfunc.recomputation.recording import never
+from invfunc.recomputation.recording import Enough, never
 from invfunc.recomputation.report import CHANGES, Report
 from invfunc.recomputation.shared import naming
 from invfunc.recomputation.slots import Block, fetch, metadata_of, release
@@ -147,7 +148,14 @@ class StraightBlock(Block):
         forms = self._template.forms
         xs = [t.detach().requires_grad_(form[3]) for t, form in zip(xs, forms, strict=False)]
         found: Saves = []
-        with torch.enable_grad(), _into(found):
+        most = len(self._template.saved)
+
+        def pack(tensor: torch.Tensor) -> None:
+            found.append(tensor)
+            if len(found) == most:
+                raise Enough  # as the rest of the evaluation is of no use
+
+        with suppress(Enough), torch.enable_grad(), saved_tensors_hooks(pack, never):
             self._forward(xs, given)
         return found
 
