@@ -22,7 +22,6 @@ from invfunc.pairs.automatic.values import Values
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.value import Value
 
-
 _KINDS = 64
 """How many kinds of calls are remembered."""
 
