@@ -29,7 +29,6 @@ from invfunc.recording.problem import Problem
 from invfunc.recording.scope import Scope
 from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.quantity import Accumulator, Quantity
-from invfunc.reductions.reduction import Shortcuts
 from invfunc.sparsity.execute import possible
 from invfunc.sparsity.groups import grouped
 from invfunc.sparsity.pattern import Pattern
@@ -177,8 +176,7 @@ class Fold:
         columns = [g for c in pullback.made if (g := grouped(c)) is not None]
         if len(columns) < len(pullback.made):
             return Decision("the loss mixes the outputs before its criterion")
-        allowed: set[Shortcuts] = {t.reduction.shortcuts for t in group}
-        planner = Planner(pullback.run, columns, look, allowed.pop() if len(allowed) == 1 else "narrow")
+        planner = Planner(pullback.run, columns, look, {t.reduction.shortcuts for t in group})
         way = planner.way()
         return Decision(planner.why, way, columns)
 

@@ -85,10 +85,11 @@ class Planner:
     alone: Run
 
     def __init__(
-        self, run: Run, columns: Sequence[Grouped], look: Callable[[Pattern, Run], Run | None], shortcuts: Shortcuts
+        self, run: Run, columns: Sequence[Grouped], look: Callable[[Pattern, Run], Run | None], allowed: set[Shortcuts]
     ) -> None:
-        """`look` runs the function on one sample under a pattern; `shortcuts` are those that the reductions allow."""
-        self.run, self.columns, self.look, self.shortcuts = run, columns, look, shortcuts
+        """`look` runs the function on one sample under a pattern; `allowed` are the shortcuts that reductions allow."""
+        self.run, self.columns, self.look = run, columns, look
+        self.shortcuts: Shortcuts = next(iter(allowed)) if len(allowed) == 1 else "narrow"
         self.n, self.work, self.sites = run.trace.n, _work(run), _sites(run)
         self.everything = frozenset(range(len(self.work)))
         self.total = sum(g.rank * max(1, _count(g)) for g in columns)
