@@ -131,9 +131,11 @@ class Straight:
                 return template
         return None
 
-    def unchanged(self) -> bool:
-        """Whether the functions still are what they were."""
-        return self._purity is not None and self._purity.unchanged()
+    @property
+    def purity(self) -> Purity:
+        """What the functions are now, which a call compares with what they are in its backward pass."""
+        assert self._purity is not None
+        return self._purity
 
     def begins(self, pair: Invertible, node: bool) -> Look | None:
         """A look at a call that is watched, where more is to be found out of it."""

@@ -35,7 +35,7 @@ class StraightBlock(Block):
         self, pair: Invertible, template: Template, straight: Straight, report: Report, rest: Sequence[torch.Tensor]
     ) -> None:
         super().__init__((), report)
-        self._pair, self._template, self._straight = pair, template, straight
+        self._pair, self._template, self._purity = pair, template, straight.purity
         forms = template.forms[template.count :]
         self._rest = [t.detach().requires_grad_(form[3]) for t, form in zip(rest, forms, strict=True)]
         """As leaves that need the gradients that the arguments need."""
@@ -97,7 +97,7 @@ class StraightBlock(Block):
                 "a tensor that is needed for a gradient, a further argument of an invertible block, has been modified "
                 "by an inplace operation. Write y = y + z in place of y += z."
             )
-        if not self._straight.unchanged():
+        if not self._purity.unchanged():
             raise ReplayError(f"a function that the block evaluates has been exchanged since its call. {CHANGES}")
 
     def _forward(self, xs: Sequence[torch.Tensor], given: tuple[tuple, dict[str, Any]]) -> Any:

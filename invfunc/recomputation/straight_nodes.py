@@ -31,7 +31,7 @@ class StraightCall(Call):
 
     def __init__(self, pair: Invertible, template: Template, straight: Straight, report: Report) -> None:
         super().__init__(pair, template.x, template.rest, random=False, report=report)
-        self.template, self._straight = template, straight
+        self.template, self._purity = template, straight.purity
         self._like, self._y = template.like, template.y
 
     def dtypes(self) -> list[torch.dtype]:
@@ -39,7 +39,7 @@ class StraightCall(Call):
 
     def unchanged(self) -> None:
         """Raise if a function is not what it was."""
-        if not self._straight.unchanged():
+        if not self._purity.unchanged():
             raise ReplayError(f"a function that the block evaluates has been exchanged since its call. {CHANGES}")
 
 

@@ -493,6 +493,17 @@ class TestLater:
         with pytest.raises(ReplayError, match="exchanged"):
             torch.autograd.grad(y, given)
 
+    @pytest.mark.parametrize("later", [0, WATCHED])
+    def test_between_them_with_other_calls_there(self, later):
+        f, cell = cell_of(0.5)
+        g = known(additive_coupling(f, net))
+        y = loss(g, *(given := leaves()))
+        cell.cell_contents = 2.0
+        for _ in range(later):
+            slope(g)
+        with pytest.raises(ReplayError, match="exchanged"):
+            torch.autograd.grad(y, given)
+
     def test_an_argument_that_is_no_tensor(self):
         def f(x, w, often, p, mode="sin"):
             for _ in range(often):
