@@ -140,7 +140,7 @@ class Block(ABC):
         self._xs: list[Callable[[], Slot | None]] = []
         self._taken: set[int] = set()
         self._ys: list[Slot] = []
-        self._found: list[torch.Tensor | None] = []
+        self._found: dict[int, tuple[torch.Tensor, int]] = {}
 
     def connect(self, xs: Tensors, ys: Tensors, metadata: Sequence[dict | None], values: Tensors | None = None) -> None:
         """Take the slots of x over, of which the plain `values` may be at hand, and give out those of y by the metadata
@@ -244,7 +244,7 @@ class Block(ABC):
 
     def forget(self) -> None:
         """Let go of what was computed again."""
-        self._found = []
+        self._found = {}
 
     @abstractmethod
     def names(self) -> list[str]:

@@ -42,7 +42,6 @@ class StraightBlock(Block):
         self._versions = versions(rest)
         self.count, self.odd = 0, False
         """How many tensors are saved, and whether one is not what it was in the watched call."""
-        self._written: list[int] = []
 
     def pack(self, tensor: torch.Tensor) -> int:
         """What autograd saves in place of a tensor: which one it is of the block."""
@@ -55,19 +54,19 @@ class StraightBlock(Block):
 
     def saved(self, n: int) -> torch.Tensor:
         """A saved tensor; it is handed out once, and computed again for whoever asks again."""
-        if not self._found or (found := self._found[n]) is None:
-            self._found = []
-            self._rebuild()
-            found = self._found[n]
-            assert found is not None
-        self._found[n] = None
-        if version(found) != self._written[n]:
+        found = self._found.pop(n, None)
+        if found is None:
+            made = self._rebuild()  # of this thread alone, until it is done
+            found = made.pop(n)
+            self._found = made
+        tensor, written = found
+        if version(tensor) != written:
             with naming(self._pair):
                 raise ModifiedError(
-                    f"a tensor of shape {list(found.shape)} that is needed for the gradient of the function has been "
+                    f"a tensor of shape {list(tensor.shape)} that is needed for the gradient of the function has been "
                     "modified by an inplace operation since. Write y = y + z in place of y += z."
                 )
-        return found
+        return tensor
 
     def invert(self) -> None:
         with plainly(), torch.no_grad(), naming(self._pair), without_autocast():
@@ -117,7 +116,7 @@ class StraightBlock(Block):
             raise ReplayError(f"the inverse gives {len(came)} tensors, where x has {template.count}. {CHANGES}")
         return [like.checked(t, i, self.names) for i, (like, t) in enumerate(zip(template.like, came, strict=True))]
 
-    def _rebuild(self) -> None:
+    def _rebuild(self) -> dict[int, tuple[torch.Tensor, int]]:
         if not self._ys:
             raise ReplayError("the function differentiates within itself by torch.autograd; let it use torch.func.")
         for block in self.behind():
@@ -140,8 +139,8 @@ class StraightBlock(Block):
                 )
             if tell is not None:
                 tell()
-        self._found, self._written = list(found), versions(found)
         release(self._ys)
+        return dict(enumerate(zip(found, versions(found), strict=True)))
 
     def _recorded(self, xs: Sequence[torch.Tensor], given: tuple[tuple, dict[str, Any]]) -> Saves:
         """What autograd saves where f is evaluated again."""
@@ -155,9 +154,12 @@ class StraightBlock(Block):
             if len(found) == most:
                 raise Enough  # as the rest of the evaluation is of no use
 
-        with suppress(Enough), torch.enable_grad(), saved_tensors_hooks(pack, never):
-            self._forward(xs, given)
-        return found
+        try:
+            with suppress(Enough), torch.enable_grad(), saved_tensors_hooks(pack, never):
+                self._forward(xs, given)
+            return [*found]
+        finally:
+            found.clear()  # the graph holds its hooks, and would hold itself by them
 
     def _inverted(self, given: tuple[tuple, dict[str, Any]]) -> tuple[Saves | None, Saves]:
         """x, and what autograd saves in the shared functions, as the inverse evaluates them, and beside them."""
@@ -179,19 +181,22 @@ class StraightBlock(Block):
 
             return evaluated
 
-        xs = self._inverse(tuple(map(again, self._pair.shared)), given)
-        if at:
-            raise ReplayError(f"the inverse evaluates other shared functions than forward. {CHANGES}")
-        if any(part == OUTSIDE for part, _ in template.keys):
-            parts[OUTSIDE] = self._beside(xs, given, outputs)
         try:
-            return [parts[part][n] for part, n in template.keys], xs
-        except IndexError:
-            return None, xs
+            xs = self._inverse(tuple(map(again, self._pair.shared)), given)
+            if at:
+                raise ReplayError(f"the inverse evaluates other shared functions than forward. {CHANGES}")
+            if any(part == OUTSIDE for part, _ in template.keys):
+                parts[OUTSIDE] = []
+                self._beside(xs, given, outputs, parts[OUTSIDE])
+            whole = all(n < len(parts[part]) for part, n in template.keys)
+            return [parts[part][n] for part, n in template.keys] if whole else None, xs
+        finally:
+            for found in parts.values():
+                found.clear()  # the graph holds its hooks, and would hold itself by them
 
-    def _beside(self, xs: Saves, given: tuple[tuple, dict[str, Any]], outputs: dict[int, Any]) -> Saves:
-        """What autograd saves beside the shared functions, of which the results are known."""
-        number, found = iter(range(len(outputs))), []
+    def _beside(self, xs: Saves, given: tuple[tuple, dict[str, Any]], outputs: dict[int, Any], found: Saves) -> None:
+        """Collect what autograd saves beside the shared functions, of which the results are known."""
+        number = iter(range(len(outputs)))
 
         def known(*args: Any, **kwargs: Any) -> Any:
             output = outputs[next(number)]
@@ -201,7 +206,6 @@ class StraightBlock(Block):
         xs = [t.detach().requires_grad_(form[3]) for t, form in zip(xs, self._template.forms, strict=False)]
         with torch.enable_grad(), _into(found):
             self._pair.forward(*[known] * len(self._pair.shared), self._template.x.join(xs), *args, **kwargs)
-        return found
 
 
 def _into(found: Saves) -> saved_tensors_hooks:
