@@ -79,7 +79,12 @@ class _OfTensor(Statistic):
     def __call__(self, params: Any, /, *batch: Any, **constants: Any) -> torch.Tensor: ...
 
 class _OfFactors(Statistic):
+    @overload
+    def __call__(self, params: torch.Tensor, /, *batch: Any, **constants: Any) -> Kronecker: ...
+    @overload
     def __call__(self, params: dict[_K, torch.Tensor], /, *batch: Any, **constants: Any) -> dict[_K, Kronecker]: ...
+    @overload
+    def __call__(self, params: Any, /, *batch: Any, **constants: Any) -> Any: ...
 
 class _OfVector(Product):
     def __call__(self, params: _T, v: _T, /, *batch: Any, **constants: Any) -> _T: ...
@@ -408,7 +413,6 @@ def ekfac(
     sample: Callable[..., Any] | None = ...,
     peel: int | str | None = ...,
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
-    joint: bool = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -608,7 +612,6 @@ def kfac(
     sample: Callable[..., Any] | None = ...,
     peel: int | str | None = ...,
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
-    joint: bool = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -639,7 +642,6 @@ def kflr(
     *,
     method: Literal["auto", "dense"] = ...,
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
-    joint: bool = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,
@@ -697,7 +699,6 @@ def kfra(
     loss: Callable[..., Any] | None = ...,
     *,
     weight_sharing: Literal["expand", "reduce", "backpack"] = ...,
-    joint: bool = ...,
     samples: Indices | None = ...,
     in_dims: InDims = ...,
     out_dims: int = ...,

@@ -30,8 +30,8 @@ GIVES = {
     "_Estimator": ["estimate_trace", "estimate_diagonal"],
 }
 OTHERWISE = {"diag_ggn": ("_LikeParams", {"with_error"}), "ggn_trace": ("_OfTensor", {"with_error", "per_parameter"})}
-OTHERWISE |= {"gram": ("_OfTensor", {"per_parameter"}), "kfac": ("_OfFactors", {"unsupported"})}
-OTHERWISE |= {name: ("_OfFactors", {"unsupported"}) for name in ("kflr", "kfra", "ekfac")}
+OTHERWISE |= {"gram": ("_OfTensor", {"per_parameter"})}
+OTHERWISE |= {name: ("_OfFactors", {"unsupported", "joint"}) for name in ("kfac", "kflr", "kfra", "ekfac")}
 RESULTS = {name: (gives, set[str]()) for gives, names in GIVES.items() for name in names} | OTHERWISE
 KEEP = ["streamed", "distributed", "compiled", "certified"]
 """Their result is of the type of what they are given."""
@@ -60,7 +60,12 @@ class _OfTensor(Statistic):
     def __call__(self, params: Any, /, *batch: Any, **constants: Any) -> torch.Tensor: ...
 
 class _OfFactors(Statistic):
+    @overload
+    def __call__(self, params: torch.Tensor, /, *batch: Any, **constants: Any) -> Kronecker: ...
+    @overload
     def __call__(self, params: dict[_K, torch.Tensor], /, *batch: Any, **constants: Any) -> dict[_K, Kronecker]: ...
+    @overload
+    def __call__(self, params: Any, /, *batch: Any, **constants: Any) -> Any: ...
 
 class _OfVector(Product):
     def __call__(self, params: _T, v: _T, /, *batch: Any, **constants: Any) -> _T: ...

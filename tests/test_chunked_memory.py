@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,12 @@ class TestResults:
             return
         wanted = row.of(model, F.cross_entropy, form)(*given())
         assert_trees_close(chunked(t, memory="1GiB")(*given()), wanted, 1e-10)
+
+    @pytest.mark.parametrize("make", [invfunc.kflr, partial(invfunc.kfac, fisher="empirical")], ids=["kflr", "kfac"])
+    def test_of_an_embedding(self, make):
+        f, params = functional(torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10)).double())
+        t, batch = make(f, F.cross_entropy), (torch.arange(6) % 4, torch.arange(6))
+        assert_trees_close(chunked(t, memory="1GiB")(params, *batch), t(params, *batch), 1e-12)
 
     def test_do_not_depend_on_the_budget(self):
         t, args = invfunc.diag_ggn(model, F.cross_entropy), wide()

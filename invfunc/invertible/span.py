@@ -20,6 +20,7 @@ from invfunc import tree
 from invfunc._functorch import dispatched, dual, forward_mode, levels, under, version
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.invertible.checkpoint import Checkpointed
+from invfunc.invertible.outside import Outside, Seen
 from invfunc.pairs.training import Optimiser, Training
 from invfunc.recomputation.call import Tensors
 from invfunc.recomputation.function import LevelBlock
@@ -121,6 +122,8 @@ class _Span(Block):
         """The form of the state behind them."""
         self.count = 0
         """How many they are."""
+        self._seen: list[Seen] = []
+        """What each of them has read from outside, and what it has made that is still there."""
 
     def forth(self, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
         """The tensors of the state behind the steps: the first that does more than to compute is none of them."""
@@ -130,12 +133,16 @@ class _Span(Block):
         state = self._before.join([x.detach() for x in xs])
         ps, args, kwargs = self._given.join(self._rest)
         for p in ps:
-            found = self._law.forward(self._gradient, state, p, *args, **kwargs)
+            with Outside(tree.tensors((state, self._rest))) as outside:
+                found = self._law.forward(self._gradient, state, p, *args, **kwargs)
             if self._start.later() is not self._start:
                 self._start.rewind()
                 break
             if any(t.requires_grad for t in tree.tensors(found)):  # by what the loss closes over
                 break
+            read, made = outside.kept()
+            self._constants += [known for k, known in read.items() if k not in {id(t) for t in (*xs, *rest)}]
+            self._seen.append(made | read)
             state, self.count = found, self.count + 1
         if self._changed():
             raise ReplayError(
@@ -160,9 +167,12 @@ class _Span(Block):
         shared, found = _needing((args, kwargs)), dict[int, torch.Tensor]()
         with self._going_back() as state:
             slope = self._law.slope(state, slopes)
-            for p in reversed(ps[: self.count]):
-                asked = list({id(t): t for t in (*_needing(p), *shared)}.values())
-                state, slope, gained = self._law.pulled_back(self._gradient, state, slope, asked, (p, *args), kwargs)
+            for k in reversed(range(self.count)):
+                asked = list({id(t): t for t in (*_needing(ps[k]), *shared)}.values())
+                with self._reads(k, (state, slope, rest)):
+                    state, slope, gained = self._law.pulled_back(
+                        self._gradient, state, slope, asked, (ps[k], *args), kwargs
+                    )
                 for t, g in zip(asked, gained, strict=True):
                     if g is not None:
                         found[id(t)] = found[id(t)] + g if id(t) in found else g
@@ -179,9 +189,21 @@ class _Span(Block):
     def _through(self, state: Training, step: Callable, reverse: bool = True) -> Training:
         """The state behind all steps in one direction."""
         ps, args, kwargs = self._given.join(self._rest)
-        for p in ps[: self.count][:: -1 if reverse else 1]:
-            state = step(self._gradient, state, p, *args, **kwargs)
+        for k in range(self.count)[:: -1 if reverse else 1]:
+            with self._reads(k, (state, self._rest)):
+                state = step(self._gradient, state, ps[k], *args, **kwargs)
         return state
+
+    @contextmanager
+    def _reads(self, k: int, given: Any) -> Iterator[None]:
+        """A context in which a step reads from outside what it has read on the way forth."""
+        with Outside(tree.tensors(given)) as outside:
+            yield
+        if outside.others(self._seen[k]):
+            raise ReplayError(
+                "the loss, or the learning rate, reads another tensor than when the step was done, or one that was "
+                "written since. Pass what changes as an argument of the steps."
+            )
 
     @contextmanager
     def _going_back(self) -> Iterator[Any]:
@@ -213,7 +235,7 @@ class _Span(Block):
         self, ghosts: Tensors, rest: Tensors, slopes: Sequence[torch.Tensor | None], needs: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         """What `back` gives, with a graph: by a block a step."""
-        xs = self.xs() or self._inverted()
+        xs = self._inverted()  # also where they are there, as it looks at what is read
         ghosts, rest = ([t.view_as(t) for t in ts] for ts in (ghosts, rest))  # behind which no gradient goes on
         given = [*(x + ghost for x, ghost in zip(xs, ghosts, strict=False)), *xs[len(ghosts) :]]
         state, (ps, args, kwargs) = self._before.join(given), self._given.join(rest)

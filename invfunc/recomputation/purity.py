@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import dis
 import math
+import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -193,7 +194,8 @@ def _is_operation(value: Any) -> bool:
     """Whether a function is one of torch's operations, of which function modes hear, or one of numbers."""
     module = getattr(value, "__module__", None) or ""
     if type(value) is types.FunctionType:
-        torchs = module in ("torch.functional", "torch.nn.functional")
+        own = sys.modules[module] if module in ("torch.functional", "torch.nn.functional") else None
+        torchs = vars(own).get(value.__name__) is value if own is not None else False  # a wrapper copies both names
     else:
         torchs = module.startswith("torch._C") or value.__self__ is torch.exp.__self__
     return _computes(function_name(value)) if torchs else getattr(value, "__self__", None) is math

@@ -235,7 +235,8 @@ def _read(x: Operands, rows: int) -> torch.Tensor:
 def _products(x: Operands, rows: int) -> torch.Tensor:
     """`sum_nr a a^T`, or its diagonal."""
     if x.picked is not None:
-        return torch.bincount(x.picked.flatten(), minlength=rows + 1)[:-1].to(x.s.dtype)
+        picked = x.picked.flatten()
+        return picked.new_zeros(rows + 1).scatter_add(0, picked, torch.ones_like(picked))[:-1].to(x.s.dtype)
     if x.gram is not None:
         return x.gram
     assert x.a is not None

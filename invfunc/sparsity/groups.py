@@ -278,6 +278,8 @@ def _moved(columns: Affine, inner: Grouped) -> Moved | None:
     (own,) = inner.groups.values()
     block = columns.inner.block(0, 1, slice(None)).left[columns.root]
     n, count = block.shape[1], own.numel()
+    if count >= min(thresholds.NUMBERED, 2 / torch.finfo(block.dtype).eps):  # numbers that this dtype does not have
+        return None
     generator = torch.Generator()  # of its own, with torch's own seed
     shuffled = [torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(2))]
     numbers = torch.stack([torch.ones(count), *(p + 1.0 for p in shuffled)]).to(block)
@@ -292,10 +294,6 @@ def _moved(columns: Affine, inner: Grouped) -> Moved | None:
         near = torch.where(known & (near >= 1) & (near <= count), near, 1).long() - 1
         places.append(torch.where(none, -1, torch.where(known, order.to(near.device).argsort()[near], -2)))
     to = places[0]
-    if (
-        count >= thresholds.NUMBERED
-        or any(not torch.equal(to, other) for other in places[1:])
-        or bool((to != to[:1]).any() | (to < -1).any())
-    ):
+    if any(not torch.equal(to, other) for other in places[1:]) or bool((to != to[:1]).any() | (to < -1).any()):
         return None
     return Moved(inner, columns.root, columns.pull, to[0], scale)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import grad
 
 from invfunc import chain, invertible_checkpoint, repeated, reversible_adam, reversible_sgd, tree
-from invfunc.errors import InverseError, ModifiedError, RangeError, ReplayError
+from invfunc.errors import ModifiedError, RangeError, ReplayError
 from invfunc.recomputation.slots import block_of
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
@@ -241,13 +241,28 @@ class TestErrors:
 
         value, then = last(), data["x"]
         data["x"] = then + 1e-9
-        with pytest.raises(InverseError, match="the state before 6 steps does not come back to the last bit"):
+        with pytest.raises(ReplayError, match="the loss, or the learning rate, reads another tensor"):
             value.backward()
         data["x"] = then
         value = last()
         then.add_(1)
         with pytest.raises(ModifiedError, match="a tensor that the loss closes over has been modified"):
             value.backward()
+
+    @of_each
+    @pytest.mark.parametrize("change", ["replaced", "written"])
+    def test_of_what_only_the_gradient_reads(self, make, change):
+        """A tensor behind a weight of 0 changes nothing of the state that comes back, and some steps alone read it."""
+        data = {"early": torch.ones(6).double(), "late": torch.ones(6).double()}
+        step = make(lambda w, p: ((w - 1) ** 2).sum() / 2 + p[0] * (data[p[1]] * w).sum(), lr=0.1)
+        cs = torch.zeros(7).double().requires_grad_()
+        value = repeated(step)(step.start(START), [(c, "late" if k == 4 else "early") for k, c in enumerate(cs)])
+        if change == "replaced":
+            data["late"] = torch.full((6,), 3.0).double()
+        else:
+            data["late"].fill_(3)
+        with pytest.raises((ModifiedError, ReplayError), match="modified by an inplace|reads another tensor"):
+            value.params.sum().backward()
 
     def test_name_the_block(self):
         step = reversible_sgd(lambda w, c: (c * w).sum(), lr=1.0)

@@ -541,6 +541,34 @@ BLOCKS = [
     ),
     # Calls that are not watched
     Fault(
+        "what was computed again for an unwatched call keeps itself alive",
+        "recomputation/straight_hooks.py",
+        "                found.clear()  # the graph holds its hooks, and would hold itself by them\n",
+        "                pass\n",
+        "recomputation/test_straight.py::TestBlocks::test_let_go_of_what_was_computed_again " + AGAIN,
+    ),
+    Fault(
+        "a step back does not look at what it reads from outside",
+        "invertible/span.py",
+        "        if outside.others(self._seen[k]):\n",
+        "        if False:\n",
+        SPAN,
+    ),
+    Fault(
+        "a wrapper is taken for the function of torch whose name it has",
+        "recomputation/purity.py",
+        "vars(own).get(value.__name__) is value if own is not None else False",
+        "own is not None",
+        "recomputation/test_straight.py::test_what_is_not_shown recomputation/test_straight.py",
+    ),
+    Fault(
+        "a constant that was written since is taken as it is",
+        "pairs/automatic/graph.py",
+        "version(leaf.tensor) != leaf.version",
+        "False",
+        FOUND + "TestNumbers",
+    ),
+    Fault(
         "a function that writes a list is taken for one that computes",
         "recomputation/purity.py",
         '            raise NotShown(f"an object of {kind.__name__}")\n',

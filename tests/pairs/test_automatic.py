@@ -653,3 +653,53 @@ class TestReformer:
             return meter.peak()
 
         assert peak(9, made) < 1.05 * peak(3, made) and peak(9, made) < peak(9, "plain") / 3
+
+
+class TestNumbers:
+    """By which an inverse is computed have to be those that f has read."""
+
+    def test_a_constant_that_is_written_later_is_refused(self):
+        def f(x):
+            a, b = x
+            n = torch.ones(2)
+            a = a + n
+            n += 1
+            return a, b + n
+
+        x = torch.ones(2), torch.ones(2)
+        with pytest.raises(InverseError, match="writes in place into a tensor after a call has read it"):
+            invert(invertible_checkpoint(f).pair)(f(x))
+
+    @pytest.mark.parametrize("scaled", [lambda ids: ids * 3, lambda ids: torch.add(1, ids, alpha=3)])
+    def test_whole_numbers_are_not_divided(self, scaled):
+        w = torch.zeros((), requires_grad=True)
+
+        def f(x):
+            return scaled(x[0]), x[1] + w * (x[0] % 7)
+
+        with pytest.raises(InverseError, match="no inverse is found"):
+            invertible_checkpoint(f)((torch.tensor([2**24 + 1]), torch.ones(1)))
+
+    def test_a_scale_that_is_rounded_to_whole_numbers_may_be_zero(self):
+        with pytest.raises(InverseError, match="no inverse is found"):
+            invertible_checkpoint(lambda x, w: (x[0] * torch.exp(w).to(torch.int64), x[1] + x[0]))(
+                (torch.ones(2), torch.ones(2)), torch.full((2,), -3.0)
+            )
+
+    def test_alone_it_does_not_write_the_buffers_of_a_module(self):
+        class Step(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm = torch.nn.BatchNorm1d(2)
+
+            def forward(self, x):
+                return x[0], x[1] + self.norm(x[0])
+
+        step = Step()
+        x = torch.randn(4, 2), torch.randn(4, 2)
+        back, before = invert(invertible_checkpoint(step).pair), step.norm.running_mean.clone()
+        with pytest.raises(InverseError, match=r"Call eval\(\) first"):
+            back(x)
+        assert step.norm.running_mean.equal(before)
+        step.eval()
+        assert_trees_close(back(step(x)), x, rtol=1e-6)

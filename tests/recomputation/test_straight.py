@@ -1,6 +1,7 @@
 """Calls that are not watched any more give what watched ones give, and what changes in any call is found as before."""
 
 import copy
+import functools
 import gc
 import math
 import random
@@ -332,6 +333,7 @@ def adds(x):
 
 HOLDER = Holder()
 NOT_SHOWN = {
+    "a wrapper of a function of torch": functools.wraps(F.silu)(lambda x: F.silu(x) + TENSOR),
     "random numbers of Python": lambda x: x * random.random(),
     "a tensor": lambda x: x * TENSOR,
     "a module": lambda x: MODULE(x),
@@ -683,6 +685,28 @@ class TestBlocks:
         gc.collect()
         assert not any(known() for known in held)
         torch.autograd.grad(torch.stack(y).sum(), given)
+
+    @pytest.mark.parametrize("name", ["additive", "generic"])
+    def test_let_go_of_what_was_computed_again(self, name):
+        """However deep the network is, also without the garbage collector, which sees no graph of autograd."""
+        g, most = known(PAIRS[name]), {}
+        for depth in (6, 18):
+            x, found = leaves()[:2], []
+            weights = [leaves()[2:] for _ in range(depth)]
+            for w in weights:
+                w[0].register_hook(lambda _, found=found: found.append(len(alive())))
+            y = x[0] * 1, x[1] * 1
+            for w in weights:
+                y = g(y, tuple(w))
+            before = len(alive())
+            torch.stack(y).sin().sum().backward()
+            most[depth] = max(found) - before - depth * len(weights[0])
+        assert most[18] <= most[6]
+
+
+def alive() -> set[int]:
+    """The memory of all tensors that Python knows."""
+    return {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is torch.Tensor and t.is_cpu}
 
 
 FUNCTIONS = {

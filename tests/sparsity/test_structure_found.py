@@ -103,3 +103,17 @@ def test_saturated_pixels_in_closed_form_and_single_precision():
         found = make(w, *args)
     wanted = dense_diag_ggn(lambda w, x: F.conv2d(x, w), F.cross_entropy)(w.double(), x.double(), args[1])
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "classes"), [(torch.bfloat16, 263), (torch.float16, 2051)])
+def test_outputs_that_are_more_than_a_dtype_counts(dtype, classes):
+    """Where entries are moved before the criterion, their numbers are pulled back in its precision."""
+
+    def loss(z, y):
+        return F.cross_entropy(z.flatten(0, 1), y.flatten())
+
+    rand = torch.Generator().manual_seed(0)
+    w, x = (torch.randn(*size, generator=rand).to(dtype) for size in ((4, classes), (2, 1, 4)))
+    y = torch.randint(classes, (2, 1), generator=rand)
+    found, wanted = (invfunc.diag_ggn(lambda w, x: x @ w, loss, method=method)(w, x, y) for method in ("auto", "dense"))
+    assert (found - wanted).abs().max() <= 4 * torch.finfo(dtype).eps * wanted.abs().max()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from invfunc import tree
 from invfunc._functorch import unwrapped
@@ -22,7 +23,7 @@ from invfunc.pairs.automatic.values import Values
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.value import Value
 
-_KINDS = 64
+_MOST = 64
 """How many kinds of calls are remembered."""
 
 
@@ -81,7 +82,7 @@ class Found(Value):
         try:
             with watching:
                 y = self.f(x, *args, **kwargs)
-            while len(self.told) >= _KINDS:  # of ever new shapes
+            while len(self.told) >= _MOST:  # of ever new shapes
                 self.told.pop(next(iter(self.told)), None)
             self.told[kind] = self._told(watching, x, y)
         finally:
@@ -97,6 +98,13 @@ class Found(Value):
 
     def inverse(self, y: Any, *args: Any, **kwargs: Any) -> Any:
         """x, of the form of y."""
+        module = self.f if isinstance(self.f, nn.Module) else getattr(self.f, "__self__", None)
+        parts = module.modules() if isinstance(module, nn.Module) else ()
+        if any(m.training and [*m.buffers(recurse=False)] for m in parts):
+            raise InverseError(
+                "by itself, outside of a block, the inverse cannot be had of a module in training mode that has "
+                "buffers, as running means: it runs f, which would write them. Call eval() first."
+            )
         ys, form = tree.separate(y)
         return self._solved(Input(form, [_like(t) for t in ys], {}), y, args, kwargs)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, storage_of, unwatched, unwrapped
+from invfunc._functorch import innermost, storage_of, unwatched, unwrapped, version
 from invfunc._generators import Generator
 from invfunc._weak import WeakIdMap
 from invfunc.errors import InverseError
@@ -51,6 +51,8 @@ class Constant(NamedTuple):
     """None where f runs with numbers, which are not kept."""
     positive: bool
     """Whether all its numbers are known to be positive."""
+    version: int = 0
+    """How often it was written when it was read."""
 
 
 @dataclass(eq=False)
@@ -128,7 +130,8 @@ class Tracer(Listener):
         if not any(t in self._of for t in given):
             self._unseen(function, given)
             result = function.func(*args, **kwargs)
-            if isinstance(result, torch.Tensor) and not function.renews and _stays_positive(function, given, self):
+            floats = isinstance(result, torch.Tensor) and result.is_floating_point()  # of a whole number 0 is near
+            if floats and not function.renews and _stays_positive(function, given, self):
                 self._positive.set(result, True)
             return result
         leaves, structure = tree.flatten((args, kwargs))
@@ -167,7 +170,9 @@ class Tracer(Listener):
         if not isinstance(leaf, torch.Tensor):
             return leaf
         node = self.of(leaf)
-        return Constant(leaf if self.keeps_constants else None, self.positive(leaf)) if node is None else node
+        if node is not None:
+            return node
+        return Constant(leaf if self.keeps_constants else None, self.positive(leaf), version(leaf))
 
     def positive(self, tensor: torch.Tensor) -> bool:
         """Whether all numbers of what does not depend on x are known to be positive."""
@@ -245,7 +250,11 @@ def is_node(leaf: Any) -> bool:
 
 def value(leaf: Any) -> Any:
     """An argument that is not of x."""
-    return leaf.tensor if isinstance(leaf, Constant) else leaf
+    if not isinstance(leaf, Constant):
+        return leaf
+    if leaf.tensor is not None and version(leaf.tensor) != leaf.version:
+        refuse("f writes in place into a tensor after a call has read it, by whose numbers x is computed.")
+    return leaf.tensor
 
 
 POSITIVE = {"exp", "exp2", "sigmoid", "softplus", "cosh"}

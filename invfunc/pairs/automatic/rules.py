@@ -19,6 +19,7 @@ Undo = tuple[Callable[[torch.Tensor, Get], torch.Tensor], str]
 JOINS = {"cat", "concat", "concatenate", "stack"}
 """What joins its operands in a new tensor."""
 _SAME = {"clone", "contiguous", "to", "float", "double", "half", "bfloat16", "type_as", "detach", "positive", "alias"}
+_SCALES = {"mul", "multiply", "div", "divide", "true_divide", "truediv"}
 _MOVED = {"reshape", "flatten", "view", "unflatten", "ravel", "view_as", "reshape_as"}
 
 
@@ -36,6 +37,9 @@ def undo(call: Call, node: Node) -> Undo | None:
         return None
     if name in _SAME or (name.endswith("dropout") and not call.function.draws(*call.given())):
         return lambda y, get: y.clone() if name == "clone" else y, "{y}"
+    whole = not (out.dtype.is_floating_point or out.dtype.is_complex)
+    if whole and (name in _SCALES or call.argument("alpha", 1) != 1):  # whole numbers are not divided
+        return None
     rule = _RULES.get(name)
     return None if rule is None else rule(call, node)
 
