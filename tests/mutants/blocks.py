@@ -564,8 +564,8 @@ BLOCKS = [
     Fault(
         "a constant that was written since is taken as it is",
         "pairs/automatic/graph.py",
-        "version(leaf.tensor) != leaf.version",
-        "False",
+        "    if written:\n        refuse(",
+        "    if False:\n        refuse(",
         FOUND + "TestNumbers",
     ),
     Fault(

@@ -172,7 +172,10 @@ class Tracer(Listener):
         node = self.of(leaf)
         if node is not None:
             return node
-        return Constant(leaf if self.keeps_constants else None, self.positive(leaf), version(leaf))
+        if not self.keeps_constants:
+            return Constant(None, self.positive(leaf))
+        with unwatched():  # it is no call of f
+            return Constant(leaf, self.positive(leaf), version(leaf))
 
     def positive(self, tensor: torch.Tensor) -> bool:
         """Whether all numbers of what does not depend on x are known to be positive."""
@@ -252,7 +255,9 @@ def value(leaf: Any) -> Any:
     """An argument that is not of x."""
     if not isinstance(leaf, Constant):
         return leaf
-    if leaf.tensor is not None and version(leaf.tensor) != leaf.version:
+    with unwatched():
+        written = leaf.tensor is not None and version(leaf.tensor) != leaf.version
+    if written:
         refuse("f writes in place into a tensor after a call has read it, by whose numbers x is computed.")
     return leaf.tensor
 
