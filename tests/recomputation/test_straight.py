@@ -689,24 +689,25 @@ class TestBlocks:
     @pytest.mark.parametrize("name", ["additive", "generic"])
     def test_let_go_of_what_was_computed_again(self, name):
         """However deep the network is, also without the garbage collector, which sees no graph of autograd."""
-        g, most = known(PAIRS[name]), {}
-        for depth in (6, 18):
-            x, found = leaves()[:2], []
-            weights = [leaves()[2:] for _ in range(depth)]
+        state = [torch.rand(11, 3).double() for _ in "ab"]  # of a shape that nothing else here has
+
+        def alive():
+            return sum(type(t) is torch.Tensor and t.shape == state[0].shape for t in gc.get_objects())
+
+        def most(depth):
+            found, weights = [], [leaves()[2:] for _ in range(depth)]
             for w in weights:
-                w[0].register_hook(lambda _, found=found: found.append(len(alive())))
-            y = x[0] * 1, x[1] * 1
+                w[0].register_hook(lambda _: found.append(alive()))
+            y = state[0] * 1, state[1] * 1
             for w in weights:
                 y = g(y, tuple(w))
-            before = len(alive())
             torch.stack(y).sin().sum().backward()
-            most[depth] = max(found) - before - depth * len(weights[0])
-        assert most[18] <= most[6]
+            return max(found)
 
-
-def alive() -> set[int]:
-    """The memory of all tensors that Python knows."""
-    return {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is torch.Tensor and t.is_cpu}
+        g = known(PAIRS[name])
+        most(WATCHED)
+        few = most(6)
+        assert most(18) <= few
 
 
 FUNCTIONS = {
