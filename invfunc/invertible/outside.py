@@ -16,47 +16,34 @@ Seen = dict[int, tuple["ref[torch.Tensor]", int]]
 
 
 class Outside(TorchFunctionMode):
-    """Looks at the tensors that calls of torch read, and that no call in it has made."""
+    """Looks at the tensors that calls of torch read: those that are still there when a step is done, and that it was
+    not given and does not give, are from outside."""
 
-    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, ref[torch.Tensor]] = {id(t): ref(t) for t in given}
-        self._read: Seen = {}
+        self._read: dict[int, ref[torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        for t in _tensors((*args, *kwargs.values())):
-            if not _among(self._made, t) and id(t) not in self._read:
-                self._read[id(t)] = ref(t), version(t)
-        result = func(*args, **kwargs)
-        for t in _tensors((result,)):
-            if id(t) not in self._read or self._read[id(t)][0]() is not t:
-                self._made[id(t)] = ref(t)
-        return result
+        self._note(args)
+        if not kwargs:
+            return func(*args)
+        self._note(kwargs.values())
+        return func(*args, **kwargs)
 
-    def kept(self) -> tuple[Seen, Seen]:
-        """What was read from outside and is still there, and what was made and is."""
-        read = {k: (held, then) for k, (held, then) in self._read.items() if held() is not None}
-        made = {k: (held, version(t)) for k, held in self._made.items() if (t := held()) is not None}
-        return read, made
+    def _note(self, values: Iterable[Any]) -> None:
+        for x in values:
+            if isinstance(x, torch.Tensor):
+                self._read[id(x)] = ref(x)
+            elif isinstance(x, (list, tuple)):
+                self._note(x)
 
-    def others(self, before: Seen) -> bool:
-        """Whether something was read that is none of these, as it was."""
-        for k, (held, _) in self._read.items():
-            t, (known, then) = held(), before.get(k, (None, 0))
-            if t is not None and (known is None or known() is not t or version(t) != then):
-                return True
-        return False
+    def seen(self, inside: Iterable[torch.Tensor]) -> Seen:
+        """What was read from outside, as it is now; not from there are those that the step was given, or gives."""
+        own = {id(t) for t in inside}
+        alive = ((k, held, t) for k, held in self._read.items() if k not in own and (t := held()) is not None)
+        return {k: (held, version(t)) for k, held, t in alive}
 
 
-def _among(known: dict[int, ref[torch.Tensor]], t: torch.Tensor) -> bool:
-    held = known.get(id(t))
-    return held is not None and held() is t
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
-    for x in values:
-        if isinstance(x, torch.Tensor):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from _tensors(x)
+def all_among(found: Seen, before: Seen) -> bool:
+    """Whether what was read was read before, as it is."""
+    return all(k in before and before[k][0]() is held() and before[k][1] == then for k, (held, then) in found.items())

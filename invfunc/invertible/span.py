@@ -20,7 +20,7 @@ from invfunc import tree
 from invfunc._functorch import dispatched, dual, forward_mode, levels, under, version
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.invertible.checkpoint import Checkpointed
-from invfunc.invertible.outside import Outside, Seen
+from invfunc.invertible.outside import Outside, Seen, all_among
 from invfunc.pairs.training import Optimiser, Training
 from invfunc.recomputation.call import Tensors
 from invfunc.recomputation.function import LevelBlock
@@ -123,7 +123,7 @@ class _Span(Block):
         self.count = 0
         """How many they are."""
         self._seen: list[Seen] = []
-        """What each of them has read from outside, and what it has made that is still there."""
+        """What each of them has read from outside."""
 
     def forth(self, xs: Tensors, rest: Tensors) -> list[torch.Tensor]:
         """The tensors of the state behind the steps: the first that does more than to compute is none of them."""
@@ -133,16 +133,15 @@ class _Span(Block):
         state = self._before.join([x.detach() for x in xs])
         ps, args, kwargs = self._given.join(self._rest)
         for p in ps:
-            with Outside(tree.tensors((state, self._rest))) as outside:
+            with Outside() as outside:
                 found = self._law.forward(self._gradient, state, p, *args, **kwargs)
             if self._start.later() is not self._start:
                 self._start.rewind()
                 break
             if any(t.requires_grad for t in tree.tensors(found)):  # by what the loss closes over
                 break
-            read, made = outside.kept()
-            self._constants += [known for k, known in read.items() if k not in {id(t) for t in (*xs, *rest)}]
-            self._seen.append(made | read)
+            self._seen.append(outside.seen((*xs, *rest, *tree.tensors((state, found, self._rest)))))
+            self._constants += self._seen[-1].values()
             state, self.count = found, self.count + 1
         if self._changed():
             raise ReplayError(
@@ -169,10 +168,10 @@ class _Span(Block):
             slope = self._law.slope(state, slopes)
             for k in reversed(range(self.count)):
                 asked = list({id(t): t for t in (*_needing(ps[k]), *shared)}.values())
-                with self._reads(k, (state, slope, rest)):
-                    state, slope, gained = self._law.pulled_back(
-                        self._gradient, state, slope, asked, (ps[k], *args), kwargs
-                    )
+                with Outside() as outside:
+                    came = self._law.pulled_back(self._gradient, state, slope, asked, (ps[k], *args), kwargs)
+                self._check_read(k, outside, (state, slope, came, rest))
+                state, slope, gained = came
                 for t, g in zip(asked, gained, strict=True):
                     if g is not None:
                         found[id(t)] = found[id(t)] + g if id(t) in found else g
@@ -190,16 +189,15 @@ class _Span(Block):
         """The state behind all steps in one direction."""
         ps, args, kwargs = self._given.join(self._rest)
         for k in range(self.count)[:: -1 if reverse else 1]:
-            with self._reads(k, (state, self._rest)):
-                state = step(self._gradient, state, ps[k], *args, **kwargs)
+            with Outside() as outside:
+                came = step(self._gradient, state, ps[k], *args, **kwargs)
+            self._check_read(k, outside, (state, came, self._rest))
+            state = came
         return state
 
-    @contextmanager
-    def _reads(self, k: int, given: Any) -> Iterator[None]:
-        """A context in which a step reads from outside what it has read on the way forth."""
-        with Outside(tree.tensors(given)) as outside:
-            yield
-        if outside.others(self._seen[k]):
+    def _check_read(self, k: int, outside: Outside, own: Any) -> None:
+        """Check that a step has read from outside what it had read on the way forth."""
+        if not all_among(outside.seen(tree.tensors(own)), self._seen[k]):
             raise ReplayError(
                 "the loss, or the learning rate, reads another tensor than when the step was done, or one that was "
                 "written since. Pass what changes as an argument of the steps."
