@@ -69,6 +69,8 @@ class ArgumentNames(Sequence[str]):
         if any(p.kind == p.VAR_POSITIONAL for p in batch):  # behind which nothing can have a name
             front = [inspect.Parameter(name, _POSITIONAL) for name in ("params", self.vector) if name]
             batch = [*front, inspect.Parameter("batch", inspect.Parameter.VAR_POSITIONAL)]
+        elif not batch:
+            raise ValueError("f takes nothing that has to be given by place")
         else:
             if self.vector:
                 batch.insert(1, inspect.Parameter(self.vector, batch[0].kind))

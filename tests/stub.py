@@ -74,36 +74,15 @@ class _OfVector(Product):
 class _Estimator(Estimator):
     def __call__(self, params: Any, /, *batch: Any, **constants: Any) -> Estimate: ...
 """
+_OF_CHUNKED = """n: int | None = ..., *, chunk_size: int | None = ..., memory: int | float | str | None = ...,
+    over: Literal["outputs", "samples", "params"] | None = ..., fold: Any = ..., in_dims: InDims = ...,
+    out_dims: int = ..., has_aux: bool = ..., progress: bool = ..."""
 WRITTEN = {
-    "chunked": """
+    "chunked": f"""
 @overload
-def chunked(
-    f: _S,
-    n: int | None = ...,
-    *,
-    chunk_size: int | None = ...,
-    memory: int | float | str | None = ...,
-    over: Literal["outputs", "samples", "params"] | None = ...,
-    fold: Any = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-    progress: bool = ...,
-) -> _S: ...
+def chunked(f: _S, {_OF_CHUNKED}) -> _S: ...
 @overload
-def chunked(
-    f: None = ...,
-    n: int | None = ...,
-    *,
-    chunk_size: int | None = ...,
-    memory: int | float | str | None = ...,
-    over: Literal["outputs", "samples", "params"] | None = ...,
-    fold: Any = ...,
-    in_dims: InDims = ...,
-    out_dims: int = ...,
-    has_aux: bool = ...,
-    progress: bool = ...,
-) -> Callable[[_S], _S]: ...
+def chunked(f: None = ..., {_OF_CHUNKED}) -> Callable[[_S], _S]: ...
 """,
     "together": """
 @overload

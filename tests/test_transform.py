@@ -27,6 +27,10 @@ def scaled(params, x, scale=1.0, *, flipped=False):
     return model(params, x) * (-scale if flipped else scale)
 
 
+def by_name(params=None, x=None):
+    return losses(params, x, x)
+
+
 def trained(params, *batch):
     return losses(params, *batch)
 
@@ -77,6 +81,7 @@ class TestHelp:
 
     def test_of_a_function_without_a_signature(self):
         assert said(invfunc.batch_grad(torch.dot)).startswith("batch_grad(dot)(params, ...)")
+        assert said(invfunc.hvp(by_name)).startswith("hvp(by_name)(params, ...)")
 
     def test_names_are_those_for_users(self):
         assert dir(invfunc.variance(losses)) == ["f"]

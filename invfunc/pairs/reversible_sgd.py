@@ -55,6 +55,9 @@ def reversible_sgd(
             should be used up, and in a backward pass where the state before the steps is compared; or there is no step
             left to undo.
         RangeError: a number leaves the range of the grid, or is NaN.
+        ReplayError: in a backward pass through several steps, the loss or lr reads another tensor that it closes over
+            than on the way forth.
+        ModifiedError: such a tensor was written in place since.
 
     Example:
         >>> import torch, invfunc

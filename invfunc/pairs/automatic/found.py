@@ -148,7 +148,7 @@ class Automatic(Invertible):
 
     @property
     def found(self) -> Found:
-        return self.forward.__self__  # type: ignore[attr-defined]
+        return self.forward.__self__  # pyright: ignore[reportFunctionMemberAccess]
 
     def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
         return partial(self.found.inverse_like, Input(x, like, kept))
