@@ -282,6 +282,20 @@ NOT_CONVEX = {
 }
 
 
+class TestWrittenByHand:
+    @pytest.mark.parametrize("scale", [1, 10, 20])
+    def test_a_cross_entropy_of_samples_that_are_classified_for_sure(self, scale):
+        """Their own Hessians are rounding errors, of either sign."""
+        x, w, y = Numbers(1)(16, 8), scale * Numbers(2)(8, 6), Numbers(3)(16, 6).argmax(1)
+
+        def by_hand(w, x, y):
+            z = outputs(x @ w)
+            return z.exp().sum(1).log() - z.gather(1, y[:, None])[:, 0]
+
+        wanted = diag_ggn(lambda w, x: x @ w, F.cross_entropy)(w, x, y)
+        assert_trees_close(diag_ggn(by_hand)(w, x, y), 16 * wanted, EXACT)
+
+
 class TestRefusals:
     @pytest.mark.parametrize("loss", NOT_CONVEX.values(), ids=NOT_CONVEX)
     def test_a_loss_that_is_not_convex(self, loss):
