@@ -47,7 +47,8 @@ from invfunc import kronecker, layers
 from invfunc.certificates.certified import certified
 from invfunc.chunked import chunked
 from invfunc.compiled import compiled
-from invfunc.distributed import distributed
+from invfunc.data_sets.distributed import distributed
+from invfunc.data_sets.streamed import streamed
 from invfunc.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -69,14 +70,14 @@ from invfunc.errors import (
     SplitError,
 )
 from invfunc.explain import explain
-from invfunc.functional import functional
+from invfunc.functional.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import InverseReport, check_inverse, drift
 from invfunc.invertible.equilibrium import Equilibrium, equilibrium
 from invfunc.invertible.multiscale import multiscale
 from invfunc.kronecker import Kronecker
-from invfunc.low_rank import LowRank
+from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.operation import operation
 from invfunc.outputs import outputs
 from invfunc.pairs.bdia import bdia
@@ -129,7 +130,6 @@ from invfunc.statistics.sketched_grad import sketched_grad
 from invfunc.statistics.sqrt_ggn import sqrt_ggn
 from invfunc.statistics.sum_grad_squared import sum_grad_squared
 from invfunc.statistics.variance import variance
-from invfunc.streamed import streamed
 from invfunc.together import together
 
 __version__ = "0.1.0"

@@ -31,7 +31,7 @@ from invfunc.invertible.checks import Drift
 from invfunc.invertible.checks import InverseReport as InverseReport
 from invfunc.invertible.equilibrium import Equilibrium as Equilibrium
 from invfunc.kronecker.matrix import Kronecker as Kronecker
-from invfunc.low_rank import LowRank as LowRank
+from invfunc.linear_algebra.low_rank import LowRank as LowRank
 from invfunc.operation import Operation
 from invfunc.pairs.exact import Grid as Grid
 from invfunc.pairs.pair import Invertible as Invertible
@@ -49,8 +49,6 @@ from invfunc.reductions.noise import NoiseScale as NoiseScale
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
 
-from . import _blocks as _blocks
-from . import _symmetric as _symmetric
 from . import kronecker as kronecker
 from . import layers as layers
 from . import thresholds as thresholds

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from invfunc import thresholds, tree
-from invfunc._functorch import dispatched, transforming
+from invfunc._torch.functorch import dispatched, transforming
 from invfunc.budget.fingerprint import fingerprint
 from invfunc.budget.footprint import BY_HAND, SLACK, Footprint, certain, footprint, unpredictable, warmed
 from invfunc.budget.search import Chunks, Measured, Trial, least, search

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from invfunc.errors import ArgumentTypeError
-from invfunc.functional import Functional
+from invfunc.functional.functional import Functional
 
 
 def check_callable(name: str, f: Any) -> None:

@@ -10,9 +10,9 @@ from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker
+from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.loss.drawn import key_of
 from invfunc.loss.peeled import Peel
-from invfunc.low_rank import LowRank
 from invfunc.plan import Options
 from invfunc.reductions.predictive import Covariance
 from invfunc.reductions.quantity import GGN, GRADIENT, Drawing

@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from invfunc.errors import ArgumentError, MissingExtraError
-from invfunc.functional import functional
+from invfunc.functional.functional import functional
 from invfunc.kronecker import Kronecker
 from invfunc.products.hvp import hvp
 from invfunc.statistics.batch_grad import batch_grad

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import under
-from invfunc.contract import Term
+from invfunc._torch.functorch import under
 from invfunc.errors import ArgumentError
+from invfunc.linear_algebra.contract import Term
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call, Mixed, Place, Unknown
 from invfunc.operations.equations import LETTERS

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import storage_of
+from invfunc._torch.functorch import storage_of
 from invfunc.errors import ArgumentTypeError, InvFuncError
 from invfunc.recording.problem import numpy_arrays
 
@@ -150,7 +150,7 @@ class Transform(ABC):
     def run(self, compute: Compute, names: Callable[[int], Any], args: tuple, kwargs: dict, method: str = "") -> Any:
         """What the caller gets of a call, also of a method; torch.compile does not look into it."""
         if torch.compiler.is_compiling():
-            from invfunc._eager import eagerly  # imports the compiler, which takes a second
+            from invfunc._torch.eager import eagerly  # imports the compiler, which takes a second
 
             return eagerly(partial(self.run, compute, names, method=method), args, kwargs)
         result, aux = self.told(compute, names, args, kwargs, method)

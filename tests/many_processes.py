@@ -23,13 +23,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import invfunc
 from invfunc import compiled, distributed, streamed, tree
+from invfunc.data_sets.visits import Work
 from invfunc.evaluation.processes import Processes, bits
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import LEAVES, LOSS, MODEL, ROWS, TREES
-from invfunc.visits import Work
+from tests.data_sets.test_streamed import EXACT, FLOOR, batches, dense, linear, losses
 from tests.networks import LOSSES, network, samples_loss
 from tests.strategies import Numbers
-from tests.test_streamed import EXACT, FLOOR, batches, dense, linear, losses
 
 PRODUCTS = ["hvp", "ggnvp", "fvp", "hessian_block_product", "ggn_block_product"]
 

@@ -16,8 +16,8 @@ from invfunc import distributed, streamed, tree
 from invfunc.evaluation.processes import Processes
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
+from tests.data_sets.test_streamed import AT_ONCE, EXACT, batches, linear, losses
 from tests.strategies import Numbers
-from tests.test_streamed import AT_ONCE, EXACT, batches, linear, losses
 
 SIZES = [[2, 3, 0, 1, 2], [1, 4], []]
 """Of the batches of each process."""

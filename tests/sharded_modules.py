@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 import invfunc
 from invfunc import InvFuncError, additive_coupling, distributed, functional, invertible_checkpoint, tree
 from invfunc.testing import assert_trees_close
+from tests.data_sets.test_streamed import EXACT
 from tests.meter import Meter, nothing_collected
 from tests.strategies import Numbers
-from tests.test_streamed import EXACT
 
 N, WIDTH, SHALLOW, DEEP = 256, 4, 2, 8
 """Wide batches and few parameters, so that activations are what counts."""

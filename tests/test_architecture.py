@@ -12,27 +12,25 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, vmap
 
 import invfunc
-from invfunc import _functorch, _opened, _uncompiled
 from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
 FLOORS = [
     {"thresholds"},
-    {"errors", "tree", "module_copy", "_functorch", "_levels", "_pages", "_eager", "_blocks", "_symmetric", "_nodes"}
-    | {"_alike", "_cached", "_generators", "_remade", "_scripted", "_signed", "_uncompiled", "_values", "_pairwise"}
-    | {"_no_output", "_opened", "_parametrized", "_spectrum", "_weak", "_extras", "_sharded", "_method", "_shown"},
-    {"kronecker", "contract", "plan", "low_rank"},
+    {"errors", "tree", "_torch", "_alike", "_extras", "_no_output", "_nodes", "_shown", "_signed"},
+    {"linear_algebra"},
+    {"kronecker", "plan"},
     {"operations"},
     {"recording"},
     {"per_sample", "loss"},
     {"reductions"},
     {"passes"},
     {"sparsity"},
-    {"evaluation", "budget", "strays", "left_behind"},
+    {"evaluation", "budget"},
+    {"functional"},
     {
         "callables",
         "transform",
@@ -43,12 +41,11 @@ FLOORS = [
         "together",
         "reduced",
         "outputs",
-        "functional",
         "operation",
         "explain",
     },
     {"statistics", "products", "pairs"},
-    {"certificates", "compiled", "distributed", "part", "plans", "streamed", "tiled", "tiles", "visits"},
+    {"certificates", "compiled", "data_sets", "plans"},
     {"recomputation"},
     {"invertible"},
     {"layers", "laplace"},
@@ -122,7 +119,7 @@ class TestImports:
     @each_file
     def test_and_uses_of_private_torch_are_in_one_file(self, file):
         """Imports of private names, `torch._anything`, and private attributes that tensors have."""
-        if name_of(file) in ("invfunc._functorch", "invfunc._levels", "invfunc.tree"):
+        if name_of(file) in ("invfunc._torch.functorch", "invfunc._torch.levels", "invfunc.tree"):
             return
         names = [f"{m}.{name}" for m, name in imported(file) if m.split(".")[0] == "torch"]
         attributes = [n for n in ast.walk(parsed(file)) if isinstance(n, ast.Attribute)]
@@ -286,48 +283,3 @@ class TestPublicNames:
         places = [doc.find(f"\n    {part}") for part in parts]
         assert -1 not in places and places == sorted(places)
         assert ">>> " in doc and re.match(r"[A-Z][^\n]*[.:`]", doc)
-
-
-@pytest.mark.quick
-class TestPrivateTorch:
-    """What `_functorch` and its like rely on: these fail loudly on a torch that changed it."""
-
-    def test_levels_are_seen(self):
-        seen = []
-        assert not _functorch.transforming()
-        vmap(lambda x: seen.append(_functorch.transforming()) or x)(torch.ones(2))
-        grad(lambda x: seen.append(_functorch.transforming()) or x)(torch.ones(()))
-        assert seen == [True, True] and not _functorch.transforming()
-
-    def test_compiled_functions_run_as_they_were_written(self):
-        seen = []
-        part = torch.compile(lambda x: seen.append(_uncompiled.compiled_within(depth)) or x.sin(), backend="eager")
-        depth = _uncompiled.here()
-        assert not _uncompiled.compiled_within(depth)
-        stance = torch._dynamo.eval_frame._stance
-        with _uncompiled.Uncompiled(), _uncompiled.Uncompiled():
-            part(torch.ones(2))
-        assert seen == [True] and torch._dynamo.eval_frame._stance is stance
-
-    def test_wrappers_are_taken_off(self):
-        x, seen = torch.ones(3, 2), []
-        vmap(grad(lambda x: seen.append(_functorch.innermost(x)) or x.sum()))(x)
-        assert torch.equal(seen[0], x) and not seen[0].requires_grad
-
-    def test_a_level_of_our_own_differentiates_and_composes(self):
-        def slope(x):
-            with _functorch.grad_level() as (enter, leave):
-                inner = enter(x)
-                (g,) = torch.autograd.grad((inner**3).sum(), inner, create_graph=True)
-                return leave(g)
-
-        x = torch.tensor([1.0, 2.0])
-        assert torch.equal(slope(x), 3 * x**2) and not slope(x).requires_grad
-        assert torch.equal(grad(lambda x: slope(x).sum())(x), 6 * x)
-        assert torch.equal(vmap(slope)(torch.stack([x, -x])), torch.stack([3 * x**2] * 2))
-        assert not _functorch.transforming()
-
-    def test_python_functions_of_torch_are_opened(self):
-        body = _opened.opened(torch.nn.functional.multi_head_attention_forward)
-        assert body is not None and body.__code__ is torch.nn.functional.multi_head_attention_forward.__code__
-        assert _opened.opened(torch.tanh) is None and _opened.opened(len) is None

@@ -12,9 +12,9 @@ import invfunc
 from invfunc import MissingExtraError, chunked
 from invfunc._extras import Ticks
 from invfunc.testing import assert_trees_close
+from tests.data_sets.test_streamed import data, linear, losses  # noqa: F401
+from tests.data_sets.test_streamed_feed import Terminal
 from tests.strategies import seeded
-from tests.test_streamed import data, linear, losses  # noqa: F401
-from tests.test_streamed_feed import Terminal
 
 ONE = {
     "outputs": (lambda: invfunc.diag_ggn(linear, F.cross_entropy), {"n": 2, "over": "outputs"}, 2),

@@ -20,9 +20,9 @@ from invfunc.products.product import Product
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
 from tests.coverage import README, WIDTH
+from tests.data_sets.test_streamed import EXACT, FLOOR, dense, linear, losses
 from tests.many_processes import full
 from tests.strategies import Numbers
-from tests.test_streamed import EXACT, FLOOR, dense, linear, losses
 
 BEGIN, END = "<!-- where: begin -->\n", "<!-- where: end -->\n"
 TEXT = """\

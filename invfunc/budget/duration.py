@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import storage
+from invfunc._torch.functorch import storage
 from invfunc.budget.scratch import CONVOLUTIONS, PRODUCTS, Convolution, is_view
 
 CALL, BYTE, FRESH, MULTIPLIED = 15e3, 0.02, 0.6, 0.012

@@ -10,8 +10,8 @@ from weakref import ref
 import torch
 
 from invfunc import tree
-from invfunc._functorch import TorchDispatchMode, storage
-from invfunc._values import differentiable
+from invfunc._torch.functorch import TorchDispatchMode, storage
+from invfunc._torch.values import differentiable
 from invfunc.budget.footprint import without_numbers
 
 

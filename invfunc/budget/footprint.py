@@ -14,9 +14,9 @@ import torch
 
 from invfunc import tree
 from invfunc._alike import Spent, counted
-from invfunc._functorch import FakeTensorMode, NoNumbers, TorchDispatchMode, storage
-from invfunc._generators import set_states, state_of
-from invfunc._values import undecided
+from invfunc._torch.functorch import FakeTensorMode, NoNumbers, TorchDispatchMode, storage
+from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.values import undecided
 from invfunc.budget.duration import duration
 from invfunc.budget.scratch import scratch
 from invfunc.errors import ArgumentError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, levels, plainly
+from invfunc._torch.functorch import innermost, levels, plainly
 from invfunc.callables import describe
 from invfunc.certificates.draws import States, needed, rewound, states
 from invfunc.certificates.looks import unknown

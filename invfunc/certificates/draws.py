@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from invfunc._generators import set_states, state_of
+from invfunc._torch.generators import set_states, state_of
 
 T = TypeVar("T")
 States = list[tuple[torch.Generator, torch.Tensor]]

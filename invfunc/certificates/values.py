@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._generators import state_of
+from invfunc._torch.generators import state_of
 from invfunc.certificates.draws import States, rewound
 from invfunc.certificates.look import Look
 from invfunc.certificates.rounding import Numbers

@@ -11,7 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import told_of_parts
-from invfunc._functorch import transforming, version
+from invfunc._torch.functorch import transforming, version
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.recording.problem import InDims, batch_dims
 

@@ -13,7 +13,7 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._alike import added
 from invfunc._extras import ticking
-from invfunc._generators import state_of
+from invfunc._torch.generators import state_of
 from invfunc.errors import SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
 from invfunc.evaluation.fold import SLOPE, Fold

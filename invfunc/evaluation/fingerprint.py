@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._sharded import sharded
+from invfunc._torch.sharded import sharded
 from invfunc.reductions import Reduction
 
 

@@ -13,7 +13,7 @@ import torch
 from invfunc import tree
 from invfunc._alike import added
 from invfunc._extras import Ticks
-from invfunc._values import fake
+from invfunc._torch.values import fake
 from invfunc.evaluation.explained import Decision, Report
 from invfunc.loss.square_root import Columns, Gradient, Units
 from invfunc.passes.by_rows import Places

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._sharded import sharded
+from invfunc._torch.sharded import sharded
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.processes import Processes, bits, connected, same
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import storage_of
+from invfunc._torch.functorch import storage_of
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import Batches, size_of
 from invfunc.evaluation.fingerprint import fingerprint

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from invfunc import tree
-from invfunc._sharded import sharded
+from invfunc._torch.sharded import sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, ProcessError
 from invfunc.reductions import State
 from invfunc.reductions.exchange import Exchange, Rows, Sums

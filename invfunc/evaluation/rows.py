@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import storage_of
+from invfunc._torch.functorch import storage_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.reductions.quantity import Quantity
 

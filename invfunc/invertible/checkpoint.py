@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._functorch import levels, saving_hooks, under
-from invfunc._scripted import Interpreted
+from invfunc._torch.functorch import levels, saving_hooks, under
+from invfunc._torch.scripted import Interpreted
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncError, SampleAxisError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
@@ -219,7 +219,7 @@ class Checkpointed(Value):
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # whose own partitioner decides what is kept
             if torch.is_grad_enabled() and not torch.compiler.is_exporting():
-                from invfunc._eager import BLOCK, say  # imports the compiler, which takes a second
+                from invfunc._torch.eager import BLOCK, say  # imports the compiler, which takes a second
 
                 say(BLOCK)
             return self._shown(self._forward(x, args, kwargs))

@@ -12,7 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._shown import axes, table
-from invfunc._values import differentiable
+from invfunc._torch.values import differentiable
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.chain import repeated
 from invfunc.pairs.pair import Invertible, as_pair

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, unwatched
+from invfunc._torch.functorch import innermost, unwatched
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, InvFuncWarning
 from invfunc.invertible.chain import check_anchor

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch.overrides import TorchFunctionMode
 
-from invfunc._functorch import version
+from invfunc._torch.functorch import version
 
 Seen = dict[int, tuple["ref[torch.Tensor]", int]]
 """Tensors by their number, with their versions."""

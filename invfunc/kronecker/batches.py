@@ -9,11 +9,11 @@ from numbers import Real
 
 import torch
 
-from invfunc import _symmetric
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.origin import Origin
 from invfunc.kronecker.trees import kroneckers, rebuilt, same_places
+from invfunc.linear_algebra import symmetric
 from invfunc.tree import Tree
 
 
@@ -133,7 +133,7 @@ def ema(old: Tree, new: Tree, decay: float | torch.Tensor) -> Tree:
         raise ArgumentTypeError(
             f"{call}: decay is of type {type(decay).__name__}, but has to be a number or 0-d tensor."
         )
-    _symmetric.require((decay >= 0) & (decay <= 1), "decay is not from 0 to 1, as that of an average has to be.")
+    symmetric.require((decay >= 0) & (decay <= 1), "decay is not from 0 to 1, as that of an average has to be.")
     weights = [decay, 1 - decay]
     return _joined(call, (old, new), lambda _, parts: _combined(parts, lambda i: weights, parts[0].origin.derived))
 
@@ -181,6 +181,6 @@ def _combined(parts: list[Kronecker], weights: Callable[[int], list], origin: Or
     """The sum of each factor over the parts, with weights."""
     factors = []
     for i, each in enumerate(zip(*(part.factors for part in parts), strict=True)):
-        terms = [w * f.to(_symmetric.wide(f.dtype)) for w, f in zip(weights(i), each, strict=True)]
+        terms = [w * f.to(symmetric.wide(f.dtype)) for w, f in zip(weights(i), each, strict=True)]
         factors.append(reduce(torch.add, terms).to(each[0].dtype))
     return replace(parts[0], factors=tuple(factors), origin=origin)

@@ -9,12 +9,13 @@ from functools import reduce
 
 import torch
 
-from invfunc import _blocks, _symmetric, tree
+from invfunc import tree
 from invfunc._shown import table
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker.origin import Origin
+from invfunc.linear_algebra import blocks, symmetric
 
-Damping = _symmetric.Damping
+Damping = symmetric.Damping
 
 
 @tree.register("factors", "values")
@@ -115,20 +116,20 @@ class Kronecker:
             wanted = ", ".join(map(str, ("*lead", *self.shape)))
             raise ArgumentError(f"{self} @ v: v has shape {list(v.shape)}, but has to have shape [{wanted}].")
         if self.blocks is not None:
-            x = torch.vmap(Kronecker.__matmul__)(self._each(), _blocks.gathered(v, self.shape, self.blocks))
-            return _blocks.scattered(x, self.shape, self.blocks)
+            x = torch.vmap(Kronecker.__matmul__)(self._each(), blocks.gathered(v, self.shape, self.blocks))
+            return blocks.scattered(x, self.shape, self.blocks)
         order = [*range(len(lead)), *(len(lead) + d for group in self.groups for d in group)]
         dtype = self._dtype(v)
-        x = v.permute(order).reshape(*lead, *self._sizes).to(_symmetric.wide(dtype))
+        x = v.permute(order).reshape(*lead, *self._sizes).to(symmetric.wide(dtype))
         if self.values is not None:
-            x = self.values.to(x.dtype) * _blocks.product(self.factors, x, transposed=True)
-        x = _blocks.product(self.factors, x).reshape([v.shape[d] for d in order])
+            x = self.values.to(x.dtype) * blocks.product(self.factors, x, transposed=True)
+        x = blocks.product(self.factors, x).reshape([v.shape[d] for d in order])
         return x.permute(sorted(range(v.ndim), key=order.__getitem__)).to(dtype)
 
     def dense(self) -> torch.Tensor:
         """The matrix `[P, P]`."""
         size, like = math.prod(self.shape), self.factors[0]
-        units = torch.eye(size, dtype=_symmetric.wide(like.dtype), device=like.device)
+        units = torch.eye(size, dtype=symmetric.wide(like.dtype), device=like.device)
         return (self @ units.reshape(size, *self.shape)).reshape(size, size).mT
 
     def trace(self) -> torch.Tensor:
@@ -138,7 +139,7 @@ class Kronecker:
             each = self._each()
             return torch.vmap(Kronecker.trace)(each).sum()
         parts = [_diagonal(f) for f in self.factors] if self.values is None else [self.values]
-        return reduce(torch.mul, [x.sum(dtype=_symmetric.wide(x.dtype)) for x in parts])
+        return reduce(torch.mul, [x.sum(dtype=symmetric.wide(x.dtype)) for x in parts])
 
     def eigen(self) -> Kronecker:
         """The matrix in the form with eigenvalues."""
@@ -152,8 +153,8 @@ class Kronecker:
 
     def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
         """The logarithm of the determinant of `K + damping I`."""
-        shifted = self._spectrum()[0] + _symmetric.damped(damping)
-        return _symmetric.positive(shifted, self._called("the matrix")).log().sum()
+        shifted = self._spectrum()[0] + symmetric.damped(damping)
+        return symmetric.positive(shifted, self._called("the matrix")).log().sum()
 
     def inverse(self, damping: Damping = 0.0, split: str | None = None) -> Kronecker:
         """The inverse of `K + damping I`, where the damping is not 0 in the form with values.
@@ -162,14 +163,14 @@ class Kronecker:
         `(A + pi sqrt(damping) I) kron (B + sqrt(damping) / pi I)`, `pi = sqrt((tr A / dim A) / (tr B / dim B))`, or 1
         where a trace is 0.
         """
-        undamped = not isinstance(_symmetric.damped(damping), torch.Tensor) and damping == 0
+        undamped = not isinstance(symmetric.damped(damping), torch.Tensor) and damping == 0
         if split not in (None, "pi"):
             raise ArgumentError(f"{self}: split is {split!r}, but a split is None or 'pi'.")
         if split == "pi" and (self.values is not None or len(self.factors) != 2):
             raise ArgumentError(f"{self}: split='pi' is of two factors without values. Pass split=None.")
         if self.values is not None or not (split or undamped):
             values, vectors = self._spectrum()
-            return self._made(vectors, _symmetric.positive(values + damping, self._called("the matrix")).reciprocal())
+            return self._made(vectors, symmetric.positive(values + damping, self._called("the matrix")).reciprocal())
         self._check()
         if self.blocks is not None:
             parts = torch.vmap(lambda part: part.inverse(damping, split))(self._each())
@@ -177,7 +178,7 @@ class Kronecker:
         shifts = [0.0] * len(self.factors) if undamped else _split(self.factors, damping)
         parts = zip(self.factors, shifts, strict=True)
         return self._made(
-            tuple(_symmetric.inverse(f, shift, self._called(f"factors[{i}]")) for i, (f, shift) in enumerate(parts))
+            tuple(symmetric.inverse(f, shift, self._called(f"factors[{i}]")) for i, (f, shift) in enumerate(parts))
         )
 
     def solve(self, v: torch.Tensor, damping: Damping = 0.0, split: str | None = None) -> torch.Tensor:
@@ -188,15 +189,15 @@ class Kronecker:
         """The eigenvalues and the eigenvectors."""
         self._check()
         if self.values is not None:
-            return _symmetric.not_negative(
-                self.values, self._called("values"), _symmetric.noise(self.values)
+            return symmetric.not_negative(
+                self.values, self._called("values"), symmetric.noise(self.values)
             ), self.factors
         if self.blocks is not None:
             parts = torch.vmap(Kronecker.eigen)(self._each())
             assert parts.values is not None
             return parts.values, parts.factors
         spectra, vectors = zip(
-            *(_symmetric.eigen(f, self._called(f"factors[{i}]")) for i, f in enumerate(self.factors)), strict=True
+            *(symmetric.eigen(f, self._called(f"factors[{i}]")) for i, f in enumerate(self.factors)), strict=True
         )
         return reduce(lambda a, b: a[..., None] * b, spectra), vectors
 
@@ -212,12 +213,12 @@ class Kronecker:
         """One block, with an axis more that counts them: what a vmap takes."""
         assert self.blocks is not None
         each = copy(self)  # unchecked, as its leaves have that axis
-        each.__dict__.update(shape=_blocks.part(self.shape, self.blocks), blocks=None)
+        each.__dict__.update(shape=blocks.part(self.shape, self.blocks), blocks=None)
         return each
 
     @property
     def _sizes(self) -> list[int]:
-        shape = self.shape if self.blocks is None else _blocks.part(self.shape, self.blocks)
+        shape = self.shape if self.blocks is None else blocks.part(self.shape, self.blocks)
         return [math.prod(shape[d] for d in group) for group in self.groups]
 
     def _dtype(self, v: torch.Tensor) -> torch.dtype:
@@ -232,7 +233,7 @@ class Kronecker:
                 f"Kronecker: {len(self.factors)} factors with groups {self.groups} came; wanted is a group for each, "
                 f"and each of the {len(shape)} dims of shape {shape} in one group, in order."
             )
-        if self.blocks is not None and not _blocks.divide(self.blocks, shape):
+        if self.blocks is not None and not blocks.divide(self.blocks, shape):
             raise ArgumentError(f"Kronecker: blocks {self.blocks} came; wanted is a divisor of each dim of {shape}.")
         sizes, each = self._sizes, [] if self.blocks is None else [math.prod(self.blocks)]
         wanted = [[[*each, k, k], [*each, k]] for k in sizes] + [[[*each, *sizes]]] * (self.values is not None)
@@ -247,7 +248,7 @@ class Kronecker:
 
 def _split(factors: tuple[torch.Tensor, ...], damping: Damping) -> list[torch.Tensor]:
     """What to add to the diagonals of two factors: parts of the damping in the ratio of their mean eigenvalues."""
-    a, b = (_diagonal(f).mean(dtype=_symmetric.wide(f.dtype)) for f in factors)
+    a, b = (_diagonal(f).mean(dtype=symmetric.wide(f.dtype)) for f in factors)
     ratio = torch.where((a > 0) & (b > 0), a, 1) / torch.where((a > 0) & (b > 0), b, 1)
     return [(damping * ratio).sqrt(), (damping / ratio).sqrt()]
 

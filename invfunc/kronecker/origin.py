@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from invfunc import _blocks
+from invfunc.linear_algebra import blocks
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,24 @@ class Joint:
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """`[*lead, out, in + 1]` of a weight and a bias with as many axes more in front."""
-        w = _blocks.gathered(weight, self.shape, self.blocks)
+        w = blocks.gathered(weight, self.shape, self.blocks)
         lead = w.ndim - len(self.shape)
         order = [*range(lead), *(lead + d for d in (*self.out, *self.read))]
-        sizes = _blocks.part(self.shape, self.blocks)
+        sizes = blocks.part(self.shape, self.blocks)
         rows, columns = (torch.Size(sizes[d] for d in dims).numel() for dims in (self.out, self.read))
         w = w.permute(order).reshape(*w.shape[:lead], rows, columns)
         b = bias.reshape(*w.shape[1:lead], len(w), rows).movedim(lead - 1, 0)
         x = torch.cat([w, b.unsqueeze(-1)], -1)
-        return _blocks.scattered(x, *self._of(x.shape[-2:]))
+        return blocks.scattered(x, *self._of(x.shape[-2:]))
 
     def parts(self, x: torch.Tensor, bias: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The weight and the bias, of this shape, that such a matrix is of."""
-        sizes, count = _blocks.part(self.shape, self.blocks), torch.Size(self.blocks).numel()
-        x = _blocks.gathered(x, *self._of((x.shape[-2] // count, x.shape[-1])))
+        sizes, count = blocks.part(self.shape, self.blocks), torch.Size(self.blocks).numel()
+        x = blocks.gathered(x, *self._of((x.shape[-2] // count, x.shape[-1])))
         lead, order = x.ndim - 2, (*self.out, *self.read)
         w = x[..., :-1].reshape([*x.shape[:lead], *(sizes[d] for d in order)])
         w = w.permute([*range(lead), *(lead + order.index(d) for d in range(len(order)))])
-        return _blocks.scattered(w, self.shape, self.blocks), x[..., -1].movedim(0, -2).reshape(bias)
+        return blocks.scattered(w, self.shape, self.blocks), x[..., -1].movedim(0, -2).reshape(bias)
 
     def _of(self, block: Sequence[int]) -> tuple[list[int], tuple[int, int]]:
         """The shape of the matrix of such blocks, and into how many parts its dims are divided."""

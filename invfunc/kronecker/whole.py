@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from invfunc._symmetric import Damping
+from invfunc.linear_algebra.symmetric import Damping
 from invfunc.tree import Tree
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import plainly
+from invfunc._torch.functorch import plainly
 from invfunc.errors import ArgumentError
 from invfunc.loss.peeled import Peel, peeled
 from invfunc.loss.square_root import Affine, Block, Columns, Elementwise, Softmax, safe_root

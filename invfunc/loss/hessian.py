@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._functorch import innermost, version
-from invfunc._values import anywhere, decides
+from invfunc._torch.functorch import innermost, version
+from invfunc._torch.values import anywhere, decides
 from invfunc.errors import ConvexityError, SplitError
 from invfunc.loss.outputs import LossTerm, ModelOutput
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from invfunc import tree
-from invfunc._functorch import version
+from invfunc._torch.functorch import version
 from invfunc.errors import SplitError
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call

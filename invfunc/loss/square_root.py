@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from invfunc._spectrum import spectrum
+from invfunc.linear_algebra.spectrum import spectrum
 
 OutputCotangents = dict[int, torch.Tensor]
 """Cotangents `[V, n, *one]` at the outputs, by the numbers of the roots that take part."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from invfunc._functorch import checkpointing
+from invfunc._torch.functorch import checkpointing
 from invfunc.errors import samples_lost
 
 

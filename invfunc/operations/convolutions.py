@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from invfunc.contract import Term
+from invfunc.linear_algebra.contract import Term
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, leading
 from invfunc.operations.factors.autocorrelation import patches_gram

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._scripted import Scripted
+from invfunc._torch.scripted import Scripted
 from invfunc.operations.calls import in_place, inplace_flag
 from invfunc.operations.naming import argument, default, function_name
 from invfunc.operations.operation import Operation, known

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import tree
-from invfunc._functorch import level_of
+from invfunc._torch.functorch import level_of
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, Mixed, Place, leading
 from invfunc.operations.compositions import step_by_step

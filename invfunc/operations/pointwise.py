@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import transforming
+from invfunc._torch.functorch import transforming
 from invfunc.operations import equations
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, Mixed, Place

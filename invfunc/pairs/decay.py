@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import innermost, unwatched
 from invfunc._signed import signed
+from invfunc._torch.functorch import innermost, unwatched
 from invfunc.errors import ArgumentError, InverseError
 from invfunc.pairs.exact import Grid
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, unwatched
 from invfunc._signed import signed
+from invfunc._torch.functorch import innermost, unwatched
 from invfunc.errors import ArgumentError, ArgumentTypeError, RangeError
 
 _MANTISSA = {torch.float32: 24, torch.float64: 53}

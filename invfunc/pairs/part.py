@@ -14,7 +14,7 @@ from torch import nn
 from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.functional import functional
+from invfunc.functional.functional import functional
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.value import Value
 

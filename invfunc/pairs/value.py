@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from invfunc._remade import LeavesNothing
+from invfunc.functional.remade import LeavesNothing
 
 
 class Value(LeavesNothing):

@@ -10,10 +10,10 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from invfunc import tree
-from invfunc._functorch import version
-from invfunc._values import anywhere, decides
-from invfunc.contract import Term, summed
+from invfunc._torch.functorch import version
+from invfunc._torch.values import anywhere, decides
 from invfunc.errors import InvFuncError, RandomnessError
+from invfunc.linear_algebra.contract import Term, summed
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
 from invfunc.operations.equations import LETTERS

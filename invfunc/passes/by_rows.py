@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from invfunc._alike import alike
-from invfunc._values import decides
+from invfunc._torch.values import decides
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.passes.evidence import Evidence, checks
 from invfunc.passes.run import Run

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from invfunc._values import anywhere
+from invfunc._torch.values import anywhere
 from invfunc.errors import SampleAxisError
 from invfunc.loss.outputs import ModelOutput
 from invfunc.operations.axis import Axis, Everyone

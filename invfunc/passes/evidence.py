@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._functorch import innermost, version
-from invfunc._values import decides
+from invfunc._torch.functorch import innermost, version
+from invfunc._torch.values import decides
 from invfunc.errors import SampleAxisError, samples_unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.calls import read_by, spelled

@@ -11,7 +11,7 @@ import torch
 from invfunc import thresholds
 from invfunc._alike import added, alike
 from invfunc._extras import Ticks
-from invfunc._functorch import version
+from invfunc._torch.functorch import version
 from invfunc.errors import ArgumentError
 from invfunc.loss.square_root import Block, Columns, joined_block
 from invfunc.passes.loss import lots

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._functorch import version
+from invfunc._torch.functorch import version
 from invfunc.errors import ArgumentError, SampleAxisError, not_alone
 from invfunc.loss.outputs import ModelOutput, OutputFinder, Reached, marking
 from invfunc.operations.axis import Axis

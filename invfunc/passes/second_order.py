@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import version
-from invfunc._values import anywhere, fake
+from invfunc._torch.functorch import version
+from invfunc._torch.values import anywhere, fake
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.loss.hessian import columns
 from invfunc.loss.outputs import LossTerm

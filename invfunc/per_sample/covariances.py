@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from invfunc import thresholds
-from invfunc.contract import (
+from invfunc.linear_algebra.contract import (
     Term,
     contract,
     joined,

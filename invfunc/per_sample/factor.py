@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
-from invfunc.contract import (
+from invfunc.linear_algebra.contract import (
     Term,
     cancel,
     contract,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import innermost
-from invfunc._values import anywhere, decides
-from invfunc.contract import contract, joined, summed, widened
+from invfunc._torch.functorch import innermost
+from invfunc._torch.values import anywhere, decides
+from invfunc.linear_algebra.contract import contract, joined, summed, widened
 from invfunc.operations.factors import Part
 from invfunc.per_sample.biases import Role
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from invfunc.contract import Term, contract, present, squeezed, widened
+from invfunc.linear_algebra.contract import Term, contract, present, squeezed, widened
 from invfunc.operations.factors import Part
 from invfunc.per_sample.cotangents import Cotangents, length
 from invfunc.per_sample.gradients import Shares

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from invfunc import thresholds
-from invfunc.contract import Term, contract, joined, largest, present, squeezed, widened
+from invfunc.linear_algebra.contract import Term, contract, joined, largest, present, squeezed, widened
 from invfunc.operations.factors import Part
 from invfunc.per_sample.cotangents import length
 from invfunc.per_sample.factor import Factor

@@ -7,7 +7,7 @@ import math
 import torch
 
 from invfunc import thresholds
-from invfunc.contract import (
+from invfunc.linear_algebra.contract import (
     Term,
     cancel,
     contract,

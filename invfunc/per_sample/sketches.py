@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from invfunc import thresholds
-from invfunc.contract import Term, contract, joined, largest, present, squeezed, widened
+from invfunc.linear_algebra.contract import Term, contract, joined, largest, present, squeezed, widened
 from invfunc.operations.factors import Part
 from invfunc.per_sample.cotangents import length
 from invfunc.per_sample.factor import Factor

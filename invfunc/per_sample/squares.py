@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from invfunc.contract import summed
+from invfunc.linear_algebra.contract import summed
 
 
 def shifted_moments(shares: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from invfunc.contract import Term, squeezed
+from invfunc.linear_algebra.contract import Term, squeezed
 
 
 class Labels(NamedTuple):

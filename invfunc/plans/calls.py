@@ -20,8 +20,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds, tree
-from invfunc._functorch import dispatched, dual, saving_hooks, transforming, under
-from invfunc._generators import set_states, state_of
+from invfunc._torch.functorch import dispatched, dual, saving_hooks, transforming, under
+from invfunc._torch.generators import set_states, state_of
 from invfunc.errors import InvFuncWarning, ReplayError
 from invfunc.plans.backends import Backend, Choice
 from invfunc.plans.draws import default_generators

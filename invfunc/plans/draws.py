@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from invfunc import tree
-from invfunc._functorch import same_generator
-from invfunc._generators import set_states, state_of
+from invfunc._torch.functorch import same_generator
+from invfunc._torch.generators import set_states, state_of
 from invfunc.plans.watch import Watch
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from invfunc import tree
-from invfunc._functorch import storage, storage_of
+from invfunc._torch.functorch import storage, storage_of
 from invfunc.plans.draws import draws, put_back
 from invfunc.plans.key import kept, signature
 from invfunc.plans.plan import Plan, grouped

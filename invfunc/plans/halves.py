@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from invfunc._functorch import storage_of, version
+from invfunc._torch.functorch import storage_of, version
 from invfunc.errors import ModifiedError
 from invfunc.plans.backends import Backend
 from invfunc.plans.draws import draws, put_back, saved

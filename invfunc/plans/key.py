@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._functorch import storage_of, under
+from invfunc._torch.functorch import storage_of, under
 from invfunc.budget.fingerprint import settings
 
 _PLAIN = {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...)}

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from invfunc import tree
-from invfunc._functorch import storage_of
-from invfunc._generators import set_states, state_of
+from invfunc._torch.functorch import storage_of
+from invfunc._torch.generators import set_states, state_of
 from invfunc.budget.footprint import footprint
 from invfunc.budget.size import told
 from invfunc.plans.key import signature

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import plainly
-from invfunc._generators import set_states, state_of
+from invfunc._torch.functorch import plainly
+from invfunc._torch.generators import set_states, state_of
 from invfunc.errors import ModifiedError
 from invfunc.plans.backends import Backend
 from invfunc.plans.calls import Calls, aside, compare

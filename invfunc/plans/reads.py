@@ -9,8 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._functorch import unwrapped
-from invfunc._opened import opened
+from invfunc._torch.functorch import unwrapped
+from invfunc._torch.opened import opened
 from invfunc.plans.recorder import Recorder
 
 _LITERALS = {"tensor", "as_tensor", "asarray", "new_tensor", "new", "__getitem__", "__setitem__"}

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from invfunc import thresholds, tree
-from invfunc._functorch import TorchDispatchMode, same_generator, storage
-from invfunc._weak import WeakIdMap
+from invfunc._torch.functorch import TorchDispatchMode, same_generator, storage
+from invfunc._torch.weak import WeakIdMap
 from invfunc.plans.draws import Drawn, default_generators, draws
 from invfunc.plans.watch import Watch
 from invfunc.transform import Transform
@@ -277,7 +277,7 @@ def site() -> str:
     frame, found = sys._getframe(1), ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, "<")) and "/invfunc/plans/" not in name and not name.endswith("_values.py"):
+        if not name.startswith((_TORCH, "<")) and "/invfunc/plans/" not in name and not name.endswith("/values.py"):
             here = "/".join(name.split("/")[-2:]) + f":{frame.f_lineno}"
             if not name.startswith(_OURS):
                 return here

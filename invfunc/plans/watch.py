@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import same_generator
-from invfunc.functional import Functional
+from invfunc._torch.functorch import same_generator
+from invfunc.functional.functional import Functional
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(...), enum.Enum, torch.Size)
 _SETTLED = (

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._eager import as_called, nonstrict, not_compiling
-from invfunc._functorch import FakeTensorMode, undispatched
+from invfunc._torch.eager import as_called, nonstrict, not_compiling
+from invfunc._torch.functorch import FakeTensorMode, undispatched
 from invfunc.errors import ReplayError
 from invfunc.plans.calls import CALLS, Calls, rewound
 from invfunc.plans.watch import Watch

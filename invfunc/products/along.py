@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._sharded import sharded
+from invfunc._torch.sharded import sharded
 from invfunc.callables import check_callable
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.layout import whole

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from invfunc._functorch import transforming
-from invfunc._generators import set_states, state_of
-from invfunc._values import anywhere
+from invfunc._torch.functorch import transforming
+from invfunc._torch.generators import set_states, state_of
+from invfunc._torch.values import anywhere
 from invfunc.callables import check_functions, describe
 from invfunc.column_options import fisher_columns
 from invfunc.errors import ArgumentError

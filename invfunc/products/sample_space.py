@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
-from invfunc._symmetric import Damping, damped, wide
-from invfunc._values import anywhere
+from invfunc._torch.values import anywhere
 from invfunc.errors import ArgumentError, InvFuncError
 from invfunc.kronecker.whole import Whole
-from invfunc.low_rank import LowRank
+from invfunc.linear_algebra.low_rank import LowRank
+from invfunc.linear_algebra.symmetric import Damping, damped, wide
 from invfunc.products.maps import Linear
 from invfunc.products.product import Space
 from invfunc.transform import told

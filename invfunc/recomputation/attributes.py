@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from invfunc import thresholds
-from invfunc.module_copy import REGISTERED, STANDARD
+from invfunc.functional.module_copy import REGISTERED, STANDARD
 from invfunc.pairs.value import Value, held_by
 
 _FILLED = set(REGISTERED) - {"_buffers"}

@@ -10,11 +10,11 @@ from weakref import ref
 import torch
 
 from invfunc import tree
-from invfunc._functorch import saving_hooks, under, unwatched, version
-from invfunc._generators import set_states
-from invfunc._parametrized import keeping_own
-from invfunc._scripted import Interpreted
-from invfunc._uncompiled import Uncompiled
+from invfunc._torch.functorch import saving_hooks, under, unwatched, version
+from invfunc._torch.generators import set_states
+from invfunc._torch.parametrized import keeping_own
+from invfunc._torch.scripted import Interpreted
+from invfunc._torch.uncompiled import Uncompiled
 from invfunc.errors import InverseError, ReplayError
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.containers import Containers

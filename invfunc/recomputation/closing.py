@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from invfunc._functorch import dual, under
-from invfunc._opened import raised_in
+from invfunc._torch.functorch import dual, under
+from invfunc._torch.opened import raised_in
 from invfunc.errors import ClosedOverError, InvFuncError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.function import noded

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import alive, leaf_level, level_of, levels
-from invfunc._levels import each_of_batch
 from invfunc._signed import signed
-from invfunc._values import differentiable
+from invfunc._torch.functorch import alive, leaf_level, level_of, levels
+from invfunc._torch.levels import each_of_batch
+from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.maps import BatchedRun, Map, Run, batched, pulled, unbatched, unwound

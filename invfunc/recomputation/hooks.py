@@ -16,8 +16,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import thresholds, tree
-from invfunc._functorch import plainly, pointer, saving_hooks
-from invfunc._values import differentiable
+from invfunc._torch.functorch import plainly, pointer, saving_hooks
+from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.like import Geometry, Memory, all_of, geometry

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from invfunc._weak import WeakIdSet
+from invfunc._torch.weak import WeakIdSet
 from invfunc.errors import ReplayError
 from invfunc.recomputation.sight import Sight
 

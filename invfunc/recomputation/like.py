@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from invfunc._functorch import storage
+from invfunc._torch.functorch import storage
 from invfunc.errors import InverseError
 from invfunc.recomputation.sparse import is_sparse
 

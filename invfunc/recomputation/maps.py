@@ -11,9 +11,9 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import leaf_level, unwatched, unwrapped, vmaps_of
-from invfunc._opened import raised_in
-from invfunc._values import differentiable
+from invfunc._torch.functorch import leaf_level, unwatched, unwrapped, vmaps_of
+from invfunc._torch.opened import raised_in
+from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.operations.heard import Function, Listener
 from invfunc.recomputation.call import Call, Evaluate, Tensors

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 
 from invfunc import tree
-from invfunc._generators import state_of
+from invfunc._torch.generators import state_of
 from invfunc.operations.heard import Function
 
 OUTSIDE, INVERSE = -1, -2

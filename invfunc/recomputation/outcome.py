@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost
+from invfunc._torch.functorch import innermost
 from invfunc.errors import ReplayError
 from invfunc.recomputation.outside import bare
 from invfunc.recomputation.probe import Probe

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import level_of, memory_of, plainly, unwrapped, vmaps_of, wrapped_like
-from invfunc._scripted import Scripted
+from invfunc._torch.functorch import level_of, memory_of, plainly, unwrapped, vmaps_of, wrapped_like
+from invfunc._torch.scripted import Scripted
 from invfunc.operations.heard import Function
 
 SHARDED = (

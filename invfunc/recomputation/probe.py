@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import batch_first, dispatched, is_zero, plainly, transforming, unwatched, unwrapped
-from invfunc._levels import watching
+from invfunc._torch.functorch import batch_first, dispatched, is_zero, plainly, transforming, unwatched, unwrapped
+from invfunc._torch.levels import watching
 from invfunc.recomputation.rounding import Error, known_at_once, largest, mean_size, precision
 from invfunc.recomputation.sums import Sum
 

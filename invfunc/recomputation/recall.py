@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import leaf, level_of, plainly, under, unwatched, unwrapped, version
+from invfunc._torch.functorch import leaf, level_of, plainly, under, unwatched, unwrapped, version
 from invfunc.errors import ReplayError
 from invfunc.operations.heard import Function
 from invfunc.recomputation.left import Left

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import thresholds
-from invfunc._functorch import pointer, version
+from invfunc._torch.functorch import pointer, version
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.recomputation.call import Call
 from invfunc.recomputation.origins import OUTSIDE, Key, Origins, Place

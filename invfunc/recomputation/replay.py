@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from invfunc._generators import Generator, global_generator, set_states, state_of
-from invfunc._parametrized import keeping, weights
+from invfunc._torch.generators import Generator, global_generator, set_states, state_of
+from invfunc._torch.parametrized import keeping, weights
 from invfunc.recomputation.attributes import Attributes, same
 
 

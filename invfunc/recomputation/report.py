@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import after_backward, backward_pass, levels
+from invfunc._torch.functorch import after_backward, backward_pass, levels
 from invfunc.errors import ArgumentError, InexactWarning, InverseError, InvFuncError, InvFuncWarning, ReplayError
 from invfunc.recomputation.attributes import Attributes
 from invfunc.recomputation.left import LeftByAll

@@ -9,8 +9,8 @@ from functools import cache
 import torch
 
 from invfunc import thresholds
-from invfunc._functorch import innermost
-from invfunc._values import differentiable
+from invfunc._torch.functorch import innermost
+from invfunc._torch.values import differentiable
 
 Error = float | torch.Tensor
 """The distance of some entries from what they were, relative to their size; a tensor where a device has not told it."""

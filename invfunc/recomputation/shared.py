@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import watched
-from invfunc._parametrized import keeping_own
+from invfunc._torch.functorch import watched
+from invfunc._torch.parametrized import keeping_own
 from invfunc.errors import InvFuncError
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.replay import Replay

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._functorch import base_of, unwatched, unwrapped
-from invfunc._scripted import Watcher
-from invfunc._weak import WeakMemories
+from invfunc._torch.functorch import base_of, unwatched, unwrapped
+from invfunc._torch.scripted import Watcher
+from invfunc._torch.weak import WeakMemories
 from invfunc.operations.heard import Function, Listener
 from invfunc.recomputation.origins import OUTSIDE, Origins
 

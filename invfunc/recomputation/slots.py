@@ -22,7 +22,7 @@ from typing import cast
 
 import torch
 
-from invfunc._functorch import saving_hooks, version
+from invfunc._torch.functorch import saving_hooks, version
 from invfunc.errors import ModifiedError
 from invfunc.recomputation.probe import Probe, probed
 from invfunc.recomputation.report import Evidence, Report

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import unwrapped, vmaps_of
+from invfunc._torch.functorch import unwrapped, vmaps_of
 
 _STRIDED = (torch.strided, torch.jagged)
 

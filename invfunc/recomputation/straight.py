@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._levels import only_level, undisturbed
+from invfunc._torch.levels import only_level, undisturbed
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.origins import Key

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from invfunc import tree
-from invfunc._functorch import transforming
+from invfunc._torch.functorch import transforming
 from invfunc.recomputation.report import Known, Report, way
 from invfunc.recomputation.straight_hooks import straight_hooked
 from invfunc.recomputation.straight_nodes import straight_noded

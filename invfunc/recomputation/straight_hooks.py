@@ -14,8 +14,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import tree
-from invfunc._functorch import plainly, version
-from invfunc._levels import versions, without_autocast
+from invfunc._torch.functorch import plainly, version
+from invfunc._torch.levels import versions, without_autocast
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.origins import OUTSIDE

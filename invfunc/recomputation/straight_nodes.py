@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._functorch import innermost, plainly
-from invfunc._levels import LevelFunction, bare_at, gradients, only_level, wrapped_at
-from invfunc._values import differentiable
+from invfunc._torch.functorch import innermost, plainly
+from invfunc._torch.levels import LevelFunction, bare_at, gradients, only_level, wrapped_at
+from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.call import Call, Evaluate, Tensors

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from invfunc._values import differentiable
+from invfunc._torch.values import differentiable
 from invfunc.recomputation.rounding import Error, known_at_once, precision
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import level_of, levels, version
+from invfunc._torch.functorch import level_of, levels, version
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.operations.heard import Function
 from invfunc.recomputation.origins import OUTSIDE

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, leaf_level, level_of, levels, storage_of, unwrapped, version
-from invfunc._generators import state_of
-from invfunc._scripted import Scripted
-from invfunc._uncompiled import compiled_within, here
-from invfunc._weak import WeakIdSet
+from invfunc._torch.functorch import innermost, leaf_level, level_of, levels, storage_of, unwrapped, version
+from invfunc._torch.generators import state_of
+from invfunc._torch.scripted import Scripted
+from invfunc._torch.uncompiled import compiled_within, here
+from invfunc._torch.weak import WeakIdSet
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.operations.heard import Function
 from invfunc.recomputation.origins import Origins

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import innermost
-from invfunc._values import near
+from invfunc._torch.functorch import innermost
+from invfunc._torch.values import near
 from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, samples_lost
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM

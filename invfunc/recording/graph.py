@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import function_of
+from invfunc._torch.functorch import function_of
 from invfunc.errors import ArgumentError
 from invfunc.operations.recurrences import OWN
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import level_of, levels, version
-from invfunc._weak import WeakIdMap
+from invfunc._torch.functorch import level_of, levels, version
+from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call

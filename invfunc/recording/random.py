@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from invfunc._generators import set_states, state_of
+from invfunc._torch.generators import set_states, state_of
 from invfunc.operations.heard import Function
 
 

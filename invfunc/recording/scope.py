@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from invfunc import tree
-from invfunc._functorch import dual, grad_level, level_of, transforming
+from invfunc._torch.functorch import dual, grad_level, level_of, transforming
 from invfunc.errors import ArgumentError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.graph import lowest, pulled_back

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import base_of, version
+from invfunc._torch.functorch import base_of, version
 from invfunc.errors import ArgumentError, Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, BatchSum, Call

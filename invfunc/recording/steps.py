@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import storage_of, version
+from invfunc._torch.functorch import storage_of, version
 from invfunc.errors import RandomnessError
 from invfunc.operations.batch_axis import Call, Place
 from invfunc.operations.equations import equation

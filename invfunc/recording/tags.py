@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import base_of, storage_of
-from invfunc._weak import WeakIdMap, WeakMemories
+from invfunc._torch.functorch import base_of, storage_of
+from invfunc._torch.weak import WeakIdMap, WeakMemories
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BatchSum, Call
 from invfunc.operations.batch_axis.orders import MIXED, Order, joined

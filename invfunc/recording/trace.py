@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import unviewed
-from invfunc._opened import opened
-from invfunc._values import differentiable
+from invfunc._torch.functorch import unviewed
+from invfunc._torch.opened import opened
+from invfunc._torch.values import differentiable
 from invfunc.errors import ArgumentError, part_mixed, samples_lost
 from invfunc.operations import batch_axis
 from invfunc.operations.axis import Axis

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from invfunc import tree
-from invfunc._functorch import saving_hooks, version
-from invfunc._values import near
-from invfunc._weak import WeakIdMap
+from invfunc._torch.functorch import saving_hooks, version
+from invfunc._torch.values import near
+from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import samples_lost
 from invfunc.operations import factors
 from invfunc.operations.axis import Axis, Everyone

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._values import anywhere
-from invfunc.contract import Term
+from invfunc._torch.values import anywhere
 from invfunc.kronecker import Kronecker
+from invfunc.linear_algebra.contract import Term
 from invfunc.operations.factors import Part, Recipe
 from invfunc.per_sample import Shares
 from invfunc.per_sample.operands import Layer

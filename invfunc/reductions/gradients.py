@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from invfunc.contract import joined
 from invfunc.errors import ArgumentError
+from invfunc.linear_algebra.contract import joined
 from invfunc.loss.square_root import safe_root
 from invfunc.per_sample import Shares
 from invfunc.reductions.exchange import Exchange, Rows, Sums

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc.contract import outer, summed
 from invfunc.errors import ArgumentError
 from invfunc.kronecker import Joint, Kronecker, Origin
+from invfunc.linear_algebra.contract import outer, summed
 from invfunc.operations.factors import Part
 from invfunc.per_sample import Shares
 from invfunc.per_sample.cotangents import Columns

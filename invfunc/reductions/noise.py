@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from invfunc.contract import summed
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.linear_algebra.contract import summed
 from invfunc.per_sample import Shares
 from invfunc.reductions.reduction import Found, Reduction, State
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.contract import joined
 from invfunc.errors import ArgumentError
 from invfunc.kronecker import Kronecker
-from invfunc.low_rank import LowRank
+from invfunc.linear_algebra.contract import joined
+from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.per_sample import Shares
 from invfunc.per_sample.places import Unfactored
 from invfunc.reductions.eigenbasis import rotated

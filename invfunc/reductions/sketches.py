@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from invfunc._functorch import plainly
+from invfunc._torch.functorch import plainly
 from invfunc.per_sample import Projection, Shares
 from invfunc.reductions.gradients import EachSample
 from invfunc.reductions.reduction import State

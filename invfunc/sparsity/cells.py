@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from invfunc import thresholds
-from invfunc.contract import Term
+from invfunc.linear_algebra.contract import Term
 from invfunc.operations.factors import Part, Recipe
 from invfunc.passes.run import Run
 from invfunc.recording.tags import ParameterUse

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 
 from invfunc import thresholds
-from invfunc.contract import joined
 from invfunc.errors import ArgumentError
+from invfunc.linear_algebra.contract import joined
 from invfunc.loss.square_root import Block, OutputCotangents
 from invfunc.passes.run import Run
 from invfunc.plan import even

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import undispatched
+from invfunc._torch.functorch import undispatched
 from invfunc.errors import InvFuncWarning
 from invfunc.operations.factors import Recipe
 from invfunc.operations.receptive_fields.propagation import Following, Labels, told

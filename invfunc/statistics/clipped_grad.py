@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import innermost
+from invfunc._torch.functorch import innermost
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError
 from invfunc.recording.problem import Indices, InDims

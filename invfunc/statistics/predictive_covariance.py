@@ -7,7 +7,7 @@ from typing import Any
 
 from invfunc import tree
 from invfunc.column_options import covariances
-from invfunc.low_rank import LowRank
+from invfunc.linear_algebra.low_rank import LowRank
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.predictive import PredictiveCovariance
 from invfunc.reductions.quantity import JACOBIAN

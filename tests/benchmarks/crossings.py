@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import diag_ggn, explain, thresholds
-from invfunc.contract import Term, contract, outer, squares_directly, twice
+from invfunc.linear_algebra.contract import Term, contract, outer, squares_directly, twice
 from invfunc.operations.factors import autocorrelation
 from invfunc.operations.factors.patches import patches
 

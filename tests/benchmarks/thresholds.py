@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from invfunc import thresholds
-from invfunc.contract import outer
+from invfunc.linear_algebra.contract import outer
 from invfunc.operations.factors import autocorrelation
 from invfunc.operations.factors.patches import patches
 

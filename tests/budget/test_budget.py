@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from invfunc import thresholds
-from invfunc._functorch import TorchDispatchMode
+from invfunc._torch.functorch import TorchDispatchMode
 from invfunc.budget.duration import CALL, multiplications
 from invfunc.budget.fingerprint import fingerprint
 from invfunc.budget.footprint import HEAP, MARGIN, SLACK, Footprint, footprint

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from invfunc import InvFuncWarning, _eager, additive_coupling, invertible_checkpoint, tree
+from invfunc import InvFuncWarning, additive_coupling, invertible_checkpoint, tree
+from invfunc._torch import eager
 from invfunc.testing import assert_trees_close
 from tests.invertible.test_composition import backward, live, slope
 from tests.invertible_cases import FLOOR, RTOL, Sizes, twins
@@ -51,10 +52,10 @@ class TestMemory:
     @pytest.fixture(autouse=True)
     def fresh(self):
         torch._dynamo.reset()
-        _eager._said.cache_clear()
+        eager._said.cache_clear()
         yield
         torch._dynamo.reset()
-        _eager._said.cache_clear()
+        eager._said.cache_clear()
 
     @staticmethod
     def net(wrap, depth):

@@ -15,7 +15,16 @@ from hypothesis.errors import Unsatisfiable
 
 from tests.mutants.fault import ROOT, Fault, Say
 
-NUMERIC = ("contract.py", "evaluation", "loss", "operations", "passes", "per_sample", "plan.py", "products")
+NUMERIC = (
+    "linear_algebra/contract.py",
+    "evaluation",
+    "loss",
+    "operations",
+    "passes",
+    "per_sample",
+    "plan.py",
+    "products",
+)
 NUMERIC += ("recording/problem.py", "reductions", "sparsity")
 """Where numbers of statistics are computed."""
 WITHOUT = ("passes/kfra.py", "products/estimate", "products/linear_operator.py", "products/positive.py")
@@ -62,7 +71,7 @@ UNSEEN = {
 LOOKS, EXAMPLES, SECONDS = 6, 4000, 60
 """How often each kind is looked at for whether it runs a fault; how many calls of those that do are certified, at most,
 and the time of the processor for that."""
-SOUND = Fault("no fault at all", "contract.py", "def contract(", "def contract(", "")
+SOUND = Fault("no fault at all", "linear_algebra/contract.py", "def contract(", "def contract(", "")
 """What is not to be found: where it is, the drawn functions give false alarms, and no count says anything."""
 
 

@@ -2,10 +2,10 @@
 
 from tests.mutants.fault import Fault
 
-ALL = "test_distributed.py::test_all_processes_give_what_all_samples_at_once_do[2]"
+ALL = "data_sets/test_distributed.py::test_all_processes_give_what_all_samples_at_once_do[2]"
 MODULES = "test_sharded_modules.py::TestFunctional"
-FAULTS = "test_distributed.py::TestFaults"
-RESUMED = "test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened"
+FAULTS = "data_sets/test_distributed.py::TestFaults"
+RESUMED = "data_sets/test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened"
 
 DISTRIBUTED = [
     Fault(
@@ -17,21 +17,21 @@ DISTRIBUTED = [
     ),
     Fault(
         "a process does not know how many samples come before its own",
-        "distributed.py",
+        "data_sets/distributed.py",
         "work.draw_by(course.record.keys, begun.before, begun.counted)",
         "work.draw_by(course.record.keys, 0, begun.counted)",
         ALL,
     ),
     Fault(
         "numbers that are counted before may not come",
-        "distributed.py",
+        "data_sets/distributed.py",
         "work.draw_by(course.record.keys, begun.before, begun.counted)",
         "work.draw_by(course.record.keys, begun.before)",
         FAULTS,
     ),
     Fault(
         "others wait for a process that cannot go on with its file",
-        "distributed.py",
+        "data_sets/distributed.py",
         'begun.told("checkpoint", partial(course.begin, work))',
         "course.begin(work)",
         FAULTS,
@@ -80,14 +80,14 @@ DISTRIBUTED = [
     ),
     Fault(
         "each process puts the batches of others where its own are",
-        "tiles.py",
+        "data_sets/tiles.py",
         "                start += len(sizes)\n",
         "",
         ALL,
     ),
     Fault(
         "parameters may differ",
-        "part.py",
+        "data_sets/part.py",
         "        same([alike for alike, _, _ in each])\n",
         "",
         FAULTS,
@@ -129,14 +129,14 @@ DISTRIBUTED = [
     ),
     Fault(
         "a file is removed before all have the result",
-        "part.py",
+        "data_sets/part.py",
         "if not self.course.keeps:",
         "if True:",
         RESUMED,
     ),
     Fault(
         "rows of a mean are divided by the samples of one process",
-        "visits.py",
+        "data_sets/visits.py",
         "self.rows.scaled(self.n, 1 / self.of_all)",
         "self.rows.scaled(self.n, 1 / max(1, self.n))",
         RESUMED,
@@ -192,14 +192,14 @@ DISTRIBUTED = [
     ),
     Fault(
         "the hooks of fully_shard stay",
-        "_sharded.py",
+        "_torch/sharded.py",
         "if not _of_state(hook)",
         "if True",
         MODULES,
     ),
     Fault(
         "methods stay as fully_shard has made them",
-        "_sharded.py",
+        "_torch/sharded.py",
         "return x.__wrapped__ if made_by",
         "return x if made_by",
         MODULES,

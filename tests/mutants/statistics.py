@@ -16,28 +16,28 @@ STATISTICS = [
     # What crosses a threshold of size
     Fault(
         "half of a symmetric product is not mirrored",
-        "contract.py",
+        "linear_algebra/contract.py",
         "found[:start, start:stop] = rows[:, :start].mT",
         "found[:start, start:stop] = 0",
         LONG + " operations/test_autocorrelation.py",
     ),
     Fault(
         "long sums of products are doubled",
-        "contract.py",
+        "linear_algebra/contract.py",
         "return torch.addbmm(x.new_zeros(k, k)",
         "return 2 * torch.addbmm(x.new_zeros(k, k)",
         LONG,
     ),
     Fault(
         "products as the gradient of a convolution are doubled",
-        "contract.py",
+        "linear_algebra/contract.py",
         "lambda x, y: conv1d_weight(",
         "lambda x, y: 2 * conv1d_weight(",
         LONG,
     ),
     Fault(
         "bfloat16 is not widened",
-        "contract.py",
+        "linear_algebra/contract.py",
         "low = (torch.float16, torch.bfloat16)",
         "low = ()",
         "per_sample/test_half_precision.py::TestSquaresOfSmallShares::test_make_norms per_sample",

@@ -4,7 +4,7 @@ from tests.mutants.fault import Fault
 
 KRONECKER = "kronecker"
 LAPLACE = "test_laplace.py"
-FUNCTIONAL = "test_functional.py test_functional_filled.py test_functional_strays.py test_functional_threads.py"
+FUNCTIONAL = "functional"
 
 TRANSFORMS = [
     # Arguments and results
@@ -431,33 +431,33 @@ TRANSFORMS = [
     # Modules as functions
     Fault(
         "a tied parameter is replaced in its first place alone",
-        "functional.py",
+        "functional/functional.py",
         "return {**given, **{place: given[first] for place, first in self._places.items() if first in given}}",
         "return given",
-        "test_functional_strays.py::TestTiedParameters " + FUNCTIONAL,
+        "functional/test_functional_strays.py::TestTiedParameters " + FUNCTIONAL,
     ),
     Fault(
         "buffers of the module are written",
-        "functional.py",
+        "functional/functional.py",
         "replaced = {id(b): b.clone() for",
         "replaced = {id(b): b for",
-        "test_functional.py::TestIsTheModuleAtOtherParameters::test_gradient " + FUNCTIONAL,
+        "functional/test_functional.py::TestIsTheModuleAtOtherParameters::test_gradient " + FUNCTIONAL,
     ),
     Fault(
         "layers that the first call puts into a list stay copies",
-        "functional.py",
+        "functional/functional.py",
         "        put_back(module_copy, repr(self))\n",
         "",
-        "test_functional_filled.py::test_each_call_has_its_own_parameters " + FUNCTIONAL,
+        "functional/test_functional_filled.py::test_each_call_has_its_own_parameters " + FUNCTIONAL,
     ),
     Fault(
         "what was computed from parameters is read by the next call",
-        "functional.py",
+        "functional/functional.py",
         "kept=kept(parts, self._computed.get(mode))",
         "kept=kept(parts, None)",
-        "test_functional_cached.py::TestWhatIsKeptByHand::test_by_a_call_of_f "
+        "functional/test_functional_cached.py::TestWhatIsKeptByHand::test_by_a_call_of_f "
         + FUNCTIONAL
-        + " test_functional_cached.py",
+        + " functional/test_functional_cached.py",
     ),
     # Backends for Laplace
     Fault(

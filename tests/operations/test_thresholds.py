@@ -28,7 +28,7 @@ from invfunc import (
     thresholds,
     variance,
 )
-from invfunc.contract import contract, joined, outer
+from invfunc.linear_algebra.contract import contract, joined, outer
 from invfunc.operations.factors.autocorrelation import patches_gram
 from invfunc.operations.factors.patches import patches
 from invfunc.testing import (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.func import grad, jacrev, jvp, vmap
 
 from invfunc import Grid, additive_coupling, invertible_checkpoint, tree
-from invfunc._functorch import innermost
+from invfunc._torch.functorch import innermost
 from invfunc.errors import ArgumentError, InverseError, RangeError
 from invfunc.invertible.chain import chain, repeated
 from invfunc.pairs.pair import invert

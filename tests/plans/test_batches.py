@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 import invfunc
 from invfunc import compiled, distributed, explain, streamed, tree
+from invfunc.data_sets.visits import work_of
 from invfunc.testing.laws.rows import CASES, MODEL
 from invfunc.testing.oracles import assert_trees_close
-from invfunc.visits import work_of
+from tests.data_sets.test_streamed import AT_ONCE, batches, linear, losses
 from tests.networks import LOSSES, NETWORKS, network
 from tests.plans.test_guards import hits, loss, quietly, whys
 from tests.strategies import Numbers, seeded
-from tests.test_streamed import AT_ONCE, batches, linear, losses
 
 EXACT = 1e-12
 FAMILIES = list(NETWORKS)

@@ -15,10 +15,10 @@ from invfunc.plans.backends import Backend
 from invfunc.plans.calls import Calls
 from invfunc.plans.halves import halves_of
 from invfunc.testing.oracles import assert_trees_close
+from tests.data_sets.test_streamed import linear, losses
 from tests.networks import LOSSES, NETWORKS, network
 from tests.plans.test_guards import loss, quietly
 from tests.strategies import Numbers, seeded
-from tests.test_streamed import linear, losses
 
 EXACT = 1e-12
 PRODUCTS = {

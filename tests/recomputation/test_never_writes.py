@@ -9,7 +9,7 @@ import invfunc
 PACKAGE = Path(invfunc.__file__).parent
 BANNED = {"resize_", "set_", "detach_", "manual_seed", "seed", "untyped_storage", "storage", "resize_as_"}
 ALLOWED = {
-    ("_functorch.py", "untyped_storage"),  # its address is read
+    ("_torch/functorch.py", "untyped_storage"),  # its address is read
     ("recomputation/origins.py", "untyped_storage"),  # a call of this name says nothing of values
     ("invertible/checks.py", "manual_seed"),  # of a generator of its own
     ("recomputation/rounding.py", "manual_seed"),  # of a generator of its own
@@ -46,5 +46,5 @@ def test_tensors_gradients_and_random_numbers_of_the_user_are_never_written():
         if not path.startswith("testing/") and not path.startswith("_tour"):
             seen |= {(path, name): stored for name, stored in found(path)}
     states = {place for place in seen if place[1] == "set_rng_state"}
-    assert {path for path, _ in states} == {"_generators.py"}
+    assert {path for path, _ in states} == {"_torch/generators.py"}
     assert set(seen) - states <= ALLOWED

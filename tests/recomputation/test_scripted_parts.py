@@ -12,7 +12,7 @@ from invfunc import (
     additive_coupling,
     invertible_checkpoint,
 )
-from invfunc._scripted import Interpreted
+from invfunc._torch.scripted import Interpreted
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
 from tests.recomputation.test_scripted import MODULES, Counting, X, as_it_is

@@ -31,7 +31,7 @@ from invfunc import (
     chain,
     invertible_checkpoint,
 )
-from invfunc._functorch import storage
+from invfunc._torch.functorch import storage
 from invfunc.recomputation import straight_calls
 from invfunc.recomputation.purity import NotShown, Purity
 from tests.strategies import Numbers

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import invfunc
-from invfunc import _functorch, thresholds, tree
+from invfunc import thresholds, tree
+from invfunc._torch import functorch
 from invfunc.statistic import Statistic
 from invfunc.testing import laws
 from invfunc.testing.laws import problem as of_functions
@@ -94,19 +95,19 @@ FAULTS = {
         ALWAYS,
         lambda t, given, result: tree.map_tensors(lambda g: g.detach(), result),
     ),
-    "vmap over parameters is the loop": (ALWAYS, when(lambda t: _functorch.transforming())),
-    "jacrev of a statistic is that of its loop": (ALWAYS, when(lambda t: _functorch.transforming())),
+    "vmap over parameters is the loop": (ALWAYS, when(lambda t: functorch.transforming())),
+    "jacrev of a statistic is that of its loop": (ALWAYS, when(lambda t: functorch.transforming())),
     "modes do not matter": (ALWAYS, when(lambda t: not torch.is_grad_enabled())),
-    "vmap over data sets is the loop": (ALWAYS, when(lambda t: _functorch.transforming())),
+    "vmap over data sets is the loop": (ALWAYS, when(lambda t: functorch.transforming())),
     "vmap of grad of a statistic is that of its loop": (
         ALWAYS,
-        when(lambda t: _functorch.transforming()),
+        when(lambda t: functorch.transforming()),
     ),
     "grad of chunks of some samples is that of its loop": (
         ALWAYS,
         lambda t, given, result: tree.map_tensors(lambda g: 1.1 * g - 0.1 * g.detach(), result),
     ),
-    "what f closes over is differentiated": (ALWAYS, when(lambda t: _functorch.transforming())),
+    "what f closes over is differentiated": (ALWAYS, when(lambda t: functorch.transforming())),
     "derivatives of the Hessian are those of its loop": (
         "diag_hessian",
         lambda t, given, result: tree.map_tensors(lambda g: 1.1 * g - 0.1 * g.detach(), result),
@@ -165,7 +166,7 @@ def test_finds_its_fault(law, monkeypatch):
 
 
 def detached_unless_transforming(t, given, result):
-    return result if _functorch.transforming() else tree.map_tensors(lambda g: g.detach(), result)
+    return result if functorch.transforming() else tree.map_tensors(lambda g: g.detach(), result)
 
 
 def recording(t, given, result):
@@ -179,13 +180,13 @@ WAYS = {
     "what f closes over is differentiated": ("sum_grad_squared by autograd", detached_unless_transforming),
     "vmap over data sets is the loop": (
         "sum_grad_squared over data sets along the last axis",
-        when(lambda t: _functorch.transforming()),
+        when(lambda t: functorch.transforming()),
     ),
     "modes do not matter": ("batch_l2_grad", recording),
     "vmap of grad of a statistic is that of its loop": (
         "batch_l2_grad, autograd of vmap",
         lambda t, given, result: tree.map_tensors(
-            lambda g: 1.1 * g - 0.1 * g.detach() if _functorch.transforming() else g, result
+            lambda g: 1.1 * g - 0.1 * g.detach() if functorch.transforming() else g, result
         ),
     ),
 }

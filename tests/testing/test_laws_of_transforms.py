@@ -25,7 +25,7 @@ def spoiling(fault):
 TRANSFORMS = {
     "it equals its oracle": spoiling(lambda v: 1.01 * v),
     "grad of it is that of its oracle": spoiling(lambda v: v.detach()),
-    "vmap of it is the loop": spoiling(lambda v: v * (1 + invfunc._functorch.transforming())),
+    "vmap of it is the loop": spoiling(lambda v: v * (1 + invfunc._torch.functorch.transforming())),
     "chunks, blocks and paths do not matter to it": lambda f: faulty(
         invfunc.variance(f), when(lambda t: t.options.plan.splits)
     ),

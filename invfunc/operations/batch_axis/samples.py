@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost
+from invfunc._torch.functorch import innermost
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, Mixed, Place
 

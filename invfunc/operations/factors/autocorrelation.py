@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from invfunc import thresholds
-from invfunc._functorch import dual, transforming
-from invfunc._pages import room
-from invfunc.contract import joined, outer, summed
+from invfunc._torch.functorch import dual, transforming
+from invfunc.linear_algebra.contract import joined, outer, summed
+from invfunc.linear_algebra.pages import room
 from invfunc.operations.factors.patches import patches
 
 Ints = tuple[int, ...]

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from invfunc import tree
-from invfunc.contract import Term
+from invfunc.linear_algebra.contract import Term
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
 from invfunc.operations.equations import LETTERS, equation

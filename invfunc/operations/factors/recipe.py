@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from invfunc.contract import Term
+from invfunc.linear_algebra.contract import Term
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
 from invfunc.operations.equations import LETTERS, equation

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from invfunc import tree
-from invfunc._functorch import given_back
+from invfunc._torch.functorch import given_back
 from invfunc.operations.batch_axis import Call
 
 

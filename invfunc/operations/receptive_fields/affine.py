@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from invfunc._values import differentiable
+from invfunc._torch.values import differentiable
 from invfunc.operations.operation import Operation
 from invfunc.operations.receptive_fields.step import Step
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import TorchDispatchMode, memory_of, storage_of, unwatched
+from invfunc._torch.functorch import TorchDispatchMode, memory_of, storage_of, unwatched
 from invfunc.operations.operation import Operation, known_of_aten
 from invfunc.operations.receptive_fields.affine import affine
 from invfunc.operations.receptive_fields.regions import Region, Regions

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from invfunc._functorch import memory_of, storage_of
+from invfunc._torch.functorch import memory_of, storage_of
 
 NONE = -math.inf
 """The label of what depends on no root."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from invfunc import tree
-from invfunc._functorch import unwrapped
-from invfunc._generators import same_state, state_of
+from invfunc._torch.functorch import unwrapped
+from invfunc._torch.generators import same_state, state_of
 from invfunc.callables import describe
 from invfunc.errors import InverseError
 from invfunc.pairs.automatic.formula import formulas

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from invfunc import tree
-from invfunc._functorch import innermost, storage_of, unwatched, unwrapped, version
-from invfunc._generators import Generator
-from invfunc._weak import WeakIdMap
+from invfunc._torch.functorch import innermost, storage_of, unwatched, unwrapped, version
+from invfunc._torch.generators import Generator
+from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import InverseError
 from invfunc.operations.heard import Function, Listener
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import storage_of, unwatched
-from invfunc._generators import Generator, global_generator, same_state, state_of
+from invfunc._torch.functorch import storage_of, unwatched
+from invfunc._torch.generators import Generator, global_generator, same_state, state_of
 from invfunc.errors import InverseError
 from invfunc.operations.heard import function_of
 from invfunc.pairs.automatic.graph import Call, Node, Tracer, is_node, refuse, value

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._generators import same_state, set_states, state_of
+from invfunc._torch.generators import same_state, set_states, state_of
 from invfunc.errors import InverseError
 from invfunc.pairs.automatic.graph import Call, Node, is_node, value
 from invfunc.pairs.automatic.search import Step

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import version
+from invfunc._torch.functorch import version
 from invfunc.errors import InvFuncError
 from invfunc.testing.laws.law import Claim, law
 from invfunc.testing.laws.problem import Problem, generators

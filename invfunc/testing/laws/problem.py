@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._functorch import version
+from invfunc._torch.functorch import version
 from invfunc.callables import check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.recording.problem import InDims, batch_dims, batch_size

@@ -1,0 +1,85 @@
+"""States of random number generators, read and set by one thread at a time.
+
+Torch holds a lock of the generator meanwhile. Python may collect garbage there and change to another thread, which
+would wait for that lock and keep Python from ever coming back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from ctypes import string_at
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from invfunc._torch.functorch import dispatched, unwatched
+
+
+class Generator(Protocol):
+    """What has a state, as `torch.Generator` has."""
+
+    def get_state(self) -> torch.Tensor: ...
+
+    def set_state(self, state: torch.Tensor, /) -> object: ...
+
+
+_LOCK = threading.RLock()
+
+
+_LAST: dict[int, tuple[bytes, torch.Tensor]] = {}
+"""The last known states by the ids of generators; one that is gone may have given its id to another."""
+_MOST = 64
+"""So many are remembered."""
+
+
+def state_of(generator: Generator) -> torch.Tensor:
+    """The state of a generator: the same tensor as the last time, if nothing was drawn since."""
+    with _LOCK:
+        state = generator.get_state()
+    if dispatched():
+        return state
+    known, last = _LAST.get(id(generator), (None, state))
+    with unwatched():
+        value = string_at(state.data_ptr(), state.nbytes)  # which no transform of torch.func has a part in
+    if value == known:
+        return last
+    if len(_LAST) >= _MOST:
+        _LAST.clear()
+    _LAST[id(generator)] = value, state
+    return state
+
+
+def set_states(states: Iterable[tuple[Generator, torch.Tensor]]) -> None:
+    """Set the states of some generators."""
+    with _LOCK:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def same_state(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether nothing was drawn between two states; no mode around us sees that."""
+    if a is b:
+        return True
+    with unwatched():
+        return torch.equal(a, b)
+
+
+class _Global:
+    """The generator of an accelerator that draws what is not given one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def get_state(self) -> torch.Tensor:
+        return torch.get_device_module(self.device).get_rng_state(self.device)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+
+@cache
+def global_generator(device: torch.device) -> _Global:
+    """What an accelerator draws from where no generator is given."""
+    return _Global(device)

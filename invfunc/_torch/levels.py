@@ -1,0 +1,113 @@
+"""Private torch calls for what is computed below one level of torch.func, or where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
+from torch.autograd import forward_ad
+
+from invfunc._torch.functorch import dispatched, plainly, saving_hooks, transforming
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+def each_of_batch(fn: Callable[[Gradients], Gradients], tensors: Gradients) -> Gradients:
+    """`fn(tensors)` for each entry of what `torch.autograd.grad(..., is_grads_batched=True)` has batched."""
+    if not any(t is not None and _C.is_legacy_batchedtensor(t) for t in tensors):
+        return fn(tensors)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    legacy: Any = torch
+    in_front = [None if t is None else legacy._remove_batch_dim(t, level, 1, 0) for t in tensors]
+    size = max(len(t) for t in in_front if t is not None)
+    in_front = [t if t is None or len(t) == size else t.expand(size, *t.shape[1:]) for t in in_front]
+    there: list[bool] = []
+
+    def one(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        entries = iter(given)
+        found = fn([None if t is None else next(entries) for t in tensors])
+        there[:] = [t is not None for t in found]
+        return [t for t in found if t is not None]
+
+    each: Any = torch.vmap(one, randomness="same")
+    with plainly():
+        found = iter(each([t for t in in_front if t is not None]))
+    return [legacy._add_batch_dim(next(found), 0, level) if is_there else None for is_there in there]
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often some tensors were written in place, none of which was made in inference mode."""
+    return [x._version for x in tensors]
+
+
+def watching() -> bool:
+    """Whether a torch function mode is active, or a transform of torch.func."""
+    return torch._C._len_torch_function_stack() > 0 or transforming()
+
+
+def undisturbed() -> bool:
+    """Whether nothing is around us that looks at operations or changes what they do, but for transforms of torch.func,
+    and gradients are taken."""
+    if torch._C._len_torch_function_stack() or dispatched():
+        return False
+    if torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0 or saving_hooks() is not None:
+        return False
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def without_autocast() -> AbstractContextManager:
+    """A context without autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    found = ExitStack()
+    for kind in ("cpu", "cuda"):
+        if torch.amp.is_autocast_available(kind):
+            found.enter_context(torch.autocast(kind, enabled=False))
+    return found
+
+
+def only_level() -> int | None:
+    """The level of the only transform of torch.func around us, if that differentiates backwards; 0 without any."""
+    stack = _C.get_interpreter_stack() or ()
+    if len(stack) == 0:
+        return 0
+    return stack[0].level() if len(stack) == 1 and stack[0].key() == _C.TransformType.Grad else None
+
+
+class LevelFunction(torch.autograd.function._SingleLevelFunction):
+    """An autograd.Function at a level of torch.func alone, which unwraps and wraps its tensors by itself."""
+
+    @classmethod
+    def at_level(cls, *args: Any) -> Any:
+        """Apply it."""
+        before = _C.get_single_level_autograd_function_allowed()
+        _C.set_single_level_autograd_function_allowed(True)
+        try:
+            apply: Any = super().apply  # pyright: ignore[reportAttributeAccessIssue]: it is of C
+            return apply(*args)
+        finally:
+            _C.set_single_level_autograd_function_allowed(before)
+
+
+def gradients(
+    outputs: Sequence[torch.Tensor], of_outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Gradients:
+    """`torch.autograd.grad` of plain tensors, whose gradients have their shapes, without a look at all of that."""
+    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+    options = {"allow_unreachable": True, "accumulate_grad": False}
+    return engine.run_backward(tuple(outputs), tuple(of_outputs), False, False, tuple(inputs), **options)
+
+
+def bare_at(x: torch.Tensor, level: int) -> torch.Tensor | None:
+    """The tensor that one of a level wraps, or itself, if it is plain and needs no gradient; None of any other."""
+    inner = _C._unwrap_for_grad(x, level)
+    return None if _C.is_functorch_wrapped_tensor(inner) or inner.requires_grad else inner
+
+
+def wrapped_at(x: torch.Tensor, level: int) -> torch.Tensor:
+    """A plain tensor as one of a level that differentiates backwards."""
+    return _C._wrap_for_grad(x, level)

@@ -1,0 +1,1 @@
+"""More than one batch in one process: loaders, and processes."""

@@ -1,0 +1,187 @@
+"""What a statistic does with the batches of a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._torch.functorch import FakeTensorMode
+from invfunc._torch.generators import set_states, state_of
+from invfunc.errors import ArgumentError
+from invfunc.evaluation.across import bytes_given, dealt, one_scale, share
+from invfunc.evaluation.batches import no_samples, size_of
+from invfunc.evaluation.checkpoint import State, check_loadable
+from invfunc.evaluation.engine import Engine
+from invfunc.evaluation.processes import ALONE, Processes
+from invfunc.evaluation.rows import Rows
+from invfunc.evaluation.sweep import Sweep, check_number
+from invfunc.loss.drawn import key_of
+from invfunc.statistic import Statistic
+from invfunc.transform import own_memory
+
+Evaluated = Callable[[Statistic, Sweep, tuple, dict[str, Any], Engine], Any]
+"""Evaluates a statistic of a batch in a sweep, so that it is kept; aux."""
+
+
+def _evaluated(t: Statistic, sweep: Sweep, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
+    return engine.kept()
+
+
+class Work:
+    """Joins what the batches bring."""
+
+    def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any], evaluated: Evaluated) -> None:
+        self.t, self.params, self.kwargs, self.evaluated = t, params, kwargs, evaluated
+        self.sweep, self.aux = Sweep(), list[Any]()
+        drawings = dict.fromkeys(t.drawings)
+        self.keys = {d: key_of(d.generator) for d in drawings}
+        self.first = 0
+        """How many samples other processes have before those of this one."""
+        self.expected: int | None = None
+        """How many all have, if they were counted."""
+        self.weighed = self.looked = False
+        """Whether the first batch was seen, and whether f was seen to give samples the same beside fewer ones."""
+
+    def draw_by(self, keys: Sequence[int], first: int = 0, of_all: int | None = None) -> None:
+        """Take these keys, and places behind so many samples, of the number that all processes have counted."""
+        self.keys, self.first = dict(zip(self.keys, keys, strict=True)), first
+        self.expected = self.sweep.expected = of_all
+
+    def check(self, known: int) -> None:
+        """Look for what is wrong before the first batch, if there will be so many samples."""
+
+    @property
+    def phase(self) -> int:
+        return self.sweep.phase
+
+    def visit(self, args: tuple, n: int) -> int:
+        sweep, before = self.sweep, self.sweep.n
+
+        def add(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, Any]:
+            if not self.looked and size_of(args, t.in_dims) > 1:
+                t.engine(args, kwargs, names).check_apart()
+                self.looked = True
+            return None, sweep.add(t.engine(args, kwargs, names), partial(self.evaluated, t, sweep, args, kwargs))
+
+        t = self.t.keyed(self.keys, self.first + n)
+        self.aux.append(t.told(add, t.names, args, self.kwargs)[1])
+        return sweep.n - before
+
+    def computed(self, through: Callable[[], Any], processes: Processes = ALONE, gather: bool = False) -> None:
+        """Go `through` all batches, once for each phase that is left, and share what they have brought."""
+        self.share(through, processes, gather)
+        while self.phase + 1 < self.t.sweeps:
+            self.sweep, self.aux = Sweep(self.sweep, partial(dealt, processes)), []
+            self.share(through, processes, gather)
+
+    def share(self, through: Callable[[], Any], processes: Processes, gather: bool) -> None:
+        if processes.size == 1:
+            through()
+        else:
+            share(self.sweep, through, processes, gather, self.without_samples)
+
+    def without_samples(self) -> Engine:
+        """The evaluation of no samples."""
+        return self.t.keyed(self.keys, 0).without_samples(self.params)
+
+    def results(self) -> tuple[Any, Any]:
+        results = self.sweep.results()
+        return tuple(results) if self.t.members else results[0], self.aux
+
+    # In a checkpoint
+
+    def state(self) -> State:
+        kept, count, weighed = self.sweep.state(), len(self.aux), self.sweep.weights.first is not None
+        if count == 1:
+            check_loadable("the tree of the outputs", kept["outputs"])
+        if self.t.has_aux:
+            check_loadable("aux", self.aux[-1:])
+        return lambda: {**kept, "weighed": weighed, "aux": self.aux[:count]}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.sweep, self.aux = Sweep.resumed(state, self.without_samples()), state["aux"]
+        self.weighed = state["weighed"]
+
+    def weigh(self, args: tuple) -> None:
+        if self.weighed and self.sweep.weights.first is None:
+            first = Sweep()
+            first.add(self.t.keyed(self.keys, 0).engine(args, self.kwargs, self.t.names(len(args))))
+            self.sweep.weights = first.weights
+
+
+class RowByRow(Work):
+    """Writes the result of each batch, and keeps nothing of it."""
+
+    def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any], evaluated: Evaluated, out: Any) -> None:
+        super().__init__(t, params, kwargs, evaluated)
+        self.rows = Rows(out, [m.quantity for m in t.members or (t,)], bool(t.members))
+        self.n = self.of_all = 0
+        """How many samples this process has, and all."""
+
+    def check(self, known: int) -> None:
+        self.rows.check(self.params, known)
+
+    def visit(self, args: tuple, n: int) -> int:
+        weights, self.sweep = self.sweep.weights, Sweep()
+        self.sweep.weights = weights
+        own = super().visit(args, n)
+        assert self.sweep.engine is not None
+        found = self.sweep.engine.finished()
+        if self.rows.calls:
+            if weights.mean:
+                raise ArgumentError(
+                    "the loss is a mean, whose 1 / N is known with the last batch, but out is a function that is told "
+                    "after each. Give the sum (reduction='sum') and divide, or pass tensors as out."
+                )
+            found = own_memory(found, (args, self.kwargs))
+        self.rows.put(found, self.n, own)
+        self.n += own
+        return own
+
+    def share(self, through: Callable[[], Any], processes: Processes, gather: bool) -> None:
+        weights = self.sweep.weights
+        _, each = processes.told("samples", lambda: (through(), (self.n, weights.seen)))
+        self.of_all = sum(n for n, _ in each)
+        one_scale(weights, processes, [mean for _, mean in each])
+
+    def results(self) -> tuple[Any, Any]:
+        if not self.of_all:
+            raise no_samples()
+        check_number(self.of_all, self.expected)
+        if self.sweep.weights.mean:
+            self.rows.scaled(self.n, 1 / self.of_all)
+        return self.rows.result(self.n), self.aux
+
+
+def work_of(t: Statistic, params: Any, kwargs: dict[str, Any], out: Any, plans: Evaluated | None) -> Work:
+    """What joins the batches, or writes their rows to `out` if it is given; `plans` evaluate them if there are some."""
+    evaluated = plans or _evaluated
+    return Work(t, params, kwargs, evaluated) if out is None else RowByRow(t, params, kwargs, evaluated, out)
+
+
+def exchanged(t: Statistic, args: tuple, kwargs: dict[str, Any], gather: bool) -> int | None:
+    """How many bytes a process exchanges for a batch, from a run without numbers; None if it does not run so."""
+    mode, sweep, total = FakeTensorMode(allow_non_fake_inputs=True), Sweep(), 0
+    t, before = t.keyed(dict.fromkeys(t.drawings, 0), 0), state_of(torch.default_generator)
+    try:
+        given, named = tree.map_tensors(mode.from_tensor, (args, kwargs))
+        with torch.no_grad(), mode:
+            for k in range(t.sweeps):
+                if k:
+                    sweep = Sweep(sweep)
+                    told = [one.line[k].known for one in sweep.told if k < len(one.line)]
+                    total += sum(x.nbytes for x in tree.tensors(told))
+                engine = t.engine(given, named, t.names(len(given)))
+                sweep.enter(engine)
+                engine.kept()
+                sweep.n = engine.problem.n
+                total += bytes_given(sweep, gather)
+    except Exception:  # of what asks for numbers
+        return None
+    finally:
+        set_states([(torch.default_generator, before)])
+    return total

@@ -1,0 +1,1 @@
+"""Contractions, and matrices: whole, symmetric, of low rank."""

@@ -1,0 +1,212 @@
+"""Contractions of a factored Jacobian: opt_einsum chooses how, by cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import opt_einsum
+import torch
+from torch.nn.grad import conv1d_weight
+
+from invfunc import thresholds
+from invfunc._torch.functorch import transforming
+from invfunc.linear_algebra.pairwise import product, room_for
+
+T = TypeVar("T")
+Term = tuple[str, torch.Tensor]
+"""Labels and a tensor: V enumerates columns, N samples, lower-case letters the rest."""
+Shape = tuple[str, tuple[int, ...]]
+"""Labels and sizes, all that a plan depends on."""
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    equation: str, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[float, int, tuple[tuple[tuple[int, ...], str], ...]]:
+    """The cost in multiplications, the size of the largest intermediate, and the pairwise contractions."""
+    _, info = opt_einsum.contract_path(
+        equation, *shapes, shapes=True, optimize="optimal" if len(shapes) < thresholds.ORDERS else "auto"
+    )
+    steps = tuple((tuple(step[0]), step[2]) for step in info.contraction_list)
+    return float(info.opt_cost), int(info.largest_intermediate), steps
+
+
+def _equation(terms: Sequence[Term | Shape], output: str) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    sizes = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for _, x in terms)
+    return ",".join(labels for labels, _ in terms) + "->" + output, sizes
+
+
+def cost(terms: Sequence[Term | Shape], output: str) -> float:
+    """How many multiplications the cheapest order takes."""
+    return _plan(*_equation(terms, output))[0]
+
+
+def largest(terms: Sequence[Term | Shape], output: str) -> int:
+    """How many numbers the largest tensor has that the cheapest order makes."""
+    return _plan(*_equation(terms, output))[1]
+
+
+def instantiated(terms: Sequence[Term | Shape], instance: str) -> float:
+    """The cost of forming shares and squaring them."""
+    sizes = {c: size for labels, x in _shapes(terms) for c, size in zip(labels, x, strict=True)}
+    return cost(terms, instance) + thresholds.FORMED * math.prod(sizes.get(c, 1) for c in instance)
+
+
+def _shapes(terms: Sequence[Term | Shape]) -> tuple[Shape, ...]:
+    return tuple((labels, tuple(x.shape) if isinstance(x, torch.Tensor) else x) for labels, x in terms)
+
+
+def squares_directly(terms: list[Term], output: str, instance: str, kept: str) -> bool:
+    """Whether the sum of squares is cheaper without forming a share: `instance` are its labels, `kept` those left."""
+    return _squares_directly(_shapes(terms), output, instance, kept, cancel(terms))
+
+
+@lru_cache(maxsize=4096)
+def _squares_directly(terms: tuple[Shape, ...], output: str, instance: str, kept: str, cancels: bool) -> bool:
+    pair = twice(terms, terms, output)
+    slow = thresholds.DOUBLE if cancels and crosses(pair, output) else 1  # in float64
+    return slow * cost(pair, present(kept, terms)) < instantiated(terms, present(instance, terms))
+
+
+def cancel(terms: Sequence[Term]) -> bool:
+    """Whether sums of products of these, which cancel, are to be taken in float64."""
+    return all(x.dtype in thresholds.CANCELS for _, x in terms)
+
+
+def crosses(pair: Sequence[tuple[str, Any]], output: str) -> bool:
+    """Whether products of positions with positions are summed, which may cancel."""
+    inner = [c for labels, _ in pair for c in labels if c not in "VNMW" + output]
+    return len(set(inner)) < len(inner)
+
+
+def contract(terms: list[Term], output: str) -> torch.Tensor:
+    """The einsum of the terms in the cheapest order of pairs."""
+    tensors = [x for _, x in terms]
+    for positions, pair in _plan(*_equation(terms, output))[2]:
+        taken = [tensors.pop(i) for i in sorted(positions, reverse=True)]
+        # the labels of a step stand in the order in which opt_einsum pops the operands
+        tensors.append(product(pair, taken))
+    return tensors[0]
+
+
+def summed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    first, *others = tensors
+    for other in others:
+        first = first + other
+    return first
+
+
+def joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """The parts in one tensor; a single one is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    size = sum(x.shape[dim] for x in parts)
+    shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
+    apart = any(x.requires_grad or x.dtype != first.dtype for x in parts)
+    return torch.cat(parts, dim, out=None if apart else room_for(shape, first, first))
+
+
+def outer(x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+    """`sum_br x[b, k, r] other[b, l, r]`, symmetric where the other is x itself; of `[b, g, k, r]` one for each g."""
+    if x.ndim == 4:
+        x, other = (y.permute(1, 2, 0, 3).flatten(2) for y in (x, x if other is None else other))
+        return x @ other.mT
+    b, k, r = x.shape
+    plain = b * r < thresholds.MIRRORED_POSITIONS or x.requires_grad or transforming()
+    if other is None and not plain and _as_gradient(x):
+        blocks = thresholds.GRADIENT_BLOCKS if k >= thresholds.GRADIENT_ROWS else 1
+        return _mirrored(x, blocks, lambda x, y: conv1d_weight(y, (x.shape[1], y.shape[1], 1), x)[:, :, 0])
+    if r >= thresholds.ADDED_POSITIONS and x.numel() >= thresholds.ADDED_NUMBERS and not transforming():
+        return torch.addbmm(x.new_zeros(k, k), x, (x if other is None else other).mT)
+    x = x.movedim(0, 1).reshape(1, k, b * r)
+    if other is not None:
+        return x[0] @ other.movedim(0, 1).reshape(k, b * r).mT
+    blocks = 1 if plain else min(thresholds.MIRRORED_BLOCKS, k // thresholds.MIRRORED_ROWS)
+    return _mirrored(x, blocks, lambda x, y: x[0] @ y[0].mT)
+
+
+def _as_gradient(x: torch.Tensor) -> bool:
+    """Whether the products of `[b, k, r]` are faster as the weight gradient of a convolution."""
+    known = x.dtype in thresholds.GRADIENT_DTYPES and x.device.type in thresholds.GRADIENT_ON
+    return known and len(x) >= thresholds.GRADIENT_SAMPLES and x.numel() < thresholds.GRADIENT_NUMBERS
+
+
+def _mirrored(
+    x: torch.Tensor, count: int, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """A symmetric product of `[b, k, r]`, in blocks of rows up to the diagonal: half of it is the mirror image."""
+    k = x.shape[1]
+    if count < 2:
+        return product(x, x)
+    found = x.new_empty(k, k)
+    edges = [k * i // count for i in range(count + 1)]
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        rows = product(x[:, start:stop], x[:, :stop])
+        found[start:stop, :stop] = rows
+        found[:start, start:stop] = rows[:, :start].mT
+    return found
+
+
+def squeezed(terms: list[Term]) -> list[Term]:
+    """The terms without dimensions of size 1, so that the cost model sees what is there."""
+    out = []
+    for labels, x in terms:
+        kept = [i for i, size in enumerate(x.shape) if size != 1]
+        out.append(("".join(labels[i] for i in kept), x.reshape([x.shape[i] for i in kept])))
+    return out
+
+
+def present(labels: str, terms: Sequence[tuple[str, Any]]) -> str:
+    """Those of the labels that occur in the terms."""
+    return "".join(c for c in labels if any(c in other for other, _ in terms))
+
+
+def widened(terms: list[Term]) -> list[Term]:
+    """Half precision accumulates in float32."""
+    kinds = {x.dtype for _, x in terms}
+    low = (torch.float16, torch.bfloat16)
+    if len(kinds) == 1 and not kinds & set(low):
+        return terms
+    wide = torch.float32 if all(x.dtype in low for _, x in terms) else None
+    if wide is None:
+        wide = max((x.dtype for _, x in terms), key=lambda d: torch.finfo(d).bits)
+    return [(labels, x.to(wide)) for labels, x in terms]
+
+
+def narrowed(terms: list[Term], label: str, start: int, stop: int) -> list[Term]:
+    """The terms for a range of one label."""
+    return [
+        (labels, x.narrow(labels.index(label), start, stop - start) if label in labels else x) for labels, x in terms
+    ]
+
+
+def stacked(alike: list[list[Term]]) -> list[Term]:
+    """Several lists of terms with the same labels as one, whose label S enumerates them."""
+    return [("S" + labels, torch.stack([terms[i][1] for terms in alike])) for i, (labels, _) in enumerate(alike[0])]
+
+
+def twice(terms: Sequence[tuple[str, T]], others: Sequence[tuple[str, T]], output: str) -> list[tuple[str, T]]:
+    """The terms of a product of two contractions: what is summed within one gets its own labels in the other."""
+    return [*terms, *_renamed(others, {c: c for c in output + "VN"})]
+
+
+def paired(terms: list[Term], others: list[Term], output: str) -> list[Term]:
+    """The terms of the products of each column of each sample (V, N) with each of each other (W, M)."""
+    return [*terms, *_renamed(others, {**{c: c for c in output}, "V": "W", "N": "M"})]
+
+
+def side_by_side(terms: list[Term], output: str) -> list[Term]:
+    """The terms of the products of each column (V) of a sample with each column (W) of the same sample."""
+    return [*terms, *_renamed(terms, {**{c: c for c in output + "N"}, "V": "W"})]
+
+
+def _renamed(terms: Sequence[tuple[str, T]], names: dict[str, str]) -> list[tuple[str, T]]:
+    """The terms with the names given, and fresh ones for all other labels."""
+    free = iter("ZYXUTRQPOLKJIHGFEDCBA")
+    inner = sorted({c for labels, _ in terms for c in labels} - set(names))
+    renamed = str.maketrans({**names, **{c: next(free) for c in inner}})
+    return [(labels.translate(renamed), x) for labels, x in terms]

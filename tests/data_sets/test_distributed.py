@@ -1,0 +1,202 @@
+"""distributed: the samples of several processes, which torch's launcher starts."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from torch.multiprocessing.spawn import start_processes
+
+import invfunc
+from invfunc import ArgumentError, ArgumentTypeError, distributed, streamed
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
+from tests.data_sets.test_streamed import AT_ONCE, EXACT, SAMPLED, linear, losses
+from tests.many_processes import LAID, PRODUCTS, Example, after_one_is_gone, hold, start, told_of_all
+from tests.networks import CLASSES, LOSSES, NETWORKS
+from tests.strategies import Numbers
+
+SIZES = {2: 4, 4: 2}
+"""How many processes there are, and how many examples each statistic has then."""
+CASES = [(name, form) for name, row in ROWS.items() if name not in AT_ONCE for form in row.forms]
+CASES += [(name, form) for name in PRODUCTS for form in (LOSS, BOTH)]
+
+
+@pytest.fixture
+def data():
+    rand = Numbers(0)
+    params = {"w": rand(4, CLASSES), "b": rand(CLASSES)}
+    return params, rand(9, 4), LOSSES[0].target(rand, 9)
+
+
+def examples(size):
+    """Some of each statistic, drawn for so many processes."""
+    found = []
+    for k, (name, form) in enumerate(CASES):
+        drawn = name in ROWS and ROWS[name].drawn
+        each = st.builds(
+            Example,
+            st.just(name),
+            st.just(form),
+            net=st.sampled_from(list(NETWORKS)),
+            n=st.integers(size + 1, 6),
+            loss=st.sampled_from([LOSSES.index(loss) for loss in (SAMPLED if drawn else LOSSES)]),
+            reduction=st.sampled_from(["mean", "sum", *["none"] * (not drawn)]),
+            edges=st.sampled_from([[*range(1, size)], [0] * (size - 1)])
+            | st.lists(st.integers(0, 6), min_size=size - 1, max_size=size - 1),
+            within=st.none() | st.lists(st.integers(0, 3), max_size=2),
+            gather=st.booleans(),
+            laid=st.lists(st.tuples(*[st.sampled_from(LAID)] * 2), max_size=3),
+            grid=st.just(False) if size < 4 else st.booleans(),
+            planned=st.just(False) if "gram" in name else st.booleans(),
+        )
+        draw = given(each)(lambda e: found.append(e))
+        seed(k)(settings(max_examples=SIZES[size], derandomize=False)(draw))()  # others for each case
+    return found
+
+
+@pytest.fixture(scope="module")
+def two():
+    """What two processes tell: of the examples, of what composes, and of faults."""
+    drawn = examples(2)
+    return drawn, [list(found) for found in zip(*start(2, told_of_all, drawn), strict=True)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_processes_give_what_all_samples_at_once_do(size, request):
+    if size == 2:
+        drawn, (of_each, _, _) = request.getfixturevalue("two")
+    else:
+        drawn = examples(size)
+        of_each = start(size, hold, drawn)
+    wrong = [(e, said) for e, *each in zip(drawn, *of_each, strict=True) for said, _, _ in each if said != "right"]
+    assert not wrong, wrong[:3]
+    for e, *each in zip(drawn, *of_each, strict=True):
+        assert all(one == each[0] for one in each), e  # to the last bit
+    right = Counter((e.name, e.form) for e, (_, refused, _) in zip(drawn, of_each[0], strict=True) if not refused)
+    assert set(right) == set(CASES)
+
+
+def test_all_statistics_are_in_the_law():
+    assert {name for name, _ in CASES} == {*ROWS, *PRODUCTS} - AT_ONCE
+
+
+def test_what_it_composes_with(two):
+    assert two[1][1] == [[], []]
+
+
+class TestFaults:
+    def test_one_process_that_fails_makes_all_fail(self, two):
+        first, second = two[1][2]
+        assert {name: (a[0], b[0]) for (name, a), b in zip(first.items(), second.values(), strict=True)} == {
+            "f fails": ("ProcessError", "KeyError"),
+            "the loader fails": ("ProcessError", "OSError"),
+            "other parameters": ("ArgumentError", "ArgumentError"),
+            "another statistic": ("ArgumentError", "ArgumentError"),
+            "permuted parameters": ("ArgumentError", "ArgumentError"),
+            "gathered in one": ("ArgumentError", "ArgumentError"),
+            "a sum and a mean": ("ArgumentError", "ArgumentError"),
+            "outputs in another order": ("ArgumentError", "ArgumentError"),
+            "counted and gone": ("ArgumentError", "ArgumentError"),
+            "a file that cannot be gone on with": ("ProcessError", "MemoryError"),
+            "another vector": ("ArgumentError", "ArgumentError"),
+            "a vector of another shape": ("ProcessError", "ArgumentError"),
+            "of another shape later": ("ProcessError", "ArgumentError"),
+            "another step": ("ArgumentError", "ArgumentError"),
+            "another moment": ("ProcessError", "ProcessError"),
+            "weighted means": ("ProcessError", "ArgumentError"),
+            "no argument": ("ProcessError", "ArgumentTypeError"),
+            "no samples": ("ArgumentError", "ArgumentError"),
+            "f fails in a tile": ("ProcessError", "KeyError"),
+            "a batch that does not travel": ("ArgumentTypeError", "ProcessError"),
+            "others that are other ones": ("ArgumentError", "ArgumentError"),
+            "shuffled": ("ProcessError", "ArgumentError"),
+            "used up": ("ProcessError", "ArgumentTypeError"),
+            "parts alone": ("ArgumentTypeError", "ArgumentTypeError"),
+            "parts explained": ("ArgumentError", "ArgumentError"),
+            "a sum to come": ("ArgumentError", "ArgumentError"),
+            "other placements": ("ArgumentError", "ArgumentError"),
+            "other replicas": ("ArgumentError", "ArgumentError"),
+            "another order": ("ArgumentError", "ArgumentError"),
+            "parts of a vector in one": ("ArgumentError", "ArgumentError"),
+            "a mesh of others": ("ArgumentError", "ArgumentError"),
+            "then all is well": ("", ""),
+        }
+        assert "process 1 failed with KeyError: 'no such thing'" in first["f fails"][1]
+        assert "process 1 failed with OSError: the disk is gone" in first["the loader fails"][1]
+        assert "params['w'] is a DTensor" in first["parts alone"][1] and "distributed(t)" in first["parts alone"][1]
+        assert "Pass p.full_tensor() of each to explain" in first["parts explained"][1]
+        assert "params['w'] has placements (Partial(sum),)" in first["a sum to come"][1]
+        assert (
+            "over the processes (0, 1) in shape (2,), which have to be those of the group, [0]"
+            in first["a mesh of others"][1]
+        )
+        assert "params['w'] has to be the same in all processes" in first["other parameters"][1]
+        assert "the loss is a mean in process 0, and a sum in process 1" in first["a sum and a mean"][1]
+        assert "gave 6 samples the second time, and 12 the first time" in first["counted and gone"][1]
+        assert max(seconds for each in (first, second) for _, _, seconds in each.values()) < 20
+
+    def test_one_process_that_is_killed_makes_all_fail(self, tmp_path):
+        started = start_processes(after_one_is_gone, (str(tmp_path),), nprocs=2, join=False, start_method="spawn")
+        for process in started.processes:
+            process.join(60)
+        kind, seconds, said = (tmp_path / "0").read_text().split(" ", 2)
+        assert kind == "ProcessError" and float(seconds) < 20 and "connection to another process is lost" in said
+
+
+class TestAlone:
+    """Without a group, there is one process."""
+
+    def test_it_is_the_statistic(self, data):
+        t = invfunc.grad_and_variance(losses)
+        assert_trees_close(distributed(t)(*data), t(*data), EXACT)
+        assert_trees_close(distributed(streamed(t))(data[0], [data[1:]]), t(*data), EXACT)
+        p = invfunc.hvp(losses)
+        assert_trees_close(distributed(p)(data[0], *data), p(data[0], *data), EXACT)
+
+    def test_it_draws_as_a_stream_does(self, data):
+        def of():
+            return invfunc.kfac(linear, F.cross_entropy, generator=torch.Generator().manual_seed(3))
+
+        assert_trees_close(distributed(of())(*data), streamed(of())(data[0], [data[1:]]), EXACT)
+
+    def test_the_result_has_no_graph(self, data):
+        params = {name: p.requires_grad_() for name, p in data[0].items()}
+        found = distributed(invfunc.variance(losses))(params, *data[1:])
+        assert not any(x.requires_grad for x in found.values())
+
+
+class TestErrors:
+    def test_what_it_does_not_take(self, data):
+        v = invfunc.variance(losses)
+        for t in (losses, 3, invfunc.explain(v), distributed(v), torch.nn.Linear(2, 2)):
+            with pytest.raises(ArgumentTypeError, match="has to be a statistic"):
+                distributed(t)
+        for t in (invfunc.kfra(linear, F.cross_entropy), invfunc.variance(losses, samples=[0])):
+            with pytest.raises(ArgumentError, match="add up|samples="):
+                distributed(t)
+        with pytest.raises(ArgumentError, match="'local', 'gather'"):
+            distributed(v, each="all")
+        with pytest.raises(ArgumentError, match="Leave each out"):
+            distributed(invfunc.hvp(losses), each="gather")
+        with pytest.raises(ArgumentError, match="out= takes the rows of this process's samples"):
+            distributed(streamed(invfunc.batch_grad(losses), out=print), each="gather")
+
+    def test_a_group_that_is_none(self, data):
+        with pytest.raises(ArgumentError, match="init_process_group was not called"):
+            distributed(invfunc.variance(losses), group=3)(*data)
+
+    def test_it_is_not_differentiated(self, data):
+        t = distributed(invfunc.variance(losses))
+        with pytest.raises(ArgumentError, match="within a transform of torch.func"):
+            torch.func.vmap(lambda p: t({**data[0], "b": p}, *data[1:]))(data[0]["b"][None])
+
+    def test_a_scalar_that_cannot_be_looked_at(self, data):
+        with pytest.raises(ArgumentError, match=r"Return the \[N\] losses"):
+            distributed(invfunc.variance(lambda *args: losses(*args).mean()))(*data)
+
+    def test_chunks_come_inside(self, data):
+        with pytest.raises(ArgumentTypeError, match="Chunk what is in it"):
+            invfunc.chunked(distributed(invfunc.variance(losses)), 2)

@@ -1,0 +1,213 @@
+"""streamed: results with a sample axis go somewhere else batch by batch, and need not fit in memory."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import invfunc
+from invfunc import ArgumentError, ArgumentTypeError, streamed, tree
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
+from tests.data_sets.test_streamed import EXACT, FLOOR, batches, data, linear, losses  # noqa: F401
+from tests.meter import Meter, nothing_collected
+from tests.networks import CLASSES, LOSSES, networks, samples_loss
+from tests.strategies import Numbers, seeded
+
+EACH = {n: row for n, row in ROWS.items() if len(row.make(F.mse_loss).reduction.each) == 1 and "gram" not in n}
+CASES = [(name, form) for name, row in EACH.items() for form in row.forms]
+
+
+def empty_like(result):
+    """Tensors with the shapes of a result, which hold NaN."""
+    return tree.map_tensors(lambda x: torch.full_like(x, torch.nan), result)
+
+
+def test_every_statistic_with_a_sample_axis_is_here():
+    names = {name.split()[0] for name in EACH}
+    assert names == {
+        "batch_grad",
+        "batch_l2_grad",
+        "batch_diag_ggn",
+        "batch_diag_hessian",
+        "batch_jacobian",
+        "predictive_covariance",
+        "sketched_grad",
+        "sqrt_ggn",
+    }
+
+
+@pytest.mark.parametrize("name, form", CASES)
+@settings(max_examples=3)
+@given(
+    net=networks(low=2),
+    loss=st.sampled_from([loss for loss in LOSSES if loss.called != "log cosh of outputs"]),
+    reduction=st.sampled_from(["mean", "sum"]),
+    edges=st.lists(st.integers(0, 5), max_size=3),
+)
+def test_it_is_the_result(name, form, net, loss, reduction, edges):
+    args = (net.x, loss.target(Numbers(1), net.n))
+    functions = {LOSS: (samples_loss(net, loss),), BOTH: (net.f, lambda z, y: loss(z, y, reduction))}.get(form)
+    functions, args = (functions, args) if functions else ((net.f,), (net.x,))
+    parts = batches([min(e, net.n) for e in edges], *args)
+    wanted = streamed(ROWS[name].make(*functions))(net.params, parts)
+    out = empty_like(wanted)
+    found = streamed(ROWS[name].make(*functions), out=out)(net.params, parts)
+    assert_trees_close(found, wanted, EXACT, FLOOR)
+    for x, y in zip(tree.tensors((found,)), tree.tensors((out,)), strict=True):
+        assert x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and x.shape == y.shape
+    if form == BOTH and reduction == "mean" and name != "batch_jacobian":
+        with pytest.raises(ArgumentError, match="whose 1 / N is known with the last batch"):
+            streamed(ROWS[name].make(*functions), out=lambda start, rows: None)(net.params, parts)
+        return
+    told = []
+    assert streamed(ROWS[name].make(*functions), out=lambda *what: told.append(what))(net.params, parts) is None
+    sizes = [n for n in (len(tree.tensors(part)[0]) for part in parts) if n]
+    assert [start for start, _ in told] == [sum(sizes[:k]) for k in range(len(sizes))]
+    axis = ROWS[name].make(*functions).reduction.each[0]
+    leaves = zip(*(tree.tensors((rows,)) for _, rows in told), strict=True)
+    for x, y in zip(leaves, tree.tensors((wanted,)), strict=True):
+        assert_trees_close(torch.cat(x, axis), y, EXACT, FLOOR)
+
+
+class TestPlaces:
+    def test_files(self, data, tmp_path):  # noqa: F811
+        params, *rest = data
+        wanted = invfunc.batch_grad(losses)(*data)
+        size = wanted["w"].numel()
+        w = torch.from_file(str(tmp_path / "w"), shared=True, size=size, dtype=wanted["w"].dtype).view(
+            wanted["w"].shape
+        )
+        b = np.memmap(tmp_path / "b", dtype=str(wanted["b"].dtype)[6:], mode="w+", shape=tuple(wanted["b"].shape))
+        streamed(invfunc.batch_grad(losses), out={"w": w, "b": torch.from_numpy(b)})(params, batches([2, 7], *rest))
+        b.flush()
+        again = torch.from_file(str(tmp_path / "b"), size=b.size, dtype=wanted["b"].dtype).view(wanted["b"].shape)
+        assert_trees_close({"w": w, "b": again}, tree.map_tensors(torch.Tensor.cpu, wanted), EXACT)
+
+    def test_more_room_than_there_are_samples(self, data):  # noqa: F811
+        wanted = invfunc.batch_grad(losses)(*data)
+        out = tree.map_tensors(lambda x: torch.full_like(x, torch.nan).repeat(2, *[1] * (x.ndim - 1)), wanted)
+        found = streamed(invfunc.batch_grad(losses), out=out)(data[0], (part for part in batches([2], *data[1:])))
+        assert_trees_close(found, wanted, EXACT)
+        assert all(x[9:].isnan().all() for x in out.values())
+
+    def test_of_several(self, data):  # noqa: F811
+        t = invfunc.together(invfunc.batch_l2_grad(losses), invfunc.sqrt_ggn(losses))
+        wanted = t(*data)
+        out = empty_like(wanted)
+        found = streamed(t, out=out)(data[0], batches([2], *data[1:]))
+        assert_trees_close(found, wanted, EXACT)
+        with pytest.raises(ArgumentTypeError, match="tuple of 2"):
+            streamed(t, out=out[0])(data[0], batches([2], *data[1:]))
+        told = []
+        streamed(t, out=lambda start, rows: told.append(rows))(data[0], [data[1:]])
+        assert_trees_close(told[0], wanted, EXACT)
+
+    def test_drawn_columns_are_those_of_the_samples(self, data):  # noqa: F811
+        make = partial(invfunc.batch_diag_ggn, linear, F.cross_entropy, mc_samples=2)
+        wanted = streamed(make(generator=seeded()))(data[0], [data[1:]])
+        found = streamed(make(generator=seeded()), out=empty_like(wanted))(data[0], batches([2, 5], *data[1:]))
+        assert_trees_close(found, wanted, EXACT)
+
+    def test_aux(self, data):  # noqa: F811
+        t = invfunc.batch_grad(lambda *args: (losses(*args), len(args[1])), has_aux=True)
+        assert streamed(t, out=lambda start, rows: None)(data[0], batches([2], *data[1:])) == (None, [2, 7])
+
+    def test_rows_of_a_function_are_its_own(self, data):  # noqa: F811
+        kept = []
+        t = streamed(invfunc.batch_grad(lambda w, x: x @ w), out=lambda start, rows: kept.append(rows.mul_(0)))
+        x = data[1].clone()
+        t(torch.ones(4).to(x), [x])
+        assert torch.equal(x, data[1]) and not kept[0].any()
+
+
+class TestRefused:
+    """Before anything is written."""
+
+    @pytest.mark.parametrize(
+        "change, text",
+        [
+            (lambda x: x[:8], r"out\['b'\] has shape \(8, 3\), but there are 9 samples"),
+            (lambda x: x.float(), r"out\['b'\] is torch.float32 \(9, 3\), but has to be torch.float64 \(N, 3\)"),
+            (lambda x: x[:, :2].clone(), r"out\['b'\] is torch.float64 \(9, 2\), but has to be torch.float64 \(N, 3\)"),
+            (lambda x: x[..., None], r"out\['b'\] is torch.float64 \(9, 3, 1\), but"),
+            (lambda x: x[:1].expand(9, 3), r"out\['b'\] has no memory of its own"),
+            (lambda x: x.numpy(), r"out\['b'\] is of type ndarray.*from_numpy"),
+            (lambda x: None, r"out\['b'\] is of type NoneType"),
+        ],
+    )
+    def test_of_what_does_not_fit(self, data, change, text):  # noqa: F811
+        params, *rest = tree.map_tensors(lambda x: x.cpu().double() if x.is_floating_point() else x.cpu(), data)
+        out = empty_like(invfunc.batch_grad(losses)(params, *rest))
+        wrong = {**out, "b": change(out["b"])}
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=text):
+            streamed(invfunc.batch_grad(losses), out=wrong)(params, batches([2], *rest))
+        assert out["w"].isnan().all()
+
+    def test_other_parts_and_shared_memory(self, data):  # noqa: F811
+        params, *rest = data
+        out = empty_like(invfunc.batch_grad(losses)(*data))
+        t = invfunc.batch_l2_grad(losses)
+        x = out["b"].new_empty(20)
+        with pytest.raises(
+            ArgumentError, match=r"other parts than the result, which are out\['b'\], out\['w'\]|out\['w'\]"
+        ):
+            streamed(t, out={"w": x})(params, [rest])
+        for wrong in ({"w": x[:9], "b": x[9:18]}, {"w": x[:9], "b": params["b"]}):
+            with pytest.raises(ArgumentError, match="no memory of its own|shape"):
+                streamed(t, out=wrong)(params, [rest])
+
+    def test_a_generator_that_gives_more_than_there_is_room_for(self, data):  # noqa: F811
+        params, *rest = data
+        out = tree.map_tensors(lambda x: torch.full_like(x[:8], torch.nan), invfunc.batch_grad(losses)(*data))
+        with pytest.raises(ArgumentError, match="room for 8 samples, but there are at least 9") as error:
+            streamed(invfunc.batch_grad(losses), out=out)(params, iter(batches([3], *rest)))
+        assert error.value.__notes__ == ["This is batch 1 of the loader."]
+        assert out["w"][:3].isfinite().all() and out["w"][3:].isnan().all()
+
+    def test_what_has_no_rows(self, tmp_path):
+        out = {"w": torch.ones(1)}
+        for t in (
+            invfunc.variance(losses),
+            invfunc.clipped_grad(losses, max_norm=1.0),
+            invfunc.kflr(linear, F.mse_loss),
+        ):
+            with pytest.raises(ArgumentError, match="no result with a sample axis"):
+                streamed(t, out=out)
+        with pytest.raises(ArgumentError, match="variance has no result"):
+            streamed(invfunc.together(invfunc.batch_grad(losses), invfunc.variance(losses)), out=out)
+        with pytest.raises(ArgumentError, match="after the last batch"):
+            streamed(invfunc.reduced(invfunc.batch_grad(losses), torch.sum), out=out)
+        with pytest.raises(ArgumentError, match="product has no sample axis"):
+            streamed(invfunc.hvp(losses), out=out)
+        with pytest.raises(ArgumentError, match="not in a checkpoint"):
+            streamed(invfunc.batch_grad(losses), out=out, checkpoint=tmp_path / "state")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("make", [invfunc.batch_diag_ggn, invfunc.sqrt_ggn], ids=lambda make: make.__name__)
+def test_memory_is_that_of_one_batch(make, reduction, tmp_path):
+    rand = Numbers(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
+    f, params = invfunc.functional(model.to(rand(1)))
+    t = make(f, lambda z, y: F.cross_entropy(z, y, reduction=reduction))
+    shapes = tree.map_tensors(lambda x: torch.empty_like(x), t(params, rand(64, 30), LOSSES[0].target(rand, 64)))
+
+    def peak(count):
+        def loader():
+            for seed in range(count):
+                yield Numbers(seed)(64, 30), LOSSES[0].target(Numbers(seed), 64)
+
+        out = tree.map_tensors(lambda x: torch.cat([x] * count, t.reduction.each[0]), shapes)
+        with nothing_collected(), Meter() as meter:
+            streamed(t, out=out)(params, loader())
+        return meter.peak()
+
+    peak(1)
+    few, many = peak(3), peak(12)
+    assert many <= 1.1 * few
+    assert few < 6 * sum(x.nbytes for x in tree.tensors((shapes,)))

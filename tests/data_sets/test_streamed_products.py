@@ -1,0 +1,233 @@
+"""streamed: products with the matrix of a data set that comes batch by batch."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse.linalg import eigsh
+from torch.utils.data import DataLoader, TensorDataset
+
+import invfunc
+from invfunc import ArgumentError, ArgumentTypeError, InvFuncError, SampleAxisError, streamed, tree
+from invfunc.testing import assert_trees_close
+from tests.data_sets.test_streamed import EXACT, FLOOR, SAMPLED, batches, linear, losses
+from tests.meter import Meter, nothing_collected
+from tests.networks import CLASSES, LOSSES, networks, samples_loss
+from tests.strategies import Numbers, seeded
+
+WHOLE = [invfunc.hvp, invfunc.ggnvp, invfunc.fvp]
+BLOCKS = [invfunc.hessian_block_product, invfunc.ggn_block_product, invfunc.pch_block_product]
+each_product = pytest.mark.parametrize("make", WHOLE, ids=lambda make: make.__name__)
+
+
+@pytest.fixture
+def data():
+    rand = Numbers(0)
+    params = {"w": rand(4, CLASSES), "b": rand(CLASSES)}
+    return params, rand(9, 4), LOSSES[0].target(rand, 9)
+
+
+def vector(params, *lead):
+    rand = Numbers(5)
+    return tree.map_tensors(lambda p: rand(*lead, *p.shape), params)
+
+
+@pytest.mark.parametrize("make", WHOLE + BLOCKS, ids=lambda make: make.__name__)
+@settings(max_examples=15)
+@given(
+    net=networks(low=2),
+    loss=st.sampled_from(LOSSES),
+    reduction=st.sampled_from(["of f", "none", "mean", "sum"]),
+    edges=st.lists(st.integers(0, 5), max_size=3),
+    once=st.booleans(),
+)
+def test_batches_give_what_all_samples_at_once_do(make, net, loss, reduction, edges, once):
+    args, v = (net.x, loss.target(Numbers(1), net.n)), vector(net.params, *[2] * (make in BLOCKS))
+    if reduction == "of f":
+        t = make(samples_loss(net, loss))
+    elif reduction == "none":
+        t = make(net.f, lambda z, y: loss(z, y, "none").reshape(len(z), -1).sum(1))
+    else:
+        t = make(net.f, lambda z, y: loss(z, y, reduction))
+    parts = batches([min(e, net.n) for e in edges], *args)
+    try:
+        wanted = t(net.params, v, *args)
+    except InvFuncError as error:
+        with pytest.raises(type(error)):
+            streamed(t)(net.params, v, parts)
+        return
+    assert_trees_close(streamed(t)(net.params, v, iter(parts) if once else parts), wanted, EXACT, FLOOR)
+
+
+@settings(max_examples=15)
+@given(
+    net=networks(low=2),
+    loss=st.sampled_from(SAMPLED),
+    reduction=st.sampled_from(["mean", "sum"]),
+    edges=st.lists(st.integers(0, 5), max_size=3),
+)
+def test_however_the_data_are_divided_the_same_columns_are_drawn(net, loss, reduction, edges):
+    args, v = (net.x, loss.target(Numbers(1), net.n)), vector(net.params)
+    drawn = {"mc_samples": 2, "generator": seeded(3)}
+    found = streamed(invfunc.fvp(net.f, lambda z, y: loss(z, y, reduction), **drawn))(
+        net.params, v, batches([min(e, net.n) for e in edges], *args)
+    )
+    drawn["generator"] = seeded(3)
+    root = streamed(invfunc.sqrt_ggn(net.f, lambda z, y: loss(z, y, reduction), **drawn))(net.params, [args])
+    along = sum(
+        (s * x).reshape(*s.shape[:2], -1).sum(2) for s, x in zip(tree.tensors(root), tree.tensors(v), strict=True)
+    )
+    wanted = tree.map_tensors(lambda s: (s * along.reshape(*along.shape, *[1] * (s.ndim - 2))).sum((0, 1)), root)
+    assert_trees_close(found, wanted, EXACT, FLOOR)
+
+
+class TestMatrices:
+    @each_product
+    def test_of_a_data_set(self, data, make):
+        params, x, y = data
+        t, parts = make(linear, F.cross_entropy), batches([2, 2, 3], x, y)
+        wanted = invfunc.linear_operator(t)(*data)
+        for loader in (parts, lambda: iter(parts), DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)):
+            found = invfunc.linear_operator(streamed(t))(params, loader)
+            v = np.linspace(-1, 1, found.shape[0])
+            assert np.allclose(found @ v, wanted @ v, EXACT, EXACT)
+            assert np.allclose(eigsh(found, 1)[0], eigsh(wanted, 1)[0], 1e-9)
+
+    def test_estimates(self, data):
+        params, *rest = data
+        t = invfunc.ggnvp(linear, F.cross_entropy)
+        for make in (invfunc.estimate_trace, invfunc.estimate_diagonal):
+            found = make(streamed(t), probes=3, generator=seeded())(params, batches([4], *rest))
+            assert_trees_close(found, make(t, probes=3, generator=seeded())(*data), EXACT)
+
+    def test_are_drawn_once(self, data):
+        params, *rest = data
+        t = streamed(invfunc.fvp(linear, F.cross_entropy, mc_samples=1, generator=seeded()))
+        product, v = t.linearize(params, batches([4], *rest)), vector(params)
+        assert_trees_close(product(v), product(v), EXACT)
+        assert (t.linearize(params, batches([4], *rest))(v)["w"] - product(v)["w"]).abs().max() > 1e-3
+
+    def test_need_the_batches_for_each_vector(self, data):
+        params, *rest = data
+        t = streamed(invfunc.hvp(losses))
+        seen = []
+        once = (seen.append(part) or part for part in batches([4], *rest))
+        for make in (t.linearize, invfunc.linear_operator(t)):
+            with pytest.raises(ArgumentTypeError, match=r"gives its batches once.*the function that makes"):
+                make(params, once)
+        assert not seen
+        t(params, vector(params), once)
+        with pytest.raises(ArgumentError, match="used up before"):
+            t(params, vector(params), once)
+
+    def test_need_the_same_samples_for_each_vector(self, data):
+        params, *rest = data
+        sizes = iter([9, 5])
+
+        def loader():
+            n = next(sizes)
+            yield tuple(x[:n] for x in rest)
+
+        product = streamed(invfunc.hvp(losses)).linearize(params, loader)
+        product(vector(params))
+        with pytest.raises(ArgumentError, match="gave 5 samples, and 9 before"):
+            product(vector(params))
+
+
+class TestWhatIsRefused:
+    @each_product
+    def test_a_number_that_does_not_say_its_scale(self, data, make):
+        t = streamed(make(lambda *args: losses(*args).mean()))
+        with pytest.raises(ArgumentError, match=r"Return the \[N\] losses") as error:
+            t(data[0], vector(data[0]), batches([2], *data[1:]))
+        assert error.value.__notes__ == ["This is batch 0 of the loader."]
+        weighted = lambda z, y: F.cross_entropy(z, y, ignore_index=0)  # noqa: E731
+        y = torch.tensor([0, 1, 2] * 3, device=data[1].device) % CLASSES
+        with pytest.raises(ArgumentError, match="neither the sum"):
+            streamed(make(linear, weighted))(data[0], vector(data[0]), batches([2], data[1], y))
+
+    @each_product
+    @pytest.mark.parametrize("what", ["mixed", "mixed before a loss", "divided"])
+    def test_samples_that_depend_on_those_beside_them(self, data, make, what):
+        def mixed(params, x):
+            z = linear(params, x)
+            return z - z.mean(0)
+
+        t = {
+            "mixed": lambda: make(lambda p, x, y: F.cross_entropy(mixed(p, x), y, reduction="none")),
+            "mixed before a loss": lambda: make(mixed, F.cross_entropy),
+            "divided": lambda: make(lambda p, x, y: losses(p, x, y) / len(x)),
+        }[what]()
+        with pytest.raises(SampleAxisError):
+            streamed(t)(data[0], vector(data[0]), batches([1], *data[1:]))
+
+    def test_derivatives(self, data):
+        params, *rest = data
+        t, v = streamed(invfunc.hvp(losses)), vector(params)
+        product = t.linearize(params, [rest])
+        for of in (product, lambda v: t(params, v, [rest])):
+            with pytest.raises(ArgumentError, match=r"torch\.func"):
+                torch.func.jvp(of, (v,), (v,))
+
+    def test_wrong_arguments(self, data):
+        params, *rest = data
+        t, v = streamed(invfunc.hvp(losses)), vector(params)
+        with pytest.raises(ArgumentTypeError, match="takes the parameters, v and a loader, and got 4"):
+            t(params, v, *rest)
+        with pytest.raises(ArgumentTypeError, match="takes the parameters and a loader, and got 3"):
+            t.linearize(params, *rest)
+        with pytest.raises(ArgumentTypeError, match="has to give batches"):
+            t(params, v, rest[0])
+        with pytest.raises(ArgumentError, match=r"v\['w'\] has shape"):
+            t(params, {**v, "w": v["w"][:1]}, [rest])
+        assert repr(t) == "streamed(hvp(losses))"
+
+
+def test_what_draws_is_not_taken_for_mixed(data):
+    def f(params, x, y):
+        return F.cross_entropy(F.dropout(linear(params, x)), y, reduction="none")
+
+    found = streamed(invfunc.hvp(f))(data[0], vector(data[0]), batches([4], *data[1:]))
+    assert all(x.isfinite().all() for x in tree.tensors(found))
+
+
+def test_aux_is_a_list(data):
+    t = streamed(invfunc.hvp(lambda *args: (losses(*args), len(args[1])), has_aux=True))
+    parts, v = batches([2, 2, 4], *data[1:]), vector(data[0])
+    product, none = t.linearize(data[0], parts)
+    found, aux = t(data[0], v, parts)
+    assert (aux, none) == ([2, 2, 5], [])
+    assert_trees_close(product(v), found, EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_kept_in_more_digits_than_halves_have(data, dtype):
+    params, x = tree.map_tensors(lambda z: z.to(dtype), (data[0], data[1].repeat(60, 1)))
+    y, v = data[2].repeat(60), tree.map_tensors(lambda z: z.to(dtype), vector(data[0]))
+    t = invfunc.ggnvp(linear, lambda z, y: F.cross_entropy(z, y, reduction="sum"))
+    found = streamed(t)(params, v, batches(range(9, 540, 9), x, y))
+    assert found["w"].dtype == dtype
+    assert_trees_close(found, t(params, v, x, y), 0.03 if dtype == torch.bfloat16 else 1e-5)
+
+
+@each_product
+def test_memory_is_that_of_one_batch(make):
+    rand = Numbers(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
+    f, params = invfunc.functional(model.to(rand(1)))
+    t = streamed(make(lambda params, x, y: F.cross_entropy(f(params, x), y, reduction="none")))
+    v = tree.map_tensors(torch.ones_like, params)
+
+    def peak(count):
+        def loader():
+            for seed in range(count):
+                yield Numbers(seed)(64, 30), LOSSES[0].target(Numbers(seed), 64)
+
+        with nothing_collected(), Meter() as meter:
+            result = t.linearize(params, loader)(v)
+        return meter.peak(result)
+
+    peak(1)
+    assert peak(12) <= 1.1 * peak(3)

@@ -1,0 +1,375 @@
+"""streamed(gram): the products of all pairs of samples, tile by tile."""
+
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+import invfunc
+from invfunc import ArgumentError, ArgumentTypeError, distributed, explain, gram, streamed, tree
+from invfunc.data_sets import tiles
+from invfunc.testing import assert_trees_close
+from invfunc.testing.laws.rows import LOSS, MODEL
+from tests.data_sets.test_streamed import EXACT, FLOOR, batches, data, in_one_memory, linear, losses  # noqa: F401
+from tests.meter import Meter, nothing_collected
+from tests.networks import CLASSES, LOSSES, network, networks, samples_loss
+from tests.strategies import Numbers
+
+EDGES = st.lists(st.integers(0, 5), max_size=3)
+FORMS = st.sampled_from([LOSS, MODEL])
+
+
+def parts(edges, n, args):
+    return batches([min(e, n) for e in edges], *args)
+
+
+def drawn(net, loss, form):
+    """A function of a network, its parameters and all samples; those of a loss have targets."""
+    if form == MODEL:
+        return net.f, net.params, (net.x,)
+    return samples_loss(net, loss), net.params, (net.x, loss.target(Numbers(1), net.n))
+
+
+def like(result, fill=torch.nan):
+    return tree.map_tensors(lambda x: torch.full_like(x, fill), result)
+
+
+@pytest.mark.quick
+@settings(max_examples=15)
+@given(networks(), st.integers(1, 4), st.sampled_from(LOSSES), FORMS, st.booleans(), EDGES, EDGES, st.booleans())
+def test_two_loaders_give_what_two_batches_do(net, m, loss, form, per_parameter, edges, others, known):
+    f, params, args = drawn(net, loss, form)
+    other = drawn(network(net.called, m, seed=1), loss, form)[2] if net.called != "module" else args
+    m = len(tree.tensors(other)[0])
+    wanted = gram(f, others=other, per_parameter=per_parameter)(params, *args)
+    loader, columns = parts(edges, net.n, args), parts(others, m, other)
+    if known:  # one batch, which meets each of the loader's
+        t = streamed(gram(f, others=other, per_parameter=per_parameter))
+        assert_trees_close(t(params, iter(loader)), wanted, EXACT, FLOOR)
+    t = gram(f, per_parameter=per_parameter)
+    assert_trees_close(streamed(t)(params, loader, columns), wanted, EXACT, FLOOR)
+    told = []
+    assert streamed(t, out=lambda *what: told.append(what))(params, loader, columns) is None
+    assert_trees_close(_rows(told), wanted, EXACT, FLOOR)
+
+
+def _rows(told):
+    """The rows that a function was told, in one; they come in the order of the samples."""
+    sizes = [len(tree.tensors((rows,))[0]) for _, rows in told]
+    assert [start for start, _ in told] == [sum(sizes[:k]) for k in range(len(sizes))]
+    return tree.joined([rows for _, rows in told], 0)
+
+
+@pytest.mark.quick
+class TestOut:
+    @given(networks(low=2), FORMS, st.booleans(), EDGES)
+    def test_of_tensors_or_a_function_is_the_result(self, net, form, per_parameter, edges):
+        f, params, args = drawn(net, LOSSES[0], form)
+        t, loader = gram(f, per_parameter=per_parameter), parts(edges, net.n, args)
+        wanted = t(params, *args)
+        out = like(wanted)
+        found = streamed(t, out=out)(params, loader)
+        assert all(x is y for x, y in zip(tree.tensors((found,)), tree.tensors((out,)), strict=True))
+        assert_trees_close(out, wanted, EXACT, FLOOR)
+        told = []
+        streamed(t, out=lambda *what: told.append(what))(params, loader)
+        assert_trees_close(_rows(told), wanted, EXACT, FLOOR)
+
+    def test_a_file(self, data, tmp_path):  # noqa: F811
+        wanted = gram(losses)(*data)
+        file = np.memmap(tmp_path / "gram", dtype=str(wanted.dtype)[6:], mode="w+", shape=(9, 9))
+        streamed(gram(losses), out=torch.from_numpy(file))(data[0], batches([2, 7], *data[1:]))
+        file.flush()
+        again = torch.from_file(str(tmp_path / "gram"), size=81, dtype=wanted.dtype)
+        assert_trees_close(again.view(9, 9), wanted.cpu(), EXACT)
+
+    @pytest.mark.parametrize(
+        ("out", "text"),
+        [
+            (torch.zeros(9, 8), r"out is torch.float32 \(9, 8\), but has to be torch.float\d\d \(9, 9\)"),
+            (torch.zeros(1).expand(9, 9), "out has no memory of its own"),
+            (np.zeros((9, 9)), "out is of type ndarray"),
+            ({"w": torch.zeros(9, 9)}, "out has other parts than the result, which are out"),
+        ],
+        ids=["shape", "memory", "type", "tree"],
+    )
+    def test_that_does_not_fit_is_refused(self, data, out, text):  # noqa: F811
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=text):
+            streamed(gram(losses), out=out)(data[0], batches([2], *data[1:]))
+
+
+@pytest.mark.quick
+class TestComposes:
+    def test_chunks_are_of_a_tile(self, data):  # noqa: F811
+        for size in (1, 2):
+            t = invfunc.chunked(gram(losses), size, over="params")
+            assert_trees_close(streamed(t)(data[0], batches([2, 5], *data[1:])), gram(losses)(*data), EXACT)
+
+    def test_reduced_runs_after_the_last_tile(self, data):  # noqa: F811
+        seen, parts = [], batches([2, 4], *data[1:])
+        for loaders in ([parts], [parts, parts]):
+            t = invfunc.reduced(gram(losses), lambda path, x: seen.append(path) or x.trace())
+            assert_trees_close(streamed(t)(data[0], *loaders), t(*data), EXACT)
+        assert sorted(seen) == sorted(["['w']", "['b']"] * 4)
+
+    def test_aux_is_a_list_and_of_two_loaders_a_pair(self, data):  # noqa: F811
+        t = gram(lambda *args: (losses(*args), len(args[1])), has_aux=True)
+        parts = batches([0, 2, 4], *data[1:])
+        assert streamed(t)(data[0], parts)[1] == [2, 2, 5]
+        assert streamed(t)(data[0], parts, batches([3], *data[1:]))[1] == ([2, 2, 5], [3, 6])
+        assert streamed(t, out=lambda *what: None)(data[0], parts) == (None, [2, 2, 5])
+
+    def test_axes_of_samples_and_what_they_share(self):
+        w, x = Numbers()(3, 2), Numbers(1)(3, 7)
+        t = gram(lambda w, x, s: ((x.T @ w) * s).T, in_dims=(1, None), out_dims=1)
+        loader = [(part, 2.0) for part in x.split([2, 1, 4], 1)]
+        assert_trees_close(streamed(t)(w, loader), t(w, x, 2.0), EXACT)
+        of_one = gram(t.f, others=(x[:, :2],), in_dims=(1, None), out_dims=1)
+        assert_trees_close(streamed(of_one)(w, loader), of_one(w, x, 2.0), EXACT)
+
+    def test_keywords_and_parameters_that_a_batch_does_not_reach(self, data):  # noqa: F811
+        def f(params, x, y, by):
+            held = params if len(x) > 2 else {**params, "w": params["w"].detach()}
+            return by * losses(held, x, y)
+
+        shares = invfunc.batch_grad(losses)(*data)
+        shares["w"][:2] = 0
+        wanted = tree.map_tensors(lambda g: 4 * g.flatten(1) @ g.flatten(1).T, shares)
+        for edges in ([2], [2, 5]):
+            found = streamed(gram(f, per_parameter=True))(data[0], batches(edges, *data[1:]), by=2)
+            assert_trees_close(found, wanted, EXACT)
+
+    def test_operations_that_read_a_parameter_in_another_way_in_another_batch(self):
+        """Its shares have terms of another layout then, or of its entries in another order."""
+        w, x, index = Numbers()(4, 4), Numbers(1)(7, 4), torch.tensor([0, 3, 1, 1, 2, 3, 0])
+        one_hot = partial(F.one_hot, num_classes=4)
+        for data, ways in (  # noqa: F402
+            (
+                x,
+                [
+                    lambda w, x: x @ w,
+                    lambda w, x: F.linear(x, w.T),
+                    lambda w, x: torch.einsum("ab,bc->ac", x, w),
+                    lambda w, x: (x[:, :, None] * w).sum(1),
+                    lambda w, x: x @ (2 * w) / 2,
+                    lambda w, x: torch.cat([x @ w[:, :2], x @ w[:, 2:]], 1),
+                    lambda w, x: torch.cat([x @ w[:, 2:], x @ w[:, :2]], 1).roll(2, 1),
+                ],
+            ),
+            (index, [lambda w, x: F.embedding(x, w), lambda w, x: one_hot(x).to(w) @ w, lambda w, x: w[x]]),
+        ):
+            wanted = gram(ways[0])(w, data)
+            for one, other in product(ways, ways):
+                f = lambda w, x, one=one, other=other: (one if len(x) > 3 else other)(w, x)  # noqa: E731
+                assert_trees_close(streamed(gram(f))(w, data.split(4)), wanted, EXACT)
+
+    def test_it_is_of_everything(self, data):  # noqa: F811
+        t = streamed(gram(losses))
+        with pytest.raises(ArgumentTypeError, match="Chunk what is in it"):
+            invfunc.chunked(t, 2)
+        with pytest.raises(ArgumentError, match=r"torch\.func"):
+            torch.func.grad(lambda p: t(p, [data[1:]]).sum())(data[0])
+        assert repr(t) == "streamed(gram(losses))"
+
+
+@pytest.mark.quick
+class TestLoaders:
+    def test_that_give_batches_once_are_refused_before_the_first(self, data):  # noqa: F811
+        params, *rest = data
+        seen, parts = [], batches([2], *rest)
+        once = (seen.append(part) or part for part in parts)
+        for loaders in ([once], [parts, once], [once, parts]):
+            with pytest.raises(ArgumentTypeError, match="once, but each of its batches is to meet all others"):
+                streamed(gram(losses))(params, *loaders)
+        assert not seen
+        assert_trees_close(streamed(gram(losses))(params, lambda: iter(parts)), gram(losses)(*data), EXACT)
+
+    def test_that_give_others_the_second_time_are_an_error(self, data):  # noqa: F811
+        params, *rest = data
+        shuffled = DataLoader(TensorDataset(*rest), batch_size=2, shuffle=True)
+        orders = [0, 1, 2, 3], [0, 2, 1, 3]
+        within = ([tuple(x[order] for x in part) for part in batches([4], *rest)] for order in orders)
+        kinds = {
+            "order": shuffled,
+            "order within a batch": lambda: next(within),
+            "fewer": partial(next, iter([batches([2, 4], *rest), batches([2], *rest)])),
+            "more": partial(next, iter([batches([2], *rest), batches([2, 4], *rest)])),
+        }
+        for loader in kinds.values():
+            with pytest.raises(ArgumentError, match="gave other batches than the first time.*shuffle=False"):
+                streamed(gram(losses))(params, loader)
+        with pytest.raises(ArgumentError, match="gave other batches"):
+            streamed(gram(losses))(params, batches([2, 4], *rest), shuffled)
+
+    def test_may_write_a_batch_in_the_memory_of_the_last_one(self, data):  # noqa: F811
+        params, *rest = data
+        loader = in_one_memory(batches([3, 6], *rest))
+        for loaders in ([loader], [loader, loader]):
+            assert_trees_close(streamed(gram(losses))(params, *loaders), gram(losses)(*data), EXACT)
+
+    def test_without_samples(self, data):  # noqa: F811
+        params, x, y = data
+        some, none = [(x, y)], [(x[:0], y[:0])]
+        for loaders in ([none], [some, none], [none, some], [[]]):
+            for out in (None, print):
+                with pytest.raises(ArgumentError, match="no samples"):
+                    streamed(gram(losses), out=out)(params, *loaders)
+
+    def test_each_is_told_of_in_errors(self, data):  # noqa: F811
+        params, x, y = data
+        with pytest.raises(ArgumentError, match=r"^gram\(losses\).*has 3 samples but") as error:
+            streamed(gram(losses))(params, [(x, y), (x[:3], y[:2])])
+        assert error.value.__notes__ == ["This is batch 1 of the loader."]
+        with pytest.raises(ArgumentTypeError, match="two of them, and got 4 positional"):
+            streamed(gram(losses))(params, [], [], [])
+
+
+@pytest.mark.quick
+class TestRefused:
+    @pytest.mark.parametrize("scalar", [torch.sum, torch.mean])
+    def test_one_number_for_all(self, data, scalar):  # noqa: F811
+        with pytest.raises(ArgumentError, match=r"Return the \[N\] losses"):
+            streamed(gram(lambda *args: scalar(losses(*args))))(data[0], batches([2], *data[1:]))
+
+    @pytest.mark.parametrize("by", [lambda n: torch.full((n,), n), torch.arange], ids=["number", "place"])
+    def test_what_depends_on_the_other_samples(self, data, by):  # noqa: F811
+        t = gram(lambda *args: losses(*args) * (1 + by(len(args[1])).to(args[1])))
+        parts = batches([2, 5], *data[1:])
+        for loaders in ([parts], [parts, [data[1:]]]):
+            with pytest.raises(ArgumentError, match="where both batches are joined"):
+                streamed(t)(data[0], *loaders)
+
+    def test_what_mixes_samples_or_draws(self, data):  # noqa: F811
+        parts = batches([4], *data[1:])
+        with pytest.raises(invfunc.SampleAxisError):
+            streamed(gram(lambda p, x, y: losses(p, x - (x @ p["w"]).mean(), y)))(data[0], parts)
+        draws = streamed(gram(lambda p, x, y: losses(p, F.dropout(x), y)))
+        with pytest.raises(invfunc.RandomnessError, match="each time it meets another.*eval mode"):
+            draws(data[0], parts)
+        assert draws(data[0], [data[1:]]).shape == (9, 9)
+
+    def test_outputs_of_other_shapes(self):
+        f = lambda w, x: x * w  # noqa: E731
+        with pytest.raises(ArgumentError, match="but for the number of samples they have to agree"):
+            streamed(gram(f))(Numbers()(1), [Numbers(1)(2, 3), Numbers(2)(2, 4)])
+        wide = lambda w, x: (x * w).repeat(1, 1 if len(x) == 1 else 2)  # noqa: E731
+        with pytest.raises(ArgumentError, match=r"shape \(6,\) in one batch, and \(3,\)|are joined"):
+            streamed(gram(wide))(Numbers()(1), Numbers(1)(3, 3).split(2))
+
+    def test_batches_that_do_not_fit_are_told_of_as_batches(self, data):  # noqa: F811
+        params, x, y = data
+        for other in (x.float() if x.dtype == torch.float64 else x.double(), x[:, :3]):
+            with pytest.raises(ArgumentError, match=r"x is torch\S+ \('N', 4\) in one batch, and .* in another"):
+                streamed(gram(losses))(params, [(x, y), (other, y)])
+
+    def test_options(self, tmp_path):
+        for t, text in (
+            (gram(losses, samples=[0]), "samples="),
+            (gram(lambda x, w: x @ w, argnums=1), "argnums=1"),
+            (invfunc.together(gram(losses), gram(losses, per_parameter=True)), "gram is of pairs.*by itself"),
+        ):
+            with pytest.raises(ArgumentError, match=text):
+                streamed(t)
+        with pytest.raises(ArgumentError, match="of tiles no file is kept"):
+            streamed(gram(losses), checkpoint=tmp_path / "state")
+        with pytest.raises(ArgumentError, match="after the last batch"):
+            streamed(invfunc.reduced(gram(losses), torch.sum), out=torch.zeros(9, 9))
+
+
+@pytest.mark.quick
+class TestWork:
+    def test_half_of_the_tiles_and_a_look(self, data):  # noqa: F811
+        """Each tile evaluates one batch; beside them, two are looked at joined and alone."""
+        sizes, parts = [], batches([2, 5], *data[1:])
+        t = gram(lambda *args: sizes.append(len(args[1])) or losses(*args))
+        streamed(t)(data[0], parts)
+        assert sorted(sizes) == sorted([2, 3, 4, 3, 4, 4] + [2 + 3, 2, 3])
+        sizes.clear()
+        streamed(t)(data[0], parts, [data[1:]])
+        assert sorted(sizes) == sorted([9, 2, 3, 4] + [9 + 2, 9, 2])
+
+    @pytest.mark.parametrize(
+        ("columns", "out", "sweeps", "tiles"), [(0, None, 4, 6), (2, None, 3, 6), (0, print, 7, 9), (2, print, 4, 6)]
+    )
+    def test_explained(self, data, columns, out, sweeps, tiles):  # noqa: F811
+        parts = batches([0, 2, 5], *data[1:])
+        loaders = [parts, batches([3], *data[1:])][: 1 + bool(columns)]
+        found = explain(streamed(gram(losses), out=out))(data[0], *loaders)
+        assert (found.sweeps, found.batches, found.tiles) == (sweeps, 3, tiles)
+        assert f"{sweeps} sweeps over 3 batches, for {tiles} tiles; for the first batch, in all:" in str(found)
+        seen = []
+
+        def counted():
+            seen.append(0)
+            yield from parts
+
+        out = None if out is None else lambda *what: None
+        streamed(gram(losses), out=out)(data[0], counted, *loaders[1:])
+        assert len(seen) == sweeps
+
+    def test_explained_of_processes(self, data):  # noqa: F811
+        """Batches travel, and of what is gathered the rows; here there is one process."""
+        params, x, y = data
+        parts, size = batches([2, 5], x, y), x.nbytes + y.nbytes
+        for gather, rows in (("local", 0), ("gather", 81 * x.element_size())):
+            found = explain(distributed(gram(losses), each=gather))(*data)
+            assert (found.processes, found.exchanged, found.tiles) == (1, size + rows, 0)
+            found = explain(distributed(streamed(gram(losses)), each=gather))(params, parts)
+            assert (found.exchanged, found.tiles, found.sweeps) == (size + rows, 6, 4)
+            assert f"1 process, which would exchange {size + rows} bytes with others" in str(found)
+        found = explain(distributed(streamed(gram(linear, per_parameter=True)), each="gather"))(
+            params, [(x,)], [(x[:5],)]
+        )
+        leaves = sum(p.element_size() for p in params.values())
+        assert found.exchanged == x[:5].nbytes + 9 * 5 * CLASSES**2 * leaves
+
+    def test_a_bar_counts_tiles(self, data, monkeypatch):  # noqa: F811
+        told = []
+        monkeypatch.setattr(tiles, "told_of_parts", partial(_telling, told))
+        streamed(gram(losses), progress=True)(data[0], batches([2, 5], *data[1:]))
+        assert told == [("streamed(gram(losses))", 6, "tile"), *zip(range(1, 7), [2, 3, 4, 3, 4, 4], strict=True)]
+
+    @pytest.mark.parametrize("form", ["one", "two", "others", "out"])
+    def test_memory_is_that_of_two_batches(self, form, tmp_path):
+        rand, n = Numbers(0), 24
+        model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, CLASSES))
+        f, params = invfunc.functional(model.to(rand(1)))
+        loss = lambda params, x, y: F.cross_entropy(f(params, x), y, reduction="none")  # noqa: E731
+
+        def batch(seed):
+            return Numbers(seed)(n, 40), LOSSES[0].target(Numbers(seed), n)
+
+        def peak(count):
+            loader = partial(map, batch, range(count))
+            loaders = {"two": [loader, loader]}.get(form, [loader])
+            t = gram(loss, others=batch(0) if form == "others" else None)
+            out = (lambda start, rows: None) if form == "out" else None
+            with nothing_collected(), Meter() as meter:
+                result = streamed(t, out=out)(params, *loaders)
+            return meter.peak(result)
+
+        peak(1)
+        few, many = peak(3), peak(9)
+        rows = 6 * n * n * params["0.bias"].itemsize if form in ("out", "others") else 0  # whole rows, or those before
+        assert many <= 1.1 * few + rows
+        assert few < 0.5 * 3 * n * sum(p.nbytes for p in tree.tensors((params,)))
+
+
+class _telling:
+    """In the place of a progress bar."""
+
+    def __init__(self, told, title, parts, unit):
+        self.told = told
+        told.append((title, len(parts), unit))
+
+    def __enter__(self):
+        return lambda *what: self.told.append(what)
+
+    def __exit__(self, *error):
+        pass
