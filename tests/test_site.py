@@ -5,7 +5,6 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import invfunc
 from invfunc import kronecker, layers
@@ -44,7 +43,9 @@ class TestCode:
         ran(page, "invfunc")
 
     @pytest.mark.filterwarnings("ignore")  # what others do is not ours to warn of
-    @pytest.mark.parametrize("page", [page for page in CODE if "% same: " in page.read_text()], ids=lambda page: page.stem)
+    @pytest.mark.parametrize(
+        "page", [page for page in CODE if "% same: " in page.read_text()], ids=lambda page: page.stem
+    )
     def test_gives_what_the_library_beside_it_gives(self, page):
         titles = {title.partition(",")[0] for title, _ in blocks(page)} - {"", "invfunc"}
         for title in titles:
