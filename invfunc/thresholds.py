@@ -58,8 +58,8 @@ ADDED_POSITIONS, ADDED_NUMBERS = 256, 2**20
 2.5 times as fast here at 2^23 numbers. It is from 2^16 numbers and 16 positions on with 64 rows, but not with 576."""
 
 HUGE_PAGES, HUGE_ON = 32 * 2**20, ("cpu",)
-"""Bytes of a result from which on it is written to fresh memory in huge pages (`linear_algebra/pages.py`): malloc takes so much from
-the system each time. Here 2.4 times as fast at 64 and 128 MiB, and as fast below."""
+"""Bytes of a result from which on it is written to fresh memory in huge pages (`linear_algebra.pages`): malloc takes so
+much from the system each time. Here 2.4 times as fast at 64 and 128 MiB, and as fast below."""
 
 # Columns that are pulled back (passes/pullback.py, evaluation/engine.py, passes/runs.py)
 
