@@ -1,7 +1,8 @@
-"""The site: its tables are what the code does, its code runs and gives what the libraries beside it give, it names all."""
+"""The site: its code runs and gives what other libraries give, its tables are what the code does, it names all."""
 
 import importlib
 import re
+import runpy
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from invfunc import kronecker, layers
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws import LAWS
 from tests import coverage, where
+from tests.test_architecture import FLOORS
 
 PAGES = [coverage.SITE.parent / "index.md", *sorted(coverage.SITE.rglob("*.md"))]
 BLOCK = re.compile(r"```(?:\{code-block\} )?python\n(?::caption: ([^\n]*)\n)?(.*?)```", re.DOTALL)
@@ -35,6 +37,7 @@ def ran(page, title):
 
 
 CODE = [page for page in PAGES if any(title in ("", "invfunc") for title, _ in blocks(page))]
+COMPARED = [page for page in CODE if "% same: " in page.read_text()]
 
 
 class TestCode:
@@ -43,14 +46,11 @@ class TestCode:
         ran(page, "invfunc")
 
     @pytest.mark.filterwarnings("ignore")  # what others do is not ours to warn of
-    @pytest.mark.parametrize(
-        "page", [page for page in CODE if "% same: " in page.read_text()], ids=lambda page: page.stem
-    )
+    @pytest.mark.parametrize("page", COMPARED, ids=lambda page: page.stem)
     def test_gives_what_the_library_beside_it_gives(self, page):
-        titles = {title.partition(",")[0] for title, _ in blocks(page)} - {"", "invfunc"}
-        for title in titles:
-            pytest.importorskip(PEERS[title], exc_type=ImportError)
-        names = {"ours": ran(page, "invfunc"), **{"theirs": ran(page, title) for title in titles}}
+        (title,) = {title.partition(",")[0] for title, _ in blocks(page)} - {"", "invfunc"}
+        pytest.importorskip(PEERS[title], exc_type=ImportError)
+        names = {"ours": ran(page, "invfunc"), "theirs": ran(page, title)}
         for both in re.findall(r"^% same: (.*)$", page.read_text(), flags=re.MULTILINE):
             ours, theirs = eval(both, names)
             assert_trees_close(ours, theirs.reshape(ours.shape), EXACT)
@@ -79,6 +79,14 @@ class TestTables:
 
 
 class TestReference:
+    def test_draws_the_floors_that_are_checked(self):
+        drawn = runpy.run_path(str(coverage.SITE / "pictures.py"))["FLOORS"]
+        floors = [name for parts in reversed(FLOORS) for name in parts]
+        order = [next(i for i, parts in enumerate(FLOORS) if name in parts) for names, _ in drawn for name in names]
+        assert {name for names, _ in drawn for name in names} <= set(floors) and order == sorted(order, reverse=True)
+        folders = {file.parent.name for file in (coverage.SITE.parents[1] / "invfunc").glob("*/__init__.py")}
+        assert folders <= {name for names, _ in drawn for name in names}
+
     def test_tells_the_version_to_be_cited(self):
         assert f"{{{invfunc.__version__}}}" in (coverage.SITE / "policy.md").read_text()
 

@@ -24,7 +24,7 @@ FLOORS = [
     (["tree", "errors", "_torch"], "pytrees, errors, the door to private torch"),
     (["thresholds"], "every number at which another way is taken"),
 ]
-"""From the top: what a floor imports lies below it. `tests/test_site.py` compares them with the floors that are checked."""
+"""From the top: what a floor imports lies below it. `tests/test_site.py` compares them with those that are checked."""
 
 
 def _text(x, y, words, kind="", anchor="middle"):
