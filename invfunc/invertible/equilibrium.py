@@ -56,8 +56,8 @@ def equilibrium(
     Args:
         f, beta: as in `fixed_point`. f has to contract: else there is nothing to come to.
         tolerance: how large the residual may be, relative to the largest entry of x.
-        max_steps: after so many steps it stops in any case, with a warning where the residual is larger than that.
-        anchor_every: keep the state of every so many steps, so that rounding errors of the way back grow between two
+        max_steps: after this many steps it stops in any case, with a warning where the residual is larger than that.
+        anchor_every: keep the state of every n-th step, so that rounding errors of the way back grow between two
             anchors only. They grow by at most 1 / (1 - beta)**2 at each step if f contracts; by default an anchor is
             where they may have taken half of the digits of float64: at every 13th step for a beta of 0.5.
 

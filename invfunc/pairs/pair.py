@@ -54,11 +54,11 @@ class Invertible(Value):
         log_det: `log_det(x, *args, **kwargs) -> [N]`, the logarithm of the absolute determinant of dy/dx for each
             entry of the leading axis. It gets `shared` in front too, and evaluates them in the order of forward.
         name: what `repr` says.
-        composition: what it is composed of, as `chain` does; it frees what it can by itself.
+        composition: what it is composed of, as in `chain`; it then frees its own memory.
         carried: what `with_log_det` makes of it, where both directions give the log-determinant beside their result.
 
     Raises:
-        ArgumentTypeError: a part that has to be a function is none.
+        ArgumentTypeError: a part is not a function.
         ArgumentError: `hidden`, but forward returns no pair.
 
     Example:

@@ -18,7 +18,7 @@ Groups = Callable[[str], str | None]
 
 
 class NoiseScale(NamedTuple):
-    """Unbiased estimates of `|E G|^2` and `tr Cov G` for the share G of a sample, tensors without dimensions.
+    """Unbiased estimates of `|E G|^2` and `tr Cov G` for the gradient G of a sample, tensors without dimensions.
 
     Of small batches `squared_norm` may be negative. Both are averaged over steps first, and then divided.
     """
