@@ -1,4 +1,4 @@
-"""The README's table of layers and quantities, as today's code computes them; `python -m tests.coverage` writes it."""
+"""The site's table of layers and quantities, as today's code computes them; `python -m tests.coverage` writes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.laws import OF_LOSSES, OF_MODELS, composed, squares
 from tests.strategies import Case, Numbers, formed
 from tests.torch_layers import LAYERS, refused
 
-README = Path(__file__).parents[1] / "README.md"
+SITE = Path(__file__).parents[1] / "notebooks" / "site"
+PAGE = SITE / "coverage.md"
 BEGIN, END = "<!-- layers: begin -->\n", "<!-- layers: end -->\n"
 FIRST = settings(
     max_examples=1,
@@ -129,14 +130,14 @@ def _line(name: str, cells: dict[str, str]) -> str:
 def section() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch says of options that are drawn
-        return f"{BEGIN}## Layers and quantities\n\n{TEXT}\n{table()}{END}"
+        return f"{BEGIN}# Layers and quantities\n\n{TEXT}\n{table()}{END}"
 
 
-def rewritten(readme: str) -> str:
-    """The README with the section of today's code."""
-    before, rest = readme.split(BEGIN)
+def rewritten(page: str) -> str:
+    """The page with the section of today's code."""
+    before, rest = page.split(BEGIN)
     return before + section() + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    README.write_text(rewritten(README.read_text()))
+    PAGE.write_text(rewritten(PAGE.read_text()))

@@ -1,4 +1,4 @@
-"""The house: imports go down, private torch calls live in one file, import has no effects, the README tells of all."""
+"""The house: imports go down, private torch calls live in one file, import has no effects, the site tells of all."""
 
 import ast
 import re
@@ -20,6 +20,7 @@ from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
+SITE = ROOT / "notebooks" / "site"
 FLOORS = [
     {"thresholds"},
     {"errors", "tree", "module_copy", "_functorch", "_levels", "_pages", "_eager", "_blocks", "_symmetric", "_nodes"}
@@ -269,13 +270,13 @@ class TestPublicNames:
         names = [alias.name for node in imports for alias in node.names]
         assert invfunc.__all__ == sorted(names)
 
-    def test_functions_are_those_of_the_readmes_tables(self):
-        cells = re.findall(r"^\| ([^|]*\(.*?) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    def test_functions_are_those_of_the_sites_tables(self):
+        cells = re.findall(r"^\| ([^|]*\(.*?) \|", (SITE / "transforms.md").read_text(), flags=re.MULTILINE)
         told = set(re.findall(r"`(\w+)\(", " ".join(cells)))
         assert told == set(self.FUNCTIONS)
 
     def test_errors_are_those_of_the_family(self):
-        assert "invfunc.errors.InvFuncError" in (ROOT / "README.md").read_text()
+        assert "invfunc.errors.InvFuncError" in (SITE / "conventions.md").read_text()
         for name in set(invfunc.__all__) - set(self.FUNCTIONS) - self.CLASSES - {"kronecker", "layers"}:
             assert issubclass(getattr(invfunc, name), (invfunc.InvFuncError, invfunc.InvFuncWarning))
 

@@ -1,12 +1,10 @@
-"""The README's examples run, its table is what the code does, and its two commands stand where tools find them."""
+"""The README's examples run, its two commands stand where tools find them, and its links lead to files."""
 
 import re
 from pathlib import Path
 
-from invfunc.testing.laws import LAWS
-from tests import coverage, where
-
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 def test_examples_run():
@@ -28,17 +26,6 @@ def test_commands_stand_on_lines_of_their_own():
     ]
 
 
-def test_layers_and_quantities_are_those_of_todays_code():
-    """If not, `python -m tests.coverage` brings the table up to date."""
-    assert README == coverage.rewritten(README)
-
-
-def test_where_statistics_work_is_that_of_todays_code():
-    """If not, `python -m tests.where` brings the table up to date."""
-    assert README == where.rewritten(README)
-
-
-def test_the_laws_are_those_that_there_are():
-    listed = README.partition("<!-- laws: begin -->\n")[2].partition("<!-- laws: end -->")[0]
-    names = [re.sub(r"\s+", " ", line).partition(": ")[2].rstrip(". ").split("; ") for line in listed.split("\n* ")]
-    assert [name for of in names for name in of] == list(LAWS)
+def test_links_lead_to_files():
+    links = re.findall(r"\]\(([^)#]+)", README)
+    assert links and all((ROOT / link).exists() for link in links if "://" not in link)

@@ -1,4 +1,4 @@
-"""The README's table of where the samples and the parameters may be; `python -m tests.where` writes it."""
+"""The site's table of where the samples and the parameters may be; `python -m tests.where` writes it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from invfunc import InvFuncError, distributed, streamed, tree
 from invfunc.products.product import Product
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, MODEL, ROWS
-from tests.coverage import README, WIDTH
+from tests.coverage import SITE, WIDTH
 from tests.many_processes import full
 from tests.strategies import Numbers
 from tests.test_streamed import EXACT, FLOOR, dense, linear, losses
 
+PAGE = SITE / "where.md"
 BEGIN, END = "<!-- where: begin -->\n", "<!-- where: end -->\n"
 TEXT = """\
 Each cell says what today's code does with samples that come in batches, that are divided among processes, and with
@@ -100,14 +101,14 @@ def section() -> str:
     rows = [["statistic or product", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
     rows += [[", ".join(names), *found] for found, names in lines.items()]
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return f"{BEGIN}## One batch, many batches, many processes\n\n{textwrap.fill(TEXT, WIDTH)}\n\n{table}{END}"
+    return f"{BEGIN}# One batch, many batches, many processes\n\n{textwrap.fill(TEXT, WIDTH)}\n\n{table}{END}"
 
 
-def rewritten(readme: str) -> str:
-    """The README with the section of today's code."""
-    before, rest = readme.split(BEGIN)
+def rewritten(page: str) -> str:
+    """The page with the section of today's code."""
+    before, rest = page.split(BEGIN)
     return before + section() + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    README.write_text(rewritten(README.read_text()))
+    PAGE.write_text(rewritten(PAGE.read_text()))

@@ -183,7 +183,7 @@ class TestAverage:
         assert_trees_close(kronecker.solve(found, v, 0.1), kronecker.solve(wanted, v, 0.1), EXACT)
 
     def test_of_products_is_not_the_product_of_averages(self):
-        """What README says: with decay 1/2 the mean matrix of 1 x 1 and 3 x 3 is 5, and that of mean factors 4."""
+        """What the site says: with decay 1/2 the mean matrix of 1 x 1 and 3 x 3 is 5, and that of mean factors 4."""
         old, new = ({"w": diagonal(c)} for c in (1.0, 3.0))
         found = kronecker.ema(old, new, 0.5)["w"].dense()
         assert found.item() == 4.0 != (old["w"].dense() + new["w"].dense()).item() / 2 == 5.0

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_COPIED = ("invfunc", "tests", "notebooks", "pyproject.toml", "README.md")
+_COPIED = ("invfunc", "tests", "notebooks", "pyproject.toml", "README.md", ".github")
 _LONGEST = 150
 """Seconds after which a test counts as one that never ends."""
 
