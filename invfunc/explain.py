@@ -57,11 +57,11 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
         >>> g = invfunc.chunked(invfunc.diag_ggn(f, torch.nn.functional.mse_loss), 2)
         >>> p, x = {"w": torch.ones(4, 3), "s": torch.ones(4)}, torch.ones(2, 3)
         >>> invfunc.explain(g)(p, x, torch.zeros(2, 4))
-        chunked(diag_ggn(<lambda>, mse_loss), n=2, over='outputs'): as the passes were asked for
-          2 passes for 4 columns of a sample, in 2 pullbacks
+        chunked(diag_ggn(<lambda>, mse_loss), n=2, over='outputs'): because chunked asks for it
+          2 backward passes for 4 columns of a sample, in 2 pullbacks
           params['w']  fast  linear
           params['s']  fast  mul
-          about 0.0 MiB for the columns, 100.0% of the work of all columns
+          about 0.0 MiB for the columns, 100.0% of the work without structure
 
     Composes with: `chunked`, `reduced`, `together`, `certified`, `streamed`, `distributed` inside of it.
 

@@ -267,7 +267,7 @@ class Functional(Remade):
             raise ArgumentError(
                 f"{self!r}: something outside of the module keeps it (a global name, compiled code), so that f cannot "
                 "run on a copy, and in it the hooks of fully_shard put its own parameters in place of those given. "
-                "Make f of the module as it is without fully_shard, and pass it the parameters of this one."
+                "Make f of the module before fully_shard, and pass it the parameters of this one."
             )
         buffers = {
             f"{prefix}.{name}" if prefix else name: buffer.clone()

@@ -61,7 +61,7 @@ class LowRank:
             if u.ndim < 1 or len(u) != self.rank:
                 raise ArgumentError(
                     f"LowRank(vectors): vectors{path} has shape {list(u.shape)}, but has to have {self.rank} vectors "
-                    "along axis 0, as the first leaf has."
+                    "along axis 0, as the first tensor has."
                 )
         if self.weights is not None and list(self.weights.shape) != [self.rank]:
             raise ArgumentError(
@@ -105,5 +105,5 @@ class LowRank:
         if sorted(given) != sorted(paths):
             path = next(iter({*given} ^ {*paths}))
             has, lacks = ("vectors", name) if path in given else (name, "vectors")
-            raise ArgumentError(f"{self!r}: {has} has a leaf {has}{path}, but {lacks} has none there.")
+            raise ArgumentError(f"{self!r}: {has} has an entry {has}{path}, but {lacks} has none.")
         return [given[path] for path in paths]

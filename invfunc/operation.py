@@ -160,8 +160,8 @@ class Operation:
             shapes = ", ".join(str(shape) for _, shape in answer.pairs)
             raise ArgumentError(
                 f"the rule of {self!r} returned the equation {equation!r} with operands of shapes {shapes} (for one "
-                "column of one sample). It has to be that of an einsum whose operands have v and n where they depend "
-                "on columns and samples, and whose output has the dimensions of the parameter, "
+                "cotangent of one sample). It has to be an einsum whose operands have v and n where they depend "
+                "on cotangents and samples, and whose output has the dimensions of the parameter, "
                 f"{tuple(param.shape)}. What else has an entry for each sample has to be an argument of the operation, "
                 "and samples one of f."
             )

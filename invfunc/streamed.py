@@ -181,7 +181,7 @@ def not_by_batches(t: Statistic, alone: bool) -> str:
     if t.argnums not in (0, (0,)):
         return f"has argnums={t.argnums}, but the parameters have to come first, and alone"
     if t.reduction.pairs:
-        return "" if alone else "is of pairs of samples, whose batches come in another order: stream it by itself"
+        return "" if alone else "is of pairs of samples, whose batches come in another order: stream it alone"
     if "samples" not in t.reduction.axes and not t.reduction.each:
         return "is of all samples at once, and does not add up over batches"
     return ""

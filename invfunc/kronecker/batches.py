@@ -77,8 +77,8 @@ def _merged(call: str, path: str, parts: list[Kronecker], reduction: str) -> Kro
     degrees = {part.origin.degree for part in parts}
     if len(degrees - {None}) > 1:
         raise ArgumentError(
-            f"{call}: factors{path} are of the shares of the gradient in one tree (fisher='empirical'), and of columns "
-            "of the GGN in another. Pass those of the same options."
+            f"{call}: factors{path} are of the per-sample gradients in one tree (fisher='empirical'), and of the GGN "
+            "in another. Pass factors that were made with the same options."
         )
     degree = None if None in degrees else first.degree
     if reduction == "sum":

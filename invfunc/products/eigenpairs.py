@@ -159,7 +159,7 @@ class Decomposition(Transform):
             again = problem(self.f, self.loss, args, kwargs, 0, *dims, names)
             (gram,), _ = _Grams(again, Quantity(ProductsOfColumns(), self.kind), columns, split).result()
             if anywhere(~gram.isfinite()):
-                raise ArgumentError("the inner products of the shares are not finite: f or its loss gives NaN or inf.")
+                raise ArgumentError("per-sample gradients are not finite: f or its loss gives NaN or inf.")
             space = Space(names, given.structure, [Kind.of(p) for p in given.leaves])
             return Eigenpairs(repr(self), space, root, slope, gram), aux
 

@@ -58,7 +58,7 @@ class SumAndNoise(Reduction):
 
     def assemble(self, results: list[Any], found: Found) -> Any:
         if found.n < 2:
-            raise ArgumentError(f"noise is what the shares of samples differ by, and there is {found.n}.")
+            raise ArgumentError(f"noise is how far per-sample gradients differ, and there is {found.n} sample.")
         groups: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for path, squares in found.aside.items():
             if (name := self.group(path)) is not None:

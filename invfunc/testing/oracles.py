@@ -228,15 +228,15 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float, floor: float = 0
     assert structure == layout, f"{structure} is not {layout}"
     for (path, x), y in zip(tree.named_leaves(actual), wanted, strict=True):
         if not isinstance(x, torch.Tensor):
-            assert type(x) is type(y) and x == y, f"leaf {path} is {x!r}, not {y!r}"
+            assert type(x) is type(y) and x == y, f"the entry {path} is {x!r}, not {y!r}"
             continue
-        assert x.shape == y.shape, f"leaf {path} has shape {tuple(x.shape)}, not {tuple(y.shape)}"
+        assert x.shape == y.shape, f"the tensor {path} has shape {tuple(x.shape)}, not {tuple(y.shape)}"
         if x.numel():
             x, y = x.detach().double().cpu(), y.detach().double().cpu()
             error = (x - y).abs().masked_fill(x == y, 0).max().item()  # infinity is near itself alone, NaN nothing
             largest = y.abs().nan_to_num(0, 0, 0).max().item()
             assert error <= rtol * max(largest, floor), (
-                f"leaf {path or '(the only one)'} is off by {error:.1e}, its largest entry is {largest:.1e}"
+                f"the tensor{path and ' '}{path} is off by {error:.1e}, its largest entry is {largest:.1e}"
             )
 
 

@@ -19,7 +19,12 @@ from invfunc.testing.laws.problem import Problem, problem, seeded
 from invfunc.testing.laws.run import tried
 from invfunc.testing.laws.table import Table
 
-OWED = ("shares sum to the gradient", "fast equals generic", "blocks do not matter", "chunks do not matter")
+OWED = (
+    "per-sample gradients sum to the gradient",
+    "fast equals generic",
+    "blocks do not matter",
+    "chunks do not matter",
+)
 OWED += ("the order of the samples does not matter", "samples= picks", "vmap over parameters is the loop")
 """What is said of a model that is this operation alone."""
 
