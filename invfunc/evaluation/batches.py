@@ -57,7 +57,7 @@ class Feed:
         try:
             return cls(None if device is None else torch.device(device), progress)
         except (RuntimeError, TypeError) as error:
-            raise ArgumentError(f"streamed(t, device={device!r}): it is none: {str(error).splitlines()[0]}.") from None
+            raise ArgumentError(f"streamed(t, device={device!r}): no device: {str(error).splitlines()[0]}.") from None
 
     def goal(self, params: Any) -> torch.device:
         """Where batches go."""

@@ -156,8 +156,8 @@ class Explanation:
 
     def _passes(self) -> str:
         times = _counted(self.pullbacks, "pullback") if self.pullbacks else "no pullback"
-        columns = _counted(self.columns, "column")
-        return f"{_counted(self.passes, 'backward pass')} for {columns} of a sample, in {times}"
+        columns = f"{_counted(self.columns, 'column')} of a sample (vectors that are pulled back)"
+        return f"{_counted(self.passes, 'backward pass')} for {columns}, in {times}"
 
     def _of_parts(self) -> list[str]:
         return [f"{m.name}: {m._passes()}; {m.why}" for m in self.members] or [str(part) for part in self.parts]
