@@ -29,7 +29,7 @@ from invfunc.recomputation.rounding import default_tolerance, relative_error
 from invfunc.recomputation.sparse import any_sparse, separate
 from invfunc.recomputation.straight_calls import unwatched
 from invfunc.recording.trace import Trace
-from invfunc.transform import told
+from invfunc.transform import shown, told
 
 
 def invertible_checkpoint(
@@ -192,6 +192,7 @@ def _no_inverse(y: Any, *args: Any, **kwargs: Any) -> Any:
     raise InverseError("there is no inverse: f_inv is None.")
 
 
+@shown
 @dataclass(frozen=True, repr=False)
 class Checkpointed(Value):
     """A function that is its pair's forward in every respect but memory."""
@@ -215,6 +216,10 @@ class Checkpointed(Value):
 
     def __repr__(self) -> str:
         return f"invertible_checkpoint({self.pair!r})"
+
+    def signature(self) -> Any:
+        """That of a call."""
+        return self.pair.signature()
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # whose own partitioner decides what is kept

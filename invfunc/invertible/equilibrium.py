@@ -19,6 +19,7 @@ from invfunc.invertible.checkpoint import Checkpointed
 from invfunc.pairs.fixed_point import fixed_point
 from invfunc.pairs.part import as_part
 from invfunc.pairs.value import Value
+from invfunc.transform import shown
 
 
 class Equilibrium(NamedTuple):
@@ -117,6 +118,7 @@ def _wide(x: Any) -> Any:
     return tree.map_tensors(lambda t: t.to(torch.promote_types(t.dtype, torch.float64)), x)
 
 
+@shown
 @dataclass(frozen=True, eq=False, repr=False)
 class _Solver(Value):
     """The loop of steps."""
