@@ -25,7 +25,7 @@ def extra(module: str, name: str) -> Any:
 def _bar(title: str, total: int | None, unit: str) -> Any:
     """A progress bar on a terminal or in a notebook; of tqdm's `disable`, None is for a terminal only."""
     shown = False if hasattr(builtins, "__IPYTHON__") else None
-    return extra("tqdm", "notebooks").tqdm(desc=title, total=total, unit=unit, disable=shown)
+    return extra("tqdm", "progress").tqdm(desc=title, total=total, unit=unit, disable=shown)
 
 
 @contextmanager

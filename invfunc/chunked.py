@@ -75,7 +75,7 @@ def chunked(
         SplitError: over samples, a scalar loss whose outputs are neither marked nor found.
         RandomnessError: over samples, a function that draws random numbers.
         BudgetError: it does not fit `memory`: with the least that it takes, also as a number, `error.least`.
-        MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
+        MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
 
     Example:
         >>> import torch, invfunc

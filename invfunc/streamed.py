@@ -108,7 +108,7 @@ def streamed(
             that it gives samples something else beside those of another one; a device on which there is no parameter; a
             checkpoint of something else, of `gram`, or of a linearisation; within torch.func's transforms.
         RandomnessError: `gram` of several batches, of an f that draws.
-        MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
+        MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
 
     Example:
         >>> import torch, invfunc

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache, partial
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -274,6 +275,12 @@ class TestPublicNames:
         cells = re.findall(r"^\| ([^|]*\(.*?) \|", (SITE / "transforms.md").read_text(), flags=re.MULTILINE)
         told = set(re.findall(r"`(\w+)\(", " ".join(cells)))
         assert told == set(self.FUNCTIONS)
+
+    def test_extras_that_are_told_of_exist(self):
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        text = "".join(file.read_text() for file in FILES)
+        assert {"progress", "notebooks"} <= set(re.findall(r"invfunc\[(\w+)\]", text)) <= set(extras)
+        assert set(re.findall(r'extra\("[\w.]+", "(\w+)"\)', text)) <= set(extras)
 
     def test_errors_are_those_of_the_family(self):
         assert "invfunc.errors.InvFuncError" in (SITE / "conventions.md").read_text()

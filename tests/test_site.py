@@ -1,25 +1,103 @@
-"""The tables of the site are what the code does."""
+"""The site: its code runs and gives what other libraries give, its tables are what the code does, it names all."""
 
+import importlib
 import re
+import runpy
+from types import SimpleNamespace
 
+import pytest
+
+import invfunc
+from invfunc import kronecker, layers
+from invfunc.testing import assert_trees_close
 from invfunc.testing.laws import LAWS
 from tests import coverage, where
+from tests.test_architecture import FLOORS
+
+PAGES = [coverage.SITE.parent / "index.md", *sorted(coverage.SITE.rglob("*.md"))]
+BLOCK = re.compile(r"```(?:\{code-block\} )?python\n(?::caption: ([^\n]*)\n)?(.*?)```", re.DOTALL)
+EXACT = 1e-4
+"""Both sides are float32, as a newcomer's would be."""
+PEERS = {"BackPACK": "backpack", "Opacus": "opacus", "curvlinops": "curvlinops", "Laplace": "laplace"}
+PEERS |= {"torch.func": "torch", "MemCNN": "memcnn", "invtorch": "invtorch", "FrEIA": "FrEIA"}
 
 
-def test_layers_and_quantities_are_those_of_todays_code():
-    """If not, `python -m tests.coverage` brings the table up to date."""
-    page = coverage.PAGE.read_text()
-    assert page == coverage.rewritten(page)
+def blocks(page):
+    """Each piece of Python with its title: None, `invfunc`, or the name of another library."""
+    return BLOCK.findall(page.read_text())
 
 
-def test_where_statistics_work_is_that_of_todays_code():
-    """If not, `python -m tests.where` brings the table up to date."""
-    page = where.PAGE.read_text()
-    assert page == where.rewritten(page)
+def ran(page, title):
+    """The names that a page's code leaves, of what has no title and of what has this one."""
+    names = {}
+    for name, code in blocks(page):
+        if not name or name.partition(",")[0] == title:
+            exec(code, names)
+    return SimpleNamespace(**{name: value for name, value in names.items() if name.isidentifier()})
 
 
-def test_the_laws_are_those_that_there_are():
-    page = (coverage.SITE / "laws.md").read_text()
-    listed = page.partition("<!-- laws: begin -->\n")[2].partition("<!-- laws: end -->")[0]
-    names = [re.sub(r"\s+", " ", line).partition(": ")[2].rstrip(". ").split("; ") for line in listed.split("\n* ")]
-    assert [name for of in names for name in of] == list(LAWS)
+CODE = [page for page in PAGES if any(title in ("", "invfunc") for title, _ in blocks(page))]
+COMPARED = [page for page in CODE if "% same: " in page.read_text()]
+
+
+class TestCode:
+    @pytest.mark.parametrize("page", CODE, ids=lambda page: page.stem)
+    def test_runs(self, page):
+        ran(page, "invfunc")
+
+    @pytest.mark.filterwarnings("ignore")  # what others do is not ours to warn of
+    @pytest.mark.parametrize("page", COMPARED, ids=lambda page: page.stem)
+    def test_gives_what_the_library_beside_it_gives(self, page):
+        (title,) = {title.partition(",")[0] for title, _ in blocks(page)} - {"", "invfunc"}
+        pytest.importorskip(PEERS[title], exc_type=ImportError)
+        names = {"ours": ran(page, "invfunc"), "theirs": ran(page, title)}
+        for both in re.findall(r"^% same: (.*)$", page.read_text(), flags=re.MULTILINE):
+            ours, theirs = eval(both, names)
+            assert_trees_close(ours, theirs.reshape(ours.shape), EXACT)
+
+    def test_titles_are_of_libraries_that_are_told(self):
+        titles = {title.partition(",")[0] for page in PAGES for title, _ in blocks(page)}
+        assert titles - {"", "invfunc"} <= set(PEERS)
+
+
+class TestTables:
+    def test_of_layers_and_quantities_are_those_of_todays_code(self):
+        """If not, `python -m tests.coverage` brings the table up to date."""
+        page = coverage.PAGE.read_text()
+        assert page == coverage.rewritten(page)
+
+    def test_of_where_statistics_work_is_that_of_todays_code(self):
+        """If not, `python -m tests.where` brings the table up to date."""
+        page = where.PAGE.read_text()
+        assert page == where.rewritten(page)
+
+    def test_of_laws_are_those_that_there_are(self):
+        page = (coverage.SITE / "laws.md").read_text()
+        listed = page.partition("<!-- laws: begin -->\n")[2].partition("<!-- laws: end -->")[0]
+        names = [re.sub(r"\s+", " ", line).partition(": ")[2].rstrip(". ").split("; ") for line in listed.split("\n* ")]
+        assert [name for of in names for name in of] == list(LAWS)
+
+
+class TestReference:
+    def test_draws_the_floors_that_are_checked(self):
+        drawn = runpy.run_path(str(coverage.SITE / "pictures.py"))["FLOORS"]
+        floors = [name for parts in reversed(FLOORS) for name in parts]
+        order = [next(i for i, parts in enumerate(FLOORS) if name in parts) for names, _ in drawn for name in names]
+        assert {name for names, _ in drawn for name in names} <= set(floors) and order == sorted(order, reverse=True)
+        folders = {file.parent.name for file in (coverage.SITE.parents[1] / "invfunc").glob("*/__init__.py")}
+        assert folders <= {name for names, _ in drawn for name in names}
+
+    def test_tells_the_version_to_be_cited(self):
+        assert f"{{{invfunc.__version__}}}" in (coverage.SITE / "policy.md").read_text()
+
+    def test_has_every_public_name_once(self):
+        listed = []
+        for page in (coverage.SITE / "api").glob("*.md"):
+            for module, names in re.findall(r"```\{api\} (\S+)\n(.*?)```", page.read_text(), flags=re.DOTALL):
+                listed += [f"{module}.{name}" for name in names.split()]
+                assert all(hasattr(importlib.import_module(module), name) for name in names.split())
+        assert len(listed) == len(set(listed))
+        wanted = {f"invfunc.{name}" for name in set(invfunc.__all__) - {"kronecker", "layers"}}
+        wanted |= {f"invfunc.layers.{name}" for name in layers.__all__}
+        wanted |= {f"invfunc.kronecker.{name}" for name in ("solve", "logdet", "eigen", "merge", "ema")}
+        assert wanted <= set(listed) and set(kronecker.__all__) >= {"solve", "logdet", "eigen", "merge", "ema"}

@@ -86,6 +86,6 @@ class TestProgress:
 
     def test_without_tqdm(self, data, monkeypatch):  # noqa: F811
         monkeypatch.setitem(sys.modules, "tqdm", None)
-        with pytest.raises(MissingExtraError, match=r"^streamed\(variance.*tqdm is missing: .*invfunc\[notebooks\]"):
+        with pytest.raises(MissingExtraError, match=r"^streamed\(variance.*tqdm is missing: .*invfunc\[progress\]"):
             streamed(invfunc.variance(losses), progress=True)(data[0], batches([2], *data[1:]))
         streamed(invfunc.variance(losses))(data[0], batches([2], *data[1:]))

@@ -69,7 +69,7 @@ class Estimator(Transform):
 
     def _estimated(self, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> Estimate:
         space, count, steps = space_of(args, names), self.probes, range(self.probes)
-        rounds = extra("tqdm", "notebooks").tqdm(steps, repr(self)) if self.progress else steps
+        rounds = extra("tqdm", "progress").tqdm(steps, repr(self)) if self.progress else steps
         at, mean, spread = along(self.product, args, kwargs, space), [], []
         for i in rounds:
             v = [self._drawn(kind) for kind in space.kinds]

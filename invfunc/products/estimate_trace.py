@@ -40,7 +40,7 @@ def estimate_trace(
     Raises:
         ArgumentError, ArgumentTypeError: probes < 1, no generator, one on another device, or a product that is not a
             tree like the parameters.
-        MissingExtraError: `progress` without tqdm: `pip install 'invfunc[notebooks]'`.
+        MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
 
     Example:
         >>> import torch, invfunc
