@@ -150,7 +150,10 @@ def numbers(name: str, options: argparse.Namespace) -> None:
     table = "\n".join(lines) + "\n"
     print(table)
     if options.readme:
+        from .picture import draw  # needs matplotlib
+
         PAGE.write_text(written(PAGE.read_text(), table))
+        draw(table)
 
 
 def written(page: str, table: str) -> str:
