@@ -23,25 +23,31 @@ Errors: `InvFuncError`, of which are `ArgumentError`, `ArgumentTypeError`, `Budg
 `RandomnessError`, `RangeError`, `ReplayError`, `SampleAxisError`, `SplitError`. Warnings: `InvFuncWarning`,
 `InexactWarning`.
 
-Words of this library; all others are torch's, or the field's.
+Words; all others are torch's, or the field's.
 
-share: the part of one sample in the gradient, `G[n]` with `sum_n G[n] = grad f`; its per-sample gradient.
-column: what is sent back from the outputs, such as a column of a square root of the Hessian of the loss.
-cotangent: what arrives of a column at a tensor on the way back.
-parameter use: a place where a run combines a parameter with samples. Its site: the output of that operation.
-recipe: how the shares at a parameter use factorise, as an einsum of small tensors.
-derived parameter: a tensor computed from parameters alone.
-reduction: what a statistic keeps of shares, and how that adds up over samples, columns and parameters.
-model output, loss term: where a function is split, and a known loss behind it. The output finder looks for both.
-batch axis: where the samples are in a tensor. A batch sum has none left; what mixes samples cannot be followed.
-untraced tensor: one that a run reads, and that no call which was seen has made.
-nonlinear: with a second derivative in what it reads of the model; its second-order term is what it adds to the Hessian.
-bottleneck: a layer that all paths cross, narrower than there are columns.
-pattern, colouring: which outputs depend on which entries, and which columns can therefore share a pass.
-pass: one pullback, of some columns, samples or parameters; a chunk is what the caller made one.
-pair: an invertible function with its inverse. A block is a pair under a checkpoint; its slot holds its output.
-recomputation: a call of a block once more, and all that makes it the same call.
+per-sample gradient: `G[n]`, what sample n adds to the gradient: `sum_n G[n] = grad f`. A mean loss puts 1/N into each.
+loss function, model function: `f(params, *batch)`, a scalar or `[N]`; `f(params, *inputs)`, outputs `[N, ...]`.
+sample axis: the axis of a tensor that counts the N samples; axis 0, unless `in_dims` or `out_dims` say otherwise.
+tree: a tensor, or a pytree of tensors such as the dict of all parameters; most results are trees like the parameters.
+GGN: the generalised Gauss-Newton matrix, `sum_n J[n]^T H[n] J[n]`: J, Jacobian of the outputs, H, Hessian of the loss.
+column: a vector of outputs that is sent back to the parameters, such as each r of a square root `sum r r^T = H[n]`.
+pullback: a vector-Jacobian product, of one column or of several at once: what `torch.func.vjp` gives.
+K-factors: matrices whose Kronecker product is a parameter's block of the GGN, or near it. Probe: a random vector.
+chunk: a part of the columns, samples or parameters, of which one is in memory at a time.
+pair: an invertible function with its inverse. Block: a pair whose input is freed, and computed again when it is needed.
 """
+
+# Words of the code, beside those. Share: a per-sample gradient. Cotangent: what arrives of a column at a tensor on the
+# way back. Parameter use: a place where a run combines a parameter with samples; its site: the output of that
+# operation. Recipe: how the shares at a parameter use factorise, as an einsum of small tensors. Derived parameter: a
+# tensor computed from parameters alone. Reduction: what a statistic keeps of shares, and how that adds up over samples,
+# columns and parameters. Loss term: a known loss behind the model's outputs; the output finder looks for both. Batch
+# sum: a tensor without a sample axis. Untraced tensor: one that a run reads, and that no call which was seen has made.
+# Nonlinear: with a second derivative in what it reads of the model; its second-order term is what it adds to the
+# Hessian. Bottleneck: a layer that all paths cross, narrower than there are columns. Pattern, colouring: which outputs
+# depend on which entries, and which columns can therefore share a pass. Pass: one pullback, of some columns, samples or
+# parameters. Slot: what holds the output of a block. Recomputation: a call of a block once more, and all that makes it
+# the same call.
 
 from invfunc import kronecker, layers
 from invfunc.certificates.certified import certified

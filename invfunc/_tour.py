@@ -7,19 +7,20 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from invfunc import batch_grad, chunked, diag_ggn, functional, variance
+from invfunc import additive_coupling, batch_l2_grad, chunked, diag_ggn, functional, repeated, variance
 from invfunc.errors import ArgumentError
 from invfunc.testing.memory import peak_memory, return_freed_memory
 
 SAMPLES, SIDE, FILTERS, STEPS = 5, 32, 10, 60
+BLOCKS, WIDTH, ROWS = 64, 32, 4096
 OUTPUTS = SIDE * SIDE
 TOLERANCE = 1e-3  # float32 sums in another order; a wrong result is off by much more
 Params = dict[str, Tensor]
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def progress(items: Iterable, title: str) -> Iterable[Any]:
         return tqdm(items, title, leave=False, disable=None)  # None: only on a terminal
 
+    return_freed_memory()  # first: what malloc keeps for reuse would count as in use, and holes would fill
     torch.manual_seed(0)
     torch.set_num_threads(1)  # steady times, on a busy machine too
     pixels = torch.from_numpy(load_digits(return_X_y=True)[0]).float().view(-1, 1, 8, 8) / 16
@@ -51,35 +53,102 @@ def main(argv: Sequence[str] | None = None) -> None:
     f, params = functional(model)
     x = digits[:SAMPLES]
     batch = params, x, x.flatten(1)  # an auto-encoder's target is its input
+    lines = [*_statistics(f, batch, options.chunks), *_chains(options.device)]
+    seconds = [_seconds(line.call) for line in progress(lines, "timing")]
+    weighed = [_peak(line.call, options.device) for line in progress(lines, "weighing")]
+    results, mebibytes = zip(*weighed, strict=True)
+    differences = [_difference(result, line.right(results)) for result, line in zip(results, lines, strict=True)]
+
+    n = len(options.chunks)
+    headline = _headline(seconds[0], seconds[1], mebibytes[0], mebibytes[1], max(differences[: n + 1]))
+    print(f"\nExact curvature (GGN diagonal) by structure, beside the plain way:\n{headline}\n")
+    numbers = f"{SAMPLES} digits of {OUTPUTS} outputs, {sum(p.numel() for p in params.values())} parameters"
+    print(f"{numbers}; {options.device}, one thread\n")
+    print(f"{'':<44}{'seconds':>9}{'peak MiB':>11}{'difference*':>14}")
+    for line, *row in zip(lines, seconds, mebibytes, differences, strict=True):
+        print("{:<44}{:>9.3f}{:>11.1f}{:>13.0e}".format(line.label, *row))
+    print("\n* the largest, relative to the largest entry: of the plain ways from the line by structure, of per-sample")
+    print("  statistics from vmap(grad), of the reversible chain from plain autograd")
+    images = torch.stack([x[:, 0], f(params, x).unflatten(1, (SIDE, SIDE))]).cpu()
+    costs = {"seconds": seconds[: n + 1], "peak memory [MiB]": mebibytes[: n + 1]}
+    title = f"Exact curvature by structure: {headline}"
+    save_picture(options.output, title, images, results[0], results[n + 1], options.chunks, costs)
+    print(f"picture: {options.output}")
+    if not all(difference <= TOLERANCE for difference in differences):  # false for nan, too
+        sys.exit("python -m invfunc: the results disagree")
+
+
+class _Line(NamedTuple):
+    """A line of the table, and what is right for its result, which may be the result of another line."""
+
+    label: str
+    call: Callable[[], Params]
+    right: Callable[[Sequence[Params]], Params]
+
+
+def _statistics(f: Callable, batch: tuple[Params, Tensor, Tensor], chunks: Sequence[int]) -> list[_Line]:
+    """Curvature in several ways, and two statistics of per-sample gradients."""
 
     def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(f(params, x), y)
 
-    dense = diag_ggn(f, F.mse_loss, method="dense")
-    transforms = {
-        "GGN diagonal, by itself": diag_ggn(f, F.mse_loss),
-        **{f"GGN diagonal, dense, {n} pass{'es' * (n > 1)}": chunked(dense, n) for n in options.chunks},
-        "gradient variance": variance(loss),
-    }
-    seconds = [_seconds(t, batch) for t in progress(transforms.values(), "timing")]
-    return_freed_memory()  # only now: it makes allocations slower
-    weighed = [_peak(t, batch) for t in progress(transforms.values(), "weighing")]
-    results, mebibytes = zip(*weighed, strict=True)
-    plain = {name: share.var(0, correction=0) for name, share in batch_grad(loss)(*batch).items()}
-    expected = [results[0]] * (len(results) - 1) + [plain]
-    differences = [_difference(result, wanted) for result, wanted in zip(results, expected, strict=True)]
+    def of_one(params: Params, x: Tensor, y: Tensor) -> Tensor:
+        return loss(params, x[None], y[None]) / SAMPLES
 
-    print(f"N = {SAMPLES}, {OUTPUTS} outputs, {sum(p.numel() for p in params.values())} parameters.\n")
-    print(f"{f'on {options.device}, one thread':<34}{'seconds':>9}{'MiB over base':>16}{'difference*':>14}")
-    for row in zip(transforms, seconds, mebibytes, differences, strict=True):
-        print("{:<34}{:>9.3f}{:>16.1f}{:>13.0e}".format(*row))
-    print("\n* from the first row (the variance: from torch.var of batch_grad), over a leaf's largest entry")
-    images = torch.stack([x[:, 0], f(params, x).unflatten(1, (SIDE, SIDE))]).cpu()
-    costs = {"seconds": seconds[:-1], "peak memory over base [MiB]": mebibytes[:-1]}
-    save_picture(options.output, images, results[0], results[-1], options.chunks, costs)
-    print(f"picture: {options.output}")
-    if not all(difference <= TOLERANCE for difference in differences):  # false for nan, too
-        sys.exit("python -m invfunc: the results disagree")
+    def plainly(statistic: Callable[[Tensor], Tensor]) -> Callable[[Sequence[Params]], Params]:
+        gradients = torch.func.vmap(torch.func.grad(of_one), (None, 0, 0))
+        return lambda _: {name: statistic(g) for name, g in gradients(*batch).items()}
+
+    dense = diag_ggn(f, F.mse_loss, method="dense")
+    plain = [(f"  the plain way, {_at_once(n)}", chunked(dense, n)) for n in chunks]
+    lines = [
+        _Line(label, partial(t, *batch), lambda results: results[0])
+        for label, t in [("exact curvature (GGN diagonal), by structure", diag_ggn(f, F.mse_loss)), *plain]
+    ]
+    variances, norms = plainly(lambda g: g.var(0, correction=0)), plainly(lambda g: g.flatten(1).square().sum(1))
+    lines.append(_Line("variance of the per-sample gradients", partial(variance(loss), *batch), variances))
+    lines.append(_Line("squared norms of the per-sample gradients", partial(batch_l2_grad(loss), *batch), norms))
+    return lines
+
+
+def _chains(device: torch.device) -> list[_Line]:
+    """The gradient of a deep reversible network, whose memory is that of one block, and by plain autograd."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [(torch.randn(BLOCKS, WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(device) for _ in "FG"]
+    state = tuple(torch.randn(ROWS, WIDTH, generator=generator).to(device) for _ in "ab")
+
+    def part(b: Tensor, p: Tensor) -> Tensor:
+        return torch.tanh(b @ p) / BLOCKS
+
+    def plain(state: tuple[Tensor, ...], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        a, b = state
+        for p, q in zip(*weights, strict=True):
+            a = a + part(b, p)
+            b = b + part(a, q)
+        return a, b
+
+    def gradient(net: Callable[..., tuple[Tensor, Tensor]]) -> Params:
+        own = tuple(w.clone().requires_grad_() for w in weights)
+        a, b = net(state, own)
+        return dict(zip("FG", torch.autograd.grad((a * b).sum(), own), strict=True))
+
+    reversible = repeated(additive_coupling(part, part))
+    return [
+        _Line(f"gradient of {BLOCKS} reversible blocks", partial(gradient, reversible), lambda results: results[-1]),
+        _Line("  the same by plain autograd", partial(gradient, plain), lambda results: results[-1]),
+    ]
+
+
+def _at_once(n: int) -> str:
+    return "all outputs at once" if n == 1 else f"in {n} chunks of the outputs"
+
+
+def _headline(ours: float, plain: float, mebibytes: float, most: float, apart: float) -> str:
+    """What the first lines say, in words."""
+    time = f"{plain / ours:.0f} times faster" if plain >= 1.5 * ours else f"{ours / plain:.1f} times the time"
+    memory = f"{most / mebibytes:.0f} times less memory" if most >= 1.5 * mebibytes else "as much memory"
+    same = f"the same numbers (to {apart:.0e})" if apart <= TOLERANCE else "OTHER NUMBERS"
+    return ", ".join([time, *[memory] * (mebibytes == mebibytes), same])
 
 
 def _train(model: nn.Module, digits: Tensor, steps: Iterable) -> tuple[float, float]:
@@ -96,31 +165,30 @@ def _train(model: nn.Module, digits: Tensor, steps: Iterable) -> tuple[float, fl
     return losses[0], losses[-1]
 
 
-def _run(transform: Callable[..., Params], batch: tuple) -> Params:
-    return {name: leaf.cpu() for name, leaf in transform(*batch).items()}  # cpu() waits for the device
+def _run(call: Callable[[], Params]) -> Params:
+    return {name: tensor.cpu() for name, tensor in call().items()}  # cpu() waits for the device
 
 
-def _seconds(transform: Callable[..., Params], batch: tuple) -> float:
-    _run(transform, batch)  # plans the contractions and warms the allocator
-    times = []
-    for _ in range(3):
+def _seconds(call: Callable[[], Params]) -> float:
+    times: list[float] = []  # the first call plans the contractions and warms the allocator
+    while len(times) < 3 and sum(times) < 1:
         start = time.perf_counter()
-        _run(transform, batch)
+        _run(call)
         times.append(time.perf_counter() - start)
-    return median(times)
+    return min(times)
 
 
-def _peak(transform: Callable[..., Params], batch: tuple) -> tuple[Params, float]:
+def _peak(call: Callable[[], Params], device: torch.device) -> tuple[Params, float]:
     """One run's result, and its peak in MiB."""
     try:
-        result, peak = peak_memory(lambda: _run(transform, batch), device=batch[1].device)
+        result, peak = peak_memory(lambda: _run(call), device=device)
         return result, peak / 2**20
     except ArgumentError:  # no meter for this device or system; the rest of the table still holds
-        return _run(transform, batch), float("nan")
+        return _run(call), float("nan")
 
 
 def _difference(result: Params, expected: Params) -> float:
-    pairs = [(result[name], leaf.cpu()) for name, leaf in expected.items()]
+    pairs = [(result[name], tensor.cpu()) for name, tensor in expected.items()]
     return max(((got - wanted).abs().max() / wanted.abs().max()).item() for got, wanted in pairs)
 
 
@@ -133,18 +201,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m invfunc",
         description="Trains a small convolutional auto-encoder on handwritten digits, then takes the exact "
-        "GGN diagonal of its reconstruction error, as the library does by itself and in exact numbers of "
-        "passes, and the variance of its per-sample gradients. Prints what each costs, and if they agree.",
+        "GGN diagonal of its reconstruction error by structure and the plain way, two statistics of its per-sample "
+        "gradients, and the gradient of a deep reversible network. Prints what each costs, and if they agree.",
     )
     add = parser.add_argument
     add("--device", type=_device, default="cpu", help="torch device, default: %(default)s")
     add(
         "--chunks",
-        type=_passes,
+        type=_chunks,
         nargs="+",
         default=[1, 4, 16, 64],
         metavar="N",
-        help="numbers of passes, default: 1 4 16 64",
+        help="how many chunks the outputs are divided into the plain way, default: 1 4 16 64",
     )
     add(
         "--output",
@@ -158,9 +226,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _passes(text: str) -> int:
+def _chunks(text: str) -> int:
     if not (text.isdecimal() and 1 <= int(text) <= OUTPUTS):
-        raise argparse.ArgumentTypeError(f"a number of passes from 1 to {OUTPUTS} is wanted, not {text!r}")
+        raise argparse.ArgumentTypeError(f"a number of chunks from 1 to {OUTPUTS} is wanted, not {text!r}")
     return int(text)
 
 

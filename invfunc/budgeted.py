@@ -142,8 +142,8 @@ def check_no_budget(name: str, t: Any) -> None:
     """Check that t is in no chunks of its own choice, where what it is for adds its results up."""
     if isinstance(t, Budgeted):
         raise ArgumentTypeError(
-            f"{name}({t!r}): a budget is of one call by itself, and what is done with its results around it would come "
-            "on top. Say in how many passes, as in chunked(t, n)."
+            f"{name}({t!r}): a budget covers one call alone; what is done with its results around it would come "
+            "on top. Give the number of chunks, as in chunked(t, n)."
         )
 
 
@@ -178,7 +178,7 @@ def _spelled(chunks: Chunks) -> str:
 def _too_little(budget: int, least: Trial) -> BudgetError:
     found, results, needed = least.footprint, least.footprint.results, told(least.peak)
     error = BudgetError(
-        f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} passes is "
+        f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} chunks is "
         f"{needed}, {_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at "
         f"`{found.at}`. Give memory={needed!r}, or a smaller batch."
     )

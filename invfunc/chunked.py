@@ -38,37 +38,37 @@ def chunked(
     has_aux: bool = False,
     progress: bool = False,
 ) -> Any:
-    """Compute a statistic, or any function of a batch, in exactly n passes.
+    """Compute a statistic, or any function of a batch, in exactly n chunks, one after the other, to save memory.
 
     For a plain function it stands for the loop
 
         parts = [f(params, *(x[a:b] for x in batch)) for a, b in chunks]
         torch.cat(parts)                      # fold="cat"; sum(parts) for "sum", weighted by b - a for "mean"
 
-    For a statistic the passes are pullbacks over an axis of its own, and the function inside is never called on a part
-    of the batch in a way that changes the scale of its loss.
+    A statistic is divided along an axis of its own, and the scale of its loss never changes.
 
     Args:
         f: a statistic of this library, or a function `f(params, *batch)`. Left out, a decorator is returned:
             `@chunked(n=16)`.
-        n: the number of passes, at least 1; more than the axis is long are as many as it is long. Chunks may be ragged.
-        chunk_size: in place of n, the length of a chunk. With neither (or None), f is returned as it is.
+        n: the number of chunks, at least 1, and at most as many as the axis is long. The last ones may be smaller.
+        chunk_size: in place of n, the length of a chunk. With neither (or None), f is returned unchanged.
         memory: in place of n, what a call may take over what is in use before it, its result included: bytes, a text as
             `"512MiB"`, or a float, the part of what is free. Chunks of outputs or of samples are made, whichever fits
-            and is faster; if neither fits, of both, and of parameters (or of `over` alone). Every column is pulled
-            back by itself, as with `method="dense"`. CPU only.
-        over: of a statistic: `"outputs"` (the columns of the loss Hessian or of the outputs; default for the GGN family
-            and `batch_jacobian`: one forward pass, kept), `"samples"` (default for first-order statistics: the model
-            part is run chunk by chunk, the loss part once on all outputs, so that means, weights and ignore_index keep
-            their scale) or `"params"` (leaf by leaf; all that `gram` has). A plain function has `"samples"` only.
+            and is faster; if neither fits, of both, and of parameters (or of `over` alone). No structure of f is used
+            then, as with `method="dense"`. CPU only.
+        over: of a statistic: `"outputs"` (of the vectors that are pulled back from the outputs; default for the GGN
+            family and `batch_jacobian`: one forward pass, kept), `"samples"` (default for first-order statistics: the
+            model part is run chunk by chunk, the loss part once on all outputs, so that means, weights and ignore_index
+            keep their scale) or `"params"` (parameter by parameter; the only axis of `gram`). A plain function has
+            `"samples"` only.
         fold: of a plain function: how the results of the chunks become one: `"cat"` along `out_dims`, `"sum"` or
             `"mean"`; or a pytree prefix of the output of these.
         in_dims, out_dims, has_aux: of a plain function: where its batch arguments and outputs have their samples; aux
             comes as the list of those of the chunks. A statistic has its own.
 
     Returns:
-        A function with the signature of f. Chunking what is chunked nests: along another axis the passes multiply,
-        along the same axis each chunk is divided again.
+        A function with the signature of f. Chunking what is chunked nests: along another axis the numbers of chunks
+        multiply, along the same axis each chunk is divided again.
 
     Raises:
         ArgumentError: n < 1, an axis that f does not have, a scalar result with `fold="cat"`.
@@ -92,19 +92,19 @@ def chunked(
     Composes with: every statistic; `torch.func.grad`, `vmap` around it, but not around `memory`, which `streamed`,
     `distributed`, `together` and `reduced` do not take either: what they add around a call would come on top.
 
-    Cost: n pullbacks of 1/n of the columns; memory falls with n until the forward pass dominates. For a mean over
-    samples of a plain function, `grad(chunked(f, n, fold="mean"))` keeps all graphs, while chunking the gradient,
-    `chunked(grad(f), n, fold="mean")`, keeps one.
-    With `memory`, before anything large is made, the call runs without numbers (torch's FakeTensorMode): in one piece,
-    in most chunks, and up to four times between. The bytes that are alive are counted, with the buffers of matrix
-    products and convolutions, and the time is guessed. A run that is over the budget ends there; of another, chunks
-    that do the same are counted once, so that it takes about as long as some small calls. The function that is returned
-    keeps what was chosen (make it once, outside of a loop) for calls with arguments of the same sizes in which f and
-    its gradient do the same, operation by operation, which takes about three small calls of f to see; `explain` tells
-    what it is. Where numbers decide what is done (a mask, a branch), it is an error. Counted is what tensors and
-    kernels take, with a margin of 0.25 MiB and 2 %: memory that malloc keeps of what was freed comes on top
-    (`invfunc.testing.return_freed_memory`), and so does what libraries load when they are first used. What Python keeps
-    of the search itself counts in the call that searches, as far as more chunks make up for it.
+    Cost: n pullbacks (batched vector-Jacobian products) of 1/n of the vectors; memory falls with n until the forward
+    pass dominates. For a mean over samples of a plain function, `grad(chunked(f, n, fold="mean"))` keeps all graphs,
+    while chunking the gradient, `chunked(grad(f), n, fold="mean")`, keeps one. With `memory`, before anything large is
+    made, the call runs without numbers (torch's FakeTensorMode): in one piece, in most chunks, and up to four times
+    between. The bytes that are alive are counted, with the buffers of matrix products and convolutions, and the time is
+    guessed. A run that is over the budget ends there; of another, chunks that do the same are counted once, so that it
+    takes about as long as some small calls. The function that is returned keeps what was chosen (make it once, outside
+    of a loop) for calls with arguments of the same sizes in which f and its gradient do the same, operation by
+    operation, which takes about three small calls of f to see; `explain` tells what it is. Where numbers decide what is
+    done (a mask, a branch), it is an error. Counted is what tensors and kernels take, with a margin of 0.25 MiB and 2
+    %: memory that malloc keeps of what was freed comes on top (`invfunc.testing.return_freed_memory`), and so does what
+    libraries load when they are first used. What Python keeps of the search itself counts in the call that searches, as
+    far as more chunks make up for it.
 
     Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
     """

@@ -42,7 +42,7 @@ def drawing(
     if not isinstance(generator, torch.Generator):
         given = "missing" if generator is None else f"of type {type(generator).__name__}"
         raise ArgumentTypeError(
-            f"{name}(mc_samples={mc_samples}): generator is {given}, but the columns are drawn from an explicit "
+            f"{name}(mc_samples={mc_samples}): generator is {given}, but what is drawn comes from an explicit "
             "torch.Generator: pass generator=torch.Generator().manual_seed(0)."
         )
     if sample is not None and not callable(sample):
@@ -51,7 +51,7 @@ def drawing(
             f"{name}(sample=...): sample is of type {kind}, but has to be a function (outputs, generator) -> target."
         )
     if with_error and mc_samples < 2:
-        raise ArgumentError(f"{name}(mc_samples=1, with_error=True): an error shows between two columns or more.")
+        raise ArgumentError(f"{name}(mc_samples=1, with_error=True): an error needs mc_samples of at least 2.")
     return Drawing(mc_samples, generator, sample, _peel(name, mc_samples, sample, peel, 2 if with_error else 1))
 
 
@@ -97,13 +97,13 @@ def _peel(name: str, mc_samples: int, sample: Any, peel: Any, least: int) -> Pee
     if peel is None:
         return None
     if sample is not None:
-        raise ArgumentError(f"{name}(peel={peel!r}, sample=...): what a sampler draws has no largest columns.")
+        raise ArgumentError(f"{name}(peel={peel!r}, sample=...): what a sampler draws cannot be peeled.")
     if peel != "auto" and (not isinstance(peel, int) or isinstance(peel, bool)):
-        raise ArgumentTypeError(f"{name}(peel={peel!r}): peel has to be 'auto' or an int, a number of columns.")
+        raise ArgumentTypeError(f"{name}(peel={peel!r}): peel has to be 'auto' or an int: how many are not drawn.")
     if peel != "auto" and not 0 <= peel <= mc_samples - least:
         raise ArgumentError(
-            f"{name}(mc_samples={mc_samples}, peel={peel}): of {mc_samples} columns at least {least} "
-            f"{'is' if least == 1 else 'are'} for what is not peeled, so that peel is between 0 and "
+            f"{name}(mc_samples={mc_samples}, peel={peel}): of {mc_samples} vectors at least {least} "
+            f"{'is' if least == 1 else 'are'} drawn for what is not peeled, so that peel is between 0 and "
             f"{mc_samples - least}."
         )
     return Peel(peel, max(least, mc_samples // 2) if peel == "auto" and least > 1 else least)
@@ -118,7 +118,7 @@ def fisher_columns(
         raise ArgumentError(f"{name}(fisher={fisher!r}): fisher is one of 'mc', 'exact', 'empirical'.")
     if fisher == "mc":
         if mc_samples is None:
-            raise ArgumentError(f"{name}(mc_samples=None): fisher='mc' draws at least one column; 'exact' takes all.")
+            raise ArgumentError(f"{name}(mc_samples=None): fisher='mc' needs mc_samples, 1 at least.")
         return {"kind": GGN, "drawing": drawing(name, mc_samples, generator, sample, peel)}
     if generator is not None or sample is not None or peel is not None:
         raise ArgumentError(f"{name}(fisher={fisher!r}): nothing is drawn, so leave generator, sample and peel out.")

@@ -33,8 +33,8 @@ def compiled(
     depend on: the tree, shapes, strides, dtypes and devices of the arguments, which of them share memory, numbers and
     other constants among them, modes and settings of torch (gradients, inference, autocast, default dtype and device),
     and what t, f and the loss read beside them: closures, defaults, global names, imports, the environment, attributes,
-    containers, classes, modules with their modes and hooks, arrays of numpy. Tensors that are closed over are read anew
-    in each call. A number that is read from a tensor (`if x.sum() > 0`, `.item()`, `.tolist()`, a check of this
+    containers, classes, modules with their modes and hooks, arrays of numpy. Tensors that are closed over are read
+    again in each call. A number that is read from a tensor (`if x.sum() > 0`, `.item()`, `.tolist()`, a check of this
     library) is a guard: it is computed by the plan, too, and compared with what it was, and so is a shape that depends
     on numbers (masks). Where something differs, the call is made as without `compiled`, and its plan takes the place of
     the other.
@@ -44,7 +44,7 @@ def compiled(
         backend: what runs the plan: `"replay"` calls its operations one by one, `"inductor"` gives it to
             `torch.compile(fullgraph=True)`, which takes up to a minute for each shape and rounds otherwise, `"auto"`
             times the first calls with and without a plan in turn, and goes on with the faster.
-        recheck: after so many calls by a plan, t is called beside it and the results are compared; 0 is never.
+        recheck: after this many calls by a plan, t is called beside it and the results are compared; 0 is never.
 
     Returns:
         A function with the signature of t, and its results, with memory of their own. It may be called by several
@@ -54,7 +54,7 @@ def compiled(
 
     Raises:
         ArgumentTypeError: t is neither statistic nor product.
-        ArgumentError: a backend that there is not.
+        ArgumentError: an unknown backend.
         ReplayError: with `recheck`, a result that is not that of the call itself.
         ModifiedError: a vector for a linearisation whose parameters or data were written in place meanwhile.
         What t raises: a call of which the plan finds an error is made as without it.
@@ -89,8 +89,8 @@ def compiled(
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
     call takes as long as two (large models) to thirty calls of t, most often six to ten. What is looked at in each
     call takes 2 to 12 % of the time of t: it grows with the arguments and modules. A plan has the operations of all
-    passes: `chunked` in hundreds makes it long, and one of more than 20 000 is not kept. It keeps small constants, and
-    no tensor of the caller's; objects that f closed over are kept until the next call. The last 32 plans are kept.
+    chunks: hundreds of them make it long, and one of more than 20 000 is not kept. It keeps small constants, and no
+    tensor of the caller's; objects that f closed over are kept until the next call. The last 32 plans are kept.
 
     Not seen, so that a plan goes on with what it was: the time, files, random numbers of Python that f only draws in
     some calls, state of installed packages and of what is written in C, numbers that C reads from memory (`data_ptr`).

@@ -19,7 +19,7 @@ class ArgumentTypeError(InvFuncError, TypeError):
 
 
 class SampleAxisError(InvFuncError, ValueError):
-    """The share of a sample is not defined, or the sample axis cannot be followed: samples are mixed."""
+    """The gradient of a single sample is not defined, or cannot be followed: f mixes the samples."""
 
     unknown = False
     """Whether nothing is known about the operation, so that it may keep the samples apart after all."""

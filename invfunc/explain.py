@@ -22,7 +22,7 @@ class Explainable(Protocol):
 
 
 def explain(statistic: Explainable) -> Callable[..., Explanation]:
-    """Say how a statistic is going to be computed, without doing it.
+    """Tell how a statistic would be computed, without computing it.
 
         print(explain(diag_ggn(f, loss))(params, *batch))
 
@@ -32,23 +32,24 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
 
     Returns:
         A function with the arguments of the statistic that returns an `Explanation`, which prints as a table: how many
-        `columns` a sample has, in how many `passes` (of one column each; where `chunked` asks for passes, those) and
-        `pullbacks` (of several columns at once, where memory allows) they are sent back, and `why`; which `parts` of
-        the exact columns of a GGN take a shorter way: a closed form, columns that share passes ("local"), columns of a
-        narrow layer; of each of the `params` whether its share has a "fast" rule at all `operations` that read it or is
-        "generic" (and where), or whether it is "unread"; about how many `bytes` the columns take; the estimated `cost`
-        over that of all columns; what is said of each of the `members` of `together`; what is `checked` if it is
-        `certified`. Of what is `streamed`, how many `sweeps` go through how many `batches` (None where the loader has
-        no length), for how many `tiles` of `gram`, and all this for the first batch, which the loader is asked
-        for. Of what is `distributed`, how many
-        `processes` there are, and how many bytes of results are `exchanged` by each: of a sample axis that is gathered
-        those of this batch, and None if f does not run without numbers; of `gram` also the batches, which travel. No
-        other process is asked, so that one can do it alone.
+        `columns` a sample has (vectors of outputs that are pulled back, see `diag_ggn`), in how many backward `passes`
+        (of one column each; with `chunked` in as many as it asks for) and `pullbacks` (of several columns at once,
+        where memory allows), and `why`; which `parts` of
+        the exact columns of a GGN take a shorter way: a closed form, columns that share backward passes ("local"),
+        columns of a narrow layer; of each of the `params` whether its per-sample gradient has a "fast" rule at all
+        `operations` that read it or is "generic" (and where), or whether it is "unread"; about how many `bytes` the
+        columns take; the estimated `cost` over that of all columns; what is said of each of the `members` of
+        `together`; what is `checked` if it is `certified`. Of what is `streamed`, how many `sweeps` go through how many
+        `batches` (None where the loader has no length), for how many `tiles` of `gram`, and all this for the first
+        batch, which the loader is asked for. Of what is `distributed`, how many `processes` there are, and how many
+        bytes of results are `exchanged` by each: of a sample axis that is gathered those of this batch, and None if f
+        does not run without numbers; of `gram` also the batches, which travel. No other process is asked, so that one
+        can do it alone.
 
     Raises:
         ArgumentTypeError: something else than a statistic; a loader that gives its batches once, as a generator.
-        What the statistic raises where it cannot follow f. What it finds out later, as that a parameter has no
-            Kronecker factors, is not told.
+        What the statistic raises where it cannot follow f. What it finds out later (that a parameter has no Kronecker
+            factors, say) is not told.
 
     Example:
         >>> import torch, invfunc
@@ -56,11 +57,11 @@ def explain(statistic: Explainable) -> Callable[..., Explanation]:
         >>> g = invfunc.chunked(invfunc.diag_ggn(f, torch.nn.functional.mse_loss), 2)
         >>> p, x = {"w": torch.ones(4, 3), "s": torch.ones(4)}, torch.ones(2, 3)
         >>> invfunc.explain(g)(p, x, torch.zeros(2, 4))
-        chunked(diag_ggn(<lambda>, mse_loss), n=2, over='outputs'): as the passes were asked for
-          2 passes for 4 columns of a sample, in 2 pullbacks
+        chunked(diag_ggn(<lambda>, mse_loss), n=2, over='outputs'): because chunked asks for it
+          2 backward passes for 4 columns of a sample (vectors that are pulled back), in 2 pullbacks
           params['w']  fast  linear
           params['s']  fast  mul
-          about 0.0 MiB for the columns, 100.0% of the work of all columns
+          about 0.0 MiB for the columns, 100.0% of the work without structure
 
     Composes with: `chunked`, `reduced`, `together`, `certified`, `streamed`, `distributed` inside of it.
 

@@ -26,7 +26,8 @@ def operation(fn: Callable) -> Operation:
     """Make a function of tensors one operation in the eyes of all transforms.
 
     Its body is not looked into: not what it computes with inside (a kernel of one's own, a custom
-    `autograd.Function`), nor whether it keeps the samples apart. The share of a parameter among its arguments is
+    `autograd.Function`), nor whether it keeps the samples apart. Sample n's gradient of a parameter among its arguments
+    is
 
         grad(lambda p: (op(x, p)[n] * cotangent[n]).sum())(p)        # cotangent: the cotangent at the output
 
@@ -40,9 +41,10 @@ def operation(fn: Callable) -> Operation:
     Returns:
         A function with the signature of `fn`, which is `fn` itself outside of a transform. Its `share_of(argument)`
         takes the name (or the position) of a parameter and decorates its rule, a function
-        `rule(cotangent, *args) -> (equation, *operands)`: an einsum, in which v enumerates columns, n samples, and the
-        labels of the output the dimensions of the parameter. `cotangent` is `[V, n, *out]`, the cotangents of some
-        samples; the arguments come as `op` got them, for the same samples. Each dimension of the parameter has a label
+        `rule(cotangent, *args) -> (equation, *operands)`: an einsum, in which v enumerates the vectors that are pulled
+        back, n samples, and the labels of the output the dimensions of the parameter. `cotangent` is `[V, n, *out]`,
+        the cotangents of some samples; the arguments come as `op` got them, for the same samples. Each dimension of the
+        parameter has a label
         of its own: where two of an operand are one in it, flatten the operand. A rule is linear in the cotangent, can
         be differentiated where `fn` can, and draws and writes nothing.
 
@@ -158,8 +160,8 @@ class Operation:
             shapes = ", ".join(str(shape) for _, shape in answer.pairs)
             raise ArgumentError(
                 f"the rule of {self!r} returned the equation {equation!r} with operands of shapes {shapes} (for one "
-                "column of one sample). It has to be that of an einsum whose operands have v and n where they depend "
-                "on columns and samples, and whose output has the dimensions of the parameter, "
+                "cotangent of one sample). It has to be an einsum whose operands have v and n where they depend "
+                "on cotangents and samples, and whose output has the dimensions of the parameter, "
                 f"{tuple(param.shape)}. What else has an entry for each sample has to be an argument of the operation, "
                 "and samples one of f."
             )

@@ -12,7 +12,7 @@ def outputs(z: Any) -> Any:
     """Mark the outputs of the model inside a loss function: `outputs(z) == z`.
 
     The generalised Gauss-Newton matrix of `loss(z(params))` is `J^T H J`, with J the Jacobian of z and H the Hessian of
-    the loss in z. It depends on where one ends and the other begins. `diag_ggn(f)` finds that place by itself at
+    the loss in z. It depends on where one ends and the other begins. `diag_ggn(f)` finds that place automatically at
     torch's convex losses; this identity sets it by hand, for any loss that is convex in z.
 
     Args:

@@ -45,8 +45,8 @@ def reduced(t: Statistic, fn: Callable) -> Statistic:
 
     Composes with: `chunked`, `together` inside; `torch.func.grad`, `vmap` around it, if fn does.
 
-    Cost: that of t. Quantities of several columns that do not fit a single pass are computed parameter by parameter, a
-    pullback for each layer. Over chunks of samples fn has to wait for the last one.
+    Cost: that of t. Quantities of several columns (see `diag_ggn`) that do not fit a single backward pass are computed
+    parameter by parameter, a pullback for each layer. Over chunks of samples fn has to wait for the last one.
 
     Source: BackPACK's extension hooks.
     """

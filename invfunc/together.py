@@ -20,8 +20,8 @@ def together(*statistics: Statistic) -> Statistic:
 
         tuple(t(params, *batch) for t in statistics)
 
-    They share the forward pass, and those of the same columns (the gradient, the square root of the GGN, the same
-    draws of it) share the pullback.
+    They share the forward pass, and those that pull back the same vectors (the gradient, the square root of the GGN,
+    the same draws of it) share the backward pass.
 
     Args:
         statistics: statistics of this library of the same `f`, and the same `loss` where it is given apart, with the
@@ -43,7 +43,7 @@ def together(*statistics: Statistic) -> Statistic:
 
     Composes with: `chunked` over the axes that all of them have, `reduced`; `torch.func.grad`, `vmap` around it.
 
-    Cost: one forward pass (two where the outputs have to be found), the pullback of each kind of columns once.
+    Cost: one forward pass (two where the outputs have to be found), and each kind of vectors is pulled back once.
 
     Source: BackPACK computes all extensions in one backward pass.
     """

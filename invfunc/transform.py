@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -98,6 +98,17 @@ class OfInstance:
         return self.of_class
 
 
+Kind = TypeVar("Kind", bound=type)
+
+
+def shown(kind: Kind) -> Kind:
+    """A class whose objects say in `help(x)` what they are, and who has made them."""
+    if hasattr(kind, "signature"):
+        kind.__signature__ = OfInstance(lambda x: x.signature())
+    kind.__doc__ = OfInstance(help_of, kind.__doc__)  # pyright: ignore[reportAttributeAccessIssue]
+    return kind
+
+
 class Transform(ABC):
     """A function that a transform has made.
 
@@ -120,9 +131,7 @@ class Transform(ABC):
     """Whether no part of what it gives is computed by itself: `chunked` comes inside of it."""
 
     def __init_subclass__(cls) -> None:
-        cls.__doc__ = OfInstance(_help, cls.__doc__)  # pyright: ignore[reportAttributeAccessIssue]
-
-    __signature__ = OfInstance(lambda t: t.signature())
+        shown(cls)
 
     def signature(self) -> inspect.Signature:
         """That of a call."""
@@ -178,13 +187,15 @@ _ALL = 99
 """More arguments than there are names for."""
 
 
-def _help(t: Transform) -> str:
-    """What an object is, and what the public function says that has made it."""
+def help_of(t: Any) -> str:
+    """What an object is that can be called, and what the public function says that has made it."""
     try:
-        call = f"{t!r}{t.signature()}"
+        call = f"{t!r}{inspect.signature(t)}"
     except (TypeError, ValueError):  # of a function that does not say what it takes
         call = f"{t!r}(params, ...)"
-    made_by = getattr(sys.modules.get("invfunc"), repr(t).partition("(")[0], None)
+    name = repr(t).partition("(")[0]
+    places = [sys.modules.get(module) for module in ("invfunc", "invfunc.layers")]
+    made_by = next((found for place in places if (found := getattr(place, name, None)) is not None), None)
     return f"{call}\n\n{inspect.getdoc(made_by) or ''}"
 
 

@@ -32,9 +32,9 @@ FLOORS = [
     {"passes"},
     {"sparsity"},
     {"evaluation", "budget"},
-    {"functional"},
     {
         "callables",
+        "functional",
         "transform",
         "statistic",
         "column_options",

@@ -256,7 +256,7 @@ class TestWhatCannotBePromised:
         within = chunked(invfunc.variance(loss), memory="1GiB")
         reduced = lambda t: invfunc.reduced(t, lambda name, x: x)  # noqa: E731
         for around in (invfunc.streamed, invfunc.distributed, invfunc.together, reduced):
-            with pytest.raises(ArgumentTypeError, match=r"a budget is of one call by itself.*chunked\(t, n\)"):
+            with pytest.raises(ArgumentTypeError, match=r"a budget covers one call alone.*chunked\(t, n\)"):
                 around(within)
         loader = invfunc.streamed(invfunc.variance(loss))
         for inner in (within, loader, invfunc.distributed(invfunc.variance(loss))):

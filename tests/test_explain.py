@@ -55,7 +55,7 @@ def test_of_local_layers():
     assert found.columns == 72 and ways(found) == [("closed form", 0), ("local", 6)]  # three colours, two channels
     assert found.passes == 6 and 0 < found.cost < 1 and found.bytes > 0
     assert found.parts[1].params == ("params['0.weight']", "params['0.bias']")
-    assert "local: 6 passes for 72 columns" in str(found)
+    assert "local: 6 backward passes for 72 columns" in str(found)
 
 
 def test_of_narrow_layers():
@@ -68,7 +68,7 @@ def test_of_narrow_layers():
 REASONS = {
     "few columns": lambda f, args: explain(diag_ggn(f, lambda z, y: F.mse_loss(z[:, :1, :4], y[:, :1, :4])))(*args),
     "method='dense'": lambda f, args: explain(ggn_trace(f, F.mse_loss, method="dense"))(*args),
-    "passes were asked for": lambda f, args: explain(chunked(diag_ggn(f, F.mse_loss), 3))(*args),
+    "chunked asks for it": lambda f, args: explain(chunked(diag_ggn(f, F.mse_loss), 3))(*args),
     "differentiated": lambda f, args: [
         found := [],
         torch.func.grad(lambda x: found.append(explain(diag_ggn(f, F.mse_loss))(args[0], x, args[2])) or x.sum())(

@@ -1,11 +1,12 @@
 """`python -m invfunc`: the table, the picture, and one clear line for whatever cannot be."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-from invfunc._tour import main
+from invfunc._tour import _headline, main
 
 
 def test_tour_prints_a_table_and_saves_a_picture(tmp_path):
@@ -15,8 +16,9 @@ def test_tour_prints_a_table_and_saves_a_picture(tmp_path):
     assert tour.returncode == 0, tour.stderr
     said = [line for line in tour.stderr.splitlines() if "font" not in line]  # of those that a machine lacks
     assert said == []  # no progress bar where there is no terminal
-    for row in ("GGN diagonal, by itself", "dense, 8 passes", "dense, 64 passes", "gradient variance"):
+    for row in ("by structure", "8 chunks", "64 chunks", "variance", "norms", "64 reversible blocks", "plain autograd"):
         assert row in tour.stdout
+    assert re.search(r"^\d+ times faster, \d+ times less memory, the same numbers \(to \de-0\d\)$", tour.stdout, re.M)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -60,3 +62,18 @@ def test_missing_package_names_the_extra(package):
     assert tour.returncode == 1
     assert tour.stderr.count("\n") == 1
     assert package in tour.stderr and "pip install 'invfunc[notebooks]'" in tour.stderr
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "measured, said",
+    [
+        ((1.0, 13.2, 2.0, 56.0, 1e-6), "13 times faster, 28 times less memory, the same numbers (to 1e-06)"),
+        ((3.0, 1.0, 2.0, 2.0, 1e-6), "3.0 times the time, as much memory, the same numbers (to 1e-06)"),
+        ((1.0, 2.0, float("nan"), float("nan"), 1e-6), "2 times faster, the same numbers (to 1e-06)"),
+        ((1.0, 2.0, 1.0, 2.0, 0.1), "2 times faster, 2 times less memory, OTHER NUMBERS"),
+        ((1.0, 2.0, 1.0, 2.0, float("nan")), "2 times faster, 2 times less memory, OTHER NUMBERS"),
+    ],
+)
+def test_headline_says_what_was_measured(measured, said):
+    assert _headline(*measured) == said

@@ -115,3 +115,45 @@ class TestPickled:
         f, params = functional(torch.nn.Linear(3, 2))
         t, batch = invfunc.diag_ggn(f, F.mse_loss), (torch.randn(4, 3), torch.randn(4, 2))
         assert_trees_close(pickle.loads(pickle.dumps(t))(params, *batch), t(params, *batch), 1e-12)
+
+
+def moved(x, w):
+    return x + w
+
+
+def back(y, w):
+    return y - w
+
+
+class TestHelpOfPairsAndBlocks:
+    """`block?` says how it is called, and what has made it."""
+
+    CALLS = [
+        (invfunc.invertible_checkpoint(moved, back), "(x, w)"),
+        (invfunc.invertible_checkpoint(torch.nn.Linear(2, 2), None), "(input: torch.Tensor) -> torch.Tensor"),
+        (
+            invfunc.invertible_checkpoint(invfunc.additive_coupling(moved, moved)),
+            "(x=None, params=None, *args, **kwargs)",
+        ),
+        (invfunc.chain(invfunc.leapfrog(moved, step=0.5)), "(x, params=None, *args, **kwargs)"),
+        (invfunc.layers.conv1x1(), "(x, params=None)"),
+        (invfunc.layers.actnorm(), "(x, params=None)"),
+        (invfunc.Invertible(moved, back), "(x, w)"),
+        (invfunc.Invertible(lambda shared, x, w: x + w, back, shared=(moved,)), "(x, w)"),
+        (invfunc.invertible_checkpoint(torch.add, torch.sub), "(x, *args, **kwargs)"),
+    ]
+
+    @pytest.mark.parametrize(("of", "wanted"), CALLS, ids=lambda value: repr(value)[:60])
+    def test_has_the_signature_of_a_call(self, of, wanted):
+        assert str(inspect.signature(of)) == wanted
+
+    @pytest.mark.parametrize("of", [of for of, _ in CALLS] + [functional(torch.nn.Linear(2, 2))[0]], ids=repr)
+    def test_is_that_of_what_has_made_it(self, of):
+        name = repr(of).partition("(")[0]
+        first, _, rest = said(of).partition("\n\n")
+        assert first == f"{of!r}{inspect.signature(of)}"
+        assert rest == said(getattr(invfunc, name, None) or getattr(invfunc.layers, name)) != ""
+
+    def test_of_a_class_stays_its_own(self):
+        assert said(invfunc.Invertible).startswith("A function `forward(x, *args")
+        assert "forward" in str(inspect.signature(invfunc.Invertible))

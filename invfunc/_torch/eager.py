@@ -23,9 +23,9 @@ def _call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 eagerly: Callable[..., Any] = torch.compiler.disable(_call)
 
 BLOCK = (
-    "an invertible block within torch.compile is its function as it is: the compiler decides what is kept, which are "
-    "the activations of all blocks. To save them, keep it out by torch.compiler.disable(invertible_checkpoint(f, f_inv)"
-    "): a graph break, behind which the block is evaluated as it is written, and what is around it stays compiled."
+    "an invertible block within torch.compile saves no memory: the compiler decides what is kept, and keeps the "
+    "activations of all blocks. To save memory, exclude it by torch.compiler.disable(invertible_checkpoint(f, f_inv)): "
+    "a graph break, behind which the block runs uncompiled, and what is around it stays compiled."
 )
 
 

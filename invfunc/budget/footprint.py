@@ -23,7 +23,7 @@ from invfunc.errors import ArgumentError
 
 MARGIN, SLACK = 1.02, 2**18
 """What is added to the bytes that are counted: pages that are not full, and objects of Python."""
-BY_HAND = "Say in how many passes: chunked(t, n)."
+BY_HAND = "Give the number of chunks: chunked(t, n)."
 HEAP = 2**16
 """Tensors of fewer bytes lie side by side: where one is gone there is a hole, which only others like it fill."""
 

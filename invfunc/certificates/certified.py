@@ -48,18 +48,18 @@ def certified(
     entry is that of a parameter, with what each sample has there; of `batch_l2_grad`, the norms of `clipped_grad` and
     `gram` it is a sample, and of the kernel of a model an output of a sample.
 
-    What it does not: that f is the function that was meant, that what both ways share is right (where its
-    outputs are found, which columns `mc_samples` draws), or anything about faults below the tolerance. That is, beside
-    the largest number of a leaf, or the root of the sum of squares of what is added up in it, 1e-8 in float64, 4e-6 in
-    float32, 0.004 in float16 and 0.03 in bfloat16, and beside the largest of all leaves 4e-15. Numbers that are further
-    apart are looked at anew before an error is raised: t is called again at the same arguments, which has to give the
-    same, and both ways six times at arguments that are moved by 1e-4 (integers up to 8 stay: they are codes), the other
-    one in float64, too. The tolerance of each number is 8 times (in bfloat16 12 times) what its distance to the other
-    way changes by (or half of those of its leaf do, if that is more), and what the other way is off. So nothing is
+    What it does not: that f is the function that was meant, that what both ways share is right (where its outputs are
+    found, what `mc_samples` draws), or anything about faults below the tolerance. That is, beside the largest number of
+    a parameter, or the root of the sum of squares of what is added up in it, 1e-8 in float64, 4e-6 in float32, 0.004 in
+    float16 and 0.03 in bfloat16, and beside the largest of all parameters 4e-15. Numbers that are further apart are
+    looked at again before an error is raised: t is called again at the same arguments, which has to give the same, and
+    both ways six times at arguments that are moved by 1e-4 (integers up to 8 stay: they are codes), the other one in
+    float64, too. The tolerance of each number is 8 times (in bfloat16 12 times) what its distance to the other way
+    changes by (or half of those of its parameter do, if that is more), and what the other way is off. So nothing is
     found at a number that jumps there, in f or in a rule. Numbers that are not finite in both ways count as equal, and
     where a result has some, or an argument an infinite one, one that is not finite in the other way alone. In float16,
-    numbers below 6e-5 are lost in rounding. Where f is saturated, so that nothing is left of a leaf but rounding (a
-    softmax that is sure), or overflows for some of its outputs, an error may be about that.
+    numbers below 6e-5 are lost in rounding. Where f is saturated, so that nothing is left of a parameter's result but
+    rounding (a softmax that is sure), or overflows for some of its outputs, an error may be about that.
 
     Args:
         t: a statistic of this library, also `chunked` or of several `together`; not K-factors, and not `reduced`. Or a
@@ -69,7 +69,7 @@ def certified(
         confidence, share: as above, both between 0 and 1.
 
     Returns:
-        A function with the signature of t, which returns its result as it is; of a product with `linearize`.
+        A function with the signature of t, which returns its result; that of a product has `linearize`.
 
     Raises:
         CertificateError: numbers are further apart than rounding explains, or t gives others when it is called again
@@ -77,7 +77,8 @@ def certified(
             `found` and `expected`, and the `seed`.
         SplitError: f is a scalar loss whose outputs are not known, and neither the sum nor the mean of its values for
             single samples; RandomnessError: it would be, but draws random numbers.
-        ArgumentError: K-factors, `reduced`, a share or a confidence that is none; within `torch.func.vmap`.
+        ArgumentError: K-factors, `reduced`, a share or a confidence that is not between 0 and 1; within
+            `torch.func.vmap`.
 
     Example:
         >>> import torch, invfunc
@@ -90,10 +91,10 @@ def certified(
     around it, which differentiate t. What is certified is the result, not its derivative.
 
     Cost: f twice more, or four times where operations of it have another form, and a product `J e` for each of up to
-    2 k entries, batched: two passes back; for `gram` and norms that of a sample, for Hessians a second derivative. It
-    does not depend on what t costs. A smaller confidence (or a larger share) makes it cheaper: `confidence=0.5,
-    share=0.1` takes 7 entries in place of 90. Where numbers are further apart than the tolerance, all of it eight times
-    more.
+    2 k entries, batched: two backward passes; for `gram` and norms that of a sample, for Hessians a second derivative.
+    It does not depend on what t costs. A smaller confidence (or a larger share) makes it cheaper:
+    `confidence=0.5, share=0.1` takes 7 entries in place of 90. Where numbers are further apart than the tolerance, all
+    of it eight times more.
 
     Source: this library; `python -m tests.mutants --certified` plants faults and looks which of them it finds, and
     `python -m tests.alarms` certifies what is right.

@@ -100,10 +100,10 @@ def square_root(m: Member) -> Iterator[Look]:
         return [(own[:, m.chosen], 0.0), (mixed[:, m.chosen], largest(own * own[order]) ** 0.5)]
 
     def called(j: int, n: int) -> str:
-        return f"{m.entry(*at[j])}, squared and summed over the columns,{m.sample(n)}"
+        return f"{m.entry(*at[j])}, squared and summed over what is pulled back,{m.sample(n)}"
 
     def both(j: int, n: int) -> str:
-        return f"{m.entry(*at[j])} times {m.entry(*at[int(order[j])])}, summed over the columns,{m.sample(n)}"
+        return f"{m.entry(*at[j])} times {m.entry(*at[int(order[j])])}, summed over what is pulled back,{m.sample(n)}"
 
     computed = Remembered(products)
     yield m.look(S.square().sum(1), lambda r: computed(r)[0], called)

@@ -96,16 +96,16 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
         (`drop_last=True`). `torch.utils.data.Subset(data, range(rank, len(data), processes))` does neither.
 
     Composes with: `streamed`, `chunked`, `together`, `reduced` inside; `explain`; `linear_operator`, `estimate_trace`,
-    `estimate_diagonal` around products, with the same seed in each process. Drawn columns are those of the first
+    `estimate_diagonal` around products, with the same seed in each process. What is drawn comes from the first
     process's generator, and each sample draws by its place among those of all processes, as `streamed` says: they are
     the same for any number of processes. A loader is gone through once more to count its samples then.
 
     Cost: that of t for the samples of this process; of what is exchanged, each number of the result once (of K-factors
     a triangle, of a variance twice, of a sample axis nothing unless it is gathered), in one collective for each of a
     few steps; the memory of the result once more. The eigendecompositions of `ekfac` are dealt out to the processes.
-    For `gram` the batches travel: each in turn, to all processes, which hold its shares while their own samples go by.
-    Each evaluates all batches once and its own as often as there are batches; the tiles on both sides of the diagonal
-    are computed, each by the process that has the row. With `others=` nothing travels.
+    For `gram` the batches travel: each in turn, to all processes, which hold its per-sample gradients while their own
+    samples go by. Each evaluates all batches once and its own as often as there are batches; the tiles on both sides of
+    the diagonal are computed, each by the process that has the row. With `others=` nothing travels.
 
     With `checkpoint="file"` of `streamed`, each process has a file of its own, "file.0" the first. When one fails, the
     others write theirs, too; of processes that are killed (torchrun ends all if one is), the last `every` seconds are

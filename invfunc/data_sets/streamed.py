@@ -60,7 +60,7 @@ def streamed(
     `linear_operator(streamed(ggnvp(f, loss)))(params, loader)` is the matrix of a data set.
 
     The scale is that of the whole data set. `[N]` losses are summed: they are of one sample each, without a factor that
-    depends on the batch (half of the first one is looked at by itself). A loss that is given apart, as in
+    depends on the batch (half of the first one is evaluated alone). A loss that is given apart, as in
     `diag_ggn(f, loss)`, may be a sum or a mean, too: which it is, is found out by evaluating it on the outputs of each
     batch joined with those of the first, and the batches of a mean count as many times as they have samples.
 
@@ -71,13 +71,13 @@ def streamed(
             choice. From pinned memory (`DataLoader(..., pin_memory=True)`) a GPU takes them while it computes.
         progress: whether a bar shows the batches that are done, the samples per second and, where the loader has a
             length, the time that is left. It shows on a terminal and in a notebook only.
-        checkpoint: the name of a file that keeps what the batches that are done have brought, every so many seconds and
-            when an error or Ctrl-C ends the call. A next call with the same arguments, also of another process, goes on
-            from there, in the sweep that it was in: the loader gives its batches again from the first one on, and those
-            that are done are compared with what they were, and left out. A loader that is gone through twice has to
-            give the same batches in the same order then. When the result is there, the file is removed. That of a
-            product is of one vector, and not of a linearisation; `gram` has none.
-        every: the seconds after which that file is written anew, 0 for after each batch.
+        checkpoint: the name of a file that keeps what the batches that are done have brought, every few seconds
+            (`every`) and when an error or Ctrl-C ends the call. A next call with the same arguments, also of another
+            process, goes on from there, in the sweep that it was in: the loader gives its batches again from the first
+            one on, and those that are done are compared with what they were, and left out. A loader that is gone
+            through twice has to give the same batches in the same order then. When the result is there, the file is
+            removed. That of a product is of one vector, and not of a linearisation; `gram` has none.
+        every: the seconds after which that file is written again, 0 for after each batch.
         out: where a result with a sample axis (`batch_grad`, `sqrt_ggn`) goes batch by batch, so that it need not fit
             in memory: a tree like the result of tensors with room for all samples, which may be mapped to a file
             (`torch.from_file`, `torch.from_numpy(memmap)`) and on another device; or a function `out(start, rows)` of
@@ -121,8 +121,8 @@ def streamed(
         tensor([3., 3.])
 
     Composes with: `chunked`, `together`, `reduced`, `compiled` inside; `explain` around statistics; `linear_operator`,
-    `estimate_trace`, `estimate_diagonal` around products, which go through the loader once for each vector. Drawn
-    columns (`mc_samples=`) are other ones than without it: the generator gives a key, and each sample draws from a
+    `estimate_trace`, `estimate_diagonal` around products, which go through the loader once for each vector. What
+    `mc_samples=` draws differs from a call without `streamed`: the generator gives a key, and each sample draws from a
     generator of its own, made of the key and of how many samples came before. So they are the same however the data set
     is divided, and for all vectors of a linearisation; `sample=` gets the samples one by one.
 
@@ -133,19 +133,19 @@ def streamed(
 
     A checkpoint is replaced as a whole, so that a process that is killed at any moment leaves a complete one (beside
     it, perhaps, a `.part` of the next), and read by `torch.load` with its default settings. Of f and the loss it knows
-    only the names, and columns go on being drawn as they were begun, whatever generator a next call has. All batches,
+    only the names, and draws go on as they were begun, whatever generator a next call has. All batches,
     and once the parameters, are copied to the CPU for a checksum; a result with a sample axis is written in full each
     time. Where the loss is one number, the first batch is computed again to go on. That of `ekfac` has the
     eigenvectors, which another machine may find with other signs.
 
-    `gram` holds the shares of a batch, factored as they are, while the batches behind it go by: of k batches k (k+1)/2
-    tiles, of which the others are mirror images. Each tile evaluates one batch, k (k+1)/2 of them in place of k, and
-    where products are those of shares that are formed, forms those of both. A tile takes the memory of two batches
-    beside the result; `[N, P]` is never made. The loader is gone through once for each batch, and once before to count;
-    by checksums, its batches have to be the same ones each time. For a function as out, which is told whole rows, all
-    k^2 tiles are computed. Of two loaders, each batch of the second is held while the first goes by; with `others=`,
-    these are evaluated anew with each batch, so that many of them are better a second loader. The first two batches
-    that meet are evaluated joined, too, to find an f that gives samples something else there.
+    `gram` holds the per-sample gradients of a batch, in factors, while the batches behind it go by: of k batches k
+    (k+1)/2 tiles, of which the others are mirror images. Each tile evaluates one batch, k (k+1)/2 of them in place of
+    k, and where per-sample gradients are formed, forms those of both. A tile takes the memory of two
+    batches beside the result; `[N, P]` is never made. The loader is gone through once for each batch, and once before
+    to count; by checksums, its batches have to be the same ones each time. For a function as out, which is told whole
+    rows, all k^2 tiles are computed. Of two loaders, each batch of the second is held while the first goes by; with
+    `others=`, these are evaluated again with each batch, so that many of them are better a second loader. The first two
+    batches that meet are evaluated joined, too, to find an f that gives samples something else there.
 
     Source: Chan, Golub and LeVeque (1979) for variances.
     """
@@ -181,7 +181,7 @@ def not_by_batches(t: Statistic, alone: bool) -> str:
     if t.argnums not in (0, (0,)):
         return f"has argnums={t.argnums}, but the parameters have to come first, and alone"
     if t.reduction.pairs:
-        return "" if alone else "is of pairs of samples, whose batches come in another order: stream it by itself"
+        return "" if alone else "is of pairs of samples, whose batches come in another order: stream it alone"
     if "samples" not in t.reduction.axes and not t.reduction.each:
         return "is of all samples at once, and does not add up over batches"
     return ""

@@ -57,7 +57,7 @@ class Feed:
         try:
             return cls(None if device is None else torch.device(device), progress)
         except (RuntimeError, TypeError) as error:
-            raise ArgumentError(f"streamed(t, device={device!r}): it is none: {str(error).splitlines()[0]}.") from None
+            raise ArgumentError(f"streamed(t, device={device!r}): no device: {str(error).splitlines()[0]}.") from None
 
     def goal(self, params: Any) -> torch.device:
         """Where batches go."""
@@ -68,8 +68,8 @@ class Feed:
             if device.type == self.device.type and self.device.index in (None, device.index):
                 return device
         raise ArgumentError(
-            f"batches are to be moved to device={str(self.device)!r}, but the parameters are on "
-            f"{', '.join(map(str, found))}, where it is computed. Move the parameters, or leave device out."
+            f"device={str(self.device)!r} would move batches away from the parameters, which are on "
+            f"{', '.join(map(str, found))}. Move the parameters, or leave device out."
         )
 
 

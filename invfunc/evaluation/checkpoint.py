@@ -75,7 +75,7 @@ class Record:
         written = [head for head in each if not head.new] or each[:1]
         if any(head.mark != written[0].mark for head in written):
             raise ArgumentError(
-                "the checkpoints of the processes are of different calls. Remove them to begin anew, or go on with "
+                "the checkpoints of the processes are of different calls. Remove them to start again, or go on with "
                 "those of one call."
             )
         found, phase = self, min(head.phase for head in each)
@@ -178,7 +178,7 @@ class Checkpoint:
 
     def refused(self, why: str) -> ArgumentError:
         return ArgumentError(
-            f"checkpoint={str(self.path)!r}: the file {why}. Remove it to begin anew, or go on with what it is of."
+            f"checkpoint={str(self.path)!r}: the file {why}. Remove it to start again, or go on with its own call."
         )
 
     def write(self, record: Record) -> None:

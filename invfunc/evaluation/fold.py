@@ -183,16 +183,16 @@ class Fold:
     def _why_dense(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> str:
         """Why every column has to be pulled back, if it has."""
         if self.options.dense:
-            return "as method='dense' says"
+            return "because method='dense' asks for it"
         if any(self.options.plan.asked(over) for over in ("outputs", "params")):
-            return "as the passes were asked for"
+            return "because chunked asks for it"
         if look is None or group[0].quantity.drawing or any(t.reduction.shortcuts == "no" for t in group):
             return "there is no other way for this statistic or function"
         if fake(self.problem.leaves[0]):
             return "tensors have no numbers here (FakeTensorMode)"
         if self.scope.create_graph:
-            return "the result is to be differentiated, or a transform of torch.func is around it"
-        return "" if self.options.fast and pullback.total else "there are no columns"
+            return "the result will be differentiated, or a transform of torch.func is around it"
+        return "" if self.options.fast and pullback.total else "there is nothing to pull back"
 
     def _add(self, run: Run, group: list[Accumulator], k: int, leaf: int, state: State) -> None:
         """What a reduction keeps of one parameter in one run; where that is all, the parameter is done."""

@@ -147,6 +147,6 @@ def other_outputs(known: tuple[Any, ...], there: str, own: tuple[Any, ...], here
         for shapes, places, columns in (known, own)
     )
     return ArgumentError(
-        f"the outputs of one sample have shapes {a} in {there}, {m} columns in all, and {b} in {here}, {n} columns. "
+        f"the outputs of one sample have shapes {a} in {there}, {m} numbers in all, and {b} in {here}, {n} numbers. "
         "Results with an axis of the outputs are joined, so that these have to be the same ones in the same order."
     )

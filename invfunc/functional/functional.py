@@ -25,6 +25,7 @@ from invfunc.functional.method import Calls, signature_of
 from invfunc.functional.module_copy import EntangledError, ModuleCopy, Reach, modules_of
 from invfunc.functional.remade import Remade
 from invfunc.functional.strays import RecomputedError, StaleError, StrayError, Strays, kept
+from invfunc.transform import shown
 
 
 def functional(model: Any) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
@@ -93,6 +94,7 @@ _SWAPPING = threading.RLock()
 """Held while parameters are in a module itself, and while a copy of one is made."""
 
 
+@shown
 class Functional(Remade):
     """A module as a function of its parameters."""
 
@@ -103,8 +105,7 @@ class Functional(Remade):
         self.__name__ = self.__qualname__ = type(model).__name__ + ("" if method == "__call__" else f".{method}")
         self.__signature__ = signature_of(getattr(model, own))
         self._reach = Reach()
-        self._parts = [name for name, p in model.named_parameters() if sharded(p)]
-        """The names of parameters of which this process has a part only."""
+        self._parts = [name for name, p in model.named_parameters() if sharded(p)]  # of parts, here
         self._warned: set[str] = set()
         self._proven: set[Any] = set()
         """The modes of the modules and the parameters with which f has run on a copy and read nothing else."""
@@ -115,9 +116,8 @@ class Functional(Remade):
 
     def remade(self, of: Callable[[Any], Any]) -> Functional:
         made = object.__new__(Functional)
-        vars(made).update(
-            vars(self), _model=of(self._model), _reach=Reach(), _proven=set(), _computed={}, _entangled={}
-        )
+        new = {"_model": of(self._model), "_reach": Reach(), "_proven": set(), "_computed": {}, "_entangled": {}}
+        vars(made).update(vars(self) | new)
         return made
 
     def __reduce__(self) -> tuple:
@@ -267,7 +267,7 @@ class Functional(Remade):
             raise ArgumentError(
                 f"{self!r}: something outside of the module keeps it (a global name, compiled code), so that f cannot "
                 "run on a copy, and in it the hooks of fully_shard put its own parameters in place of those given. "
-                "Make f of the module as it is without fully_shard, and pass it the parameters of this one."
+                "Make f of the module before fully_shard, and pass it the parameters of this one."
             )
         buffers = {
             f"{prefix}.{name}" if prefix else name: buffer.clone()

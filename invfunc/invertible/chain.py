@@ -21,7 +21,7 @@ Step = tuple[Checkpointed, Any]
 
 
 def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
-    """Apply functions one after the other, keeping in memory the last output alone.
+    """Apply functions one after the other, and keep only the last output in memory.
 
         def chained(x, params, *args, **kwargs):
             for g, p in zip(blocks, params):
@@ -33,7 +33,7 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
     Args:
         blocks: each an `Invertible`, what `invertible_checkpoint` returned, or any other function: that has no inverse,
             so its input is kept, and it is evaluated again in the backward pass.
-        anchor_every: keep the input of every so many blocks as well, so that rounding errors of the inverses add up
+        anchor_every: keep the input of every n-th block as well, so that rounding errors of the inverses add up
             between two anchors only.
 
     Returns:
@@ -65,7 +65,7 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
 
 
 def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
-    """Apply one function again and again, with other parameters each time, keeping the last output alone.
+    """Apply one function repeatedly, with new parameters each time, and keep only the last output in memory.
 
         def repeat(x, params, *args, **kwargs):
             for p in params:

@@ -29,7 +29,7 @@ from invfunc.recomputation.rounding import default_tolerance, relative_error
 from invfunc.recomputation.sparse import any_sparse, separate
 from invfunc.recomputation.straight_calls import unwatched
 from invfunc.recording.trace import Trace
-from invfunc.transform import told
+from invfunc.transform import shown, told
 
 
 def invertible_checkpoint(
@@ -44,8 +44,8 @@ def invertible_checkpoint(
 ) -> Any:
     """Make f a function whose input need not stay in memory: it is computed as `f_inv(y)` when a gradient needs it.
 
-    What autograd saves of `y = f(x, *args)` is y alone, and no longer that once another block takes y over: the memory
-    of stacked calls does not grow with their number,
+    Of `y = f(x, *args)` autograd saves y only, and not even that once the next block takes y: the memory of stacked
+    calls does not grow with their number,
 
         for p in params:
             x = g(x, p)
@@ -59,7 +59,7 @@ def invertible_checkpoint(
             `functional` puts in. Or an `Invertible`, which brings its inverse.
         f_inv: `f_inv(y, *args, **kwargs) -> x`. It runs in the backward pass, so what it closes over must not change
             until then. None: a plain checkpoint, which keeps x. Left out: it is found, if f is made of couplings.
-        keep: which tensors of x, by their place among its leaves, stay in memory and are not computed by the inverse;
+        keep: which tensors of x, by their position in the tree, stay in memory and are not computed by the inverse;
             True keeps all.
         preserve_rng_state: replay the random numbers that f drew, so that dropout draws the same mask again. False
             saves the copies of the generators' states, for an f that draws nothing. (Threads that draw at the same time
@@ -78,11 +78,11 @@ def invertible_checkpoint(
 
     Raises:
         ArgumentTypeError: f or f_inv is not a function, or an option is of a wrong kind.
-        ArgumentError: keep names a tensor that x does not have, or has_aux is asked of what hides nothing.
+        ArgumentError: keep names a tensor that x does not have, or has_aux=True with a pair that hides nothing.
         InverseError: x comes back with an error (`check`), or in another form or shape, or in a dtype that has not all
             of its digits; or no inverse is found, with what prevents it.
         ReplayError: f or f_inv writes into its arguments, or reads and writes a state of its own where that cannot be
-            repeated; or it does something else when it is evaluated again. f uses torch.autograd, or a gradient is
+            repeated; or does something else when it runs again. f uses torch.autograd, or a gradient is
             differentiated within its own transform of torch.func.
         ModifiedError: y was written in place before the gradient was computed.
         ClosedOverError: inside of torch.func, f reads a tensor that needs a gradient, is not an argument, and is
@@ -110,12 +110,12 @@ def invertible_checkpoint(
     flags, lists) of the modules that f holds.
 
     Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
-    memory of one block; a second derivative needs that of all, forward mode and torch.compile take f as it is. To
-    save memory in a compiled net, `torch.compiler.disable` a block: what is around it stays compiled. What f
-    calls that was compiled by itself runs as it was written, and there is a warning; what torch.jit made runs without
-    its optimisations.
+    memory of one block; a second derivative needs that of all, forward mode and torch.compile run f without saving
+    memory. To save it in a compiled net, `torch.compiler.disable` a block: what is around it stays compiled. What f
+    calls that was compiled before runs uncompiled, with a warning; what torch.jit made runs without its optimisations.
     Statistics of this library look through it, and read again what layers read, in place of keeping it; inside of
-    torch.func, or with a second derivative (`diag_hessian`, `hvp`, results that require grad), they take f as it is.
+    torch.func, or with a second derivative (`diag_hessian`, `hvp`, results that require grad), they run f without
+    saving memory.
 
     Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time without, or 4/3 for a
     coupling, whose inverse and f share their evaluations. (An f that uses torch.func itself has its first call
@@ -192,6 +192,7 @@ def _no_inverse(y: Any, *args: Any, **kwargs: Any) -> Any:
     raise InverseError("there is no inverse: f_inv is None.")
 
 
+@shown
 @dataclass(frozen=True, repr=False)
 class Checkpointed(Value):
     """A function that is its pair's forward in every respect but memory."""
@@ -215,6 +216,10 @@ class Checkpointed(Value):
 
     def __repr__(self) -> str:
         return f"invertible_checkpoint({self.pair!r})"
+
+    def signature(self) -> Any:
+        """That of a call."""
+        return self.pair.signature()
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # whose own partitioner decides what is kept

@@ -89,7 +89,7 @@ def check_inverse(
         is in x. There is a warning where rounding alone takes half the digits of x.
 
     Raises:
-        ArgumentTypeError: `pair` is none.
+        ArgumentTypeError: `pair` is not one of these.
         InverseError: an error is larger than `tolerance`, or what came back has another form, shape or dtype.
         ReplayError: a function writes into its arguments.
 
@@ -140,7 +140,7 @@ def drift(pair: Callable | tuple[Callable, Callable], x: Any, params: Any, *args
         entry of its tensor. `.plot()` draws it.
 
     Raises:
-        ArgumentTypeError: `pair` is none.
+        ArgumentTypeError: `pair` is not one of these.
         ArgumentError: `params` has not one entry for each block.
         InverseError: a block has no inverse.
         ReplayError: a function writes into its arguments.

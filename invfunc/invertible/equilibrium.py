@@ -19,6 +19,7 @@ from invfunc.invertible.checkpoint import Checkpointed
 from invfunc.pairs.fixed_point import fixed_point
 from invfunc.pairs.part import as_part
 from invfunc.pairs.value import Value
+from invfunc.transform import shown
 
 
 class Equilibrium(NamedTuple):
@@ -56,8 +57,8 @@ def equilibrium(
     Args:
         f, beta: as in `fixed_point`. f has to contract: else there is nothing to come to.
         tolerance: how large the residual may be, relative to the largest entry of x.
-        max_steps: after so many steps it stops in any case, with a warning where the residual is larger than that.
-        anchor_every: keep the state of every so many steps, so that rounding errors of the way back grow between two
+        max_steps: after this many steps it stops in any case, with a warning where the residual is larger than that.
+        anchor_every: keep the state of every n-th step, so that rounding errors of the way back grow between two
             anchors only. They grow by at most 1 / (1 - beta)**2 at each step if f contracts; by default an anchor is
             where they may have taken half of the digits of float64: at every 13th step for a beta of 0.5.
 
@@ -117,6 +118,7 @@ def _wide(x: Any) -> Any:
     return tree.map_tensors(lambda t: t.to(torch.promote_types(t.dtype, torch.float64)), x)
 
 
+@shown
 @dataclass(frozen=True, eq=False, repr=False)
 class _Solver(Value):
     """The loop of steps."""

@@ -16,7 +16,7 @@ from invfunc.pairs.value import Value
 
 
 def multiscale(*flows: Callable, split_dim: int = 1) -> Invertible:
-    """Flows one after the other, where a half of the state leaves in front of each but the first.
+    """Flows one after the other; before each but the first, half of the state leaves.
 
         def f(x, params):
             left = []

@@ -52,8 +52,8 @@ def merge(*factors: Tree, reduction: str) -> Tree:
         >>> torch.allclose(whole["weight"].dense(), factors(params, x, y)["weight"].dense())
         True
 
-    Composes with: `torch.func.grad` around it, and `vmap` where factors are used inside. Of drawn columns, those of all
-    batches are the draws.
+    Composes with: `torch.func.grad` around it, and `vmap` where factors are used inside. With `fisher="mc"` the draws
+    of all batches count together.
 
     Cost: one addition of the factors a batch; nothing is decomposed.
 
@@ -77,8 +77,8 @@ def _merged(call: str, path: str, parts: list[Kronecker], reduction: str) -> Kro
     degrees = {part.origin.degree for part in parts}
     if len(degrees - {None}) > 1:
         raise ArgumentError(
-            f"{call}: factors{path} are of the shares of the gradient in one tree (fisher='empirical'), and of columns "
-            "of the GGN in another. Pass those of the same options."
+            f"{call}: factors{path} are of the per-sample gradients in one tree (fisher='empirical'), and of the GGN "
+            "in another. Pass factors that were made with the same options."
         )
     degree = None if None in degrees else first.degree
     if reduction == "sum":
@@ -96,13 +96,13 @@ def _merged(call: str, path: str, parts: list[Kronecker], reduction: str) -> Kro
 
 
 def ema(old: Tree, new: Tree, decay: float | torch.Tensor) -> Tree:
-    """The exponential moving average of factors: `decay * old + (1 - decay) * new`, each factor by itself.
+    """The exponential moving average of factors: `decay * old + (1 - decay) * new`, factor by factor.
 
         factors = kfac(f, loss)(params, *first)
         for batch in rest:
             factors = kronecker.ema(factors, kfac(f, loss)(params, *batch), decay=0.95)
 
-    It is `E[B] kron E[A]`, as K-FAC takes it, and not `E[B kron A]`: the average of the matrices is another one.
+    It is `E[B] kron E[A]`, as K-FAC takes it, and not `E[B kron A]`: the average of the products is another matrix.
 
     Args:
         old, new: trees that `kfac`, `kflr` or `kfra` returned with the same options, or `ema`.

@@ -29,8 +29,8 @@ class Kronecker:
     Rows and columns are those of `parameter.flatten()`: where the groups of dims stand in another order, or mix, they
     are moved there. For the weight `[out, in]` of an `nn.Linear` the K-factors are (B, A) in this order, with
     `A = 1/N sum_n a a^T` over its inputs a, and `B = sum_n s s^T` over the columns s of a square root of the loss
-    Hessian pulled back to its outputs. B contains the scale of the loss, such as the 1/N of a mean. The factors of W
-    `[in, out]` in `x @ W` are (A, B).
+    Hessian, pulled back to what it returns. B contains the scale of the loss, such as the 1/N of a mean. The factors of
+    W `[in, out]` in `x @ W` are (A, B).
 
     Args:
         factors: symmetric matrices `[k, k]`; a vector `[k]` is the diagonal of one. With `values`, the eigenvectors.
@@ -61,7 +61,7 @@ class Kronecker:
         tensor([[0.2500, 0.1000],
                 [0.2500, 0.1000]])
 
-    Composes with: pytrees and so torch.func, as a node whose leaves are the factors and values. What a vmap returns has
+    Composes with: pytrees and so torch.func, as a node that contains the factors and values. What a vmap returns has
         its axis; use it inside another one. There is no derivative in the factors through eigenvectors at equal
         eigenvalues (it is NaN, and of any size near them): in `eigen`, `sqrt`, and `inverse` and `solve` with damping
         and no split. That of `logdet` exists once, that of `sqrt` not at an eigenvalue 0; all others always.

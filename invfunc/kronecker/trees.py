@@ -167,7 +167,7 @@ def same_places(call: str, name: str, some: dict[str, Any], other: str, others: 
         if path not in some or path not in others:
             has, lacks = (name, other) if path in some else (other, name)
             raise ArgumentError(
-                f"{call}: {has} has a leaf {has}{path}, but {lacks} has none there; pass trees of the same parameters."
+                f"{call}: {has} has an entry {has}{path}, but {lacks} has none; pass trees of the same parameters."
             )
 
 

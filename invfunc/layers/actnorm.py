@@ -20,7 +20,7 @@ def actnorm(eps: float = 1e-6) -> DataDependent:
         var, mean = torch.var_mean(x, [0, 2, 3], correction=0)      # over all axes but 1: x [N, C, H, W], say
         bias, log_scale = -mean, -(var + eps).log() / 2             # start(x)
 
-    From then on they are parameters as any others, so that, other than in `batch_norm`, no sample depends on another.
+    From then on they are ordinary parameters: unlike in `batch_norm`, no sample depends on another.
     Of a deep flow each starts from what the blocks before it make of the batch:
 
         for block, p in zip(blocks, params):
@@ -48,7 +48,7 @@ def actnorm(eps: float = 1e-6) -> DataDependent:
 
     Composes with: `invert`, `chain`, and every transform of torch.func.
 
-    Cost: one pass in either direction.
+    Cost: each number is read once in either direction.
 
     Source: Kingma and Dhariwal, "Glow: generative flow with invertible 1x1 convolutions", NeurIPS 2018.
     """

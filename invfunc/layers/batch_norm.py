@@ -60,7 +60,7 @@ def batch_norm(eps: float = 1e-5, *, statistics: Statistics | None = None) -> In
     Composes with: `invert` with `statistics`; `chain`, and every transform of torch.func. A `vmap` over the samples
     leaves no batch; give `statistics` there.
 
-    Cost: a pass for the statistics and one for y; the inverse is one pass.
+    Cost: x is read twice, for the statistics and for y; the inverse reads y once.
 
     Source: invtorch's BatchNorm1d, BatchNorm2d and BatchNorm3d; Ioffe and Szegedy, "Batch normalization", ICML 2015;
     the log-determinant as in Dinh et al., "Density estimation using Real NVP", ICLR 2017.

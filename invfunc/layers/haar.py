@@ -36,7 +36,7 @@ def haar() -> Invertible:
 
     Composes with: `invert`, `chain`, and every transform of torch.func.
 
-    Cost: a few passes over x in each direction.
+    Cost: x is read a few times in each direction.
 
     Source: Haar, "Zur Theorie der orthogonalen Funktionensysteme", 1910; Ardizzone et al., "Guided image generation
     with conditional invertible neural networks", 2019.

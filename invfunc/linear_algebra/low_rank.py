@@ -25,7 +25,7 @@ class LowRank:
     takes.
 
     Args:
-        vectors: a tree like the parameters, with leaves `[k, *p]`.
+        vectors: a tree like the parameters, of tensors `[k, *p]`.
         weights: `[k]`, or None for ones. They may be negative, as long as the matrix has no negative eigenvalue.
         scale: a number, or a 0-d tensor.
 
@@ -41,7 +41,7 @@ class LowRank:
         >>> M @ {"w": torch.tensor([1.0, 1.0]), "b": torch.tensor(0.0)}
         {'w': tensor([2., 1.]), 'b': tensor(2.)}
 
-    Composes with: pytrees and so torch.func, as a node whose leaves are the vectors, the weights and the scale.
+    Composes with: pytrees and so torch.func, as a node that contains the vectors, the weights and the scale.
 
     Cost: `2 k P` multiplications for a product.
 
@@ -61,7 +61,7 @@ class LowRank:
             if u.ndim < 1 or len(u) != self.rank:
                 raise ArgumentError(
                     f"LowRank(vectors): vectors{path} has shape {list(u.shape)}, but has to have {self.rank} vectors "
-                    "along axis 0, as the first leaf has."
+                    "along axis 0, as the first tensor has."
                 )
         if self.weights is not None and list(self.weights.shape) != [self.rank]:
             raise ArgumentError(
@@ -100,10 +100,10 @@ class LowRank:
         return tree.unflatten([y.to(x) for x, y in zip(found, images, strict=True)], structure)
 
     def leaves(self, paths: list[str], name: str) -> list[torch.Tensor]:
-        """The vectors of the parameters at these key paths, which are all that there are."""
+        """The vectors of the parameters at these key paths, which have to be all."""
         given = dict(tree.named_leaves(self.vectors))
         if sorted(given) != sorted(paths):
             path = next(iter({*given} ^ {*paths}))
             has, lacks = ("vectors", name) if path in given else (name, "vectors")
-            raise ArgumentError(f"{self!r}: {has} has a leaf {has}{path}, but {lacks} has none there.")
+            raise ArgumentError(f"{self!r}: {has} has an entry {has}{path}, but {lacks} has none.")
         return [given[path] for path in paths]

@@ -106,8 +106,8 @@ def _number(root: _Ordered, count: int, peel: Peel) -> torch.Tensor:
     if root.left is None:
         if peel.columns not in ("auto", 0):
             raise ArgumentError(
-                f"peel={peel.columns} is of the classes of a sample, but here samples have {root.shape[1]} positions "
-                "with classes each, which share columns. Pass peel='auto', which mixes them all."
+                f"peel={peel.columns} counts classes of a sample, but here samples have {root.shape[1]} positions "
+                "with classes each. Pass peel='auto', which mixes them all."
             )
         return torch.zeros(n, dtype=torch.long, device=device)
     if count >= root.rank:

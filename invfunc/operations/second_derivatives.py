@@ -29,7 +29,7 @@ class TwiceDifferentiable(Listener):
         if checkpointing() and forward_mode():
             raise ArgumentError(
                 f"f computes `{function.name}` under hooks on saved tensors (torch.utils.checkpoint), which lose the "
-                "tangents of a torch.func.jvp around it. Call the part as it is there, or write "
+                "tangents of a torch.func.jvp around it. Call the part without a checkpoint there, or write "
                 "`invertible_checkpoint(part, None)`, a plain checkpoint that works in torch.func."
             )
         if function.name in _OPENED:

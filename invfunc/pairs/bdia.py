@@ -19,7 +19,7 @@ from invfunc.pairs.value import Value
 
 
 def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
-    """The pair `(w, x) -> (x, y)` that trains a residual block x + f(x, p) as it is, and gives back every bit of w.
+    """The pair `(w, x) -> (x, y)` that trains a plain residual block x + f(x, p), and restores every bit of w.
 
         y = gamma * (w + odd) + round((1 - gamma) * x + (1 + gamma) * f(x, p))
         w = (y - round((1 - gamma) * x + (1 + gamma) * f(x, p))) / gamma - odd
@@ -29,7 +29,7 @@ def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
     where w is an odd multiple of it: the one bit that half of w loses, which is hidden and kept.
 
     Args:
-        f: any function that keeps the shape of x, as an attention with its MLP, or a module as it is. It gets x in the
+        f: any function that keeps the shape of x, such as an attention with its MLP, or a module. It gets x in the
             dtype of its parameters, and what it gives is rounded to the grid; gradients take the rounding for the
             identity.
         grid: by default `Grid()`.
@@ -37,7 +37,7 @@ def bdia(f: Callable, grid: Grid | None = None) -> Invertible:
     Returns:
         An `Invertible`, called as `pair((w, x), (plus, p), *args, **kwargs)`, or with `(plus,)` where f takes no
         parameters: plus is a boolean tensor [N], or one boolean for all samples, whether gamma is 1/2. The state starts
-        on the grid, as `grid.enter((x, x + f(x, p)))` with the first block as it is.
+        on the grid, as `grid.enter((x, x + f(x, p)))` with the first block unchanged.
 
     Raises:
         ArgumentTypeError: f is not a function, or grid or plus of a wrong kind.

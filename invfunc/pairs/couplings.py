@@ -25,8 +25,8 @@ def additive_coupling(
         b' = b + G(a', q)                   a = a' - F(b, p)
 
     Args:
-        F, G: any functions of one part that return the shape of the other; they need no inverse. Or modules as they
-            are: `F(b)` with their own parameters, which get their gradients, or with the p of `functional(module)`.
+        F, G: any functions of one part that return the shape of the other; they need no inverse. Or modules: `F(b)`
+            with their own parameters, which get their gradients, or with the p of `functional(module)`.
         split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.
         exact: compute on a fixed-point grid (True: `Grid()`), where adding and subtracting make no rounding errors: the
             inverse gives back every bit, at any depth, as long as F and G see the same shapes. The state has to be on

@@ -54,13 +54,13 @@ def from_module(module: nn.Module, *, log_det: bool = True) -> Invertible:
         >>> invfunc.with_log_det(flow)((torch.ones(1, 2), torch.zeros(1)), params)
         (tensor([[1., 2.]]), tensor([0.6931]))
 
-    Composes with: `chain` of several, `invertible_checkpoint` (whose check finds an inverse that is none), `invert`,
+    Composes with: `chain` of several, `invertible_checkpoint` (whose check finds a wrong inverse), `invert`,
     `with_log_det`, which evaluates the module once for both; `testing.laws.check_pair` says whether the
     log-determinant is that of the Jacobian.
 
-    A module that starts from its first batch (normflows' and FrEIA's ActNorm) has to be called by itself before.
+    A module that starts from its first batch (normflows' and FrEIA's ActNorm) has to be called once before.
 
-    Cost: that of the module in either direction; the log-determinant by itself is a forward pass of its own.
+    Cost: that of the module in either direction; the log-determinant alone is another forward pass.
 
     Source: the interfaces of normflows, nflows, FrEIA and zuko.
     """

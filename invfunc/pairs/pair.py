@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.value import Value
+from invfunc.transform import shown
 
 
 class Composition(Value, ABC):
@@ -36,6 +39,7 @@ class Composition(Value, ABC):
         """This composition, with blocks that keep these tensors of x in memory."""
 
 
+@shown
 @dataclass(frozen=True, repr=False)
 class Invertible(Value):
     """A function `forward(x, *args, **kwargs) -> y` with its inverse `inverse(y, *args, **kwargs) -> x`.
@@ -54,11 +58,11 @@ class Invertible(Value):
         log_det: `log_det(x, *args, **kwargs) -> [N]`, the logarithm of the absolute determinant of dy/dx for each
             entry of the leading axis. It gets `shared` in front too, and evaluates them in the order of forward.
         name: what `repr` says.
-        composition: what it is composed of, as `chain` does; it frees what it can by itself.
+        composition: what it is composed of, as in `chain`; it then frees its own memory.
         carried: what `with_log_det` makes of it, where both directions give the log-determinant beside their result.
 
     Raises:
-        ArgumentTypeError: a part that has to be a function is none.
+        ArgumentTypeError: a part is not a function.
         ArgumentError: `hidden`, but forward returns no pair.
 
     Example:
@@ -92,6 +96,21 @@ class Invertible(Value):
 
     def __repr__(self) -> str:
         return self.name or f"Invertible({describe(self.forward)}, {describe(self.inverse)})"
+
+    def __init_subclass__(cls) -> None:
+        shown(cls)
+
+    def signature(self) -> inspect.Signature:
+        """That of a call: of forward, without what it shares with the inverse."""
+        forward = self.forward.forward if isinstance(self.forward, nn.Module) else self.forward
+        try:
+            own = inspect.signature(forward)
+        except (TypeError, ValueError):  # of a function that does not say what it takes
+            own = inspect.signature(lambda x, *args, **kwargs: ...)
+        given = [*own.parameters.values()][len(self.shared) :]
+        if str(getattr(forward, "__module__", "")).startswith("invfunc."):  # whose types are no news to a user
+            own, given = own.replace(return_annotation=own.empty), [p.replace(annotation=p.empty) for p in given]
+        return own.replace(parameters=given)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self.apart(self.forward(*self.shared, x, *args, **kwargs))[0]

@@ -44,7 +44,7 @@ def runge_kutta(field: Callable, tableau: str | Tableau = "rk4") -> Callable:
 
     Raises:
         ArgumentTypeError: field is not a function.
-        ArgumentError: tableau is none; start or end is not a number; field gives another form than that of x.
+        ArgumentError: an unknown tableau; start or end is not a number; field gives another form than that of x.
 
     Example:
         >>> import torch, invfunc

@@ -313,6 +313,6 @@ def check_versions(uses: list[ParameterUse]) -> None:
         for x, before in use.versions:
             if version(x) != before:
                 raise ArgumentError(
-                    "a tensor that an operation with parameters read was modified in place afterwards, so its share "
+                    "a tensor that an operation with parameters read was modified in place afterwards, so its gradient "
                     "cannot be computed; modify a copy."
                 )

@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
             return
         if len(self.graph.nodes) > thresholds.OPERATIONS:
             self.refuse(
-                f"it has more than {thresholds.OPERATIONS} operations; ask for fewer passes, or give parts of the "
+                f"it has more than {thresholds.OPERATIONS} operations; ask for fewer chunks, or give parts of the "
                 "batch as a loader to streamed(compiled(t)), whose plan is of one part"
             )
             return

@@ -61,22 +61,23 @@ def eigenpairs(
         f: a model function `f(params, *inputs)`. Without `loss`, a loss function `f(params, *batch)`, whose outputs are
             found as those of `diag_ggn` are.
         loss: `loss(outputs, target)`, convex in the outputs, a scalar or `[N]`, which keeps the samples apart.
-        fisher: "exact", the GGN, with V columns for each sample: one less than classes of a cross entropy, one for each
-            output of another loss; "mc", its estimate of drawn columns, V = `mc_samples`; "empirical", of the shares of
-            the gradient, V = 1. A mean loss puts 1/N into a GGN and 1/N^2 into the empirical matrix.
+        fisher: "exact", the GGN, with V columns (rows of `sqrt_ggn`) for each sample: one less than classes for a cross
+            entropy, one for each output for another loss; "mc", its estimate from drawn columns, V = `mc_samples`;
+            "empirical", from the per-sample gradients, V = 1. A mean loss puts 1/N into a GGN and 1/N^2 into the
+            empirical matrix.
         mc_samples, generator, sample: as in `kfac`, for `fisher="mc"`.
         in_dims, out_dims, has_aux: as in `ggnvp`.
 
     Returns:
         A function `(params, *inputs, target) -> Eigenpairs`, without `loss` `(params, *batch) -> Eigenpairs`. It has
-        `values [k]`, those that are not 0, largest first; `vectors(top)`, a tree with leaves `[k, *p]`;
+        `values [k]`, those that are not 0, largest first; `vectors(top)`, a tree of tensors `[k, *p]`;
         `solve(v, damping)`, `pairs @ v`, `logdet(damping)`, `trace()`; `slopes(top)` and `curvatures(top)`, `[N, k]` of
         each sample; `inverse(damping, top)` for `predictive_covariance`. `kronecker.solve` and `logdet` take it, too.
 
     Raises:
         SplitError, ConvexityError, SampleAxisError, ArgumentError: as in `diag_ggn`; inside of torch.func; gradients
             that are not finite.
-        RandomnessError: f gives something else when it is run again, as it draws from a generator of its own.
+        RandomnessError: f gives other numbers when it runs again: it draws from a generator of its own.
 
     Example:
         >>> import torch, invfunc
@@ -158,7 +159,7 @@ class Decomposition(Transform):
             again = problem(self.f, self.loss, args, kwargs, 0, *dims, names)
             (gram,), _ = _Grams(again, Quantity(ProductsOfColumns(), self.kind), columns, split).result()
             if anywhere(~gram.isfinite()):
-                raise ArgumentError("the inner products of the shares are not finite: f or its loss gives NaN or inf.")
+                raise ArgumentError("per-sample gradients are not finite: f or its loss gives NaN or inf.")
             space = Space(names, given.structure, [Kind.of(p) for p in given.leaves])
             return Eigenpairs(repr(self), space, root, slope, gram), aux
 

@@ -28,12 +28,12 @@ def fvp(
         G = batch_grad(f)(params, *batch)
         sum(g * (g * v).sum() for g in G)                    # for one tensor of parameters
 
-    That is the empirical one, of the shares of the gradient: a mean loss puts 1/N^2 into it, so `[N]` losses, each of
-    which is a negative log-likelihood, are what it is meant for. With `mc_samples=M` the shares are columns
-    `S[m, n]` as those of `sqrt_ggn(..., mc_samples=M)`, gradients at targets that are drawn from the model's
-    predictive: their products average to the Fisher matrix, which is the GGN, with the scale of the loss.
+    That is the empirical one, of the per-sample gradients: a mean loss puts 1/N^2 into it, so `[N]` losses, each of
+    which is a negative log-likelihood, are what it is meant for. With `mc_samples=M` they are the rows `S[m, n]` of
+    `sqrt_ggn(..., mc_samples=M)`, gradients at targets that are drawn from the model's predictive: their products
+    average to the Fisher matrix, which is the GGN, with the scale of the loss.
 
-    The steps, pixels or entries of a sample belong to one share, which is squared as a whole. (curvlinops'
+    The steps, pixels or entries of a sample belong to one gradient, which is squared as a whole. (curvlinops'
     `EFLinearOperator` takes each step of outputs `[N, T, C]` for a sample of its own, and puts 1/E in place of 1/E^2,
     with E the losses that a mean averages: N T C of mse_loss and binary_cross_entropy_with_logits, N T of a
     cross_entropy, 1 of a sum. It is E times this one for T = 1, and else the sum over t of 1/E times that of the `[N]`
@@ -43,15 +43,14 @@ def fvp(
         f: a loss function `f(params, *batch)`, which returns `[N]` losses, or a scalar whose outputs are found as those
             of `diag_ggn` are. With `loss`, a model function `f(params, *inputs)`.
         loss: `loss(outputs, target)`, a scalar or `[N]`, which keeps the samples apart.
-        mc_samples: how many columns are drawn for each sample; None takes the shares of the gradient.
+        mc_samples: how many targets are drawn for each sample; None takes the per-sample gradients at the given ones.
         generator: from which they are drawn, needed with `mc_samples`. A linearisation draws once for all vectors.
         sample: `sample(outputs, generator) -> target`, draws from the predictive of a loss of one's own.
         in_dims, out_dims, has_aux: as in `ggnvp`.
 
     Returns:
-        A function `(params, v, *batch) -> tree`, with loss `(params, v, *inputs, target) -> tree`, with leaves like
-        those of the parameters and of v. Its `.linearize(params, *batch)` gives a function `v -> tree` that has
-        run f once.
+        A function `(params, v, *batch) -> tree`, with loss `(params, v, *inputs, target) -> tree`, of tensors like the
+        parameters and v. Its `.linearize(params, *batch)` gives a function `v -> tree` that has run f once.
 
     Raises:
         SplitError: f returns a scalar, and no outputs are found, or a path goes around them.

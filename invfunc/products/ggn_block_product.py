@@ -23,8 +23,8 @@ def ggn_block_product(
         f, loss, in_dims, out_dims, has_aux: as in `ggnvp`.
 
     Returns:
-        A function `(params, V, *inputs, target) -> tree`, without `loss` `(params, V, *batch) -> tree`: the leaves of V
-        and of the result are `[K, *p]`. Its `.linearize(params, *batch)` gives a function `V -> tree` that has run f
+        A function `(params, V, *inputs, target) -> tree`, without `loss` `(params, V, *batch) -> tree`: the tensors of
+        V and of the result are `[K, *p]`. Its `.linearize(params, *batch)` gives a function `V -> tree` that has run f
         once.
 
     Raises:
@@ -41,7 +41,8 @@ def ggn_block_product(
 
     Composes with: `torch.func.grad`, `vmap`, `jvp` around it and around its linearisation.
 
-    Cost: two gradients, and for each parameter 2 K passes of the part of the network behind it, batched.
+    Cost: two gradients, and for each parameter K Jacobian products and K pullbacks through the part of the network
+    behind it, batched.
 
     Source: BackPACK's GGNMP (Dangel, Kunstner and Hennig, ICLR 2020).
     """

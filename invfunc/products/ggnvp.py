@@ -31,9 +31,8 @@ def ggnvp(
         has_aux: f returns `(result, aux)`, and the transform `(product, aux)`.
 
     Returns:
-        A function `(params, v, *inputs, target) -> tree`, without `loss` `(params, v, *batch) -> tree`, with leaves
-        like those of the parameters and of v. Its `.linearize(params, *batch)` gives a function `v -> tree` that has
-        run f once.
+        A function `(params, v, *inputs, target) -> tree`, without `loss` `(params, v, *batch) -> tree`, of tensors like
+        the parameters and v. Its `.linearize(params, *batch)` gives a function `v -> tree` that has run f once.
 
     Raises:
         SplitError: no outputs are found, or a path from the parameters to the result goes around them.

@@ -20,7 +20,7 @@ def hessian_block_product(f: Callable, loss: Callable | None = None, *, has_aux:
         f, loss, has_aux: as in `hvp`.
 
     Returns:
-        A function `(params, V, *batch) -> tree`, with loss `(params, V, *inputs, target) -> tree`: the leaves of V and
+        A function `(params, V, *batch) -> tree`, with loss `(params, V, *inputs, target) -> tree`: the tensors of V and
         of the result are `[K, *p]`. Its `.linearize(params, *batch)` gives a function `V -> tree` that has run f once.
 
     Raises:
@@ -36,7 +36,7 @@ def hessian_block_product(f: Callable, loss: Callable | None = None, *, has_aux:
 
     Composes with: `torch.func.grad`, `vmap`, `jvp` around it and around its linearisation.
 
-    Cost: two gradients, and for each parameter K passes back of the part of the network behind it, batched.
+    Cost: two gradients, and for each parameter K backward passes through the part of the network behind it, batched.
 
     Source: BackPACK's HMP (Dangel, Kunstner and Hennig, ICLR 2020).
     """

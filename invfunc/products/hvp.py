@@ -23,9 +23,8 @@ def hvp(f: Callable, loss: Callable | None = None, *, has_aux: bool = False) -> 
         has_aux: f returns `(result, aux)`, and the transform `(product, aux)`.
 
     Returns:
-        A function `(params, v, *batch) -> tree`, with loss `(params, v, *inputs, target) -> tree`, with leaves like
-        those of the parameters and of v. Its `.linearize(params, *batch)` gives a function `v -> tree` that has
-        run f once.
+        A function `(params, v, *batch) -> tree`, with loss `(params, v, *inputs, target) -> tree`, of tensors like the
+        parameters and v. Its `.linearize(params, *batch)` gives a function `v -> tree` that has run f once.
 
     Raises:
         ArgumentError, ArgumentTypeError: v is not a tree like the parameters, or f returns something else than a loss.

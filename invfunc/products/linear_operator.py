@@ -20,7 +20,7 @@ from invfunc.transform import Transform
 def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy") -> Operator:
     """A symmetric matrix, given by its products: a `scipy.sparse.linalg.LinearOperator`, or curvlinops' of tensors.
 
-        A @ x == flat(product(params, tree(x), *batch))      # flat: the leaves one behind the other; tree: its inverse
+        A @ x == flat(product(params, tree(x), *batch))      # flat: all tensors one after the other; tree: its inverse
 
     What scipy has for matrices works with the first: eigenvalues (`eigsh`, `lobpcg`), equations (`cg`, `minres`). The
     second is what curvlinops' estimators and solvers take: traces (`hutchpp_trace`, `xtrace`), diagonals (`xdiag`),
@@ -32,9 +32,9 @@ def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy"
         kind: "scipy", or "torch" for a `PyTorchLinearOperator` of curvlinops.
 
     Returns:
-        A function `(params, *batch) -> operator` of shape `(P, P)` for P numbers in the leaves of params, of their
-        dtype. That of scipy takes and gives arrays of numpy, wherever the parameters are. That of torch takes and gives
-        tensors on their device: `[P]`, `[P, K]`, or a list of `[*p]`, `[*p, K]` for the leaves; it can be added to
+        A function `(params, *batch) -> operator` of shape `(P, P)` for P numbers in params, of their dtype. That of
+        scipy takes and gives arrays of numpy, wherever the parameters are. That of torch takes and gives
+        tensors on their device: `[P]`, `[P, K]`, or a list of `[*p]`, `[*p, K]` for the parameters; it can be added to
         others, scaled and multiplied with them.
 
     Raises:
@@ -63,7 +63,7 @@ def linear_operator(product: Callable, kind: Literal["scipy", "torch"] = "scipy"
     of one's own. What an operator gives has no derivatives.
 
     Cost: of a product that has `.linearize`, one linearisation, which is kept as long as the operator is, and its
-    products. Several columns go one after the other in scipy's, and all at once in torch's, in the memory of as many
+    products. Several vectors go one after the other in scipy's, and all at once in torch's, in the memory of as many
     pullbacks, and through a loader once.
 
     Source: `scipy.sparse.linalg.LinearOperator`; curvlinops (Dangel et al.).

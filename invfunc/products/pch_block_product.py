@@ -27,7 +27,7 @@ def pch_block_product(
         J^T H J + sum(J_s^T positive(h_s) J_s for s in the nonlinear operations of the model)
 
     h_s is the second derivative of an element-wise operation times the gradient at its output, J_s the Jacobian of its
-    input in the parameter. With h_s as it is, this is the block of the Hessian; with `modify`, it is positive
+    input in the parameter. With h_s unchanged, this is the block of the Hessian; with `modify`, it is positive
     semi-definite, and no smaller than that of the GGN.
 
     Args:
@@ -35,8 +35,8 @@ def pch_block_product(
         modify: what makes h positive: its absolute value ("abs"), or 0 where it is negative ("clip").
 
     Returns:
-        A function `(params, V, *inputs, target) -> tree`, without `loss` `(params, V, *batch) -> tree`: the leaves of V
-        and of the result are `[K, *p]`. Its `.linearize(params, *batch)` gives a function `V -> tree` that has run f
+        A function `(params, V, *inputs, target) -> tree`, without `loss` `(params, V, *batch) -> tree`: the tensors of
+        V and of the result are `[K, *p]`. Its `.linearize(params, *batch)` gives a function `V -> tree` that has run f
         once.
 
     Raises:

@@ -43,8 +43,8 @@ class Space:
         if len(counts) > 1:
             (a, i), (b, k) = list(counts.items())[:2]
             raise ArgumentError(
-                f"{name}{self.paths[i]} has {a[0]} vectors but {name}{self.paths[k]} has {b[0]}; all leaves have as "
-                "many, along axis 0."
+                f"{name}{self.paths[i]} has {a[0]} vectors but {name}{self.paths[k]} has {b[0]}; all "
+                "tensors need the same number, along axis 0."
             )
         return leaves
 
@@ -63,7 +63,7 @@ class Space:
         given = {path: x for path, x in tree.named_leaves(v) if x is not None or path in own}
         missing, more = [p for p in own if p not in given], [p for p in given if p not in own]
         if missing or more:
-            what = f"has no {name}{missing[0]}" if missing else f"has a leaf {name}{more[0]}"
+            what = f"has no {name}{missing[0]}" if missing else f"has an entry {name}{more[0]} too many"
             raise ArgumentError(f"{name} {what}; it has to be a tree of tensors like {self.name}.")
         return [given[path] for path in own]
 

@@ -79,9 +79,9 @@ class Eigenpairs(Whole):
         return self._all[: self.rank]
 
     def vectors(self, top: int | None = None) -> Any:
-        """The eigenvectors of the largest eigenvalues, of all that are not 0 by itself: a tree with leaves `[k, *p]`.
+        """The eigenvectors of the largest eigenvalues, by default of all that are not 0: a tree of tensors `[k, *p]`.
 
-        They are orthogonal and of length 1, over all leaves together.
+        They are orthogonal and of length 1, over all parameters together.
         """
         count, found, start = self._count("vectors", top), [], 0
         found = [kind.zeros(count) for kind in self._space.kinds]
@@ -144,8 +144,8 @@ class Eigenpairs(Whole):
     def inverse(self, damping: Damping = 0.0, top: int | None = None) -> LowRank:
         """The inverse of `H + damping I` as the covariance that it is in a Laplace approximation, in `k P` numbers.
 
-        With `top`, of the matrix of so many eigenvectors in place of H: the covariance along all others is that of the
-        damping alone, the prior.
+        With `top`, of the matrix of that many eigenvectors in place of H: the covariance along all others is that of
+        the damping alone, the prior.
         """
 
         def inverted() -> LowRank:

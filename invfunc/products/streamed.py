@@ -243,9 +243,9 @@ def check_linearized(file: Checkpoint | None) -> None:
     """Check that there is no file, which would be of another vector than the first one that comes again."""
     if file is not None:
         raise ArgumentError(
-            f"checkpoint={str(file.path)!r} is of one product, but a linearisation gives one after the other: a call "
-            "that is begun anew has the first vector again, of which the file is not. Leave checkpoint out, or compute "
-            "each product by itself, with a file of its own, as streamed(t, checkpoint=file)(params, v, loader)."
+            f"checkpoint={str(file.path)!r} belongs to one product, but a linearisation gives many: a call that starts "
+            "again starts with its first vector, which may not be that of the file. Leave checkpoint out, or compute "
+            "each product in a call with a file of its own: streamed(t, checkpoint=file)(params, v, loader)."
         )
 
 

@@ -88,12 +88,12 @@ class Like(NamedTuple):
         was = f"{list(self.shape)} {self.dtype} on {self.device}"
         if not isinstance(came, torch.Tensor):
             return InverseError(
-                f"the inverse gives {name} as {type(came).__name__}, where it was {was}. What is to be kept in memory, "
-                f"and not computed by the inverse, is named by keep=({place},)."
+                f"the inverse gives {name} as {type(came).__name__}, where it was {was}. To keep it in memory, "
+                f"and not compute it by the inverse, pass keep=({place},)."
             )
         text = f"the inverse gives {name} as {list(came.shape)} {came.dtype} on {came.device}, where it was {was}."
         if came.shape == self.shape and came.dtype != self.dtype:
-            text += f" What the function rounds to another dtype stays in memory by keep=({place},)."
+            text += f" To keep in memory what the function rounds to another dtype, pass keep=({place},)."
         return InverseError(text)
 
     def is_like(self, tensor: torch.Tensor) -> bool:

@@ -74,8 +74,8 @@ def order_of(trace: Trace, result: torch.Tensor) -> list[int] | None:
     order, name = next((o, name) for o, name in orders.items() if o is not None)
     if not one_order(orders):
         raise SampleAxisError(
-            f"at `{name}` the samples are in another order than in the batch, but not everywhere: the share of each is "
-            "not defined. Put all batch arguments in that order before they are passed."
+            f"at `{name}` the samples are in another order than in the batch, but not everywhere: their gradients "
+            "are not defined. Put all batch arguments in that order before they are passed."
         )
     return sorted(range(trace.n), key=order.__getitem__)
 
@@ -89,7 +89,7 @@ def check_shared(trace: Trace, tag: Derived, name: str) -> None:
         raise samples_lost(why, unknown=False)
     raise SampleAxisError(
         f"no sample reaches the result of {name}: it is computed from the parameters alone, as an L2 term is, and no "
-        "sample has a share of it. Return its sum with the loss of the data; then each has 1/N of it."
+        "sample has a gradient of its own. Return its sum with the loss of the data; then each sample has 1/N of it."
     )
 
 

@@ -215,7 +215,7 @@ def _check_floats(params: Any, name: str) -> None:
         if not leaf.is_floating_point():
             raise ArgumentTypeError(
                 f"{name}{path} has dtype {leaf.dtype}, but parameters are real floating-point tensors. Close "
-                "over what is not to be differentiated, or pass it as a batch argument with in_dims None."
+                "over tensors that need no gradient, or pass them as batch arguments with in_dims None."
             )
 
 

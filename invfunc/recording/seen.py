@@ -145,7 +145,7 @@ def cannot_meet(
     if len(produced) > 1:
         return f"`{call.name}`: a parameter meets samples in an operation with several outputs"
     if found is None:
-        return f"`{call.name}`: a parameter takes the places of all samples, of which it leaves nothing"
+        return f"`{call.name}`: a parameter overwrites what all samples had there"
     if found is not BATCH_SUM:
         return None
     terms = equation(call.name, call.args, call.kwargs)
@@ -169,4 +169,4 @@ def not_shared(tag: Any, escaped: str | None) -> str | None:
         return Unseen(f"{spelled(escaped)}, which takes them to where they cannot be followed")
     if tag.untraced_at:
         return Unseen(f"{spelled(tag.untraced_at)}, which reads a tensor of which nothing is known")
-    return "a sum over the data, in which the share of each is gone" if tag.of_data else None
+    return "a sum over the data, in which the single samples are gone" if tag.of_data else None

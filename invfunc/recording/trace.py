@@ -230,7 +230,7 @@ class Trace(ParameterUses, Listener):
         Where a derivative is taken at it, the result is not a view: a write to it would change its place in the graph.
         """
         if seen.writes and not isinstance(seen.args[0], torch.Tensor):
-            raise samples_lost(f"`{seen.name}` (it writes into several tensors; write into each by itself)", True)
+            raise samples_lost(f"`{seen.name}` (it writes into several tensors; write into one at a time)", True)
         remembered = self._remembers(seen)
         kept = self._kept(seen) if seen.writes and (met or remembered) else None
         before = seen.args[0].detach() if seen.writes and kept is None else None

@@ -21,8 +21,8 @@ class Estimate(NamedTuple):
 
     Both have the same structure: tensors, or trees of them. Of `estimate_trace` and `estimate_diagonal` the error is
     the standard deviation of the values for single vectors, divided by the square root of how many they are; with one
-    vector it is NaN. Of drawn columns (`with_error=True`) each sample has an error like that, between its columns, and
-    the squares of these are added up.
+    vector it is NaN. With `with_error=True` each sample has an error like that, between the vectors that are drawn for
+    it, and the squares of these are added up.
     """
 
     value: Any

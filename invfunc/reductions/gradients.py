@@ -88,7 +88,7 @@ class CentredSquares(Reduction):
     def finish(self, state: State, found: Found) -> list[Any]:
         divisor = found.n - self.correction
         if divisor <= 0:
-            raise ArgumentError(f"correction={self.correction} leaves no divisor for the shares of {found.n} samples.")
+            raise ArgumentError(f"correction={self.correction} leaves no divisor above 0 for {found.n} samples.")
         return [state[2] / divisor]
 
 

@@ -46,7 +46,7 @@ class Kept:
 
     def joined(self, other: Kept, samples: bool) -> Kept:
         if type(other) is not type(self):
-            return Refused(self.name, {}, "some columns reach it where it has factors, others where it has none")
+            return Refused(self.name, {}, "part of its gradient comes from operations with factors, part from others")
         return self.merged(other, samples)
 
     def merged(self, other: Any, samples: bool) -> Kept:

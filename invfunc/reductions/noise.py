@@ -18,7 +18,7 @@ Groups = Callable[[str], str | None]
 
 
 class NoiseScale(NamedTuple):
-    """Unbiased estimates of `|E G|^2` and `tr Cov G` for the share G of a sample, tensors without dimensions.
+    """Unbiased estimates of `|E G|^2` and `tr Cov G` for the gradient G of a sample, tensors without dimensions.
 
     Of small batches `squared_norm` may be negative. Both are averaged over steps first, and then divided.
     """
@@ -58,7 +58,7 @@ class SumAndNoise(Reduction):
 
     def assemble(self, results: list[Any], found: Found) -> Any:
         if found.n < 2:
-            raise ArgumentError(f"noise is what the shares of samples differ by, and there is {found.n}.")
+            raise ArgumentError(f"noise is how far per-sample gradients differ, and there is {found.n} sample.")
         groups: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for path, squares in found.aside.items():
             if (name := self.group(path)) is not None:

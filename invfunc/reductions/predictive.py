@@ -64,7 +64,7 @@ class PredictiveCovariance(EachSample):
         path = _place(self.covariance, name)
         if path is None:
             raise ArgumentError(
-                f"covariance has no leaf for {name}; pass a tree like the parameters, with None for those that are "
+                f"covariance has no entry for {name}; pass a tree like the parameters, with None for those that are "
                 "known."
             )
         given = self.covariance[path]
@@ -77,7 +77,7 @@ class PredictiveCovariance(EachSample):
         """The entries of the vectors that are of a parameter."""
         path = _place(self.vectors, name)
         if path is None:
-            raise ArgumentError(f"{self.low_rank!r} has no leaf for {name}; pass a tree like the parameters.")
+            raise ArgumentError(f"{self.low_rank!r} has no entry for {name}; pass a tree like the parameters.")
         found = self.vectors[path]
         if found.shape[1:] != shape:
             raise ArgumentError(

@@ -31,9 +31,9 @@ class ColumnKind:
     """Whether they are the rows of the Jacobian of a model function."""
 
 
-GRADIENT = ColumnKind("the gradient is one column", first_order=True)
+GRADIENT = ColumnKind("there is one gradient", first_order=True)
 GGN = ColumnKind(convex=True)
-HESSIAN = ColumnKind("the columns of the loss, and those of the nonlinear operations", second_order=True)
+HESSIAN = ColumnKind("those of the loss, and those of the nonlinear operations", second_order=True)
 CHAIN = ColumnKind("one matrix, averaged over the samples at each layer", convex=True, averaged=True)
 JACOBIAN = ColumnKind("the rows of the Jacobian", of_model="yes")
 GRADIENT_OR_JACOBIAN = ColumnKind("the gradient, or the rows of the Jacobian", of_model="unless it returns a loss")

@@ -132,7 +132,7 @@ class Pattern:
         self.raised = told(error)
         if self.labels.fault is not None:
             warnings.warn(
-                f"{self.hidden}, so every column is pulled back. The result is right, but this is a fault of invfunc, "
+                f"{self.hidden}, so that no structure is used. The result is right, but this is a fault of invfunc, "
                 'or of a rule: please report it. `method="dense"` does not look.',
                 InvFuncWarning,
                 stacklevel=2,

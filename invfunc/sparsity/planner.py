@@ -107,7 +107,7 @@ class Planner:
         sizes = self.run.trace.sizes
         look = len(sizes) * thresholds.LOOK + sum(sizes) * thresholds.LOOK_ENTRY
         if not self._pays(thresholds.LOOKS * look):
-            self.why = "there are few columns" if self.total < thresholds.FEW else "all columns are little work"
+            self.why = "there are few columns" if self.total < thresholds.FEW else "all columns take little time"
             return None
         above, found = paths(self.run)
         bottlenecks = self._candidates(found)

@@ -25,7 +25,8 @@ class Part:
     """How many pullbacks of one column that takes."""
 
     def __str__(self) -> str:
-        of = f"{self.passes} passes for {self.columns} columns" if self.way != "closed form" else "no pullback"
+        passes = f"{_counted(self.passes, 'backward pass')} for {_counted(self.columns, 'column')}"
+        of = "no backward pass" if self.way == "closed form" else passes
         return f"{self.way}: {of} ({', '.join(self.params)})"
 
 
@@ -110,7 +111,7 @@ class Explanation:
         return table(title, ["parameter", "columns", "per sample", "read by"], rows, *above, *self._of_parts(), *below)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw for each part, or each of several statistics, its columns and the passes that they take.
+        """Draw for each part, or each of several statistics, its columns and the backward passes that they take.
 
         Args:
             ax: the axes of matplotlib to draw into; by default those of a new figure.
@@ -127,7 +128,7 @@ class Explanation:
         ax, places = axes(ax, 1.2 + 0.5 * len(shown)), range(len(shown))
         for name, heights, color, at in (
             ("columns of a sample", [columns for _, columns, _ in shown], "#c9c9c9", 0.2),
-            ("passes", [passes for *_, passes in shown], "#2f6db3", -0.2),
+            ("backward passes", [passes for *_, passes in shown], "#2f6db3", -0.2),
         ):
             bars = ax.barh([i + at for i in places], heights, height=0.38, color=color, label=name)
             ax.bar_label(bars, padding=3, fontsize=8)
@@ -155,7 +156,8 @@ class Explanation:
 
     def _passes(self) -> str:
         times = _counted(self.pullbacks, "pullback") if self.pullbacks else "no pullback"
-        return f"{_counted(self.passes, 'pass')} for {_counted(self.columns, 'column')} of a sample, in {times}"
+        columns = f"{_counted(self.columns, 'column')} of a sample (vectors that are pulled back)"
+        return f"{_counted(self.passes, 'backward pass')} for {columns}, in {times}"
 
     def _of_parts(self) -> list[str]:
         return [f"{m.name}: {m._passes()}; {m.why}" for m in self.members] or [str(part) for part in self.parts]
@@ -166,7 +168,7 @@ class Explanation:
         return [f"{name:<{widths[0]}}  {way:<{widths[1]}}  {at}".rstrip() for name, way, at in rows]
 
     def _cost(self) -> str:
-        return f"about {self.bytes / 2**20:.1f} MiB for the columns, {self.cost:.1%} of the work of all columns"
+        return f"about {self.bytes / 2**20:.1f} MiB for the columns, {self.cost:.1%} of the work without structure"
 
 
 def _short(name: str, most: int = 40) -> str:

@@ -42,7 +42,7 @@ def batch_diag_ggn(
             has_aux: as in `diag_ggn`.
 
     Returns:
-        A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with leaves
+        A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with tensors
         `[N, *p]`, in the unit of loss / parameter^2.
 
     Raises:

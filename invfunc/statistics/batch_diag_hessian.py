@@ -30,7 +30,7 @@ def batch_diag_hessian(
         f, loss, samples, argnums, in_dims, out_dims, has_aux: as in `diag_hessian`.
 
     Returns:
-        A function `(params, *batch) -> tree`, with loss `(params, *inputs, target) -> tree`, with leaves `[N, *p]`, in
+        A function `(params, *batch) -> tree`, with loss `(params, *inputs, target) -> tree`, with tensors `[N, *p]`, in
         the unit of loss / parameter^2.
 
     Raises:

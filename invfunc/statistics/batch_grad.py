@@ -17,24 +17,25 @@ def batch_grad(
     in_dims: InDims = 0,
     has_aux: bool = False,
 ) -> Statistic:
-    """The share of each sample in the gradient of a loss function.
+    """The per-sample gradients of a loss function: what each sample adds to its gradient.
 
         G = torch.stack([grad(lambda p: f(p, *batch)[n])(params) for n in range(N)])     # an [N]-valued f
 
     For a scalar f, `G[n]` is sample n's part of its gradient: `G.sum(0) == grad(f)`. A mean loss therefore puts 1/N
-    into every share; return the `[N]` losses of the samples where their scale matters.
+    into every per-sample gradient; return the `[N]` losses of the samples where their scale matters.
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. A term of a scalar f in the parameters
             alone counts as 1/N for each sample.
-        samples: the indices of the samples whose shares are wanted, in any order and also repeated; None for all. The
-            shares keep the scale that they have in the whole batch, and a result that counts samples counts these.
+        samples: the indices of the samples whose gradients are wanted, in any order, also repeated; None for all. The
+            gradients keep the scale that they have in the whole batch, and a result that counts samples counts these.
         argnums: which argument is the parameters; a tuple gives a tuple of results.
         in_dims: the sample axis of each batch argument, or of all; None for what all samples share.
         has_aux: f returns `(loss, aux)`, and the transform `(result, aux)`.
 
     Returns:
-        A function `(params, *batch) -> G` with leaves `[N, *p]`, in the unit of loss / parameter.
+        A function `(params, *batch) -> G` with a tensor `[N, *p]` for each parameter `p`, in the unit of loss /
+        parameter.
 
     Raises:
         ArgumentError: f returns neither a scalar nor `[N]`, the batch arguments disagree about N, or samples are named

@@ -23,8 +23,8 @@ def batch_jacobian(
 
         torch.stack([jacrev(lambda p: f(p, *inputs)[n])(params) for n in range(N)])
 
-    It is `torch.func.jacrev(f)(params, *inputs)` where a sample's outputs depend on that sample only, but costs the
-    outputs of one sample in passes instead of those of all.
+    It is `torch.func.jacrev(f)(params, *inputs)` where a sample's outputs depend on that sample only, but takes as many
+    backward passes as one sample has outputs, not as all have together.
 
     Args:
         f: a model function `f(params, *inputs)`, which returns outputs `[N, *out]` or a pytree of them.
@@ -32,7 +32,7 @@ def batch_jacobian(
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
     Returns:
-        A function `(params, *inputs) -> J`, a tree like the parameters with leaves `[N, *out, *p]`, in the unit of
+        A function `(params, *inputs) -> J`, a tree like the parameters with tensors `[N, *out, *p]`, in the unit of
         output / parameter. For a pytree of outputs, a tree like these of such trees.
 
     Raises:
@@ -51,7 +51,8 @@ def batch_jacobian(
 
     Composes with: `chunked` over outputs, samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
-    Cost: one forward pass, a pullback of a column for each output of a sample, and the result itself.
+    Cost: one forward pass, a pullback (vector-Jacobian product) for each output of a sample, batched, and the result
+    itself.
 
     Source: BackPACK's SqrtGGN without the loss; Dangel, Tatzel and Hennig, "ViViT", TMLR 2022.
     """

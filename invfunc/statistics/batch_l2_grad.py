@@ -17,7 +17,7 @@ def batch_l2_grad(
     in_dims: InDims = 0,
     has_aux: bool = False,
 ) -> Statistic:
-    """The squared Euclidean norm of each sample's share of the gradient, for each parameter.
+    """The squared Euclidean norm of each per-sample gradient, for each parameter.
 
         G = batch_grad(f)(params, *batch)
         {name: g.flatten(1).square().sum(1) for name, g in G.items()}
@@ -29,8 +29,8 @@ def batch_l2_grad(
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
     Returns:
-        A function `(params, *batch) -> tree` like the parameters with leaves `[N]`, in the unit of
-        (loss / parameter)^2. The sum of the leaves is the squared norm over all parameters.
+        A function `(params, *batch) -> tree` like the parameters, of tensors `[N]`, in the unit of
+        (loss / parameter)^2. The sum of these tensors is the squared norm over all parameters.
 
     Raises:
         ArgumentError, SampleAxisError: as in `batch_grad`.
@@ -44,8 +44,8 @@ def batch_l2_grad(
     Composes with: `chunked` over samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: one gradient and a contraction. Of a layer that reads P positions with I inputs and O outputs, the products of
-    positions with positions, P^2 (I + O), are taken where they are cheaper than the share itself, P I O; in float64,
-    because they cancel.
+    positions with positions, P^2 (I + O), are taken where they are cheaper than the per-sample gradient itself, P I O;
+    in float64, because they cancel.
 
     Source: Goodfellow, "Efficient per-example gradient computations", 2015; Li et al., ICLR 2022 ("ghost norm");
     BackPACK's BatchL2Grad.

@@ -24,27 +24,28 @@ def clipped_grad(
     in_dims: InDims = 0,
     has_aux: bool = False,
 ) -> Statistic:
-    """The gradient with the share of each sample clipped to a norm, and the norms before.
+    """The sum of per-sample gradients that are clipped to a norm, and their norms before.
 
         G = batch_grad(f)(params, *batch)                                       # a dict, say
         norms = sum(g.flatten(1).square().sum(1) for g in G.values()).sqrt()    # [N], over all parameters
         {name: torch.einsum("n...,n->...", g, (max_norm / norms).clamp(max=1)) for name, g in G.items()}, norms
 
-    Warning: a mean loss puts 1/N into every share, and so into the norms that are compared with `max_norm`. Return the
-    `[N]` losses, and divide the result by N where a mean is wanted:
+    Warning: a mean loss puts 1/N into every per-sample gradient, and so into the norms that are compared with
+    `max_norm`. Return the `[N]` losses, and divide the result by N where a mean is wanted:
 
         losses = lambda params, x, y: F.cross_entropy(model(params, x), y, reduction="none")
         clipped, norms = clipped_grad(losses, max_norm=1.0)(params, x, y)
 
     Args:
         f: a loss function `f(params, *batch)`, better `[N]`-valued than scalar.
-        max_norm: the largest norm of a share, above 0; a number, or a tensor without dims, in which the result has a
-            derivative.
+        max_norm: the largest norm of a per-sample gradient, above 0; a number, or a tensor without dims, in which the
+            result has a derivative.
         samples, argnums, in_dims, has_aux: as in `batch_grad`. With several argnums the norm is over all of them.
 
     Returns:
         A function `(params, *batch) -> (grad, norms)`: a tree like the parameters in the unit of loss / parameter, and
-        the `[N]` norms of the shares over all parameters before clipping; with has_aux `(grad, norms, aux)`.
+        the `[N]` norms of the per-sample gradients over all parameters before clipping; with has_aux
+        `(grad, norms, aux)`.
 
     Raises:
         ArgumentError: `max_norm` is not above 0; and as in `batch_grad`.
@@ -59,7 +60,7 @@ def clipped_grad(
     Composes with: `chunked` over samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: one backward pass, whose cotangents are kept, the norms as in `batch_l2_grad`, and the weighted sum. The
-    shares of all samples are never in memory together.
+    per-sample gradients are never all in memory together.
 
     Source: Abadi et al., "Deep learning with differential privacy", CCS 2016; Lee and Kifer, "Scaling up differentially
     private deep learning with fast per-example gradient clipping", PoPETs 2021.

@@ -37,7 +37,9 @@ def diag_ggn(
         H = hessian(lambda z: loss(z, target))(f(params, *inputs))
         torch.einsum("ncp,ncmd,mdp->p", J, H, J)
 
-    The loss owns its scale: the H of a mean loss contains its 1/N, weights and ignored targets included.
+    The loss owns its scale: the H of a mean loss contains its 1/N, weights and ignored targets included. What is sent
+    back through the model are columns, vectors r of outputs whose products sum to H: `sum r r^T == H`. A pullback
+    (vector-Jacobian product) takes each to the parameters, where its square is added up.
 
     Args:
         f: a model function `f(params, *inputs)`, which returns outputs `[N, ...]` or a pytree of them. Without `loss`,
@@ -48,7 +50,7 @@ def diag_ggn(
         loss: `loss(outputs, target)`, convex in the outputs.
         method: how. "dense" pulls back every column of a square root of H; "auto" uses the structure of f where an
             estimate says that it pays (`explain` tells): columns whose receptive fields are disjoint share a pullback,
-            a narrow layer lets as many columns through as it is wide, and the last layer has a closed form.
+            behind a narrow layer there are only as many as it is wide, and the last layer has a closed form.
         mc_samples: in place of all columns, this many that are drawn: the gradient of each sample's loss at a target
             from the model's predictive (categorical, normal of variance 1/2 for `mse_loss`, Bernoulli), times
             `sqrt(c / mc_samples)` for the scale c that the sample has in the loss. Losses with other element-wise
@@ -57,12 +59,12 @@ def diag_ggn(
         sample: a function `sample(outputs, generator) -> target` that draws from the predictive of a loss of your own,
             which then has to be given as `loss` and to return the `[N]` negative log-likelihoods, without a factor:
             the square of what is drawn is taken for their curvature, and a factor would be squared, too.
-        peel: with mc_samples, another way to draw: so many of these columns are the largest ones of each sample as they
-            are, and the others mix all that is left by random signs. "auto" takes for each sample the number that
-            leaves the least error to the trace, which is known before anything is pulled back. Of a cross entropy the
-            columns are those of the Cholesky factor of its Hessian, the likeliest class first: a model that is sure of
-            its classes leaves little. If mc_samples are all columns, the result is exact. Where samples have several
-            positions with classes (tokens, pixels), these share columns, and "auto" mixes them all.
+        peel: with mc_samples, another way to draw: this many columns are the largest ones of each sample, unchanged,
+            and the others mix all that is left by random signs. "auto" takes for each sample the number that leaves the
+            least error to the trace, which is known before anything is pulled back. Of a cross entropy the columns are
+            those of the Cholesky factor of its Hessian, the likeliest class first: a model that is sure of its classes
+            leaves little. If mc_samples are all columns, the result is exact. Where samples have several positions with
+            classes (tokens, pixels), these share columns, and "auto" mixes them all.
         with_error: return an `Estimate(value, standard_error)`, two trees like the parameters. The error is what the
             drawn columns of each sample, two or more, differ by; "auto" leaves half of them to be drawn for that. Where
             a few samples have most of what is left, it is itself uncertain: within two of it were 85 to 95 % of the
@@ -72,11 +74,11 @@ def diag_ggn(
         out_dims: the sample axis of the outputs of a model function.
 
     Returns:
-        A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with leaves shaped
-        like those of the parameters, in the unit of loss / parameter^2; an `Estimate` of two such trees `with_error`.
+        A function `(params, *inputs, target) -> tree`, without `loss` `(params, *batch) -> tree`, with tensors shaped
+        like the parameters, in the unit of loss / parameter^2; an `Estimate` of two such trees `with_error`.
 
     Raises:
-        ArgumentError: mc_samples of a loss that no one knows how to sample; a number of columns to peel where samples
+        ArgumentError: mc_samples of a loss without a known sampler; a number of columns to peel where samples
             have several positions, or that leaves none to be drawn.
         SplitError: no outputs are found, or a path from the parameters to the result goes around them.
         ConvexityError: the loss is not convex in the outputs.
@@ -108,9 +110,9 @@ def diag_ggn(
     structure a convolutional network takes as many pullbacks as its receptive field has pixels, at every image size;
     to find it takes one more forward pass, and one of a single sample. Where the result is differentiated every column
     is pulled back.
-    With mc_samples that many columns, whatever M is; `with_error` forms their shares, block by block. What is drawn of
-    T tokens that meet in a parameter has the error of T products of each with each, which no choice of columns takes
-    away: of long sequences only many columns, or samples, do.
+    With mc_samples that many columns, whatever M is; `with_error` forms what each sample adds, block by block. What is
+    drawn of T tokens that meet in a parameter has the error of T products of each with each, which no choice of columns
+    takes away: of long sequences only many columns, or samples, do.
 
     Source: Schraudolph (2002); BackPACK's DiagGGNExact and DiagGGNMC (Dangel, Kunstner and Hennig, ICLR 2020). To take
     a class out of the softmax: Fast Gauss-Newton (arXiv 2605.06081).

@@ -36,8 +36,8 @@ def diag_hessian(
         argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
     Returns:
-        A function `(params, *batch) -> tree`, with loss `(params, *inputs, target) -> tree`, with leaves shaped like
-        those of the parameters, in the unit of loss / parameter^2.
+        A function `(params, *batch) -> tree`, with loss `(params, *inputs, target) -> tree`, with tensors shaped like
+        the parameters, in the unit of loss / parameter^2.
 
     Raises:
         SampleAxisError: samples are mixed.
@@ -52,9 +52,10 @@ def diag_hessian(
 
     Composes with: `chunked` over outputs, samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
-    Cost: that of `diag_ggn`, and a pullback of one column for each entry of a sample at every element-wise operation
-    that is nonlinear, of two at the others. A parameter that is read again by what depends on it (tied in series,
-    recurrent) or not linearly (`exp(w)`, `weight_norm`) takes a second derivative for each of its entries.
+    Cost: that of `diag_ggn`, and a pullback (vector-Jacobian product) for each entry of a sample at every element-wise
+    operation that is nonlinear, two at the other nonlinear ones. A parameter that is read again by what depends on it
+    (tied in series, recurrent) or not linearly (`exp(w)`, `weight_norm`) takes a second derivative for each of its
+    entries.
 
     Source: BackPACK's DiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
     """

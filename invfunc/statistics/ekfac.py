@@ -35,7 +35,7 @@ def ekfac(
     """Each parameter's block of the Fisher matrix or of the GGN in the eigenbasis of its K-factors (EKFAC).
 
         Q_B, Q_A = (torch.linalg.eigh(factor).eigenvectors for factor in kfac(f, loss)(...)["weight"].factors)
-        values = torch.einsum("vnoi,ok,ij->vnkj", G, Q_B, Q_A).square().sum((0, 1))       # G: shares of the columns
+        values = torch.einsum("vnoi,ok,ij->vnkj", G, Q_B, Q_A).square().sum((0, 1))       # G: rows of `sqrt_ggn`
 
     The eigenvalues are those of the block's diagonal in that basis, so that it has the trace of the block, and is at
     least as near to it (in the Frobenius norm) as the product of the factors.

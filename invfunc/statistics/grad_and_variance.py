@@ -18,7 +18,7 @@ def grad_and_variance(
     in_dims: InDims = 0,
     has_aux: bool = False,
 ) -> Statistic:
-    """The gradient of a loss function and the variance over samples of its shares, from one pass.
+    """The gradient of a loss function and the variance of its per-sample gradients, from one backward pass.
 
         G = batch_grad(f)(params, *batch)
         G.sum(0), G.var(0, correction=correction)
@@ -29,7 +29,7 @@ def grad_and_variance(
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`.
         correction: the divisor of the variance is N - correction.
-        samples: as in `batch_grad`; both results are those of the shares of these samples.
+        samples: as in `batch_grad`; both results are those of these samples.
         argnums, in_dims, has_aux: as in `batch_grad`.
 
     Returns:

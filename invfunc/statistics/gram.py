@@ -23,7 +23,7 @@ def gram(
     out_dims: int = 0,
     has_aux: bool = False,
 ) -> Statistic:
-    """The inner products of the samples' shares of the gradient; of a model function the neural tangent kernel (NTK).
+    """The inner products of the per-sample gradients; of a model function the neural tangent kernel (NTK).
 
         G = torch.cat([g.flatten(1) for g in batch_grad(f)(params, *batch).values()], 1)         # [N, P]
         G @ G.T
@@ -74,7 +74,7 @@ def gram(
                 [32.]])
 
         Of chosen outputs, here one logit of each sample: a function that picks them is a loss function, whose products
-        take one column in place of all C.
+        take one backward pass in place of C.
 
         >>> logit = lambda w, x, y: (x @ w).gather(1, y[:, None])[:, 0]
         >>> invfunc.gram(logit)(torch.eye(2), torch.ones(3, 2), torch.tensor([0, 1, 0]))
@@ -87,10 +87,10 @@ def gram(
     `distributed`. Tiles of one batch: `chunked(lambda *args: gram(f, others=others)(*args), n)` goes over the rows, a
     loop over parts of `others` over the columns.
 
-    Cost: one forward pass and a pullback of all outputs of a sample at once. The shares of a layer are formed where
-    that is cheaper than the products of what it reads and of its cotangents, slice by slice. With `others` that of
-    N + M samples, without the products within either batch, and a forward pass of each batch alone, as a check that f
-    does not mix them (none of an f that draws at random).
+    Cost: one forward pass and a pullback of all outputs of a sample at once. The per-sample gradients of a layer are
+    formed where that is cheaper than the products of what it reads and of its cotangents, slice by slice. With `others`
+    that of N + M samples, without the products within either batch, and a forward pass of each batch alone, as a check
+    that f does not mix them (none of an f that draws at random).
 
     Source: Jacot, Gabriel and Hongler, "Neural tangent kernel", NeurIPS 2018; Dangel, Tatzel and Hennig, "ViViT",
     TMLR 2022.

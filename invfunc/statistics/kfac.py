@@ -34,23 +34,24 @@ def kfac(
     """Kronecker factors of each parameter's block of the Fisher matrix, or of the GGN (K-FAC).
 
         A = torch.einsum("nri,nrj->ij", a, a) / (N * R)        # a[n, r]: what a linear layer reads, in + possibly 1
-        B = torch.einsum("vnro,vnrp->op", s, s)                # s[v, n, r]: the columns at what it returns
+        B = torch.einsum("vnro,vnrp->op", s, s)                # s[v, n, r]: column v at what it returns
         torch.kron(B, A)                                       # about the block of its weight [out, in]
 
-    R positions and uses share the weight (pixels of a convolution, tokens of a sequence, calls of a module). With
-    `"expand"` (KFC) each counts as a sample of its own, as above. With `"reduce"` they are averaged first: `a.mean(r)`
-    in A and `s.sum(r)` in B. `"backpack"` takes `A = 1/N sum_nr a a^T` with the `s.sum(r)`. B contains the scale of the
-    loss, such as the 1/N of a mean, and A does not. Where samples were selected, repeated or have unequal numbers of
-    positions, N * R is how many positions there are.
+    The columns v are gradients of the loss at the outputs (or a square root of its Hessian, see `fisher`), pulled back
+    to the layer. R positions and uses share the weight (pixels of a convolution, tokens of a sequence, calls of a
+    module). With `"expand"` (KFC) each counts as a sample of its own, as above. With `"reduce"` they are averaged
+    first: `a.mean(r)` in A and `s.sum(r)` in B. `"backpack"` takes `A = 1/N sum_nr a a^T` with the `s.sum(r)`. B
+    contains the scale of the loss, such as the 1/N of a mean, and A does not. Where samples were selected, repeated or
+    have unequal numbers of positions, N * R is how many positions there are.
 
-    * A bias or the scale of a norm has the factor `B = sum g g^T` of its share g at each position, or of their sum. Any
-      other vector (a temperature, a gate that is not linear) has that of its share as a whole: its block itself.
+    * A bias or the scale of a norm has the factor `B = sum g g^T` of its gradient g at each position, or of their sum.
+      Any other vector (a temperature, a gate that is not linear) has that of its whole gradient: its block itself.
     * What is added or scaled entry by entry and has several dims, such as positions `[T, D]` in `h + positions`, is
       looked up as in an embedding: each row at positions of its own, with unit vectors a, so that A is a diagonal.
     * A convolution in groups has factors for each group, and nothing between groups: `Kronecker.blocks`.
     * A weight that operations read with its dims in two roles, as an embedding that is the head too, has those factors
-      whose product is nearest (in the Frobenius norm) to the sum of what it has in each role. What the shares of the
-      two roles have in common is left out, as it is where positions are expanded.
+      whose product is nearest (in the Frobenius norm) to the sum of what it has in each role. What the gradients of the
+      two roles have in common is left out, as in "expand" that of two positions is.
 
     (The B of curvlinops' `KFACLinearOperator` with fisher_type="empirical" is E times this one, with E the losses that
     a mean averages: N times the entries of an output of mse_loss and binary_cross_entropy_with_logits, N times the
@@ -59,7 +60,7 @@ def kfac(
     Args:
         f, loss, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
         fisher: which columns. "mc" draws mc_samples of them from the model's predictive, "exact" takes a square root of
-            the GGN (as `kflr`), "empirical" the shares of the gradient at the given targets, with the scale of
+            the GGN (as `kflr`), "empirical" the per-sample gradients at the given targets, with the scale of
             `batch_grad`: return the `[N]` losses where it matters.
         mc_samples, generator: as in `diag_ggn`, for fisher="mc".
         weight_sharing: "expand", "reduce" or "backpack".

@@ -26,15 +26,15 @@ def kflr(
     out_dims: int = 0,
     has_aux: bool = False,
 ) -> Statistic:
-    """Kronecker factors of each parameter's block of the GGN, from all columns of a square root of the loss Hessian.
+    """Kronecker factors of each parameter's block of the GGN, from a whole square root of the loss Hessian.
 
         kfac(f, loss, fisher="exact")
 
     Of one sample the product of the factors is the block itself, as it is of a deep linear network.
 
     Args:
-        method: as in `diag_ggn`, but for the closed form; columns whose receptive fields are disjoint share a pullback
-            with "expand" only, where each position counts by itself.
+        method: as in `diag_ggn`, but for the closed form; columns (see `kfac`) whose receptive fields are disjoint
+            share a pullback with "expand" only, where each position counts on its own.
         f, loss, weight_sharing, joint, unsupported, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`.
 
     Returns:

@@ -32,7 +32,7 @@ def kfoc(
 ) -> Statistic:
     """The Kronecker product nearest to each parameter's own block of the Fisher matrix or of the GGN (KFOC, Shampoo).
 
-        A = torch.eye(inputs)                                       # G: the shares of the columns, [V, N, out, in]
+        A = torch.eye(inputs)                                       # G: of column v (see `kfac`) and sample n
         B = torch.einsum("vnoi,ij,vnpj->op", G, A, G) / A.square().sum()
         A = torch.einsum("vnoi,op,vnpj->ij", G, B, G) / B.square().sum()
         B = torch.einsum("vnoi,ij,vnpj->op", G, A, G) / A.square().sum()          # and so on, one for each sweep
@@ -41,7 +41,7 @@ def kfoc(
     Each line is the best factor beside the other one, in the Frobenius norm, so that the error falls with each sweep to
     that of the best product. With one sweep it is Shampoo's: `kron(sum G G^T, sum G^T G)` over the trace of either.
 
-    Other than `kfac` it assumes nothing of how a parameter is used: any matrix has factors, also one that is tied,
+    Unlike `kfac`, it assumes nothing about how a parameter is used: any matrix has factors, also one that is tied,
     masked, or computed from others, and positions of a sequence count with what they have in common.
 
     Args:
@@ -70,8 +70,8 @@ def kfoc(
     sweep; `together`; `torch.func.grad` around it. `invfunc.kronecker` takes its result; `kronecker.merge` does not, as
     the nearest product of two batches is not told by those of each.
 
-    Cost: a pullback of the columns for each sweep, and of each sample the product of its share with itself, from the
-    factors of the share where that is cheaper. An embedding `[V, D]` has a factor `[V, V]`.
+    Cost: a pullback of the columns for each sweep, and of each per-sample gradient the product with itself, from its
+    factors where that is cheaper. An embedding `[V, D]` has a factor `[V, V]`.
 
     Source: Schnaus et al., "Kronecker-factored optimal curvature", 2021, for the best product; Gupta, Koren and Singer,
     "Shampoo", ICML 2018; Morwani et al., "A new perspective on Shampoo's preconditioner", 2024, for what both are.

@@ -52,8 +52,9 @@ def kfra(
 
     Composes with: `torch.func.grad` around it, and `vmap` where the result is used inside.
 
-    Cost: one forward pass, and at each layer with d inputs and outputs of a sample a matrix `[d, d]` and pullbacks of
-    2d columns through it; element-wise operations are cheap. It is for layers of moderate width.
+    Cost: one forward pass, and at each layer with d inputs and outputs of a sample a matrix `[d, d]` and pullbacks
+    (vector-Jacobian products) of 2d vectors through it; element-wise operations are cheap. It is for layers of moderate
+    width.
 
     Source: Botev, Ritter and Barber, "Practical Gauss-Newton optimisation for deep learning", ICML 2017.
     """

@@ -20,29 +20,29 @@ def noise_scale(
     in_dims: InDims = 0,
     has_aux: bool = False,
 ) -> Statistic:
-    """The gradient of a loss function and the parts of its gradient-noise scale, from one pass.
+    """The gradient of a loss function and the parts of its gradient-noise scale, from one backward pass.
 
         G = torch.cat([g.flatten(1) for g in batch_grad(f)(params, *batch).values()], 1)     # [N, P]
         trace = G.var(0, correction=1).sum()                                                 # tr Cov G
         squared_norm = G.mean(0).square().sum() - trace / N                                  # |E G|^2
         scale = trace / squared_norm
 
-    Both parts are unbiased estimates, for the share G of a sample that is drawn at random. The scale is the number of
-    samples of which the mean gradient has as much noise as signal: larger batches than that take hardly fewer steps.
+    Both parts are unbiased estimates, for the gradient G of a sample that is drawn at random. The scale is the number
+    of samples of which the mean gradient has as much noise as signal: larger batches than that take hardly fewer steps.
 
     The squared norm is a difference, and of batches that are small beside the scale it is often negative: such a batch
-    does not tell the gradient from its noise. It is returned as it is: clamped, its average over steps would be biased.
-    And it is the parts that are averaged, as in the example below, never their ratio.
+    does not tell the gradient from its noise. It is returned unchanged: clamped, its average over steps would be
+    biased. And it is the parts that are averaged, as in the example below, never their ratio.
 
-    A mean loss puts 1/N into every share and 1/N^2 into both parts; the scale is the same for a mean, a sum and `[N]`
-    losses. Return the `[N]` losses where the parts matter, as in averages over batches of several sizes.
+    A mean loss puts 1/N into every per-sample gradient and 1/N^2 into both parts; the scale is the same for a mean, a
+    sum and `[N]` losses. Return the `[N]` losses where the parts matter, as in averages over batches of several sizes.
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`.
         groups: the name of the group for the key path of each parameter, as it is written behind the tree
             (`"['weight']"`), or None for one that does not count; without it all count together. `groups=lambda path:
             path` is of each parameter.
-        samples, argnums, in_dims, has_aux: as in `batch_grad`; the gradient is that of the shares of these samples.
+        samples, argnums, in_dims, has_aux: as in `batch_grad`; the gradient is that of these samples.
 
     Returns:
         A function `(params, *batch) -> (grad, noise)`: a tree like the parameters, and a `NoiseScale(squared_norm,
@@ -88,12 +88,12 @@ def noise_scale(
     Composes with: `chunked` over samples and params, `streamed`, `distributed`, `together`, `compiled`, `certified`;
     `reduced`, whose function gets the gradient of each parameter; `torch.func.grad`, `vmap`, `jvp` around it.
 
-    Cost: one gradient and the norms of `batch_l2_grad`, where the shares that are formed for them are summed for the
-    gradient, too. Parameters that do not count have no norms. For norm layers alone that is hardly more than the
-    gradient; what is left is the Python of a call, which `compiled` takes away.
+    Cost: one gradient and the norms of `batch_l2_grad`, where the per-sample gradients that are formed for them are
+    summed for the gradient, too. Parameters that do not count have no norms. For norm layers alone that is hardly more
+    than the gradient; what is left is the Python of a call, which `compiled` takes away.
 
-    Parts are differences of sums in float64 of what is rounded as shares are: in float32, about 1e-7 of the squared
-    norm is an error of the trace, so that scales below 1e-5 have few digits; `grad_and_variance` centres first.
+    Parts are differences of sums in float64 of per-sample gradients, which are rounded: in float32, about 1e-7 of the
+    squared norm is an error of the trace, so that scales below 1e-5 have few digits; `grad_and_variance` centres first.
     Where the squared norm of the gradient overflows the trace is NaN.
 
     Source: McCandlish et al., "An empirical model of large-batch training", 2018, appendix A; Gray et al.,

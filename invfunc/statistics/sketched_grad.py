@@ -24,32 +24,33 @@ def sketched_grad(
     in_dims: InDims = 0,
     has_aux: bool = False,
 ) -> Statistic:
-    """The share of each sample in the gradient of a loss function, compressed by random matrices.
+    """The per-sample gradients of a loss function, compressed by random matrices.
 
         G = batch_grad(f)(params, *batch)                       # of each parameter [N, *p], taken as [N, O, I]
         torch.einsum("noi,or,ic->nrc", G, P, Q).flatten(1)      # P: [O, rows], Q: [I, columns], random
 
     O is the first dim of a parameter, and I all others. A vector has one matrix, `[O, rows * columns]`. The average of
-    `P P^T` and of `Q Q^T` is the identity, so that the inner product of two sketches is on average that of the shares:
+    `P P^T` and of `Q Q^T` is the identity, so that the inner product of two sketches is on average that of the
+    per-sample gradients:
 
         |sketch(g) . sketch(h) - g . h| is of the size  (2 / rows + 2 / columns + 4 / (rows columns))^(1/2) |g| |h|
 
     at most (the standard deviation), for each parameter, and independently. A side that is as short as its sketch is
-    kept as it is, with zeros behind, and adds no error. Where sketches are kept, products of new samples with all of a
+    kept unchanged, with zeros behind, and adds no error. Where sketches are kept, products of new samples with all of a
     data set are one matrix product: which of them move the loss of a test sample, which are alike.
 
     Args:
         f, samples, argnums, in_dims, has_aux: as in `batch_grad`.
         rows, columns: how long the two sides of a sketch are.
         projection: the kind of matrices: random `"signs"` (LoGra); `"sparse"` ones with one sign in each row, of which
-            the deviation above is the same; or a `"mask"`, which picks some rows and columns of the share (GraSS):
+            the deviation above is the same; or a `"mask"`, which picks some rows and columns of the gradient (GraSS):
             right on average, too, but far off where few entries are large.
         generator: draws the matrices, once, when the statistic is made: all of its calls have the same ones, and so has
             another statistic of as many rows and columns and parameters of the same shapes, in the same order, whose
             generator has the same seed. They are the same on all devices and in all dtypes.
 
     Returns:
-        A function `(params, *batch) -> sketches` with leaves `[N, rows * columns]`, in the unit of loss / parameter.
+        A function `(params, *batch) -> sketches` with tensors `[N, rows * columns]`, in the unit of loss / parameter.
 
     Raises:
         ArgumentError, SampleAxisError: as in `batch_grad`; rows or columns below 1, another projection, no generator.
@@ -65,7 +66,7 @@ def sketched_grad(
         tensor([[2., 0., 0., 0.],
                 [2., 4., 4., 8.]])
 
-        Else their products are about those of the shares:
+        Otherwise their products are near those of the per-sample gradients:
 
         >>> w, x, y = torch.eye(100), torch.eye(100)[:2] + 1, torch.zeros(2, 100)
         >>> sketches = invfunc.sketched_grad(f, rows=20, columns=20, generator=g)(w, x, y)

@@ -34,14 +34,14 @@ def sqrt_ggn(
         R = ...                                               # [V, N, C], with R[:, n].T @ R[:, n] == H[n, :, n]
         torch.einsum("vnc,ncp->vnp", R, J)
 
-    A square root is one of many: only its products `S S^T` have a meaning. Of a cross entropy over C classes it has
-    C - 1 columns, of other losses one for each output.
+    A square root is one of many: only its products `S S^T` have a meaning. For a cross entropy over C classes V is
+    `C - 1`, for other losses the number of outputs of a sample.
 
     Args:
         f, loss, mc_samples, generator, sample, peel, samples, argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
     Returns:
-        A function `(params, *inputs, target) -> S`, without `loss` `(params, *batch) -> S`, with leaves `[V, N, *p]`,
+        A function `(params, *inputs, target) -> S`, without `loss` `(params, *batch) -> S`, with tensors `[V, N, *p]`,
         in the unit of sqrt(loss) / parameter.
 
     Raises:

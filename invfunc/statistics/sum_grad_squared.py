@@ -17,18 +17,18 @@ def sum_grad_squared(
     in_dims: InDims = 0,
     has_aux: bool = False,
 ) -> Statistic:
-    """The sum over samples of the squared shares of a loss function, entry by entry.
+    """The sum over samples of the squared per-sample gradients of a loss function, entry by entry.
 
         batch_grad(f)(params, *batch).square().sum(0)
 
-    It is not divided by N; a mean loss puts 1/N^2 into every square (see `batch_grad` about the scale of shares).
+    It is not divided by N; a mean loss puts 1/N^2 into every square (see `batch_grad` about this scale).
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`.
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
     Returns:
-        A function `(params, *batch) -> tree` with leaves shaped like those of the parameters, in the unit of
+        A function `(params, *batch) -> tree` with tensors shaped like the parameters, in the unit of
         (loss / parameter)^2.
 
     Raises:
@@ -42,8 +42,8 @@ def sum_grad_squared(
 
     Composes with: `chunked` over samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
-    Cost: one gradient and a contraction; the shares of a linear layer are never formed, those of other layers for a few
-    samples at a time.
+    Cost: one gradient and a contraction; the per-sample gradients of a linear layer are never formed, those of other
+    layers for a few samples at a time.
 
     Source: BackPACK's SumGradSquared (Dangel, Kunstner and Hennig, ICLR 2020).
     """

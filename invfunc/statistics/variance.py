@@ -18,13 +18,13 @@ def variance(
     in_dims: InDims = 0,
     has_aux: bool = False,
 ) -> Statistic:
-    """The variance over samples of the shares of a loss function, entry by entry.
+    """The variance of the per-sample gradients of a loss function, entry by entry.
 
         batch_grad(f)(params, *batch).var(0, correction=correction)
 
     It is never negative, and as exact in float32 where the mean is 1e3 times the deviation. A mean loss puts 1/N into
-    every share and 1/N^2 into the variance: for the variance of "the" gradient of a sample, let f return the `[N]`
-    losses of the samples.
+    every per-sample gradient and 1/N^2 into the variance: for the variance of "the" gradient of a sample, let f return
+    the `[N]` losses of the samples.
 
     Args:
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`.
@@ -32,7 +32,7 @@ def variance(
         samples, argnums, in_dims, has_aux: as in `batch_grad`.
 
     Returns:
-        A function `(params, *batch) -> tree` with leaves shaped like those of the parameters, in the unit of
+        A function `(params, *batch) -> tree` with tensors shaped like the parameters, in the unit of
         (loss / parameter)^2.
 
     Raises:

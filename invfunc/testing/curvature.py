@@ -79,14 +79,14 @@ def loop_kfac(
         A = sum(outer(a[n][r], a[n][r]) for n, r) / (N * R)        # "backpack": / N; "reduce": of the mean over r, / N
         B = sum(outer(s[v][n][r], s[v][n][r]) for v, n, r)         # "backpack", "reduce": of the sum over r
 
-    What scales or shifts has s alone, the share at a position; with several dimensions each of its rows is looked up at
-    positions of its own: s is the share of the row, and a its unit vector.
+    What scales or shifts has s alone, the gradient at a position; with several dimensions each of its rows is looked up
+    at positions of its own: s is the gradient of the row, and a its unit vector.
 
     Args:
         model: a module of linear layers, convolutions (without groups), embeddings and norms, whose inputs and outputs
             have the samples along axis 0.
         loss: of its outputs and a target.
-        fisher: "exact", or "empirical": the one column is the gradient of the loss.
+        fisher: "exact", or "empirical": the gradient of the loss alone is pulled back.
         weight_sharing: "expand", "reduce" or "backpack".
         joint: the weight with its bias as one more input, as a matrix `[out, in + 1]`.
 

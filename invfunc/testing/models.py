@@ -70,7 +70,7 @@ def generic(rand: Numbers, n: int) -> Built:
         z = F.embedding(x["tokens"], p["table"]).mean(1) + x["more"][0] / (1 + p["scale"].square())
         return F.layer_norm(z, (CLASSES,), p["norm"])
 
-    x = {"tokens": rand.below(4, n, 2), "more": [rand(n, CLASSES)], "note": "a leaf without samples"}
+    x = {"tokens": rand.below(4, n, 2), "more": [rand(n, CLASSES)], "note": "a note without samples"}
     return f, {"table": rand(4, CLASSES), "norm": rand(CLASSES), "scale": rand()}, x
 
 

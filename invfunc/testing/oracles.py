@@ -46,7 +46,7 @@ def loop_variance(f: Callable, correction: float = 0, *, samples: Samples = None
 
 
 def loop_grad_and_variance(f: Callable, *, correction: float = 0, samples: Samples = None) -> Callable:
-    """The oracle of `grad_and_variance` for an `[N]`-valued f: the sum of the shares and their variance."""
+    """The oracle of `grad_and_variance` for an `[N]`-valued f: the sum and the variance of the G[n]."""
     shares = loop_batch_grad(f, samples=samples)
 
     def oracle(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -58,7 +58,7 @@ def loop_grad_and_variance(f: Callable, *, correction: float = 0, samples: Sampl
 
 
 def loop_clipped_grad(f: Callable, max_norm: float, *, samples: Samples = None) -> Callable:
-    """The oracle of `clipped_grad` for an `[N]`-valued f: share by share, `min(1, max_norm / norm) * share`."""
+    """The oracle of `clipped_grad` for an `[N]`-valued f: `min(1, max_norm / norm) * G[n]`, sample by sample."""
     shares = loop_batch_grad(f, samples=samples)
 
     def oracle(*args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
@@ -78,8 +78,8 @@ def loop_clipped_grad(f: Callable, max_norm: float, *, samples: Samples = None) 
 
 
 def loop_noise_scale(f: Callable, groups: Callable | None = None, *, samples: Samples = None) -> Callable:
-    """The oracle of `noise_scale` for an `[N]`-valued f: the sum of the shares, and of the parameters of each group
-    their mean and covariance, as they are defined."""
+    """The oracle of `noise_scale` for an `[N]`-valued f: the sum of the per-sample gradients, and of the parameters of
+    each group their mean and covariance, as they are defined."""
     shares = loop_batch_grad(f, samples=samples)
 
     def oracle(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -148,8 +148,9 @@ def loop_gram(
 ) -> Callable:
     """The oracle of `gram`: the inner products of all rows of `batch_jacobian`, row by row.
 
-    For an `[N]`-valued loss function the rows are the shares; for a model function it is the empirical NTK. `others`
-    are all arguments behind the parameters in a call of f on another batch, whose rows are the second factors then.
+    For an `[N]`-valued loss function the rows are the per-sample gradients; for a model function it is the empirical
+    NTK. `others` are all arguments behind the parameters in a call of f on another batch, whose rows are the second
+    factors then.
     """
 
     def oracle(params: Any, *inputs: Any, **kwargs: Any) -> Any:
@@ -213,29 +214,29 @@ def dense_diag_ggn(f: Callable, loss: Callable, *, samples: Samples = None) -> C
 
 
 def assert_trees_close(actual: Any, expected: Any, rtol: float, floor: float = 0.0) -> None:
-    """Same structure and shapes, and no entry of a leaf further off than `rtol` times the largest entry of that leaf.
+    """Assert equal structure and shapes, and no entry further off than `rtol` times the largest one of its tensor.
 
     Args:
         actual, expected: pytrees of tensors.
         rtol: the tolerance.
-        floor: a largest entry below this counts as this: the size of what cancels in a leaf that may be zero.
+        floor: a largest entry below this counts as this: the size of what cancels in a tensor that may be zero.
 
     Raises:
-        AssertionError: it names the leaf, the error and the tolerance.
+        AssertionError: it names the tensor, the error and the tolerance.
     """
     structure, (wanted, layout) = tree.flatten(actual)[1], tree.flatten(expected)
     assert structure == layout, f"{structure} is not {layout}"
     for (path, x), y in zip(tree.named_leaves(actual), wanted, strict=True):
         if not isinstance(x, torch.Tensor):
-            assert type(x) is type(y) and x == y, f"leaf {path} is {x!r}, not {y!r}"
+            assert type(x) is type(y) and x == y, f"the entry {path} is {x!r}, not {y!r}"
             continue
-        assert x.shape == y.shape, f"leaf {path} has shape {tuple(x.shape)}, not {tuple(y.shape)}"
+        assert x.shape == y.shape, f"the tensor {path} has shape {tuple(x.shape)}, not {tuple(y.shape)}"
         if x.numel():
             x, y = x.detach().double().cpu(), y.detach().double().cpu()
             error = (x - y).abs().masked_fill(x == y, 0).max().item()  # infinity is near itself alone, NaN nothing
             largest = y.abs().nan_to_num(0, 0, 0).max().item()
             assert error <= rtol * max(largest, floor), (
-                f"leaf {path or '(the only one)'} is off by {error:.1e}, its largest entry is {largest:.1e}"
+                f"the tensor{path and ' '}{path} is off by {error:.1e}, its largest entry is {largest:.1e}"
             )
 
 

@@ -20,6 +20,8 @@ from .measure import difference, medians, peak_here, peak_in_a_process
 from .peers import BACKPACK, FUNC, INSTALL_BACKPACK, OURS, Call, Problem, Result, has_backpack, plain_gradient
 from .plans import PLANS, plans
 from .processes import PROCESSES, processes
+from .readme import CASES as README_CASES
+from .readme import README_TABLE, numbers, peak
 from .report import announce, difference_cell, mebibytes, memory_cells, print_table, time_cells, verdict
 from .reversible import MEMORY_CASES, MEMORY_TABLE, REVERSIBLE, activation_memory
 from .second_order import DRAWN
@@ -30,8 +32,8 @@ from .thresholds import THRESHOLDS, measured
 _EXPECTED = "Full backward hook is firing", "There is a performance drop"  # BackPACK's first layer; vmap of attention
 _FAILS = "Extension saving to"  # BackPACK leaves out a module that it does not know
 _OTHERS = REVERSIBLE | {STRUCTURE: structure, THRESHOLDS: measured, PROCESSES: processes, MEMORY_BUDGET: budgets}
-_OTHERS |= {PLANS: plans, ANCHORS: anchors}
-_OF_ONE_CASE = {MEMORY_TABLE: activation_memory, STRUCTURE: memory, MEMORY_BUDGET: budgets_here}
+_OTHERS |= {PLANS: plans, ANCHORS: anchors, README_TABLE: numbers}
+_OF_ONE_CASE = {MEMORY_TABLE: activation_memory, STRUCTURE: memory, MEMORY_BUDGET: budgets_here, README_TABLE: peak}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -142,9 +144,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/K", help="of memory-budget, part I of K")
     parser.add_argument("--limit", type=_count("seconds"), default=600, help="for a case of memory-budget (600)")
     parser.add_argument("--inductor", action="store_true", help="of plans, every case by inductor, not one model's")
+    parser.add_argument("--readme", action="store_true", help="measure README's numbers alone, and write them there")
     parser.add_argument("--no-memory", action="store_true", help="measure seconds only")
     parser.add_argument("--memory-case", type=_case, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.readme:
+        options.only = [README_TABLE]
+    return options
 
 
 def _device(text: str) -> torch.device:
@@ -176,7 +182,7 @@ def _part(text: str) -> tuple[int, int]:
 
 def _case(text: str) -> tuple[str, str, str]:
     table, row, peer = (text.split("/") + ["", ""])[:3]
-    of_tables = {MEMORY_TABLE: MEMORY_CASES, STRUCTURE: MEMORY, MEMORY_BUDGET: CASES} | {
+    of_tables = {MEMORY_TABLE: MEMORY_CASES, STRUCTURE: MEMORY, MEMORY_BUDGET: CASES, README_TABLE: README_CASES} | {
         name: TABLES[name].peers() for name in TABLES
     }
     cases = of_tables.get(table, ())

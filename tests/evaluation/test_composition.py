@@ -112,7 +112,7 @@ class TestTransformsInside:
     @pytest.mark.parametrize("f", INSIDE.values(), ids=INSIDE)
     def test_in_losses_of_the_samples(self, f):
         args = (Numbers()(3, 2), Numbers(1)(4, 3))
-        holds(lambda w, x: f(w, x).square().sum(1), *args, only="shares equal their loop")
+        holds(lambda w, x: f(w, x).square().sum(1), *args, only="per-sample gradients equal their loop")
 
     @pytest.mark.parametrize("f", INSIDE.values(), ids=INSIDE)
     def test_in_a_model_function(self, f):

@@ -88,7 +88,12 @@ assert once > 4 * 300**2 and often < once + 10 * 4 * 300**2, (once, often)
 class TestRandomNumbers:
     """They are those of one call of f on the whole batch, from the same state to the same state."""
 
-    VALUES = ["shares equal their loop", "the GGN equals its loop", "Jacobians equal their loop", "samples= picks"]
+    VALUES = [
+        "per-sample gradients equal their loop",
+        "the GGN equals its loop",
+        "Jacobians equal their loop",
+        "samples= picks",
+    ]
     DERIVATIVES = [name for name in laws.LAWS if "of a statistic is that of its loop" in name and "vmap" not in name]
     PASSES = ["the generators end where f leaves them", "blocks do not matter", "chunks do not matter"]
 
@@ -128,7 +133,7 @@ def test_two_models_at_once_do_not_know_of_each_other():
         inner = invfunc.batch_l2_grad(lambda q, x: g(q, x).square().sum(1))(q, x.detach())["0.weight"]
         return f(params["f"], x) * g(params["g"], x) * inner[:, None]  # the statistic of one inside the other
 
-    only = ["shares equal their loop", "the GGN equals its loop", "Jacobians equal their loop"]
+    only = ["per-sample gradients equal their loop", "the GGN equals its loop", "Jacobians equal their loop"]
     table = laws.check(both, {"f": p, "g": q}, Numbers()(4, 3), Numbers(1)(4, 3), loss=F.mse_loss, only=only)
     assert {outcome.state for outcome in table.outcomes} == {"holds"} and not table.refused, table
     assert all(leaf.grad is None for model in models for leaf in model.parameters())

@@ -108,7 +108,7 @@ class TestNoneIsNoParameter:
 
     def test_a_vector_has_none_where_the_parameters_have(self):
         params, x, y = arguments()
-        with pytest.raises(ArgumentError, match=r"v has a leaf v\['first'\]"):
+        with pytest.raises(ArgumentError, match=r"v has an entry v\['first'\]"):
             invfunc.hvp(losses(without(model)))(with_nothing(params), {**with_nothing(params), "first": y}, x, y)
 
     def test_a_chunked_function_may_return_it(self):

@@ -56,7 +56,7 @@ def test_refusals():
         LowRank(VECTORS, torch.ones(2))
     with pytest.raises(ArgumentTypeError, match=r"scale is of type str"):
         LowRank(VECTORS, scale="1")
-    with pytest.raises(ArgumentError, match=r"vectors has a leaf vectors\['b'\], but v has none there"):
+    with pytest.raises(ArgumentError, match=r"vectors has an entry vectors\['b'\], but v has none"):
         LowRank(VECTORS) @ {"w": torch.ones(2, 4)}
     with pytest.raises(ArgumentError, match=r"v\['w'\] has shape \[4, 2\], but has to have \[2, 4\]"):
         LowRank(VECTORS) @ {"w": torch.ones(4, 2), "b": torch.ones(())}

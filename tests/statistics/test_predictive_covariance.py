@@ -193,7 +193,7 @@ class TestLowRank:
         def f(p, x):
             return x @ p["w"]
 
-        with pytest.raises(ArgumentError, match=r"LowRank\(2 vectors, scale=0.0\) has no leaf for params\['w'\]"):
+        with pytest.raises(ArgumentError, match=r"LowRank\(2 vectors, scale=0.0\) has no entry for params\['w'\]"):
             predictive_covariance(f, LowRank({"b": torch.ones(2, 2)}))(params, x)
         with pytest.raises(
             ArgumentError, match=r"vectors\['w'\] has shape \[3, 2\], but for params\['w'\] of shape \[3, 2\]"
@@ -223,7 +223,7 @@ def test_refusals():
         predictive_covariance(f, -1.0)
     with pytest.raises(ArgumentTypeError, match=r"covariance\['w'\] is of type str"):
         predictive_covariance(f, {"w": "wide"})
-    with pytest.raises(ArgumentError, match=r"covariance has no leaf for params\['w'\]"):
+    with pytest.raises(ArgumentError, match=r"covariance has no entry for params\['w'\]"):
         predictive_covariance(f, {"b": torch.ones(2)})(params, x)
     with pytest.raises(ArgumentError, match=r"covariance\['w'\] has shape \[2\], but params\['w'\] has \[3, 2\]"):
         predictive_covariance(f, {"w": torch.ones(2)})(params, x)
@@ -243,5 +243,5 @@ def test_is_of_a_tree_like_the_parameters():
         return x @ p["a"]["w"][:, None] + x @ p["c"]["w"][:, None]
 
     for other in {"w": torch.rand(2)}, LowRank({"w": torch.rand(1, 2)}), LowRank(torch.rand(1, 2)):
-        with pytest.raises(ArgumentError, match=r"has no leaf for params\['a'\]\['w'\]"):
+        with pytest.raises(ArgumentError, match=r"has no entry for params\['a'\]\['w'\]"):
             predictive_covariance(f, other)(*args)

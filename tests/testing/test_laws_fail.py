@@ -56,8 +56,11 @@ def of_one(t, given, result):
 
 ALWAYS = "batch_grad"
 FAULTS = {
-    "shares sum to the gradient": (ALWAYS, of_one),
-    "shares equal their loop": (ALWAYS, lambda t, given, result: tree.map_tensors(lambda g: g.flip(0), result)),
+    "per-sample gradients sum to the gradient": (ALWAYS, of_one),
+    "per-sample gradients equal their loop": (
+        ALWAYS,
+        lambda t, given, result: tree.map_tensors(lambda g: g.flip(0), result),
+    ),
     "the GGN equals its loop": ("diag_ggn", of_one),
     "the Hessian equals its loop": ("diag_hessian", of_one),
     "statistics agree with each other": ("ggn_trace", of_one),

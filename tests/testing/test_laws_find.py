@@ -32,11 +32,11 @@ def test_a_wrong_rule_of_an_operation():
     with pytest.raises(AssertionError) as failed:
         laws.check(f, *args)
     told = str(failed.value)
-    assert "a law does not hold: shares sum to the gradient" in told
+    assert "a law does not hold: per-sample gradients sum to the gradient" in told
     assert "['layer']['w'][" in told and "samples: [0], of 5" in told
-    assert "laws.check(f, params, *batch, only='shares sum to the gradient', samples=[0], seed=0)" in told
+    assert "laws.check(f, params, *batch, only='per-sample gradients sum to the gradient', samples=[0], seed=0)" in told
     with pytest.raises(AssertionError, match="of 1"):
-        laws.check(f, *args, only="shares sum to the gradient", samples=[0])
+        laws.check(f, *args, only="per-sample gradients sum to the gradient", samples=[0])
 
 
 @pytest.mark.parametrize("loss", [None, F.mse_loss], ids=["[N] losses", "model and loss"])
@@ -80,7 +80,7 @@ def test_what_a_message_says_to_type_is_what_fails_again():
         far = (x.abs() > 8).any(1)
         return torch.where(far, 2 * (x @ w - y), (x @ w - y).square())  # a kink that no law sees
 
-    assert not laws.check(f, rand(3), x, y, only="shares equal their loop").failed
+    assert not laws.check(f, rand(3), x, y, only="per-sample gradients equal their loop").failed
     op = invfunc.operation(lambda x, weight: x @ weight)
 
     @op.share_of("weight")
@@ -92,9 +92,11 @@ def test_what_a_message_says_to_type_is_what_fails_again():
 
     with pytest.raises(AssertionError, match=r"samples: \[4\], of 6(.|\n)*samples=\[4\]"):
         laws.check(wrong, rand(3), x, y)
-    assert not laws.check(wrong, rand(3), x, y, only="shares equal their loop", samples=[0, 1, 2, 3, 5]).failed
+    assert not laws.check(
+        wrong, rand(3), x, y, only="per-sample gradients equal their loop", samples=[0, 1, 2, 3, 5]
+    ).failed
     with pytest.raises(AssertionError):
-        laws.check(wrong, rand(3), x, y, only="shares equal their loop", samples=[4])
+        laws.check(wrong, rand(3), x, y, only="per-sample gradients equal their loop", samples=[4])
 
 
 class TestCheck:
@@ -107,7 +109,7 @@ class TestCheck:
         return (x @ w).square()
 
     def test_names_the_laws_that_there_are(self):
-        with pytest.raises(invfunc.ArgumentError, match="no law 'sharez'; the names are 'shares sum"):
+        with pytest.raises(invfunc.ArgumentError, match="no law 'sharez'; the names are 'per-sample gradients sum"):
             laws.check(self.f, self.w, self.x, only="sharez")
 
     @pytest.mark.parametrize(
@@ -149,11 +151,19 @@ class TestCheck:
             return F.batch_norm(x * w, None, None, training=True).sin().mean()
 
         table = laws.check(
-            mean, self.w, self.x, only=["shares sum to the gradient", "products equal those of the matrix"]
+            mean,
+            self.w,
+            self.x,
+            only=["per-sample gradients sum to the gradient", "products equal those of the matrix"],
         )
         assert "batch_norm" in str(table) and {outcome.state for outcome in table.outcomes} >= {"refused", "holds"}
         with pytest.raises(invfunc.ArgumentError, match="refuses(.|\n)*batch_norm"):
-            laws.check(mean, self.w, self.x, only=["shares sum to the gradient", "shares equal their loop"])
+            laws.check(
+                mean,
+                self.w,
+                self.x,
+                only=["per-sample gradients sum to the gradient", "per-sample gradients equal their loop"],
+            )
 
     def test_a_refusal_is_told_once_however_many_statistics_it_is_of(self):
         def centred(w, x):
@@ -177,7 +187,7 @@ class TestCheck:
 
     def test_leaves_the_generators_and_the_arguments(self):
         before, version = torch.get_rng_state(), self.x._version
-        laws.check(self.f, self.w, self.x, only=["shares equal their loop", "samples do not mix"])
+        laws.check(self.f, self.w, self.x, only=["per-sample gradients equal their loop", "samples do not mix"])
         assert torch.equal(torch.get_rng_state(), before) and self.x._version == version
 
     def test_of_functions_that_draw(self):
@@ -252,7 +262,7 @@ class TestCheck:
         def mean(w, x):
             return F.batch_norm(x * w, None, None, training=True).sin().mean()
 
-        few = ["shares sum to the gradient", "chunks do not matter", "products equal those of the matrix"]
+        few = ["per-sample gradients sum to the gradient", "chunks do not matter", "products equal those of the matrix"]
         assert "NEARLY ALL IS REFUSED" in laws.check(mean, self.w, self.x, only=few).summary
         assert "NEARLY" not in laws.check(self.f, self.w, self.x, only=few).summary
 

@@ -141,7 +141,7 @@ OPERATIONS = {
     "an operation and its rules draw and write nothing": product(
         lambda s, x, weight: right(s.add_(0), x, weight),
     ),
-    "a rule gives the shares of autograd": product(
+    "a rule gives the gradients of autograd": product(
         lambda s, x, weight: right(s if len(s) == 1 else s.flip(0) * 0.9, x, weight)
     ),
     "a rule is the same in float32": product(
@@ -178,7 +178,7 @@ class TestOperations:
 
     def test_a_rule_that_is_wrong_for_several_columns_only(self):
         with pytest.raises(AssertionError, match=r"columns at \[(.|\n)*samples: \[0\], of 4"):
-            laws.check_operation(OPERATIONS["a rule gives the shares of autograd"], *self.args)
+            laws.check_operation(OPERATIONS["a rule gives the gradients of autograd"], *self.args)
 
     def test_two_samples_show_what_mixes(self):
         with pytest.raises(AssertionError, match=r"keeps the samples apart(.|\n)*samples: \[0, 1\], of 4"):

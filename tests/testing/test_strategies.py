@@ -122,7 +122,7 @@ import sys
 sys.modules["hypothesis"] = None
 import torch, invfunc
 from invfunc.testing import laws
-laws.check(lambda w, x: (x @ w).square(), torch.ones(2), torch.eye(2), only="shares sum to the gradient")
+laws.check(lambda w, x: (x @ w).square(), torch.ones(2), torch.eye(2), only="per-sample gradients sum to the gradient")
 try:
     from invfunc.testing import strategies
 except invfunc.MissingExtraError as error:

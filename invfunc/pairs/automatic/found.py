@@ -102,8 +102,8 @@ class Found(Value):
         parts = module.modules() if isinstance(module, nn.Module) else ()
         if any(m.training and [*m.buffers(recurse=False)] for m in parts):
             raise InverseError(
-                "by itself, outside of a block, the inverse cannot be had of a module in training mode that has "
-                "buffers, as running means: it runs f, which would write them. Call eval() first."
+                "outside of a block there is no inverse of a module in training mode with buffers (running means): it "
+                "runs f, which would write them. Call eval() first."
             )
         ys, form = tree.separate(y)
         return self._solved(Input(form, [_like(t) for t in ys], {}), y, args, kwargs)

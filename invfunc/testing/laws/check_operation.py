@@ -19,7 +19,12 @@ from invfunc.testing.laws.problem import Problem, problem, seeded
 from invfunc.testing.laws.run import tried
 from invfunc.testing.laws.table import Table
 
-OWED = ("shares sum to the gradient", "fast equals generic", "blocks do not matter", "chunks do not matter")
+OWED = (
+    "per-sample gradients sum to the gradient",
+    "fast equals generic",
+    "blocks do not matter",
+    "chunks do not matter",
+)
 OWED += ("the order of the samples does not matter", "samples= picks", "vmap over parameters is the loop")
 """What is said of a model that is this operation alone."""
 
@@ -32,11 +37,11 @@ def check_operation(
     seconds: float = 10,
     seed: int = 0,
 ) -> Table:
-    """Assert that an operation keeps the samples apart, and that its rules give the shares that autograd gives.
+    """Assert that an operation keeps the samples apart, and that its rules give autograd's per-sample gradients.
 
         for n in range(N):
             op(x[n : n + 1], w) == op(x, w)[n : n + 1]
-            rule's share of w for sample n == grad(lambda w: (op(x, w)[n] * cotangent[n]).sum())(w)
+            rule's gradient of w for sample n == grad(lambda w: (op(x, w)[n] * cotangent[n]).sum())(w)
 
     Then the laws of `check` are tried on each argument with a rule: chunks, blocks, order, the generic path, vmap.
 
@@ -44,8 +49,8 @@ def check_operation(
         op: what `operation` made.
         args: arguments for it, best in float64; those with a rule are its parameters.
         samples: the positions of the arguments that have the samples, along axis 0.
-        rtol: the largest difference, relative to the largest entry of a share; some roundings of the precision unless
-            given.
+        rtol: the largest difference, relative to the largest entry of a gradient; some roundings of the precision
+            unless given.
         seconds: how long laws are tried.
         seed: where torch's global generators start.
 
@@ -54,7 +59,7 @@ def check_operation(
 
     Raises:
         AssertionError: that names the operation and the argument whose rule is wrong, with the smallest case.
-        ArgumentTypeError, ArgumentError: `op` is no operation, or `samples` are no positions of tensors with samples.
+        ArgumentTypeError, ArgumentError: `op` is no operation, or `samples` are not positions of tensors with samples.
 
     Example:
         >>> import torch, invfunc

@@ -83,7 +83,7 @@ def apart(problem: OperationProblem) -> Iterator[Claim]:
     yield Claim(f"{problem.op!r}", lambda: problem.op(*problem.args).detach(), alone)
 
 
-@law("a rule gives the shares of autograd", OPERATION)
+@law("a rule gives the gradients of autograd", OPERATION)
 def rules(problem: OperationProblem) -> Iterator[Claim]:
     """its share of w for sample n is grad(lambda w: (op(x, w)[n] * cotangent[n]).sum())(w), also of many columns"""
     for argument in problem.op.rules:
@@ -128,7 +128,7 @@ def _has_shares(problem: OperationProblem, argument: str | int) -> None:
     answer = problem.op.rules[argument](cotangent, *args)
     equation, *operands = answer if isinstance(answer, (tuple, list)) else (answer,)
     if not Answer(equation, tuple(operands)).gives(problem.args[problem.op.position(argument)].shape):
-        raise Inapplicable("it returns no einsum that gives a share")
+        raise Inapplicable("it returns no einsum that gives the gradient")
 
 
 def _cotangents(problem: OperationProblem) -> torch.Tensor:

@@ -91,7 +91,7 @@ def no_loss(problem: Problem) -> str:
     return "f is no loss function; give loss=" if problem.kind == MODEL else ""
 
 
-@law("shares sum to the gradient", when=no_loss)
+@law("per-sample gradients sum to the gradient", when=no_loss)
 def shares_sum(problem: Problem) -> Iterator[Claim]:
     """sum_n batch_grad(f)(params, *batch)[n] == grad(lambda p: f(p, *batch).sum())(params)"""
 
@@ -106,7 +106,7 @@ def shares_sum(problem: Problem) -> Iterator[Claim]:
     yield Claim("grad_and_variance", found(one(problem, "grad_and_variance"), lambda r: r[0]), expected, problem.n)
 
 
-@law("shares equal their loop", when=loops.no_shares)
+@law("per-sample gradients equal their loop", when=loops.no_shares)
 def first_order(problem: Problem) -> Iterator[Claim]:
     """batch_grad(f)(params, *batch)[n] == grad(lambda p: f(p, *batch)[n])(params), and what is made of these"""
     shares = cache(lambda: loops.shares(problem))
