@@ -45,7 +45,8 @@ def run(path):
     lesson = nbformat.read(path, as_version=4)
     lesson.cells.insert(0, nbformat.v4.new_code_cell(AXES_HAVE_NAMES))
     resources = {"metadata": {"path": path.parent}}
-    NotebookClient(lesson, timeout=300, kernel_name="python3", resources=resources, record_timing=False).execute()
+    options = {"timeout": 300, "kernel_name": "python3", "record_timing": False, "coalesce_streams": True}
+    NotebookClient(lesson, resources=resources, **options).execute()
     lesson.cells.pop(0)
     for count, cell in enumerate((cell for cell in lesson.cells if cell.cell_type == "code"), start=1):
         cell.execution_count = count
