@@ -19,7 +19,7 @@ class Outcome:
     def refuse(self, what: str, error: InvFuncError) -> None:
         """The first sentence of an error, without the call, and with the last name of a parameter."""
         first = re.split(r"(?<=[.:]) |\n", str(error).partition(": ")[2])[0].rstrip(".:")
-        first = re.sub(r"params\['(?:[^']*\.)?([^'.]+(?:\.weight)?)'\]", r"`\1`", first)
+        first = re.sub(r"params\['(?:[^']*?\.)?([^'.]+(?:\.weight)?)'\]", r"`\1`", first)
         text = f"{what}: {type(error).__name__}, {first}"
         if text not in self.refused:
             self.refused.append(text)

@@ -1,6 +1,6 @@
 """The table of all clients, on the site's page between two markers: what works, and what is refused because of what."""
 
-import importlib.util
+import importlib
 from functools import partial
 from pathlib import Path
 
@@ -30,8 +30,14 @@ CLIENTS = [
 ]
 
 
-def missing(client: Client) -> list[str]:
-    return [package for package in client.packages if importlib.util.find_spec(package) is None]
+def missing(client: Client) -> str:
+    """Why it cannot be imported, or nothing."""
+    try:
+        for package in client.packages:
+            importlib.import_module(package)
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 def rows(page: str) -> dict[str, str]:

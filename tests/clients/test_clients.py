@@ -17,6 +17,6 @@ def test_the_table_has_all_clients():
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
 def test_it_is_as_the_table_says(client):
     """If not, `python -m tests.clients` brings the table up to date, once it is known why."""
-    for package in missing(client):
-        pytest.skip(f"{package} is not installed")
+    if why := missing(client):
+        pytest.skip(why)
     assert client.row() == rows(PAGE.read_text())[client.name]
