@@ -25,9 +25,9 @@ def code(lesson):
 
 
 def folded(cell):
-    return "hide-input" in cell.metadata.get("tags", []) and cell.metadata.get("jupyter", {}).get(
-        "source_hidden", False
-    )
+    """On the site, and in JupyterLab."""
+    hidden = cell.metadata.get("jupyter", {}).get("source_hidden", False)
+    return hidden and "hide-input" in cell.metadata.get("tags", [])
 
 
 def name_of(call):
