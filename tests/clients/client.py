@@ -1,0 +1,48 @@
+"""What a client is: a library, what is compared with it, and what came out, as a row of a table."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from invfunc import InvFuncError
+
+
+@dataclass
+class Outcome:
+    """What works, and what is refused because of what."""
+
+    works: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def refuse(self, what: str, error: InvFuncError) -> None:
+        """The first sentence of an error, without the call, and with the last name of a parameter."""
+        first = re.split(r"(?<=[.:]) |\n", str(error).partition(": ")[2])[0].rstrip(".:")
+        first = re.sub(r"params\['(?:[^']*?\.)?([^'.]+(?:\.weight)?)'\]", r"`\1`", first)
+        text = f"{what}: {type(error).__name__}, {first}"
+        if text not in self.refused:
+            self.refused.append(text)
+
+
+@dataclass(frozen=True)
+class Client:
+    """A library whose way and ours are compared."""
+
+    name: str
+    against: str
+    packages: tuple[str, ...]
+    check: Callable[[], Outcome]
+
+    def row(self) -> str:
+        outcome = self.check()
+        cells = self.name, self.against, "; ".join(outcome.works), "; ".join(outcome.refused)
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def assert_near(found: dict, wanted: dict, tolerance: float = 1e-8) -> None:
+    """Equal to so much of the largest entry of each tensor."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        difference, scale = (found[name] - value).abs().max(), value.abs().max()
+        assert difference <= tolerance * scale.clamp(min=torch.finfo(value.dtype).eps), (name, difference, scale)

@@ -1,0 +1,76 @@
+"""`python -m tests.lessons 4 5` runs two lessons and stores them with what they print and draw; without a number, all.
+
+Pictures are stored in few colours, which makes them four times smaller."""
+
+import base64
+import io
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from PIL import Image
+
+COLOURS = 256
+
+# Runs in front of a lesson: plt.show() refuses an axis that has numbers and no name.
+AXES_HAVE_NAMES = """
+import matplotlib.pyplot as plt
+
+def is_number(text):
+    return "$" in text or text.strip("-\N{MINUS SIGN}%").replace(".", "").isdecimal()
+
+def checked(*args, show=plt.show, **kwargs):
+    for number in plt.get_fignums():
+        for axes in plt.figure(number).axes:
+            for axis in (axes.xaxis, axes.yaxis) if axes.axison else ():
+                texts = [label.get_text() for label in axis.get_ticklabels() if label.get_visible()]
+                if any(map(is_number, texts)) and not axis.get_label_text():
+                    raise AssertionError(f"the {axis.axis_name} axis of '{axes.get_title()}' has no name: {texts}")
+    return show(*args, **kwargs)
+
+plt.show = checked
+"""
+
+
+def number(path):
+    return int(path.stem.split("_")[0])
+
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"), key=number)
+
+
+def run(path):
+    """The lesson with what its cells print and draw."""
+    lesson = nbformat.read(path, as_version=4)
+    lesson.cells.insert(0, nbformat.v4.new_code_cell(AXES_HAVE_NAMES))
+    resources = {"metadata": {"path": path.parent}}
+    options = {"timeout": 300, "kernel_name": "python3", "record_timing": False, "coalesce_streams": True}
+    NotebookClient(lesson, resources=resources, **options).execute()
+    lesson.cells.pop(0)
+    for count, cell in enumerate((cell for cell in lesson.cells if cell.cell_type == "code"), start=1):
+        cell.execution_count = count
+    return lesson
+
+
+def pictures(lesson):
+    """The data of each output with a picture."""
+    outputs = (out for cell in lesson.cells for out in cell.get("outputs", []))
+    return [out["data"] for out in outputs if "image/png" in out.get("data", {})]
+
+
+def store(path):
+    lesson = run(path)
+    for data in pictures(lesson):
+        picture, file = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))), io.BytesIO()
+        few = picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+        few.save(file, "PNG", optimize=True, dpi=picture.info["dpi"])
+        data["image/png"] = base64.b64encode(file.getvalue()).decode()
+    nbformat.write(lesson, path)
+
+
+if __name__ == "__main__":
+    for lesson_path in NOTEBOOKS:
+        if not sys.argv[1:] or str(number(lesson_path)) in sys.argv[1:]:
+            store(lesson_path)
+            print(f"{lesson_path.name}: {lesson_path.stat().st_size / 1000:.0f} kB")
