@@ -9,8 +9,9 @@ import torch
 from invfunc import tree
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.like import Like
+from invfunc.recomputation.look import Look
 from invfunc.recomputation.origins import Key
-from invfunc.recomputation.purity import PLAIN, Look
+from invfunc.recomputation.purity import PLAIN
 from invfunc.recomputation.shared import Moment
 from invfunc.recomputation.straight import Template, form_of, is_simple
 
@@ -52,7 +53,13 @@ def learn(
     evaluations = [_of_state(moment, need) for moment, need in zip(call.moments, needs, strict=True)]
     if None in evaluations or any(type(leaf) not in PLAIN for _, leaf in others):
         return
-    if None in forms or not is_simple(structure) or straight.has(options, leaves, structure):
+    if None in forms or not is_simple(structure) or not straight.takes(structure):
+        return
+    closed = straight.closed(other.only_read() for others in call.others.values() for other in others)
+    if closed is None or straight.has(options, leaves, structure, closed):
+        return
+    forms_closed = [form_of(t) for t in closed]
+    if None in forms_closed:
         return
     template = Template(
         options=options,
@@ -70,6 +77,7 @@ def learn(
         keys=keys,
         evaluations=[one for one in evaluations if one is not None],
         dtypes=dtypes,
+        closed=[form for form in forms_closed if form is not None],
         default=torch.get_default_dtype(),
         look=(look := Look()),
     )
