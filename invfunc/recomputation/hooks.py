@@ -83,9 +83,11 @@ class HookedBlock(Block):
 
     def looked_up(self, key: Key) -> torch.Tensor:
         """A saved tensor, which autograd may ask for as well."""
-        if key not in self._saved:
-            self._saved = self._rebuild()
-        return self._saved[key].get(self._call)
+        found = self._saved.get(key)
+        if found is None:
+            made = self._rebuild()
+            found, self._saved = made[key], made
+        return found.get(self._call)
 
     def evaluate(self, index: int, evaluation: Evaluation) -> Any:
         """Evaluate a function that f shares with its inverse, for the first time."""
@@ -126,8 +128,9 @@ class HookedBlock(Block):
         """A saved tensor; it is handed out once, and computed again for whoever asks again."""
         found = self._saved.pop(key, None)
         if found is None:
-            self._saved = self._rebuild()
-            found = self._saved.pop(key)
+            made = self._rebuild()  # of this thread alone, until it is done
+            found = made.pop(key)
+            self._saved = made
         return found.get(self._call)
 
     def forget(self) -> None:
