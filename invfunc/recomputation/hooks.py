@@ -93,7 +93,9 @@ class HookedBlock(Block):
         """Evaluate a function that f shares with its inverse, for the first time."""
         self._shared_needs[index] = [t.requires_grad for t in evaluation.tensors]
         self.origins.begin(evaluation.tensors)
-        return evaluation.at(evaluation.tensors)
+        result = evaluation.at(evaluation.tensors)
+        self.origins.gives(result)
+        return result
 
     def invert(self) -> None:
         with plainly(), torch.no_grad(), self._call.named():
@@ -203,7 +205,7 @@ class HookedBlock(Block):
             tensors = _as_then(evaluation.tensors, self._shared_needs[index])
             with torch.enable_grad(), recorded.keeping():
                 self._begin(recorded, tensors, self._call.moments[index].places)
-                output = evaluation.at(tensors)
+                output = recorded.gives(evaluation.at(tensors))
             if (OUTSIDE, 0) in self._like or self._call.tolerance is not None or self._call.reads_outside:
                 outputs[index] = output
             return tree.map_tensors(torch.Tensor.detach, output)
@@ -223,7 +225,7 @@ class HookedBlock(Block):
             if outputs is not None:
                 raise self._differs(recorded)
             self._begin(recorded, evaluation.tensors, self._call.moments[index].places)
-            return evaluation.at(evaluation.tensors)
+            return recorded.gives(evaluation.at(evaluation.tensors))
 
         given = _as_then((*xs, *rest), self._needs)
         xs, rest, known = given[: len(xs)], given[len(xs) :], bool(outputs)

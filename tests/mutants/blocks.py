@@ -738,6 +738,13 @@ BLOCKS = [
         f"{STRAIGHT}::TestAlwaysWatched {STRAIGHT}",
     ),
     Fault(
+        "what shared functions give is not compared",
+        "recomputation/recording.py",
+        "        if not self.origins.gives(result):\n",
+        "        if False:\n",
+        "recomputation/test_order.py",
+    ),
+    Fault(
         "what a thread has computed again is shared before it is taken",
         "recomputation/hooks.py",
         "            found = made.pop(key)\n            self._saved = made\n",
