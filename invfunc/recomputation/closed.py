@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from invfunc import tree
 from invfunc._levels import versions
 from invfunc.errors import ModifiedError, ReplayError
-from invfunc.recomputation.outside import SHARDED
+from invfunc.recomputation.outside import SHARDED, freed
 from invfunc.recomputation.report import CHANGES
-from invfunc.recomputation.straight import Form, Straightness, looks_of
+from invfunc.recomputation.straight import Straightness, looks_of
 
 
 class Closed:
@@ -24,7 +24,8 @@ class Closed:
     def __init__(self, found: Straightness) -> None:
         self._purity, self._tensors, self._forms = found.purity, found.tensors, found.template.closed
         self._versions = versions(found.tensors)
-        self._memory = [(t.untyped_storage(), t.data_ptr()) for t in found.tensors]
+        self._held = [t.detach() for t in found.tensors]
+        """Their memory, which they may have no more by then."""
 
     def again(self) -> AbstractContextManager:
         """A context in which the functions read it as it was; raises where they cannot."""
@@ -42,19 +43,21 @@ class Closed:
         if now is None:
             raise _exchanged("a tensor")
         same = all(map(is_, now, tensors)) and looks_of(now) == self._forms
-        if same and all(t.data_ptr() == at for t, (_, at) in zip(now, self._memory, strict=True)):
+        if same and [t.data_ptr() for t in now] == [t.data_ptr() for t in self._held]:
             return _AS_IT_IS
         return _Instead(self._instead_of(now))
 
     def _instead_of(self, now: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The tensors of the call, for those that have taken their places, or whose memory is another one."""
         stand: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for t, then, (storage, at), form in zip(now, self._tensors, self._memory, self._forms, strict=True):
-            if id(t) in stand:
-                if stand[id(t)][0] is not then:
-                    raise _exchanged("a tensor")
-                continue
-            stand[id(t)] = then, _of_memory(storage, at, form)
+        for t, then, held, form in zip(now, self._tensors, self._held, self._forms, strict=True):
+            if stand.setdefault(id(t), (then, held.requires_grad_(form[3])))[0] is not then:
+                raise _exchanged("a tensor")
+            if freed(held):
+                raise ReplayError(
+                    f"the memory of a tensor of shape {list(held.shape)} that the function reads from outside was "
+                    f"freed after it was evaluated. {SHARDED}"
+                )
         return {key: instead for key, (_, instead) in stand.items()}
 
 
@@ -63,18 +66,6 @@ _AS_IT_IS = nullcontext()
 
 def _exchanged(what: str) -> ReplayError:
     return ReplayError(f"{what} that the block evaluates has been exchanged since its call. {CHANGES}")
-
-
-def _of_memory(storage: torch.UntypedStorage, at: int, form: Form) -> torch.Tensor:
-    """The tensor of this form that begins at a place of some memory."""
-    shape, dtype, stride, needs = form
-    if shape.numel() and not storage.nbytes():
-        raise ReplayError(
-            f"the memory of a tensor of shape {list(shape)} that the function reads from outside was freed after it "
-            f"was evaluated. {SHARDED}"
-        )
-    offset = (at - storage.data_ptr()) // dtype.itemsize
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).requires_grad_(needs)
 
 
 class _Instead(TorchFunctionMode):
