@@ -76,5 +76,5 @@ class _Instead(TorchFunctionMode):
         self._instead = instead
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        args, kwargs = tree.map_tensors(lambda t: self._instead.get(id(t), t), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        given: Any = tree.map_tensors(lambda t: self._instead.get(id(t), t), (args, kwargs or {}))
+        return func(*given[0], **given[1])

@@ -109,7 +109,7 @@ class Readings:
 
     def tensors(self) -> list[torch.Tensor] | None:
         """The tensors that are there now; None if anything else is."""
-        found = [held.get(name) for held, name in self._places.values()]
+        found: list[Any] = [held.get(name) for held, name in self._places.values()]
         found += map(content, self._cells_of_tensors)
         return found if TENSORS.issuperset(map(type, found)) else None
 

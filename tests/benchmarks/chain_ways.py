@@ -66,7 +66,7 @@ def _modules(blocks: Sequence[Block], module: Callable[[nn.Module, nn.Module], C
 def _net(weights: Weights) -> nn.Module:
     """`net` as a module, of the weights themselves, so that their .grad is filled."""
     w, b, v, c = weights
-    first, last = nn.Linear(*w.shape[::-1]), nn.Linear(*v.shape[::-1])
+    first, last = nn.Linear(w.shape[1], w.shape[0]), nn.Linear(v.shape[1], v.shape[0])
     for layer, weight, bias in ((first, w, b), (last, v, c)):
         assert isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter)
         layer.register_parameter("weight", weight)
