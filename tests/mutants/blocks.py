@@ -717,18 +717,11 @@ BLOCKS = [
         f"{STRAIGHT}::TestChanges {STRAIGHT}",
     ),
     Fault(
-        "closed-over tensors may need other gradients",
+        "closed-over tensors may have other forms",
         "recomputation/straight.py",
         "        if looks_of(tensors) != self.forms or looks_of(closed) != self.closed:\n",
         "        if looks_of(tensors) != self.forms:\n",
-        f"{STRAIGHT}::TestChanges {STRAIGHT}",
-    ),
-    Fault(
-        "a dict among the arguments is not taken for parameters",
-        "recomputation/straight.py",
-        "self._purity is not None and not (self._purity.takes_no_dicts and _has_dict(structure[2][1:]))",
-        "True",
-        f"{STRAIGHT}::TestAlwaysWatched {STRAIGHT}",
+        f"{STRAIGHT}::test_a_form_that_decides_whether_it_draws",
     ),
     Fault(
         "a node is not watched whose functions close over tensors",

@@ -229,6 +229,23 @@ def test_closed_over_tensors():
     assert_close(torch.autograd.grad(y, ps), torch.autograd.grad(loss(plain(f, f)), ps))
 
 
+def test_a_form_that_decides_whether_it_draws():
+    weight = Numbers(5)(3, 3).requires_grad_()
+
+    def f(b):
+        h = torch.tanh(b @ weight)
+        return h if weight.is_contiguous() else F.dropout(h, 0.5)
+
+    parts = f_of(f), f_of(f)
+    h = known("coupling", *parts)
+    weight.data = weight.data.T
+    results = []
+    for one in (h, plain(*parts)):
+        torch.manual_seed(1)
+        results.append(torch.autograd.grad(loss(one), [weight]))
+    assert_close(*results)
+
+
 def f_of(f):
     """A function that has parameters to ask for, as modules have."""
     return _Function(f)
