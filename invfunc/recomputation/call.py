@@ -20,9 +20,9 @@ from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.containers import Containers
 from invfunc.recomputation.left import Left
 from invfunc.recomputation.like import Like
+from invfunc.recomputation.look import Look, looking, paused
 from invfunc.recomputation.origins import INVERSE, OUTSIDE, Origins
 from invfunc.recomputation.outcome import Outcome, without_graph
-from invfunc.recomputation.purity import Look, looking
 from invfunc.recomputation.recall import Exchanged, Other, Recall, Use
 from invfunc.recomputation.replay import Replay
 from invfunc.recomputation.report import Report
@@ -257,7 +257,7 @@ class Call:
                     f"evaluation {number - 1 - index} of forward. The inverse evaluates them in reverse order."
                 )
             evaluation.laid(given)
-            with recall.within(number - 1 - index):
+            with recall.within(number - 1 - index), paused(self.look):  # forward was looked at
                 result = moment.again(lambda: _evaluated(evaluate, number - 1 - index, evaluation))
             recall.check(number - 1 - index)
             recall.came(number - 1 - index, result)

@@ -83,15 +83,19 @@ class HookedBlock(Block):
 
     def looked_up(self, key: Key) -> torch.Tensor:
         """A saved tensor, which autograd may ask for as well."""
-        if key not in self._saved:
-            self._saved = self._rebuild()
-        return self._saved[key].get(self._call)
+        found = self._saved.get(key)
+        if found is None:
+            made = self._rebuild()
+            found, self._saved = made[key], made
+        return found.get(self._call)
 
     def evaluate(self, index: int, evaluation: Evaluation) -> Any:
         """Evaluate a function that f shares with its inverse, for the first time."""
         self._shared_needs[index] = [t.requires_grad for t in evaluation.tensors]
         self.origins.begin(evaluation.tensors)
-        return evaluation.at(evaluation.tensors)
+        result = evaluation.at(evaluation.tensors)
+        self.origins.gives(result)
+        return result
 
     def invert(self) -> None:
         with plainly(), torch.no_grad(), self._call.named():
@@ -126,8 +130,9 @@ class HookedBlock(Block):
         """A saved tensor; it is handed out once, and computed again for whoever asks again."""
         found = self._saved.pop(key, None)
         if found is None:
-            self._saved = self._rebuild()
-            found = self._saved.pop(key)
+            made = self._rebuild()  # of this thread alone, until it is done
+            found = made.pop(key)
+            self._saved = made
         return found.get(self._call)
 
     def forget(self) -> None:
@@ -200,7 +205,7 @@ class HookedBlock(Block):
             tensors = _as_then(evaluation.tensors, self._shared_needs[index])
             with torch.enable_grad(), recorded.keeping():
                 self._begin(recorded, tensors, self._call.moments[index].places)
-                output = evaluation.at(tensors)
+                output = recorded.gives(evaluation.at(tensors))
             if (OUTSIDE, 0) in self._like or self._call.tolerance is not None or self._call.reads_outside:
                 outputs[index] = output
             return tree.map_tensors(torch.Tensor.detach, output)
@@ -220,7 +225,7 @@ class HookedBlock(Block):
             if outputs is not None:
                 raise self._differs(recorded)
             self._begin(recorded, evaluation.tensors, self._call.moments[index].places)
-            return evaluation.at(evaluation.tensors)
+            return recorded.gives(evaluation.at(evaluation.tensors))
 
         given = _as_then((*xs, *rest), self._needs)
         xs, rest, known = given[: len(xs)], given[len(xs) :], bool(outputs)

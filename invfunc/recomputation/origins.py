@@ -50,6 +50,9 @@ class Place(NamedTuple):
 
 Names = dict[Hashable, list[Origin]]
 """The origins of what the parts of a function are given and give."""
+Given = dict[int, list[Place]]
+"""How what the parts give came about within them."""
+_UNKNOWN: Origin = (0, 0)
 
 
 class Origins:
@@ -57,17 +60,19 @@ class Origins:
 
     Args:
         names: those of the first evaluation; None if this is the first.
+        given: what its parts gave; None if this is the first.
     """
 
-    def __init__(self, names: Names | None = None) -> None:
+    def __init__(self, names: Names | None = None, given: Given | None = None) -> None:
         self._names: Names = {} if names is None else names
+        self._given: Given = {} if given is None else given
         self._scope: Scope | None = Scope(OUTSIDE)
         self._read = False
         self.paused = Paused()
 
     def again(self) -> Origins:
         """New origins for an evaluation that is to be compared with this one."""
-        return Origins(self._names)
+        return Origins(self._names, self._given)
 
     def save(self) -> tuple[Key, Place]:
         """The key of the tensor that is saved now, and the last call of the part, by which it is saved, or by what is
@@ -107,6 +112,14 @@ class Origins:
                 found = of.get(id(t))
                 known.append(_origin(key, i) if found is None or found[0]() is not t else found[1])
             of[id(t)] = ref(t), known[i]
+
+    def gives(self, result: Any) -> bool:
+        """The part that is being evaluated gives this; whether it came about as in the first evaluation."""
+        scope = self._scope
+        assert scope is not None
+        now = [Place("", origin or _UNKNOWN, self._read) for origin in map(scope.known, tree.tensors(result))]
+        then = self._given.setdefault(scope.part, now)
+        return all(a.same(b) or _UNKNOWN in (a.origin, b.origin) for a, b in zip(now, then, strict=False))
 
     def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> None:
         """A tensor takes the place of another one, which may come from elsewhere."""

@@ -1,10 +1,11 @@
 """Functions whose code shows that they compute with torch and do nothing else, so that they need not be watched.
 
-The values in such a function are its arguments (tensors, numbers, tuples, lists and dicts of them), constants,
-functions of torch and further such functions, whatever they are passed through; it writes no attribute, item or global
-name, and calls nothing that could. What it does at arguments of one form is then the same each time, unless a tensor's
-numbers decide it, which is seen in a call that is watched (`Look`). All else (tensors, modules and containers that it
-closes over, methods of other objects, `with`, `try`, `import`) is not shown: that is watched in every call.
+The values in such a function are its arguments (tensors, numbers, tuples, lists and dicts of them), constants, tensors
+that it closes over, functions of torch, further such functions, and modules whose methods are such functions, whatever
+they are passed through; it writes no attribute, item or global name, and calls nothing that could. What it does at
+arguments of one form is then the same each time, unless a tensor's numbers decide it, which is seen in a call that is
+watched (`look`). All else (other objects and containers that it closes over, methods of other objects, `with`, `try`,
+`import`) is not shown: that is watched in every call.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import math
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
-from invfunc import tree
-from invfunc.operations.heard import Function, Listener
+from invfunc.module_copy import REGISTERED
 from invfunc.operations.naming import function_name
 from invfunc.operations.operation import OPERATIONS
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Law
-from invfunc.pairs.part import OfFunction, Rounded
+from invfunc.pairs.part import OfFunction, OfModule, Rounded
+from invfunc.recomputation.readings import CONTAINERS, MISSING, TENSORS, Readings, content, is_helper, strange_in
 
 PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype, torch.device})
 """Types of constants."""
@@ -53,13 +54,16 @@ _CHANGING = frozenset(
     "output_nr names is_neg is_conj is_inference".split()
 )
 """Methods that change a container, and attributes that differ where the function is evaluated again."""
-_ATTRIBUTES = frozenset(name for kind in (torch.Tensor, tuple, list, dict, str, float) for name in dir(kind))
+_KINDS = (nn.Parameter, tuple, list, dict, str, float)
+_ATTRIBUTES = frozenset(name for kind in _KINDS for name in dir(kind) if not name.startswith("_"))
+_PRIVATE = frozenset(name for kind in (*_KINDS, nn.Module) for name in dir(kind) if name.startswith("_"))
 _UNSTEADY = frozenset(
     "empty empty_like empty_strided empty_permuted empty_quantized new new_empty new_empty_strided from_file "
     "requires_grad set resize scaled_dot_product_attention multi_head_attention_forward get:data get:grad".split()
 )
 """Operations whose results are not told by their arguments: memory that is not written yet, kernels that are chosen."""
-_MISSING = object()
+_MOST = 64
+"""How many modules are looked at: comparing them takes time in each call."""
 
 
 class NotShown(Exception):
@@ -74,25 +78,37 @@ class Purity:
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        self._names: list[tuple[Mapping[str, Any], str, Any]] = []
-        self._functions: list[tuple[Any, types.CodeType, Any, Any]] = []
-        self._cells: list[tuple[types.CellType, Any]] = []
+        self._read = Readings()
         self._seen: dict[int, Any] = {}
-        self.attributes = False
-        """Whether an attribute of an argument may be read, which a tensor can be given by anybody."""
+        self._modules: list[nn.Module] = []
+        self._classes: dict[type, Mapping[str, Any]] = {}
+        """What they have."""
+        self._found: set[str] = set()
+        self._only: dict[str, str] = {}
+        """The attributes that nothing but a module may have, with where they are read."""
+        self.names = {"forward"}
+        """The attributes that are read, whatever of. A tensor can be given any of them by anybody."""
+        self.takes_no_dicts = False
+        """Whether a dict among the arguments may be parameters that take the place of a module's own."""
         for root in roots:
             self._value(root)
+        for name, where in self._only.items():
+            if name not in self._found:
+                raise NotShown(where)
+        self._read.lay_out()
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether any are closed over."""
+        return self._read.has_tensors
 
     def unchanged(self) -> bool:
-        """Whether all that was looked at is there as it was."""
-        for held, name, value in self._names:
-            if held.get(name, _MISSING) is not value:
-                return False
-        for fn, code, defaults, named in self._functions:
-            own = fn.__code__ is code and fn.__defaults__ is defaults and fn.__kwdefaults__ is named
-            if not own or fn.__dict__:
-                return False
-        return all(_content(cell) is value for cell, value in self._cells)
+        """Whether all that was looked at is there as it was, but for tensors."""
+        return self._read.unchanged()
+
+    def tensors(self) -> list[torch.Tensor] | None:
+        """The tensors that are closed over now; None if anything else is where one was."""
+        return self._read.tensors()
 
     def _value(self, value: Any) -> None:
         """A value that a function reads or calls."""
@@ -102,62 +118,137 @@ class Purity:
         self._seen[id(value)] = value
         if kind is types.FunctionType:
             self._function(value)
-        elif kind is tuple:
+        elif kind in (tuple, torch.Size):
             for part in value:
                 self._value(part)
-        elif kind is types.MethodType and isinstance(value.__self__, Law):
+        elif kind is types.MethodType and isinstance(value.__self__, (Law, nn.Module)):
             self._value(value.__self__)
+            if isinstance(value.__self__, nn.Module):
+                self._value(value.__func__)
         elif (isinstance(value, Law) and value.computes) or kind is OfFunction or kind is Rounded:
-            held = vars(value)
-            self._read(held, list(held))
+            for name in vars(value):
+                self._at(vars(value), name)
+        elif kind is OfModule:
+            self.takes_no_dicts = True
+            self._at(vars(value), "module")
+        elif isinstance(value, nn.Module):
+            self._module(value)
         elif kind is not Grid:
             raise NotShown(f"an object of {kind.__name__}")
 
-    def _read(self, held: Mapping[str, Any], names: Iterable[str]) -> None:
-        for name in names:
-            self._names.append((held, name, held[name]))
-            self._value(held[name])
+    def _at(self, held: Mapping[str, Any], name: str) -> None:
+        """What is under a name, if anything is."""
+        value = held.get(name, MISSING)
+        if type(value) in TENSORS:
+            self._read.place(held, name)
+            return
+        self._read.name(held, name, value)
+        if value is not MISSING:
+            self._value(value)
 
     def _function(self, fn: types.FunctionType) -> None:
         if fn.__dict__ or fn.__kwdefaults__:
             raise NotShown(f"{fn.__name__} has attributes or defaults by name")
-        self._functions.append((fn, fn.__code__, fn.__defaults__, None))
+        self._read.function(fn)
+        if is_helper(fn):
+            return
         self._value(fn.__defaults__)
         for cell in fn.__closure__ or ():
-            self._cells.append((cell, _content(cell)))
-            self._value(_content(cell))
+            value = content(cell)
+            if type(value) in TENSORS:
+                self._read.place(cell)
+            else:
+                self._read.cell(cell, value)
+                self._value(value)
         self._code(fn.__code__, fn.__globals__)
+
+    def _module(self, module: nn.Module) -> None:
+        """A module that may be called, and whose attributes may be read by a name that the code reads of anything."""
+        if len(self._modules) == _MOST:
+            raise NotShown(f"more than {_MOST} modules")
+        strange = strange_in(type(module))
+        if strange is None and vars(module).get("_compiled_call_impl") is not None:
+            strange = "_compiled_call_impl"
+        if strange:
+            raise NotShown(f"`{strange}` of {type(module).__name__}")
+        self._modules.append(module)
+        self._read.module(module)
+        for name in [*self.names]:
+            self._attribute(module, name)
+        if isinstance(module, CONTAINERS):
+            self._entries(module)
+
+    def _entries(self, module: nn.Module) -> None:
+        """What is in a container."""
+        self._read.whole(module._modules)
+        for child in module._modules.values():
+            self._value(child)
+        if isinstance(module, nn.ParameterList):
+            self._at(vars(module), "_size")
+            if len(module._parameters) < len(module):
+                raise NotShown("a list of other things than parameters")
+            for name in module._parameters:
+                self._at(module._parameters, name)
+
+    def _attribute(self, module: nn.Module, name: str) -> None:
+        """What a module has under a name. Where it has nothing, no code that came to an end has read it."""
+        own, classes = vars(module), type(module).__mro__
+        of_class = next((i for i, cls in enumerate(classes) if name in vars(cls)), None)
+        if of_class is not None and classes[of_class] in (nn.Module, object):
+            if name in self._only:
+                raise NotShown(self._only[name])
+            return  # of a tensor; a module would write its parameters, which is heard
+        if of_class is not None:
+            for cls in classes[: of_class + 1]:
+                self._at(self._classes.setdefault(cls, vars(cls)), name)
+        held = next((held for held in (own, *map(own.__getitem__, REGISTERED)) if name in held), None)
+        if held is not None and held is not own:
+            self._read.name(own, name, MISSING)
+        if held is not None or of_class is not None:
+            self._found.add(name)
+            self._at(own if held is None else held, name)
 
     def _code(self, code: types.CodeType, given: Mapping[str, Any]) -> None:
         steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
         for i, step in enumerate(steps):
-            if not _is_shown(step, steps[i - 1] if i else None):
-                raise NotShown(f"{code.co_name} does `{step.opname} {step.argrepr}`")
+            where = f"{code.co_name} does `{step.opname} {step.argrepr}`"
+            before = steps[i - 1] if i else None
+            if not _is_shown(step, before):
+                raise NotShown(where)
             if step.opname == "LOAD_GLOBAL":
                 self._global(step.argval, given, steps[i + 1 :])
-            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                self.attributes = True
+            elif step.opname in _ATTRIBUTE:
+                self._named(step.argval, where, before)
         for part in code.co_consts:
             if isinstance(part, types.CodeType):
                 self._code(part, given)
 
+    def _named(self, name: str, where: str, before: dis.Instruction | None) -> None:
+        """An attribute that is read."""
+        led = before is not None and before.opname in _LEADING and not name.startswith("_")
+        if not (led or name in _ATTRIBUTES):
+            self._only[name] = where
+        if name not in self.names or name in self._only:
+            self.names.add(name)
+            for module in [*self._modules]:
+                self._attribute(module, name)
+
     def _global(self, name: str, given: Mapping[str, Any], behind: Sequence[dis.Instruction]) -> None:
-        """A global name; of a module what the attributes behind it lead to."""
-        found = given.get(name, _MISSING)
-        self._names.append((given, name, found))
-        if found is _MISSING:
-            value = getattr(builtins, name, None)
+        """A global name; of a Python module what the attributes behind it lead to."""
+        if name not in given:
+            self._read.name(given, name, MISSING)
             if name not in _BUILT_IN:
                 raise NotShown(f"`{name}`")
-            self._names.append((vars(builtins), name, value))
+            self._read.name(vars(builtins), name, getattr(builtins, name))
             return
+        held: Mapping[str, Any] = given
         for step in behind:
-            if not isinstance(found, types.ModuleType) or step.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            found = held.get(name)
+            if not isinstance(found, types.ModuleType) or step.opname not in _ATTRIBUTE:
                 break
-            held = vars(found)
-            found = held.get(step.argval, _MISSING)
-            self._names.append((held, step.argval, found))
-        self._value(found)
+            self._read.name(held, name, found)
+            held, name = vars(found), step.argval
+        self._at(held, name)
 
 
 def _is_shown(step: dis.Instruction, before: dis.Instruction | None) -> bool:
@@ -165,9 +256,8 @@ def _is_shown(step: dis.Instruction, before: dis.Instruction | None) -> bool:
     name = step.opname
     if name not in _STEPS:
         return False
-    if name in ("LOAD_ATTR", "LOAD_METHOD"):
-        own = not step.argval.startswith("_") and step.argval not in _CHANGING
-        return own and (step.argval in _ATTRIBUTES or (before is not None and before.opname in _LEADING))
+    if name in _ATTRIBUTE:
+        return step.argval not in _CHANGING and step.argval not in _PRIVATE
     if name == "BINARY_OP":
         return not step.argrepr.endswith("=")  # `+=` writes into tensors and lists
     if name == "IS_OP":
@@ -175,17 +265,9 @@ def _is_shown(step: dis.Instruction, before: dis.Instruction | None) -> bool:
     return True
 
 
-_LEADING = ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD")
-"""The steps before an attribute that may be that of a module."""
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing in it yet
-        return _MISSING
-
-
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_LEADING = ("LOAD_GLOBAL", *_ATTRIBUTE)
+"""The steps before an attribute that may be that of a Python module."""
 _FUNCTIONS = (types.BuiltinFunctionType, types.FunctionType)
 
 
@@ -198,11 +280,11 @@ def _is_operation(value: Any) -> bool:
         torchs = vars(own).get(value.__name__) is value if own is not None else False  # a wrapper copies both names
     else:
         torchs = module.startswith("torch._C") or value.__self__ is torch.exp.__self__
-    return _computes(function_name(value)) if torchs else getattr(value, "__self__", None) is math
+    return gives_tensors(function_name(value)) if torchs else getattr(value, "__self__", None) is math
 
 
 @cache
-def _computes(name: str) -> bool:
+def gives_tensors(name: str) -> bool:
     """Whether an operation of this name gives a tensor that its arguments tell."""
     if name in _UNSTEADY or name.startswith("_"):
         return False
@@ -211,42 +293,3 @@ def _computes(name: str) -> bool:
         return name in OPERATIONS
     returned = (r for overload in packet.overloads() for r in getattr(packet, overload)._schema.returns)
     return any("Tensor" in str(r.type) for r in returned)
-
-
-class Look:
-    """A look at the calls of torch that a function makes: whether each gives tensors, by its arguments alone."""
-
-    def __init__(self) -> None:
-        self.harmless = True
-        self.seen = False
-        """Whether there was a call to look at."""
-
-    def ends(self, harmless: bool = True) -> None:
-        """The call has ended, or there is something in it that has to be watched."""
-        self.seen, self.harmless = True, self.harmless and harmless
-
-    def hears(self, function: Function, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        """Look at a call."""
-        if self.harmless:
-            entry = function.entry
-            other = entry.asks != "no" or entry.saves_early or entry.registers or entry.differentiates or entry.exits
-            writes = function.writes(args, kwargs) or bool(function.written(args, kwargs)) or "out" in kwargs
-            known = _computes(function.name)
-            gives = isinstance(result, torch.Tensor) or bool(tree.tensors(result))
-            self.harmless = known and gives and not (other or writes or function.draws(args, kwargs))
-
-
-def looking(look: Look | None) -> AbstractContextManager:
-    """A context in which a look is taken, if it is one."""
-    return nullcontext() if look is None else _Looking(look)
-
-
-class _Looking(Listener):
-    def __init__(self, look: Look) -> None:
-        super().__init__()
-        self._look = look
-
-    def heard(self, function: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-        result = function.func(*args, **kwargs)
-        self._look.hears(function, args, kwargs, result)
-        return result

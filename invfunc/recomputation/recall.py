@@ -47,6 +47,10 @@ class Other:
         """Whether it is this very tensor."""
         return self.tensor() is tensor
 
+    def only_read(self) -> torch.Tensor | None:
+        """The tensor, if it was used as it is and not written."""
+        return None if self.written or self.wrapped or self.lift is not None else self.tensor()
+
     def like(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor may have taken its place."""
         return self._like == (tensor.shape, tensor.dtype, tensor.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -91,6 +91,15 @@ class Recording:
             for key, (error, probe) in self._apart.items()
             if error > most and not any(probe.errors((self.found[key].tensor,)))
         }
+
+    def gives(self, result: Any) -> Any:
+        """What a shared function gives, if it came about as the first time, whatever of it autograd saves."""
+        if not self.origins.gives(result):
+            raise ReplayError(
+                "evaluated again, the function computes other numbers: a function that forward and inverse share has "
+                f"other arguments than the first time, such as a number that it reads. {CHANGES} {SHARDED}"
+            )
+        return result
 
     def given_back(self, tensor: torch.Tensor) -> None:
         """Nothing: a statistic looked on the first time."""

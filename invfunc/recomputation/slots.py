@@ -52,7 +52,8 @@ class Slot:
         users = self._users()
         if users is not None and version(users) == self._version:
             return users.detach()
-        return None if self._held is None else self._held.get()
+        held = self._held  # of which another thread may let go
+        return None if held is None else held.get()
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is as it was when the slot was made, and it was made within the same evaluation."""
@@ -109,15 +110,16 @@ class Held:
 
     def get(self) -> torch.Tensor:
         """The tensor, as it was."""
-        if self._tensor is None:
-            self._tensor = self._unpack(self._packed).detach()
-        if self._version is not None and version(self._tensor) != self._version:
+        tensor = self._tensor  # of which another thread may let go
+        if tensor is None:
+            tensor = self._tensor = self._unpack(self._packed).detach()
+        if self._version is not None and version(tensor) != self._version:
             raise ModifiedError(
-                f"a tensor of shape {list(self._tensor.shape)} that is needed for a gradient has been modified by an "
+                f"a tensor of shape {list(tensor.shape)} that is needed for a gradient has been modified by an "
                 "inplace operation: an argument of an invertible block, or the output from which its input is "
                 "computed. Write y = y + z in place of y += z."
             )
-        return self._tensor
+        return tensor
 
     def let_go(self) -> None:
         """Forget a tensor that a block around us can give back any number of times."""

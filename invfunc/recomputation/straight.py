@@ -8,8 +8,9 @@ the forms of all tensors, and those of what autograd saves. Whatever else is dif
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +18,10 @@ from invfunc import tree
 from invfunc._torch.levels import only_level, undisturbed
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.like import Like
+from invfunc.recomputation.look import Look
 from invfunc.recomputation.origins import Key
-from invfunc.recomputation.purity import PLAIN, Look, NotShown, Purity
+from invfunc.recomputation.purity import PLAIN, NotShown, Purity
+from invfunc.recomputation.readings import TENSORS
 
 Form = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
 """Shape, dtype, strides, and whether a gradient is needed."""
@@ -55,6 +58,8 @@ class Template:
     dtypes: list[torch.dtype]
     """Those that it computes in."""
     default: torch.dtype
+    closed: list[Form]
+    """Of the tensors that the functions close over."""
     look: Look
     """At the inverse."""
 
@@ -63,21 +68,27 @@ class Template:
         """Whether both directions were seen to compute, and to do nothing else."""
         return self.look.seen and self.look.harmless
 
-    def fits(self, options: tuple, leaves: list[Any], structure: Any, attributes: bool) -> bool:
-        """Whether a call has this form."""
+    def fits(
+        self, options: tuple, leaves: list[Any], structure: Any, closed: list[torch.Tensor], names: set[str]
+    ) -> bool:
+        """Whether a call has this form, whose functions close over these tensors and read these attributes."""
         if len(leaves) != self.number or options != self.options or structure != self.structure:
             return False
         tensors = [leaves[place] for place in self.places]
-        for t in tensors:
-            if type(t) not in _TENSORS or t.layout is not torch.strided or not t.is_cpu or (attributes and t.__dict__):
+        for t in (*tensors, *closed):
+            if type(t) not in TENSORS or t.layout is not torch.strided or not t.is_cpu:
                 return False
-        if [(t.shape, t.dtype, t.stride(), t.requires_grad) for t in tensors] != self.forms:
+            if t.__dict__ and not names.isdisjoint(t.__dict__):
+                return False
+        if looks_of(tensors) != self.forms or looks_of(closed) != self.closed:
             return False
         same = all(leaves[i] is other or _equal(leaves[i], other) for i, other in self.others)
         return same and self.default is torch.get_default_dtype()
 
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+def looks_of(tensors: Iterable[torch.Tensor]) -> list[Form]:
+    """The forms of plain tensors."""
+    return [(t.shape, t.dtype, t.stride(), t.requires_grad) for t in tensors]
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -87,7 +98,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 def form_of(t: torch.Tensor) -> Form | None:
     """The form of a plain tensor; None of any other."""
-    plain = type(t) in _TENSORS and t.layout is torch.strided and t.is_cpu and not t.is_quantized
+    plain = type(t) in TENSORS and t.layout is torch.strided and t.is_cpu and not t.is_quantized
     if not plain or t.is_inference() or t.is_conj() or t.is_neg():
         return None
     return t.shape, t.dtype, t.stride(), t.requires_grad
@@ -100,10 +111,33 @@ def is_simple(structure: Any) -> bool:
     return type(structure) is tuple and structure[0] in (tuple, list, dict) and all(map(is_simple, structure[2]))
 
 
+def _has_dict(structures: Sequence[Any]) -> bool:
+    """Whether a dict with anything in it is among the arguments, or the last of them, which are those by name."""
+    *_, (_, _, by_name) = structures
+    waiting = [*structures[:-1], *by_name]
+    while waiting:
+        structure = waiting.pop()
+        if structure is not None:
+            if structure[0] is dict:
+                return True
+            waiting += structure[2]
+    return False
+
+
 def _fits_around(node: bool) -> bool:
     """Whether hooks, or a node, are all that a call takes."""
     level = only_level()
     return level is not None and (level > 0) is node and undisturbed()
+
+
+class Straightness(NamedTuple):
+    """How a call is known that need not be watched."""
+
+    template: Template
+    purity: Purity
+    """What the functions are, which is compared with what they are in the backward pass."""
+    tensors: list[torch.Tensor]
+    """Those that they close over."""
 
 
 class Straight:
@@ -118,24 +152,20 @@ class Straight:
     def __reduce__(self) -> tuple:  # a copy is of the functions that the copied block has
         return Straight, ()
 
-    def find(self, pair: Invertible, options: tuple, leaves: list[Any], structure: Any) -> Template | None:
-        """The template of a call that need not be watched."""
+    def find(self, pair: Invertible, options: tuple, leaves: list[Any], structure: Any) -> Straightness | None:
+        """What is known of a call, if it need not be watched."""
         purity = self._purity
         if not self._templates or purity is None or self._pair is not pair or not _fits_around(options[-1]):
             return None
         if not purity.unchanged():
             self._purity, self._templates = None, []
             return None
+        if (tensors := purity.tensors()) is None:
+            return None
         for template in self._templates:
-            if template.known and template.fits(options, leaves, structure, purity.attributes):
-                return template
+            if template.known and template.fits(options, leaves, structure, tensors, purity.names):
+                return Straightness(template, purity, tensors)
         return None
-
-    @property
-    def purity(self) -> Purity:
-        """What the functions are now, which a call compares with what they are in its backward pass."""
-        assert self._purity is not None
-        return self._purity
 
     def begins(self, pair: Invertible, node: bool) -> Look | None:
         """A look at a call that is watched, where more is to be found out of it."""
@@ -154,12 +184,25 @@ class Straight:
                 return None
         if pair.shared and not getattr(getattr(pair.forward, "__self__", None), "computes", False):
             return None
+        if node and self._purity.has_tensors:  # which a node is given as arguments
+            return None
         return Look() if len(self._templates) < _MOST else None
+
+    def closed(self, read: Iterable[torch.Tensor | None]) -> list[torch.Tensor] | None:
+        """The tensors that the functions close over, if a call has read no others from outside."""
+        tensors = self._purity.tensors() if self._purity is not None else None
+        if tensors is None:
+            return None
+        return tensors if {*map(id, read)} <= {*map(id, tensors)} else None
+
+    def takes(self, structure: Any) -> bool:
+        """Whether arguments of a structure cannot be parameters that take the place of a module's own."""
+        return self._purity is not None and not (self._purity.takes_no_dicts and _has_dict(structure[2][1:]))
 
     def add(self, template: Template) -> None:
         """Note a call that was seen to compute and to do nothing else."""
         self._templates.append(template)
 
-    def has(self, options: tuple, leaves: list[Any], structure: Any) -> bool:
+    def has(self, options: tuple, leaves: list[Any], structure: Any, closed: list[torch.Tensor]) -> bool:
         """Whether a call has a template, known or not yet."""
-        return any(t.fits(options, leaves, structure, False) for t in self._templates)
+        return any(t.fits(options, leaves, structure, closed, set()) for t in self._templates)

@@ -23,13 +23,13 @@ def unwatched(block: Any, known: Known, x: Any, args: tuple, kwargs: dict[str, A
         return None
     leaves, structure = tree.flatten((x, args, kwargs))
     node, straight = transforming(), known.straight
-    template = straight.find(block.pair, (*block.options, node), leaves, structure)
-    if template is None:
+    found = straight.find(block.pair, (*block.options, node), leaves, structure)
+    if found is None:
         return None
     report = Report(block, way(block.check), None, known)
     if node:
-        return straight_noded(block.pair, template, straight, report, leaves)
-    return straight_hooked(block.pair, template, straight, report, leaves, (x, args, kwargs))
+        return straight_noded(block.pair, found, report, leaves)
+    return straight_hooked(block.pair, found, report, leaves, (x, args, kwargs))
 
 
 _WATCHED = 4

@@ -7,7 +7,7 @@ saves, in both evaluations, that what the functions close over is what it was, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from invfunc._torch.functorch import plainly, version
 from invfunc._torch.levels import versions, without_autocast
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.pairs.pair import Invertible
+from invfunc.recomputation.closed import Closed
 from invfunc.recomputation.origins import OUTSIDE
 from invfunc.recomputation.recording import Enough, never
 from invfunc.recomputation.report import CHANGES, Report
 from invfunc.recomputation.shared import naming
 from invfunc.recomputation.slots import Block, fetch, metadata_of, release
-from invfunc.recomputation.straight import Straight, Template
+from invfunc.recomputation.straight import Straightness
 
 Saves = list[torch.Tensor]
 
@@ -31,11 +32,10 @@ Saves = list[torch.Tensor]
 class StraightBlock(Block):
     """A call of f that is not watched."""
 
-    def __init__(
-        self, pair: Invertible, template: Template, straight: Straight, report: Report, rest: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, pair: Invertible, found: Straightness, report: Report, rest: Sequence[torch.Tensor]) -> None:
         super().__init__((), report)
-        self._pair, self._template, self._purity = pair, template, straight.purity
+        template = found.template
+        self._pair, self._template, self._closed = pair, template, Closed(found)
         forms = template.forms[template.count :]
         self._rest = [t.detach().requires_grad_(form[3]) for t, form in zip(rest, forms, strict=True)]
         """As leaves that need the gradients that the arguments need."""
@@ -69,8 +69,7 @@ class StraightBlock(Block):
         return tensor
 
     def invert(self) -> None:
-        with plainly(), torch.no_grad(), naming(self._pair), without_autocast():
-            self._checked()
+        with plainly(), torch.no_grad(), naming(self._pair), without_autocast(), self._as_it_was():
             xs = self._inverse(self._pair.shared, self._given())
             self.give_back_and_tell(xs)
 
@@ -89,15 +88,14 @@ class StraightBlock(Block):
     def _given(self) -> tuple[tuple, dict[str, Any]]:
         return self._template.rest.join(self._rest)
 
-    def _checked(self) -> None:
-        """All that the call reads is what it was."""
+    def _as_it_was(self) -> AbstractContextManager:
+        """A context in which all that the call reads is what it was."""
         if versions(self._rest) != self._versions:
             raise ModifiedError(
                 "a tensor that is needed for a gradient, a further argument of an invertible block, has been modified "
                 "by an inplace operation. Write y = y + z in place of y += z."
             )
-        if not self._purity.unchanged():
-            raise ReplayError(f"a function that the block evaluates has been exchanged since its call. {CHANGES}")
+        return self._closed.again()
 
     def _forward(self, xs: Sequence[torch.Tensor], given: tuple[tuple, dict[str, Any]]) -> Any:
         args, kwargs = given
@@ -121,8 +119,7 @@ class StraightBlock(Block):
             raise ReplayError("the function differentiates within itself by torch.autograd; let it use torch.func.")
         for block in self.behind():
             block.forget()  # autograd is done with it
-        with plainly(), naming(self._pair), without_autocast():
-            self._checked()
+        with plainly(), naming(self._pair), without_autocast(), self._as_it_was():
             given, tell = self._given(), None
             xs, found = self.xs(), None
             if xs is None:
@@ -214,22 +211,21 @@ def _into(found: Saves) -> saved_tensors_hooks:
 
 
 def straight_hooked(
-    pair: Invertible, template: Template, straight: Straight, report: Report, leaves: list[Any], given: tuple
+    pair: Invertible, found: Straightness, report: Report, leaves: list[Any], given: tuple
 ) -> tuple[Any] | None:
     """The result of a call whose graph saves nothing, in a tuple; None where it has to be watched after all.
 
     Args:
         pair: the functions.
-        template: of the call.
-        straight: what is known of the functions.
+        found: what is known of the call.
         report: how the block tells of what does not come back.
         leaves: those of the arguments.
         given: `(x, args, kwargs)`.
     """
-    x, args, kwargs = given
+    (x, args, kwargs), template = given, found.template
     tensors = [leaves[place] for place in template.places]
     xs, rest = tensors[: template.count], tensors[template.count :]
-    block = StraightBlock(pair, template, straight, report, rest)
+    block = StraightBlock(pair, found, report, rest)
     with saved_tensors_hooks(block.pack, block.saved):
         y = pair.forward(*pair.shared, x, *args, **kwargs)
     ys = [y] if type(y) is torch.Tensor else tree.tensors(y)

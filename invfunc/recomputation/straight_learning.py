@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
 from invfunc import tree
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.like import Like
+from invfunc.recomputation.look import Look
 from invfunc.recomputation.origins import Key
-from invfunc.recomputation.purity import PLAIN, Look
+from invfunc.recomputation.purity import PLAIN
 from invfunc.recomputation.shared import Moment
 from invfunc.recomputation.straight import Template, form_of, is_simple
+
+T = TypeVar("T")
 
 
 def looked(call: Call, node: bool = False) -> Look | None:
@@ -50,9 +54,13 @@ def learn(
     forms = [form_of(t) for t in (*xs, *rest)]
     others = [(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
     evaluations = [_of_state(moment, need) for moment, need in zip(call.moments, needs, strict=True)]
-    if None in evaluations or any(type(leaf) not in PLAIN for _, leaf in others):
+    closed = straight.closed(other.only_read() for others in call.others.values() for other in others)
+    if None in evaluations or any(type(leaf) not in PLAIN for _, leaf in others) or closed is None:
         return
-    if None in forms or not is_simple(structure) or straight.has(options, leaves, structure):
+    closed_forms = [form_of(t) for t in closed]
+    if None in (*forms, *closed_forms) or not is_simple(structure) or not straight.takes(structure):
+        return
+    if straight.has(options, leaves, structure, closed):
         return
     template = Template(
         options=options,
@@ -60,7 +68,7 @@ def learn(
         others=others,
         number=len(leaves),
         places=[i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)],
-        forms=[form for form in forms if form is not None],
+        forms=_known(forms),
         count=len(xs),
         x=x,
         rest=further,
@@ -68,13 +76,19 @@ def learn(
         y=y,
         saved=saved,
         keys=keys,
-        evaluations=[one for one in evaluations if one is not None],
+        evaluations=_known(evaluations),
         dtypes=dtypes,
+        closed=_known(closed_forms),
         default=torch.get_default_dtype(),
         look=(look := Look()),
     )
     call.look = look
     straight.add(template)
+
+
+def _known(found: list[T | None]) -> list[T]:
+    """What was found, which is all."""
+    return [one for one in found if one is not None]
 
 
 def _of_state(moment: Moment, needs: Sequence[bool]) -> tuple[Like, bool] | None:

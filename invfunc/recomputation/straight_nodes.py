@@ -19,19 +19,21 @@ from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.call import Call, Evaluate, Tensors
+from invfunc.recomputation.closed import Closed
 from invfunc.recomputation.function import NOT_TWICE, Forward, LevelBlock, Node
 from invfunc.recomputation.maps import Run, Shared, among, pulled_back
 from invfunc.recomputation.report import CHANGES, Report
 from invfunc.recomputation.slots import fetch
-from invfunc.recomputation.straight import Straight, Template
+from invfunc.recomputation.straight import Straightness
 
 
 class StraightCall(Call):
     """A call that is not watched."""
 
-    def __init__(self, pair: Invertible, template: Template, straight: Straight, report: Report) -> None:
+    def __init__(self, pair: Invertible, found: Straightness, report: Report) -> None:
+        template = found.template
         super().__init__(pair, template.x, template.rest, random=False, report=report)
-        self.template, self._purity = template, straight.purity
+        self.template, self._closed = template, Closed(found)
         self._like, self._y = template.like, template.y
 
     def dtypes(self) -> list[torch.dtype]:
@@ -39,8 +41,7 @@ class StraightCall(Call):
 
     def unchanged(self) -> None:
         """Raise if a function is not what it was."""
-        if not self._purity.unchanged():
-            raise ReplayError(f"a function that the block evaluates has been exchanged since its call. {CHANGES}")
+        self._closed.again()
 
 
 class Evaluated:
@@ -237,17 +238,15 @@ def _edge(x: torch.Tensor) -> torch.autograd.graph.GradientEdge | torch.Tensor |
     return None if not x.requires_grad else x if x.is_leaf else torch.autograd.graph.get_gradient_edge(x)
 
 
-def straight_noded(
-    pair: Invertible, template: Template, straight: Straight, report: Report, leaves: list[Any]
-) -> tuple[Any] | None:
+def straight_noded(pair: Invertible, found: Straightness, report: Report, leaves: list[Any]) -> tuple[Any] | None:
     """The result of a call whose graph is one node, in a tuple; None where it has to be watched after all."""
-    level = only_level()
+    level, template = only_level(), found.template
     tensors = [leaves[place] for place in template.places]
     given = [bare_at(t, level) for t in tensors] if level else [None]
     plain = [t for t in given if t is not None]
     if level is None or len(plain) < len(tensors):
         return None
-    call = StraightCall(pair, template, straight, report)
+    call = StraightCall(pair, found, report)
     op = StraightForward(StraightRun(call), template.count, level, plain)
     outputs = _Straight.at_level(op, *tensors)
     return (template.y.join(outputs[: len(outputs) - template.count]),)

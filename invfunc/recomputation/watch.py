@@ -16,8 +16,8 @@ from invfunc._torch.uncompiled import compiled_within, here
 from invfunc._torch.weak import WeakIdSet
 from invfunc.errors import ClosedOverError, ReplayError
 from invfunc.operations.heard import Function
+from invfunc.recomputation.look import Look
 from invfunc.recomputation.origins import Origins
-from invfunc.recomputation.purity import Look
 from invfunc.recomputation.recall import Other, Use, meant
 from invfunc.recomputation.report import Report
 from invfunc.recomputation.sight import Sight
@@ -100,8 +100,8 @@ class Watch(Sight):
         self, function: Function, args: tuple, kwargs: dict[str, Any], read: list[torch.Tensor], looks: bool
     ) -> Any:
         """A call that may reach what is outside of the function."""
-        self._look = self._look and self._look.ends(harmless=False)
         if isinstance(function.func, Scripted):
+            self._look = self._look and self._look.ends(harmless=False)
             function.func.look()
         instead = {id(t): s for t in read if (s := self._around.instead(t, self.lifts)) is not None}
         if instead:
@@ -116,6 +116,7 @@ class Watch(Sight):
         for t in used_here:  # in the order in which it will be read again
             self._around.note(t, self.part, function.func)
         result = self._run(function, args, kwargs)
+        self._looked_at(function, args, kwargs, result)
         self._written(reach.made(self.part, result, looks))
         self._enter(result, outer, not used and self.new(read))
         return self._around.named(result)

@@ -51,11 +51,11 @@ def _sequential(blocks: Sequence[Block]) -> Run:
     return run
 
 
-def _modules(blocks: Sequence[Block], module: Callable[[nn.Module, nn.Module], nn.Module]) -> Run:
-    """A peer's modules around the weights of a chain."""
-    modules = [module(_Net(p), _Net(q)) for p, q in blocks]
+def _modules(blocks: Sequence[Block], module: Callable[[nn.Module, nn.Module], Callable]) -> Run:
+    """Blocks of modules around the weights of a chain."""
+    modules = [module(_net(p), _net(q)) for p, q in blocks]
 
-    def run(x: Tensor, blocks: Sequence[Block]) -> Tensor:
+    def run(x: State, blocks: Sequence[Block]) -> State:
         for block in modules:
             x = block(x)
         return x
@@ -63,15 +63,37 @@ def _modules(blocks: Sequence[Block], module: Callable[[nn.Module, nn.Module], n
     return run
 
 
-class _Net(nn.Module):
+def _net(weights: Weights) -> nn.Module:
     """`net` as a module, of the weights themselves, so that their .grad is filled."""
+    w, b, v, c = weights
+    first, last = nn.Linear(w.shape[1], w.shape[0]), nn.Linear(v.shape[1], v.shape[0])
+    for layer, weight, bias in ((first, w, b), (last, v, c)):
+        assert isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter)
+        layer.register_parameter("weight", weight)
+        layer.register_parameter("bias", bias)
+    return nn.Sequential(first, nn.GELU(), last)
 
-    def __init__(self, weights: Weights):
-        super().__init__()
-        self.weights = nn.ParameterList(weights)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return net(x, tuple(self.weights))
+def _of_modules(blocks: Sequence[Block]) -> Run:
+    """Blocks of modules with their own weights."""
+    return _modules(blocks, lambda f, g: invfunc.invertible_checkpoint(invfunc.additive_coupling(f, g)))
+
+
+def _closing_over(blocks: Sequence[Block]) -> Run:
+    """Generic blocks whose functions close over modules."""
+
+    def block(f: nn.Module, g: nn.Module) -> Callable:
+        def forward(x: State) -> State:
+            a = x[0] + f(x[1])
+            return a, x[1] + g(a)
+
+        def inverse(y: State) -> State:
+            b = y[1] - g(y[0])
+            return y[0] - f(b), b
+
+        return invfunc.invertible_checkpoint(forward, inverse)
+
+    return _modules(blocks, block)
 
 
 def _memcnn(blocks: Sequence[Block]) -> Run:
@@ -132,6 +154,8 @@ INVTORCH = Way("invtorch, one tensor", _invtorch, one_tensor, needs=_INVTORCH)
 MERGED = _ours("merged, pair", _merged)
 MERGED_ONE = _ours("merged, one tensor", lambda: _merged(split_dim=-1), one_tensor)
 GENERIC = _ours("generic, pair", lambda: invfunc.invertible_checkpoint(couple, uncouple))
+MODULES = Way("merged, modules", _of_modules, ours=True)
+GENERIC_MODULES = Way("generic, modules", _closing_over, ours=True)
 GENERIC_ONE = _ours(
     "generic, one tensor",
     lambda: invfunc.invertible_checkpoint(of_one_tensor(couple), of_one_tensor(uncouple)),

@@ -71,6 +71,7 @@ TIMES = [
 SMALL_TIMES = [
     *[Row(BACKWARD, way) for way in (ways.PLAIN, ways.PLAIN_ONE, ways.CHECKPOINT, ways.MEMCNN, ways.INVTORCH)],
     *[Row(BACKWARD, way, 1.8) for way in (ways.MERGED, ways.MERGED_ONE, ways.GENERIC, ways.CHAINED, ways.REPEATED)],
+    *[Row(BACKWARD, way, 1.8) for way in (ways.MODULES, ways.GENERIC_MODULES)],
     Row(GRAD, ways.PLAIN),
     *[Row(GRAD, way) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
 ]
@@ -104,7 +105,7 @@ MEMORY = [
     Row(BACKWARD, ways.MEMCNN),
     Row(BACKWARD, ways.INVTORCH),
     Row(BACKWARD, ways.MERGED_ONE, 60),
-    *[Row(BACKWARD, way) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED)],
+    *[Row(BACKWARD, way) for way in (ways.MERGED, ways.GENERIC, ways.CHAINED, ways.MODULES)],
     Row(GRAD, ways.PLAIN, deep=False),
     *[Row(GRAD, way, 85) for way in (ways.MERGED, ways.CHAINED)],
     *[

@@ -7,6 +7,7 @@ LAYERS = "layers"
 AGAIN = "recomputation invertible"
 TRAINING = "pairs/test_reversible_training.py"
 SPAN = "invertible/test_span.py"
+STRAIGHT = "recomputation/test_straight_modules.py"
 FOUND = "pairs/test_automatic.py::"
 
 BLOCKS = [
@@ -584,29 +585,29 @@ BLOCKS = [
     ),
     Fault(
         "a function that draws is not watched any more",
-        "recomputation/purity.py",
+        "recomputation/look.py",
         " and not (other or writes or function.draws(args, kwargs))",
         " and not (other or writes)",
         "recomputation/test_straight.py::test_what_is_seen_in_a_watched_call_is_always_watched " + AGAIN,
     ),
     Fault(
         "a function that reads numbers is not watched any more",
-        "recomputation/purity.py",
+        "recomputation/look.py",
         "known and gives and not",
         "known and not",
         "recomputation/test_straight.py::test_what_is_seen_in_a_watched_call_is_always_watched " + AGAIN,
     ),
     Fault(
         "a global name that has changed is not seen",
-        "recomputation/purity.py",
-        "            if held.get(name, _MISSING) is not value:\n",
-        "            if False:\n",
+        "recomputation/readings.py",
+        "            if not all(map(is_, now, self._values)) or any(map(contains, *self._absent)):\n",
+        "            if any(map(contains, *self._absent)):\n",
         "recomputation/test_straight.py::TestLater::test_a_global_constant recomputation/test_straight.py",
     ),
     Fault(
         "the content of a closure that has changed is not seen",
-        "recomputation/purity.py",
-        "        return all(_content(cell) is value for cell, value in self._cells)\n",
+        "recomputation/readings.py",
+        "        return all(content(cell) is value for cell, value in self._cells)\n",
         "        return True\n",
         "recomputation/test_straight.py::TestLater::test_a_cell recomputation/test_straight.py",
     ),
@@ -644,6 +645,104 @@ BLOCKS = [
         "        return plain if len(plain) == len(tensors) and only_level() == self.level else None\n",
         "        return plain if len(plain) == len(tensors) else None\n",
         "recomputation/test_straight.py::TestGradients::test_of_transforms recomputation/test_straight.py",
+    ),
+    Fault(
+        "the hooks of a module are not looked at where a call is not watched",
+        "recomputation/readings.py",
+        "        return not any(chain.from_iterable(hooks))\n",
+        "        return True\n",
+        f"{STRAIGHT}::TestChanges {STRAIGHT}",
+    ),
+    Fault(
+        "a module of another class is taken as it was",
+        "recomputation/readings.py",
+        "            if [*map(type, self._modules)] != self._types:\n",
+        "            if False:\n",
+        f"{STRAIGHT}::TestChanges {STRAIGHT}",
+    ),
+    Fault(
+        "a name that was missing may be there",
+        "recomputation/readings.py",
+        " or any(map(contains, *self._absent))",
+        "",
+        f"{STRAIGHT}::TestChanges {STRAIGHT}",
+    ),
+    Fault(
+        "the modules of a container may be others",
+        "recomputation/readings.py",
+        "            if [*held] != names or not all(map(is_, held.values(), values)):\n",
+        "            if False:\n",
+        f"{STRAIGHT}::TestChanges {STRAIGHT}",
+    ),
+    Fault(
+        "classes of modules may do what they like",
+        "recomputation/purity.py",
+        "        if strange:\n",
+        "        if False:\n",
+        f"{STRAIGHT}::test_what_is_not_shown",
+    ),
+    Fault(
+        "attributes that only modules have are not looked up there",
+        "recomputation/purity.py",
+        "            for module in [*self._modules]:\n",
+        "            for module in []:\n",
+        STRAIGHT,
+    ),
+    Fault(
+        "a closed-over tensor that was written is taken as it was",
+        "recomputation/closed.py",
+        "        if versions(tensors) != self._versions:\n",
+        "        if False:\n",
+        f"{STRAIGHT}::TestChanges {STRAIGHT}",
+    ),
+    Fault(
+        "closed-over tensors are those that are there in the backward pass",
+        "recomputation/closed.py",
+        "        return _Instead(self._instead_of(now))\n",
+        "        return _AS_IT_IS\n",
+        f"{STRAIGHT}::TestChanges {STRAIGHT}",
+    ),
+    Fault(
+        "a closed-over tensor whose memory is another one is taken as it was",
+        "recomputation/closed.py",
+        "        if same and [t.data_ptr() for t in now] == [t.data_ptr() for t in self._held]:\n",
+        "        if same:\n",
+        f"{STRAIGHT}::TestChanges {STRAIGHT}",
+    ),
+    Fault(
+        "a closed-over tensor may be laid out in another way",
+        "recomputation/closed.py",
+        "all(map(is_, now, tensors)) and looks_of(now) == self._forms",
+        "all(map(is_, now, tensors))",
+        f"{STRAIGHT}::TestChanges {STRAIGHT}",
+    ),
+    Fault(
+        "closed-over tensors may have other forms",
+        "recomputation/straight.py",
+        "        if looks_of(tensors) != self.forms or looks_of(closed) != self.closed:\n",
+        "        if looks_of(tensors) != self.forms:\n",
+        f"{STRAIGHT}::test_a_form_that_decides_whether_it_draws",
+    ),
+    Fault(
+        "a node is not watched whose functions close over tensors",
+        "recomputation/straight.py",
+        "        if node and self._purity.has_tensors:  # which a node is given as arguments\n",
+        "        if False:\n",
+        f"{STRAIGHT}::TestAlwaysWatched {STRAIGHT}",
+    ),
+    Fault(
+        "what shared functions give is not compared",
+        "recomputation/recording.py",
+        "        if not self.origins.gives(result):\n",
+        "        if False:\n",
+        "recomputation/test_order.py",
+    ),
+    Fault(
+        "what a thread has computed again is shared before it is taken",
+        "recomputation/hooks.py",
+        "            found = made.pop(key)\n            self._saved = made\n",
+        "            self._saved = made\n            found = self._saved.pop(key)\n",
+        "recomputation/test_threads.py",
     ),
     # Inside of torch.func
     Fault(

@@ -1,6 +1,7 @@
 """What autograd saves is the same when it is computed again: the same operations on the same tensors, in any call."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,24 @@ def saves_of_another():
 def test_which_argument_needs_a_gradient_is_told():
     with pytest.raises(ReplayError, match="computes other numbers"):
         slope(block_of(saves_of_another(), "off"))
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("check", ["warn", "off"])
+def test_a_number_that_changes_before_the_backward_pass(held, check):
+    """Autograd saves nothing of the product with it, but what comes of that in the other function."""
+    number = [1.5]
+    block = invertible_checkpoint(additive_coupling(lambda b: b * number[0], torch.sin), check=check)
+    for factor in [1.0] * LOOKED_AT + [2.0]:
+        a, b = (t.clone().requires_grad_() for t in X)
+        state: Any = a * 1, b * 1
+        y = torch.stack(block(state))
+        state = state if held else None
+        number[0] *= factor
+        if factor == 1:
+            y.sum().backward()
+    with pytest.raises(ReplayError, match="a number that it reads"):
+        y.sum().backward()
 
 
 class Beside:

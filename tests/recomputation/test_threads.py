@@ -8,6 +8,9 @@ import torch
 from torch import nn
 
 from invfunc import Grid, additive_coupling, chain, functional, invertible_checkpoint, momentum
+from invfunc.recomputation import straight_calls
+from invfunc.recomputation.hooks import HookedBlock
+from invfunc.recomputation.straight_hooks import StraightBlock
 from invfunc.testing import assert_trees_close
 from tests.invertible_same import gradients
 from tests.strategies import Numbers
@@ -58,6 +61,16 @@ class TestThreads:
             return in_threads(*[lambda: [gradients(y, x, w, retain_graph=True) for _ in range(20)]] * 3)
 
         same(run)
+
+    @pytest.mark.parametrize("watched", [True, False])
+    def test_what_others_take_out_is_computed_again(self, watched, same, monkeypatch):
+        """As soon as one thread shares what it has computed again, others may have taken it all."""
+        kind, name = (HookedBlock, "_saved") if watched else (StraightBlock, "_found")
+        monkeypatch.setattr(straight_calls, "_WATCHED", 10**9 if watched else 4)
+        same(lambda h, x, w: [gradients(h(h(x.sin(), w), w), x, w) for _ in range(6)])
+        shared = property(lambda block: {}, lambda block, found: None)
+        monkeypatch.setattr(kind, name, shared, raising=False)
+        same(lambda h, x, w: gradients(h(h(x.sin(), w), w), x, w))
 
     def test_random_numbers_of_one_are_not_those_of_another(self):
         """Where each has a generator; the global one goes to whoever comes first."""
