@@ -52,7 +52,7 @@ class Program(torch.nn.Module):
             said = f"{called}: numbers that it reads (at {sites}) are others than in the call that was exported"
             same = graph.call_function(_ATEN.eq.Tensor, (_bits(graph, numbers, known), held(_bits_of(known))))
             graph.call_function(_ATEN._assert_async.msg, (graph.call_function(_ATEN.all.default, (same,)), said))
-        graph.output([graph.call_function(_ATEN.detach.default, (x,)) for x in results])
+        graph.output(results)
         self.operations = fx.GraphModule(root, graph)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
