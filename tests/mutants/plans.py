@@ -119,13 +119,6 @@ PLANS = [
         EXPORTED,
     ),
     Fault(
-        "a program is differentiable",
-        "plans/exported.py",
-        "own[node] = graph.call_function(_ATEN.detach.default, (own[node],))",
-        "own[node] = graph.call_function(_ATEN.alias.default, (own[node],))",
-        EXPORTED,
-    ),
-    Fault(
         "a program has the operations of a plan that does not hold any more",
         "plans/exported.py",
         "what = watch.changed(exporting=True)",
