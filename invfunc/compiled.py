@@ -54,7 +54,7 @@ def compiled(
 
     Raises:
         ArgumentTypeError: t is neither statistic nor product.
-        ArgumentError: an unknown backend.
+        ArgumentError: an unknown backend; within torch.export, a call of which there is no program.
         ReplayError: with `recheck`, a result that is not that of the call itself.
         ModifiedError: a vector for a linearisation whose parameters or data were written in place meanwhile.
         What t raises: a call of which the plan finds an error is made as without it.
@@ -84,7 +84,13 @@ def compiled(
 
     Within `torch.compile(fullgraph=True)` a call is one operation, which looks at all guards when it runs. It is a
     graph break where it is differentiable or gives something else than tensors (Kronecker factors, aux, `reduced`).
-    For new shapes t is run once without numbers, or on ones and zeros. `torch.export` refuses it.
+    For new shapes t is run once without numbers, or on ones and zeros.
+
+    Within `torch.export` the operations of its plan become those of the program, which needs this library neither to be
+    saved nor to be loaded: call it once with arguments of such shapes before. What is closed over is a constant. A
+    number that is read is asserted, so that a program fails on data of which it would be another one. Errors say what a
+    program cannot do: draw random numbers, have derivatives, or shapes that depend on numbers. Kronecker factors are no
+    results of a program, but their `factors` are.
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
     call takes as long as two (large models) to thirty calls of t, most often six to ten. What is looked at in each
@@ -125,17 +131,25 @@ class Compiled(Transform):
         return f"compiled({self.t!r})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            return self._exported(args, kwargs)
         if torch.compiler.is_compiling() and not _seen(args, kwargs):
-            if torch.compiler.is_exporting():
-                raise ArgumentError(
-                    f"{self!r}: torch.export keeps operations only, but a plan is guarded by what f reads in this "
-                    "process. Export the model, and call the statistic beside it."
-                )
             if self._trees_of_tensors:
                 from invfunc.plans.within import within  # imports the compiler, which takes a second
 
                 return within(self.calls.number, args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def _exported(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The call as operations of a program that torch.export writes."""
+        if _seen(args, kwargs):
+            raise ArgumentError(
+                f"{self!r} within torch.export: a program has no derivatives of it, and no autocast. Export it within "
+                "torch.no_grad(), outside of autocast."
+            )
+        from invfunc.plans.exported import exported  # imports the compiler, which takes a second
+
+        return exported(self.calls, args, kwargs)
 
     @property
     def _trees_of_tensors(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import storage_of
-from invfunc.errors import ArgumentTypeError, InvFuncError
+from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.recording.problem import numpy_arrays
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
@@ -158,6 +158,11 @@ class Transform(ABC):
 
     def run(self, compute: Compute, names: Callable[[int], Any], args: tuple, kwargs: dict, method: str = "") -> Any:
         """What the caller gets of a call, also of a method; torch.compile does not look into it."""
+        if torch.compiler.is_exporting():
+            raise ArgumentError(
+                f"{self!r}{method}: torch.export writes operations, and not what this makes of f. Export the statistic "
+                "or the product as a plan: compiled(t), called once with such arguments before."
+            )
         if torch.compiler.is_compiling():
             from invfunc._torch.eager import eagerly  # imports the compiler, which takes a second
 

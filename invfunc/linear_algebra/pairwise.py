@@ -37,13 +37,38 @@ class _Layout:
 
 
 @dataclass(frozen=True)
+class _Matrix:
+    """How a tensor becomes a matrix, or one for each of a batch: where it has to be copied, along its memory."""
+
+    plain: _Layout
+    turned: _Layout
+    """As its transpose."""
+    last: tuple[int, int] | None
+    """The last dimension of its rows and that of its columns, if there are both."""
+
+    @classmethod
+    def of(cls, labels: str, groups: Sequence[Sequence[str]], shape: Sequence[int]) -> _Matrix:
+        """Of the labels of a batch, of rows and of columns, which become a shape."""
+        batch, rows, columns = groups
+        *lead, r, c = shape
+        plain = _Layout.of(labels, [*batch, *rows, *columns], shape)
+        turned = _Layout.of(labels, [*batch, *columns, *rows], [*lead, c, r])
+        return cls(plain, turned, (labels.index(rows[-1]), labels.index(columns[-1])) if rows and columns else None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.last is not None and x.stride(self.last[0]) < x.stride(self.last[1]):
+            return self.turned(x).mT
+        return self.plain(x)
+
+
+@dataclass(frozen=True)
 class _Step:
     """A product of two tensors, element by element or of matrices, with what has to be done before and after."""
 
     kind: Literal["mul", "mm", "bmm"]
     swapped: bool
-    first: _Layout
-    second: _Layout
+    first: _Layout | _Matrix
+    second: _Layout | _Matrix
     room: tuple[int, ...]
     shape: tuple[int, ...]
     order: tuple[int, ...] | None
@@ -94,9 +119,10 @@ class _Labels:
 
     def by_matrices(self) -> _Step:
         rows, columns = self.rows, self.columns
-        # in the order of the result, unless the matrix on the right would be narrow
+        # in the order of the result, unless the matrix on the right would be narrow, and the product more than a copy
         ordered = not columns or bool(rows and self.output.index(rows[0]) < self.output.index(columns[0]))
-        if ordered is (self.size(columns if ordered else rows) < thresholds.NARROW):
+        narrow = min(thresholds.NARROW, self.size(self.summed))
+        if ordered is (self.size(columns if ordered else rows) < narrow):
             return self.transposed()._by_matrices(swapped=True)
         return self._by_matrices(swapped=False)
 
@@ -109,8 +135,8 @@ class _Labels:
         return _Step(
             "bmm" if b > 1 else "mm",
             swapped,
-            _Layout.of(self.left, [*batch, *rows, *summed], [*lead, r, k]),
-            _Layout.of(self.right, [*batch, *columns, *summed], [*lead, c, k]),
+            _Matrix.of(self.left, [batch, rows, summed], [*lead, r, k]),
+            _Matrix.of(self.right, [batch, columns, summed], [*lead, c, k]),
             (*lead, r, c),
             result.shape,
             result.order,

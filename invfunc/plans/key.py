@@ -42,11 +42,29 @@ def call_of(args: tuple, kwargs: dict[str, Any]) -> Call:
     return Call(tensors, watched, key)
 
 
+Described = tuple[Hashable, tuple, tuple]
+
+
+def described(args: tuple, kwargs: dict[str, Any]) -> Described:
+    """The arguments of a call without numbers: their tree, what is known of its tensors, and its other leaves."""
+    leaves, structure = tree.flatten((args, kwargs))
+    known = [(x.dtype, x.device, x.shape, x.stride()) for x in leaves if isinstance(x, torch.Tensor)]
+    others = [_token(x) for x in leaves if not isinstance(x, torch.Tensor)]
+    return tree.hashable(structure), tuple(known), tuple(others)
+
+
+def matches(key: Any, given: Described) -> bool:
+    """Whether a key is that of such arguments, none of which shares memory with another, apart from gradients."""
+    form, signatures, sharing, others, (around, _) = key
+    known = tuple((dtype, device, shape, steps) for _, dtype, device, shape, steps, *_ in signatures)
+    return sharing is None and (form, known, others) == given and around[2:6] == settings()[2:6]
+
+
 def no_plan(x: torch.Tensor) -> str:
     """Why a tensor cannot be an input of a plan; empty if it can."""
     if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
         return f"an argument is a {type(x).__name__}, not a plain tensor"
-    if x.__dict__:
+    if x.__dict__ and not all(name.startswith("_dynamo") for name in x.__dict__):
         return "an argument is a tensor with attributes of its own"
     return "" if x.layout is torch.strided and not x.is_quantized else "an argument is not a dense tensor"
 

@@ -83,7 +83,7 @@ class Plan:
     def _checked(self, tensors: list[torch.Tensor], call: Callable[..., Any]) -> list[torch.Tensor]:
         given = [*tensors, *(source() for source in self.sources)]
         if self.closed:
-            self._check_closed(tensors)
+            self.check_closed(tensors)
         with computed(self.inference):
             results, read = call(*given)
             for numbers, expected, guards in zip(read, self.expected, grouped(self.guards), strict=True):
@@ -91,7 +91,8 @@ class Plan:
                     raise Missed(f"numbers that are read (at {', '.join(dict.fromkeys(g.site for g in guards))})")
         return results
 
-    def _check_closed(self, tensors: list[torch.Tensor]) -> None:
+    def check_closed(self, tensors: list[torch.Tensor]) -> None:
+        """An error if what it closes over is not as it was, or in the memory of arguments."""
         memory = {*map(storage_of, tensors)}
         for held, known in self.closed:
             x = held()

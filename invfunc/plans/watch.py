@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
-from invfunc._torch.functorch import same_generator
+from invfunc._torch.functorch import FakeTensor, same_generator
 from invfunc.functional.functional import Functional
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(...), enum.Enum, torch.Size)
@@ -81,15 +81,16 @@ class Watch:
             self._visit(*self._todo.pop())
         del self._seen, self._todo
 
-    def changed(self) -> str:
-        """What is another thing now; empty if nothing is."""
+    def changed(self, exporting: bool = False) -> str:
+        """What is another thing now; empty if nothing is. While it is `exporting`, torch.export has put tensors without
+        numbers in the place of those of a module."""
         if any(self._empty):
             return "a container that was empty"
         for x, (kind, held) in zip(self._instances, self._own, strict=True):
             if type(x) is not kind or x.__dict__ is not held:
                 return f"what an object of {kind.__name__} is"
         for held, ids, name in self._dicts:
-            if [*map(id, held), *map(id, held.values())] != ids:
+            if [*map(id, held), *map(id, held.values())] != ids and not (exporting and _without_numbers(held, ids)):
                 return name or "an argument"
         for look, ids, name in self._looks:
             if look() != ids:
@@ -254,6 +255,12 @@ class Watch:
             self.unseen = f"{path.strip('.')}, an array of numpy of {x.nbytes} bytes; make it a tensor"
             return
         self._look(lambda: [hash((x.shape, str(x.dtype), x.tobytes()))], [x], path)
+
+
+def _without_numbers(held: Mapping[Any, Any], ids: Ids) -> bool:
+    """Whether all that differs is tensors without numbers."""
+    now = [*held, *held.values()]
+    return len(now) == len(ids) and all(id(x) == i or isinstance(x, FakeTensor) for x, i in zip(now, ids, strict=True))
 
 
 def _slots(base: type) -> Iterable[str]:

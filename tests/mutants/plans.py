@@ -3,7 +3,7 @@
 from tests.mutants.fault import Fault
 
 GUARDS, CALLS, BATCHES = "plans/test_guards.py", "plans/test_compiled.py", "plans/test_batches.py"
-POINTS = "plans/test_points.py"
+POINTS, EXPORTED = "plans/test_points.py", "plans/test_exported.py"
 
 PLANS = [
     Fault(
@@ -23,8 +23,8 @@ PLANS = [
     Fault(
         "the attributes of an object are what they were",
         "plans/watch.py",
-        "if [*map(id, held), *map(id, held.values())] != ids:",
-        "if len(held) * 2 != len(ids):",
+        "if [*map(id, held), *map(id, held.values())] != ids and",
+        "if len(held) * 2 != len(ids) and",
         f"{GUARDS}::TestWhatIsClosedOver {GUARDS}",
     ),
     Fault(
@@ -103,5 +103,33 @@ PLANS = [
         "if _sizes(found) != _RESULTS[place][1]:",
         "if False:",
         "plans/test_within_compile.py",
+    ),
+    Fault(
+        "a program asserts nothing of the numbers that it reads",
+        "plans/exported.py",
+        "(_bits(graph, numbers, known), held(_bits_of(known)))",
+        "(_bits(graph, numbers, known), _bits(graph, numbers, known))",
+        EXPORTED,
+    ),
+    Fault(
+        "a program takes numbers that look alike for the same ones",
+        "plans/exported.py",
+        "return x.view(_BITS[x.element_size()]) if x.is_floating_point() else x",
+        "return x",
+        EXPORTED,
+    ),
+    Fault(
+        "a program has the operations of a plan that does not hold any more",
+        "plans/exported.py",
+        "what = watch.changed(exporting=True)",
+        'what = ""',
+        EXPORTED,
+    ),
+    Fault(
+        "a program reads what is closed over where somebody may write it",
+        "plans/exported.py",
+        "x.detach().permute(order).clone(memory_format=torch.contiguous_format)",
+        "x.detach().permute(order)",
+        EXPORTED,
     ),
 ]

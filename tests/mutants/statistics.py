@@ -15,6 +15,13 @@ DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo_sample.py"
 STATISTICS = [
     # What crosses a threshold of size
     Fault(
+        "a matrix that is read along its memory is not turned back",
+        "_pairwise.py",
+        "return self.turned(x).mT",
+        "return self.turned(x).reshape(self.plain.shape)",
+        "operations/test_thresholds.py per_sample",
+    ),
+    Fault(
         "half of a symmetric product is not mirrored",
         "linear_algebra/contract.py",
         "found[:start, start:stop] = rows[:, :start].mT",

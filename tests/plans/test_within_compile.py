@@ -153,22 +153,19 @@ def test_what_is_no_tree_of_tensors_is_a_graph_break(kind, data):
             assert_trees_close(one(params, *args), t(params, *args), EXACT)
 
 
-def test_export_is_refused(data):
-    params, *args = data
-    c = compiled(invfunc.variance(losses))
-
-    class Module(torch.nn.Module):
-        def forward(self, w, b, x, y):
-            return c({"w": w, "b": b}, x, y)
-
-    with pytest.raises(invfunc.ArgumentError, match="torch.export keeps operations only"):
-        torch.export.export(Module(), (params["w"], params["b"], *args))
-
-
 def test_inductor_takes_the_operation():
     t, c = invfunc.variance(loss), compiled(invfunc.variance(loss))
     ours = torch.compile(lambda w, x: c(w * 2, x).sin(), fullgraph=True)
     for k in range(3):
         w, x = Numbers(k)(3), Numbers(k + 9)(4, 3)
         assert_trees_close(ours(w, x), t(w * 2, x).sin(), 1e-9)
+    assert hits(c) == 2
+
+
+def test_parameters_that_torch_compile_has_marked():
+    """It writes attributes of its own on those of modules that were compiled or exported."""
+    c, w = compiled(invfunc.variance(loss)), Numbers(0)(3)
+    torch._dynamo.mark_static_address(w)
+    for k in range(3):
+        c(w, Numbers(k)(4, 3))
     assert hits(c) == 2
