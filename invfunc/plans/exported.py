@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from invfunc import tree
-from invfunc._functorch import undispatched
+from invfunc._torch.functorch import undispatched
 from invfunc.errors import ArgumentError
 from invfunc.plans.calls import Calls
 from invfunc.plans.key import Described, described, matches

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._levels import versions
+from invfunc._torch.levels import versions
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.recomputation.outside import SHARDED, freed
 from invfunc.recomputation.report import CHANGES

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from invfunc.module_copy import REGISTERED
+from invfunc.functional.module_copy import REGISTERED
 from invfunc.operations.naming import function_name
 from invfunc.operations.operation import OPERATIONS
 from invfunc.pairs.exact import Grid

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as _torchs
 from torch.nn.modules import utils as _HELPERS
 
-from invfunc.module_copy import REGISTERED
+from invfunc.functional.module_copy import REGISTERED
 
 TENSORS = frozenset((torch.Tensor, nn.Parameter))
 """The types of plain tensors."""

@@ -16,7 +16,7 @@ STATISTICS = [
     # What crosses a threshold of size
     Fault(
         "a matrix that is read along its memory is not turned back",
-        "_pairwise.py",
+        "linear_algebra/pairwise.py",
         "return self.turned(x).mT",
         "return self.turned(x).reshape(self.plain.shape)",
         "operations/test_thresholds.py per_sample",

@@ -12,9 +12,9 @@ from torch import nn
 import invfunc
 from invfunc import compiled, tree
 from invfunc.testing.oracles import assert_trees_close
+from tests.data_sets.test_streamed import linear, losses
 from tests.plans.test_guards import quietly
 from tests.strategies import Numbers, seeded
-from tests.test_streamed import linear, losses
 
 EXACT = 1e-12
 
