@@ -24,6 +24,9 @@ class Columns:
     weight: torch.Tensor | None = None
     lots: list[Lot] = field(default_factory=list)
     """Those that are drawn."""
+    of_hessian: bool = False
+    """Whether they stand for all columns of a position: the sum of the products of these is `left^2` on its diagonal,
+    and `-right right^T` beside it, or nothing."""
     known: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     """What was computed from them for one parameter and is needed for another, too."""
 

@@ -43,7 +43,7 @@ def pullbacks(pullback: Pullback, way: Way | None, columns: Sequence[Grouped]) -
             at, sources = replace(at, run=below, made=[narrowed]), [narrowed]
     if way.closed:
         closed = replace(pullback, leaves=way.closed, last=False)
-        found.append(Closed(**vars(closed), sources=columns, pattern=way.pattern))
+        found.append(Closed(**vars(closed), sources=columns, pattern=way.pattern, squares=way.cells))
     return [*found, replace(pullback, leaves=way.dense)] if way.dense else found
 
 
@@ -55,10 +55,12 @@ def possible(pullbacks: Sequence[Pullback]) -> bool:
 @dataclass(kw_only=True)
 class Closed(Pullback):
     """The last operation: each position has columns of its own, and the sum of their squares is the diagonal of the
-    Hessian."""
+    Hessian; the sum of their products is the part of the Hessian at that position."""
 
     sources: Sequence[Grouped]
     pattern: Pattern
+    squares: bool
+    """Whether squares are wanted, and not products."""
 
     @property
     def total(self) -> int:
@@ -69,12 +71,16 @@ class Closed(Pullback):
         return [Pass(uses, k, k + 1, completes=k + 1 == count, source=k) for k in range(count)]
 
     def block(self, each: Pass) -> Block:
-        diagonal = self.sources[each.source].diagonal(self.run.part)
+        source, part = self.sources[each.source], self.run.part
+        diagonal, beside = source.diagonal(part), None if self.squares else source.coupling(part)
         assert diagonal is not None
-        return Block({i: d[None] for i, d in diagonal.items()})
+        right = None if beside is None else {i: u[None] for i, u in beside.items()}
+        return Block({i: d[None] for i, d in diagonal.items()}, right)
 
     def told_apart(self, each: Pass, leaf: int, uses: list[ParameterUse], pulled: PulledBack) -> Iterable[Reached]:
         (use,) = uses
+        if not self.squares:
+            return [(uses, replace(pulled, of_hessian=True))]
         known = positions_apart(self.run, self.pattern, uses)
         assert known is not None
         index = torch.arange(len(known.first), device=use.param.device).reshape(1, -1, 1)

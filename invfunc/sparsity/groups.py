@@ -61,6 +61,11 @@ class Grouped(Protocol):
         """The root of the diagonal of the Hessian, `[n, *one]`, where it is known without the columns."""
         return None
 
+    def coupling(self, part: slice) -> OutputCotangents | None:
+        """The u, `[n, *one]`, with which each group's part of the Hessian is `-u u^T` beside that diagonal; None where
+        there is nothing beside it."""
+        return None
+
     def entries(self, some: Some) -> Entries:
         """The entries at each root that belong to some groups."""
         ...
@@ -150,6 +155,10 @@ class OfPositions(Grouped):
         found = q * safe_root(others) * self.scale[part]
         return {self.inner.root: self.inner.layout(found[None])[0]}
 
+    def coupling(self, part: slice) -> OutputCotangents:
+        u = self.roots[part].square() * self.scale[part]
+        return {self.inner.root: self.inner.layout(u[None])[0]}
+
     def entries(self, some: Some) -> Entries:
         return {self.inner.root: self._order[some].flatten()}
 
@@ -233,6 +242,10 @@ class Moved(Grouped):
         if inner is None or len(taken.unique()) < len(taken):
             return None
         return {self.root: self.pull(inner[self.root][None], part)[self.root][0]}
+
+    def coupling(self, part: slice) -> OutputCotangents | None:
+        inner = self.inner.coupling(slice(None))
+        return None if inner is None else {self.root: self.pull(inner[self.root][None], part)[self.root][0]}
 
     def entries(self, some: Some) -> Entries:
         return {self.root: (self._places(some)[0] >= 0).nonzero().flatten()}

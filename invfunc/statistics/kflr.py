@@ -33,8 +33,9 @@ def kflr(
     Of one sample the product of the factors is the block itself, as it is of a deep linear network.
 
     Args:
-        method: as in `diag_ggn`, but for the closed form; columns whose receptive fields are disjoint share a pullback
-            with "expand" only, where each position counts by itself.
+        method: as in `diag_ggn`. Columns whose receptive fields are disjoint share a pullback, and a last layer whose
+            entries are the outputs has its factors in closed form, with "expand" only, where each position counts by
+            itself: `diag(p) - p p^T` of a cross entropy.
         f, loss, weight_sharing, joint, unsupported, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`.
 
     Returns:
