@@ -17,7 +17,8 @@ Cotangents = list[torch.Tensor | None]
 
 @dataclass
 class Columns:
-    """What was pulled back: `left`, `right` for a product of two, and `weight[v, n]`, which multiplies squares."""
+    """What was pulled back: `left`, `right` for a product of two, and `weight[v, n]`, which multiplies squares, or
+    `weight[v, n, s]` those of each cell s."""
 
     left: Cotangents
     right: Cotangents | None = None

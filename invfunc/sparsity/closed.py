@@ -33,17 +33,25 @@ def closed_site(
     at a position are of one group.
     """
     top, last, squares = max(s for own in sites.values() for s in own), pattern.last, shortcuts == "all"
-    own = [i for i, found in sites.items() if top in found]
+    layouts = _layouts(run, pattern, sites, top)
+    if last is None or layouts is None:
+        return None
     uses = [t for t in run.trace.uses if t.site == top]
-    if last is None or any(sites[i] != {top} for i in own) or len(own) < len(uses):
-        return None
-    layouts = [layout for layout in pattern.layouts[top] if layout is not None]
-    if len(layouts) < len(pattern.layouts[top]) or any(positions_apart(run, pattern, [t]) is None for t in uses):
-        return None
     if not squares and not all(_factored(run, t, layout) for t, layout in zip(uses, layouts, strict=True)):
         return None
     entries = [layout.entries for layout in layouts]
     return top if all(_apart(g, last, alone, last.boxes[top].shape[2:], entries, squares) for g in columns) else None
+
+
+def _layouts(run: Run, pattern: Pattern, sites: Mapping[int, frozenset[int]], top: int) -> list[Layout] | None:
+    """How cotangents lie at the parameters of the last site, if these are read there alone, position by position."""
+    own = [i for i, found in sites.items() if top in found]
+    uses = [t for t in run.trace.uses if t.site == top]
+    if any(sites[i] != {top} for i in own) or len(own) < len(uses):
+        return None
+    found = [layout for layout in pattern.layouts[top] if layout is not None]
+    whole = len(found) == len(pattern.layouts[top])
+    return found if whole and all(positions_apart(run, pattern, [t]) is not None for t in uses) else None
 
 
 def _factored(run: Run, use: ParameterUse, layout: Layout) -> bool:
@@ -57,7 +65,8 @@ def _factored(run: Run, use: ParameterUse, layout: Layout) -> bool:
             return False
     if not labels:
         return sum(size != 1 for size in leaf.shape) < 2
-    both = {c for c in use.recipe.output if c in (use.recipe.labels or "") and any(c in some for some in labels)}
+    sizes = layout.sizes
+    both = any(sizes.get(c, 1) > 1 and any(c in some for some in labels) for c in use.recipe.output)
     return not both and all(any(c in some for some in labels) for c in layout.inner)
 
 

@@ -86,10 +86,17 @@ class Planner:
     alone: Run
 
     def __init__(
-        self, run: Run, columns: Sequence[Grouped], look: Callable[[Pattern, Run], Run | None], allowed: set[Shortcuts]
+        self,
+        run: Run,
+        columns: Sequence[Grouped],
+        look: Callable[[Pattern, Run], Run | None],
+        allowed: set[Shortcuts],
+        added: bool = True,
     ) -> None:
-        """`look` runs the function on one sample under a pattern; `allowed` are the shortcuts that reductions allow."""
-        self.run, self.columns, self.look = run, columns, look
+        """`look` runs the function on one sample under a pattern; `allowed` are the shortcuts that reductions allow;
+        `added` says that the squares of all columns are added up, and none subtracted, so that others may stand for
+        them at a narrow layer."""
+        self.run, self.columns, self.look, self.added = run, columns, look, added
         self.shortcuts: Shortcuts = next(iter(allowed)) if len(allowed) == 1 else "narrow"
         self.n, self.work, self.sites = run.trace.n, _work(run), _sites(run)
         self.everything = frozenset(range(len(self.work)))
@@ -111,7 +118,7 @@ class Planner:
             self.why = "there are few columns" if self.total < thresholds.FEW else "all columns are little work"
             return None
         above, found = paths(self.run)
-        bottlenecks = self._candidates(found)
+        bottlenecks = self._candidates(found) if self.added else []
         self.pattern = self._pattern(above, bottlenecks)
         run = self.look(self.pattern, self.run)
         if run is None or self.pattern.labels.lost is not None:
