@@ -119,8 +119,8 @@ class Decisions:
         added = not calls and all(_added(g) for g in columns)
         columns = (_grouped(made) or columns) if added else columns
         read = {i: c.step for c, g in zip(second_order, calls, strict=True) for i in g.groups}
-        shortcuts = {t.reduction.shortcuts for t in group}
-        planner = Planner(run, [*columns, *calls], partial(_looked, look, outputs, read), shortcuts, added)
+        under, of_all = partial(_looked, look, outputs, read), [*columns, *calls]
+        planner = Planner(run, of_all, under, {t.reduction.shortcuts for t in group}, added)
         way = planner.way()
         return Decision(planner.why, way, columns)
 
