@@ -8,17 +8,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from invfunc import thresholds
-from invfunc.loss.square_root import Gradient
+from invfunc.evaluation.decisions import Decision
 from invfunc.passes.pullback import Pass, Pullback
 from invfunc.passes.run import Run
-from invfunc.passes.second_order import second_order_columns
 from invfunc.recording.problem import Problem
 from invfunc.recording.tags import ParameterUse
 from invfunc.reductions import Reduction
 from invfunc.reductions.quantity import Accumulator, Quantity
-from invfunc.sparsity.execute import pullbacks
-from invfunc.sparsity.groups import Grouped
-from invfunc.sparsity.planner import Way
 from invfunc.sparsity.report import Explanation, Parameter, Part, planned
 
 
@@ -33,19 +29,6 @@ class Entry:
     numbers: int = 0
     cost: float = 1.0
     parts: list[Part] = field(default_factory=list)
-
-
-@dataclass
-class Decision:
-    """Whether columns take a shorter way, and why."""
-
-    why: str
-    way: Way | None = None
-    columns: list[Grouped] = field(default_factory=list)
-
-    def pullbacks(self, pullback: Pullback) -> list[Pullback]:
-        """What is pulled back in place of all columns."""
-        return pullbacks(pullback, self.way, self.columns)
 
 
 class Report:
@@ -81,18 +64,13 @@ class Report:
         entry.numbers, entry.cost = max(entry.numbers, numbers), decision.way.cost
         entry.parts = entry.parts or told
 
-    def second_order(
-        self, pullback: Pullback, group: Sequence[Accumulator], once: frozenset[int], slope: Gradient
-    ) -> None:
+    def second_order(self, pullback: Pullback, group: Sequence[Accumulator], decision: Decision) -> None:
         """Note how a Hessian is computed: columns of the loss and of each nonlinear call, or entries one by one."""
-        entry, reductions = self._entry(group, pullback.total, ""), [t.reduction for t in group]
+        self.on(pullback, group, decision)
+        entry, once = self._entry(group, pullback.total, decision.why), pullback.leaves or frozenset()
         others = {i for t in pullback.run.trace.uses for i in t.derived.leaves} - once
-        steps = pullback.run.trace.steps if once else []
-        made = [*pullback.made, *second_order_columns(pullback.scope, pullback.run, steps, slope)]
-        entry.columns = sum(c.count for c in made)
-        self._pulled(entry, replace(pullback, made=made, leaves=once), reductions)
         if others:
-            self._pulled(entry, replace(pullback, leaves=frozenset(others)), reductions)
+            self._pulled(entry, replace(pullback, leaves=frozenset(others)), [t.reduction for t in group])
             names, size = tuple(self.problem.name(i) for i in sorted(others)), 0
             size = sum(self.problem.leaves[i].numel() for i in others)
             entry.passes += size

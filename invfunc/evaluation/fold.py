@@ -13,8 +13,8 @@ import torch
 from invfunc import tree
 from invfunc._alike import added
 from invfunc._extras import Ticks
-from invfunc._torch.values import fake
-from invfunc.evaluation.explained import Decision, Report
+from invfunc.evaluation.decisions import Decision, Decisions, Look
+from invfunc.evaluation.explained import Report
 from invfunc.loss.square_root import Columns, Gradient, Units
 from invfunc.passes.by_rows import Places
 from invfunc.passes.kfra import averaged, not_a_chain
@@ -29,13 +29,7 @@ from invfunc.recording.problem import Problem
 from invfunc.recording.scope import Scope
 from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.quantity import Accumulator, Quantity
-from invfunc.sparsity.execute import possible
-from invfunc.sparsity.groups import grouped
-from invfunc.sparsity.pattern import Pattern
-from invfunc.sparsity.planner import Planner
 
-Look = Callable[[Pattern, Run], Run | None]
-"""Runs the model part on one sample under a pattern; None where that is something else than in the batch."""
 Learn = Callable[[Reduction, States, Found], Any]
 """What a reduction has to know of what the phase before has kept."""
 SLOPE = "slope"
@@ -60,7 +54,7 @@ class Fold:
         self.places, self.report, self.ticks = places, report, Ticks()
         self.accumulators = [Accumulator(q, q.reduction, options.reduce is None) for q in quantities]
         n = (problem.n if problem.samples is None else len(problem.samples)) - problem.others
-        self._decisions: dict[Hashable, Decision] = {}
+        self._decisions = Decisions(problem, scope, options)
         dtype = reduce(torch.promote_types, (leaf.dtype for leaf in problem.leaves))
         self.found = Found(n, 1, [torch.Size()], tree.flatten(0)[1], dtype)
         self.last = True
@@ -118,18 +112,17 @@ class Fold:
             for k, (key, group) in enumerate(alike.items()):
                 kind = group[0].quantity.kind
                 if kind.second_order:
-                    self._hessian(run, made[key], made[SLOPE][0], group, samples)
+                    self._hessian(run, made[key], made[SLOPE][0], group, samples, look)
                     continue
                 if kind.averaged:
                     self._chain(run, made[key], group, samples)
                     continue
                 pullback = self._pullback(run, made[key], samples, last=last and k + 1 == len(alike))
-                decision = self._decision(pullback, look, group) if kind.convex else Decision("")
+                decision = self._decisions.of(pullback, look, group) if kind.convex else Decision("")
                 if self.report is not None:
                     self.report.on(pullback, group, decision)
                     continue
-                parts = decision.pullbacks(pullback)
-                parts = parts if possible(parts) else [pullback]
+                parts = decision.taken(pullback)
                 while parts:
                     self._fold(parts.pop(0), group)
         if run.trace.n < self.problem.n and self.report is None:
@@ -162,38 +155,6 @@ class Fold:
         plan, name, alone = self.options.plan, self.problem.name, self.options.reduce is not None
         return Pullback(self.scope, run, made, plan, samples, self.budget, leaves, alone, last, name, ticks=self.ticks)
 
-    def _decision(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> Decision:
-        """A cheaper way than to pull every column back, where there is one; that of the first run is that of all."""
-        key = group[0].quantity.columns
-        if key not in self._decisions:
-            self._decisions[key] = self._decided(pullback, look, group)
-        return self._decisions[key]
-
-    def _decided(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> Decision:
-        why = self._why_dense(pullback, look, group)
-        if why or look is None:
-            return Decision(why)
-        columns = [g for c in pullback.made if (g := grouped(c)) is not None]
-        if len(columns) < len(pullback.made):
-            return Decision("the loss mixes the outputs before its criterion")
-        planner = Planner(pullback.run, columns, look, {t.reduction.shortcuts for t in group})
-        way = planner.way()
-        return Decision(planner.why, way, columns)
-
-    def _why_dense(self, pullback: Pullback, look: Look | None, group: list[Accumulator]) -> str:
-        """Why every column has to be pulled back, if it has."""
-        if self.options.dense:
-            return "because method='dense' asks for it"
-        if any(self.options.plan.asked(over) for over in ("outputs", "params")):
-            return "because chunked asks for it"
-        if look is None or group[0].quantity.drawing or any(t.reduction.shortcuts == "no" for t in group):
-            return "there is no other way for this statistic or function"
-        if fake(self.problem.leaves[0]):
-            return "tensors have no numbers here (FakeTensorMode)"
-        if self.scope.create_graph:
-            return "the result will be differentiated, or a transform of torch.func is around it"
-        return "" if self.options.fast and pullback.total else "there is nothing to pull back"
-
     def _add(self, run: Run, group: list[Accumulator], k: int, leaf: int, state: State) -> None:
         """What a reduction keeps of one parameter in one run; where that is all, the parameter is done."""
         added("samples", partial(group[k].add, leaf), state)
@@ -202,16 +163,26 @@ class Fold:
             self._close(group[k], leaf, self._found(group[k]))
 
     def _hessian(
-        self, run: Run, made: list[Columns], slope: Columns, group: list[Accumulator], samples: Samples
+        self,
+        run: Run,
+        made: list[Columns],
+        slope: Columns,
+        group: list[Accumulator],
+        samples: Samples,
+        look: Look | None,
     ) -> None:
         """The columns of the loss and those of all nonlinear calls; what they miss, entry by entry."""
         assert isinstance(slope, Gradient)
-        if self.report is not None:
-            self.report.second_order(self._pullback(run, made, samples), group, read_once(run), slope)
-            return
-        reductions, once = [t.reduction for t in group], read_once(run)
+        reductions, once, outputs = [t.reduction for t in group], read_once(run), dict(run.outputs)
         second_order = second_order_columns(self.scope, run, run.trace.steps if once else [], slope)
-        self._pullback(run, [*made, *second_order], samples, once).folded(reductions, partial(self._add, run, group))
+        pullback = self._pullback(run, [*made, *second_order], samples, once)
+        decision = self._decisions.of_hessian(pullback, look, group, outputs, made, second_order)
+        if self.report is not None:
+            self.report.second_order(pullback, group, decision)
+            return
+        parts = decision.taken(pullback)
+        while parts:
+            parts.pop(0).folded(reductions, partial(self._add, run, group))
         others = [i for i in range(len(run.params)) if i not in once]
         kept: dict[tuple[int, int], State] = {}
 

@@ -66,6 +66,8 @@ class Local:
     """Columns of the samples of one run, whichever part of the batch it is."""
 
     inner: Elementwise | Softmax | CallHessian | Columns
+    step: int
+    """The place of the call among the steps of the run."""
 
     @property
     def count(self) -> int:
@@ -83,10 +85,10 @@ def second_order_columns(scope: Scope, run: Run, steps: Sequence[Step], gradient
     outputs, given = cotangents(run, gradient)
     found = iter(scope.grad(outputs, edges, given, batched=False))
     made: list[Local] = []
-    for step in steps:
+    for k, step in enumerate(steps):
         slopes = [None if g is None else scope.leave(g) for g in [next(found) for _ in step.edges]]
         if any(g is not None for g in slopes):
-            made += _columns(scope, run, step, slopes)
+            made += [Local(columns, k) for columns in _columns(scope, run, step, slopes)]
     return made
 
 
@@ -100,7 +102,9 @@ def cotangents(run: Run, gradient: Gradient) -> tuple[list[torch.Tensor], list[t
     return outputs, given
 
 
-def _columns(scope: Scope, run: Run, step: Step, slopes: list[torch.Tensor | None]) -> list[Local]:
+def _columns(
+    scope: Scope, run: Run, step: Step, slopes: list[torch.Tensor | None]
+) -> Sequence[Elementwise | Softmax | CallHessian | Columns]:
     """The columns of one call: it runs again on copies of its inputs, so that nothing lies between these and its
     results."""
     copies, args, kwargs, out = recomputed(scope, step)
@@ -115,7 +119,7 @@ def _columns(scope: Scope, run: Run, step: Step, slopes: list[torch.Tensor | Non
     term = LossTerm(kind, frozenset({first}), values[first], axis, y, call, at_root=True)
     made = columns(scope, term, g, [], run.trace.n, convex=False)
     run.outputs[first] = step.inputs[0], term.axis
-    return [] if _vanish(made) else [Local(made)]
+    return [] if _vanish(made) else [made]
 
 
 def _vanish(made: Any) -> bool:
@@ -126,7 +130,7 @@ def _vanish(made: Any) -> bool:
 
 def _dense(
     scope: Scope, run: Run, step: Step, values: dict[int, torch.Tensor], pairs: list[tuple[torch.Tensor, torch.Tensor]]
-) -> list[Local]:
+) -> list[CallHessian]:
     """The Hessian of a call of which no structure is known, given what it read, and its results with their slopes."""
     results, slopes = [y for y, _ in pairs], [g for _, g in pairs]
     found = scope.grad(results, list(values.values()), slopes, batched=False, create_graph=True)
@@ -137,7 +141,7 @@ def _dense(
     places = {i: (x, _axis(step, k)) for k, (i, x) in enumerate(values.items())}
     run.outputs |= {i: (x, axis) for x, (i, (_, axis)) in zip(step.inputs, places.items(), strict=True)}
     units = Units({i: axis.expose(scope.leave(x), run.trace.n) for i, (x, axis) in places.items()})
-    return [Local(CallHessian(scope, run.trace.n, units, places, nonlinear))]
+    return [CallHessian(scope, run.trace.n, units, places, nonlinear)]
 
 
 def recomputed(scope: Scope, step: Step) -> tuple[dict[int, torch.Tensor], tuple, dict, Any]:

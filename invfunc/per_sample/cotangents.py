@@ -17,13 +17,17 @@ Cotangents = list[torch.Tensor | None]
 
 @dataclass
 class Columns:
-    """What was pulled back: `left`, `right` for a product of two, and `weight[v, n]`, which multiplies squares."""
+    """What was pulled back: `left`, `right` for a product of two, and `weight[v, n]`, which multiplies squares, or
+    `weight[v, n, s]` those of each cell s."""
 
     left: Cotangents
     right: Cotangents | None = None
     weight: torch.Tensor | None = None
     lots: list[Lot] = field(default_factory=list)
     """Those that are drawn."""
+    of_hessian: bool = False
+    """Whether they stand for all columns of a position: the sum of the products of these is `left^2` on its diagonal,
+    and `-right right^T` beside it, or nothing."""
     known: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     """What was computed from them for one parameter and is needed for another, too."""
 

@@ -82,7 +82,7 @@ class Factor:
         columns, found = self.columns, []
         for part, terms, direct in self._blocks("N" + self.output if each else self.kept):
             right = terms if columns.right is None else self._terms(columns.right, part)
-            weight = [] if columns.weight is None else squeezed(widened([("NV", columns.weight[:, part].T)]))
+            weight = squeezed(widened([("VNS"[: w.ndim], w[:, part]) for w in (columns.weight,) if w is not None]))
             kept = present("N" + self.output if each else self.kept, terms)
             if direct:  # nothing large is formed
                 pair = self.exact(twice(terms, right, self.apart))

@@ -106,7 +106,8 @@ class KroneckerFactors(Block):
     def _of(self, shares: Shares, layers: list[Layer], part: Part, bias: str) -> Factors:
         used = [self._used(layer, shares.columns, part) for layer in layers]
         counts = [sum(each) for each in zip(*(u.positions for u in used), strict=True)]
-        b = self._sent(used, None if shares.columns.weight is None else shares.columns.weight[:, part])
+        weight = None if shares.columns.weight is None else shares.columns.weight[:, part]
+        b = _of_hessian(used[0]) if shares.columns.of_hessian else self._sent(used, weight)
         a, places = None, layers[0].places
         if not shares.seen_before and len(places) > 1:
             a = self._inputs(used, places[1].size, counts)
@@ -212,6 +213,16 @@ def _by_role(layers: list[Layer]) -> list[list[Layer]]:
     if len(layers) > 1 and len({(frozenset(p.dims for p in layer.places), layer.blocks) for layer in layers}) > 1:
         raise Unfactored("operations that read it divide its dimensions differently")
     return list(roles.values())
+
+
+def _of_hessian(used: Used) -> torch.Tensor:
+    """The sum of the parts of a Hessian at all positions, from the root of its diagonal and what is beside it."""
+    diagonal = used.left.s.square().sum((0, 1, 3))
+    if used.right is used.left:
+        return diagonal.diag()
+    b = -outer(used.right.s.flatten(0, 1))
+    b.diagonal().copy_(diagonal)
+    return b
 
 
 def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:

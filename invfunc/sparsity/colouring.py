@@ -6,6 +6,7 @@ A box is two rows for each axis, `-lo` and `hi` (`[2, k, ...]`, so that a hull i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -111,6 +112,17 @@ class Colouring:
         most = torch.zeros(self.count, dtype=torch.long, device=self.klass.device)
         some = self.klass >= 0
         return int(most.scatter_reduce(0, self.klass[some], self.copy[some] + 1, "amax").sum())
+
+    def copies_in(self, classes: range) -> int:
+        """The same in some classes."""
+        return int(self.copy[(self.klass >= classes.start) & (self.klass < classes.stop)].max()) + 1
+
+    @cached_property
+    def members(self) -> torch.Tensor:
+        """The group of each box and copy, `[boxes, copies]`; 0 where there is none."""
+        found, some = self.box.new_zeros(len(self.codes), self.copies), self.box >= 0
+        found[self.box[some], self.copy[some]] = some.nonzero().flatten()
+        return found
 
     def cells(self, rows: torch.Tensor, wanted: range) -> torch.Tensor:
         """The box that each of the boxes `[2, k, P]` lies in, for some classes: `[classes, P]`; -1 for none."""

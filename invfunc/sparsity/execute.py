@@ -43,7 +43,7 @@ def pullbacks(pullback: Pullback, way: Way | None, columns: Sequence[Grouped]) -
             at, sources = replace(at, run=below, made=[narrowed]), [narrowed]
     if way.closed:
         closed = replace(pullback, leaves=way.closed, last=False)
-        found.append(Closed(**vars(closed), sources=columns, pattern=way.pattern))
+        found.append(Closed(**vars(closed), sources=columns, pattern=way.pattern, squares=way.cells))
     return [*found, replace(pullback, leaves=way.dense)] if way.dense else found
 
 
@@ -55,10 +55,12 @@ def possible(pullbacks: Sequence[Pullback]) -> bool:
 @dataclass(kw_only=True)
 class Closed(Pullback):
     """The last operation: each position has columns of its own, and the sum of their squares is the diagonal of the
-    Hessian."""
+    Hessian; the sum of their products is the part of the Hessian at that position."""
 
     sources: Sequence[Grouped]
     pattern: Pattern
+    squares: bool
+    """Whether squares are wanted, and not products."""
 
     @property
     def total(self) -> int:
@@ -69,17 +71,22 @@ class Closed(Pullback):
         return [Pass(uses, k, k + 1, completes=k + 1 == count, source=k) for k in range(count)]
 
     def block(self, each: Pass) -> Block:
-        diagonal = self.sources[each.source].diagonal(self.run.part)
+        source, part = self.sources[each.source], self.run.part
+        diagonal = source.diagonal(part)
         assert diagonal is not None
-        return Block({i: d[None] for i, d in diagonal.items()})
+        beside = source.signed(diagonal, part) if self.squares else source.coupling(part)
+        right = None if beside is None else {i: u[None] for i, u in beside.items()}
+        return Block({i: d[None] for i, d in diagonal.items()}, right)
 
     def told_apart(self, each: Pass, leaf: int, uses: list[ParameterUse], pulled: PulledBack) -> Iterable[Reached]:
         (use,) = uses
+        if not self.squares:
+            return [(uses, replace(pulled, of_hessian=True))]
         known = positions_apart(self.run, self.pattern, uses)
         assert known is not None
         index = torch.arange(len(known.first), device=use.param.device).reshape(1, -1, 1)
         recipe = celled(known, index) if known.inner else known.recipe
-        return [([replace(use, recipe=recipe)], PulledBack(pulled.left))]
+        return [([replace(use, recipe=recipe)], PulledBack(pulled.left, pulled.right))]
 
 
 @dataclass(kw_only=True)
@@ -97,8 +104,8 @@ class Shared(Pullback):
     """How the cotangents of each parameter fall apart."""
     _memory: dict[tuple[int, int], Memory] = field(default_factory=dict)
     """By source and parameter."""
-    _index: dict[tuple[int, int, range], list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
-    """The cells of some positions, by source, site and classes."""
+    _index: dict[tuple[int, int, range], list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
+    """The cells of some positions, and their boxes, by source, site and classes."""
 
     @property
     def total(self) -> int:
@@ -130,7 +137,7 @@ class Shared(Pullback):
         """Cotangents `[classes * copies * columns, n, *one]`: zero but where the groups of a class are."""
         source, colouring = self.sources[each.source], self.colourings[each.source]
         layers, some, columns = source.layer(each.start, each.stop, self.run.part), each.classes, {}
-        copies = int(colouring.copy[(colouring.klass >= some.start) & (colouring.klass < some.stop)].max()) + 1
+        copies = colouring.copies_in(some)
         for i, ids in source.groups.items():
             layer, flat = layers[i], ids.flatten()
             klass = torch.where(flat < 0, -1, colouring.klass[flat])
@@ -152,32 +159,58 @@ class Shared(Pullback):
         if not uses:
             return
         if layout is None:
-            for cotangents in self._boxed(each, uses, pulled.left):
-                yield uses, PulledBack(cotangents)
+            for cotangents, boxes in self._boxed(each, uses, pulled.left):
+                signs = self._signs(each, boxes)
+                weight = None if signs is None else signs.movedim(2, 0).flatten(0, 1)
+                yield uses, PulledBack(cotangents, weight=weight)
             return
-        (use,), recipe = uses, layout.recipe
-        if layout.inner and self.apart:
+        (use,) = uses
+        if not self.apart:
+            yield [replace(use, recipe=layout.recipe)], PulledBack(pulled.left)
+        elif not layout.inner:  # at the one position, entries are of several groups
+            signs = self._signs(each, self._cells(each, use.site))
+            right = None if signs is None else _times(pulled.left, use.site, signs.movedim(2, 0).flatten(0, 1))
+            yield [replace(use, recipe=layout.recipe)], PulledBack(pulled.left, right)
+        else:
+            index, boxes = self._positions(each, use.site, layout)
             recurs = each.stop - each.start < self.sources[each.source].rank
-            memory = self._memory.setdefault((each.source, leaf), Memory(recurs))
-            recipe = celled(layout, self._positions(each, use.site, layout), memory)
-        yield [replace(use, recipe=recipe)], PulledBack(pulled.left)
+            recipe = celled(layout, index, self._memory.setdefault((each.source, leaf), Memory(recurs)))
+            signs = self._signs(each, boxes)
+            weight = None if signs is None else signs.flatten(2)
+            yield [replace(use, recipe=recipe)], PulledBack(pulled.left, weight=weight)
 
-    def _positions(self, each: Pass, site: int, layout: Layout) -> torch.Tensor:
-        """The positions in each cell; all that is sent back at one position has the same box in the pattern."""
+    def _positions(self, each: Pass, site: int, layout: Layout) -> tuple[torch.Tensor, ...]:
+        """The positions in each cell, and the box of the cell; all that is sent back at one position has the same box
+        in the pattern."""
         known = self._index.setdefault((each.source, site, each.classes), [])
-        for positions, index in known:
+        for positions, *found in known:
             if torch.equal(positions, layout.first):
-                return index
-        known.append((layout.first, positions_of(self._cells(each, site, layout.first))))
-        return known[-1][1]
+                return tuple(found)
+        cells = self._cells(each, site, layout.first)
+        index = positions_of(cells)
+        boxes = torch.nn.functional.pad(cells, (0, 1), value=-1).gather(1, index[:, :, 0])
+        known.append((layout.first, index, boxes))
+        return index, boxes
+
+    def _signs(self, each: Pass, boxes: torch.Tensor) -> torch.Tensor | None:
+        """The signs with which the squares of the groups in boxes count, `[copies * columns, n, *boxes]`; None if all
+        are added."""
+        source, colouring = self.sources[each.source], self.colourings[each.source]
+        signs = source.signs(self.run.part)
+        if signs is None:
+            return None
+        groups = colouring.members[boxes.clamp(min=0), : colouring.copies_in(each.classes)]
+        return signs[:, groups].movedim(-1, 0).repeat_interleave(each.stop - each.start, 0)
 
     def _cells(self, each: Pass, site: int, entries: Any = WHOLE) -> torch.Tensor:
         """The box in which each entry of a site lies, for each class."""
         rows = self.frame.boxes[site].flatten(2)[:, :, entries]
         return self.colourings[each.source].cells(rows, each.classes)
 
-    def _boxed(self, each: Pass, uses: list[ParameterUse], cotangents: Cotangents) -> Iterator[Cotangents]:
-        """The columns of each group separate again: what lies in its box, and zeros elsewhere."""
+    def _boxed(
+        self, each: Pass, uses: list[ParameterUse], cotangents: Cotangents
+    ) -> Iterator[tuple[Cotangents, torch.Tensor]]:
+        """The columns of each group separate again: what lies in its box, and zeros elsewhere; and these boxes."""
         found = {t.site: cotangents[t.site] for t in uses}
         wholes = {s: x.unflatten(0, (len(each.classes), -1)) for s, x in found.items() if x is not None}
         cells = {site: self._cells(each, site) for site in wholes}
@@ -190,9 +223,16 @@ class Shared(Pullback):
                 for site, x in wholes.items():
                     mask = (cells[site][k] == boxes[a:b, None]).to(x.dtype).reshape(b - a, 1, 1, *x.shape[3:])
                     own[site] = (x[k] * mask).flatten(0, 1)
-                yield own
+                yield own, boxes[a:b]
 
 
 def columns_at_once(size: int, budget: int) -> int:
     """How many columns are pulled back together through a site of so many numbers."""
     return max(1, min(thresholds.TOGETHER, budget) // size)
+
+
+def _times(cotangents: Cotangents, site: int, signs: torch.Tensor) -> Cotangents:
+    """Those at a site, times the signs of their entries `[V, n, entries]`."""
+    x = cotangents[site]
+    assert x is not None
+    return [x * signs.reshape(x.shape) if s == site else None for s in range(len(cotangents))]

@@ -5,23 +5,17 @@ Columns of different groups are zero where the other is not, so one cotangent ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 import torch
 
-from invfunc import thresholds
 from invfunc.loss.square_root import (
-    Affine,
-    Columns,
     Elementwise,
     General,
     OutputCotangents,
     Softmax,
-    Weighted,
-    rooted,
     safe_root,
 )
 from invfunc.sparsity.bottleneck import Entries
@@ -61,6 +55,20 @@ class Grouped(Protocol):
         """The root of the diagonal of the Hessian, `[n, *one]`, where it is known without the columns."""
         return None
 
+    def signs(self, part: slice) -> torch.Tensor | None:
+        """The sign with which the columns of each group count, `[n, groups]`; None where all are added."""
+        return None
+
+    def signed(self, x: OutputCotangents, part: slice) -> OutputCotangents | None:
+        """What is at the entries, `[n, *one]`, times the sign of their groups; None where all are added."""
+        signs = self.signs(part)
+        return None if signs is None else {i: y * signs[:, self.groups[i].clamp(min=0)] for i, y in x.items()}
+
+    def coupling(self, part: slice) -> OutputCotangents | None:
+        """The u, `[n, *one]`, with which each group's part of the Hessian is `-u u^T` beside that diagonal; None where
+        there is nothing beside it."""
+        return None
+
     def entries(self, some: Some) -> Entries:
         """The entries at each root that belong to some groups."""
         ...
@@ -78,6 +86,8 @@ class OfEntries(Grouped):
     """A diagonal Hessian: each entry is a group with one column."""
 
     inner: Elementwise
+    any_sign: bool = False
+    """Whether it may be negative."""
 
     @property
     def rank(self) -> int:
@@ -89,10 +99,14 @@ class OfEntries(Grouped):
         return {self.inner.root: torch.arange(h[0].numel(), device=h.device).reshape(h.shape[1:])}
 
     def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
-        return {self.inner.root: safe_root(self.inner.diagonal[part])[None]}
+        return {self.inner.root: self.diagonal(part)[self.inner.root][None]}
 
     def diagonal(self, part: slice) -> OutputCotangents:
-        return {self.inner.root: safe_root(self.inner.diagonal[part])}
+        h = self.inner.diagonal[part]
+        return {self.inner.root: safe_root(h.abs() if self.any_sign else h)}
+
+    def signs(self, part: slice) -> torch.Tensor | None:
+        return self.inner.diagonal[part].flatten(1).sign() if self.any_sign else None
 
     def entries(self, some: Some) -> Entries:
         return {self.inner.root: some}
@@ -112,6 +126,8 @@ class OfPositions(Grouped):
     """A softmax at each position: the classes there are a group."""
 
     inner: Softmax
+    any_sign: bool = False
+    """Whether its weights may be negative."""
 
     @property
     def rank(self) -> int:
@@ -134,7 +150,11 @@ class OfPositions(Grouped):
 
     @cached_property
     def scale(self) -> torch.Tensor:
-        return safe_root(self.inner.weight)[:, None]
+        k = self.inner.weight
+        return safe_root(k.abs() if self.any_sign else k)[:, None]
+
+    def signs(self, part: slice) -> torch.Tensor | None:
+        return self.inner.weight[part].sign() if self.any_sign else None
 
     def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
         q, scale = self.roots[part], self.scale[part]
@@ -149,6 +169,10 @@ class OfPositions(Grouped):
         others = torch.where(largest > 0, (p * (1 - largest)).sum(1, keepdim=True), 1 - p)  # 1 - p near 1 cancels
         found = q * safe_root(others) * self.scale[part]
         return {self.inner.root: self.inner.layout(found[None])[0]}
+
+    def coupling(self, part: slice) -> OutputCotangents:
+        u = self.roots[part].square() * self.scale[part]
+        return {self.inner.root: self.inner.layout(u[None])[0]}
 
     def entries(self, some: Some) -> Entries:
         return {self.inner.root: self._order[some].flatten()}
@@ -197,103 +221,30 @@ class Together(Grouped):
 
 
 @dataclass
-class Moved(Grouped):
-    """Groups of entries that are picked from the root, moved and scaled."""
+class OfRun(Grouped):
+    """Groups of the samples of one run, whichever part of the batch it is."""
 
     inner: Grouped
-    root: int
-    pull: Callable[[torch.Tensor, slice], OutputCotangents]
-    to: torch.Tensor
-    """Which inner entry each entry of the root becomes, `[*one]`; -1 for none."""
-    scale: torch.Tensor
-    """`[N, *one]`"""
 
     @property
     def rank(self) -> int:
         return self.inner.rank
 
     @property
-    def rows(self) -> int:
-        return self.inner.rows
-
-    @property
-    def alike(self) -> bool:
-        return self.inner.alike and bool((self.scale == self.scale[:1]).all())
-
-    @property
     def groups(self) -> Groups:
-        (own,) = self.inner.groups.values()
-        return {self.root: torch.where(self.to < 0, -1, own.flatten()[self.to])}
+        return self.inner.groups
 
     def layer(self, start: int, stop: int, part: slice) -> OutputCotangents:
-        return self.pull(self.inner.layer(start, stop, slice(None))[self.root], part)
+        return self.inner.layer(start, stop, slice(None))
 
     def diagonal(self, part: slice) -> OutputCotangents | None:
-        inner, taken = self.inner.diagonal(slice(None)), self.to[self.to >= 0]
-        if inner is None or len(taken.unique()) < len(taken):
-            return None
-        return {self.root: self.pull(inner[self.root][None], part)[self.root][0]}
+        return self.inner.diagonal(slice(None))
+
+    def signs(self, part: slice) -> torch.Tensor | None:
+        return self.inner.signs(slice(None))
 
     def entries(self, some: Some) -> Entries:
-        return {self.root: (self._places(some)[0] >= 0).nonzero().flatten()}
+        return self.inner.entries(some)
 
     def products(self, moved: OutputCotangents, part: slice, some: Some) -> torch.Tensor:
-        places, count = self._places(some)
-        taken = places >= 0
-        u = moved[self.root] * self.scale[part].flatten(1)[:, taken]
-        carried = u.new_zeros(*u.shape[:2], count).index_add(2, places[taken], u)
-        return self.inner.products({self.root: carried}, part, some)
-
-    def _places(self, some: Some) -> tuple[torch.Tensor, int]:
-        """The place of each entry of the root among the inner ones of some groups, -1 for none; how many these are."""
-        (own,), (inner,) = self.inner.groups.values(), self.inner.entries(some).values()
-        numbers = torch.arange(own.numel(), device=own.device)
-        place = torch.full_like(numbers, -1)
-        place[inner] = numbers[: (count := len(place[inner]))]
-        return torch.where(self.to < 0, -1, place[self.to]).flatten(), count
-
-
-def grouped(columns: Columns) -> Grouped | None:
-    """Columns in groups; None where a function of the outputs mixes what the loss keeps apart."""
-    if isinstance(columns, Elementwise):
-        return OfEntries(columns)
-    if isinstance(columns, Softmax):
-        return OfPositions(columns)
-    if isinstance(columns, Affine):
-        inner = grouped(columns.inner) if len(columns.roots) == 1 else None
-        return None if inner is None else _moved(columns, inner)
-    if isinstance(columns, Weighted):
-        return grouped(columns.inner)
-    root = rooted(columns, "all")
-    assert isinstance(root, General)
-    return Together(root)
-
-
-def _moved(columns: Affine, inner: Grouped) -> Moved | None:
-    """Columns at an affine function of the root, unless that mixes entries.
-
-    What an entry of the root becomes is found out by pulling back three numberings of the inner entries: a mixture of
-    several has no number that is the same place in all three.
-    """
-    (own,) = inner.groups.values()
-    block = columns.inner.block(0, 1, slice(None)).left[columns.root]
-    n, count = block.shape[1], own.numel()
-    if count >= min(thresholds.NUMBERED, 2 / torch.finfo(block.dtype).eps):  # numbers that this dtype does not have
-        return None
-    generator = torch.Generator()  # of its own, with torch's own seed
-    shuffled = [torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(2))]
-    numbers = torch.stack([torch.ones(count), *(p + 1.0 for p in shuffled)]).to(block)
-    numbers = numbers.reshape(4, 1, *own.shape).expand(4, n, *own.shape)
-    scale, *found = columns.pull(numbers, slice(None))[columns.root]
-    none = (scale == 0) & (torch.stack(found) == 0).all(0)
-    places = []
-    for pulled, order in zip(found, shuffled, strict=True):
-        number = torch.where(none, 1, pulled / torch.where(none, 1, scale))
-        near = number.round()
-        known = (number - near).abs() < 0.1
-        near = torch.where(known & (near >= 1) & (near <= count), near, 1).long() - 1
-        places.append(torch.where(none, -1, torch.where(known, order.to(near.device).argsort()[near], -2)))
-    to = places[0]
-    if any(not torch.equal(to, other) for other in places[1:]) or bool((to != to[:1]).any() | (to < -1).any()):
-        return None
-    return Moved(inner, columns.root, columns.pull, to[0], scale)
+        return self.inner.products(moved, slice(None), some)

@@ -14,10 +14,11 @@ from invfunc.passes.run import Run
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.sparsity.bottleneck import Bottleneck, paths
 from invfunc.sparsity.cells import layout_at
-from invfunc.sparsity.colouring import Colouring, empty, hulls, members_of
+from invfunc.sparsity.closed import closed_site
+from invfunc.sparsity.colouring import Colouring, hulls, members_of
 from invfunc.sparsity.groups import Grouped
 from invfunc.sparsity.narrowed import Blocks
-from invfunc.sparsity.pattern import Frame, Pattern, positions_apart
+from invfunc.sparsity.pattern import Frame, Pattern
 
 
 @dataclass
@@ -85,10 +86,17 @@ class Planner:
     alone: Run
 
     def __init__(
-        self, run: Run, columns: Sequence[Grouped], look: Callable[[Pattern, Run], Run | None], allowed: set[Shortcuts]
+        self,
+        run: Run,
+        columns: Sequence[Grouped],
+        look: Callable[[Pattern, Run], Run | None],
+        allowed: set[Shortcuts],
+        added: bool = True,
     ) -> None:
-        """`look` runs the function on one sample under a pattern; `allowed` are the shortcuts that reductions allow."""
-        self.run, self.columns, self.look = run, columns, look
+        """`look` runs the function on one sample under a pattern; `allowed` are the shortcuts that reductions allow;
+        `added` says that the squares of all columns are added up, and none subtracted, so that others may stand for
+        them at a narrow layer."""
+        self.run, self.columns, self.look, self.added = run, columns, look, added
         self.shortcuts: Shortcuts = next(iter(allowed)) if len(allowed) == 1 else "narrow"
         self.n, self.work, self.sites = run.trace.n, _work(run), _sites(run)
         self.everything = frozenset(range(len(self.work)))
@@ -110,7 +118,7 @@ class Planner:
             self.why = "there are few columns" if self.total < thresholds.FEW else "all columns take little time"
             return None
         above, found = paths(self.run)
-        bottlenecks = self._candidates(found)
+        bottlenecks = self._candidates(found) if self.added else []
         self.pattern = self._pattern(above, bottlenecks)
         run = self.look(self.pattern, self.run)
         if run is None or self.pattern.labels.lost is not None:
@@ -157,7 +165,7 @@ class Planner:
         everything, top = frame(self.everything, inputs), frozenset({max(self.everything)})
         inputs.axes = 3 if len(everything.first) > 1 else 1
         frames = {b: frame(self.everything - b.below, at[b]) for b in bottlenecks if self.everything - b.below}
-        last = Frame(top, top, inputs, hulls=False) if self.shortcuts == "all" else None
+        last = Frame(top, top, inputs, hulls=False)
         return Pattern(inputs, everything, last, at, frames)
 
     def _axes(self, bottleneck: Bottleneck) -> int:
@@ -223,48 +231,10 @@ class Planner:
         places = torch.arange(bottleneck.width, device=rows.device)
         return Blocks(bottleneck, places[None], groups[None], sum(s.rows * s.count for s in sources), shared)
 
-    # The last operation by itself
-
     @cached_property
     def closed(self) -> int | None:
-        """The last site, if each column that reaches a row of its parameter does so at a single position, else None."""
-        top = len(self.work) - 1
-        own = [i for i, sites in self.sites.items() if top in sites]
-        uses = [t for t in self.run.trace.uses if t.site == top]
-        if self.pattern.last is None or any(self.sites[i] != {top} for i in own) or len(own) < len(uses):
-            return None
-        layouts = self.pattern.layouts[top]
-        if any(positions_apart(self.run, self.pattern, [t]) is None for t in uses) or None in layouts:
-            return None
-        found, last = [known.entries for known in layouts if known is not None], self.pattern.last
-        return top if all(self._apart(g, last, last.boxes[top].shape[2:], found) for g in self.columns) else None
-
-    def _apart(self, columns: Grouped, last: Frame, shape: torch.Size, layouts: list[torch.Tensor]) -> bool:
-        """Whether each entry at the last site reaches one output, and those at a position ones of different groups."""
-        if columns.diagonal(slice(0, 1)) is None:
-            return False
-        group = torch.full((shape.numel(),), -1, device=self.run.params[0].device)
-        for i, ids in columns.groups.items():
-            found = last.labels.of(self.alone.outputs[i][0])
-            if found is None:
-                continue
-            lo, hi, ids = -found[0].flatten(1), found[1].flatten(1), ids.flatten()
-            some = (ids >= 0) & ~empty(found).flatten()
-            lo, hi, ids = lo[:, some], hi[:, some], ids[some]
-            if not torch.equal(lo, hi):
-                return False
-            entry = torch.zeros_like(ids)
-            for at, size in zip(lo, [s for s in shape if s > 1] or [1], strict=True):
-                entry = entry * size + at.long()
-            if len(entry.unique()) < len(entry) or bool((group[entry] >= 0).any()):
-                return False
-            group[entry] = ids
-        for entries in layouts:
-            met = group[entries]
-            alone = torch.where(met < 0, -1 - torch.arange(met.shape[1], device=met.device), met).sort(1).values
-            if bool((alone[:, 1:] == alone[:, :-1]).any()):
-                return False
-        return True
+        """The last site, if it needs no columns."""
+        return closed_site(self.run, self.alone, self.pattern, self.columns, self.sites, self.shortcuts)
 
 
 def _colourings(boxes: list[torch.Tensor]) -> list[Colouring]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
+from invfunc.column_options import by_method
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.quantity import HESSIAN
 from invfunc.reductions.squares import SquaresOfEach
@@ -14,6 +16,7 @@ def batch_diag_hessian(
     f: Callable,
     loss: Callable | None = None,
     *,
+    method: Literal["auto", "dense"] = "auto",
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -27,7 +30,7 @@ def batch_diag_hessian(
     It sums over samples to `diag_hessian`, and has its scale: a mean loss puts 1/N into every sample's part.
 
     Args:
-        f, loss, samples, argnums, in_dims, out_dims, has_aux: as in `diag_hessian`.
+        f, loss, method, samples, argnums, in_dims, out_dims, has_aux: as in `diag_hessian`.
 
     Returns:
         A function `(params, *batch) -> tree`, with loss `(params, *inputs, target) -> tree`, with tensors `[N, *p]`, in
@@ -51,5 +54,6 @@ def batch_diag_hessian(
 
     Source: BackPACK's BatchDiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
     """
+    how = by_method("batch_diag_hessian", f, method)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("batch_diag_hessian", f, SquaresOfEach(), kind=HESSIAN, loss=loss, **options)
+    return Statistic("batch_diag_hessian", f, SquaresOfEach(), kind=HESSIAN, loss=loss, options=how, **options)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
+from invfunc.column_options import by_method
 from invfunc.recording.problem import Indices, InDims
 from invfunc.reductions.quantity import HESSIAN
 from invfunc.reductions.squares import SumOfSquares
@@ -14,6 +16,7 @@ def diag_hessian(
     f: Callable,
     loss: Callable | None = None,
     *,
+    method: Literal["auto", "dense"] = "auto",
     samples: Indices | None = None,
     argnums: int | tuple[int, ...] = 0,
     in_dims: InDims = 0,
@@ -32,6 +35,9 @@ def diag_hessian(
         f: a loss function `f(params, *batch)`, which returns a scalar or `[N]`. With `loss`, a model function
             `f(params, *inputs)`, which returns outputs `[N, ...]` or a pytree of them.
         loss: `loss(outputs, target)`; it need not be convex.
+        method: "auto" has columns whose receptive fields are disjoint share a pullback, as in `diag_ggn`: those of the
+            loss, and those of nonlinear operations inside of the model, if all of these are element-wise. "dense" pulls
+            every column back.
         samples: the indices of the samples whose part of the Hessian is wanted.
         argnums, in_dims, out_dims, has_aux: as in `diag_ggn`.
 
@@ -53,11 +59,13 @@ def diag_hessian(
     Composes with: `chunked` over outputs, samples and params; `torch.func.grad`, `vmap`, `jvp` around it.
 
     Cost: that of `diag_ggn`, and a pullback (vector-Jacobian product) for each entry of a sample at every element-wise
-    operation that is nonlinear, two at the other nonlinear ones. A parameter that is read again by what depends on it
-    (tied in series, recurrent) or not linearly (`exp(w)`, `weight_norm`) takes a second derivative for each of its
-    entries.
+    operation that is nonlinear, two at the other nonlinear ones. By structure they share backward passes: for the
+    sigmoid of an auto-encoder 10 more are made, at every image size. A narrow layer saves columns only where no
+    operation has any. A parameter that is read again by what depends on it (tied in series, recurrent) or not linearly
+    (`exp(w)`, `weight_norm`) takes a second derivative for each of its entries.
 
     Source: BackPACK's DiagHessian (Dangel, Kunstner and Hennig, ICLR 2020) for chains of modules.
     """
+    how = by_method("diag_hessian", f, method)
     options = {"argnums": argnums, "in_dims": in_dims, "out_dims": out_dims, "has_aux": has_aux, "samples": samples}
-    return Statistic("diag_hessian", f, SumOfSquares(), kind=HESSIAN, loss=loss, **options)
+    return Statistic("diag_hessian", f, SumOfSquares(), kind=HESSIAN, loss=loss, options=how, **options)

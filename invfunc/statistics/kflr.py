@@ -33,8 +33,9 @@ def kflr(
     Of one sample the product of the factors is the block itself, as it is of a deep linear network.
 
     Args:
-        method: as in `diag_ggn`, but for the closed form; columns (see `kfac`) whose receptive fields are disjoint
-            share a pullback with "expand" only, where each position counts on its own.
+        method: as in `diag_ggn`. With "expand" only, where each position counts on its own, columns (see `kfac`) whose
+            receptive fields are disjoint share a pullback, and a last layer whose entries are the outputs has its
+            factors in closed form: `diag(p) - p p^T` of a cross entropy.
         f, loss, weight_sharing, joint, unsupported, samples, argnums, in_dims, out_dims, has_aux: as in `kfac`.
 
     Returns:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,10 +11,10 @@ from torch.nn import functional as F
 from .peers import Problem
 
 
-def autoencoder(side: int = 32) -> Problem:
+def autoencoder(side: int = 32, bent: Callable[[], nn.Module] = nn.Sigmoid) -> Problem:
     """The auto-encoder of BackPACK's retain_graph tutorial, of images of so many pixels a side."""
     torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Conv2d(3, 10, 3), nn.Sigmoid())
+    encoder = nn.Sequential(nn.Conv2d(3, 10, 3), bent())
     decoder = nn.Sequential(nn.ConvTranspose2d(10, 3, 3), nn.Flatten())
     x = torch.rand(5, 3, side, side)
     return Problem(nn.Sequential(encoder, decoder), F.mse_loss, x, x.flatten(1))

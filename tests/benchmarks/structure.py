@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
+from torch import nn
 
 import invfunc
 
@@ -40,7 +41,9 @@ SECONDS = 10
 AUTO = transformed(lambda p: invfunc.diag_ggn(p.f, p.loss))
 PULL_BACK_ALL = transformed(lambda p: invfunc.diag_ggn(p.f, p.loss, method="dense"))
 
-KFLR = {m: transformed(lambda p, m=m: invfunc.kflr(p.f, p.loss, method=m)) for m in ("auto", "dense")}
+METHODS = ("auto", "dense")
+KFLR = {m: transformed(lambda p, m=m: invfunc.kflr(p.f, p.loss, method=m)) for m in METHODS}
+HESSIANS = {m: transformed(lambda p, m=m: invfunc.diag_hessian(p.f, p.loss, method=m)) for m in METHODS}
 
 Build = Callable[[], Problem]
 
@@ -130,8 +133,15 @@ FACTORED: dict[str, tuple[Build, float | None]] = {
     "auto-encoder 32x32": (partial(autoencoder, 32), 20),
     "U-Net 16x16": (partial(u_net, 16), None),
     "vocabulary of 200, independent tokens": (partial(vocabulary, 200, False), None),
+    "vocabulary of 500, independent tokens": (partial(vocabulary, 500, False), 20),
 }
 """Of which nets `kflr` is timed, and how many times faster than by all columns it is to be."""
+BENT: dict[str, tuple[Build, float | None]] = {
+    "auto-encoder 32x32, sigmoid": (partial(autoencoder, 32), 10),
+    "auto-encoder 32x32, ReLU": (partial(autoencoder, 32, nn.ReLU), 10),
+    "U-Net 32x32": (partial(u_net, 32), 10),
+}
+"""Of which nets `diag_hessian` is."""
 SLOWER = 1.05
 """How many times the dense path's seconds ours may take where there is no structure."""
 SHORT = 20e-3
@@ -163,7 +173,8 @@ def structure(name: str, options: argparse.Namespace) -> None:
     print(f"{name}: how the auto-encoder grows; {told}")
     print_table(_growth(measured))
     print("a doubling: seconds over those of half the side\n")
-    _factors(name, options)
+    _by_method(name, "kflr", FACTORED, KFLR, options)
+    _by_method(name, "diag_hessian", BENT, HESSIANS, options)
     _no_structure(name, options)
 
 
@@ -274,19 +285,25 @@ def _memory(name: str, measured: dict[str, Measured], device: torch.device) -> d
         return dict(zip(rows, peaks, strict=True))
 
 
-def _factors(name: str, options: argparse.Namespace) -> None:
-    """Measure and print `kflr` beside that of all columns."""
+def _by_method(
+    name: str,
+    statistic: str,
+    nets: dict[str, tuple[Build, float | None]],
+    methods: dict[str, Callable[[Problem], Call]],
+    options: argparse.Namespace,
+) -> None:
+    """Measure and print another statistic beside that of all columns."""
     lines = []
-    for net, (build, least) in FACTORED.items():
-        announce(name, f"kflr, {net}")
-        calls = {key: make(build().to(options.device)) for key, make in KFLR.items()}
+    for net, (build, least) in nets.items():
+        announce(name, f"{statistic}, {net}")
+        calls = {key: make(build().to(options.device)) for key, make in methods.items()}
         times = _times(net, calls, {k: _first(c, options.device)[1] for k, c in calls.items()}, FEW, options.device)
         ours, theirs = times["auto"], times["dense"]
         faster = "-" if least is None else _at_least(theirs / ours, least)
         of_both = {"invfunc s": number(ours, 4), "dense s": number(theirs, 3), "times faster": number(theirs / ours, 1)}
         lines.append({"": net, **of_both, "to reach": faster})
     announce(name, "")
-    print(f"{name}: kflr by the structure and by all columns; {options.device}, one thread, medians of {FEW}")
+    print(f"{name}: {statistic} by the structure and by all columns; {options.device}, one thread, medians of {FEW}")
     print_table(lines)
     print()
 
