@@ -39,7 +39,6 @@ FLOORS = [
         "statistic",
         "column_options",
         "budgeted",
-        "chunked",
         "together",
         "reduced",
         "outputs",
@@ -48,7 +47,8 @@ FLOORS = [
         "explain",
     },
     {"statistics", "products", "pairs"},
-    {"certificates", "compiled", "distributed", "part", "plans", "streamed", "tiled", "tiles", "visits"},
+    {"certificates", "compiled", "distributed", "part", "plans", "streamed", "tiled", "tiles", "visits"}
+    | {"chunked", "loaded"},
     {"recomputation"},
     {"invertible"},
     {"layers", "laplace"},
