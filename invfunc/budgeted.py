@@ -10,7 +10,7 @@ from typing import Any
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, transforming
 from invfunc.budget.fingerprint import fingerprint
-from invfunc.budget.footprint import BY_HAND, SLACK, Footprint, certain, footprint, unpredictable, warmed
+from invfunc.budget.footprint import BY_HAND, OF_PYTHON, RESERVE, Footprint, certain, footprint, unpredictable, warmed
 from invfunc.budget.search import Chunks, Measured, Trial, least, search
 from invfunc.budget.size import given_back, in_bytes, resident, told
 from invfunc.callables import describe
@@ -68,12 +68,20 @@ class Budgeted(Transform):
         """The chunks that are within the budget, and the budget in bytes."""
         _check(args, kwargs)
         drawn = [d.generator for d in self.f.drawings] if isinstance(self.f, Statistic) else []
+        before = resident()
         budget, same = in_bytes(self.size), fingerprint(self._plainly, args, kwargs, drawn)
         chosen, of = self.choices.get(same, (None, 0))
-        if chosen is not None and chosen.peak <= budget <= CLOSE * of:
+        if chosen is not None and _promised(chosen) <= budget <= CLOSE * of:
             return chosen, budget
         known = {} if same is None else self.trials.setdefault(same, {})
-        chosen, later = self._chosen(args, kwargs, names, drawn, budget, known)
+        measured, lengths = self._measured(args, kwargs, drawn, known), self._lengths(args, kwargs, names)
+        later = search(measured, lengths, budget - RESERVE)
+        chosen, taken = later, _kept_since(before)
+        if later is not None and _promised(later) + taken > budget:  # in the next calls it is in use before
+            chosen = search(measured, lengths, budget - RESERVE - taken)
+        if later is None or chosen is None:
+            best = least(measured, lengths)
+            raise _too_little(budget, best, _kept_since(before))
         if same is not None:
             self.choices[same] = later, budget
         for kept in (self.choices, self.trials):
@@ -81,12 +89,10 @@ class Budgeted(Transform):
                 kept.pop(oldest, None)
         return chosen, budget
 
-    def _chosen(
-        self, args: tuple, kwargs: dict[str, Any], names: Any, drawn: list[Any], budget: int, known: dict[tuple, Any]
-    ) -> tuple[Trial, Trial]:
-        """The chunks that the search finds for this call, and those for the next ones, before which nothing is left.
-        What is `known` of trials is not asked again."""
-        lengths = self._lengths(args, kwargs, names)
+    def _measured(
+        self, args: tuple, kwargs: dict[str, Any], drawn: list[Any], known: dict[tuple, Footprint | None]
+    ) -> Measured:
+        """What this call takes with some chunks. What is `known` of them is not asked again."""
         warmed()
         gc.collect()  # what nobody needs any more is not to be freed in the middle of it
 
@@ -100,14 +106,7 @@ class Budgeted(Transform):
                     raise
                 raise unpredictable(f"without numbers it fails ({str(error).splitlines()[0]})") from error
 
-        measured, before = Measured(predict, known), resident()
-        found = search(measured, lengths, budget)
-        if found is None:
-            raise _too_little(budget, least(measured, lengths))
-        given_back()
-        taken = max(0, resident() - before)  # what Python keeps of the prediction, which the next call finds in use
-        fits = taken <= SLACK // 2 or found.peak + taken <= budget
-        return (None if fits else search(measured, lengths, budget - taken)) or found, found
+        return Measured(predict, known)
 
     def _plainly(self, *args: Any, **kwargs: Any) -> Any:
         """What the function in it is made of, as it was written."""
@@ -134,7 +133,7 @@ class BudgetedStatistic(Budgeted):
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed at these arguments, and in how much memory."""
         found, budget = self.fitting(args, kwargs, names)
-        why = f"{_spelled(found.chunks)}, at most {told(found.peak)} of {told(budget)}"
+        why = f"{_spelled(found.chunks)}, at most {told(_promised(found))} of {told(budget)}"
         return replace(self.make(found.chunks, False).explanation(args, kwargs, names), name=repr(self), why=why)
 
 
@@ -175,12 +174,26 @@ def _spelled(chunks: Chunks) -> str:
     return "in " + " and ".join(divided) if divided else "in one piece"
 
 
-def _too_little(budget: int, least: Trial) -> BudgetError:
-    found, results, needed = least.footprint, least.footprint.results, told(least.peak)
+def _promised(found: Trial) -> int:
+    """The bytes that a call with these chunks never exceeds."""
+    return found.peak + RESERVE
+
+
+def _kept_since(before: int) -> int:
+    """What Python and libraries keep of what was done since then, above what is in reserve for it."""
+    gc.collect()
+    given_back()
+    return max(0, resident() - before - OF_PYTHON)
+
+
+def _too_little(budget: int, least: Trial, taken: int) -> BudgetError:
+    found, results, size = least.footprint, least.footprint.results, _promised(least) + taken
+    beside = f" and {told(taken)} that Python keeps of the search, once" if taken else ""
     error = BudgetError(
         f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} chunks is "
-        f"{needed}, {_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at "
-        f"`{found.at}`. Give memory={needed!r}, or a smaller batch."
+        f"{told(size)}, {_spelled(least.chunks)}: the result has {told(results)}, and the most is in use at "
+        f"`{found.at}`, with {told(RESERVE)} for what libraries load and keep{beside}. Give memory={told(size)!r}, or "
+        "a smaller batch."
     )
-    error.least = least.peak
+    error.least = size
     return error

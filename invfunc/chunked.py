@@ -17,6 +17,7 @@ from invfunc.budget.size import size_of
 from invfunc.budgeted import Budgeted, BudgetedStatistic
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
+from invfunc.loaded import loaded
 from invfunc.plan import AxisName, Split
 from invfunc.recording.problem import InDims, batch_dims, batch_size, with_aux
 from invfunc.statistic import Statistic
@@ -87,7 +88,7 @@ def chunked(
                 [1., 1.]])
 
         >>> invfunc.explain(invfunc.chunked(invfunc.variance(f), memory="64MiB"))(torch.ones(3), torch.ones(5, 3)).why
-        'in one piece, at most 0.26MiB of 64.00MiB'
+        'in one piece, at most 4.26MiB of 64.00MiB'
 
     Composes with: every statistic; `torch.func.grad`, `vmap` around it, but not around `memory`, which `streamed`,
     `distributed`, `together` and `reduced` do not take either: what they add around a call would come on top.
@@ -101,10 +102,12 @@ def chunked(
     takes about as long as some small calls. The function that is returned keeps what was chosen (make it once, outside
     of a loop) for calls with arguments of the same sizes in which f and its gradient do the same, operation by
     operation, which takes about three small calls of f to see; `explain` tells what it is. Where numbers decide what is
-    done (a mask, a branch), it is an error. Counted is what tensors and kernels take, with a margin of 0.25 MiB and 2
-    %: memory that malloc keeps of what was freed comes on top (`invfunc.testing.return_freed_memory`), and so does what
-    libraries load when they are first used. What Python keeps of the search itself counts in the call that searches, as
-    far as more chunks make up for it.
+    done (a mask, a branch), it is an error. Counted is what tensors and kernels take, with a margin of 2 % and 0.25
+    MiB, and 4 MiB in reserve for what libraries load and keep when a call is the first of its kind: code, buffers of
+    kernels, objects of Python. `chunked` itself loads most of that, once in a process, which takes two to three
+    seconds and some 100 MiB that are in use before the call then. What Python keeps of the search beyond that counts
+    in the call that searches, which makes more chunks, or tells how much it is. Memory that malloc keeps of what was
+    freed comes on top (`invfunc.testing.return_freed_memory`).
 
     Source: BackPACK's tutorial on `retain_graph`; optax's `microbatching`.
     """
@@ -153,6 +156,7 @@ def _within(f: Callable, memory: Any, over: str | None, options: dict[str, Any],
     except InvFuncError as error:
         raise type(error)(f"chunked({describe(f)}, {text}): {error}") from None
     first = chunked(f, 1, over=over, **options)
+    loaded()
     if isinstance(f, Statistic) and f.options.reduce is not None:
         raise ArgumentError(
             f"chunked({f!r}, {text}): the function in it would be called without numbers, too. Give n, or chunk the "

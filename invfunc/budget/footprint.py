@@ -23,6 +23,9 @@ from invfunc.errors import ArgumentError
 
 MARGIN, SLACK = 1.02, 2**18
 """What is added to the bytes that are counted: pages that are not full, and objects of Python."""
+RESERVE, OF_PYTHON = 4 * 2**20, 2 * 2**20
+"""What a call has beside that if it is the first of its kind in a process: pages of the libraries' code, and what they
+keep (up to 1.6 MiB were measured); and how much of it is for what Python keeps of the search."""
 BY_HAND = "Give the number of chunks: chunked(t, n)."
 HEAP = 2**16
 """Tensors of fewer bytes lie side by side: where one is gone there is a hole, which only others like it fill."""
@@ -153,6 +156,7 @@ def without_numbers(given: Any, drawn: Iterable[Any]) -> Iterator[Any]:
             yield tree.map_tensors(mode.from_tensor, given)
     finally:
         set_states(states)
+        FakeTensorMode.cache_clear()  # what it keeps of each operation of each size would be there until the end
 
 
 def certain(found: Footprint) -> Footprint:

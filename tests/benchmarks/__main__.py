@@ -186,7 +186,7 @@ def _case(text: str) -> tuple[str, str, str]:
         name: TABLES[name].peers() for name in TABLES
     }
     cases = of_tables.get(table, ())
-    if (row, peer) not in cases:
+    if (row, peer.partition("@")[0]) not in cases:
         raise argparse.ArgumentTypeError(f"TABLE/ROW/PEER is wanted, not {text!r}")
     return table, row, peer
 

@@ -8,8 +8,8 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,27 +110,24 @@ def _smaller(problem: str, name: str, p: Problem) -> tuple[Problem, str]:
 
 
 def budgets_here(case: tuple[str, str], device: torch.device) -> str:
-    """What each budget takes in this process, as a line of JSON."""
+    """The smallest possible budget of a call in this process, which is its first, or with `@` and a budget behind the
+    case what it takes; as a line of JSON."""
     return_freed_memory()
-    p, fewer = _smaller(*case, PROBLEMS[case[0]]())
-    t, given = _statistic(case[1], p), (p.params, p.x, p.y)
-    invfunc.chunked(t, 1, over=t.axes[-1])(p.params, p.x[:2], p.y[:2])  # the first call loads libraries
-    nothing = invfunc.chunked(t, memory=1)
+    problem, (name, _, size) = case[0], case[1].partition("@")
+    p, fewer = _smaller(problem, name, PROBLEMS[problem]())
+    t, given = _statistic(name, p), (p.params, p.x, p.y)
+    within = invfunc.chunked(t, memory=int(size or 1))
     start = time.process_time()
-    least = _least(nothing, given)
-    searched = time.process_time() - start
-    found = []
-    for factor in BUDGETS.values():
-        budget = int(factor * least)
-        within = replace(nothing, size=budget, choices={})  # what is known of the call does not depend on the budget
-        start = time.process_time()
-        why = invfunc.explain(within)(*given).why
-        chosen = time.process_time() - start
-        first, peak = (peak_memory(lambda: within(*given) and None)[1] for _ in range(2))  # noqa: B023
-        start = time.process_time()
-        within(*given)
-        run = time.process_time() - start
-        found.append((budget, why, first, peak, searched + chosen, run, *_by_hand(t, given, budget, within, run)))
+    try:
+        first, later = (peak_memory(lambda: within(*given) and None)[1] for _ in range(2))
+    except BudgetError as error:
+        return json.dumps([fewer, error.least])
+    both = time.process_time() - start
+    why = invfunc.explain(within)(*given).why
+    start = time.process_time()
+    within(*given)
+    run = time.process_time() - start
+    found = why, first, later, max(0.0, both - 2 * run), run, *_by_hand(t, given, int(size), within, run)
     return json.dumps([fewer, found])
 
 
@@ -159,56 +156,64 @@ def _by_hand(t: Statistic, given: tuple, budget: int, within: Callable, seconds:
     return ours / fastest[best], best
 
 
-def _least(nothing: Callable, given: tuple) -> int:
-    try:
-        nothing(*given)
-    except BudgetError as error:
-        return error.least
-    raise AssertionError("nothing takes a byte")
-
-
 def budgets(name: str, options: argparse.Namespace) -> None:
     """Print the table."""
     part, parts = options.part
     print(f"{name}: MiB over what was in use before the call; a process for each statistic of a model, one thread")
-    lines, exceeded = [], 0
-    for problem, statistic in CASES[part - 1 :: parts]:
-        announce(name, f"{problem} {statistic}")
-        command = [sys.executable, "-m", __package__, "--memory-case", f"{name}/{problem}/{statistic}"]
-        try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=options.limit)
-        except subprocess.TimeoutExpired:
-            print(f"{problem} {statistic}: not done in {options.limit} s")
-            continue
-        if done.returncode:
-            print(f"{problem} {statistic}: {done.stderr.strip().splitlines()[-1]}")
-            continue
-        fewer, found = json.loads(done.stdout.splitlines()[-1])
-        for kind, (budget, why, first, peak, choice, run, behind, best) in zip(BUDGETS, found, strict=True):
-            chunks, _, predicted = why.partition(", at most ")
-            promised = float(predicted.split("MiB")[0]) * 2**20
-            larger = "in one piece" not in why
-            exceeded += peak > min(budget, promised)
-            lines.append(
-                {
-                    "": f"{problem} {statistic}{fewer}",
-                    "budget": kind,
-                    "MiB": "-" if kind == "plenty" else mebibytes(budget),
-                    "chunks": chunks.removeprefix("in ").replace(" chunks of", ""),
-                    "predicted": mebibytes(promised),
-                    "measured": mebibytes(peak),
-                    "first call": mebibytes(first),
-                    "within": verdict(peak / min(budget, promised), 1),
-                    "used": number(peak / budget) + (" NO" if peak / budget < USED else "") if larger else "-",
-                    "s to choose": number(choice),
-                    "s": number(run),
-                    "over best by hand": "-" if behind is None else verdict(behind, BEHIND),
-                    "that": best or "-",
-                }
-            )
+    lines = [line for case in CASES[part - 1 :: parts] for line in _lines(name, case, options.limit)]
     announce(name, "")
     if not lines:
         return
     print_table(lines)
+    exceeded = sum("NO" in line["within"] for line in lines)
     print(f"{exceeded} of {len(lines)} take more than was promised")
-    print("first call: with what libraries load when they are first used; s to choose: of the first budget\n")
+    print("first: by the first call in a process, with its search, which takes `s to choose`\n")
+
+
+HEADS = (
+    *("", "budget", "MiB", "chunks", "predicted", "first", "later", "within", "used", "s to choose", "s"),
+    *("over best by hand", "that"),
+)
+
+
+def _lines(name: str, case: tuple[str, str], limit: int) -> Iterator[dict[str, str]]:
+    """The rows of a statistic of a model."""
+    announce(name, " ".join(case))
+    told = _measured(name, case, "", limit)
+    if told is None:
+        return
+    fewer, least = told
+    for kind, factor in BUDGETS.items():
+        budget = int(factor * least)
+        if (told := _measured(name, case, f"@{budget}", limit)) is None:
+            continue
+        line = dict.fromkeys(HEADS, "-") | {"": " ".join(case) + fewer, "budget": kind, "MiB": mebibytes(budget)}
+        if isinstance(told[1], int):
+            yield line | {"chunks": f"asks for {mebibytes(told[1])} MiB"}
+            continue
+        why, first, later, choice, run, behind, best = told[1]
+        chunks, _, predicted = why.partition(", at most ")
+        promised, used = float(predicted.split("MiB")[0]) * 2**20, max(first, later) / budget
+        line |= {"chunks": chunks.removeprefix("in ").replace(" chunks of", ""), "predicted": mebibytes(promised)}
+        line |= {"first": mebibytes(first), "later": mebibytes(later)}
+        line["within"] = verdict(max(first / budget, later / min(budget, promised)), 1)
+        if "in one piece" not in why:
+            line["used"] = number(used) + (" NO" if used < USED else "")
+        line |= {"s to choose": number(choice), "s": number(run)}
+        if behind is not None:
+            line |= {"over best by hand": verdict(behind, BEHIND), "that": best}
+        yield line
+
+
+def _measured(name: str, case: tuple[str, str], budget: str, limit: int) -> Any:
+    """What a process of its own says, if it does in time."""
+    command = [sys.executable, "-m", __package__, "--memory-case", f"{name}/{'/'.join(case)}{budget}"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        print(f"{' '.join(case)}: not done in {limit} s")
+        return None
+    if done.returncode:
+        print(f"{' '.join(case)}: {done.stderr.strip().splitlines()[-1]}")
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
