@@ -27,7 +27,7 @@ from .report import announce
 README_TABLE = "readme"
 PAGE = ROOT / "README.md"
 BEGIN, END = "<!-- numbers: begin -->\n", "<!-- numbers: end -->\n"
-SLICES = 16
+SLICES = 64
 """Of BackPACK's outputs: its fastest of 1, 4, 16 and 64."""
 DEPTH, WIDTH, SAMPLES = 64, 256, 2048
 
