@@ -98,7 +98,7 @@ ROWS = {
         _of(three_c_three_d, CLIPPED[FUNC]),
     ),
     "norms": Row(
-        "Norms of the per-sample gradients of Hugging Face's BERT (4 layers of width 256)",
+        "Norms of the per-sample gradients of Hugging Face's BERT on padded sentences (4 layers of width 256)",
         _of(transformer, NORMS[OURS]),
         "`vmap(grad)`",
         _of(transformer, NORMS[FUNC]),
