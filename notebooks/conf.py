@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "site"))
 
 import docstrings
+import formulas
 import pictures
 
 import invfunc
@@ -27,6 +28,7 @@ python_use_unqualified_type_names = True
 add_module_names = False
 nitpick_ignore = [("py:exc", name) for name in ("KeyboardInterrupt",)]
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 pygments_dark_style = "monokai"
 html_title = f"invfunc {release}"
@@ -40,4 +42,5 @@ html_show_sphinx = False
 def setup(app):
     app.connect("source-read", docstrings.listed)
     app.connect("autodoc-process-docstring", docstrings.as_rst)
+    app.add_html_math_renderer("mathml", (formulas.inline, None), (formulas.displayed, None))
     app.add_directive("picture", pictures.Picture)

@@ -1,6 +1,7 @@
 """The site: its code runs and gives what other libraries give, its tables are what the code does, it names all."""
 
 import importlib
+import inspect
 import re
 import runpy
 from types import SimpleNamespace
@@ -79,7 +80,19 @@ class TestTables:
 
 
 class TestReference:
+    @pytest.mark.parametrize("name", [name for name in invfunc.__all__ if name not in ("kronecker", "layers")])
+    def test_loses_no_word_of_a_docstring(self, name):
+        core, nodes = pytest.importorskip("docutils.core"), pytest.importorskip("docutils.nodes")
+        pytest.importorskip("docutils.parsers.rst.roles").register_local_role(
+            "py:obj", lambda role, raw, text, *rest: ([nodes.literal(raw, text.partition(" <")[0])], [])
+        )
+        doc = inspect.getdoc(getattr(invfunc, name))
+        converted = runpy.run_path(str(coverage.SITE / "docstrings.py"))["converted"]
+        page = core.publish_doctree("\n".join(converted(doc.split("\n"))), settings_overrides={"halt_level": 2})
+        assert re.findall(r"\w+", page.astext()) == re.findall(r"\w+", doc)
+
     def test_draws_the_floors_that_are_checked(self):
+        pytest.importorskip("docutils")
         drawn = runpy.run_path(str(coverage.SITE / "pictures.py"))["FLOORS"]
         floors = [name for parts in reversed(FLOORS) for name in parts]
         order = [next(i for i, parts in enumerate(FLOORS) if name in parts) for names, _ in drawn for name in names]

@@ -73,7 +73,7 @@ def _section(title, body):
         return [f"**{title}**", "", *(line[4:] for line in body)]
     if title == "Returns":
         return [f"**{title}**", "", *_prose([line[4:] for line in body])]
-    return _prose([f"**{title}.** {body[0]}", *body[1:]]) if body else [f"**{title}**"]
+    return _prose([f"**{title}.** {body[0].strip()}", *(line.strip() for line in body[1:])])
 
 
 def _definitions(title, body):
@@ -89,15 +89,16 @@ def _definitions(title, body):
             entries[-1][1].append(line.strip())
     found = []
     for names, text in entries:
-        terms = [f"`{name}`" if title == "Raises" else f"``{name}``" for name in names.split(", ") if name]
-        found += [", ".join(_inline(t) if title == "Raises" else t for t in terms)] * bool(terms)
-        found += [("    " if terms else "") + line for line in _prose(text)]
-        found.append("")
+        if names:
+            terms = names.split(", ")
+            found.append(", ".join(_inline(f"`{name}`") if title == "Raises" else f"``{name}``" for name in terms))
+        found += ["    " * bool(names) + line for line in _prose(text)] + [""]
     return found
 
 
 def _prose(lines):
-    return _inline("\n".join(lines)).split("\n")
+    text = _inline("\n".join(lines))
+    return re.sub(r"^([A-Za-z])\. ", r"\1\\. ", text).split("\n")  # a letter, and no list that is counted by letters
 
 
 def _inline(text):
