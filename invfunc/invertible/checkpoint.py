@@ -121,12 +121,10 @@ def invertible_checkpoint(
     coupling, whose inverse and f share their evaluations. (An f that uses torch.func itself has its first call
     evaluated twice; inside of torch.func, one that closes over what needs a gradient has each of its calls.) To find an
     inverse, f runs once more without numbers, some 0.1 ms an operation. What f and f_inv read, write and draw is
-    watched, for some tenths of a millisecond a call. From the fifth call on it is not, and the time a third, where
-    their code shows that they only compute with functions of torch, of their arguments, of constants and of tensors
-    that they close over, the calls so far showed it too, forwards and backwards (nothing drawn, written or decided by
-    numbers), and the form of the tensors, the constants and the functions are the same; on CPUs, without autocast,
-    other modes or hooks. Such are modules of such code, too, as torch's own mostly are, without hooks and properties;
-    inside of torch.func, what they close over is watched in each call. The
+    watched, for some tenths of a millisecond a call. From the fifth call on it is not, and the time a third, where the
+    code of both, and of modules without hooks, shows that they only compute with functions of torch, the calls so far
+    showed it too (nothing drawn, written or decided by numbers), and tensors, constants and functions have the same
+    form; on CPUs, without autocast, other modes or hooks, and inside of torch.func without what is closed over. The
     reconstructed x has rounding errors, which grow with the number of blocks (`drift`, `InexactWarning`).
 
     Source: A. Gomez et al., The Reversible Residual Network, 2017; the interfaces of MemCNN and invtorch.

@@ -343,7 +343,7 @@ BLOCKS = [
     Fault(
         "what is held may be written to",
         "recomputation/slots.py",
-        "if self._version is not None and version(self._tensor) != self._version:",
+        "if self._version is not None and version(tensor) != self._version:",
         "if False:",
         "recomputation/test_written_since.py::TestWrittenSince " + AGAIN,
     ),
