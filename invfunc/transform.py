@@ -14,6 +14,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import storage_of
+from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.recording.problem import numpy_arrays
 
@@ -178,7 +179,8 @@ class Transform(ABC):
         """What a call computes; an error says which call it is of."""
         called = names(len(args))
         try:
-            return compute(args, kwargs, called)
+            with checked_at_the_end(own=True):
+                return compute(args, kwargs, called)
         except InvFuncError as error:
             raise told(error, f"{self!r}{method}({', '.join(called)})") from error.__cause__
         except TypeError as error:

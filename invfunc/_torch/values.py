@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -44,6 +44,57 @@ def decides(x: torch.Tensor, what: str) -> None:
 def anywhere(x: torch.Tensor) -> bool:
     """Whether something holds anywhere; without numbers nothing does."""
     return not fake(x) and bool(innermost(x).any())
+
+
+Check = tuple[torch.Tensor, Callable[[], Exception]]
+"""Whether something is wrong, and the error that says so."""
+_CHECKS: ContextVar[list[Check] | None] = ContextVar("_CHECKS", default=None)
+
+
+def check(wrong: torch.Tensor, error: Callable[[], Exception]) -> None:
+    """Raise the error if something is wrong anywhere: at once, or at the end (`checked_at_the_end`)."""
+    if fake(wrong):
+        return
+    checks = _CHECKS.get()
+    if checks is not None:
+        checks.append((innermost(innermost(wrong).any()), error))
+    elif anywhere(wrong):
+        raise error()
+
+
+@contextmanager
+def checked_at_the_end(own: bool = False) -> Iterator[None]:
+    """Numbers are looked at together, so that an accelerator is waited for once. Within another such context that is
+    done at the end of the outer one, unless it is to be at its own."""
+    if _CHECKS.get() is not None and not own:
+        yield
+        return
+    checks: list[Check] = []
+    token = _CHECKS.set(checks)
+    try:
+        yield
+    except Exception:
+        _look(checks)  # what is wrong may be the cause
+        raise
+    finally:
+        _CHECKS.reset(token)
+    _look(checks)
+
+
+@contextmanager
+def checked_at_once() -> Iterator[None]:
+    """Numbers are looked at where a check is."""
+    token = _CHECKS.set(None)
+    try:
+        yield
+    finally:
+        _CHECKS.reset(token)
+
+
+def _look(checks: list[Check]) -> None:
+    devices = {wrong.device for wrong, _ in checks}
+    if any(anywhere(torch.stack([w for w, _ in checks if w.device == device])) for device in devices):
+        raise next(error for wrong, error in checks if anywhere(wrong))()
 
 
 def near(a: torch.Tensor, b: torch.Tensor, size: torch.Tensor | int) -> bool:

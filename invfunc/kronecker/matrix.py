@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -11,6 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._shown import table
+from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker.origin import Origin
 from invfunc.linear_algebra import blocks, symmetric
@@ -141,21 +143,25 @@ class Kronecker:
         parts = [_diagonal(f) for f in self.factors] if self.values is None else [self.values]
         return reduce(torch.mul, [x.sum(dtype=symmetric.wide(x.dtype)) for x in parts])
 
+    @checked_at_the_end()
     def eigen(self) -> Kronecker:
         """The matrix in the form with eigenvalues."""
         values, vectors = self._spectrum()
         return self._made(vectors, values)
 
+    @checked_at_the_end()
     def sqrt(self) -> Kronecker:
         """The symmetric positive semi-definite matrix whose square it is, in the form with values."""
         values, vectors = self._spectrum()
         return self._made(vectors, values.sqrt())
 
+    @checked_at_the_end()
     def logdet(self, damping: Damping = 0.0) -> torch.Tensor:
         """The logarithm of the determinant of `K + damping I`."""
         shifted = self._spectrum()[0] + symmetric.damped(damping)
         return symmetric.positive(shifted, self._called("the matrix")).log().sum()
 
+    @checked_at_the_end()
     def inverse(self, damping: Damping = 0.0, split: str | None = None) -> Kronecker:
         """The inverse of `K + damping I`, where the damping is not 0 in the form with values.
 
@@ -163,7 +169,7 @@ class Kronecker:
         `(A + pi sqrt(damping) I) kron (B + sqrt(damping) / pi I)`, `pi = sqrt((tr A / dim A) / (tr B / dim B))`, or 1
         where a trace is 0.
         """
-        undamped = not isinstance(symmetric.damped(damping), torch.Tensor) and damping == 0
+        undamped = symmetric.is_none(symmetric.damped(damping))
         if split not in (None, "pi"):
             raise ArgumentError(f"{self}: split is {split!r}, but a split is None or 'pi'.")
         if split == "pi" and (self.values is not None or len(self.factors) != 2):
@@ -181,6 +187,7 @@ class Kronecker:
             tuple(symmetric.inverse(f, shift, self._called(f"factors[{i}]")) for i, (f, shift) in enumerate(parts))
         )
 
+    @checked_at_the_end()
     def solve(self, v: torch.Tensor, damping: Damping = 0.0, split: str | None = None) -> torch.Tensor:
         """The product of `inverse(damping, split)` with each v of `[*lead, *shape]`."""
         return (self.inverse(damping, split) @ v).to(self._dtype(v))
@@ -196,14 +203,16 @@ class Kronecker:
             parts = torch.vmap(Kronecker.eigen)(self._each())
             assert parts.values is not None
             return parts.values, parts.factors
-        spectra, vectors = zip(
-            *(symmetric.eigen(f, self._called(f"factors[{i}]")) for i, f in enumerate(self.factors)), strict=True
-        )
-        return reduce(lambda a, b: a[..., None] * b, spectra), vectors
+        return _of_spectra(symmetric.eigen(self.factors, self._names))
 
     def _made(self, factors: tuple[torch.Tensor, ...], values: torch.Tensor | None = None) -> Kronecker:
         """A matrix that is a function of this one."""
         return replace(self, factors=factors, values=values, origin=self.origin.derived)
+
+    @property
+    def _names(self) -> list[str]:
+        """What errors call its factors."""
+        return [self._called(f"factors[{i}]") for i in range(len(self.factors))]
 
     def _called(self, part: str) -> str:
         """What errors call one of its tensors."""
@@ -244,6 +253,26 @@ class Kronecker:
                     f"Kronecker: {name} has shape {list(x.shape)}, but for groups {self.groups} of shape {shape} "
                     f"it has to be {' or '.join(map(str, shapes))}. Use what a vmap returned inside a vmap."
                 )
+
+
+def decomposed(matrices: Sequence[Kronecker]) -> list[Kronecker]:
+    """Each in the form with eigenvalues, from one decomposition for all factors that have one shape."""
+    plain = [K for K in matrices if K.values is None and K.blocks is None]
+    for K in plain:
+        K._check()
+    factors, names = [f for K in plain for f in K.factors], [name for K in plain for name in K._names]
+    spectra, found = iter(symmetric.eigen(factors, names)), dict[int, Kronecker]()
+    for i, K in enumerate(matrices):
+        if K.values is None and K.blocks is None:
+            values, vectors = _of_spectra([next(spectra) for _ in K.factors])
+            found[i] = K._made(vectors, values)
+    return [found[i] if i in found else K.eigen() for i, K in enumerate(matrices)]
+
+
+def _of_spectra(spectra: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The eigenvalues of a product from those of its factors, and the eigenvectors of each."""
+    values, vectors = zip(*spectra, strict=True)
+    return reduce(lambda a, b: a[..., None] * b, values), vectors
 
 
 def _split(factors: tuple[torch.Tensor, ...], damping: Damping) -> list[torch.Tensor]:

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.kronecker.matrix import Damping, Kronecker
+from invfunc.kronecker.matrix import Damping, Kronecker, decomposed
 from invfunc.kronecker.origin import Joint
 from invfunc.kronecker.whole import Whole
+from invfunc.linear_algebra.symmetric import is_none
 from invfunc.tree import Tree
 
 
+@checked_at_the_end()
 def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = None) -> Tree:
     """The product of the inverse of the block-diagonal matrix, plus damping, with a tree of vectors.
 
@@ -61,6 +64,8 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
         return factors.solve(v, damping)
     matrices, (_, structure), given = kroneckers(call, factors), tree.flatten(v), dict(tree.named_leaves(v))
     same_places(call, "factors", matrices, "v", given)
+    if split is None and not is_none(damping):
+        matrices = _decomposed(matrices)
     found: dict[str, Any] = dict.fromkeys(given)
     for path, matrix in matrices.items():
         if matrix is None:
@@ -78,6 +83,7 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
     return tree.unflatten(list(found.values()), structure)
 
 
+@checked_at_the_end()
 def logdet(factors: Tree, damping: Damping = 0.0) -> torch.Tensor:
     """The logarithm of the determinant of the block-diagonal matrix, plus damping.
 
@@ -109,11 +115,12 @@ def logdet(factors: Tree, damping: Damping = 0.0) -> torch.Tensor:
     """
     if isinstance(factors, Whole):
         return factors.logdet(damping)
-    matrices = kroneckers("kronecker.logdet(factors)", factors).values()
-    each = [matrix.logdet(damping) for matrix in matrices if matrix is not None]
+    matrices = _decomposed(kroneckers("kronecker.logdet(factors)", factors))
+    each = [matrix.logdet(damping) for matrix in matrices.values() if matrix is not None]
     return reduce(lambda a, b: a + b.to(a.device), each)
 
 
+@checked_at_the_end()
 def eigen(factors: Tree) -> Tree:
     """Each matrix in the form with eigenvalues, so that what comes next decomposes nothing again.
 
@@ -139,12 +146,18 @@ def eigen(factors: Tree) -> Tree:
 
     Composes with: torch.func, as `Kronecker.eigen`.
 
-    Cost: one eigendecomposition of each factor.
+    Cost: one eigendecomposition of each factor, of those of one shape together; checks of all are waited for once.
 
     Source: Martens and Grosse (ICML 2015).
     """
-    matrices = kroneckers("kronecker.eigen(factors)", factors)
-    return rebuilt(factors, [matrix and matrix.eigen() for matrix in matrices.values()])
+    matrices = _decomposed(kroneckers("kronecker.eigen(factors)", factors))
+    return rebuilt(factors, list(matrices.values()))
+
+
+def _decomposed(matrices: dict[str, Kronecker | None]) -> dict[str, Kronecker | None]:
+    """All of them in the form with eigenvalues."""
+    there = {path: matrix for path, matrix in matrices.items() if matrix is not None}
+    return {**matrices, **dict(zip(there, decomposed(list(there.values())), strict=True))}
 
 
 def kroneckers(call: str, factors: Tree, name: str = "factors") -> dict[str, Kronecker | None]:

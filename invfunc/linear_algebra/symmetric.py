@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 
 import torch
 from torch.nn import functional as F
 
 from invfunc._torch.functorch import innermost
-from invfunc._torch.values import anywhere
+from invfunc._torch.values import anywhere, check
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra import blocks
 from invfunc.linear_algebra.spectrum import spectrum
@@ -18,11 +20,27 @@ Damping = float | torch.Tensor
 """What is added to the diagonal, a number or a 0-d tensor."""
 
 
-def eigen(factor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues and eigenvectors."""
-    f = _symmetric(factor, name)
-    values, vectors = _spectrum(f) if f.ndim == 2 else (f, torch.ones_like(f))
-    return not_negative(values, name, noise(factor), 8 * torch.finfo(f.dtype).eps * (f.ndim == 2)), vectors
+def eigen(factors: Sequence[torch.Tensor], names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Eigenvalues and eigenvectors of each, from one decomposition for all that have one shape."""
+    checked = [_symmetric(factor, name) for factor, name in zip(factors, names, strict=True)]
+    alike: dict[tuple, list[int]] = {}
+    for i, f in enumerate(checked):
+        alike.setdefault((f.shape, f.dtype, f.device), []).append(i)
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for numbers in alike.values():
+        for i, (values, vectors) in zip(numbers, _spectra([checked[i] for i in numbers]), strict=True):
+            zero = 8 * torch.finfo(values.dtype).eps * (values.shape != vectors.shape)
+            found[i] = not_negative(values, names[i], noise(factors[i]), zero), vectors
+    return [found[i] for i in range(len(checked))]
+
+
+def _spectra(alike: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Those of matrices of one shape, or of diagonals."""
+    if alike[0].ndim == 1:
+        return [(f, torch.ones_like(f)) for f in alike]
+    if len(alike) == 1:
+        return [_spectrum(alike[0])]
+    return list(zip(*(x.unbind() for x in _spectrum(torch.stack(alike))), strict=True))
 
 
 def _spectrum(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,16 +102,31 @@ def damped(damping: Damping, called: str = "Kronecker: ") -> Damping:
     if not isinstance(damping, Real) and not (isinstance(damping, torch.Tensor) and damping.ndim == 0):
         kind = f"a tensor of {damping.ndim} dims" if isinstance(damping, torch.Tensor) else type(damping).__name__
         raise ArgumentTypeError(f"{called}damping is {kind}, but has to be a number or a 0-d tensor.")
-    shown = innermost(damping).tolist() if isinstance(damping, torch.Tensor) else damping
     fine = (damping >= 0) & (damping < math.inf)
-    require(fine, f"damping is {shown}, but has to be finite, and 0 or more.", called)
+    shown = partial(_number, damping)
+    require(fine, lambda: f"damping is {shown()}, but has to be finite, and 0 or more.", called)
     return damping
 
 
-def require(holds: torch.Tensor | bool, otherwise: str, called: str = "Kronecker: ") -> None:
+def is_none(damping: Damping) -> bool:
+    """Whether nothing is added."""
+    return not isinstance(damping, torch.Tensor) and damping == 0
+
+
+def _number(x: float | torch.Tensor) -> float:
+    return innermost(x).tolist() if isinstance(x, torch.Tensor) else x
+
+
+def require(holds: torch.Tensor | bool, otherwise: str | Callable[[], str], called: str = "Kronecker: ") -> None:
     """Looks at values, also at those below the wrappers of torch.func."""
-    if anywhere(~holds) if isinstance(holds, torch.Tensor) else not holds:
-        raise ArgumentError(f"{called}{otherwise}")
+
+    def error() -> ArgumentError:
+        return ArgumentError(f"{called}{otherwise if isinstance(otherwise, str) else otherwise()}")
+
+    if isinstance(holds, torch.Tensor):
+        check(~holds, error)
+    elif not holds:
+        raise error()
 
 
 def noise(x: torch.Tensor) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import innermost, version
-from invfunc._torch.values import anywhere, decides
+from invfunc._torch.values import anywhere, check, checked_at_once, decides
 from invfunc.errors import ConvexityError, SplitError
 from invfunc.loss.outputs import LossTerm, ModelOutput
 from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
@@ -37,12 +38,24 @@ def hessian(
     if found is None:
         return [_general(scope, result, roots, n, convex)]
     found = [(p, c) for p, c in found if p.input.numel()]  # a mask may select no sample
+    made = partial(_columns_of, scope, found, by_ordinal, n, convex)
+    if len(found) < 2:
+        return made()
     try:
-        return [columns(scope, p, c, [by_ordinal[i] for i in sorted(p.roots)], n, convex) for p, c in found]
+        with checked_at_once():
+            return made()
     except ConvexityError:
-        if len(found) < 2:
-            raise
         return [_general(scope, result, roots, n, convex)]  # a difference of losses may be convex
+
+
+def _columns_of(
+    scope: Scope,
+    terms: list[tuple[LossTerm, torch.Tensor]],
+    roots: dict[int, ModelOutput],
+    n: int,
+    convex: bool,
+) -> list[Columns]:
+    return [columns(scope, p, c, [roots[i] for i in sorted(p.roots)], n, convex) for p, c in terms]
 
 
 def structured(
@@ -213,8 +226,8 @@ def _general(scope: Scope, result: torch.Tensor, roots: list[ModelOutput], n: in
 def _check_sign(values: torch.Tensor, name: str) -> None:
     raw = innermost(values.detach())
     largest = raw.abs().nan_to_num(0, 0, 0).amax() if raw.numel() else 0  # a sample with NaN hides no other
-    if anywhere(raw < -16 * torch.finfo(raw.dtype).eps * largest):
-        raise ConvexityError(f"the result is not convex in the outputs: `{name}` comes with a negative factor.")
+    text = f"the result is not convex in the outputs: `{name}` comes with a negative factor."
+    check(raw < -16 * torch.finfo(raw.dtype).eps * largest, lambda: ConvexityError(text))
 
 
 def _check_convex(h: torch.Tensor) -> None:
@@ -229,10 +242,10 @@ def _check_convex(h: torch.Tensor) -> None:
     eye = torch.eye(h.shape[-1], dtype=detached.dtype, device=h.device)
     shift = scale * eps + torch.finfo(h.dtype).tiny
     info = torch.linalg.cholesky_ex((detached + detached.mT) / 2 + shift * eye).info
-    if anywhere((info != 0) & finite):
-        raise ConvexityError(
-            "the loss is not convex in the outputs, so it has no generalised Gauss-Newton matrix. Move the outputs "
-            "behind what makes it so with `outputs(z)`, or use a loss that is convex in them. If it is a softmax "
-            "written by hand, its Hessian has rounding errors where all samples are classified for sure; torch's "
-            "`cross_entropy` has none."
-        )
+    text = (
+        "the loss is not convex in the outputs, so it has no generalised Gauss-Newton matrix. Move the outputs "
+        "behind what makes it so with `outputs(z)`, or use a loss that is convex in them. If it is a softmax written "
+        "by hand, its Hessian has rounding errors where all samples are classified for sure; torch's `cross_entropy` "
+        "has none."
+    )
+    check((info != 0) & finite, lambda: ConvexityError(text))

@@ -129,12 +129,12 @@ class Softmax:
         v = torch.arange(start, stop, device=logits.device)
         at, column = v // rank, v % rank
         q = (logits[:, :, at].log_softmax(1) / 2).exp()  # [n, C, V]
-        unit = torch.nn.functional.one_hot(column, classes).T.to(q.dtype)
+        unit = (torch.arange(classes, device=v.device)[:, None] == column).to(q.dtype)
         root = self.columns(q, unit, torch.gather(q, 1, column.expand(n, 1, -1)))
         if positions == 1:
             dense = root.movedim(2, 0).unsqueeze(3)
         else:
-            place = torch.nn.functional.one_hot(at, positions).to(q.dtype)
+            place = (at[:, None] == torch.arange(positions, device=v.device)).to(q.dtype)
             dense = torch.einsum("ncv,vp->vncp", root, place)
         return Block({self.root: self.layout(dense)}, weight=self.weight[part][:, at].T)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.values import anywhere
 from invfunc.kronecker import Kronecker
 from invfunc.linear_algebra.contract import Term
 from invfunc.operations.factors import Part, Recipe
@@ -27,8 +26,6 @@ from invfunc.reductions.reduction import Found, Over, State
 def basis_of(matrix: Kronecker) -> Kronecker:
     """The eigendecomposition of a `Kronecker`; all of it is NaN if a factor has NaN or inf in it."""
     fine = torch.stack([f.isfinite().all() for f in matrix.factors]).all()
-    if not anywhere(~fine):
-        return matrix.eigen()
     found = tree.map_leaves(lambda f: f.masked_fill(~fine, 0), matrix).eigen()
     return tree.map_leaves(lambda x: x.masked_fill(~fine, torch.nan), found)
 

@@ -242,7 +242,5 @@ class TestRefusals:
     def test_of_progress_without_tqdm(self, estimator, monkeypatch):
         monkeypatch.setitem(sys.modules, "tqdm", None)
         at = estimator(of_matrix, probes=1, generator=seeded(), progress=True)
-        with pytest.raises(
-            MissingExtraError, match=rf"{estimator.__name__}\(.*tqdm is missing: .*invfunc\[notebooks\]"
-        ):
+        with pytest.raises(MissingExtraError, match=rf"{estimator.__name__}\(.*tqdm is missing: .*invfunc\[progress\]"):
             at(torch.zeros(2), torch.eye(2))
