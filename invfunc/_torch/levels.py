@@ -78,6 +78,11 @@ def only_level() -> int | None:
     return stack[0].level() if len(stack) == 1 and stack[0].key() == _C.TransformType.Grad else None
 
 
+def has_ended(x: torch.Tensor) -> bool:
+    """Whether the transform that a tensor belongs to is no more."""
+    return _C.is_dead_tensor_wrapper(x)
+
+
 class LevelFunction(torch.autograd.function._SingleLevelFunction):
     """An autograd.Function at a level of torch.func alone, which unwraps and wraps its tensors by itself."""
 

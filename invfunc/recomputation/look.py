@@ -10,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc.operations.heard import Function, Listener
+from invfunc.operations.naming import shaped_by_numbers
 from invfunc.recomputation.purity import gives_tensors
 
 
@@ -32,7 +33,7 @@ class Look:
             entry = function.entry
             other = entry.asks != "no" or entry.saves_early or entry.registers or entry.differentiates or entry.exits
             writes = function.writes(args, kwargs) or bool(function.written(args, kwargs)) or "out" in kwargs
-            known = gives_tensors(function.name)
+            known = gives_tensors(function.name) and not shaped_by_numbers(function.name, tree.tensors((args, kwargs)))
             gives = isinstance(result, torch.Tensor) or bool(tree.tensors(result))
             self.harmless = known and gives and not (other or writes or function.draws(args, kwargs))
 

@@ -54,6 +54,8 @@ _CHANGING = frozenset(
     "output_nr names is_neg is_conj is_inference".split()
 )
 """Methods that change a container, and attributes that differ where the function is evaluated again."""
+_OF_MODULES = frozenset(name for name in dir(nn.Module) if not hasattr(torch.Tensor, name)) - {"forward"}
+"""Methods of modules, which lead to other modules (`children`) or change them (`eval`)."""
 _KINDS = (nn.Parameter, tuple, list, dict, str, float)
 _ATTRIBUTES = frozenset(name for kind in _KINDS for name in dir(kind) if not name.startswith("_"))
 _PRIVATE = frozenset(name for kind in (*_KINDS, nn.Module) for name in dir(kind) if name.startswith("_"))
@@ -169,6 +171,8 @@ class Purity:
         strange = strange_in(type(module))
         if strange is None and vars(module).get("_compiled_call_impl") is not None:
             strange = "_compiled_call_impl"
+        if strange is None and isinstance(module, nn.ParameterDict):
+            strange = "__getitem__"
         if strange:
             raise NotShown(f"`{strange}` of {type(module).__name__}")
         self._modules.append(module)
@@ -244,10 +248,12 @@ class Purity:
         held: Mapping[str, Any] = given
         for step in behind:
             found = held.get(name)
-            if not isinstance(found, types.ModuleType) or step.opname not in _ATTRIBUTE:
+            if type(found) is not types.ModuleType or step.opname not in _ATTRIBUTE:
                 break
             self._read.name(held, name, found)
             held, name = vars(found), step.argval
+            if name not in held:
+                raise NotShown(f"`{name}`, which a module makes when it is asked for")
         self._at(held, name)
 
 
@@ -257,7 +263,7 @@ def _is_shown(step: dis.Instruction, before: dis.Instruction | None) -> bool:
     if name not in _STEPS:
         return False
     if name in _ATTRIBUTE:
-        return step.argval not in _CHANGING and step.argval not in _PRIVATE
+        return not any(step.argval in names for names in (_CHANGING, _PRIVATE, _OF_MODULES))
     if name == "BINARY_OP":
         return not step.argrepr.endswith("=")  # `+=` writes into tensors and lists
     if name == "IS_OP":
@@ -271,7 +277,6 @@ _LEADING = ("LOAD_GLOBAL", *_ATTRIBUTE)
 _FUNCTIONS = (types.BuiltinFunctionType, types.FunctionType)
 
 
-@cache
 def _is_operation(value: Any) -> bool:
     """Whether a function is one of torch's operations, of which function modes hear, or one of numbers."""
     module = getattr(value, "__module__", None) or ""

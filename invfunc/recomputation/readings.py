@@ -52,6 +52,7 @@ class Readings:
         self.modules: list[nn.Module] = []
         self._flat: _Flat
         self._whole: list[tuple[Mapping[str, Any], list[str], list[Any]]] = []
+        self._kinds: set[type] = set()
 
     def name(self, held: Mapping[str, Any], name: str, value: Any) -> None:
         """A name in a namespace, which may be missing there."""
@@ -76,6 +77,10 @@ class Readings:
         """A module that is called: its type, without hooks, and where it has its own."""
         own = vars(module)
         self.modules.append(module)
+        for kind in type(module).__mro__:
+            if not _is_torchs(kind) and kind not in self._kinds:
+                self._kinds.add(kind)
+                self.whole(vars(kind))
         self.name(own, "_compiled_call_impl", own.get("_compiled_call_impl", MISSING))
         for name in REGISTERED:
             self.name(own, name, own[name])

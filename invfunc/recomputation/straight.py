@@ -76,7 +76,7 @@ class Template:
             return False
         tensors = [leaves[place] for place in self.places]
         for t in (*tensors, *closed):
-            if type(t) not in TENSORS or t.layout is not torch.strided or not t.is_cpu:
+            if type(t) not in TENSORS or t.layout is not torch.strided or not t.is_cpu or t.is_inference():
                 return False
             if t.__dict__ and not names.isdisjoint(t.__dict__):
                 return False

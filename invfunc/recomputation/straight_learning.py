@@ -50,6 +50,8 @@ def learn(
     """
     straight, options = call.report.known.straight, (*call.report.block.options, node)
     x, further, y, like = call.forms()
+    if len(y.places) < len(y.others):  # what is no tensor there may depend on numbers
+        return
     leaves, structure = tree.flatten((x.join(xs), *further.join(rest)))
     forms = [form_of(t) for t in (*xs, *rest)]
     others = [(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]

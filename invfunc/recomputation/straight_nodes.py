@@ -14,7 +14,7 @@ import torch
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import innermost, plainly
-from invfunc._torch.levels import LevelFunction, bare_at, gradients, only_level, wrapped_at
+from invfunc._torch.levels import LevelFunction, bare_at, gradients, has_ended, only_level, wrapped_at
 from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.pairs.pair import Invertible
@@ -128,6 +128,8 @@ class StraightForward(Forward):
     def step(self, ctx: Any, of: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
         """The gradients of the inputs; None where something else than the `grad` is around."""
         number = len(of) - self._count
+        if has_ended(ctx.saved_tensors[0]):  # another transform may have the number of that one now
+            return None
         gs = self._plain([g for g in of[:number] if g is not None])
         if gs is None or any(g is not None for g in of[number:]):
             return None

@@ -97,7 +97,7 @@ CALLS = {
     "device": (hvp(loss), (P, V | {"w": W.to("meta")}, X, Y), ArgumentError,
         "v['w'] is on meta, but params['w'] on cpu."),
     "a leaf is missing": (hvp(loss), (P, {"w": W}, X, Y), ArgumentError, "v has no v['b'][0]; ... tree ... params"),
-    "a leaf too many": (hvp(loss), (P, V | {"c": W}, X, Y), ArgumentError, "v has an entry v['c'] too many; ... tree ... params"),
+    "a leaf too many": (hvp(loss), (P, V | {"c": W}, X, Y), ArgumentError, "v has an entry v['c'] too many;"),
     "a flat vector": (hvp(loss), (P, torch.ones(15), X, Y), ArgumentError, "v has no v['w']; ... tree"),
     "no vector": (hvp(loss), (P,), ArgumentError, "hvp(loss)(params, v): arguments are missing ... vector"),
     "nothing": (hvp(loss), (), ArgumentError, "arguments are missing ... vector"),

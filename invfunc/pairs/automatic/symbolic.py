@@ -12,6 +12,7 @@ from invfunc._torch.functorch import storage_of, unwatched
 from invfunc._torch.generators import Generator, global_generator, same_state, state_of
 from invfunc.errors import InverseError
 from invfunc.operations.heard import function_of
+from invfunc.operations.naming import shaped_by_numbers
 from invfunc.pairs.automatic.graph import Call, Node, Tracer, is_node, refuse, value
 
 META = torch.device("meta")
@@ -118,7 +119,7 @@ class Symbolic(Tracer):
 
     def _at_zeros(self, call: Call, leaves: list[Any]) -> Any:
         """The form of what a call gives, from its values at zeros."""
-        if _by_values(call):
+        if shaped_by_numbers(call.function.name, call.operands):
             refuse(f"{call} gives a tensor whose shape depends on numbers of x.")
         zeros = [self._zeros(leaf) if is_node(leaf) else value(leaf) for leaf in call.leaves]
         args, kwargs = tree.unflatten(zeros, call.structure)
@@ -175,16 +176,6 @@ def _is_new(result: torch.Tensor, given: list[Any]) -> bool:
 
 def _casts(call: Call) -> bool:
     return call.autocast is not None and call.autocast[0]
-
-
-def _by_values(call: Call) -> bool:
-    """Whether the shape of a result depends on numbers."""
-    packet = getattr(torch.ops.aten, call.function.name, None)
-    overloads = packet.overloads() if packet is not None and hasattr(packet, "overloads") else ()
-    if any(torch.Tag.dynamic_output_shape in getattr(packet, overload).tags for overload in overloads):
-        return True
-    masks = [x for x in call.operands if x.dtype in (torch.bool, torch.uint8)]
-    return call.function.name == "getitem" and bool(masks)
 
 
 def _offset(t: torch.Tensor) -> int:
