@@ -36,7 +36,7 @@ class TestDevice:
     def test_one_without_parameters_is_refused_before_the_first_batch(self, data, t):  # noqa: F811
         parts = iter(batches([2], *data[1:]))
         v = (data[0],) * (t is PRODUCT)
-        with pytest.raises(ArgumentError, match=r"device='meta'.* parameters are on cpu.*Move the parameters"):
+        with pytest.raises(ArgumentError, match=r"device='meta'.* parameters, which are on cpu.*Move the parameters"):
             streamed(t, device="meta")(data[0], *v, parts)
         assert len(list(parts)) == 2
 

@@ -272,7 +272,7 @@ class TestRefused:
         for t, text in (
             (gram(losses, samples=[0]), "samples="),
             (gram(lambda x, w: x @ w, argnums=1), "argnums=1"),
-            (invfunc.together(gram(losses), gram(losses, per_parameter=True)), "gram is of pairs.*by itself"),
+            (invfunc.together(gram(losses), gram(losses, per_parameter=True)), "gram is of pairs.*alone"),
         ):
             with pytest.raises(ArgumentError, match=text):
                 streamed(t)

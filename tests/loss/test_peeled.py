@@ -230,7 +230,7 @@ class TestOptions:
             ({"mc_samples": 3, "peel": 3, **options()}, "peel is between 0 and 2"),
             ({"mc_samples": 3, "peel": 2, "with_error": True, **options()}, "peel is between 0 and 1"),
             ({"mc_samples": 3, "peel": -1, **options()}, "peel is between 0 and 2"),
-            ({"mc_samples": 3, "peel": 1, "sample": print, **options()}, "no largest columns"),
+            ({"mc_samples": 3, "peel": 1, "sample": print, **options()}, "cannot be peeled"),
         ):
             with pytest.raises(ArgumentError, match=text):
                 of(**more)
