@@ -31,7 +31,7 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
             parameter, or None. Pass `kronecker.eigen(factors)` to solve several times with one decomposition each. Or
             what `eigenpairs` returned: the inverse of the whole matrix, not of its blocks.
         v: a tensor `[*lead, *p]` for each parameter p, such as a gradient, or what `batch_grad` returns.
-        damping, split: as in `Kronecker.inverse`.
+        damping, split: as in `Kronecker.inverse`; one factor, as a bias has it, takes all of the damping.
 
     Returns:
         A tree like v. It has None in the places of parameters whose block is not known (`unsupported="skip"`).
@@ -74,11 +74,11 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
         shape = matrix.shape if joint is None else joint.shape
         lead = _lead(call, path, given[path], shape)
         if joint is None:
-            found[path] = matrix.solve(given[path], damping, split)
+            found[path] = matrix.solve(given[path], damping, _split_of(matrix, split))
         else:
             bias = _bias(call, path, matrix.origin.name, joint, matrices)
             _fits(call, bias, given[bias], torch.Size((*lead, matrix.shape[0])), len(lead))
-            x = matrix.solve(joint.matrix(given[path], given[bias]), damping, split)
+            x = matrix.solve(joint.matrix(given[path], given[bias]), damping, _split_of(matrix, split))
             found[path], found[bias] = joint.parts(x, given[bias].shape)
     return tree.unflatten(list(found.values()), structure)
 
@@ -152,6 +152,11 @@ def eigen(factors: Tree) -> Tree:
     """
     matrices = _decomposed(kroneckers("kronecker.eigen(factors)", factors))
     return rebuilt(factors, list(matrices.values()))
+
+
+def _split_of(matrix: Kronecker, split: str | None) -> str | None:
+    """How damping is divided among the factors of a matrix: one takes all of it."""
+    return None if len(matrix.factors) == 1 else split
 
 
 def _decomposed(matrices: dict[str, Kronecker | None]) -> dict[str, Kronecker | None]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Real
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -113,7 +114,7 @@ def is_none(damping: Damping) -> bool:
     return not isinstance(damping, torch.Tensor) and damping == 0
 
 
-def _number(x: float | torch.Tensor) -> float:
+def _number(x: Damping) -> Any:
     return innermost(x).tolist() if isinstance(x, torch.Tensor) else x
 
 

@@ -42,7 +42,7 @@ class TestDevice:
 
     @pytest.mark.parametrize("device", ["gpu", 1.5])
     def test_what_is_none(self, device):
-        with pytest.raises(ArgumentError, match=r"streamed\(t, device=.*it is none"):
+        with pytest.raises(ArgumentError, match=r"streamed\(t, device=.*no device"):
             streamed(invfunc.variance(losses), device=device)
 
 

@@ -157,6 +157,12 @@ class TestOthers:
         wanted = factors["0.weight"].logdet(DAMPING) + factors["2.weight"].logdet(DAMPING)
         assert_trees_close(kronecker.logdet(factors, DAMPING), wanted, EXACT)
 
+    def test_a_split_leaves_a_bias_all_of_its_damping(self):
+        factors = two_layers(MADE["kflr"])
+        v = {name: Numbers(5)(*K.shape) for name, K in factors.items()}
+        wanted = {n: K.solve(v[n], 0.1, "pi" if len(K.factors) == 2 else None) for n, K in factors.items()}
+        assert_trees_close(kronecker.solve(factors, v, 0.1, "pi"), wanted, EXACT)
+
     @pytest.mark.parametrize("joint", [False, True])
     def test_factors_are_decomposed_once(self, joint):
         factors = two_layers(MADE["kflr"], joint=joint)
