@@ -87,10 +87,11 @@ def compiled(
     For new shapes t is run once without numbers, or on ones and zeros.
 
     Within `torch.export` the operations of its plan become those of the program, which needs this library neither to be
-    saved nor to be loaded: call it once with arguments of such shapes before. What is closed over is a constant. A
-    number that is read is asserted, so that a program fails on data of which it would be another one. Errors say what a
-    program cannot do: draw random numbers, have derivatives, or shapes that depend on numbers. Kronecker factors are no
-    results of a program, but their `factors` are.
+    saved nor to be loaded: call it once with arguments of such shapes before, and make that call and the export both
+    under `torch.no_grad()`. What is closed over is a constant. A number that is read is asserted, so that a program
+    fails on data of which it would be another one. Errors say what a program cannot do: draw random numbers, have
+    derivatives, or shapes that depend on numbers. Results that are objects (`Kronecker`, `NoiseScale`) are none of a
+    program: return their tensors, as `factors`.
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
     call takes as long as two (large models) to thirty calls of t, most often six to ten. What is looked at in each

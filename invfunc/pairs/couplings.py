@@ -26,7 +26,9 @@ def additive_coupling(
 
     Args:
         F, G: any functions of one part that return the shape of the other; they need no inverse. Or modules: `F(b)`
-            with their own parameters, which get their gradients, or with the p of `functional(module)`.
+            with their own parameters, which get their gradients, or with the p of `functional(module)`. They must not
+            write into their argument (`nn.ReLU(inplace=True)` as the first layer): a plain pair, and a block under
+            `torch.no_grad()`, would overwrite the caller's state, or with `split_dim` compute another function.
         split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.
         exact: compute on a fixed-point grid (True: `Grid()`), where adding and subtracting make no rounding errors: the
             inverse gives back every bit, at any depth, as long as F and G see the same shapes. The state has to be on

@@ -63,7 +63,8 @@ def kfac(
             the GGN (as `kflr`), "empirical" the per-sample gradients at the given targets, with the scale of
             `batch_grad`: return the `[N]` losses where it matters.
         mc_samples, generator: as in `diag_ggn`, for fisher="mc".
-        weight_sharing: "expand", "reduce" or "backpack".
+        weight_sharing: "expand", "reduce" or "backpack". Where positions are averaged before the loss (pooling, vision
+            transformers) take "reduce", where each has a loss of its own (each token) "expand".
         unsupported: what to do with parameters that have no factors, as no operation linear in them reads them, such as
             the w of `x @ w.exp()`: "error" names all of them, "diagonal" takes the diagonal of their block, of the same
             columns (a `Kronecker` of a vector), "skip" puts None in their place.
