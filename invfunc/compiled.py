@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from invfunc import tree
+from invfunc.budgeted import Budgeted
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plans.backends import BACKENDS
@@ -240,6 +241,8 @@ def _way(t: Any) -> str:
     """What to write instead of `compiled(t)`."""
     if isinstance(t, Compiled):
         return "It is compiled already."
+    if isinstance(t, Budgeted):
+        return "A call within a budget has no plan; one in a number of chunks has: compiled(chunked(t, n))."
     if isinstance(t, Transform) and t.outermost:
         outer, _, inner = repr(t).partition("(")
         return f"It comes inside, as {outer}(compiled({inner})."

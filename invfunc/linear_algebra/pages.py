@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
+from invfunc._torch.values import fake
 
 
 @cache
@@ -32,7 +33,9 @@ def _madvise() -> Callable[[int, int, int], Any] | None:
 def room(shape: list[int], like: torch.Tensor) -> torch.Tensor | None:
     """An empty tensor for a large result on the CPU; None where there is nothing to gain."""
     size = math.prod(shape) * like.element_size()
-    if size < thresholds.HUGE_PAGES or like.device.type not in thresholds.HUGE_ON or (advise := _madvise()) is None:
+    if size < thresholds.HUGE_PAGES or like.device.type not in thresholds.HUGE_ON or fake(like):
+        return None
+    if (advise := _madvise()) is None:
         return None
     empty = torch.empty(shape, dtype=like.dtype)
     start = -(-empty.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
