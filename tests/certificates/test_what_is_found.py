@@ -200,7 +200,7 @@ class TestPaths:
             (batch_l2_grad, r"params\['[wv]'\] of sample 1"),
             (gram, "the product of sample 1 and of sample [14]"),
             (invfunc.batch_jacobian, r"params\['w'\]\[\d, \d\] of sample 1, output [01]"),
-            (invfunc.sqrt_ggn, r"params\['w'\]\[\d, \d\], squared and summed over the columns, of sample 1"),
+            (invfunc.sqrt_ggn, r"params\['w'\]\[\d, \d\], squared and summed over what is pulled back, of sample 1"),
         ],
     )
     def test_name_the_sample_of_the_batch(self, t, path):
