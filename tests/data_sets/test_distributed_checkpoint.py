@@ -39,5 +39,5 @@ def test_one_alone_has_the_file_of_the_first(data, tmp_path):  # noqa: F811
 def test_killed_at_any_moment(tmp_path):
     """One of two processes ends at a random moment, and both begin anew, until the result is there."""
     command = [sys.executable, "-m", "tests.processes_killed", str(tmp_path), "4"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[1])
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2])
     assert ran.returncode == 0, ran.stderr

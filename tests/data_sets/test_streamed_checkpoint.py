@@ -505,6 +505,6 @@ def test_killed_at_any_moment(tmp_path):
     memory = Path("/dev/shm")  # where disks do not wait
     with TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
         command = [sys.executable, "-m", "tests.streamed_killed", folder]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1])
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
     assert ran.returncode == 0, ran.stderr
     assert all(int(done) >= 1 for done in ran.stdout.split())
