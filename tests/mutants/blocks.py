@@ -6,6 +6,7 @@ PAIRS = "pairs layers invertible/test_check_inverse.py"
 LAYERS = "layers"
 AGAIN = "recomputation invertible"
 TRAINING = "pairs/test_reversible_training.py"
+REFUSALS = "recomputation/test_straight_refusals.py"
 SPAN = "invertible/test_span.py"
 STRAIGHT = "recomputation/test_straight_modules.py"
 FOUND = "pairs/test_automatic.py::"
@@ -331,6 +332,35 @@ BLOCKS = [
         "([t.view_as(t) for t in ts] for ts in (ghosts, rest))",
         "(list(ts) for ts in (ghosts, rest))",
         f"{SPAN}::TestOneNode::test_gives_second_derivatives {SPAN}",
+    ),
+    # What may not be taken for known
+    Fault(
+        "a transform that has ended is taken for the one around",
+        "recomputation/straight_nodes.py",
+        "if has_ended(ctx.saved_tensors[0]):",
+        "if False:",
+        REFUSALS,
+    ),
+    Fault(
+        "what is no tensor in y is that of another call",
+        "recomputation/straight_learning.py",
+        "if len(y.places) < len(y.others):",
+        "if False:",
+        REFUSALS,
+    ),
+    Fault(
+        "a named number of a module is not looked at",
+        "recomputation/purity.py",
+        "if strange is None and isinstance(module, nn.ParameterDict):",
+        "if False:",
+        REFUSALS,
+    ),
+    Fault(
+        "what a class gets later is not looked at",
+        "recomputation/readings.py",
+        "if not _is_torchs(kind) and kind not in self._kinds:",
+        "if False:",
+        REFUSALS,
     ),
     # What is held and given back
     Fault(

@@ -15,6 +15,13 @@ DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo_sample.py"
 STATISTICS = [
     # What crosses a threshold of size
     Fault(
+        "checks at the end are forgotten",
+        "_torch/values.py",
+        "        _CHECKS.reset(token)\n    _look(checks)",
+        "        _CHECKS.reset(token)",
+        "statistics/test_diag_ggn.py::TestRefusals _torch",
+    ),
+    Fault(
         "a matrix that is read along its memory is not turned back",
         "linear_algebra/pairwise.py",
         "return self.turned(x).mT",

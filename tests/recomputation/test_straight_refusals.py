@@ -62,6 +62,20 @@ def test_a_constant_that_numbers_decide_is_that_of_the_call():
     assert torch.equal(grad(loss)(torch.tensor([1.0, -1, -1, -1])), torch.full((4,), 2.0))
 
 
+def test_a_function_in_y_is_that_of_the_call():
+    def loss(x):
+        y, total = f(x * 1)
+        return y.sum() * total()
+
+    def with_total(x):
+        total = x.detach().sum()
+        return x * 2, lambda: total
+
+    f = invertible_checkpoint(with_total, lambda y: y[0] / 2)
+    for i in range(CALLS):
+        assert torch.equal(grad(loss)(torch.full((4,), float(i))), torch.full((4,), 8.0 * i))
+
+
 class Scaled(nn.Module):
     """A layer with a number of its own."""
 
