@@ -150,7 +150,8 @@ class Checkpoint:
                 if (broken := parts.testzip()) is not None:  # which torch.load does not look for
                     raise BadZipFile(broken)
             file.seek(0)
-            with torch.serialization.safe_globals(_SAFE):
+            known = torch.serialization.get_safe_globals()  # at its end the context takes away what it was given
+            with torch.serialization.safe_globals([kind for kind in _SAFE if kind not in known]):
                 found = torch.load(file, map_location=device)
         except Exception as error:  # of what is no file of torch's, whatever its bytes lead to
             raise self.refused(f"cannot be read ({type(error).__name__})") from None
