@@ -530,3 +530,9 @@ def test_inductor_is_the_call_up_to_rounding():
     for k in range(3):
         assert_trees_close(c(*given(k)), t(*given(k)), 1e-9)
     assert hits(c) == 2 and not c.calls.warned
+
+
+def test_a_call_within_a_budget_says_what_to_compile():
+    within = invfunc.chunked(invfunc.batch_grad(loss), memory="8MiB")
+    with pytest.raises(invfunc.ArgumentTypeError, match=r"has no plan; .* compiled\(chunked\(t, n\)\)"):
+        compiled(within)
