@@ -1,5 +1,6 @@
 """`--device` and `--dtype` for the laws, and one way to draw examples: the same ones on every run."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker("quick")
+
+
+def pytest_collection_finish():
+    """What is there before the first test stays: `gc.collect()`, of which laws of memory make many, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
