@@ -27,6 +27,9 @@ Make = Callable[[Chunks, bool], Any]
 CLOSE, KEPT = 1.1, 64
 """How much larger a budget may be for which chunks are kept, and of how many different calls they are."""
 
+VARIES = 2**20
+"""By how much that which Python keeps of a search is another in another process: it takes memory in such pieces."""
+
 _ORDER: tuple[AxisName, ...] = ("samples", "outputs", "params")
 
 
@@ -81,7 +84,7 @@ class Budgeted(Transform):
             chosen = search(measured, lengths, budget - RESERVE - taken)
         if later is None or chosen is None:
             best = least(measured, lengths)
-            raise _too_little(budget, best, _kept_since(before))
+            raise _too_little(budget, best, _kept_since(before, VARIES))
         if same is not None:
             self.choices[same] = later, budget
         for kept in (self.choices, self.trials):
@@ -179,11 +182,11 @@ def _promised(found: Trial) -> int:
     return found.peak + RESERVE
 
 
-def _kept_since(before: int) -> int:
-    """What Python and libraries keep of what was done since then, above what is in reserve for it."""
+def _kept_since(before: int, more: int = 0) -> int:
+    """What Python and libraries keep of what was done since then, and so much more, above what is in reserve for it."""
     gc.collect()
     given_back()
-    return max(0, resident() - before - OF_PYTHON)
+    return max(0, resident() - before + more - OF_PYTHON)
 
 
 def _too_little(budget: int, least: Trial, taken: int) -> BudgetError:

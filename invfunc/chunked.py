@@ -76,8 +76,8 @@ def chunked(
         SplitError: over samples, a scalar loss whose outputs are neither marked nor found.
         RandomnessError: over samples, a function that draws random numbers.
         BudgetError: it does not fit `memory`: with the least that it takes, also as a number, `error.least`.
-            In another process that can be too little by some MiB, as what libraries load in the search of a first call
-            counts there: leave some room.
+            What Python keeps of the search of a first call counts, and differs from process to process: it has 1 MiB of
+            room for that.
         MissingExtraError: `progress` without tqdm: `pip install 'invfunc[progress]'`.
 
     Example:

@@ -20,6 +20,12 @@ from invfunc.statistics.variance import variance
 SIDE, CHANNELS, CLASSES = 8, 16, 3
 
 
+_OF_LAPACK: tuple[Callable[[torch.Tensor], Any], ...] = (
+    *(torch.linalg.eigh, torch.linalg.svd, torch.linalg.qr, torch.linalg.inv, torch.linalg.cholesky),
+    *(torch.linalg.eigvals, torch.linalg.matrix_exp),
+)
+
+
 class _Tour(nn.Module):
     """The layers that people use most, one after the other, on very small images."""
 
@@ -52,6 +58,9 @@ def _toured() -> None:
         args = params, torch.rand(2, 2, SIDE, SIDE, dtype=torch.float32), torch.arange(2)
         loss = partial(_loss, f)
         fingerprint(loss, args, {}, [])
+        for matrix in (torch.eye(SIDE, dtype=torch.float32), torch.eye(SIDE, dtype=torch.float64)):
+            for work in _OF_LAPACK:
+                work(matrix)
         for t in (variance(loss), diag_ggn(f, F.cross_entropy)):
             t(*args)
             footprint(t, args, {}, [])

@@ -74,6 +74,29 @@ class TestResults:
         t, batch = make(f, F.cross_entropy), (torch.arange(6) % 4, torch.arange(6))
         assert_trees_close(chunked(t, memory="1GiB")(params, *batch), t(params, *batch), 1e-12)
 
+    @pytest.mark.quick
+    def test_of_a_loss_whose_classes_have_weights(self):
+        def weighted(z, y):
+            return F.nll_loss(F.log_softmax(z, 1), y, weight=z.new_tensor([1.0, 2.0, 3.0]))
+
+        for t in (
+            invfunc.diag_ggn(model, weighted),
+            invfunc.diag_ggn(lambda p, x, y: weighted(model(p, x), y)),
+            invfunc.kflr(model, weighted),
+        ):
+            assert_trees_close(chunked(t, memory="1GiB")(*given()), t(*given()), 1e-10)
+
+    @pytest.mark.quick
+    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+    def test_of_recurrent_layers(self, kind):
+        class Last(nn.Module):
+            def forward(self, x):
+                return x[0][:, -1]
+
+        f, params = functional(nn.Sequential(kind(3, 4, batch_first=True), Last(), nn.Linear(4, 3)).double())
+        t, batch = invfunc.diag_ggn(f, F.cross_entropy), (Numbers()(N, 5, 3), torch.arange(N) % 3)
+        assert_trees_close(chunked(t, memory="1GiB")(params, *batch), t(params, *batch), 1e-10)
+
     def test_do_not_depend_on_the_budget(self):
         t, args = invfunc.diag_ggn(model, F.cross_entropy), wide()
         wanted, least = t(*args), least_of(t, args)
@@ -143,7 +166,7 @@ class TestPromises:
     def test_what_a_search_keeps_counts_in_its_call_alone(self, monkeypatch):
         t, args = invfunc.variance(loss), given()
         kept = [5 * 2**20]
-        monkeypatch.setattr("invfunc.budgeted._kept_since", lambda before: kept[0])
+        monkeypatch.setattr("invfunc.budgeted._kept_since", lambda *_: kept[0])
         within = chunked(t, memory="6MiB")
         with pytest.raises(BudgetError, match=r"4.00MiB for what libraries load.*5.00MiB that Python keeps") as told:
             within(*args)

@@ -20,6 +20,8 @@ LITTLE, PART = 3 * 2**18, 4
 """Bytes that it keeps of small products, and which part of the operands and the result of larger ones, at most."""
 BLOCK = 16
 """Channels that oneDNN puts side by side: their number is rounded up to it."""
+COLOURS = 3
+"""Channels of an image up to which oneDNN reads it as it is."""
 SMALL = 20480
 """Numbers of one sample up to which torch multiplies the columns of its patches."""
 ROUNDED = 1.1
@@ -27,6 +29,10 @@ ROUNDED = 1.1
 
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "addr"}
 CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution"}
+_TIMES = {"linalg_matrix_exp": 12, "linalg_pinv": 5, "kthvalue": 5}
+"""Operations that call others unseen, and how many times what they are given they take beside the result, at most."""
+_WORKED = {"_linalg_svd", "linalg_eig", "_linalg_eigh", "_linalg_eigvals", "linalg_qr"}
+"""Operations that LAPACK does one matrix after the other, in room for two more of them."""
 _IN_PLACE = set(
     """
     cat stack copy clone sum mean amax amin any all eq gather scatter scatter_add index_select select_backward
@@ -52,7 +58,12 @@ def scratch(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tenso
         return copied + (2 * taken if _narrow(given) else 0), _kept(taken)
     if name in CONVOLUTIONS:
         return _convolved(Convolution.of(name, made, args)), 0
-    return (0 if not given or not made or _plain(func) else _bytes([*given, *made])), 0
+    if not given or not made or _plain(func):
+        return 0, 0
+    if name in _TIMES:
+        return _TIMES[name] * _bytes(given), 0
+    one = 2 * _bytes(given[:1]) // max(1, math.prod(given[0].shape[:-2])) if name in _WORKED else 0
+    return one + _bytes([*given, *made]), 0
 
 
 @cache
@@ -150,6 +161,7 @@ def _convolved(c: Convolution) -> int:
         simple = max(c.weight.shape[2:]) == 1 and c.out.shape[2:] == c.x.shape[2:]  # the patches are the image itself
         return copied + wide + (1 if simple else c.x.shape[0]) * c.columns
     if c.direct:
+        x = 0 if c.x.shape[1] <= COLOURS and not c.of_x else x
         even = c.x.shape[1] % BLOCK == c.out.shape[1] % BLOCK == 0
         return copied + int(ROUNDED * ((max(x, out) if even and not c.of_weight else x + out) + weight))
     copied += max(x, out) if c.of_x or c.transposed or c.groups > 1 else 0

@@ -60,6 +60,11 @@ class Measured:
             return None
         return Trial(chunks, known)
 
+    @property
+    def finished(self) -> list[Trial]:
+        """All trials that did not end early."""
+        return [Trial(dict(key), known) for key, known in self._known.items() if known is not None and not known.over]
+
 
 def search(measured: Measured, lengths: Lengths, budget: int) -> Trial | None:
     """The trial that is within the budget and takes the shortest time, if any.
@@ -87,9 +92,13 @@ def search(measured: Measured, lengths: Lengths, budget: int) -> Trial | None:
 
 
 def least(measured: Measured, lengths: Lengths) -> Trial:
-    """The trial that takes the least memory."""
+    """The trial that takes the least memory, with most chunks, with fewer, and of all that was tried."""
     *_, (axis, base) = _bases(measured, lengths)
-    return _best(measured, base, axis, lengths)
+    found = _best(measured, base, axis, lengths)
+    for axis in lengths:  # what each chunk leaves may add up to more than it saves
+        n = math.isqrt(found.chunks.get(axis) or _most(found, axis, lengths))
+        found = (measured({**found.chunks, axis: n}, found.peak - 1) if n > 1 else None) or found
+    return min(found, *measured.finished, key=lambda t: t.peak)
 
 
 def _bases(measured: Measured, lengths: Lengths) -> Iterator[tuple[AxisName, Trial]]:

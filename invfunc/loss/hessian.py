@@ -17,7 +17,7 @@ from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Grad
 from invfunc.operations.losses import reduction
 from invfunc.operations.operation import known
 from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.recording.graph import node_of, reaches
+from invfunc.recording.graph import node_of, nodes_of, reaches
 from invfunc.recording.scope import Scope
 
 
@@ -77,9 +77,14 @@ def structured(
     return [(p, scope.leave(c)) for p, c in used if c is not None]
 
 
+_LINEAR = {"NllLossBackwardBackward0", "NllLoss2DBackwardBackward0"}
+"""Derivatives of slopes that do not depend on what the loss is of, with a second edge to it, through which go zeros."""
+
+
 def _varies(scope: Scope, slope: torch.Tensor, roots: list[ModelOutput], nodes: set[Any]) -> bool:
-    """Whether a slope depends on the outputs: autograd says so of some losses that are linear, too (nll_loss)."""
-    if not reaches(slope, nodes, {}):
+    """Whether a slope depends on the outputs."""
+    linear = {node: [node.next_functions[0][0]] for node in nodes_of([slope]) if node.name() in _LINEAR}
+    if not reaches(slope, nodes, linear):
         return False
     weights = torch.arange(1, slope.numel() + 1, device=slope.device).to(slope.dtype).cos().reshape(slope.shape)
     found = scope.grad([slope], [r.value for r in roots], [weights], batched=False)

@@ -166,6 +166,8 @@ def _followed(call: Call) -> list[Place]:
     if not isinstance(axis, Axis) or any(call.place(a) != axis for a in gates):
         raise Mixed("its gates have their samples along different axes")
     assert axis.dim is not None
+    if steps.sizes is None and all(place == axis.at(0) for place in others):
+        return [axis, *[axis.at(0)] * len(first)]
     own = axis.of_entries(gates[0].shape[axis.dim], call.n)
     each = [own] if steps.sizes is None else own.split(steps.sizes)
     known = [place for place in others if isinstance(place, Axis) and place.dim == 0]

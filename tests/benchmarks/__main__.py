@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from .anchors import ANCHORS, anchors
-from .budgets import CASES, MEMORY_BUDGET, budgets, budgets_here
+from .budgets import MEMORY_BUDGET, budgets
 from .chain_ways import INSTALL_PEERS, missing
 from .first_order import FIRST_ORDER
 from .measure import difference, medians, peak_here, peak_in_a_process
@@ -33,7 +33,7 @@ _EXPECTED = "Full backward hook is firing", "There is a performance drop"  # Bac
 _FAILS = "Extension saving to"  # BackPACK leaves out a module that it does not know
 _OTHERS = REVERSIBLE | {STRUCTURE: structure, THRESHOLDS: measured, PROCESSES: processes, MEMORY_BUDGET: budgets}
 _OTHERS |= {PLANS: plans, ANCHORS: anchors, README_TABLE: numbers}
-_OF_ONE_CASE = {MEMORY_TABLE: activation_memory, STRUCTURE: memory, MEMORY_BUDGET: budgets_here, README_TABLE: peak}
+_OF_ONE_CASE = {MEMORY_TABLE: activation_memory, STRUCTURE: memory, README_TABLE: peak}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -141,7 +141,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", type=_device, default="cpu", help="cpu or a CUDA device (default: cpu)")
     parser.add_argument("--repeats", type=_count("rounds"), default=7, help="rounds of each median (default: 7)")
     parser.add_argument("--depth", type=_count("blocks"), default=8, help="blocks of the table chain (default: 8)")
-    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/K", help="of memory-budget, part I of K")
+    parser.add_argument("--part", type=_part, metavar="I/K", help="of memory-budget, part I of K of all cases")
     parser.add_argument("--limit", type=_count("seconds"), default=600, help="for a case of memory-budget (600)")
     parser.add_argument("--inductor", action="store_true", help="of plans, every case by inductor, not one model's")
     parser.add_argument("--readme", action="store_true", help="measure README's numbers alone, and write them there")
@@ -182,11 +182,11 @@ def _part(text: str) -> tuple[int, int]:
 
 def _case(text: str) -> tuple[str, str, str]:
     table, row, peer = (text.split("/") + ["", ""])[:3]
-    of_tables = {MEMORY_TABLE: MEMORY_CASES, STRUCTURE: MEMORY, MEMORY_BUDGET: CASES, README_TABLE: README_CASES} | {
+    of_tables = {MEMORY_TABLE: MEMORY_CASES, STRUCTURE: MEMORY, README_TABLE: README_CASES} | {
         name: TABLES[name].peers() for name in TABLES
     }
     cases = of_tables.get(table, ())
-    if (row, peer.partition("@")[0]) not in cases:
+    if (row, peer) not in cases:
         raise argparse.ArgumentTypeError(f"TABLE/ROW/PEER is wanted, not {text!r}")
     return table, row, peer
 

@@ -110,6 +110,27 @@ TRANSFORMS = [
         "budget/test_budget.py::TestScratch budget/test_budget.py",
     ),
     Fault(
+        "an image is read as it is where its own derivative is wanted, too",
+        "budget/scratch.py",
+        "c.x.shape[1] <= COLOURS and not c.of_x",
+        "c.x.shape[1] <= COLOURS",
+        "budget/test_budget.py::TestScratch budget/test_budget.py",
+    ),
+    Fault(
+        "what an operation works in unseen is as large as what it is given",
+        "budget/scratch.py",
+        "_TIMES[name] * _bytes(given)",
+        "_bytes(given)",
+        "budget/test_budget.py::TestScratch budget/test_budget.py",
+    ),
+    Fault(
+        "the least is that of most chunks",
+        "budget/search.py",
+        "for axis in lengths:  # what",
+        "for axis in ():  # what",
+        "budget/test_budget.py::TestSearch::test_finds_less_where_most_chunks_take_more budget/test_budget.py",
+    ),
+    Fault(
         "what Python keeps of a search does not count in its call",
         "budgeted.py",
         "if later is not None and _promised(later) + taken > budget:",

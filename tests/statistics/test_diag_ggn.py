@@ -295,6 +295,16 @@ class TestWrittenByHand:
         wanted = diag_ggn(lambda w, x: x @ w, F.cross_entropy)(w, x, y)
         assert_trees_close(diag_ggn(by_hand)(w, x, y), 16 * wanted, EXACT)
 
+    def test_what_bends_negative_log_likelihoods(self):
+        """The slope of an nll_loss is that of what is made of it, which depends on the outputs here."""
+        f, params = model((3,))
+        args = (params, Numbers(1)(4, 2), Numbers(2)(4, 3).argmax(1))
+
+        def bent(z, y):
+            return F.nll_loss(z.log_softmax(1), y, weight=z.new_tensor([1, 2, 3]), reduction="none").exp().sum()
+
+        assert_trees_close(diag_ggn(f, bent)(*args), dense_diag_ggn(f, bent)(*args), EXACT)
+
 
 class TestRefusals:
     @pytest.mark.parametrize("loss", NOT_CONVEX.values(), ids=NOT_CONVEX)
