@@ -21,13 +21,14 @@ from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.like import Geometry, Memory, all_of, geometry
+from invfunc.recomputation.noted import metadata_of
 from invfunc.recomputation.origins import OUTSIDE, Key, Origins
 from invfunc.recomputation.probe import Probe
 from invfunc.recomputation.recording import Enough, Found, Recording, Saved
 from invfunc.recomputation.report import CHANGES, OTHER
 from invfunc.recomputation.rounding import finite, known_at_once, mean_size, near, rounded
 from invfunc.recomputation.shared import Evaluation
-from invfunc.recomputation.slots import Block, Held, fetch, metadata_of, release
+from invfunc.recomputation.slots import Block, Held, fetch, release
 from invfunc.recomputation.straight_learning import learn, looked
 
 
