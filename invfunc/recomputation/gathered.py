@@ -251,5 +251,5 @@ def _waiting_now() -> _Waiting:
     return found
 
 
-_FEWEST, _MOST = 8, 64
+_FEWEST, _MOST = 16, 64
 """How many tensors are gathered at least, and at most."""

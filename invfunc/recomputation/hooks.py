@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import plainly, pointer, saving_hooks
+from invfunc._torch.functorch import plainly, pointer, saving_hooks, unwatched
 from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
@@ -57,6 +57,10 @@ class HookedBlock(Block):
 
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
         """What autograd saves in place of a tensor: this block, and the key under which it gives the tensor back."""
+        with unwatched():  # a custom autograd.Function saves beside all calls
+            return self, self._packed(tensor)
+
+    def _packed(self, tensor: torch.Tensor) -> Key:
         key, call = self.origins.save()
         self._to_the_end |= self._call.watch is not None and self._call.watch.noisy  # is filled when it was saved
         place = self._places.get(pointer(tensor))
@@ -66,7 +70,7 @@ class HookedBlock(Block):
             self._probes[key] = Probe((tensor,), most, sums=not tensor.is_floating_point())
         if self._memory is not None:
             self._memory[key] = Memory(tensor), geometry(tensor)
-        return self, key
+        return key
 
     def _to_be_probed(self, tensor: torch.Tensor) -> bool:
         watch = self._call.watch

@@ -26,6 +26,7 @@ import torch
 
 from invfunc._torch.functorch import saving_hooks, version
 from invfunc.errors import ModifiedError
+from invfunc.pairs.log_det import carries_a_sum
 from invfunc.recomputation.gathered import Glance, glanced, settle
 from invfunc.recomputation.noted import block_of, note, slot_of
 from invfunc.recomputation.probe import Comparison, Probe, probed
@@ -160,7 +161,7 @@ class Block(ABC):
         produced = [slot_of(x) for x in xs]
         if self.report.check != "off" and len(self.kept) < len(xs):
             gathered = self.gathers and None not in produced  # what no block gave out may be written afterwards
-            self._probe = (glanced(values or xs) if gathered else None) or probed(xs, values, self.kept)
+            self._probe = (glanced(values or xs) if gathered else None) or probed(xs, values, self._not_compared(xs))
         if None in produced and any(produced):
             beside = [slot for x in xs if (block := block_of(x)) is not None for slot in block._ys]
             produced = [
@@ -169,6 +170,12 @@ class Block(ABC):
         lasting = [*self._ys, *(produced[i] for i in self.kept)]  # a tensor that is kept may be given twice
         for i, (x, slot) in enumerate(zip(xs, produced, strict=True)):
             self._xs.append(self._source(i, x, slot, lasting, hooks))
+
+    def _not_compared(self, xs: Tensors) -> Sequence[int]:
+        """The tensors of x that need not come back with all their digits: those that are kept, and a carried sum, which
+        begins at zeros and has no size of its own."""
+        summed = carries_a_sum(getattr(self.report.block, "pair", None))
+        return (*self.kept, len(xs) - 1) if summed else self.kept
 
     def _source(
         self, i: int, x: torch.Tensor, produced: Slot | None, lasting: list, hooks: Hooks | None

@@ -704,9 +704,9 @@ class TestBlocks:
 
         g = known(PAIRS[name])
         most(WATCHED)
-        with mock.patch("invfunc.thresholds.GATHERED", 8 * state[0].numel()):  # eight are held to be looked at together
-            few = most(12)
-            assert most(36) <= few
+        with mock.patch("invfunc.thresholds.GATHERED", 16 * state[0].numel()):  # 16 are held to be looked at together
+            few = most(20)
+            assert most(60) <= few
 
 
 FUNCTIONS = {
