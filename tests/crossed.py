@@ -88,6 +88,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "ENTERED": (0, FAR),
     "PROBED": (8, FAR),
     "PROBED_SAVED": (1, FAR),
+    "GATHERED": (0, FAR),
     "AT_ONCE": ((), ("cpu",)),
     "MERGED": (0, FAR),
 }

@@ -70,6 +70,24 @@ def without_autocast() -> AbstractContextManager:
     return found
 
 
+class saving:
+    """A context in which a graph is made, whose saved tensors hooks take; torch's two contexts take twice as long."""
+
+    __slots__ = "_before", "_hooks"
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._hooks = pack, unpack
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+
+    def __exit__(self, *args: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._set_grad_enabled(self._before)
+
+
 def only_level() -> int | None:
     """The level of the only transform of torch.func around us, if that differentiates backwards; 0 without any."""
     stack = _C.get_interpreter_stack() or ()

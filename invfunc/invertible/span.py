@@ -24,10 +24,11 @@ from invfunc.invertible.outside import Outside, Seen, all_among
 from invfunc.pairs.training import Optimiser, Training
 from invfunc.recomputation.call import Tensors
 from invfunc.recomputation.function import LevelBlock
+from invfunc.recomputation.noted import block_of, metadata_of
 from invfunc.recomputation.replay import Replay
 from invfunc.recomputation.report import Report, way
 from invfunc.recomputation.rounding import largest
-from invfunc.recomputation.slots import Block, block_of, fetch, metadata_of
+from invfunc.recomputation.slots import Block, fetch
 from invfunc.recomputation.sparse import any_sparse
 from invfunc.transform import told
 

@@ -12,7 +12,7 @@ from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.part import Rounded, as_part, fitting, given_functions, no_parameters, of_part
+from invfunc.pairs.part import Rounded, as_part, fitting, given_functions, no_parameters, of_part, unwritten
 from invfunc.pairs.state import per_sample, two_parts
 
 
@@ -27,8 +27,7 @@ def additive_coupling(
     Args:
         F, G: any functions of one part that return the shape of the other; they need no inverse. Or modules: `F(b)`
             with their own parameters, which get their gradients, or with the p of `functional(module)`. They must not
-            write into their argument (`nn.ReLU(inplace=True)` as the first layer): a plain pair, and a block under
-            `torch.no_grad()`, would overwrite the caller's state, or with `split_dim` compute another function.
+            write into their argument (`nn.ReLU(inplace=True)` as the first layer), which is an error.
         split_dim: take one tensor, whose halves along this axis are a and b, in place of a pair.
         exact: compute on a fixed-point grid (True: `Grid()`), where adding and subtracting make no rounding errors: the
             inverse gives back every bit, at any depth, as long as F and G see the same shapes. The state has to be on
@@ -44,6 +43,7 @@ def additive_coupling(
         ArgumentError: the state or the parameters are not a pair; F or G returns another shape than that of the part
             that it changes; the axis to split has no two halves, or is the leading one where the log-determinant is
             asked for.
+        ModifiedError: F or G has written into the state.
         RangeError: with `exact`, the state is not on the grid, or leaves its range.
 
     Example:
@@ -160,14 +160,14 @@ class _Additive(_Coupling):
         (a, b), (p, q) = self.read((F, G), x, params, "x")
         if self.grid is not None:
             self.grid.checked(a, b)
-        a = a + fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
-        b = b + fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
+        a = a + fitting(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, self.call, "F", "a")
+        b = b + fitting(unwritten(self.call, "G", G, a, *q, *args, **kwargs), b, self.call, "G", "b")
         return (a, b) if self.grid is None else self.grid.checked(a, b, entered=True)
 
     def inverse(self, F: Any, G: Any = None, y: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = self.read((F, G), y, params, "y")
-        b = b - fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
-        a = a - fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
+        b = b - fitting(unwritten(self.call, "G", G, a, *q, *args, **kwargs), b, self.call, "G", "b")
+        a = a - fitting(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, self.call, "F", "a")
         return a, b
 
     def log_det(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -181,21 +181,21 @@ class _Affine(_Coupling):
 
     def forward(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = self.read((F, G), x, params, "x")
-        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
+        s, t = self._two(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, "F", "a")
         a = a * s.exp() + t
-        s, t = self._two(G(a, *q, *args, **kwargs), b, "G", "b")
+        s, t = self._two(unwritten(self.call, "G", G, a, *q, *args, **kwargs), b, "G", "b")
         return a, b * s.exp() + t
 
     def inverse(self, F: Any, G: Any = None, y: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = self.read((F, G), y, params, "y")
-        s, t = self._two(G(a, *q, *args, **kwargs), b, "G", "b")
+        s, t = self._two(unwritten(self.call, "G", G, a, *q, *args, **kwargs), b, "G", "b")
         b = (b - t) / s.exp()  # the same rounded scale as forward, where that is coarser than b (autocast)
-        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
+        s, t = self._two(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, "F", "a")
         return (a - t) / s.exp(), b
 
     def log_det(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = self.read((F, G), x, params, "x")
-        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
+        s, t = self._two(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, "F", "a")
         first = per_sample(s)
         s, _ = self._two(G(a * s.exp() + t, *q, *args, **kwargs), b, "G", "b")
         return first + per_sample(s)

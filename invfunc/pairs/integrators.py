@@ -12,7 +12,7 @@ import torch
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.part import as_part, fitting, given_functions
+from invfunc.pairs.part import as_part, fitting, given_functions, unwritten
 from invfunc.pairs.state import per_sample, two_parts, wide
 
 
@@ -57,6 +57,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
 class _Dynamics(Law):
     """Positions and velocities, and a function of the positions."""
 
+    computes = True
     call: str
 
     def read(self, fn: Any, state: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +67,7 @@ class _Dynamics(Law):
 
     def of(self, fn: Callable, x: torch.Tensor, *given: Any, **kwargs: Any) -> torch.Tensor:
         """What the function gives, in the shape of x."""
-        return fitting(fn(x, *given, **kwargs), x, self.call, "the function", "x")
+        return fitting(unwritten(self.call, "the function", fn, x, *given, **kwargs), x, self.call, "the function", "x")
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from invfunc import tree
+from invfunc._torch.functorch import unwatched, version
 from invfunc.callables import describe
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
 from invfunc.functional.functional import functional
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.value import Value
@@ -126,6 +127,26 @@ def of_part(fn: Callable) -> Part:
 def no_parameters(part: Callable) -> tuple:
     """What stands in their place."""
     return (...,) if isinstance(part, Part) else ()
+
+
+def unwritten(call: str, which: str, fn: Callable, state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What a part gives of the state, which it may not write: the pair needs it again, and so does the caller."""
+    if torch.compiler.is_compiling():
+        return fn(state, *args, **kwargs)
+    with unwatched():  # it is no call of the part
+        if state.is_inference():  # of which nobody counts the writes
+            state = state.clone()
+        before = version(state)
+    result = fn(state, *args, **kwargs)
+    with unwatched():
+        written = version(state) != before
+    if written:
+        raise ModifiedError(
+            f"{call}: {which} has written into the state that it was given, of shape {list(state.shape)}, which the "
+            "pair needs again, and so may you. Take inplace=False in its first layers, or give them a copy: "
+            f"lambda x: {which}(x.clone())."
+        )
+    return result
 
 
 def fitting(result: Any, like: torch.Tensor, call: str, which: str, name: str) -> torch.Tensor:

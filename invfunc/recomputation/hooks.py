@@ -16,18 +16,19 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import plainly, pointer, saving_hooks
+from invfunc._torch.functorch import plainly, pointer, saving_hooks, unwatched
 from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
 from invfunc.recomputation.like import Geometry, Memory, all_of, geometry
+from invfunc.recomputation.noted import metadata_of
 from invfunc.recomputation.origins import OUTSIDE, Key, Origins
 from invfunc.recomputation.probe import Probe
 from invfunc.recomputation.recording import Enough, Found, Recording, Saved
 from invfunc.recomputation.report import CHANGES, OTHER
 from invfunc.recomputation.rounding import finite, known_at_once, mean_size, near, rounded
 from invfunc.recomputation.shared import Evaluation
-from invfunc.recomputation.slots import Block, Held, fetch, metadata_of, release
+from invfunc.recomputation.slots import Block, Held, fetch, release
 from invfunc.recomputation.straight_learning import learn, looked
 
 
@@ -56,6 +57,10 @@ class HookedBlock(Block):
 
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
         """What autograd saves in place of a tensor: this block, and the key under which it gives the tensor back."""
+        with unwatched():  # a custom autograd.Function saves beside all calls
+            return self, self._packed(tensor)
+
+    def _packed(self, tensor: torch.Tensor) -> Key:
         key, call = self.origins.save()
         self._to_the_end |= self._call.watch is not None and self._call.watch.noisy  # is filled when it was saved
         place = self._places.get(pointer(tensor))
@@ -65,7 +70,7 @@ class HookedBlock(Block):
             self._probes[key] = Probe((tensor,), most, sums=not tensor.is_floating_point())
         if self._memory is not None:
             self._memory[key] = Memory(tensor), geometry(tensor)
-        return self, key
+        return key
 
     def _to_be_probed(self, tensor: torch.Tensor) -> bool:
         watch = self._call.watch

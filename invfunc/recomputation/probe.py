@@ -36,7 +36,7 @@ class Probe:
         without: Sequence[int] = (),
         sums: bool = False,
     ) -> None:
-        self._most = max(8, (most or thresholds.PROBED) // max(1, len(tensors)))
+        self._most = most_of(len(tensors), most)
         self._without, self._sums = without, sums
         self._turn = next(_TURNS)
         self._then = self._look(tensors, sized=True)
@@ -52,8 +52,7 @@ class Probe:
 
     def compare(self, tensors: Sequence[torch.Tensor]) -> Comparison:
         """The tensors beside those that there were."""
-        faint = min(1.0, _ROUNDINGS * precision(t.dtype for t in tensors) ** 0.5)
-        return Comparison(self._then, self._look(tensors, sized=False), faint)
+        return Comparison(self._then, self._look(tensors, sized=False), faint_of(tensors))
 
     def errors(self, tensors: Sequence[torch.Tensor]) -> list[Error]:
         """How far the tensors are from those that there were; 0 where nothing can be said."""
@@ -63,6 +62,16 @@ class Probe:
         """The mean size of the entries, which errors are relative to."""
         numbers = [a for look in self._then if look for a in torch.as_tensor(look.entries).tolist()]
         return mean_size(torch.tensor(numbers, dtype=torch.float64)) or 1.0
+
+
+def most_of(number: int, most: int | None = None) -> int:
+    """How many entries are looked at of each of so many tensors, where it is said of all of them."""
+    return max(8, (most or thresholds.PROBED) // max(1, number))
+
+
+def faint_of(tensors: Sequence[torch.Tensor]) -> float:
+    """The size beside all of them up to which a tensor is `faint`."""
+    return min(1.0, _ROUNDINGS * precision(t.dtype for t in tensors) ** 0.5)
 
 
 def probed(xs: Sequence[torch.Tensor], values: Sequence[torch.Tensor] | None, without: Sequence[int]) -> Probe:
@@ -135,10 +144,10 @@ def _look(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized: bool) -
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     shape, at_once = tensor.shape, known_at_once(tensor.device)
-    count, step, left = _places(shape, most)
+    count, step, left = places_of(shape, most)
     if count == 0 or tensor.is_quantized or is_zero(tensor) or (not at_once and _capturing(tensor.device)):
         return None
-    start = turn * _FAR % left
+    start = turn * FAR % left
     if tensor.is_contiguous():
         part = tensor.as_strided((count,), (step,), tensor.storage_offset() + start)
     else:
@@ -153,7 +162,7 @@ def _look(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized: bool) -
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether a tensor is as most are: what takes the others a while is nothing to look for in it."""
-    if type(tensor) is not torch.Tensor or tensor.dtype not in _ORDINARY_DTYPES or unwrapped(tensor) is not None:
+    if type(tensor) is not torch.Tensor or tensor.dtype not in ORDINARY_DTYPES or unwrapped(tensor) is not None:
         return False
     strided = (
         known_at_once(tensor.device)
@@ -164,14 +173,14 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
     return strided and tensor.numel() > 0 and not watching()
 
 
-_ORDINARY_DTYPES = (torch.float32, torch.float64)
+ORDINARY_DTYPES = (torch.float32, torch.float64)
 
 
 def _look_at_once(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized: bool) -> Look:
     """What is seen of an ordinary tensor."""
     tensor, shape = tensor.detach(), tensor.shape
-    count, step, left = _places(shape, most)
-    entries = tensor.as_strided((count,), (step,), int(tensor.storage_offset()) + turn * _FAR % left).tolist()
+    count, step, left = places_of(shape, most)
+    entries = tensor.as_strided((count,), (step,), int(tensor.storage_offset()) + turn * FAR % left).tolist()
     if not sums or tensor.numel() <= most:
         return Look(shape, entries, None)
     size = torch.linalg.vector_norm(tensor).item() if sized else 1.0
@@ -183,18 +192,18 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-_FAR = 10007
+FAR = 10007
 """A prime number: how far apart the places are at which probes begin, and the steps that are tried."""
 
 
 @lru_cache(1024)
-def _places(shape: torch.Size, most: int) -> tuple[int, int, int]:
+def places_of(shape: torch.Size, most: int) -> tuple[int, int, int]:
     """How many entries, how far apart, and how many places there are to begin."""
     number = shape.numel()
     if number <= most:
         return number, 1, 1
     widest = number // most
-    steps = {widest - i * _FAR % (widest // 8 + 1) | 1 for i in range(24)}  # odd ones, as most sizes are even
+    steps = {widest - i * FAR % (widest // 8 + 1) | 1 for i in range(24)}  # odd ones, as most sizes are even
     places = (range(0, number, step)[:most] for step in sorted(steps))
     best = max(places, key=lambda places: _spread(shape, places))
     return len(best), best.step, number - best[-1]

@@ -98,6 +98,7 @@ class Purity:
             if name not in self._found:
                 raise NotShown(where)
         self._read.lay_out()
+        del self._seen, self._modules, self._classes, self._found, self._only  # of each block, of which there are many
 
     @property
     def has_tensors(self) -> bool:

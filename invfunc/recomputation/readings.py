@@ -99,6 +99,7 @@ class Readings:
     def lay_out(self) -> None:
         """All has been told."""
         self._flat = _Flat(self._names.values(), self.modules)
+        del self._names, self._kinds
 
     def unchanged(self) -> bool:
         """Whether all but the tensors is there as it was."""

@@ -13,39 +13,48 @@ Nothing here refers in circles: a slot refers to the block behind it, and that b
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
+from operator import is_
 from types import EllipsisType
-from typing import cast
 
 import torch
 
 from invfunc._torch.functorch import saving_hooks, version
 from invfunc.errors import ModifiedError
-from invfunc.recomputation.probe import Probe, probed
+from invfunc.pairs.log_det import carries_a_sum
+from invfunc.recomputation.gathered import Glance, glanced, settle
+from invfunc.recomputation.noted import block_of, note, slot_of
+from invfunc.recomputation.probe import Comparison, Probe, probed
 from invfunc.recomputation.report import Evidence, Report
 from invfunc.recomputation.rounding import Error, finite, largest, summed_finite
+
+Hooks = tuple[Callable, Callable]
+Tensors = Sequence[torch.Tensor]
 
 
 class Slot:
     """One tensor of x or y. It is held until a block takes it over; a tensor that the user holds is found anyway."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks | None) -> None:
         self._version = version(tensor)
         self._users = weakref.ref(tensor)
-        self._within = _within()
+        self._within = None if hooks is None else hooks[0]
+        """The hook that saved tensors go through: that of a block or checkpoint whose function is being evaluated."""
         self._held: Held | None = None
         self.block: Block | None = None
         """The block that took the tensor over."""
         self.error: Error = 0.0
         """The error of the tensor that the block gave back."""
 
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Keep the tensor in memory, unless a block can give it back."""
+    def hold(self, tensor: torch.Tensor, hooks: Hooks | None) -> None:
+        """Keep the tensor in memory, or with what takes the place of saved tensors, unless a block can give it back."""
         if self.block is None and self._held is None:
-            self._held = Held(tensor)
+            self._held = Held(tensor, hooks=hooks)
 
     def find(self) -> torch.Tensor | None:
         """The tensor, where it is in memory as it was."""
@@ -57,7 +66,8 @@ class Slot:
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is as it was when the slot was made, and it was made within the same evaluation."""
-        return version(tensor) == self._version and self._within == _within()
+        hooks = saving_hooks()
+        return version(tensor) == self._version and self._within == (None if hooks is None else hooks[0])
 
     def take_over(self, block: Block) -> None:
         """Let go of the tensor, which the block can give back."""
@@ -78,16 +88,6 @@ class Slot:
     def is_slot_of(self, tensor: torch.Tensor) -> bool:
         """Whether this very tensor was put in."""
         return self._users() is tensor and self.is_of(tensor)
-
-
-def _within() -> Callable | None:
-    """The hook that saved tensors go through: that of a block or checkpoint whose function is being evaluated."""
-    hooks = saving_hooks()
-    return None if hooks is None else hooks[0]
-
-
-Hooks = tuple[Callable, Callable]
-Tensors = Sequence[torch.Tensor]
 
 
 class Held:
@@ -135,10 +135,13 @@ class Block(ABC):
         report: how it is told if what the inverse gives back is something else.
     """
 
+    gathers = False
+    """Whether small tensors of x may be looked at together with those of other blocks, and at the end."""
+
     def __init__(self, kept: Sequence[int], report: Report) -> None:
         self.kept = kept
         self.report = report
-        self._probe: Probe | None = None
+        self._probe: Probe | Glance | None = None
         self._xs: list[Callable[[], Slot | None]] = []
         self._taken: set[int] = set()
         self._ys: list[Slot] = []
@@ -147,17 +150,18 @@ class Block(ABC):
     def connect(self, xs: Tensors, ys: Tensors, metadata: Sequence[dict | None], values: Tensors | None = None) -> None:
         """Take the slots of x over, of which the plain `values` may be at hand, and give out those of y by the metadata
         of the nodes they come from."""
+        hooks = saving_hooks()
         for output, (y, of_node) in enumerate(zip(ys, metadata, strict=True)):
-            slot = slot_of(y) or Slot(y)
+            slot = slot_of(y) or Slot(y, hooks)
             self._ys.append(slot)
             if of_node is not None:
-                number = output if y.grad_fn is None else y.output_nr
-                of_node.setdefault(_KEY, {})[number] = weakref.ref(slot), weakref.ref(self)
+                note(of_node, output if y.grad_fn is None else y.output_nr, slot, self)
             if len(self.kept) < len(xs):
-                slot.hold(y)
-        if self.report.check != "off" and len(self.kept) < len(xs):
-            self._probe = probed(xs, values, self.kept)
+                slot.hold(y, hooks)
         produced = [slot_of(x) for x in xs]
+        if self.report.check != "off" and len(self.kept) < len(xs):
+            gathered = self.gathers and None not in produced  # what no block gave out may be written afterwards
+            self._probe = (glanced(values or xs) if gathered else None) or probed(xs, values, self._not_compared(xs))
         if None in produced and any(produced):
             beside = [slot for x in xs if (block := block_of(x)) is not None for slot in block._ys]
             produced = [
@@ -165,15 +169,23 @@ class Block(ABC):
             ]
         lasting = [*self._ys, *(produced[i] for i in self.kept)]  # a tensor that is kept may be given twice
         for i, (x, slot) in enumerate(zip(xs, produced, strict=True)):
-            self._xs.append(self._source(i, x, slot, lasting))
+            self._xs.append(self._source(i, x, slot, lasting, hooks))
 
-    def _source(self, i: int, x: torch.Tensor, produced: Slot | None, lasting: list) -> Callable[[], Slot | None]:
-        slot = produced or Slot(x)
+    def _not_compared(self, xs: Tensors) -> Sequence[int]:
+        """The tensors of x that need not come back with all their digits: those that are kept, and a carried sum, which
+        begins at zeros and has no size of its own."""
+        summed = carries_a_sum(getattr(self.report.block, "pair", None))
+        return (*self.kept, len(xs) - 1) if summed else self.kept
+
+    def _source(
+        self, i: int, x: torch.Tensor, produced: Slot | None, lasting: list, hooks: Hooks | None
+    ) -> Callable[[], Slot | None]:
+        slot = produced or Slot(x, hooks)
         if i in self.kept:
-            slot.hold(x)
+            slot.hold(x, hooks)
         elif produced is None:
             self._taken.add(i)
-        elif produced.block in (None, self) and not any(produced is slot for slot in lasting):
+        elif (produced.block is None or produced.block is self) and not any(map(partial(is_, produced), lasting)):
             produced.take_over(self)
             self._taken.add(i)
             return weakref.ref(produced)
@@ -207,12 +219,18 @@ class Block(ABC):
 
         What is returned tells that they are not what they were.
         """
-        error, tell = (0.0, None) if self._probe is None else self._compared(self._probe, xs)
-        for i in self._taken:
-            slot = self._xs[i]()
-            if slot is not None and slot.block is self:
-                slot.fill(xs[i], error)
+        error, tell, probe = 0.0, None, self._probe
+        if isinstance(probe, Glance):
+            error = math.nan  # it is not known yet
+        elif probe is not None:
+            error, tell = self.judged(probe.compare(xs), xs)
+        own = ((i, self._xs[i]()) for i in self._taken)
+        filled = {i: slot for i, slot in own if slot is not None and slot.block is self}
+        for i, slot in filled.items():
+            slot.fill(xs[i], error)
         release(self._ys)
+        if isinstance(probe, Glance):
+            probe.wait(self, xs, [*filled.values()])
         return tell
 
     def give_back_and_tell(self, xs: Sequence[torch.Tensor]) -> None:
@@ -221,8 +239,8 @@ class Block(ABC):
         if tell is not None:
             tell()
 
-    def _compared(self, probe: Probe, xs: Sequence[torch.Tensor]) -> tuple[Error, Callable[[], None] | None]:
-        comparison = probe.compare(xs)
+    def judged(self, comparison: Comparison, xs: Sequence[torch.Tensor]) -> tuple[Error, Callable[[], None] | None]:
+        """The error of what the inverse gives, and how it is told of, where it has to be."""
         errors = comparison.errors()
         error = largest(errors)
         if isinstance(error, torch.Tensor):
@@ -231,6 +249,8 @@ class Block(ABC):
         elif not error:
             return error, None
         which = (lambda: "x") if isinstance(error, torch.Tensor) else lambda: self.names()[errors.index(error)]
+        if any(slot.error != slot.error for slot in self._ys):
+            settle()
         before = largest([slot.error for slot in self._ys])
         dtypes = [x.dtype for x in xs]
         tell = self.report.compared(which, error, before, dtypes, self.dtypes, lambda: self._evidence(xs))
@@ -273,6 +293,9 @@ class Block(ABC):
 
 def fetch(slots: Sequence[Slot]) -> list[torch.Tensor]:
     """The tensors of some slots; blocks that took them over are inverted, from the last one on."""
+    found = [slot.find() for slot in slots]
+    if all(tensor is not None for tensor in found):
+        return [tensor for tensor in found if tensor is not None]
     blocks: list[Block] = []
     needed = slots
     while True:
@@ -293,28 +316,3 @@ def release(slots: Iterable[Slot]) -> None:
     """Let go of what can be given back again."""
     for slot in slots:
         slot.release()
-
-
-_KEY = "invfunc.slots"
-
-
-def slot_of(tensor: torch.Tensor) -> Slot | None:
-    """The slot of a tensor that a block gave out, found from the node of autograd that it comes from."""
-    slot = _given_out(tensor)[0]
-    return slot if slot is not None and slot.is_of(tensor) else None
-
-
-def block_of(tensor: torch.Tensor) -> Block | None:
-    """The block that gave a tensor out. Those of its tensors that have no node are found among its slots."""
-    return _given_out(tensor)[1]
-
-
-def _given_out(tensor: torch.Tensor) -> tuple[Slot | None, Block | None]:
-    metadata = metadata_of(tensor)
-    found = None if metadata is None else metadata.get(_KEY, {}).get(tensor.output_nr)
-    return (None, None) if found is None else (found[0](), found[1]())
-
-
-def metadata_of(tensor: torch.Tensor) -> dict | None:
-    """What may be noted on the node of autograd that a tensor comes from."""
-    return None if tensor.grad_fn is None else cast(dict, tensor.grad_fn.metadata)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from invfunc._torch.levels import only_level, undisturbed
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.look import Look
-from invfunc.recomputation.origins import Key
+from invfunc.recomputation.origins import OUTSIDE, Key
 from invfunc.recomputation.purity import PLAIN, NotShown, Purity
 from invfunc.recomputation.readings import TENSORS
 
@@ -63,6 +64,16 @@ class Template:
     look: Look
     """At the inverse."""
 
+    @cached_property
+    def saves_outside(self) -> bool:
+        """Whether anything is saved beside the shared functions."""
+        return any(part == OUTSIDE for part, _ in self.keys)
+
+    @cached_property
+    def needs(self) -> list[bool]:
+        """Which of the further arguments need a gradient."""
+        return [form[3] for form in self.forms[self.count :]]
+
     @property
     def known(self) -> bool:
         """Whether both directions were seen to compute, and to do nothing else."""
@@ -75,15 +86,24 @@ class Template:
         if len(leaves) != self.number or options != self.options or structure != self.structure:
             return False
         tensors = [leaves[place] for place in self.places]
-        for t in (*tensors, *closed):
-            if type(t) not in TENSORS or t.layout is not torch.strided or not t.is_cpu or t.is_inference():
-                return False
-            if t.__dict__ and not names.isdisjoint(t.__dict__):
-                return False
-        if looks_of(tensors) != self.forms or looks_of(closed) != self.closed:
+        if not _look_like(tensors, self.forms, names) or not _look_like(closed, self.closed, names):
             return False
         same = all(leaves[i] is other or _equal(leaves[i], other) for i, other in self.others)
         return same and self.default is torch.get_default_dtype()
+
+
+def _look_like(tensors: Sequence[torch.Tensor], forms: list[Form], names: set[str]) -> bool:
+    """Whether tensors are plain, of these forms, and have none of some attributes of their own."""
+    if len(tensors) != len(forms):
+        return False
+    for t, (shape, dtype, stride, needs) in zip(tensors, forms, strict=True):
+        if type(t) not in TENSORS or t.requires_grad is not needs or t.shape != shape or t.dtype is not dtype:
+            return False
+        if t.layout is not torch.strided or not t.is_cpu or t.is_inference() or t.stride() != stride:
+            return False
+        if t.__dict__ and not names.isdisjoint(t.__dict__):
+            return False
+    return True
 
 
 def looks_of(tensors: Iterable[torch.Tensor]) -> list[Form]:
@@ -162,8 +182,11 @@ class Straight:
             return None
         if (tensors := purity.tensors()) is None:
             return None
-        for template in self._templates:
+        templates = self._templates
+        for template in templates:
             if template.known and template.fits(options, leaves, structure, tensors, purity.names):
+                if template is not templates[0]:  # the next call is likely to be of the same form
+                    self._templates = [template, *(other for other in templates if other is not template)]
                 return Straightness(template, purity, tensors)
         return None
 

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import tree
 from invfunc._torch.functorch import plainly, version
-from invfunc._torch.levels import versions, without_autocast
+from invfunc._torch.levels import saving, versions, without_autocast
 from invfunc.errors import ModifiedError, ReplayError
 from invfunc.pairs.pair import Invertible
 from invfunc.recomputation.closed import Closed
+from invfunc.recomputation.noted import metadata_of
 from invfunc.recomputation.origins import OUTSIDE
 from invfunc.recomputation.recording import Enough, never
 from invfunc.recomputation.report import CHANGES, Report
 from invfunc.recomputation.shared import naming
-from invfunc.recomputation.slots import Block, fetch, metadata_of, release
+from invfunc.recomputation.slots import Block, fetch, release
 from invfunc.recomputation.straight import Straightness
 
 Saves = list[torch.Tensor]
@@ -32,13 +33,13 @@ Saves = list[torch.Tensor]
 class StraightBlock(Block):
     """A call of f that is not watched."""
 
+    gathers = True
+
     def __init__(self, pair: Invertible, found: Straightness, report: Report, rest: Sequence[torch.Tensor]) -> None:
         super().__init__((), report)
         template = found.template
         self._pair, self._template, self._closed = pair, template, Closed(found)
-        forms = template.forms[template.count :]
-        self._rest = [t.detach().requires_grad_(form[3]) for t, form in zip(rest, forms, strict=True)]
-        """As leaves that need the gradients that the arguments need."""
+        self._rest = [t.detach() for t in rest]
         self._versions = versions(rest)
         self.count, self.odd = 0, False
         """How many tensors are saved, and whether one is not what it was in the watched call."""
@@ -86,7 +87,11 @@ class StraightBlock(Block):
         return self._inverse(self._pair.shared, given, sources), tree.tensors(self._forward(xs, given))
 
     def _given(self) -> tuple[tuple, dict[str, Any]]:
-        return self._template.rest.join(self._rest)
+        """The further arguments, as leaves that need the gradients that they need."""
+        template = self._template
+        for t in [t for t, need in zip(self._rest, template.needs, strict=True) if need]:
+            t.requires_grad_()
+        return template.rest.join(self._rest)
 
     def _as_it_was(self) -> AbstractContextManager:
         """A context in which all that the call reads is what it was."""
@@ -152,7 +157,7 @@ class StraightBlock(Block):
                 raise Enough  # as the rest of the evaluation is of no use
 
         try:
-            with suppress(Enough), torch.enable_grad(), saved_tensors_hooks(pack, never):
+            with suppress(Enough), saving(pack, never):
                 self._forward(xs, given)
             return [*found]
         finally:
@@ -165,24 +170,21 @@ class StraightBlock(Block):
         parts: dict[int, Saves] = {}
         outputs: dict[int, Any] = {}
 
-        def again(fn: Callable) -> Callable:
-            def evaluated(state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                nonlocal at
-                at -= 1
-                like, needs = template.evaluations[at]
-                state = like.given_to(state).detach().requires_grad_(needs)
-                parts[at] = []
-                with torch.enable_grad(), _into(parts[at]):
-                    output = outputs[at] = fn(state, *args, **kwargs)
-                return tree.map_tensors(torch.Tensor.detach, output)
-
-            return evaluated
+        def again(fn: Callable, state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal at
+            at -= 1
+            like, needs = template.evaluations[at]
+            state = like.given_to(state).detach().requires_grad_(needs)
+            found = parts[at] = []
+            with saving(found.append, never):
+                output = outputs[at] = fn(state, *args, **kwargs)
+            return tree.map_tensors(torch.Tensor.detach, output)
 
         try:
-            xs = self._inverse(tuple(map(again, self._pair.shared)), given)
+            xs = self._inverse(tuple([partial(again, fn) for fn in self._pair.shared]), given)
             if at:
                 raise ReplayError(f"the inverse evaluates other shared functions than forward. {CHANGES}")
-            if any(part == OUTSIDE for part, _ in template.keys):
+            if template.saves_outside:
                 parts[OUTSIDE] = []
                 self._beside(xs, given, outputs, parts[OUTSIDE])
             whole = all(n < len(parts[part]) for part, n in template.keys)
@@ -201,13 +203,8 @@ class StraightBlock(Block):
 
         args, kwargs = given
         xs = [t.detach().requires_grad_(form[3]) for t, form in zip(xs, self._template.forms, strict=False)]
-        with torch.enable_grad(), _into(found):
+        with saving(found.append, never):
             self._pair.forward(*[known] * len(self._pair.shared), self._template.x.join(xs), *args, **kwargs)
-
-
-def _into(found: Saves) -> saved_tensors_hooks:
-    """A context in which what autograd saves is collected."""
-    return saved_tensors_hooks(found.append, never)
 
 
 def straight_hooked(
@@ -226,7 +223,7 @@ def straight_hooked(
     tensors = [leaves[place] for place in template.places]
     xs, rest = tensors[: template.count], tensors[template.count :]
     block = StraightBlock(pair, found, report, rest)
-    with saved_tensors_hooks(block.pack, block.saved):
+    with saving(block.pack, block.saved):
         y = pair.forward(*pair.shared, x, *args, **kwargs)
     ys = [y] if type(y) is torch.Tensor else tree.tensors(y)
     if block.odd or block.count != len(template.saved) or len(ys) != len(template.y.places):

@@ -102,6 +102,12 @@ class StraightRun(Run):
         ]
 
 
+class StraightLevelBlock(LevelBlock):
+    """The slots of such a call."""
+
+    gathers = True
+
+
 class StraightForward(Forward):
     """What the node of such a call computes, at the level of a `grad`."""
 
@@ -116,7 +122,7 @@ class StraightForward(Forward):
         given, self._given = self._given, ()
         xs, rest = given[: self._count], given[self._count :]
         with plainly():
-            ctx.block = LevelBlock(self._run, rest)
+            ctx.block = StraightLevelBlock(self._run, rest)
             found = self._run.forward(xs, rest)
             ys = [t.view_as(t) if any(t is other for other in given) else t for t in found]
             ghosts = [x.new_zeros(()).expand(x.shape) for x in xs]

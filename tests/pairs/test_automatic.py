@@ -221,6 +221,31 @@ def affine(x, w):
     return a, b * torch.tanh(s).exp() + t
 
 
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradients[0]
+
+
+def test_functions_of_autograd_are_followed_where_their_calls_are_seen():
+    """What they save is taken by the hooks of the block, which calls that the search would hear look at."""
+
+    def f(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat([a + Squared.apply(b), b], -1)
+
+    x, found = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), []
+    for g in (invertible_checkpoint(f), f):
+        found.append(torch.autograd.grad(g(g(x * 1)).sin().sum(), x))
+    assert_trees_close(*found, rtol=1e-12)
+
+
 class TestCouplings:
     HAND = pytest.mark.parametrize(
         "f, pair",
@@ -496,6 +521,11 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         r"x\[0\] goes through `relu` \(test_automatic.py:\d+\), wh",
     ),
     "scale": (lambda x: (x[0] * x[1], x[1]), r"`mul` .* scales it by what is not known to differ from 0.*x\[0\]"),
+    "behind a join": (
+        lambda x: (torch.softmax(torch.cat(x), 0), x[1]),
+        r"x\[0\] goes through `softmax` \(test_automatic.py:\d+\), wh",
+    ),
+    "joined twice": (lambda x: (torch.cat([x[0], x[0]]), x[1]), r"x\[0\] goes through `cat`"),
     "lost": (lambda x: (x[0], x[0]), r"y has nothing of x\[1\]"),
     "branch": (lambda x: (x[0] + (x[1] if x[1].sum() > 0 else 1), x[1]), "`__bool__` .* reads numbers"),
     "number": (lambda x: (x[0] + x[1].mean().item(), x[1]), "`item` .* reads numbers of what depends on x"),

@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.func import grad, jacrev, vmap
 
 from invfunc import additive_coupling, affine_coupling, invertible_checkpoint, layers, leapfrog, tree
-from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
 from invfunc.invertible.chain import chain
 from invfunc.pairs.log_det import with_log_det
 from invfunc.pairs.pair import Invertible, invert
@@ -91,6 +92,35 @@ class TestFormula:
         y = make(F, G, split_dim=dim)(x)
         assert_trees_close(y, torch.cat(make(F, G)((x.narrow(dim, 0, first), x.narrow(dim, first, second))), dim), 0)
         assert_trees_close(invert(make(F, G, split_dim=dim))(y), x, 1e-12)
+
+
+WRITING = {
+    "additive": lambda f: additive_coupling(f, f),
+    "affine": lambda f: affine_coupling(lambda x: (f(x), x), lambda x: (f(x), x)),
+    "one tensor": lambda f: additive_coupling(f, f, split_dim=-1),
+    "leapfrog": lambda f: leapfrog(f, 0.1),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda pair: pair, invertible_checkpoint, invert], ids=["plain", "block", "inverse"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad], ids=["no_grad", "enable_grad"])
+@pytest.mark.parametrize("name", WRITING)
+def test_functions_that_write_the_state_are_errors(name, mode, wrap):
+    """`nn.ReLU(inplace=True)` as the first layer would change what the pair reads next, and what the caller has."""
+    pair = WRITING[name](nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)))
+    halves = Numbers()(4, 3).float(), Numbers(1)(4, 3).float()
+    x = torch.cat(halves, -1) if name == "one tensor" else halves
+    with mode(), pytest.raises(ModifiedError, match=r"has written into the state .* inplace=False"):
+        wrap(pair)(x)
+
+
+def test_what_nobody_counts_the_writes_of_is_copied():
+    pair = additive_coupling(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)), nn.Identity())
+    with torch.inference_mode():
+        x = torch.randn(4, 3), torch.randn(4, 3)
+        before = [t.clone() for t in x]
+        pair(x)
+        assert all(map(torch.equal, x, before))
 
 
 class TestDerivatives:

@@ -18,10 +18,12 @@ from invfunc import (
     ReplayError,
     additive_coupling,
     affine_coupling,
+    invert,
     invertible_checkpoint,
     momentum,
     thresholds,
     tree,
+    with_log_det,
 )
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
@@ -259,6 +261,16 @@ class TestHonest:
         x = 1e4 * Numbers()(6, 5).float()
         blocks = [invertible_checkpoint(momentum(torch.sin, gamma=0.5)) for _ in range(5)]
         assert not warned(lambda: backward(*blocks, x=(x, 0 * x)))
+
+    @pytest.mark.parametrize("wrap", [lambda pair: pair, invert], ids=["forward", "inverted"])
+    def test_a_carried_sum_beside_small_numbers_has_none(self, wrap):
+        """It begins at zeros, and comes back with the roundings of the log-determinants, which are larger than x."""
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 8))
+        pair = affine_coupling(lambda b: net(b).chunk(2, -1), lambda a: net(a).chunk(2, -1), split_dim=-1)
+        block = invertible_checkpoint(wrap(with_log_det(pair)))
+        x = 1e-3 * Numbers()(256, 8).float()
+        assert not warned(lambda: backward(block, block, x=(x, torch.zeros(256))))
 
     def test_a_state_of_nothing_but_zeros_has_none(self):
         """Of more entries than are looked at, so that their sum is compared, which has no size."""

@@ -218,11 +218,13 @@ class Tracer(Listener):
             refuse(f"{call} reads numbers of what depends on x, so that what f does may depend on them.")
         for place in call.writes:
             self._rewrite(call, leaves[place], place)
-        families = {storage_of(leaf): node for leaf, node in zip(leaves, call.leaves, strict=True) if is_node(node)}
         fresh = [i for i, t in enumerate(tensors) if self.of(t) is None]
         call.views = bool(fresh) and len(call.operands) == 1 and not call.writes
+        with unwatched():  # these are no calls of f, which others may look at too
+            families = {storage_of(leaf): node for leaf, node in zip(leaves, call.leaves, strict=True) if is_node(node)}
+            sources = {i: families.get(storage_of(tensors[i])) for i in fresh}
         for i in fresh:
-            source = families.get(storage_of(tensors[i]))
+            source = sources[i]
             call.views &= source is not None and not (tensors[i].is_conj() or tensors[i].is_neg())
             node = self.node(tensors[i], device, [] if source is None else source.family, call)
             call.results.append((self.known(tensors[i], node), i))

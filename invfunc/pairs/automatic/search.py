@@ -70,7 +70,7 @@ class _Found:
         elif call.views:
             self._put_together(unknown[0])
         elif all(node in self.steps for node in call.outputs):
-            if call.function.name in JOINS and not call.writes:
+            if _joins(call):
                 for node in unknown:
                     if sum(leaf is node for leaf in call.leaves) == 1 and node.dtype == call.outputs[0].dtype:
                         self.learn(node, Step(node, "part", call))
@@ -93,6 +93,11 @@ def _views(base: Node) -> Iterator[Node]:
             yield from _views(node)
 
 
+def _joins(call: Call) -> bool:
+    """Whether a call puts parts together, which can be taken apart again."""
+    return call.function.name in JOINS and not call.writes
+
+
 def _laid(node: Node) -> tuple:
     return tuple(node.shape), node.stride, node.offset
 
@@ -106,20 +111,21 @@ def _why(missing: Sequence[Node], found: _Found, names: Mapping[Node, str]) -> s
     carriers = {part: _carriers(part) for part, _ in parts}
     for part, name in parts:
         if not any(node in found.steps for node in carriers[part]):
-            return _lost(carriers[part], name)
+            return _lost(carriers[part], name, found)
     for part, name in parts:
         for carrier in carriers[part]:
             for call in carrier.readers:
                 if (why := _refusal(call, carrier, part, name, found, names)) is not None:
                     return why
-    return _lost(carriers[parts[0][0]], parts[0][1])
+    return _lost(carriers[parts[0][0]], parts[0][1], found)
 
 
-def _lost(carriers: Sequence[Node], name: str) -> str:
+def _lost(carriers: Sequence[Node], name: str, found: _Found) -> str:
     """What becomes of a tensor that y does not have."""
     for carrier in carriers[::-1]:
         for call in carrier.readers:
-            if undo(call, carrier) is None and not call.views:
+            comes_back = _joins(call) and not all(out in found.steps for out in call.outputs)
+            if undo(call, carrier) is None and not (call.views or comes_back):
                 return f"{name} goes through {call}, which is not undone, and y has nothing else of it."
     return f"y has nothing of {name}."
 
@@ -135,7 +141,7 @@ def _carriers(node: Node) -> list[Node]:
     found = [node]
     for now in found:  # which grows
         for call in now.readers:
-            if undo(call, now) is not None or needs_nonzero(call, now):
+            if undo(call, now) is not None or needs_nonzero(call, now) or _joins(call):
                 found += [out for out in call.outputs if out not in found]
     return found
 
