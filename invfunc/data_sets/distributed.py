@@ -208,12 +208,13 @@ class Distributed(Transform):
             identity = partial(identity_of, self.t, args[0], kwargs)
             alike = {"the statistic": options_of(self.t), "each": "gather" if self.gather else "local"}
             keys = [*work.keys.values()]
-            begun = self.part.begun(Asked(args, 1, names, alike, keys, identity, twice(self.t), work.check))
+            whole = self.plans is not None
+            begun = self.part.begun(Asked(args, 1, names, alike, keys, identity, twice(self.t), work.check, whole))
             work.params = begun.params
             with begun.course as course:
                 work.draw_by(course.record.keys, begun.before, begun.counted)
                 begun.told("checkpoint", partial(course.begin, work))
-                work.computed(lambda: course.through(begun.batches), begun.processes, self.gather)
+                work.computed(begun.through, begun.processes, self.gather)
                 results, aux = begun.told("result", work.results)
                 results = self._laid_out(results, args[0])
             return results, aux if self.part.feed is not None else aux[0] if aux else None
