@@ -208,9 +208,11 @@ class Distributed(Transform):
             identity = partial(identity_of, self.t, args[0], kwargs)
             alike = {"the statistic": options_of(self.t), "each": "gather" if self.gather else "local"}
             keys = [*work.keys.values()]
-            whole = self.plans is not None
+            whole, reduce = self.plans is not None, self.t.options.reduce
             begun = self.part.begun(Asked(args, 1, names, alike, keys, identity, twice(self.t), work.check, whole))
             work.params = begun.params
+            if begun.rounds is not None and self.out is None and not begun.course.keeps and reduce is None:
+                work.keep_parts(begun.rounds)
             with begun.course as course:
                 work.draw_by(course.record.keys, begun.before, begun.counted)
                 begun.told("checkpoint", partial(course.begin, work))

@@ -17,6 +17,7 @@ from invfunc.evaluation.batches import no_samples, size_of
 from invfunc.evaluation.checkpoint import State, check_loadable
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.processes import ALONE, Processes
+from invfunc.evaluation.rounds import Rounds
 from invfunc.evaluation.rows import Rows
 from invfunc.evaluation.sweep import Sweep, check_number
 from invfunc.loss.drawn import key_of
@@ -78,11 +79,25 @@ class Work:
             self.sweep, self.aux = Sweep(self.sweep, partial(dealt, processes)), []
             self.share(through, processes, gather)
 
+    def keep_parts(self, rounds: Rounds) -> None:
+        """Keep no more than a part of what all processes keep of each parameter that is divided among them."""
+        self.sweep.rounds = rounds
+        rounds.reductions = [m.quantity.reduction for m in self.t.members or (self.t,)]
+
     def share(self, through: Callable[[], Any], processes: Processes, gather: bool) -> None:
-        if processes.size == 1:
+        own = 0
+
+        def counted() -> None:
+            nonlocal own
             through()
+            own = self.sweep.n
+
+        if processes.size == 1:
+            counted()
         else:
-            share(self.sweep, through, processes, gather, self.without_samples)
+            share(self.sweep, counted, processes, gather, self.without_samples)
+        if self.sweep.rounds is not None:
+            self.sweep.take(self.sweep.rounds.kept(own))
 
     def without_samples(self) -> Engine:
         """The evaluation of no samples."""

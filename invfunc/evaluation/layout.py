@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import version
-from invfunc._torch.reading import Reading, absent
-from invfunc._torch.sharded import sharded
-from invfunc.errors import ArgumentError, ProcessError
-from invfunc.evaluation.processes import Processes, bits, connected, same, shown
+from invfunc._torch.reading import absent
+from invfunc._torch.sharded import gathered, local_part, sharded
+from invfunc.errors import ArgumentError
+from invfunc.evaluation.processes import Processes, bits, connected, same
+from invfunc.evaluation.rounds import Rounds
 
 
 def whole(processes: Processes, name: str, x: Any) -> Any:
@@ -22,7 +22,7 @@ def whole(processes: Processes, name: str, x: Any) -> Any:
     _, each = processes.told(f"the parts of {name}", lambda: (None, _meshes(name, x)))
     _check_meshes(processes, each)
     with connected():
-        found = tree.map_tensors(_gathered, x)
+        found = tree.map_tensors(lambda y: gathered(y) if sharded(y) else y, x)
     _, said = processes.told(f"the whole {name}", lambda: (None, bits(name, found)))
     same(said)  # replicas may differ
     return found
@@ -37,7 +37,7 @@ def parted(processes: Processes, name: str, x: Any) -> tuple[Any, Rounds]:
     said = dict[str, str]()
     for path, y in own.items():
         with connected():
-            found = _gathered(y)
+            found = gathered(y)
         said |= bits(name + path, found)
     _, said_by_all = processes.told(f"the whole {name}", lambda: (None, said))
     same(said_by_all)  # replicas may differ
@@ -46,93 +46,19 @@ def parted(processes: Processes, name: str, x: Any) -> tuple[Any, Rounds]:
     return tree.map_tensors(lambda y: next(like) if sharded(y) else y, x), Rounds(processes, [*own.values()], places)
 
 
-def _gathered(x: Any) -> torch.Tensor:
-    return x.detach().full_tensor() if sharded(x) else x
-
-
-class Rounds:
-    """Brings tensors of which each process has a part to the operations that read them.
-
-    Processes read others, in another order and more or less often, as their samples do not come alike. So they go in
-    rounds: each says what it is about to read, or that it reads nothing any more, and all of this is gathered by all.
-    """
-
-    def __init__(self, processes: Processes, own: list[Any], places: list[torch.Tensor]) -> None:
-        self.processes, self.own, self.places = processes, own, places
-        self._before = self._versions()
-        self._failed = ""
-
-    def through(self, work: Callable[[], Any]) -> None:
-        """Do what reads them, and help others until none of them reads any more; where one fails, all do."""
-        try:
-            with Reading(self.places, self._bring):
-                work()
-        except Exception as error:
-            if not self._failed:
-                self._said(shown(error))
-            raise
-        while not self._failed and any(place is not None for place in self._round(None)[0]):
-            pass
-        self._check()
-
-    def _bring(self, place: int) -> torch.Tensor:
-        self._check()
-        if self._versions() != self._before:
-            raise ArgumentError(
-                "the parameters were written in place meanwhile (an optimizer beside the loader?), but a result is of "
-                "the same ones for all samples. Pass copies: {name: p.clone() for name, p in params.items()}."
-            )
-        found = self._round(place)[1]
-        self._check()
-        assert found is not None
-        return found
-
-    def _check(self) -> None:
-        if self._failed:
-            raise ProcessError(self._failed)
-
-    def _round(self, wanted: int | None) -> tuple[list[Any], torch.Tensor | None]:
-        """What all want to read, and what this process does."""
-        each, found = self._said(wanted), None
-        for place in sorted({p for p in each if p is not None}) if not self._failed else ():
-            with connected():
-                one = _gathered(self.own[place]).contiguous()
-            found = one if place == wanted else found
-            del one  # before the next one comes
-        return each, found
-
-    def _said(self, own: int | str | None) -> list[Any]:
-        """What all want to read; or how some have failed."""
-        each = self.processes.heard(own)
-        failed = [f"process {rank} failed with {said}" for rank, said in enumerate(each) if isinstance(said, str)]
-        if failed:
-            self._failed = f"{'; '.join(failed)}\nThe result is that of all processes, so that none has one."
-        return each
-
-    def _versions(self) -> list[int]:
-        return [version(x) for x in self.own]
-
-
 def parts(results: Sequence[torch.Tensor], params: Sequence[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
-    """What this process has of results, as of the parameters in their places, with `lead` axes in front."""
+    """What this process has of results, as of the parameters in their places, with `lead` axes in front; these may be
+    its parts already."""
     return [_part(x, p, lead) if sharded(p) else x for x, p in zip(results, params, strict=True)]
 
 
 def _part(x: torch.Tensor, like: Any, lead: int) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor
 
-    placements, x = [_behind(p, lead) for p in like.placements], x.contiguous()
-    own = distribute_tensor(x, like.device_mesh, placements, src_data_rank=None)
-    local = own.to_local().clone()  # which does not keep the whole alive
-    return DTensor.from_local(local, own.device_mesh, own.placements, run_check=False, shape=x.shape, stride=x.stride())
-
-
-def _behind(placement: Any, lead: int) -> Any:
-    """A placement whose dimension comes behind some more."""
-    if not (lead and hasattr(placement, "dim")):
-        return placement
-    options = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
-    return type(placement)(placement.dim + lead, **options)
+    local, placements = local_part(x, like, lead)
+    shape = (*x.shape[:lead], *like.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 Mesh = tuple[tuple[int, ...], tuple[int, ...]]
