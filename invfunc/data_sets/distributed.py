@@ -113,7 +113,9 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
     done wait for the others, and no file is removed before all have the result. In its second sweep, `ekfac` also keeps
     what the first one has brought in this process: all go back to its end if one of them has lost its file.
 
-    DTensors are gathered one by one: beside its part, each process holds all parameters once while the call runs.
+    DTensors are gathered one by one where an operation reads them, each time, and let go behind it; of what is kept of
+    a parameter, each process keeps its part once a batch has brought it. So none holds all parameters, or all sums of
+    their shape; where that is not so, and what f may not do, is in `notebooks/site/limits.md`.
 
     Source: Chan, Golub and LeVeque (1979) for variances; torch.distributed.
     """
@@ -210,9 +212,9 @@ class Distributed(Transform):
             keys = [*work.keys.values()]
             whole, reduce = self.plans is not None, self.t.options.reduce
             begun = self.part.begun(Asked(args, 1, names, alike, keys, identity, twice(self.t), work.check, whole))
-            work.params = begun.params
+            work.params, work.rounds = begun.params, begun.rounds
             if begun.rounds is not None and self.out is None and not begun.course.keeps and reduce is None:
-                work.keep_parts(begun.rounds)
+                work.keep_parts()
             with begun.course as course:
                 work.draw_by(course.record.keys, begun.before, begun.counted)
                 begun.told("checkpoint", partial(course.begin, work))

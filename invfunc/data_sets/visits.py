@@ -38,6 +38,8 @@ class Work:
     def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any], evaluated: Evaluated) -> None:
         self.t, self.params, self.kwargs, self.evaluated = t, params, kwargs, evaluated
         self.sweep, self.aux = Sweep(), list[Any]()
+        self.rounds: Rounds | None = None
+        """What brings parameters that are not here."""
         drawings = dict.fromkeys(t.drawings)
         self.keys = {d: key_of(d.generator) for d in drawings}
         self.first = 0
@@ -69,7 +71,8 @@ class Work:
             return None, sweep.add(t.engine(args, kwargs, names), partial(self.evaluated, t, sweep, args, kwargs))
 
         t = self.t.keyed(self.keys, self.first + n)
-        self.aux.append(t.told(add, t.names, args, self.kwargs)[1])
+        aux = t.told(add, t.names, args, self.kwargs)[1]
+        self.aux.append(aux if self.rounds is None else self.rounds.present(aux))
         return sweep.n - before
 
     def computed(self, through: Callable[[], Any], processes: Processes = ALONE, gather: bool = False) -> None:
@@ -79,10 +82,11 @@ class Work:
             self.sweep, self.aux = Sweep(self.sweep, partial(dealt, processes)), []
             self.share(through, processes, gather)
 
-    def keep_parts(self, rounds: Rounds) -> None:
+    def keep_parts(self) -> None:
         """Keep no more than a part of what all processes keep of each parameter that is divided among them."""
-        self.sweep.rounds = rounds
-        rounds.reductions = [m.quantity.reduction for m in self.t.members or (self.t,)]
+        assert self.rounds is not None
+        self.sweep.rounds = self.rounds
+        self.rounds.reductions = [m.quantity.reduction for m in self.t.members or (self.t,)]
 
     def share(self, through: Callable[[], Any], processes: Processes, gather: bool) -> None:
         own = 0

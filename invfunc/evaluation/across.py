@@ -19,7 +19,7 @@ from invfunc.evaluation.processes import Processes, on_cpu
 from invfunc.evaluation.rounds import as_wide
 from invfunc.evaluation.sweep import Sweep, other_outputs
 from invfunc.evaluation.weights import Weights
-from invfunc.reductions import Found, Reduction, State, States
+from invfunc.reductions import Found, Reduction, States
 from invfunc.reductions.exchange import Exchange
 from invfunc.reductions.quantity import Accumulator
 

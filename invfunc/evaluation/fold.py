@@ -33,7 +33,7 @@ from invfunc.reductions.quantity import Accumulator, Quantity
 Learn = Callable[[Reduction, States, Found], Any]
 """What a reduction has to know of what the phase before has kept."""
 Give = Callable[[int, int, State, int], bool]
-"""Takes what a quantity has kept of a parameter (both by their numbers) and so many samples, or says that it does not."""
+"""Takes what a quantity has kept of a parameter, both by number, and of so many samples; or says that it does not."""
 SLOPE = "slope"
 """The key of the gradient of the loss among the columns, which a Hessian needs beside its own."""
 

@@ -41,7 +41,7 @@ def parted(processes: Processes, name: str, x: Any) -> tuple[Any, Rounds]:
         said |= bits(name + path, found)
     _, said_by_all = processes.told(f"the whole {name}", lambda: (None, said))
     same(said_by_all)  # replicas may differ
-    places = [absent(y) for y in own.values()]
+    places = absent([*own.values()])
     like = iter(places)
     return tree.map_tensors(lambda y: next(like) if sharded(y) else y, x), Rounds(processes, [*own.values()], places)
 

@@ -48,6 +48,7 @@ class Rounds:
         self.reductions: list[Reduction] = []
         """Of each quantity, what adds up what is kept of it."""
         self._of = {storage(x)._cdata: place for place, x in enumerate(places)}
+        self._reading = Reading(places, self._bring)
         self._before = self._versions()
         self._failed = ""
         self._states: dict[tuple[int, int, int], State] = {}
@@ -56,15 +57,19 @@ class Rounds:
     def through(self, work: Callable[[], Any]) -> None:
         """Do what reads them, and help others until none of them reads any more; where one fails, all do."""
         try:
-            with Reading(self.places, self._bring):
+            with self._reading:
                 work()
         except Exception as error:
-            if not self._failed:
-                self._said(shown(error))
+            self._check()  # another one failed first, and what f, or who called it, makes of that says less
+            self._said(shown(error))
             raise
         while not self._failed and any(said is not None for said in self._round(None)[0]):
             pass
         self._check()
+
+    def present(self, x: Any) -> Any:
+        """A tree with the numbers of those that are in it, to be kept."""
+        return self._reading.present(x)
 
     def takes(self, quantity: int, leaf: torch.Tensor) -> bool:
         """Whether this process keeps its part of what all keep of a parameter."""
