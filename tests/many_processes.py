@@ -3,28 +3,23 @@
 import atexit
 import itertools
 import os
-import signal
 import time
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from multiprocessing import get_context
 from typing import Any
-from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import invfunc
 from invfunc import compiled, distributed, streamed, tree
-from invfunc.data_sets.visits import Work
-from invfunc.evaluation.processes import Processes, bits
+from invfunc.evaluation.processes import bits
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import LEAVES, LOSS, MODEL, ROWS, TREES
 from tests.data_sets.test_streamed import EXACT, FLOOR, batches, dense, linear, losses
@@ -109,11 +104,18 @@ def wrongly_laid(e: Example, found: Any, params: Any) -> str:
     return f"{rest}" * any(isinstance(x, DTensor) for x in tree.tensors(tuple(rest)))
 
 
+def forked() -> str:
+    """How processes are started, in a second: torch and these programs are imported once, where they are forked."""
+    get_context("forkserver").set_forkserver_preload(["tests.processes_failing"])
+    return "forkserver"
+
+
 def start(size: int, program: Any, *args: Any) -> list[Any]:
     """What a program returns in each of so many processes, which torch's launcher starts."""
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         run_id=f"{program.__name__}-{size}-{time.time_ns()}", max_restarts=0, monitor_interval=0.1,
+        start_method=forked(),
     )  # fmt: skip
     found = elastic_launch(config, _joined)(program, *args)
     return [found[rank] for rank in range(size)]
@@ -196,157 +198,12 @@ def _lead(t: Any) -> list[int]:
     return [2] * t.lead
 
 
-def told_of_all(examples: list[Example]) -> tuple:
-    """The programs of this file that go on with each other, as it takes seconds to start processes."""
-    return hold(examples), composed(), faults()
-
-
-@dataclass
-class Carried:
-    """What a batch has in it that is no tensor."""
-
-    target: Any
-
-
-# Faults: what each process raises, and after how many seconds
-
-
 def data(size: int = 12) -> tuple[Any, tuple]:
     rand = Numbers(0)
     params = {"w": rand(4, 3), "b": rand(3)}
     own = [rand(size, 4), torch.arange(size) % 3]
     rank, processes = dist.get_rank(), dist.get_world_size()
     return params, tuple(x[rank::processes] for x in own)
-
-
-def faults() -> dict[str, tuple[str, str, float]]:
-    """By name: the type of the error, what it says, and the seconds that it took."""
-    rank, found = dist.get_rank(), {}
-    params, (x, y) = data()
-    of = invfunc.variance(losses)
-
-    def fails(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if rank == 1:
-            raise KeyError("no such thing")
-        return losses(params, x, y)
-
-    def late(x: torch.Tensor, y: torch.Tensor) -> Any:
-        yield x, y
-        if rank == 1:
-            raise OSError("the disk is gone")
-        yield x, y
-
-    def weighted(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(z, y, weight=torch.tensor([1.0, 2.0, 5.0]).to(z))
-
-    def carried(params: Any, x: torch.Tensor, y: Carried) -> torch.Tensor:
-        return losses(params, x, y.target())
-
-    shuffled = DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True)
-    product = invfunc.hvp(losses)
-    own, short = {"w": params["w"] + rank, "b": params["b"]}, {**params, "w": params["w"][:3]}
-    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
-
-    class Once:
-        """What gives its batches once, and does not look so."""
-
-        def __init__(self) -> None:
-            self.batches = iter([(x, y)])
-
-        def __iter__(self) -> Any:
-            return self.batches
-
-    def turned(params: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = {"one": linear(params, x), "two": 2 * linear(params, x)}
-        return dict(reversed(found.items())) if rank else found
-
-    def of_means(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(z, y, reduction="sum" if rank else "mean")
-
-    def not_resumed() -> Any:
-        """All have a file, but one has no room for what is in it."""
-        with TemporaryDirectory() as folder:
-            t = distributed(streamed(of, checkpoint=Path(folder, "state")))
-            with suppress(invfunc.ProcessError, OSError):
-                t(params, lambda: late(x, y))
-            no_room = mock.patch.object(Work, "resume", side_effect=MemoryError("no room"))
-            with no_room if rank else nullcontext():
-                return t(params, [(x, y)] * 2)
-
-    drawn = invfunc.kfac(linear, F.cross_entropy, generator=torch.Generator().manual_seed(0))
-
-    def placed(placement: Any, w: torch.Tensor = params["w"]) -> Any:
-        return {**params, "w": DTensor.from_local(w, mesh(2), [placement], run_check=False)}
-
-    cases = {
-        "f fails": lambda: distributed(invfunc.variance(fails))(params, x, y),
-        "the loader fails": lambda: distributed(streamed(of))(params, lambda: late(x, y)),
-        "other parameters": lambda: distributed(of)(own, x, y),
-        "another statistic": lambda: distributed(of if rank else invfunc.diag_ggn(losses))(params, x, y),
-        "permuted parameters": lambda: distributed(of)({**params, "b": params["b"].roll(rank)}, x, y),
-        "gathered in one": lambda: distributed(invfunc.batch_grad(losses), each="gather" if rank else "local")(
-            params, x, y
-        ),
-        "a sum and a mean": lambda: distributed(invfunc.diag_ggn(linear, of_means))(params, x, y),
-        "outputs in another order": lambda: distributed(invfunc.batch_jacobian(turned), each="gather")(params, x),
-        "counted and gone": lambda: distributed(streamed(drawn))(params, Once() if rank else [(x, y)]),
-        "a file that cannot be gone on with": not_resumed,
-        "another vector": lambda: distributed(product)(params, own, x, y),
-        "a vector of another shape": lambda: distributed(product)(params, short if rank else params, x, y),
-        "of another shape later": lambda: distributed(product).linearize(params, x, y)(short if rank else params),
-        "another step": lambda: distributed(of if rank else product)(*[params] * (1 if rank else 2), x, y),
-        "another moment": lambda: Processes.of(None).told(f"step {rank}", lambda: (None, None)),
-        "weighted means": lambda: distributed(invfunc.diag_ggn(linear, weighted))(params, x[: 1 + rank], y[: 1 + rank]),
-        "no argument": lambda: distributed(of)(params, x) if rank else distributed(of)(params, x, y),
-        "no samples": lambda: distributed(of)(params, x[:0], y[:0]),
-        "f fails in a tile": lambda: distributed(invfunc.gram(fails))(params, x, y),
-        "a batch that does not travel": lambda: distributed(streamed(invfunc.gram(carried)))(
-            params, [(x, Carried(lambda: y))]
-        ),
-        "others that are other ones": lambda: distributed(invfunc.gram(losses, others=(x + rank, y)))(params, x, y),
-        "shuffled": lambda: distributed(streamed(invfunc.gram(losses)))(params, shuffled if rank else [(x, y)]),
-        "used up": lambda: distributed(streamed(invfunc.ekfac(linear, F.cross_entropy, fisher="exact")))(
-            params, iter([(x, y)]) if rank else [(x, y)]
-        ),
-        "parts alone": lambda: of(placed(Shard(0)), x, y),
-        "parts explained": lambda: invfunc.explain(distributed(of))(placed(Shard(0)), x, y),
-        "a sum to come": lambda: distributed(of)(placed(Partial()), x, y),
-        "other placements": lambda: distributed(of)(placed(Shard(rank)), x, y),
-        "other replicas": lambda: distributed(of)(placed(Replicate(), own["w"]), x, y),
-        "another order": lambda: distributed(of)(params if rank else dict(reversed(params.items())), x, y),
-        "parts of a vector in one": lambda: distributed(product)(params, params if rank else placed(Replicate()), x, y),
-        "a mesh of others": lambda: distributed(of, alone)(placed(Shard(0)), x, y),
-    }
-    for name, call in cases.items():
-        began = time.monotonic()
-        try:
-            call()
-        except Exception as error:
-            found[name] = type(error).__name__, str(error), time.monotonic() - began
-    found["then all is well"] = (
-        "",
-        str(tree.map_tensors(lambda v: v.isfinite().all(), distributed(of)(params, x, y))),
-        0.0,
-    )
-    return found
-
-
-def after_one_is_gone(rank: int, folder: str) -> None:
-    """What a process sees of another one that is killed while it waits for it, in a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    params, (x, y) = data()
-
-    def f(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return losses(params, x, y)
-
-    began = time.monotonic()
-    try:
-        distributed(invfunc.variance(f))(params, x, y)
-    except Exception as error:
-        Path(folder, str(rank)).write_text(f"{type(error).__name__} {time.monotonic() - began:.3f} {error}")
 
 
 def grams(compare: Any, params: Any, own: tuple, each: list[tuple]) -> None:
@@ -428,6 +285,17 @@ def composed() -> list[str]:
     return wrong
 
 
+def scaled(params: Any) -> float:
+    """A number that no operation of torch makes of the parameters."""
+    w = params["w"].detach()
+    return float(np.asarray(w).sum() + w.numpy().max() + w.tolist()[0][0] + len(f"{w[0, 0]}") / 10)
+
+
+def some(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Losses that the weights have no part in, in some batches."""
+    return losses(params, x, y) if x.ndim == 2 else x.flatten(1).sum(1) * params["b"].square().sum()
+
+
 def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
     """What composes where each process has a part of the parameters; what is wrong."""
     placed = {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
@@ -448,6 +316,22 @@ def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
     compare("a tuple of parts", lambda around: around(invfunc.variance(losses, argnums=(0,))))
     compare("diagonal of parts", lambda around: invfunc.estimate_diagonal(around(p), probes=2, generator=g()))
     compare("trace of parts", lambda around: invfunc.estimate_trace(around(p), probes=2, generator=g()), parts=False)
+    compare(
+        "numbers outside of torch",
+        lambda around: around(invfunc.variance(lambda p, *args: losses(p, *args) * scaled(p))),
+    )
+    with_aux = distributed(invfunc.variance(lambda p, *args: (losses(p, *args), p["w"].T), has_aux=True))
+    if not torch.equal(with_aux(placed, *own)[1], params["w"].T):
+        wrong.append("aux that is a parameter")
+    each = batches([2, 4], *whole)
+    each[1] = each[1][0][:, None], each[1][1]
+    uneven = [each[1:2], each[::2]][dist.get_rank()]
+    found = distributed(streamed(invfunc.grad_and_variance(some)))(placed, uneven)
+    wanted = streamed(invfunc.grad_and_variance(some))(params, each)
+    try:
+        assert_trees_close(full(found), wanted, EXACT, FLOOR)
+    except AssertionError as error:
+        wrong.append(f"parameters that some batches do not reach: {error}")
     at = distributed(p).linearize(placed, *own)
     twice = at(at(placed))  # a vector with placements
     try:

@@ -22,6 +22,31 @@ def sharded(x: Any) -> bool:
     return type(x) is not torch.Tensor and type(x) is not nn.Parameter and hasattr(x, "full_tensor")
 
 
+def gathered(x: Any) -> torch.Tensor:
+    """A DTensor as a whole, which all processes ask for at once."""
+    return x.detach().full_tensor().contiguous()
+
+
+def local_part(x: torch.Tensor, like: Any, lead: int = 0) -> tuple[torch.Tensor, list[Any]]:
+    """What this process has of a tensor that is laid out as a DTensor is, with `lead` axes in front, and its
+    placements; unless the tensor is that part already."""
+    from torch.distributed.tensor import distribute_tensor
+
+    placements = [_behind(p, lead) for p in like.placements]
+    if x.shape[lead:] != like.shape:
+        return x, placements
+    own = distribute_tensor(x.contiguous(), like.device_mesh, placements, src_data_rank=None)
+    return own.to_local().clone(), placements  # which does not keep the whole alive
+
+
+def _behind(placement: Any, lead: int) -> Any:
+    """A placement whose dimension comes behind some more."""
+    if not (lead and hasattr(placement, "dim")):
+        return placement
+    options = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+    return type(placement)(placement.dim + lead, **options)
+
+
 @lru_cache(maxsize=1024)
 def divided(kind: type) -> bool:
     """Whether it is the type of modules to which `fully_shard` was applied, or of what it keeps of them."""

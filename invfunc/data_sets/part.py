@@ -13,7 +13,7 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, counted, samples_of, size_of
 from invfunc.evaluation.checkpoint import Checkpoint, Head
 from invfunc.evaluation.course import Course, course_of
-from invfunc.evaluation.layout import whole
+from invfunc.evaluation.layout import Rounds, parted, whole
 from invfunc.evaluation.processes import Processes, bits, same
 from invfunc.products.along import space_of
 from invfunc.recording.problem import InDims
@@ -41,6 +41,8 @@ class Asked:
     """Why batches are seen twice, if they are."""
     check: Callable[[int], None] | None = None
     """Looks for what is wrong if there will be so many samples."""
+    whole: bool = True
+    """Whether DTensors are gathered before the first batch, and not where they are read."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,14 @@ class Part:
         (at, course), each = processes.told("arguments", looked)
         same([alike for alike, _, _ in each])
         course.agree([head for _, head, _ in each])
-        params = whole(processes, "params", asked.args[0])
+        params, rounds = asked.args[0], None
+        if asked.whole or not any(map(sharded, tree.tensors((params,)))):
+            params = whole(processes, "params", params)
+        else:
+            params, rounds = parted(processes, "params", params)
         counts = [n for _, _, n in each]
         counted = sum(counts) if asked.keys else None
-        return Begun(processes, params, at(params), course, sum(counts[: processes.rank]), counted)
+        return Begun(processes, params, rounds, at(params), course, sum(counts[: processes.rank]), counted)
 
     def _course(self, processes: Processes, asked: Asked) -> Course:
         """That of this process, which has a file of its own."""
@@ -127,6 +133,8 @@ class Begun:
     processes: Processes
     params: Any
     """As a whole."""
+    rounds: Rounds | None
+    """What brings those to operations that are not here."""
     batches: Batches
     """Those of this one."""
     course: Course
@@ -135,6 +143,13 @@ class Begun:
     """How many samples the processes before have, where columns are drawn."""
     counted: int | None
     """How many all have, where columns are drawn."""
+
+    def through(self) -> None:
+        """Have the batches seen, for the phase that the work is in."""
+        if self.rounds is None:
+            self.course.through(self.batches)
+        else:
+            self.rounds.through(lambda: self.course.through(self.batches))
 
     def told(self, at: str, step: Callable[[], T]) -> T:
         """What a step gives; where there are files, which are needed until all have done it, all do or none."""

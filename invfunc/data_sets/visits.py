@@ -17,6 +17,7 @@ from invfunc.evaluation.batches import no_samples, size_of
 from invfunc.evaluation.checkpoint import State, check_loadable
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.processes import ALONE, Processes
+from invfunc.evaluation.rounds import Rounds
 from invfunc.evaluation.rows import Rows
 from invfunc.evaluation.sweep import Sweep, check_number
 from invfunc.loss.drawn import key_of
@@ -37,6 +38,8 @@ class Work:
     def __init__(self, t: Statistic, params: Any, kwargs: dict[str, Any], evaluated: Evaluated) -> None:
         self.t, self.params, self.kwargs, self.evaluated = t, params, kwargs, evaluated
         self.sweep, self.aux = Sweep(), list[Any]()
+        self.rounds: Rounds | None = None
+        """What brings parameters that are not here."""
         drawings = dict.fromkeys(t.drawings)
         self.keys = {d: key_of(d.generator) for d in drawings}
         self.first = 0
@@ -68,7 +71,8 @@ class Work:
             return None, sweep.add(t.engine(args, kwargs, names), partial(self.evaluated, t, sweep, args, kwargs))
 
         t = self.t.keyed(self.keys, self.first + n)
-        self.aux.append(t.told(add, t.names, args, self.kwargs)[1])
+        aux = t.told(add, t.names, args, self.kwargs)[1]
+        self.aux.append(aux if self.rounds is None else self.rounds.present(aux))
         return sweep.n - before
 
     def computed(self, through: Callable[[], Any], processes: Processes = ALONE, gather: bool = False) -> None:
@@ -78,11 +82,26 @@ class Work:
             self.sweep, self.aux = Sweep(self.sweep, partial(dealt, processes)), []
             self.share(through, processes, gather)
 
+    def keep_parts(self) -> None:
+        """Keep no more than a part of what all processes keep of each parameter that is divided among them."""
+        assert self.rounds is not None
+        self.sweep.rounds = self.rounds
+        self.rounds.reductions = [m.quantity.reduction for m in self.t.members or (self.t,)]
+
     def share(self, through: Callable[[], Any], processes: Processes, gather: bool) -> None:
-        if processes.size == 1:
+        own = 0
+
+        def counted() -> None:
+            nonlocal own
             through()
+            own = self.sweep.n
+
+        if processes.size == 1:
+            counted()
         else:
-            share(self.sweep, through, processes, gather, self.without_samples)
+            share(self.sweep, counted, processes, gather, self.without_samples)
+        if self.sweep.rounds is not None:
+            self.sweep.take(self.sweep.rounds.kept(own))
 
     def without_samples(self) -> Engine:
         """The evaluation of no samples."""

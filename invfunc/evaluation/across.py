@@ -16,9 +16,10 @@ from invfunc.evaluation.batches import no_samples
 from invfunc.evaluation.brought import keeping
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.processes import Processes, on_cpu
+from invfunc.evaluation.rounds import as_wide
 from invfunc.evaluation.sweep import Sweep, other_outputs
 from invfunc.evaluation.weights import Weights
-from invfunc.reductions import Found, Reduction, State, States
+from invfunc.reductions import Found, Reduction, States
 from invfunc.reductions.exchange import Exchange
 from invfunc.reductions.quantity import Accumulator
 
@@ -111,19 +112,7 @@ def _exchange(t: Accumulator, place: int, leaf: torch.Tensor, own: int, each: li
     """That of what is kept of a parameter, which the samples of some processes may not reach."""
     init = t.reduction.init
     blanks = [states.get(place) or tree.map_tensors(_without_numbers, init(leaf, n, t.columns)) for n, states in each]
-    return t.reduction.across(place, _as_wide(t.states.get(place) or init(leaf, own, t.columns), blanks), blanks)
-
-
-def _as_wide(state: State, each: Sequence[State]) -> State:
-    """A state in the dtypes of all: zeros of half precision stand beside sums that are kept in float32."""
-    dtypes: dict[str, torch.dtype] = {}
-    for path, x in (leaf for one in each for leaf in tree.named_leaves(one)):
-        if isinstance(x, torch.Tensor):
-            dtypes[path] = torch.promote_types(dtypes.get(path, x.dtype), x.dtype)
-    leaves = [
-        x.to(dtypes.get(path, x.dtype)) if isinstance(x, torch.Tensor) else x for path, x in tree.named_leaves(state)
-    ]
-    return tree.unflatten(leaves, tree.flatten(state)[1])
+    return t.reduction.across(place, as_wide(t.states.get(place) or init(leaf, own, t.columns), blanks), blanks)
 
 
 def dealt(processes: Processes, reduction: Reduction, states: States, found: Found) -> Any:

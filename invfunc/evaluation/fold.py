@@ -32,6 +32,8 @@ from invfunc.reductions.quantity import Accumulator, Quantity
 
 Learn = Callable[[Reduction, States, Found], Any]
 """What a reduction has to know of what the phase before has kept."""
+Give = Callable[[int, int, State, int], bool]
+"""Takes what a quantity has kept of a parameter, both by number, and of so many samples; or says that it does not."""
 SLOPE = "slope"
 """The key of the gradient of the loss among the columns, which a Hessian needs beside its own."""
 
@@ -61,6 +63,8 @@ class Fold:
         """Whether no other batch follows."""
         self.phase: int | None = None
         """The only one, where the batches come again for each."""
+        self.give: Give | None = None
+        """Takes what is kept of a parameter, a part of which this process keeps."""
 
     def over(
         self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made], look: Look | None = None
@@ -157,6 +161,10 @@ class Fold:
 
     def _add(self, run: Run, group: list[Accumulator], k: int, leaf: int, state: State) -> None:
         """What a reduction keeps of one parameter in one run; where that is all, the parameter is done."""
+        number = next((j for j, t in enumerate(self.accumulators) if t is group[k]), None)
+        if self.give is not None and number is not None and self.give(number, leaf, state, self._samples(run).count):
+            group[k].added.add(leaf)
+            return
         added("samples", partial(group[k].add, leaf), state)
         done = self.options.reduce is not None and self.last and run.trace.n == self.problem.n
         if done and group[k] in self.accumulators:

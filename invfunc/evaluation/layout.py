@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.sharded import sharded
+from invfunc._torch.reading import absent
+from invfunc._torch.sharded import gathered, local_part, sharded
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.processes import Processes, bits, connected, same
+from invfunc.evaluation.rounds import Rounds
 
 
 def whole(processes: Processes, name: str, x: Any) -> Any:
@@ -20,36 +22,43 @@ def whole(processes: Processes, name: str, x: Any) -> Any:
     _, each = processes.told(f"the parts of {name}", lambda: (None, _meshes(name, x)))
     _check_meshes(processes, each)
     with connected():
-        found = tree.map_tensors(_gathered, x)
+        found = tree.map_tensors(lambda y: gathered(y) if sharded(y) else y, x)
     _, said = processes.told(f"the whole {name}", lambda: (None, bits(name, found)))
     same(said)  # replicas may differ
     return found
 
 
-def _gathered(x: Any) -> torch.Tensor:
-    return x.detach().full_tensor() if sharded(x) else x
+def parted(processes: Processes, name: str, x: Any) -> tuple[Any, Rounds]:
+    """The same tree with tensors in the places of DTensors that have no numbers, and what brings these where they are
+    read."""
+    own = {path: y for path, y in tree.named_leaves(x) if sharded(y)}
+    _, each = processes.told(f"the parts of {name}", lambda: (None, _meshes(name, x)))
+    _check_meshes(processes, each)
+    said = dict[str, str]()
+    for path, y in own.items():
+        with connected():
+            found = gathered(y)
+        said |= bits(name + path, found)
+    _, said_by_all = processes.told(f"the whole {name}", lambda: (None, said))
+    same(said_by_all)  # replicas may differ
+    places = absent([*own.values()])
+    like = iter(places)
+    return tree.map_tensors(lambda y: next(like) if sharded(y) else y, x), Rounds(processes, [*own.values()], places)
 
 
 def parts(results: Sequence[torch.Tensor], params: Sequence[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
-    """What this process has of results, as of the parameters in their places, with `lead` axes in front."""
+    """What this process has of results, as of the parameters in their places, with `lead` axes in front; these may be
+    its parts already."""
     return [_part(x, p, lead) if sharded(p) else x for x, p in zip(results, params, strict=True)]
 
 
 def _part(x: torch.Tensor, like: Any, lead: int) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor
 
-    placements, x = [_behind(p, lead) for p in like.placements], x.contiguous()
-    own = distribute_tensor(x, like.device_mesh, placements, src_data_rank=None)
-    local = own.to_local().clone()  # which does not keep the whole alive
-    return DTensor.from_local(local, own.device_mesh, own.placements, run_check=False, shape=x.shape, stride=x.stride())
-
-
-def _behind(placement: Any, lead: int) -> Any:
-    """A placement whose dimension comes behind some more."""
-    if not (lead and hasattr(placement, "dim")):
-        return placement
-    options = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
-    return type(placement)(placement.dim + lead, **options)
+    local, placements = local_part(x, like, lead)
+    shape = (*x.shape[:lead], *like.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 Mesh = tuple[tuple[int, ...], tuple[int, ...]]

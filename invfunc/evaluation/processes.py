@@ -60,8 +60,8 @@ class Processes:
             own, message = work()
             said = pickle.dumps((at, None, message))
         except Exception as caught:
-            error, said = caught, pickle.dumps((at, _shown(caught), None))
-        each = [pickle.loads(text) for text in self._gathered(said)]
+            error, said = caught, pickle.dumps((at, shown(caught), None))
+        each = [pickle.loads(text) for text in self.heard(said)]
         if error is not None:
             raise error
         failed = [f"process {rank} failed with {text}" for rank, (_, text, _) in enumerate(each) if text is not None]
@@ -148,8 +148,11 @@ class Processes:
         rows = zip(each, sizes, shapes, strict=True)
         return torch.cat([part[:size].view(x.dtype).view(shape) for part, size, shape in rows], axis)
 
-    def _gathered(self, said: bytes) -> list[bytes]:
-        each: list[Any] = [b""] * self.size
+    def heard(self, said: Any) -> list[Any]:
+        """What each says."""
+        if self.size == 1:
+            return [said]
+        each: list[Any] = [None] * self.size
         with connected():
             dist.all_gather_object(each, said, group=self.group)
         return each
@@ -196,7 +199,8 @@ def _started() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _shown(error: Exception) -> str:
+def shown(error: Exception) -> str:
+    """An error, with its notes."""
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}: {error}{notes}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import no_samples, unscaled
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.fold import Fold, Learn
+from invfunc.evaluation.rounds import Rounds
 from invfunc.evaluation.weights import Weights
+from invfunc.reductions import State, States
 from invfunc.reductions.quantity import Accumulator
 
 
@@ -32,9 +35,12 @@ class Sweep:
         self.told: list[Accumulator] = []
         self.refused: dict[str, str] = {}
         self.expected: int | None = None
+        self.rounds: Rounds | None = None
+        """Where parts of what is kept are kept, as those of the parameters are."""
         if before is not None:
             fold = before.joined()
             self.phase, self.weights, self.expected = before.phase + 1, before.weights, before.n
+            self.rounds = before.rounds
             fold.tell(self.phase, learn)
             self.told, self.refused = fold.accumulators, fold.found.refused
 
@@ -98,11 +104,11 @@ class Sweep:
         before = [] if self.engine is None else self.engine.fold.of_phase(self.phase)
         known = self.by_column
         fold = self.enter(engine)
+        weight = cache(partial(self._weight, engine))
+        fold.give = self.rounds and partial(self._give, self.rounds, fold, weight)
         aux, own = evaluated(engine), fold.found.n
         if engine.scalar:
-            if engine.loss_part is None:
-                raise unscaled(own)
-            self._scale(fold, self.weights.of(engine.loss_part))
+            self._scale(fold, weight())
         if self.n and known != self.by_column:
             raise other_outputs(known, "the batches before", self.by_column, "this one")
         for t, first in zip(fold.of_phase(self.phase), before, strict=True) if self.n else ():
@@ -110,6 +116,32 @@ class Sweep:
         self.n += own
         fold.found = replace(fold.found, n=self.n)
         return aux
+
+    def _weight(self, engine: Engine) -> int:
+        """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""
+        if not engine.scalar:
+            return 1
+        if engine.loss_part is None:
+            raise unscaled(engine.fold.found.n)
+        return self.weights.of(engine.loss_part)
+
+    @staticmethod
+    def _give(
+        rounds: Rounds, fold: Fold, weight: Callable[[], int], number: int, leaf: int, state: State, n: int
+    ) -> bool:
+        """Have a part kept of what a quantity has kept of a parameter, if that is possible."""
+        t, param = fold.accumulators[number], fold.problem.leaves[leaf]
+        if not rounds.takes(number, param):
+            return False
+        by = t.quantity.factor(weight())
+        rounds.keep(number, leaf, param, state if by == 1 else t.reduction.scaled(state, by), n)
+        return True
+
+    def take(self, parts: dict[int, States]) -> None:
+        """Keep parts of what all processes have kept, by quantity."""
+        assert self.engine is not None
+        for number, states in parts.items():
+            self.engine.fold.accumulators[number].states.update(states)
 
     def joined(self) -> Fold:
         """The fold of all batches, with the loss of all."""

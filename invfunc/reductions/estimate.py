@@ -42,7 +42,7 @@ class EstimatedSquares(Reduction):
     """`sum_vn G[v, n]^2`, and its variance, which is the sum of those of the samples, as each has draws of its own."""
 
     axes = ("samples", "params")  # a variance is of all columns of a sample
-    forms, trees = "blocks", 2
+    forms, trees, entrywise = "blocks", 2, True
     several = True
 
     def step(self, shares: Shares) -> State:
@@ -67,7 +67,7 @@ class EstimatedTrace(EstimatedSquares):
     A draw is of all parameters at once, so that what is kept are the sums of each column and sample.
     """
 
-    trees, by_column = 0, True
+    trees, entrywise, by_column = 0, False, True
 
     def __init__(self, per_parameter: bool) -> None:
         self.whole = not per_parameter

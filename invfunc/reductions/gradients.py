@@ -61,7 +61,7 @@ class Norms(SquaredNorms):
 class CentredSquares(Reduction):
     """`sum_n (G[n] - mean G)^2 / (n - correction)`, merged by the formula of Chan, Golub and LeVeque (1979)."""
 
-    forms, trees = "blocks", 1
+    forms, trees, entrywise = "blocks", 1, True
 
     def __init__(self, correction: float) -> None:
         self.correction = correction
@@ -107,7 +107,7 @@ class SumAndCentredSquares(CentredSquares):
 class ClippedSum(Reduction):
     """`sum_n min(1, max_norm / |G[n]|) G[n]`, with the norm over all parameters."""
 
-    several, trees = True, 1
+    several, trees, entrywise = True, 1, True
     before = first = Norms()
 
     def __init__(self, max_norm: float | torch.Tensor, norms: torch.Tensor | None = None) -> None:

@@ -33,7 +33,7 @@ class SquaresOfEach(EachSample):
 class SumOfSquares(Reduction):
     """`sum_vn G[v, n]^2`."""
 
-    shortcuts, trees = "all", 1
+    shortcuts, trees, entrywise = "all", 1, True
 
     def step(self, shares: Shares) -> State:
         return (shares.square_sum(),)
@@ -48,7 +48,7 @@ class SumOfSquares(Reduction):
 class MatrixTrace(SumOfSquares):
     """`sum_pvn G[v, n, p]^2`, of all parameters together or of each."""
 
-    trees = 0
+    trees, entrywise = 0, False
 
     def __init__(self, per_parameter: bool) -> None:
         self.whole = not per_parameter

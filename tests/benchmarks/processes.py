@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from .report import announce, number, over, print_table
 PROCESSES = "distributed"
 SAMPLES, COUNT = 512, 2
 """Of all processes, and how many these are."""
+SECONDS, LEAST = 25, 3
+"""A row has no more rounds after so many seconds, unless it has had fewer than these."""
 FASTER = 1.7
 """How many times faster than one process two are to be, on two idle cores."""
 
@@ -56,11 +59,13 @@ ROWS: dict[str, Make] = {
 def processes(name: str, options: argparse.Namespace) -> None:
     """Measure the table and print it."""
     announce(name, f"{COUNT} processes")
+    load = os.getloadavg()[0]
     lines = start(COUNT, measured, options.repeats)[0]
     announce(name, "")
     print(
         f"{name}: 3c3d, N = {SAMPLES}; cpu, {COUNT} processes of one thread beside one, which the others wait for, "
-        f"median of {options.repeats} rounds"
+        f"median of {options.repeats} rounds, or of those begun in {SECONDS} s, at least {LEAST}; load of the machine "
+        f"{load:.1f} before, {os.getloadavg()[0]:.1f} behind"
     )
     print_table(lines)
     print(
@@ -82,26 +87,35 @@ def measured(repeats: int) -> list[dict[str, str]]:
             result = together()
         if not rank:
             alone()
-        seconds: tuple[list[float], list[float]] = [], []
-        for _ in range(repeats):
-            dist.barrier()
-            if not rank:
-                seconds[0].append(_seconds(alone))
-            dist.barrier()
-            seconds[1].append(_seconds(together))
-        first, second = (median(s) if s else 0.0 for s in seconds)
+        first, second, rounds = _rounds(alone, together, repeats)
         least = _numbers(name, result)
         rows.append(
             {
                 "": name,
                 "one, s": number(first, 3),
                 f"{COUNT}, s": number(second, 3),
+                "rounds": str(rounds),
                 "faster": _faster(over(first, second)),
                 "exchanged, KiB": number(sum(sent) / 2**10, 0),
                 "numbers, KiB": number(least / 2**10, 0),
             }
         )
     return rows
+
+
+def _rounds(alone: Callable[[], Any], together: Callable[[], Any], repeats: int) -> tuple[float, float, int]:
+    """The median seconds of one process alone and of all together, in turns, and how many turns these were."""
+    one, all_, began = list[float](), list[float](), time.perf_counter()
+    over = torch.zeros(())  # whether the first process, whose time counts, has no more of it
+    while len(all_) < LEAST or (len(all_) < repeats and not over):
+        dist.barrier()
+        if not dist.get_rank():
+            one.append(_seconds(alone))
+        dist.barrier()
+        all_.append(_seconds(together))
+        over.fill_(time.perf_counter() - began > SECONDS)
+        dist.broadcast(over, 0)
+    return median(one or [0.0]), median(all_), len(all_)
 
 
 def _faster(faster: float | None) -> str:

@@ -14,8 +14,9 @@ from invfunc import ArgumentError, ArgumentTypeError, distributed, streamed
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import BOTH, LOSS, ROWS
 from tests.data_sets.test_streamed import AT_ONCE, EXACT, SAMPLED, linear, losses
-from tests.many_processes import LAID, PRODUCTS, Example, after_one_is_gone, hold, start, told_of_all
+from tests.many_processes import LAID, PRODUCTS, Example, forked, hold, start
 from tests.networks import CLASSES, LOSSES, NETWORKS
+from tests.processes_failing import after_one_is_gone, told_of_all
 from tests.strategies import Numbers
 
 SIZES = {2: 4, 4: 2}
@@ -67,7 +68,7 @@ def two():
 @pytest.mark.parametrize("size", SIZES)
 def test_all_processes_give_what_all_samples_at_once_do(size, request):
     if size == 2:
-        drawn, (of_each, _, _) = request.getfixturevalue("two")
+        drawn, (of_each, *_) = request.getfixturevalue("two")
     else:
         drawn = examples(size)
         of_each = start(size, hold, drawn)
@@ -85,6 +86,13 @@ def test_all_statistics_are_in_the_law():
 
 def test_what_it_composes_with(two):
     assert two[1][1] == [[], []]
+
+
+def test_no_process_has_all_parameters_nor_all_sums(two):
+    for found in two[1][3]:
+        assert found["batch_l2_grad parts"] < 4  # of eight, one at a time with copies of it
+        for name in ("sum_grad_squared", "clipped_grad"):
+            assert found[f"{name} parts"] - 4 < 8 and found[f"{name} whole"] > 2 * 8  # without the part of the result
 
 
 class TestFaults:
@@ -121,6 +129,10 @@ class TestFaults:
             "other replicas": ("ArgumentError", "ArgumentError"),
             "another order": ("ArgumentError", "ArgumentError"),
             "parts of a vector in one": ("ArgumentError", "ArgumentError"),
+            "f fails beside parts": ("ProcessError", "KeyError"),
+            "the loader fails beside parts": ("ProcessError", "OSError"),
+            "written beside parts": ("ArgumentError", "ArgumentError"),
+            "the memory of a part": ("ProcessError", "ProcessError"),
             "a mesh of others": ("ArgumentError", "ArgumentError"),
             "then all is well": ("", ""),
         }
@@ -133,13 +145,16 @@ class TestFaults:
             "over the processes (0, 1) in shape (2,), which have to be those of the group, [0]"
             in first["a mesh of others"][1]
         )
+        assert "process 1 failed with KeyError: 'no such thing'" in first["f fails beside parts"][1]
+        assert "the parameters were written in place meanwhile" in first["written beside parts"][1]
+        assert "memory of a parameter by data_ptr()" in first["the memory of a part"][1]
         assert "params['w'] has to be the same in all processes" in first["other parameters"][1]
         assert "the loss is a mean in process 0, and a sum in process 1" in first["a sum and a mean"][1]
         assert "gave 6 samples the second time, and 12 the first time" in first["counted and gone"][1]
         assert max(seconds for each in (first, second) for _, _, seconds in each.values()) < 20
 
     def test_one_process_that_is_killed_makes_all_fail(self, tmp_path):
-        started = start_processes(after_one_is_gone, (str(tmp_path),), nprocs=2, join=False, start_method="spawn")
+        started = start_processes(after_one_is_gone, (str(tmp_path),), nprocs=2, join=False, start_method=forked())
         for process in started.processes:
             process.join(60)
         kind, seconds, said = (tmp_path / "0").read_text().split(" ", 2)

@@ -1,17 +1,15 @@
 """distributed(streamed(t, checkpoint=, out=)): each process has a file of its own, and rows of its own."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from torch.multiprocessing.spawn import start_processes
 
 import invfunc
 from invfunc import ArgumentError, distributed, streamed
 from tests.data_sets.test_streamed import batches, data, losses  # noqa: F401
 from tests.data_sets.test_streamed_checkpoint import Lost, breaking, same
-from tests.many_processes import start
+from tests.many_processes import forked, start
+from tests.processes_killed import killed
 from tests.processes_resumed import all_of_it
 
 
@@ -38,6 +36,4 @@ def test_one_alone_has_the_file_of_the_first(data, tmp_path):  # noqa: F811
 
 def test_killed_at_any_moment(tmp_path):
     """One of two processes ends at a random moment, and both begin anew, until the result is there."""
-    command = [sys.executable, "-m", "tests.processes_killed", str(tmp_path), "4"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2])
-    assert ran.returncode == 0, ran.stderr
+    start_processes(killed, (str(tmp_path), 4), nprocs=1, start_method=forked())

@@ -7,7 +7,58 @@ MODULES = "test_sharded_modules.py::TestFunctional"
 FAULTS = "data_sets/test_distributed.py::TestFaults"
 RESUMED = "data_sets/test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened"
 
+PARTS = "data_sets/test_distributed.py::test_what_it_composes_with"
+
 DISTRIBUTED = [
+    Fault(
+        "what is kept of parts is that of the last batch",
+        "evaluation/rounds.py",
+        'part if before is None else reduction.merge(before, part, "samples")',
+        "part",
+        ALL,
+    ),
+    Fault(
+        "what is kept of parts is not scaled as the loss of its batch",
+        "evaluation/sweep.py",
+        "state if by == 1 else t.reduction.scaled(state, by)",
+        "state",
+        ALL,
+    ),
+    Fault(
+        "samples are forgotten that do not reach a parameter of which there are parts",
+        "evaluation/rounds.py",
+        "            if missing > 0:\n",
+        "            if False:\n",
+        PARTS,
+    ),
+    Fault(
+        "aux is a parameter without numbers",
+        "data_sets/visits.py",
+        "aux if self.rounds is None else self.rounds.present(aux)",
+        "aux",
+        PARTS,
+    ),
+    Fault(
+        "what is no operation of torch reads no numbers",
+        "_torch/reading.py",
+        "            args = self.reading.present(args)\n",
+        "",
+        PARTS,
+    ),
+    Fault(
+        "parameters may be written between batches",
+        "evaluation/rounds.py",
+        "        if self._versions() != self._before:\n",
+        "        if False:\n",
+        FAULTS,
+    ),
+    Fault(
+        "sums of all parameters are formed before parts are kept",
+        "reductions/squares.py",
+        'shortcuts, trees, entrywise = "all", 1, True',
+        'shortcuts, trees = "all", 1',
+        "data_sets/test_distributed.py::test_no_process_has_all_parameters_nor_all_sums",
+    ),
     Fault(
         "the means of the processes are taken for the same",
         "reductions/gradients.py",

@@ -1,0 +1,109 @@
+"""Tensors whose numbers are brought where an operation reads them, and gone behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from invfunc import tree
+from invfunc._torch.functorch import TorchDispatchMode, storage
+from invfunc.errors import ProcessError
+
+
+def absent(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Plain tensors of the same shapes, dtypes and devices, that have no numbers of their own.
+
+    Each is in a storage of its own, but all in the memory of one, which has NaN in it (of any dtype: all bits are 1):
+    what reads it unseen, as another thread does, gets that.
+    """
+    most: dict[torch.device, int] = {}
+    for x in like:
+        most[x.device] = max(most.get(x.device, 1), x.numel() * x.itemsize)
+    nothing = {device: torch.full((size,), 255, dtype=torch.uint8, device=device) for device, size in most.items()}
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        shared = storage(torch.from_dlpack(nothing[x.device]))
+        strides = torch.empty(x.shape, device="meta").stride()
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(shared, 0, x.shape, strides)
+
+    with torch.inference_mode(False):
+        return [one(x) for x in like]
+
+
+class Reading(TorchDispatchMode):
+    """Has operations, of a forward or a backward pass, read `absent` tensors: `bring` gives the one at a place.
+
+    It `watches` also where other modes are switched off.
+    """
+
+    supports_higher_order_operators = watches = True
+
+    def __init__(self, tensors: Sequence[torch.Tensor], bring: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
+        self._places = {storage(x)._cdata: place for place, x in enumerate(tensors)}
+        self._bring, self._asked = bring, _Asked(self)
+
+    def holds(self, x: torch.Tensor) -> bool:
+        """Whether a tensor is one of them, or a view of one."""
+        return storage(x)._cdata in self._places
+
+    def present(self, x: Any) -> Any:
+        """A tree with the numbers of those that are in it."""
+        return tree.map_tensors(partial(self._present, {}), x)
+
+    def _present(self, brought: dict[int, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        place = self._places.get(storage(x)._cdata)
+        if place is None:
+            return x
+        if place not in brought:
+            brought[place] = self._bring(place)
+        return x.new_empty(0).set_(storage(brought[place]), x.storage_offset(), x.shape, x.stride())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self.present((args, kwargs or {})) if _reads(func) else (args, kwargs or {})
+        return func(*args, **kwargs)
+
+    def __enter__(self) -> Any:
+        self._asked.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._asked.__exit__(*error)
+
+
+class _Asked(TorchFunctionMode):
+    """Tells the numbers of absent tensors to what is no operation of torch."""
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__()
+        self.reading = reading
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TOLD or func in _NOT_TOLD:
+            if func in _NOT_TOLD and self.reading.holds(args[0]):
+                raise ProcessError(
+                    f"f asks for the memory of a parameter by {func.__name__}(), as a kernel may that is no operation "
+                    "of torch, and this process has a part of it only. Pass p.full_tensor() of each parameter."
+                )
+            args = self.reading.present(args)
+        return func(*args, **(kwargs or {}))
+
+
+_TOLD = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist, torch.Tensor.__repr__}
+_NOT_TOLD = {torch.Tensor.data_ptr, torch.Tensor.__dlpack__, torch.Tensor.__reduce_ex__}
+
+
+@cache
+def _reads(func: Any) -> bool:
+    """Whether an operation looks at numbers: not to make a view, or a tensor of the same shape."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return True
+    name = schema.name.removeprefix("aten::")
+    views = any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
+    return not (views or name.startswith("new_") or name.endswith("_like"))

@@ -1,0 +1,167 @@
+"""Parameters that are nowhere as a whole: gathered where they are read, and what is kept of them is given away."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc._torch.functorch import storage, version
+from invfunc._torch.reading import Reading
+from invfunc._torch.sharded import gathered, local_part
+from invfunc.errors import ArgumentError, ProcessError
+from invfunc.evaluation.processes import Processes, connected, shown
+from invfunc.reductions import Reduction, State, States
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Says what a process has kept of a parameter: all but the numbers."""
+
+    quantity: int
+    leaf: int
+    place: int
+    """That of its parts, among those of all parameters that are divided."""
+    state: State
+    """On the meta device."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.quantity, self.leaf, self.place
+
+
+class Rounds:
+    """Brings tensors of which each process has a part to the operations that read them.
+
+    Processes read others, in another order and more or less often, as their samples do not come alike. So they go in
+    rounds: each says what it is about to read, or that it reads nothing any more, and all of this is gathered by all.
+    In such a round, it may also add up what it keeps of a parameter with what others do, and keeps its part of that.
+    """
+
+    def __init__(self, processes: Processes, own: list[Any], places: list[torch.Tensor]) -> None:
+        """`own` are DTensors, and `places` the tensors without numbers that stand for them."""
+        self.processes, self.own, self.places = processes, own, places
+        self.reductions: list[Reduction] = []
+        """Of each quantity, what adds up what is kept of it."""
+        self._of = {storage(x)._cdata: place for place, x in enumerate(places)}
+        self._reading = Reading(places, self._bring)
+        self._before = self._versions()
+        self._failed = ""
+        self._states: dict[tuple[int, int, int], State] = {}
+        self._seen: Counter[tuple[int, int, int]] = Counter()
+
+    def through(self, work: Callable[[], Any]) -> None:
+        """Do what reads them, and help others until none of them reads any more; where one fails, all do."""
+        try:
+            with self._reading:
+                work()
+        except Exception as error:
+            self._check()  # another one failed first, and what f, or who called it, makes of that says less
+            self._said(shown(error))
+            raise
+        while not self._failed and any(said is not None for said in self._round(None)[0]):
+            pass
+        self._check()
+
+    def present(self, x: Any) -> Any:
+        """A tree with the numbers of those that are in it, to be kept."""
+        return self._reading.present(x)
+
+    def takes(self, quantity: int, leaf: torch.Tensor) -> bool:
+        """Whether this process keeps its part of what all keep of a parameter."""
+        known = quantity < len(self.reductions) and self.reductions[quantity].entrywise
+        return known and storage(leaf)._cdata in self._of
+
+    def keep(self, quantity: int, number: int, leaf: torch.Tensor, state: State, n: int) -> None:
+        """Give away what was kept of a parameter, the one with a number, and n samples."""
+        self._check()
+        meta = tree.map_tensors(lambda x: torch.empty_like(x, device="meta"), state)
+        said = Kept(quantity, number, self._of[storage(leaf)._cdata], meta)
+        self._round(said, state)
+        self._seen[said.key] += n
+        self._check()
+
+    def kept(self, n: int) -> dict[int, States]:
+        """The parts of what all have kept, of n samples in this process, by quantity and parameter."""
+        if not self.reductions:
+            return {}
+        _, each = self.processes.told("parts", lambda: (None, (n, self._seen)))
+        found: dict[int, States] = {}
+        for key, state in self._states.items():
+            quantity, leaf, place = key
+            missing = sum(own - seen[key] for own, seen in each)  # which do not reach the parameter
+            if missing > 0:
+                reduction = self.reductions[quantity]
+                state = reduction.merge(state, reduction.init(self.own[place].to_local(), missing, 1), "samples")
+            found.setdefault(quantity, {})[leaf] = state
+        self._states, self._seen = {}, Counter()
+        return found
+
+    def _bring(self, place: int) -> torch.Tensor:
+        self._check()
+        if self._versions() != self._before:
+            raise ArgumentError(
+                "the parameters were written in place meanwhile (an optimizer beside the loader?), but a result is of "
+                "the same ones for all samples. Pass copies: {name: p.clone() for name, p in params.items()}."
+            )
+        found = self._round(place)[1]
+        self._check()
+        assert found is not None
+        return found
+
+    def _check(self) -> None:
+        if self._failed:
+            raise ProcessError(self._failed)
+
+    def _round(self, own: int | Kept | None, state: State | None = None) -> tuple[list[Any], torch.Tensor | None]:
+        """What all ask for, and what this process wanted to read; all see to all of it."""
+        each, found = self._said(own), None
+        if self._failed:
+            return each, None
+        for place in sorted({said for said in each if isinstance(said, int)}):
+            with connected():
+                one = gathered(self.own[place])
+            found = one if place == own else found
+            del one  # before the next one comes
+        given = [said for said in each if isinstance(said, Kept)]
+        for key in dict.fromkeys(said.key for said in given):
+            mine = state if isinstance(own, Kept) and own.key == key else None
+            self._join(key, mine, [said.state for said in given if said.key == key])
+        return each, found
+
+    def _join(self, key: tuple[int, int, int], own: State | None, each: Sequence[State]) -> None:
+        """Add up what some processes have kept of a parameter, and keep a part of it."""
+        quantity, leaf, place = key
+        reduction = self.reductions[quantity]
+        own = as_wide(own or reduction.init(self.places[place], 0, 1), each)
+        (whole,) = self.processes.exchanged([reduction.across(leaf, own, each)])
+        part = tuple(local_part(x, self.own[place])[0] for x in whole)
+        before = self._states.get(key)
+        self._states[key] = part if before is None else reduction.merge(before, part, "samples")
+
+    def _said(self, own: int | Kept | str | None) -> list[Any]:
+        """What all say; those that have failed say how."""
+        each = self.processes.heard(own)
+        failed = [f"process {rank} failed with {said}" for rank, said in enumerate(each) if isinstance(said, str)]
+        if failed:
+            self._failed = f"{'; '.join(failed)}\nThe result is that of all processes, so that none has one."
+        return each
+
+    def _versions(self) -> list[int]:
+        return [version(x) for x in self.own]
+
+
+def as_wide(state: State, each: Sequence[State]) -> State:
+    """A state in the dtypes of all: zeros of half precision stand beside sums that are kept in float32."""
+    dtypes: dict[str, torch.dtype] = {}
+    for path, x in (leaf for one in each for leaf in tree.named_leaves(one)):
+        if isinstance(x, torch.Tensor):
+            dtypes[path] = torch.promote_types(dtypes.get(path, x.dtype), x.dtype)
+    leaves = [
+        x.to(dtypes.get(path, x.dtype)) if isinstance(x, torch.Tensor) else x for path, x in tree.named_leaves(state)
+    ]
+    return tree.unflatten(leaves, tree.flatten(state)[1])

@@ -1,0 +1,246 @@
+"""What processes see of faults of one another, and how much they hold: programs for `tests/data_sets`."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import DataLoader, TensorDataset
+
+import invfunc
+from invfunc import distributed, streamed, tree
+from invfunc._torch.reading import absent
+from invfunc.data_sets.visits import Work
+from invfunc.evaluation import layout
+from invfunc.evaluation.processes import Processes
+from tests.data_sets.test_streamed import linear, losses
+from tests.many_processes import Example, composed, data, hold, mesh
+from tests.meter import Meter, nothing_collected
+from tests.strategies import Numbers
+
+
+def told_of_all(examples: list[Example]) -> tuple:
+    """The programs that go on with each other, as it takes seconds to start processes."""
+    return hold(examples), composed(), faults(), memory()
+
+
+# Faults: what each process raises, and after how many seconds
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def faults() -> dict[str, tuple[str, str, float]]:
+    """By name: the type of the error, what it says, and the seconds that it took."""
+    found, (params, (x, y)) = dict[str, tuple[str, str, float]](), data()
+    given = dist.get_rank(), params, x, y
+    for name, call in {**of_calls(*given), **of_losses(*given), **of_loaders(*given), **of_parts(*given)}.items():
+        began = time.monotonic()
+        try:
+            call()
+        except Exception as error:
+            found[name] = type(error).__name__, str(error), time.monotonic() - began
+    finite = tree.map_tensors(lambda v: v.isfinite().all(), distributed(OF)(params, x, y))
+    return {**found, "then all is well": ("", str(finite), 0.0)}
+
+
+OF, PRODUCT = invfunc.variance(losses), invfunc.hvp(losses)
+
+
+def fails(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 1:
+        raise KeyError("no such thing")
+    return losses(params, x, y)
+
+
+def late(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Two batches, of which the loader of one process has one only."""
+    yield x, y
+    if dist.get_rank() == 1:
+        raise OSError("the disk is gone")
+    yield x, y
+
+
+def of_calls(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
+    """Other functions, arguments and steps in one process."""
+    own, short = {"w": params["w"] + rank, "b": params["b"]}, {**params, "w": params["w"][:3]}
+
+    def gathered() -> Any:
+        return distributed(invfunc.batch_grad(losses), each="gather" if rank else "local")(params, x, y)
+
+    return {
+        "f fails": lambda: distributed(invfunc.variance(fails))(params, x, y),
+        "other parameters": lambda: distributed(OF)(own, x, y),
+        "another statistic": lambda: distributed(OF if rank else invfunc.diag_ggn(losses))(params, x, y),
+        "permuted parameters": lambda: distributed(OF)({**params, "b": params["b"].roll(rank)}, x, y),
+        "another order": lambda: distributed(OF)(params if rank else dict(reversed(params.items())), x, y),
+        "gathered in one": gathered,
+        "another vector": lambda: distributed(PRODUCT)(params, own, x, y),
+        "a vector of another shape": lambda: distributed(PRODUCT)(params, short if rank else params, x, y),
+        "of another shape later": lambda: distributed(PRODUCT).linearize(params, x, y)(short if rank else params),
+        "another step": lambda: distributed(OF if rank else PRODUCT)(*[params] * (1 if rank else 2), x, y),
+        "another moment": lambda: Processes.of(None).told(f"step {rank}", lambda: (None, None)),
+        "no argument": lambda: distributed(OF)(params, x) if rank else distributed(OF)(params, x, y),
+        "no samples": lambda: distributed(OF)(params, x[:0], y[:0]),
+        "f fails in a tile": lambda: distributed(invfunc.gram(fails))(params, x, y),
+        "others that are other ones": lambda: distributed(invfunc.gram(losses, others=(x + rank, y)))(params, x, y),
+    }
+
+
+def of_losses(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
+    """Losses and outputs that are others in one process."""
+
+    def weighted(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(z, y, weight=torch.tensor([1.0, 2.0, 5.0]).to(z))
+
+    def of_means(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(z, y, reduction="sum" if rank else "mean")
+
+    def turned(params: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = {"one": linear(params, x), "two": 2 * linear(params, x)}
+        return dict(reversed(found.items())) if rank else found
+
+    return {
+        "a sum and a mean": lambda: distributed(invfunc.diag_ggn(linear, of_means))(params, x, y),
+        "weighted means": lambda: distributed(invfunc.diag_ggn(linear, weighted))(params, x[: 1 + rank], y[: 1 + rank]),
+        "outputs in another order": lambda: distributed(invfunc.batch_jacobian(turned), each="gather")(params, x),
+    }
+
+
+@dataclass
+class Carried:
+    """What a batch has in it that is no tensor."""
+
+    target: Any
+
+
+class Once:
+    """What gives its batches once, and does not look so."""
+
+    def __init__(self, *batches: Any) -> None:
+        self.batches = iter(batches)
+
+    def __iter__(self) -> Any:
+        return self.batches
+
+
+def not_resumed(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """All have a file, but one has no room for what is in it."""
+    with TemporaryDirectory() as folder:
+        t = distributed(streamed(OF, checkpoint=Path(folder, "state")))
+        with suppress(invfunc.ProcessError, OSError):
+            t(params, lambda: late(x, y))
+        no_room = mock.patch.object(Work, "resume", side_effect=MemoryError("no room"))
+        with no_room if rank else nullcontext():
+            return t(params, [(x, y)] * 2)
+
+
+def of_loaders(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
+    """Loaders that do not give what they should in one process."""
+
+    def carried(params: Any, x: torch.Tensor, y: Carried) -> torch.Tensor:
+        return losses(params, x, y.target())
+
+    shuffled = DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True)
+    drawn = invfunc.kfac(linear, F.cross_entropy, generator=torch.Generator().manual_seed(0))
+    twice = invfunc.ekfac(linear, F.cross_entropy, fisher="exact")
+    gram, batch = invfunc.gram(losses), [(x, y)]
+    return {
+        "the loader fails": lambda: distributed(streamed(OF))(params, lambda: late(x, y)),
+        "counted and gone": lambda: distributed(streamed(drawn))(params, Once((x, y)) if rank else batch),
+        "a file that cannot be gone on with": lambda: not_resumed(rank, params, x, y),
+        "a batch that does not travel": lambda: distributed(streamed(invfunc.gram(carried)))(
+            params, [(x, Carried(lambda: y))]
+        ),
+        "shuffled": lambda: distributed(streamed(gram))(params, shuffled if rank else batch),
+        "used up": lambda: distributed(streamed(twice))(params, iter(batch) if rank else batch),
+    }
+
+
+def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
+    """Parameters of which each process has a part."""
+
+    def placed(placement: Any, w: torch.Tensor = params["w"]) -> Any:
+        return {**params, "w": DTensor.from_local(w, mesh(2), [placement], run_check=False)}
+
+    def writing(w: Any) -> Any:
+        yield x, y
+        w.mul_(2)
+        yield x, y
+
+    def kernel(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        params["w"].data_ptr()
+        return losses(params, x, y)
+
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    twice, replicas = placed(Shard(0)), placed(Replicate())
+    parts, written = (placed(Shard(0), params["w"][2 * rank :][:2].clone()) for _ in range(2))
+    return {
+        "parts alone": lambda: OF(twice, x, y),
+        "parts explained": lambda: invfunc.explain(distributed(OF))(twice, x, y),
+        "a sum to come": lambda: distributed(OF)(placed(Partial()), x, y),
+        "other placements": lambda: distributed(OF)(placed(Shard(rank)), x, y),
+        "other replicas": lambda: distributed(OF)(placed(Replicate(), params["w"] + rank), x, y),
+        "parts of a vector in one": lambda: distributed(PRODUCT)(params, params if rank else replicas, x, y),
+        "a mesh of others": lambda: distributed(OF, alone)(twice, x, y),
+        "f fails beside parts": lambda: distributed(invfunc.variance(fails))(parts, x, y),
+        "the loader fails beside parts": lambda: distributed(streamed(OF))(parts, lambda: late(x, y)),
+        "written beside parts": lambda: distributed(streamed(OF))(written, lambda: writing(written["w"])),
+        "the memory of a part": lambda: distributed(invfunc.variance(kernel))(parts, x, y),
+    }
+
+
+def after_one_is_gone(rank: int, folder: str) -> None:
+    """What a process sees of another one that is killed while it waits for it, in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    params, (x, y) = data()
+
+    def f(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return losses(params, x, y)
+
+    began = time.monotonic()
+    try:
+        distributed(invfunc.variance(f))(params, x, y)
+    except Exception as error:
+        Path(folder, str(rank)).write_text(f"{type(error).__name__} {time.monotonic() - began:.3f} {error}")
+
+
+# Memory
+
+
+def memory() -> dict[str, float]:
+    """The most that is alive at once, in parameters of which there are eight, where a process has half of each."""
+    params = {f"w{k}": Numbers(k)(64, 64) / 8 for k in range(8)}
+    placed = {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
+    x, found = Numbers(9)(2, 64), dict[str, float]()
+
+    def f(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for w in params.values():
+            x = torch.tanh(x @ w)
+        return x.square().sum(1)
+
+    def uncounted(like: Any) -> Any:
+        with _disable_current_modes():  # they are in one memory together
+            return absent(like)
+
+    statistics = [invfunc.batch_l2_grad, invfunc.sum_grad_squared, partial(invfunc.clipped_grad, max_norm=1.0)]
+    for t in (make(f) for make in statistics):
+        for whole in (True, False):
+            with nothing_collected(), Meter() as meter, mock.patch.object(layout, "absent", uncounted):
+                distributed(t)(params if whole else placed, x)
+            found[f"{t.name} {'whole' if whole else 'parts'}"] = meter.peak() / params["w0"].nbytes
+    return found
