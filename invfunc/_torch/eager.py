@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from invfunc._torch.functorch import transforming
 from invfunc.errors import InvFuncWarning
 
 
@@ -24,8 +25,18 @@ eagerly: Callable[..., Any] = torch.compiler.disable(_call)
 
 BLOCK = (
     "an invertible block within torch.compile saves no memory: the compiler decides what is kept, and keeps the "
-    "activations of all blocks. To save memory, exclude it by torch.compiler.disable(invertible_checkpoint(f, f_inv)): "
-    "a graph break, behind which the block runs uncompiled, and what is around it stays compiled."
+    "activations of all blocks. To save memory, put the blocks into a `chain` or `repeated`, which is one operation of "
+    "the graph, whose backward pass inverts. Or exclude a block by "
+    "torch.compiler.disable(invertible_checkpoint(f, f_inv)): a graph break, behind which the block runs uncompiled, "
+    "and what is around it stays compiled."
+)
+CHAIN = (
+    "a chain of invertible blocks {} saves no memory within torch.compile, which keeps the activations of all blocks. "
+    "To save memory, exclude it by torch.compiler.disable(chain(...)): a graph break, behind which it runs uncompiled."
+)
+FOUND = (
+    "within torch.compile, a block of a chain whose inverse is found keeps its input, as its inverse is looked for by "
+    "calls outside. To save that memory, give its f_inv, or take a coupling (`additive_coupling`)."
 )
 
 
@@ -34,15 +45,25 @@ def _said(text: str) -> None:
     warnings.warn(text, InvFuncWarning, stacklevel=2)
 
 
-def _say(text: str) -> None:
+def say_now(text: str) -> None:
+    """Warns once."""
     _said(text)
 
 
-say: Callable[[str], None] = torch.compiler.assume_constant_result(_say)
+say: Callable[[str], None] = torch.compiler.assume_constant_result(say_now)
 """Warns once, while a graph is made."""
+
+transformed: Callable[[], bool] = torch.compiler.assume_constant_result(transforming)
+"""Whether a graph is made inside of torch.func, there where this is called."""
 
 nonstrict: Callable[[Callable], Callable] = import_module("torch._dynamo").nonstrict_trace
 """Of a function of trees, which is not looked into either: its operations are seen as it is called without numbers."""
+
+_wrap: Any = import_module("torch._higher_order_ops.wrap")
+part: Callable[..., Any] = _wrap.wrap
+"""Calls a function, which torch.compile looks into: a graph of its own in the graph, with what it closes over."""
+whole: Callable[..., Any] = _wrap.dynamo_bypassing_wrapper
+"""Calls `wrapper(fn)`: torch.compile looks into fn as into a part, and the wrapper is given its graph."""
 
 _C: Any = import_module("torch._C")
 

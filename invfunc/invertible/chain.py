@@ -54,7 +54,12 @@ def chain(*blocks: Callable, anchor_every: int | None = None) -> Invertible:
         >>> affine(torch.ones(2), [3.0, 1.0]), invfunc.invert(affine)(torch.ones(2), [2.0, 1.0])
         (tensor([4., 4.]), tensor([0., 0.]))
 
-    Composes with: all that `invertible_checkpoint` composes with; chains may be blocks of chains.
+    Composes with: all that `invertible_checkpoint` composes with; chains may be blocks of chains. Within
+    `torch.compile(fullgraph=True)` a chain is one operation of the graph, whose backward pass inverts block after block
+    and is compiled, too: as outside, it needs the memory of one block, whatever their number. There, functions have no
+    effects in Python (a counter, a list that grows; torch tells), a block whose inverse is found keeps its input, and
+    `check` compares x of the first block alone. Blocks that draw random numbers, write into what they read, or hide
+    something are compiled as they are, which saves no memory, with a warning; so is a chain inside of torch.func.
 
     Cost: that of its blocks.
 
@@ -91,7 +96,7 @@ def repeated(block: Callable, *, anchor_every: int | None = None) -> Invertible:
         >>> invfunc.repeated(shift)(torch.zeros(2), torch.tensor([1.0, 2.0, 3.0]))
         tensor([6., 6.])
 
-    Composes with: all that `invertible_checkpoint` composes with.
+    Composes with: all that `invertible_checkpoint` composes with; within torch.compile it is one operation, as `chain`.
 
     Cost: that of the blocks.
 
@@ -152,6 +157,11 @@ class _Sequence(Composition):
 
     def forward(self, x: Any, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         seen, steps, at = [], self.steps(params), 0
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            from invfunc.invertible.within import fits, within  # imports the compiler, which takes a second
+
+            if fits(steps):
+                return within(steps, x, args, kwargs)
         while at < len(steps):
             g, p = steps[at]
             x = g(x) if p is None else g(x, p, *args, **kwargs)

@@ -110,12 +110,11 @@ def invertible_checkpoint(
     flags, lists) of the modules that f holds.
 
     Composes with: `.backward()` and every transform of torch.func, whose first derivatives in reverse mode need the
-    memory of one block; a second derivative needs that of all, forward mode and torch.compile run f without saving
-    memory. To save it in a compiled net, `torch.compiler.disable` a block: what is around it stays compiled. What f
-    calls that was compiled before runs uncompiled, with a warning; what torch.jit made runs without its optimisations.
-    Statistics of this library look through it, and read again what layers read, in place of keeping it; inside of
-    torch.func, or with a second derivative (`diag_hessian`, `hvp`, results that require grad), they run f without
-    saving memory.
+    memory of one block; a second derivative needs that of all, and forward mode runs f without saving memory. So does
+    torch.compile, unless blocks are in one `chain`, or `torch.compiler.disable` excludes them. What f calls that was
+    compiled before runs uncompiled, with a warning; what torch.jit made runs without its optimisations. Statistics of
+    this library look through it, and read again what layers read, in place of keeping it; inside of torch.func, or with
+    a second derivative (`diag_hessian`, `hvp`, results that require grad), they run f without saving memory.
 
     Cost: one evaluation of the inverse and one more of f in the backward pass: 5/3 of the time without, or 4/3 for a
     coupling, whose inverse and f share their evaluations. (An f that uses torch.func itself has its first call
@@ -222,7 +221,7 @@ class Checkpointed(Value):
         return self.pair.signature()
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # whose own partitioner decides what is kept
+        if torch.compiler.is_compiling() and self.pair.composition is None:  # which then decides what is kept
             if torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 from invfunc._torch.eager import BLOCK, say  # imports the compiler, which takes a second
 

@@ -177,7 +177,7 @@ class Report:
         evidence: Callable[[], Evidence] | None,
     ) -> Callable[[], None]:
         most = self.tolerated(dtypes)
-        if error <= most or (self.known.inexact and self._is_small(error, most)):
+        if error <= most or (self.known.inexact and self.is_small(error, most)):
             return _nothing
         found = None if evidence is None else evidence()
         if found is not None and not found.finite and error == math.inf:  # nor is the gradient without the block
@@ -204,7 +204,7 @@ class Report:
                 f"such as the mode of a module. {HELPS}"
             )
         changes = found is not None and not found.apart <= most  # then the gradient may be anything
-        return lambda: self.tell(kind, text, self._is_small(error, most) and not changes)
+        return lambda: self.tell(kind, text, self.is_small(error, most) and not changes)
 
     def saved(
         self,
@@ -233,16 +233,17 @@ class Report:
         farthest = 1.0 if exact else max(1.0, most / (ROUNDED * precision(dtypes) or 1.0))
         grows = moves is not None and all(near(e, farthest * moves[key]) for key, e in apart.items())
         text += f"It makes the rounding errors of x large. {HELPS}" if grows else CHANGES
-        self.tell(ReplayError, text, grows and self.check == "warn" or exact and self._is_small(error, most))
+        self.tell(ReplayError, text, grows and self.check == "warn" or exact and self.is_small(error, most))
 
     def result(self, error: float, dtypes: Sequence[torch.dtype]) -> None:
         """Tell of a y that is another one than the first time, at the same x."""
         most = self.tolerated(dtypes)
         if not error <= most:
             text = f"evaluated again at the same x, the function gives y with an error of {error:.1e}. {CHANGES}"
-            self.tell(ReplayError, text, self._is_small(error, most))
+            self.tell(ReplayError, text, self.is_small(error, most))
 
-    def _is_small(self, error: float, most: float) -> bool:
+    def is_small(self, error: float, most: float) -> bool:
+        """Whether an error is only warned of."""
         return self.check == "warn" and error <= max(4 * most, _FEW)
 
     def tell(self, kind: type[InvFuncError], text: str, small: bool) -> None:

@@ -1,0 +1,57 @@
+"""Faults in the node that a chain is in a graph of torch.compile."""
+
+from tests.mutants.fault import Fault
+
+WITHIN = "invertible/test_within_compile.py"
+
+GRAPHS = [
+    Fault(
+        "blocks that draw random numbers are evaluated again",
+        "invertible/blocks_in_a_graph.py",
+        "if draws(func):",
+        "if False:",
+        f"{WITHIN}::TestWhatCannotBeEvaluatedAgain {WITHIN}",
+    ),
+    Fault(
+        "blocks that write into what they close over are evaluated again",
+        "invertible/blocks_in_a_graph.py",
+        "elif any(storage_of(x) in self._given",
+        "elif all(storage_of(x) in self._given",
+        f"{WITHIN}::TestWhatCannotBeEvaluatedAgain {WITHIN}",
+    ),
+    Fault(
+        "what a block keeps of x is taken for what the block before it keeps",
+        "invertible/in_a_graph.py",
+        "kept = {i: self.kept.pop() for i in sorted(block.kept, reverse=True)}",
+        "kept = {i: self.kept.pop(0) for i in sorted(block.kept)}",
+        f"{WITHIN}::TestIsWhatItIsOutside {WITHIN}",
+    ),
+    Fault(
+        "the gradient of what several blocks read is that of one",
+        "invertible/in_a_graph.py",
+        "found[node] = found[node] + slope if node in found else slope",
+        "found[node] = slope",
+        f"{WITHIN}::TestIsWhatItIsOutside {WITHIN}",
+    ),
+    Fault(
+        "autocast is left behind where blocks are evaluated again",
+        "invertible/in_a_graph.py",
+        "if enabled != torch.is_autocast_enabled(kind):",
+        "if False:",
+        f"{WITHIN}::TestIsWhatItIsOutside {WITHIN}",
+    ),
+    Fault(
+        "an x that does not come back is not told of",
+        "invertible/in_a_graph.py",
+        "most = tolerance or precision**0.5",
+        "most = float('inf')",
+        f"{WITHIN}::TestInverses {WITHIN}",
+    ),
+    Fault(
+        "a chain within a graph keeps x of each block",
+        "invertible/within.py",
+        "if g.keep is True or found or not g.has_inverse",
+        "if True",
+        f"{WITHIN}::TestSavesMemory {WITHIN}",
+    ),
+]
