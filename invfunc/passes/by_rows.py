@@ -32,6 +32,8 @@ class Places:
         self.by_rows = False
         self.moved = False
         """Whether data were put in another order in a run."""
+        self.repeated: dict[tuple[int, int], int] = {}
+        """Where parameters with an entry for each sample were met, as in `Beforehand`."""
         self.entries, self.multiplied = False, False
         """Whether what each sample adds to sums is kept, and whether a parameter met such a sum in a run."""
 
@@ -56,13 +58,14 @@ class Places:
 
     def beforehand(self, n: int) -> Beforehand:
         """What is known before a run of so many samples."""
-        return replace(self.evidence.beforehand(n, self.by_rows), entries=self.entries)
+        return replace(self.evidence.beforehand(n, self.by_rows), entries=self.entries, repeated=self.repeated)
 
     def hear(self, trace: Trace) -> None:
         """Take from a run that has ended whether data were put in another order."""
         self.evidence.hear(trace)
         self.moved = self.moved or trace.moved
         self.multiplied = self.multiplied or trace.multiplied
+        self.repeated |= trace.repeated
 
     def check(self, found: Run, draws: Draws, again: Callable[[torch.Tensor], Run]) -> None:
         """Check that the samples have places in a scalar loss, and remember these; `again` runs it on other samples."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ class Follower(Protocol):
         """Called before an operation that reads samples; `site` is its place if it reads parameters, too."""
         ...
 
-    def used(self, site: int, out: torch.Tensor, recipe: Recipe) -> None:
-        """Called when a parameter has met samples."""
+    def used(self, site: int, out: torch.Tensor, recipe: Recipe, beside: Sequence[torch.Tensor]) -> None:
+        """Called when a parameter has met samples, or, with an entry for each of them, is about to meet what is
+        `beside` it."""
         ...

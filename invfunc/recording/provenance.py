@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -103,6 +103,9 @@ class Beforehand:
     """Whether data that were put in another order are followed row by row."""
     entries: bool = False
     """Whether it is kept what each sample adds to sums over them, for parameters that multiply these."""
+    repeated: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """Where runs of several samples met parameters with an entry for each of them (the call, and which of those that it
+    reads), and the size of one entry: a run of one sample, where that does not show, takes them for such, too."""
 
 
 NOTHING = Beforehand()

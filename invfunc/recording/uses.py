@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import saving_hooks, version
+from invfunc._torch.functorch import saving_hooks, storage_of, version
 from invfunc._torch.values import near
 from invfunc._torch.weak import WeakIdMap
 from invfunc.errors import samples_lost
@@ -75,6 +75,7 @@ class ParameterUses(Provenance):
         self.moved = False  # whether data were put in another order
         self.displaced = False  # whether what depends on parameters was selected or moved
         self.multiplied = False  # whether parameters met sums over the samples
+        self.repeated: dict[tuple[int, int], int] = {}  # parameters with an entry for each sample, as in `Beforehand`
         self._added = WeakIdMap[tuple[torch.Tensor, int]]()  # what each sample adds to a sum, and the version of that
         self.sums: list[tuple[torch.Tensor, Axis]] = []  # what was summed over the samples since then
 
@@ -88,7 +89,9 @@ class ParameterUses(Provenance):
         call: Call | None = None,
         recomputed: Sequence[Recomputed] = (),
         below: Sequence[Any] = (),
+        beside: Sequence[torch.Tensor] = (),
     ) -> None:
+        """`beside` is what a parameter with an entry for each sample meets."""
         if not out.requires_grad:  # it lies in a transform that f itself uses
             raise hidden(out, ())
         edge = torch.autograd.graph.get_gradient_edge(out)
@@ -102,7 +105,7 @@ class ParameterUses(Provenance):
         versions = tuple((x, version(x)) for x in (param, *recipe.reads))
         self.uses.append(ParameterUse(param, tag, recipe, at, call, axis, versions, read_of(recomputed, recipe.reads)))
         if self.pattern is not None:
-            self.pattern.used(at, out, recipe)
+            self.pattern.used(at, out, recipe, beside)
 
     def register(self, func: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Register a hook; raise at a tensor whose gradient is taken as it was before the hook."""
@@ -121,24 +124,40 @@ class ParameterUses(Provenance):
         new: dict[int, torch.Tensor] = {}
         tagged = [(x, seen.tags.get(id(x))) for x in seen.read]
         placed = [(x, t.place) for x, t in tagged if isinstance(t, Sampled) and isinstance(t.place, Axis)]
-        for i, x in params.items():
-            axis = alignment(seen.name, seen.args, seen.kwargs, x, placed)
+        for k, (i, x) in enumerate(params.items()):
+            axis = self._paired(alignment(seen.name, seen.args, seen.kwargs, x, placed), k, x)
             if axis is None:
                 continue
             self.align(seen, x, axis)
-            alias = x.view_as(x)
+            alias = x.view_as(x) if self.pattern is None else x.clone()  # labels belong to a memory
             new[i] = alias
             order = in_order(seen.sampled)
             self.orders.setdefault(order, seen.name)
             self.set(alias, Sampled(axis, around=seen.name, order=order))
             if self.with_uses:
-                tag = self.tag(x)
-                assert isinstance(tag, Derived)
-                recipe = factors.aligned(axis, x, self.n)
-                self.use(x, tag, recipe, alias, axis)
+                self.use(*self._each(x, axis), alias, axis, beside=[y for y, _ in placed])
         if not new:
             return seen
         return self.seen(seen.function, *tree.map_tensors(lambda t: new.get(id(t), t), (seen.args, seen.kwargs)))
+
+    def _paired(self, axis: Axis | None, k: int, x: torch.Tensor) -> Axis | None:
+        """The sample axis of the k-th parameter that a call reads, also where the only sample has all of it."""
+        at, size = (len(self.calls), k), x.numel() // self.n
+        if axis is not None and self.n > 1:
+            self.repeated[at] = size
+        return Axis(None) if axis is None and self.n == 1 and self.beforehand.repeated.get(at) == size else axis
+
+    def _each(self, x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Derived, Recipe]:
+        """A parameter with an entry for each sample, as it is used; where all are one entry in memory, that one."""
+        tag = self.tag(x)
+        assert isinstance(tag, Derived)
+        if axis.dim is not None and not (axis.regular and x.stride(axis.dim) == 0):
+            return x, tag, factors.aligned(axis, x, self.n)
+        one, once = x if axis.dim is None else x.narrow(axis.dim, 0, 1), tag.selected
+        if tag.picked and len(tag.leaves) == 1:
+            (leaf,) = tag.leaves
+            once |= storage_of(one) == storage_of(self.entered[leaf]) and _apart(one)
+        return one, replace(tag, selected=once), factors.alike(one)
 
     def added(self, x: torch.Tensor) -> torch.Tensor | None:
         """What each sample adds to a sum over the samples, `[N, *sum]`; None where that is not known."""
@@ -238,3 +257,13 @@ class ParameterUses(Provenance):
                 self.use(x, tag, generic(Site(call, axis, self.scope.leave), x), out, axis, call, below=below)
             else:
                 self.use(x, tag, recipe, out, axis, lean, recomputed, below)
+
+
+def _apart(x: torch.Tensor) -> bool:
+    """Whether no two entries of a tensor are at one place in memory."""
+    reached = 0
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride <= reached:
+            return False
+        reached += stride * (size - 1)
+    return True

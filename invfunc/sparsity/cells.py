@@ -79,9 +79,9 @@ def _sent(recipe: Recipe, one: torch.Size, device: torch.device | str) -> torch.
 
 
 def layout_at(run: Run, use: ParameterUse, device: torch.device | str) -> Layout | None:
-    """The layout at a parameter use, if it is that of an operation."""
+    """The layout at a parameter use, if it is that of an operation, or of one parameter that all samples have."""
     if use.call is None:
-        return None
+        return layout(use.recipe, use.param.shape, device) if use.recipe.own is None else None
     out = torch.empty(use.call.out.shape, device="meta")
     return layout(use.recipe, run.trace.axes[use.site].expose(out, run.trace.n).shape[1:], device)
 

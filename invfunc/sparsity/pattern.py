@@ -7,6 +7,7 @@ It is derived from the operations of a run of one sample, never read off numbers
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,13 +38,15 @@ class Frame:
         self.boxes: dict[int, torch.Tensor] = {}
         """The boxes `[2, k, *one]` by site."""
 
-    def used(self, site: int, out: torch.Tensor, known: Layout | None, start: bool) -> None:
+    def used(
+        self, site: int, out: torch.Tensor, known: Layout | None, start: bool, beside: Sequence[torch.Tensor]
+    ) -> None:
         """Keep the boxes of what came out where parameters have met samples; `start` where they do so for the first
         time."""
         if site not in self.sites:
             return
         if start and site in self.first:
-            self._start(out)
+            self._start(out, beside)
         rows = self.labels.of(out)
         if rows is None:
             rows = out.new_full((2, self.labels.axes, *out.shape), -torch.inf, dtype=torch.float32)
@@ -55,12 +58,13 @@ class Frame:
         self.labels.set(out, rows)
         self.boxes[site] = rows
 
-    def _start(self, out: torch.Tensor) -> None:
+    def _start(self, out: torch.Tensor, beside: Sequence[torch.Tensor]) -> None:
         if len(self.first) == 1:
             root(self.labels, out)
             return
-        base, k = self.base.of(out), self.base.axes
-        centre = [out.new_zeros(out.shape, dtype=torch.float32) for _ in range(k)]
+        known, k = (self.base.of(x) for x in (out, *(x for x in beside if x.shape == out.shape))), self.base.axes
+        base = next((rows for rows in known if rows is not None), None)
+        centre = coordinates(out, k)
         if base is not None:
             hull = base.flatten(2).amax(2).reshape(2, k, *[1] * out.ndim)
             base = torch.where(base == -torch.inf, torch.where(hull == -torch.inf, 0, hull), base)
@@ -70,14 +74,17 @@ class Frame:
 
 def root(labels: Labels, x: torch.Tensor) -> None:
     """Each entry gets its own coordinates, along the dimensions that have several."""
-    dims = [d for d in range(x.ndim) if x.shape[d] > 1]
-    k = labels.axes or max(1, len(dims))
-    dims = [*[-1] * k, *dims][-k:]  # -1 for an axis along which there is nothing to tell apart
+    labels.enter(x, coordinates(x, labels.axes or max(1, sum(size > 1 for size in x.shape))))
+
+
+def coordinates(x: torch.Tensor, k: int) -> list[torch.Tensor]:
+    """The places of the entries along the last k dimensions that have several, to be broadcast."""
+    dims = [*[-1] * k, *(d for d in range(x.ndim) if x.shape[d] > 1)][-k:]
     at = []
-    for d in dims:
+    for d in dims:  # -1 for an axis along which there is nothing to tell apart
         numbers = torch.arange(1 if d < 0 else x.shape[d], dtype=torch.float32, device=x.device)
         at.append(numbers.reshape([x.shape[d] if e == d else 1 for e in range(x.ndim)]))
-    labels.enter(x, at)
+    return at
 
 
 class Pattern:
@@ -119,13 +126,13 @@ class Pattern:
                 with undispatched(), self.labels.blamed("the labels of a narrow layer"):
                     root(labels, seen.read[bottleneck.read])
 
-    def used(self, site: int, out: torch.Tensor, recipe: Recipe) -> None:
+    def used(self, site: int, out: torch.Tensor, recipe: Recipe, beside: Sequence[torch.Tensor]) -> None:
         """Called when parameters have met samples: keep the boxes of what came out."""
         with undispatched(), torch.no_grad(), self.labels.blamed("the labels of a parameter use"):
             known, start = layout(recipe, out.shape, out.device), site not in self.layouts
             self.layouts.setdefault(site, []).append(known)
             for frame in self.frames:
-                frame.used(site, out, known, start)
+                frame.used(site, out, known, start, beside)
 
     def failed(self, error: Exception) -> None:
         """Note what the run of one sample raised; a fault that is not the function's is a warning."""

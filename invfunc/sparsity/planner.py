@@ -260,6 +260,9 @@ def _work(run: Run) -> list[float]:
     """The multiplications for a column of a sample at each site: once through the operation, once for its share."""
     work = [0.0] * len(run.trace.edges)
     for use in run.trace.uses:
+        if use.recipe.own is not None:  # it has an entry for each sample
+            work[use.site] += 2.0 * use.param.numel()
+            continue
         sent = run.trace.sizes[use.site]
         known = layout_at(run, use, "meta")
         outs = use.param.shape[0] if use.param.ndim > 1 else min(sent, use.param.numel())

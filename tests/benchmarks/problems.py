@@ -103,6 +103,13 @@ def resnet_18() -> Problem:
     return Problem(model, F.cross_entropy, torch.rand(16, 3, 32, 32), torch.randint(10, (16,)))
 
 
+def gpt(samples: int = 8) -> Problem:
+    """A small GPT that finds the next of 1000 words at each of 128 places: four layers of 256 numbers, 8 heads."""
+    torch.manual_seed(0)
+    words = torch.randint(1000, (samples, 129))
+    return Problem(_GPT(1000, 128), F.cross_entropy, words[:, :-1], words[:, 1:])
+
+
 def u_net(side: int) -> Problem:
     """A U-Net of 16 and 32 channels that finds one of 4 classes for each pixel."""
     torch.manual_seed(0)
@@ -175,6 +182,21 @@ class _Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.short(x) + self.second(self.b(self.first(self.a(x)).relu()))).relu()
+
+
+class _GPT(nn.Module):
+    def __init__(self, words: int, places: int):
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, 256), nn.Embedding(places, 256)
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        layer = nn.TransformerEncoderLayer(256, 8, 1024, **options)
+        self.layers = nn.TransformerEncoder(layer, 4, nn.LayerNorm(256), enable_nested_tensor=False)
+        self.head = nn.Linear(256, words, bias=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(places), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        return self.head(self.layers(h, mask=self.mask, is_causal=True)).mT
 
 
 class _Attention(nn.Module):

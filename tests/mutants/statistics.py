@@ -12,7 +12,38 @@ LOW_RANK = "statistics/test_predictive_covariance.py::TestLowRank"
 NOISE = "statistics/test_noise_scale.py"
 DRAWN = "loss/test_monte_carlo.py loss/test_monte_carlo_sample.py"
 
+REPEATED = "sparsity/test_structure_repeated.py"
+
 STATISTICS = [
+    # Parameters that are repeated for the samples
+    Fault(
+        "one sample does not know what is repeated for several",
+        "passes/by_rows.py",
+        "entries=self.entries, repeated=self.repeated)",
+        "entries=self.entries)",
+        f"{REPEATED}::test_the_structure_is_seen",
+    ),
+    Fault(
+        "what is repeated along tokens, too, counts as read once",
+        "recording/uses.py",
+        "        if stride <= reached:\n            return False",
+        "        if stride < 0:\n            return False",
+        REPEATED,
+    ),
+    Fault(
+        "all repeated entries have one label",
+        "sparsity/pattern.py",
+        "(out, *(x for x in beside if x.shape == out.shape))",
+        "(out,)",
+        REPEATED,
+    ),
+    Fault(
+        "each sample has the repeated parameters of all",
+        "recording/uses.py",
+        "axis.regular and x.stride(axis.dim) == 0",
+        "axis.regular and x.stride(axis.dim) < 0",
+        f"{REPEATED}::test_no_sample_has_the_tokens_of_all",
+    ),
     # What crosses a threshold of size
     Fault(
         "checks at the end are forgotten",

@@ -170,6 +170,12 @@ def axis_of(site: Site, x: torch.Tensor, labels: str, sample: str | None) -> Axi
     return axis if isinstance(axis, Axis) else None
 
 
+def alike(param: torch.Tensor) -> Recipe:
+    """A parameter that all samples have as it is: the share of a sample is its cotangent."""
+    labels = LETTERS[: param.ndim]
+    return Recipe(labels, labels)
+
+
 def aligned(axis: Axis, param: torch.Tensor, n: int) -> Recipe:
     """A parameter with an entry for each sample: the share of sample n is in entry n only."""
     labels, like = LETTERS[: len(axis.expose(param, n).shape) - 1], {"dtype": param.dtype, "device": param.device}
