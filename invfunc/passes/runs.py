@@ -262,16 +262,16 @@ class Runner:
             if len(parts) > 1:
                 self._check_parameters(parts[0][1], outputs)
             return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in self.places.alike(parts))
-        try:
+        with suppress(Exception):  # f may not run on a part (a constant of size N), else the fault comes again
             start = min(n, thresholds.BLOCK_SAMPLES)
             first = self.up_to(roots, slice(0, start), start, draws)
-            rest = even(n - first.trace.n, self._block_size(first.trace, columns))
-            rest = [(first.trace.n + a, first.trace.n + b) for a, b in rest if a < b]
-            if rest:
-                self._check_parameters(start, outputs)
-            return [first, *(self.up_to(roots, slice(a, b), b - a, draws) for a, b in rest)]
-        except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
-            return [self.up_to(roots, WHOLE, n, draws)]
+            size = self._block_size(first.trace, columns)
+            if not start < n <= size:
+                rest = [(start + a, start + b) for a, b in even(n - start, size) if a < b]
+                if rest:
+                    self._check_parameters(start, outputs)
+                return [first, *(self.up_to(roots, slice(a, b), b - a, draws) for a, b in rest)]
+        return [self.up_to(roots, WHOLE, n, draws)]
 
     def _block_size(self, trace: Trace, columns: int) -> int:
         """How many samples to run at once, so that some columns at the largest site fit the budget."""
