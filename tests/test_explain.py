@@ -294,3 +294,11 @@ def assert_about_what_is_measured(statistic, f, args):
         del result
     said = explain(statistic)(*args).bytes
     assert said / 4 < peaks[0] - peaks[1] < 4 * said, (peaks, said)
+
+
+@pytest.mark.parametrize("n", [2, 5, 9])
+@pytest.mark.parametrize("of", [diag_ggn, ggn_trace, batch_diag_ggn, sqrt_ggn])
+def test_a_loss_whose_outputs_are_found_costs_as_many_passes_as_one_that_is_given(n, of):
+    f, args = arranged(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Conv1d(3, 2, 3), x=torch.randn(n, 2, 12))
+    given, found = explain(of(f, F.mse_loss))(*args), explain(of(lambda p, x, y: F.mse_loss(f(p, x), y)))(*args)
+    assert (found.passes, found.pullbacks) == (given.passes, given.pullbacks)

@@ -276,7 +276,7 @@ class Engine:
 
         look = None if draws.drew else partial(self._look, again)
         columns = max(sum(c.count for c in columns) for columns in made.values())
-        self.fold.over(lambda: self.runner.parts(roots, columns, draws), made, look)
+        self.fold.over(lambda: self.runner.parts(light, roots, columns, draws), made, look)
         return light.aux
 
     def _again(self, before: Run, draws: Draws) -> Run:

@@ -36,7 +36,8 @@ def reversible_adam(
         loss, lr: as in `reversible_sgd`.
         betas: two fractions as its momentum.
         eps: a number of at least 0. Where you differentiate through a training, take 1e-4 or more: at the default an
-            entry of the gradient near 1e-6 can dominate the derivative, which is then wrong.
+            entry of the gradient near 1e-6 can dominate the derivative, which is then wrong. Or multiply the loss and
+            eps by the same number, such as 1000: the steps are the same, and the grid is finer beside the gradients.
         grid: what the weights, m, s and their changes are rounded to; what s gains is rounded up, so that no gradient
             is taken for nothing. A gradient that is small beside the root of 1 / (1 - beta2) units (7.5e-6 by default)
             moves its weight by less than Adam does, as if eps were that large.

@@ -247,8 +247,8 @@ class Runner:
             check_again(exposed(runs[0]), exposed(whole), lambda: self._modelled(self, [*range(first)]))
         return [whole]
 
-    def parts(self, roots: list[ModelOutput], columns: int, draws: Draws) -> Iterable[Run]:
-        """The model part up to the roots: chunks one by one, or blocks where nobody asked for passes of their own."""
+    def parts(self, light: Run, roots: list[ModelOutput], columns: int, draws: Draws) -> Iterable[Run]:
+        """The model part of a run of f up to the roots: chunks one by one, or blocks where nobody asked for passes."""
         n, parts = self.problem.n, self.plan.ranges("samples", self.problem.n)
         if draws.drew and len(parts) > 1:
             raise cannot_draw()
@@ -262,21 +262,17 @@ class Runner:
             if len(parts) > 1:
                 self._check_parameters(parts[0][1], outputs)
             return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in self.places.alike(parts))
-        try:
-            start = min(n, thresholds.BLOCK_SAMPLES)
-            first = self.up_to(roots, slice(0, start), start, draws)
-            rest = even(n - first.trace.n, self._block_size(first.trace, columns))
-            rest = [(first.trace.n + a, first.trace.n + b) for a, b in rest if a < b]
-            if rest:
-                self._check_parameters(start, outputs)
-            return [first, *(self.up_to(roots, slice(a, b), b - a, draws) for a, b in rest)]
-        except Exception:  # f may not run on a part (a constant of size N); if the fault is another, it comes again
-            return [self.up_to(roots, WHOLE, n, draws)]
+        with suppress(Exception):  # f may not run on a part (a constant of size N), else the fault comes again
+            blocks = even(n, self._block_size(light.trace, columns))
+            if len(blocks) > 1:
+                self._check_parameters(blocks[0][1], outputs)
+            return [self.up_to(roots, slice(a, b), b - a, draws) for a, b in blocks]
+        return [self.up_to(roots, WHOLE, n, draws)]
 
     def _block_size(self, trace: Trace, columns: int) -> int:
         """How many samples to run at once, so that some columns at the largest site fit the budget."""
         width = min(columns, thresholds.BLOCK_WIDTH)
-        return max(thresholds.BLOCK_SAMPLES, self.budget // (width * max(trace.sizes, default=1)))
+        return max(thresholds.BLOCK_SAMPLES, self.budget // (width * trace.largest))
 
     def up_to(self, roots: list[ModelOutput], part: Part, n: int, draws: Draws, pattern: Follower | None = None) -> Run:
         """The function on a part of the batch until its outputs are there; they have to be those of the whole batch."""

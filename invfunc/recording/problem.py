@@ -253,7 +253,10 @@ def batch_size(args: tuple, dims: dict[int, int | None], names: Sequence[str]) -
                 f"{_suggestion(dims, names, sizes)}."
             )
     if n == 0:
-        raise ArgumentError(f"{first} has no samples (N = 0).")
+        raise ArgumentError(
+            f"{first} has no samples (N = 0), of which a sum is 0, and a mean is not defined: leave this call out. "
+            "`streamed` and `distributed` take parts without samples."
+        )
     return n
 
 

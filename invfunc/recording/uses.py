@@ -70,6 +70,7 @@ class ParameterUses(Provenance):
         self.below: list[Sequence[Any]] = []  # the nodes of what the operation at each site reads beside parameters
         self.axes: list[Axis] = []
         self.sizes: list[int] = []  # of the output at each site, for one sample
+        self.largest = 1  # of these, also where sites are not kept
         self.complex = False  # whether complex numbers depend on parameters and samples
         self.orders: dict[Order, str] = {}  # those in which samples meet parameters, and a call where they do
         self.moved = False  # whether data were put in another order
@@ -102,6 +103,7 @@ class ParameterUses(Provenance):
             self.below.append(below)
             self.axes.append(axis)
             self.sizes.append(max(1, out.numel() // self.n))
+            self.largest = max(self.largest, self.sizes[-1])
         versions = tuple((x, version(x)) for x in (param, *recipe.reads))
         self.uses.append(ParameterUse(param, tag, recipe, at, call, axis, versions, read_of(recomputed, recipe.reads)))
         if self.pattern is not None:
@@ -242,6 +244,8 @@ class ParameterUses(Provenance):
             self.orders.setdefault(result.order, call.name)
         if self.with_uses:
             self._use(call, produced[0], Everyone(None) if everyone else result.found, params)
+        else:
+            self.largest = max(self.largest, produced[0].numel() // self.n)
 
     def _use(self, call: Call, out: torch.Tensor, axis: Axis, params: dict[int, torch.Tensor]) -> None:
         below = [node_of(x) for x in call.read if self._active(x)]

@@ -98,19 +98,17 @@ class Planner:
         them at a narrow layer."""
         self.run, self.columns, self.look, self.added = run, columns, look, added
         self.shortcuts: Shortcuts = next(iter(allowed)) if len(allowed) == 1 else "narrow"
-        self.n, self.work, self.sites = run.trace.n, _work(run), _sites(run)
-        self.everything = frozenset(range(len(self.work)))
+        self.n, self.sites = run.trace.n, _sites(run)
+        self.everything = frozenset(range(len(run.trace.edges)))
         self.total = sum(g.rank * max(1, _count(g)) for g in columns)
         """How many columns a sample has."""
-        self.all_cost = self.total * (self.n * sum(self.work) + thresholds.COLUMN)
-        """The estimated cost of pulling back every column."""
         self.why = ""
         """Why every column is to be pulled back, if so."""
 
     def way(self) -> Way | None:
         """The cheapest way, or None if that is to take every column."""
-        if not self.work or any(t.recomputed for t in self.run.trace.uses):
-            self.why = "what the operations read is computed again" if self.work else "no parameter is read"
+        if not self.everything or any(t.recomputed for t in self.run.trace.uses):
+            self.why = "what the operations read is computed again" if self.everything else "no parameter is read"
             return None
         sizes = self.run.trace.sizes
         look = len(sizes) * thresholds.LOOK + sum(sizes) * thresholds.LOOK_ENTRY
@@ -230,6 +228,16 @@ class Planner:
         groups = torch.arange(sum(s.count for s in sources), device=rows.device)
         places = torch.arange(bottleneck.width, device=rows.device)
         return Blocks(bottleneck, places[None], groups[None], sum(s.rows * s.count for s in sources), shared)
+
+    @cached_property
+    def work(self) -> list[float]:
+        """The multiplications for a column of a sample at each site."""
+        return _work(self.run)
+
+    @cached_property
+    def all_cost(self) -> float:
+        """The estimated cost of pulling back every column."""
+        return self.total * (self.n * sum(self.work) + thresholds.COLUMN)
 
     @cached_property
     def closed(self) -> int | None:

@@ -190,6 +190,24 @@ class TestWayBack:
             invert(step)(step.start(problem.params), problem.steps()[0], *problem.rest())
 
 
+def adam(problem, of, eps):
+    """Its steps for a loss, without a grid."""
+
+    def unrounded(params: dict, each: dict, c: torch.Tensor) -> dict:
+        m = {name: torch.zeros_like(p) for name, p in params.items()}
+        s = dict(m)
+        for i in range(len(each["lr"])):
+            one = {name: t[i] for name, t in each.items()}
+            g = grad(of)(params, one, *problem.rest(c))
+            m = {k: 0.9 * m[k] + 0.1 * g[k] for k in m}
+            s = {k: 0.999 * s[k] + 0.001 * g[k].square() for k in s}
+            root = {k: (s[k] / (1 - 0.999 ** (i + 1))).sqrt() + eps for k in s}
+            params = {k: params[k] - one["lr"] * m[k] / (1 - 0.9 ** (i + 1)) / root[k] for k in m}
+        return params
+
+    return unrounded
+
+
 class TestGradient:
     def test_is_that_of_training_without_a_grid(self):
         problem = Problem(50)
@@ -204,19 +222,7 @@ class TestGradient:
     def test_of_adam_is_that_of_torchs_formula(self):
         problem, step = Problem(20, lr=0.01), reversible_adam(loss, lr=rate)
 
-        def unrounded(params: dict, each: dict, c: torch.Tensor) -> dict:
-            m = {name: torch.zeros_like(p) for name, p in params.items()}
-            s = dict(m)
-            for i in range(len(each["lr"])):
-                one = {name: t[i] for name, t in each.items()}
-                g = grad(loss)(params, one, *problem.rest(c))
-                m = {k: 0.9 * m[k] + 0.1 * g[k] for k in m}
-                s = {k: 0.999 * s[k] + 0.001 * g[k].square() for k in s}
-                root = {k: (s[k] / (1 - 0.999 ** (i + 1))).sqrt() + 1e-8 for k in s}
-                params = {k: params[k] - one["lr"] * m[k] / (1 - 0.9 ** (i + 1)) / root[k] for k in m}
-            return params
-
-        assert_trees_close(problem.backwards(step), problem.gradients(unrounded), 1e-5)
+        assert_trees_close(problem.backwards(step), problem.gradients(adam(problem, loss, 1e-8)), 1e-5)
         weights = [torch.nn.Parameter(p.clone()) for p in problem.params.values()]
         optimizer = torch.optim.Adam(weights, lr=1.0)
         for one in problem.steps():
@@ -226,6 +232,18 @@ class TestGradient:
             optimizer.step()
         last = repeated(step)(step.start(problem.params), problem.each, *problem.rest())
         assert_trees_close(list(last.params.values()), [w.detach() for w in weights], 1e-6)
+
+    def test_of_adam_where_gradients_are_small_and_the_loss_and_eps_are_multiplied(self):
+        problem, eps = Problem(20, lr=0.01), 1e-11
+        wanted = problem.gradients(adam(problem, lambda *args: 2**-13 * loss(*args), eps))
+        times = [2.0**-13, 1.0]  # of the loss: as it is, and multiplied
+        found = [
+            problem.backwards(reversible_adam(lambda *args, by=by: by * loss(*args), lr=rate, eps=by * 2**13 * eps))
+            for by in times
+        ]
+        assert_trees_close(found[1], wanted, 1e-4)
+        with pytest.raises(AssertionError):
+            assert_trees_close(found[0], wanted, 1e-2)
 
     @of_each
     def test_where_a_weight_has_no_gradient_at_all(self, make):
