@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is there before the first test stays, so that each `gc.collect()` of the laws of memory need not look at it."""
+    """What is there before the first test stays: no `gc.collect()` of the laws of memory need look at it."""
     gc.collect()
     gc.freeze()
 
