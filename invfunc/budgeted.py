@@ -84,6 +84,7 @@ class Budgeted(Transform):
             chosen = search(measured, lengths, budget - RESERVE - taken)
         if later is None or chosen is None:
             best = least(measured, lengths)
+            search(measured, lengths, best.peak)  # as a call with that budget, so that Python keeps what it does there
             raise _too_little(budget, best, _kept_since(before, VARIES))
         if same is not None:
             self.choices[same] = later, budget

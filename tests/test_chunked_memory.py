@@ -152,6 +152,16 @@ class TestPromises:
             with pytest.raises(BudgetError):
                 chunked(t, memory=least // 2)(*args)
 
+    def test_the_least_is_found_by_all_runs_of_a_call_with_it(self, monkeypatch):
+        """So that what Python keeps of them counts in it."""
+        ran, own = [], budgeted.footprint
+        monkeypatch.setattr("invfunc.budgeted.footprint", lambda t, *args: ran.append(repr(t)) or own(t, *args))
+        for t in (invfunc.variance(loss), invfunc.diag_ggn(model, F.cross_entropy)):
+            least = least_of(t, wide(30))
+            before = set(ran)
+            chunked(t, memory=least)(*wide(30))
+            assert set(ran) == before
+
     def test_live_bytes_are_within(self):
         t, args = invfunc.diag_ggn(model, F.cross_entropy), wide()
         least = least_of(t, args)

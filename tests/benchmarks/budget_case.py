@@ -95,7 +95,7 @@ COLUMNS = STATISTICS[STATISTICS.index("diag_ggn") :]
 CASES = [(problem, name) for name in STATISTICS for problem in PROBLEMS]
 BY_HAND = {
     *(("3c3d", "variance"), ("transformer", "diag_ggn drawn"), ("u-net", "clipped_grad")),
-    *(("auto-encoder", "diag_ggn"), ("transformer", "clipped_grad"), ("resnet-18", "variance")),
+    *(("auto-encoder", "diag_ggn"), ("transformer", "clipped_grad")),
 }
 """Cases that are timed beside chunks that are found by hand, in the same process."""
 COLUMNS_BY_HAND, FEWEST = 32, 2
