@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.functorch import TorchDispatchMode, storage
+from invfunc._torch.functorch import TorchDispatchMode, number_of, storage
 from invfunc.errors import ProcessError
 
 
@@ -44,19 +44,19 @@ class Reading(TorchDispatchMode):
 
     def __init__(self, tensors: Sequence[torch.Tensor], bring: Callable[[int], torch.Tensor]) -> None:
         super().__init__()
-        self._places = {storage(x)._cdata: place for place, x in enumerate(tensors)}
+        self._places = {number_of(x): place for place, x in enumerate(tensors)}
         self._bring, self._asked = bring, _Asked(self)
 
     def holds(self, x: torch.Tensor) -> bool:
         """Whether a tensor is one of them, or a view of one."""
-        return storage(x)._cdata in self._places
+        return number_of(x) in self._places
 
     def present(self, x: Any) -> Any:
         """A tree with the numbers of those that are in it."""
         return tree.map_tensors(partial(self._present, {}), x)
 
     def _present(self, brought: dict[int, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        place = self._places.get(storage(x)._cdata)
+        place = self._places.get(number_of(x))
         if place is None:
             return x
         if place not in brought:

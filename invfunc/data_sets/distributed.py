@@ -113,9 +113,8 @@ def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] =
     done wait for the others, and no file is removed before all have the result. In its second sweep, `ekfac` also keeps
     what the first one has brought in this process: all go back to its end if one of them has lost its file.
 
-    DTensors are gathered one by one where an operation reads them, each time, and let go behind it; of what is kept of
-    a parameter, each process keeps its part once a batch has brought it. So none holds all parameters, or all sums of
-    their shape; where that is not so, and what f may not do, is in `notebooks/site/limits.md`.
+    DTensors are gathered one by one where an operation reads them, and let go behind it; of sums each process keeps its
+    part. So none holds all parameters, or all sums like them; `notebooks/site/limits.md` says where that is not so.
 
     Source: Chan, Golub and LeVeque (1979) for variances; torch.distributed.
     """
@@ -210,11 +209,10 @@ class Distributed(Transform):
             identity = partial(identity_of, self.t, args[0], kwargs)
             alike = {"the statistic": options_of(self.t), "each": "gather" if self.gather else "local"}
             keys = [*work.keys.values()]
-            whole, reduce = self.plans is not None, self.t.options.reduce
-            begun = self.part.begun(Asked(args, 1, names, alike, keys, identity, twice(self.t), work.check, whole))
-            work.params, work.rounds = begun.params, begun.rounds
-            if begun.rounds is not None and self.out is None and not begun.course.keeps and reduce is None:
-                work.keep_parts()
+            asked = Asked(args, 1, names, alike, keys, identity, twice(self.t), work.check, self.plans is not None)
+            begun = self.part.begun(asked)
+            parts = self.out is None and self.t.options.reduce is None and not begun.course.keeps
+            work.at(begun.params, begun.rounds, parts)
             with begun.course as course:
                 work.draw_by(course.record.keys, begun.before, begun.counted)
                 begun.told("checkpoint", partial(course.begin, work))

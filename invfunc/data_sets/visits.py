@@ -82,11 +82,13 @@ class Work:
             self.sweep, self.aux = Sweep(self.sweep, partial(dealt, processes)), []
             self.share(through, processes, gather)
 
-    def keep_parts(self) -> None:
-        """Keep no more than a part of what all processes keep of each parameter that is divided among them."""
-        assert self.rounds is not None
-        self.sweep.rounds = self.rounds
-        self.rounds.reductions = [m.quantity.reduction for m in self.t.members or (self.t,)]
+    def at(self, params: Any, rounds: Rounds | None, parts: bool) -> None:
+        """Take these parameters, which `rounds` bring where they are divided; keep `parts` of what is kept of them."""
+        self.params, self.rounds = params, rounds
+        if rounds is None or not parts:
+            return
+        self.sweep.rounds = rounds
+        rounds.reductions = [m.quantity.reduction for m in self.t.members or (self.t,)]
 
     def share(self, through: Callable[[], Any], processes: Processes, gather: bool) -> None:
         own = 0

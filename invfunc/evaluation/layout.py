@@ -56,7 +56,7 @@ def _part(x: torch.Tensor, like: Any, lead: int) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     local, placements = local_part(x, like, lead)
-    shape = (*x.shape[:lead], *like.shape)
+    shape = torch.Size([*x.shape[:lead], *like.shape])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 

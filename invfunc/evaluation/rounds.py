@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import storage, version
+from invfunc._torch.functorch import number_of, version
 from invfunc._torch.reading import Reading
 from invfunc._torch.sharded import gathered, local_part
 from invfunc.errors import ArgumentError, ProcessError
@@ -47,7 +47,7 @@ class Rounds:
         self.processes, self.own, self.places = processes, own, places
         self.reductions: list[Reduction] = []
         """Of each quantity, what adds up what is kept of it."""
-        self._of = {storage(x)._cdata: place for place, x in enumerate(places)}
+        self._of = {number_of(x): place for place, x in enumerate(places)}
         self._reading = Reading(places, self._bring)
         self._before = self._versions()
         self._failed = ""
@@ -74,13 +74,13 @@ class Rounds:
     def takes(self, quantity: int, leaf: torch.Tensor) -> bool:
         """Whether this process keeps its part of what all keep of a parameter."""
         known = quantity < len(self.reductions) and self.reductions[quantity].entrywise
-        return known and storage(leaf)._cdata in self._of
+        return known and number_of(leaf) in self._of
 
     def keep(self, quantity: int, number: int, leaf: torch.Tensor, state: State, n: int) -> None:
         """Give away what was kept of a parameter, the one with a number, and n samples."""
         self._check()
         meta = tree.map_tensors(lambda x: torch.empty_like(x, device="meta"), state)
-        said = Kept(quantity, number, self._of[storage(leaf)._cdata], meta)
+        said = Kept(quantity, number, self._of[number_of(leaf)], meta)
         self._round(said, state)
         self._seen[said.key] += n
         self._check()

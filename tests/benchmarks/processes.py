@@ -30,6 +30,8 @@ SAMPLES, COUNT = 512, 2
 """Of all processes, and how many these are."""
 SECONDS, LEAST = 25, 3
 """A row has no more rounds after so many seconds, unless it has had fewer than these."""
+SECONDS_OF_ALL = 180
+"""After which each row that is left has a single round."""
 FASTER = 1.7
 """How many times faster than one process two are to be, on two idle cores."""
 
@@ -76,7 +78,7 @@ def processes(name: str, options: argparse.Namespace) -> None:
 
 def measured(repeats: int) -> list[dict[str, str]]:
     """The lines of the table, measured by the first process with the others."""
-    problem = _many()
+    problem, began = _many(), time.perf_counter()
     rank, rows = dist.get_rank(), []
     own = slice(rank * SAMPLES // COUNT, (rank + 1) * SAMPLES // COUNT)
     for name, make in ROWS.items():
@@ -86,8 +88,9 @@ def measured(repeats: int) -> list[dict[str, str]]:
         with _counted() as sent:
             result = together()
         if not rank:
+            announce(PROCESSES, name)
             alone()
-        first, second, rounds = _rounds(alone, together, repeats)
+        first, second, rounds = _rounds(alone, together, repeats, began)
         least = _numbers(name, result)
         rows.append(
             {
@@ -103,17 +106,21 @@ def measured(repeats: int) -> list[dict[str, str]]:
     return rows
 
 
-def _rounds(alone: Callable[[], Any], together: Callable[[], Any], repeats: int) -> tuple[float, float, int]:
-    """The median seconds of one process alone and of all together, in turns, and how many turns these were."""
+def _rounds(
+    alone: Callable[[], Any], together: Callable[[], Any], repeats: int, first: float
+) -> tuple[float, float, int]:
+    """The median seconds of one process alone and of all together, in turns, and how many turns these were; the table
+    began with the `first` second."""
     one, all_, began = list[float](), list[float](), time.perf_counter()
     over = torch.zeros(())  # whether the first process, whose time counts, has no more of it
-    while len(all_) < LEAST or (len(all_) < repeats and not over):
+    while not over and len(all_) < repeats:
         dist.barrier()
         if not dist.get_rank():
             one.append(_seconds(alone))
         dist.barrier()
         all_.append(_seconds(together))
-        over.fill_(time.perf_counter() - began > SECONDS)
+        now, enough = time.perf_counter(), len(all_) >= LEAST
+        over.fill_((now - began > SECONDS and enough) or now - first > SECONDS_OF_ALL)
         dist.broadcast(over, 0)
     return median(one or [0.0]), median(all_), len(all_)
 
