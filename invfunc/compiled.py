@@ -91,8 +91,8 @@ def compiled(
     saved nor to be loaded: call it once with arguments of such shapes before, and make that call and the export both
     under `torch.no_grad()`. What is closed over is a constant. A number that is read is asserted, so that a program
     fails on data of which it would be another one. Errors say what a program cannot do: draw random numbers, have
-    derivatives, or shapes that depend on numbers. Results that are objects (`Kronecker`, `NoiseScale`) are none of a
-    program: return their tensors, as `factors`.
+    derivatives, or shapes that depend on numbers. One that gives `Kronecker` or `NoiseScale` is loaded after `import
+    invfunc`; to be without, return their tensors, as `factors` (`strict=True` takes no `Kronecker`).
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
     call takes as long as two (large models) to thirty calls of t, most often six to ten. What is looked at in each

@@ -199,10 +199,17 @@ def broadcast(prefix: Tree, tree: Tree) -> list[Any] | None:
     return found
 
 
-def register(*names: str) -> Callable[[Class], Class]:
+Structure = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
+"""Of a node that is registered: the names of its children, and its other fields."""
+
+
+def register(
+    *names: str, written: Callable[[Structure], str] | None = None, read: Callable[[str], Structure] | None = None
+) -> Callable[[Class], Class]:
     """Makes a frozen dataclass a node: the fields of these names are its children, the others belong to its structure.
 
     None is not a child, as it would be a leaf. Leaves are put in unchecked: torch.func has its own things travel there.
+    Where its structure can be `written` and `read` as text, programs of torch.export that give it can be saved.
     """
 
     def registered(kind: Class) -> Class:
@@ -224,7 +231,15 @@ def register(*names: str) -> Callable[[Class], Class]:
                 object.__setattr__(node, name, value)
             return node
 
-        pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
+        pytree.register_pytree_node(
+            kind,
+            flatten,
+            unflatten,
+            serialized_type_name=None if written is None else f"invfunc.{kind.__name__}",
+            to_dumpable_context=written,
+            from_dumpable_context=read,
+            flatten_with_keys_fn=flatten_with_keys,
+        )
         _NODES[kind] = flatten, unflatten
         return kind
 
@@ -261,6 +276,12 @@ def separate(tree: Tree) -> tuple[list[torch.Tensor], Form]:
     for i in places:
         found[i] = None
     return tensors, Form(structure, tuple(found), places)
+
+
+def register_tuple(kind: Class) -> Class:
+    """Have programs of torch.export that give a tuple with names saved."""
+    pytree._register_namedtuple(kind, serialized_type_name=f"invfunc.{kind.__name__}")
+    return kind
 
 
 def hashable(structure: Any) -> Hashable:

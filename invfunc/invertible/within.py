@@ -45,7 +45,7 @@ def within(steps: Sequence[Step], x: Any, args: tuple, kwargs: dict[str, Any]) -
     return whole(as_one_node, all_blocks)
 
 
-def opened(steps: Sequence[Step]) -> list[Step]:
+def opened(steps: Sequence[tuple[Any, Any]]) -> list[Step]:
     """The steps, with those of chains in place of these."""
     found: list[Step] = []
     for g, p in steps:

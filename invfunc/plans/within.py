@@ -12,6 +12,7 @@ from invfunc._torch.functorch import FakeTensorMode, undispatched
 from invfunc.errors import ReplayError
 from invfunc.plans.calls import CALLS, Calls, rewound
 from invfunc.plans.watch import Watch
+from invfunc.reductions.noise import NoiseScale
 
 _FORMS: list[tree.Form] = []
 """Those of the arguments, in each place where a graph has the operation."""
@@ -69,13 +70,37 @@ def _made_up(calls: Calls, form: tree.Form, tensors: list[torch.Tensor]) -> Any:
             return calls.t(*args, **kwargs)
 
 
-@nonstrict
 def within(number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What the calls of a number give, as one operation, unless the graph is run as it is."""
+    return _named(_within(number, args, kwargs))
+
+
+_NAMED = "NoiseScale"
+
+
+def _plain(result: Any) -> Any:
+    """A result with dicts in place of tuples that have a name, of which torch.compile makes none."""
+    found, structure = tree.named_parts(result, NoiseScale)
+    return tree.unflatten([{_NAMED: tuple(x)} if isinstance(x, NoiseScale) else x for _, x in found], structure)
+
+
+def _named(found: Any) -> Any:
+    """The result again; looked into by the compiler."""
+    if type(found) is tuple:
+        return tuple([_named(x) for x in found])
+    if type(found) is dict and _NAMED in found:
+        return NoiseScale(*found[_NAMED])
+    if type(found) is dict and all(type(x) is dict and _NAMED in x for x in found.values()):
+        return {name: _named(x) for name, x in found.items()}
+    return found
+
+
+@nonstrict
+def _within(number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not torch.compiler.is_compiling():
-        return CALLS[number](args, kwargs)
+        return _plain(CALLS[number](args, kwargs))
     tensors, form = tree.separate((args, kwargs))
     _FORMS.append(form)
     place = len(_FORMS) - 1
     found = torch.ops.invfunc.planned(number, place, tensors)
-    return _RESULTS[place][0].join(found)
+    return _plain(_RESULTS[place][0].join(found))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra.contract import summed
 from invfunc.per_sample import Shares
@@ -17,6 +18,7 @@ Groups = Callable[[str], str | None]
 """From the path of a parameter to the name of its group; None where it is in none."""
 
 
+@tree.register_tuple
 class NoiseScale(NamedTuple):
     """Unbiased estimates of `|E G|^2` and `tr Cov G` for the gradient G of a sample, tensors without dimensions.
 

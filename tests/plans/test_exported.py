@@ -11,6 +11,7 @@ from torch import nn
 
 import invfunc
 from invfunc import compiled, tree
+from invfunc.kronecker.origin import Joint, Origin, read, written
 from invfunc.testing.oracles import assert_trees_close
 from tests.data_sets.test_streamed import linear, losses
 from tests.plans.test_guards import quietly
@@ -132,6 +133,50 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_objects_are_saved_and_loaded_where_they_are_known(data, tmp_path):
+    """In a fresh process, after `import invfunc`; a bias with its weight, too."""
+    params, x, y = data
+    made = {
+        "noise": invfunc.noise_scale(losses),
+        "factors": invfunc.kflr(linear, F.cross_entropy),
+    }
+    for name, t in made.items():
+        c = compiled(t)
+        c(params, x, y)
+        with torch.no_grad():
+            torch.export.save(torch.export.export(Calling(c), (params, x, y), strict=False), tmp_path / f"{name}.pt2")
+    torch.save([(params, x + 1, y), [tree.tensors(t(params, x + 1, y)) for t in made.values()]], tmp_path / "data.pt")
+    code = """
+import torch
+def load(name):
+    return torch.export.load(f"{name}.pt2").module()
+try:
+    load("factors")
+except RuntimeError:
+    pass
+else:
+    raise AssertionError("it is known without invfunc")
+import invfunc
+at, wanted = torch.load("data.pt")
+(grad, noise), factors = load("noise")(*at), load("factors")(*at)
+assert isinstance(noise, invfunc.NoiseScale) and isinstance(factors["w"], invfunc.Kronecker), (noise, factors)
+found = [invfunc.tree.tensors((grad, noise)), invfunc.tree.tensors(factors)]
+assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for f, w in zip(found, wanted) for a, b in zip(f, w, strict=True))
+assert factors["w"].solve(at[0]["w"], damping=1.0).shape == at[0]["w"].shape and "w" in factors["w"].origin.name
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_structure_of_factors_is_written_and_read():
+    whole = Joint("b", torch.Size([2, 3]), (0,), (1,), (1, 1))
+    for origin in (Origin(), Origin("w", 5, 2.0, 1, None, False, whole)):
+        rest = ("groups", ((0,), (1,))), ("shape", torch.Size([2, 3])), ("values", None), ("blocks", (1, 1))
+        structure = ("factors",), (*rest, ("origin", origin))
+        found = read(written(structure))
+        assert found == structure and repr(found) == repr(structure)
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])

@@ -33,6 +33,10 @@ MADE = {
     "diag_ggn": lambda: invfunc.diag_ggn(linear, F.cross_entropy),
     "together": lambda: invfunc.together(invfunc.batch_grad(losses), invfunc.diag_ggn(losses)),
     "chunked": lambda: invfunc.chunked(invfunc.diag_ggn(linear, F.cross_entropy), 2),
+    "noise_scale": lambda: invfunc.noise_scale(losses),
+    "noise_scale of groups": lambda: invfunc.together(
+        invfunc.noise_scale(losses, groups=str), invfunc.variance(losses)
+    ),
 }
 
 
@@ -57,6 +61,15 @@ def test_is_one_operation_of_one_graph(make, data):
         part = [x[:n] for x in args]
         assert_trees_close(ours(at, *part), use(t, at, *part), EXACT)
     assert len(graphs) == 2 and hits(c) == 3
+
+
+def test_names_of_results_are_there(data):
+    params, *args = data
+    c = compiled(invfunc.noise_scale(losses))
+    _, noise = torch.compile(lambda *a: c(*a), fullgraph=True, backend="aot_eager")(params, *args)
+    wanted = invfunc.noise_scale(losses)(params, *args)[1]
+    assert type(noise) is type(wanted)
+    assert_trees_close(noise.scale, wanted.scale, EXACT)
 
 
 def test_products(data):
