@@ -6,7 +6,6 @@ AGAIN = "recomputation invertible"
 REFUSALS = "recomputation/test_straight_refusals.py"
 SPAN = "invertible/test_span.py"
 STRAIGHT = "recomputation/test_straight_modules.py"
-FOUND = "pairs/test_automatic.py::"
 GATHERED = "recomputation/test_gathered.py"
 LATER = "recomputation/test_straight_later.py"
 
@@ -204,7 +203,7 @@ BLOCKS = [
         "pairs/automatic/graph.py",
         "    if written:\n        refuse(",
         "    if False:\n        refuse(",
-        FOUND + "TestNumbers",
+        "pairs/test_automatic_refusals.py::TestNumbers",
     ),
     Fault(
         "a function that writes a list is taken for one that computes",
