@@ -396,13 +396,6 @@ BLOCKS = [
         f"{GATHERED}::TestWrong::test_inverses_are_errors_that_name_the_block {GATHERED}",
     ),
     Fault(
-        "the size of all entries stands for that of most",
-        "recomputation/gathered.py",
-        "entries.abs().median(1).values",
-        "entries.abs().amax(1)",
-        f"{GATHERED}::test_small_entries_beside_large_ones {GATHERED}",
-    ),
-    Fault(
         "a carried sum is compared by its own size",
         "recomputation/slots.py",
         "return (*self.kept, len(xs) - 1) if summed else self.kept",
