@@ -218,7 +218,7 @@ PROBED, PROBED_SAVED = 64, 8
 """Entries up to which all of x, and of what autograd saves, are compared; of a larger tensor, so many."""
 
 GATHERED = 2**15
-"""Numbers of tensors of x that are held to be looked at together, where they are so small that 16 fit: a limit of memory.
+"""Numbers of tensors of x that are held to be looked at together, if they are so small that 16 fit: a limit of memory.
 Here one of 2^10 numbers takes some 5 us so, and some 45 us by itself, as long as two products of the block."""
 
 MERGED = 2**16

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
+from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch.autograd import forward_ad
 
@@ -81,10 +82,10 @@ class saving:
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+        _autograd._push_saved_tensors_default_hooks(*self._hooks)
 
     def __exit__(self, *args: object) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        _autograd._pop_saved_tensors_default_hooks()
         torch._C._set_grad_enabled(self._before)
 
 

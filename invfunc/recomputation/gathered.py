@@ -219,8 +219,8 @@ def beside(gathered: Gathered, rows: list[int], tensors: list[torch.Tensor]) -> 
     if then.sums is not None and now.sums is not None:
         of_sums = _relative((now.sums - then.sums[at]).abs(), then.sizes[at])
         errors, bounds = torch.maximum(errors, of_sums), torch.maximum(bounds, 2 * of_sums)
-    numbers = torch.stack([errors, bounds]).tolist()
-    return _Beside(gathered, then, now, *numbers, precision([entries.dtype]) ** 0.5)
+    most = precision([entries.dtype]) ** 0.5
+    return _Beside(gathered, then, now, errors.tolist(), bounds.tolist(), most)
 
 
 def _relative(apart: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

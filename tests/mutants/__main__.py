@@ -20,12 +20,13 @@ from tests.mutants.distributed import DISTRIBUTED
 from tests.mutants.fault import Fault, Outcome, Search, copied, run, tests
 from tests.mutants.graphs import GRAPHS
 from tests.mutants.operations import OPERATIONS
+from tests.mutants.pairs import PAIRS_AND_LAYERS
 from tests.mutants.plans import PLANS
 from tests.mutants.statistics import STATISTICS
 from tests.mutants.streamed import STREAMED
 from tests.mutants.transforms import TRANSFORMS
 
-FAULTS = [*STATISTICS, *OPERATIONS, *TRANSFORMS, *BLOCKS, *STREAMED, *DISTRIBUTED, *PLANS, *GRAPHS]
+FAULTS = [*STATISTICS, *OPERATIONS, *TRANSFORMS, *PAIRS_AND_LAYERS, *BLOCKS, *STREAMED, *DISTRIBUTED, *PLANS, *GRAPHS]
 
 
 def outcomes(faults: list[Fault], search: Search, processes: int) -> Iterator[Outcome]:

@@ -23,7 +23,7 @@ from invfunc import (
     invertible_checkpoint,
 )
 from invfunc.recomputation.purity import NotShown, Purity
-from tests.recomputation.test_straight import WATCHED, assert_close, straight
+from tests.recomputation.straight_cases import WATCHED, assert_close, straight
 from tests.strategies import Numbers
 
 X = tuple(Numbers(3)(2, 4, 3))

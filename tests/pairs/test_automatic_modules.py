@@ -1,0 +1,286 @@
+"""Inverses that are found of modules: RevNets, flows, attention, recurrent layers; their gradients and their memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, hessian
+
+from invfunc import (
+    additive_coupling,
+    grad_and_variance,
+    invertible_checkpoint,
+    tree,
+)
+from invfunc.testing import assert_trees_close
+from tests.meter import Meter, nothing_collected
+from tests.pairs.test_automatic import EXACT, additive, slopes, total
+from tests.strategies import Numbers
+
+# Real blocks
+
+
+class Bottleneck(nn.Module):
+    """That of a RevNet."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.F, self.G = self.branch(width), self.branch(width)
+
+    def branch(self, width: int) -> nn.Module:
+        half = width // 2
+        layers = [nn.Conv2d(width, half, 1, bias=False), nn.BatchNorm2d(half), nn.ReLU(inplace=True)]
+        layers += [nn.Conv2d(half, half, 3, padding=1, bias=False), nn.BatchNorm2d(half), nn.ReLU(inplace=True)]
+        return nn.Sequential(*layers, nn.Conv2d(half, width, 1))
+
+    def forward(self, x):
+        a, b = x
+        a = a + self.F(b)
+        b = b + self.G(a)
+        return a, b
+
+
+class Reversible(nn.Module):
+    """A transformer block on two streams, as a Reformer's."""
+
+    def __init__(self, width: int, p: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.attention = nn.MultiheadAttention(width, 2, dropout=p, batch_first=True)
+        wide = [nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(p), nn.Linear(2 * width, width), nn.Dropout(p)]
+        self.mlp = nn.Sequential(*wide)
+
+    def forward(self, x):
+        a, b = x
+        h = self.norms[0](b)
+        a = a + self.attention(h, h, h, need_weights=False)[0]
+        return a, b + self.mlp(self.norms[1](a))
+
+
+class FlowStep(nn.Module):
+    """Scales, a Real NVP coupling of one tensor, and the halves change places."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left = width // 2
+        self.log = nn.Parameter(torch.randn(width) / 10)
+        self.net = nn.Sequential(nn.Linear(width - self.left, 8), nn.Tanh(), nn.Linear(8, 2 * self.left))
+
+    def forward(self, x):
+        x = x * self.log.exp()
+        a, b = x[..., : self.left], x[..., self.left :]
+        t, s = self.net(b).chunk(2, -1)
+        return torch.cat([b, (a + t) * torch.tanh(s).exp()], -1).flip(-1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, 2, dropout=0.4, batch_first=True)
+
+    def forward(self, x):
+        a = x[0] + self.lstm(x[1])[0]
+        return a, x[1] + a.sin()
+
+
+class Checkpoints(nn.Module):
+    def __init__(self, block: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.block = block
+        self.g = invertible_checkpoint(block, **options)
+
+    def forward(self, x):
+        return self.g(x)
+
+
+def states_of_bn(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            nn.init.uniform_(layer.running_var, 0.5, 2)  # type: ignore[arg-type]
+
+
+def blocks() -> dict[str, tuple[nn.Module, Any]]:
+    torch.manual_seed(0)
+    rand = Numbers()
+    image, words = (rand(2, 4, 5, 5), rand(2, 4, 5, 5)), (rand(2, 5, 4), rand(2, 5, 4))
+    made = {
+        "bottleneck, eval": (Bottleneck(4).eval(), image),
+        "bottleneck, train": (Bottleneck(4), image),
+        "attention": (Reversible(4, 0.0), words),
+        "attention, dropout": (Reversible(4, 0.3), words),
+        "flow step": (FlowStep(5), rand(3, 5)),
+        "lstm, dropout": (Recurrent(), words),
+    }
+    for module, _ in made.values():
+        states_of_bn(module.double())
+    return made
+
+
+BLOCKS = blocks()
+of_each = pytest.mark.parametrize("name", BLOCKS)
+
+
+class TestModules:
+    @of_each
+    def test_have_the_gradients_of_the_module(self, name):
+        module, x = BLOCKS[name]
+        plain, block = copy.deepcopy(module), Checkpoints(copy.deepcopy(module), check="error")
+        assert_trees_close(slopes(block, x, depth=3), slopes(plain, x, depth=3), rtol=1e-8)
+        assert_trees_close(block.block.state_dict(), plain.state_dict(), rtol=EXACT)
+
+    @of_each
+    def test_under_functional_call(self, name):
+        module, x = BLOCKS[name]
+        if "train" in name:
+            module = copy.deepcopy(module).eval()
+
+        def slope(net, prefix):
+            torch.manual_seed(0)
+            params = {prefix + k: p.detach() * 1.5 for k, p in module.named_parameters()}
+            found = grad(lambda p: total(functional_call(net, p, (functional_call(net, p, (x,)),))))(params)
+            return list(found.values())
+
+        block = Checkpoints(copy.deepcopy(module), check="error")
+        assert_trees_close(slope(block, "block."), slope(copy.deepcopy(module), ""), rtol=1e-8)
+
+    def test_go_with_what_holds_them(self):
+        module, x = BLOCKS["flow step"]
+        block = Checkpoints(copy.deepcopy(module))
+        y = block(x)
+        other = copy.deepcopy(block)
+        with torch.no_grad():
+            other.get_parameter("block.log").add_(1)
+        assert torch.equal(block(x), y) and not torch.allclose(other(x), y)
+        assert_trees_close(slopes(other, x), slopes(other.block, x), rtol=1e-8)
+
+    def test_statistics_and_second_derivatives(self):
+        rand = Numbers()
+        x, w = (rand(5, 4), rand(5, 4)), (rand(4, 4), rand(4, 4))
+        g = invertible_checkpoint(additive)
+
+        def losses(f):
+            return lambda w, a, b: torch.stack([t.sin().sum(-1) for t in f(f((a, b), w), w)]).sum(0)
+
+        assert_trees_close(grad_and_variance(losses(g))(w, *x), grad_and_variance(losses(additive))(w, *x), rtol=1e-8)
+        assert_trees_close(
+            hessian(lambda w: losses(g)(w, *x).sum())(w), hessian(lambda w: losses(additive)(w, *x).sum())(w), rtol=1e-8
+        )
+
+    def test_autocast(self):
+        module, x = copy.deepcopy(BLOCKS["attention"][0]).float(), (torch.randn(2, 5, 4), torch.randn(2, 5, 4))
+        with torch.autocast("cpu", torch.bfloat16):
+            (_, found), (_, plain) = slopes(Checkpoints(module), x), slopes(module, x)
+        assert_trees_close(found, plain, rtol=0.03)
+
+
+def peak_of(block: Callable, x: Any, depth: int) -> int:
+    with Meter() as meter:
+        y = tree.map_tensors(torch.clone, x)
+        for _ in range(depth):
+            y = block(y)
+        total(y).backward()
+    return meter.peak()
+
+
+class TestMemory:
+    def test_is_flat_over_the_depth_and_nothing_is_left_to_the_garbage_collector(self):
+        w = (torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True))
+        g, x = invertible_checkpoint(additive), (torch.randn(1024, 4), torch.randn(1024, 4))
+        with nothing_collected():
+            peaks = [peak_of(lambda y: g(y, w), x, depth) for depth in (1, 5, 15)]
+        assert peaks[2] == peaks[1] and peaks[2] < peak_of(lambda y: additive(y, w), x, 15) / 3
+
+    @pytest.mark.parametrize("name", ["bottleneck, eval", "bottleneck, train", "attention, dropout", "flow step"])
+    def test_of_modules_is_flat(self, name):
+        module, x = (
+            copy.deepcopy(BLOCKS[name][0]),
+            tree.map_tensors(lambda t: t.repeat(16, *[1] * (t.dim() - 1)), BLOCKS[name][1]),
+        )
+        g = invertible_checkpoint(module, check="off")
+        peak_of(g, x, 1)
+        shallow, deep = peak_of(g, x, 3), peak_of(g, x, 9)
+        assert deep < 1.05 * shallow + 60_000 and deep < peak_of(module, x, 9) / 1.5
+
+
+# Attention of a coupling
+
+
+class Attention(nn.Module):
+    """What one stream of a Reformer says of itself, to be added to the other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, b):
+        heads = self.into(self.norm(b)).unflatten(-1, (3, 2, -1)).movedim(-3, 0).transpose(-3, -2)
+        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(-3, -2).flatten(-2))
+
+
+class Reformer(nn.Module):
+    """Words to logits of the next ones; its streams are the halves of one tensor."""
+
+    def __init__(self, depth: int, made: Callable) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.attentions = nn.ModuleList(Attention(4) for _ in range(depth))
+        norms = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)) for _ in range(depth)]
+        self.mlps = nn.ModuleList(norms)
+        self.blocks = [made(F, G) for F, G in zip(self.attentions, self.mlps, strict=True)]
+
+    def forward(self, words):
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def found_block(attention: nn.Module, mlp: nn.Module) -> Callable:
+    def block(x):
+        a, b = x.chunk(2, -1)
+        a = a + attention(b)
+        return torch.cat([a, b + mlp(a)], -1)
+
+    return invertible_checkpoint(block)
+
+
+REFORMERS = {
+    "coupling": lambda F, G: invertible_checkpoint(additive_coupling(F, G, split_dim=-1)),
+    "found": found_block,
+    "plain": lambda F, G: additive_coupling(F, G, split_dim=-1),
+}
+
+
+class TestReformer:
+    def model(self, depth: int, made: str) -> Reformer:
+        torch.manual_seed(0)
+        return Reformer(depth, REFORMERS[made]).double()
+
+    def loss(self, model: Reformer, samples: int = 3) -> torch.Tensor:
+        words = torch.randint(11, (samples, 10), generator=torch.Generator().manual_seed(0))
+        return F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+    @pytest.mark.parametrize("made", ["coupling", "found"])
+    def test_gradients_are_those_of_the_plain_model(self, made):
+        models = self.model(4, made), self.model(4, "plain")
+        found, plain = (torch.autograd.grad(self.loss(m), [*m.parameters()]) for m in models)
+        assert_trees_close(found, plain, rtol=1e-9)
+
+    @pytest.mark.parametrize("made", ["coupling", "found"])
+    def test_memory_is_flat(self, made):
+        def peak(depth, made):
+            model = self.model(depth, made)
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            self.loss(model).backward()
+            with Meter() as meter:
+                self.loss(model, 64).backward()
+            return meter.peak()
+
+        assert peak(9, made) < 1.05 * peak(3, made) and peak(9, made) < peak(9, "plain") / 3
