@@ -131,6 +131,12 @@ def test_norms_of_what_is_read_at_several_tokens(repeated):
     assert_trees_close(make(params, x), {name: torch.stack([g[name] for g in each]) for name in params}, 1e-9)
 
 
+def test_a_parameter_that_is_an_expanded_view_itself():
+    p, x = torch.ones(1, 2).expand(3, 2), torch.arange(6.0).reshape(3, 2)
+    found = invfunc.batch_grad(lambda p, x: (p * x).sum(1))(p, x)
+    assert torch.equal(found, torch.eye(3)[:, :, None] * x)
+
+
 def test_positions_of_patches_of_an_image_lie_where_these_do():
     rand = Numbers(1)
 
