@@ -144,7 +144,7 @@ class ParameterUses(Provenance):
 
     def _paired(self, axis: Axis | None, k: int, x: torch.Tensor) -> Axis | None:
         """The sample axis of the k-th parameter that a call reads, also where the only sample has all of it."""
-        at, size = (len(self.calls), k), x.numel() // self.n
+        at, size = (len(self.calls), k), x.numel() // max(1, self.n)
         if axis is not None and self.n > 1:
             self.repeated[at] = size
         return Axis(None) if axis is None and self.n == 1 and self.beforehand.repeated.get(at) == size else axis
@@ -153,7 +153,9 @@ class ParameterUses(Provenance):
         """A parameter with an entry for each sample, as it is used; where all are one entry in memory, that one."""
         tag = self.tag(x)
         assert isinstance(tag, Derived)
-        if axis.dim is not None and not (axis.regular and x.stride(axis.dim) == 0):
+        same = axis.dim is not None and axis.regular and x.stride(axis.dim) == 0
+        same = same and all(_apart(self.entered[i]) for i in tag.leaves)  # else that may be how the caller gave them
+        if axis.dim is not None and not same:
             return x, tag, factors.aligned(axis, x, self.n)
         one, once = x if axis.dim is None else x.narrow(axis.dim, 0, 1), tag.selected
         if tag.picked and len(tag.leaves) == 1:

@@ -125,21 +125,18 @@ def _exact_row(name: str, time: Goal) -> Row:
     return Row(name, _without_func(name), time, Goal(1, of_backpack), slow=True)
 
 
-def _large_rows(func: bool, limits: dict[str, float]) -> list[Row]:
-    """Rows of a network of the size that people train, with the way over all shares beside where it says most."""
-    beside = {*_BESIDE} if func else set()
-    return [
-        Row(
-            row.name,
-            {peer: build for peer, build in row.peers.items() if peer == OURS or (peer == FUNC and row.name in beside)},
-            row.time,
-            slow=True,
-        )
-        for row in _rows(limits)
-    ]
-
-
 _BESIDE = "batch_grad", "sum_grad_squared", "clipped_grad"
+
+
+def _large_rows(limits: dict[str, float]) -> list[Row]:
+    """Rows of a network of the size that people train, with `vmap(grad)` beside some of them."""
+
+    def peers(row: Row) -> dict[str, Peer]:
+        shown = (OURS, FUNC) if row.name in _BESIDE else (OURS,)
+        return {peer: build for peer, build in row.peers.items() if peer in shown}
+
+    return [Row(row.name, peers(row), row.time, slow=True) for row in _rows(limits)]
+
 
 BEHIND = 5
 """How many milliseconds a statistic of shares may be slower than `vmap(grad)`."""
@@ -251,7 +248,6 @@ TABLES = {
         "statistics of ResNet-18 with 11 million parameters, 3x32x32, N = 16, batch norms in eval mode",
         resnet_18,
         _large_rows(
-            True,
             {
                 "batch_l2_grad": 1.2,
                 "sum_grad_squared": 1.5,
@@ -272,7 +268,6 @@ TABLES = {
         "statistics of a GPT of 4 layers, d = 256, 128 places, 1000 words, N = 8",
         gpt,
         _large_rows(
-            True,
             {
                 "batch_l2_grad": 1.1,
                 "sum_grad_squared": 1.15,
