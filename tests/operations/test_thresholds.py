@@ -101,8 +101,8 @@ def assert_all(called: str, kind: torch.dtype, way: Any = lambda t: t) -> None:
 
 
 class TestTheFile:
-    OTHERS = {"_GROWTH", "_PASSES", "_ORDINARY", "_MOST", "BLOCK", "SMALL", "HEAP"}
-    """Two tolerances, how many backward passes that failed and states of generators are remembered, two sizes of
+    OTHERS = {"_GROWTH", "_PASSES", "_ORDINARY", "_MOST", "BLOCK", "SMALL", "COLOURS", "HEAP"}
+    """Two tolerances, how many backward passes that failed and states of generators are remembered, three sizes of
     oneDNN's own, and one of the heap's."""
 
     def test_every_threshold_has_two_sides(self):
