@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import dispatched, transforming
+from invfunc._torch.functorch import dispatched, storage_of, transforming
 from invfunc.budget.fingerprint import fingerprint
 from invfunc.budget.footprint import BY_HAND, OF_PYTHON, RESERVE, Footprint, certain, footprint, unpredictable, warmed
 from invfunc.budget.search import Chunks, Measured, Trial, least, search
 from invfunc.budget.size import given_back, in_bytes, resident, told
 from invfunc.callables import describe
-from invfunc.errors import ArgumentError, ArgumentTypeError, BudgetError, InvFuncError
+from invfunc.errors import ArgumentError, BudgetError, InvFuncError
 from invfunc.plan import AxisName
+from invfunc.plans.key import call_of, signature
+from invfunc.plans.watch import Watch
 from invfunc.recording.problem import batch_dims, batch_size
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
@@ -33,6 +37,39 @@ VARIES = 2**20
 _ORDER: tuple[AxisName, ...] = ("samples", "outputs", "params")
 
 
+@dataclass(eq=False)
+class Fingerprints:
+    """Those of calls, which are known without a look as long as f reads what it has read."""
+
+    _known: OrderedDict[Hashable, tuple[Watch, list[Hashable], Hashable]] = field(default_factory=OrderedDict)
+
+    def __reduce__(self) -> tuple:
+        return Fingerprints, ()  # what f reads is in this process
+
+    def of(self, f: Callable, args: tuple, kwargs: dict[str, Any], look: Callable[[], Hashable | None]) -> Hashable:
+        """The fingerprint of a call; None if there is none."""
+        call = call_of(args, kwargs)
+        if call.why:
+            return look()
+        if call.key in self._known:
+            watch, signatures, found = self._known[call.key]
+            if not watch.changed() and _signatures(watch) == signatures:
+                return found
+        watch = Watch([f, *call.watched])
+        found, signatures = look(), _signatures(watch)
+        self._known.pop(call.key, None)
+        if found is not None and not watch.unseen and not watch.changed():
+            self._known[call.key] = watch, signatures, found
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        return found
+
+
+def _signatures(watch: Watch) -> list[Hashable]:
+    """What is known of the tensors that a function reads, beside their numbers."""
+    return [None if (x := held()) is None else (storage_of(x), signature(x)) for held in watch.tensors.values()]
+
+
 @dataclass(frozen=True, repr=False)
 class Budgeted(Transform):
     """A function in the chunks that its arguments ask for."""
@@ -48,7 +85,8 @@ class Budgeted(Transform):
     """What was chosen for which calls, by what f did in them, and the budget then; no tensors."""
     trials: dict[Any, dict[tuple, Footprint | None]] = field(default_factory=dict, compare=False)
     """What the same calls take with some chunks, which does not depend on the budget."""
-    outermost = True  # what is around it would have memory of its own
+    fingerprints: Fingerprints = field(default_factory=Fingerprints, compare=False)
+    outermost = budgeted = True  # what is around it would have memory of its own
 
     def __repr__(self) -> str:
         return f"chunked({describe(self.f)}, {self.text})"
@@ -72,7 +110,8 @@ class Budgeted(Transform):
         _check(args, kwargs)
         drawn = [d.generator for d in self.f.drawings] if isinstance(self.f, Statistic) else []
         before = resident()
-        budget, same = in_bytes(self.size), fingerprint(self._plainly, args, kwargs, drawn)
+        look = partial(fingerprint, self._plainly, args, kwargs, drawn)
+        budget, same = in_bytes(self.size), self.fingerprints.of(self.f, args, kwargs, look)
         chosen, of = self.choices.get(same, (None, 0))
         if chosen is not None and _promised(chosen) <= budget <= CLOSE * of:
             return chosen, budget
@@ -139,15 +178,6 @@ class BudgetedStatistic(Budgeted):
         found, budget = self.fitting(args, kwargs, names)
         why = f"{_spelled(found.chunks)}, at most {told(_promised(found))} of {told(budget)}"
         return replace(self.make(found.chunks, False).explanation(args, kwargs, names), name=repr(self), why=why)
-
-
-def check_no_budget(name: str, t: Any) -> None:
-    """Check that t is in no chunks of its own choice, where what it is for adds its results up."""
-    if isinstance(t, Budgeted):
-        raise ArgumentTypeError(
-            f"{name}({t!r}): a budget covers one call alone; what is done with its results around it would come "
-            "on top. Give the number of chunks, as in chunked(t, n)."
-        )
 
 
 def _evaluated(t: Statistic, args: tuple, kwargs: dict[str, Any]) -> Any:

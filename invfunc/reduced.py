@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from invfunc.budgeted import check_no_budget
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.statistic import Statistic
+from invfunc.transform import check_no_budget
 
 
 def reduced(t: Statistic, fn: Callable) -> Statistic:

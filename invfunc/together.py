@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from invfunc.budgeted import check_no_budget
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plan import Options
 from invfunc.statistic import Statistic
+from invfunc.transform import check_no_budget
 
 _SHARED = ("f", "loss", "argnums", "in_dims", "out_dims", "has_aux", "samples", "others")
 

@@ -130,6 +130,8 @@ class Transform(ABC):
     """What else is the caller's, beside the arguments."""
     outermost: bool = False
     """Whether no part of what it gives is computed by itself: `chunked` comes inside of it."""
+    budgeted: bool = False
+    """Whether it chooses its chunks by the memory that one call may take."""
 
     def __init_subclass__(cls) -> None:
         shown(cls)
@@ -278,3 +280,12 @@ def told(error: InvFuncError, call: str) -> InvFuncError:
     said.__dict__.update(error.__dict__)
     said.told = True
     return said
+
+
+def check_no_budget(name: str, t: Any) -> None:
+    """Check that t is in no chunks of its own choice, where what it is for adds its results up."""
+    if isinstance(t, Transform) and t.budgeted:
+        raise ArgumentTypeError(
+            f"{name}({t!r}): a budget covers one call alone; what is done with its results around it would come "
+            "on top. Give the number of chunks, as in chunked(t, n)."
+        )

@@ -11,7 +11,6 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.sharded import sharded
-from invfunc.budgeted import check_no_budget
 from invfunc.callables import describe
 from invfunc.compiled import Compiled, opened
 from invfunc.data_sets.part import Asked, Begun, Part
@@ -28,7 +27,7 @@ from invfunc.products.streamed import identity_of as identity_of_product
 from invfunc.recording.problem import InDims
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
-from invfunc.transform import Transform
+from invfunc.transform import Transform, check_no_budget
 
 
 @overload

@@ -8,7 +8,6 @@ from typing import Any, overload
 
 import torch
 
-from invfunc.budgeted import check_no_budget
 from invfunc.callables import describe
 from invfunc.compiled import Compiled, opened
 from invfunc.data_sets.tiled import Tiled
@@ -23,7 +22,7 @@ from invfunc.products.product import Product
 from invfunc.products.streamed import StreamedProduct
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
-from invfunc.transform import Transform
+from invfunc.transform import Transform, check_no_budget
 
 
 @overload
