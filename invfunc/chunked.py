@@ -103,7 +103,8 @@ def chunked(
     guessed. A run that is over the budget ends there; of another, chunks that do the same are counted once, so that it
     takes about as long as some small calls. The function that is returned keeps what was chosen (make it once, outside
     of a loop) for calls with arguments of the same sizes in which f and its gradient do the same, operation by
-    operation, which takes about three small calls of f to see; `explain` tells what it is. Where numbers decide what is
+    operation, which is looked at again (it takes about three small calls of f) where something is another that f reads
+    beside its arguments, as far as `compiled` sees it; `explain` tells what it is. Where numbers decide what is
     done (a mask, a branch), it is an error. Counted is what tensors and kernels take, with a margin of 2 % and 0.25
     MiB, and 4 MiB in reserve for what libraries load and keep when a call is the first of its kind: code, buffers of
     kernels, objects of Python. `chunked` itself loads most of that, once in a process, which takes two to three

@@ -215,6 +215,27 @@ class TestChoices:
         within({name: 2 * w for name, w in p.items()}, x + 1, y)
         assert len(predicted) == before > 0
 
+    @pytest.mark.parametrize("what", ["", "list", "memory", "number"])
+    def test_need_no_look_at_f_while_it_reads_the_same(self, monkeypatch, what):
+        looks, own = [], budgeted.fingerprint
+        monkeypatch.setattr("invfunc.budgeted.fingerprint", lambda *args: looks.append(1) or own(*args))
+        closed, some, read = torch.ones(1), [1.0], [2]
+        within = chunked(
+            invfunc.variance(lambda p, x, y: loss(p, x, y) * closed.sum() * some[0] * read[0]), memory="1GiB"
+        )
+        within(*given())
+        within(*given())
+        assert len(looks) == 1
+        if what == "list":
+            some[0] = 3.0
+        if what == "memory":
+            closed.data = torch.ones(2**10)
+        if what == "number":
+            read[0] = 3
+        found = within(*given())
+        assert len(looks) == 1 + bool(what)
+        assert_trees_close(found, within.f(*given()), 1e-10)
+
     @pytest.mark.parametrize("what", ["samples", "dtype", "gradient", "strides", "grad mode", "closure", "module"])
     def test_are_made_anew_where_more_may_be_taken(self, predicted, what):
         wide, net = [False], nn.Dropout(0.0).eval()
