@@ -201,14 +201,14 @@ DISTRIBUTED = [
     ),
     Fault(
         "the placements of a block product do not know that vectors come in front",
-        "evaluation/layout.py",
+        "_torch/sharded.py",
         "return type(placement)(placement.dim + lead, **options)",
         "return placement",
         ALL,
     ),
     Fault(
         "a part of a result keeps the whole alive",
-        "evaluation/layout.py",
+        "_torch/sharded.py",
         "own.to_local().clone()",
         "own.to_local()",
         ALL,
@@ -223,8 +223,8 @@ DISTRIBUTED = [
     Fault(
         "a mesh may have other processes than the group",
         "evaluation/layout.py",
-        "    _check_meshes(processes, each)\n",
-        "",
+        "    _check_meshes(processes, each)\n    said = dict",
+        "    said = dict",
         FAULTS,
     ),
     Fault(
