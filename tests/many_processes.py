@@ -291,6 +291,10 @@ def scaled(params: Any) -> float:
     return float(np.asarray(w).sum() + w.numpy().max() + w.tolist()[0][0] + len(f"{w[0, 0]}") / 10)
 
 
+def hidden(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x @ w).tanh()
+
+
 def some(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Losses that the weights have no part in, in some batches."""
     return losses(params, x, y) if x.ndim == 2 else x.flatten(1).sum(1) * params["b"].square().sum()
@@ -320,6 +324,11 @@ def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
         "numbers outside of torch",
         lambda around: around(invfunc.variance(lambda p, *args: losses(p, *args) * scaled(p))),
     )
+    scripted = torch.jit.script(hidden)
+    t = invfunc.diag_ggn(
+        lambda p, x, y: F.cross_entropy(x @ p["w"] + scripted(p["w"].detach(), x), y, reduction="none")
+    )
+    compare("what torch.jit reads", lambda around: around(t))
     with_aux = distributed(invfunc.variance(lambda p, *args: (losses(p, *args), p["w"].T), has_aux=True))
     if not torch.equal(with_aux(placed, *own)[1], params["w"].T):
         wrong.append("aux that is a parameter")

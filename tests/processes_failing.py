@@ -183,6 +183,10 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
         params["w"].data_ptr()
         return losses(params, x, y)
 
+    def clamped(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        params["w"].data.clamp_(min=0)
+        return losses(params, x, y)
+
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
     twice, replicas = placed(Shard(0)), placed(Replicate())
     parts, written = (placed(Shard(0), params["w"][2 * rank :][:2].clone()) for _ in range(2))
@@ -197,6 +201,7 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
         "f fails beside parts": lambda: distributed(invfunc.variance(fails))(parts, x, y),
         "the loader fails beside parts": lambda: distributed(streamed(OF))(parts, lambda: late(x, y)),
         "written beside parts": lambda: distributed(streamed(OF))(written, lambda: writing(written["w"])),
+        "written by f": lambda: distributed(invfunc.variance(clamped))(parts, x, y),
         "the memory of a part": lambda: distributed(invfunc.variance(kernel))(parts, x, y),
     }
 

@@ -10,8 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.functorch import TorchDispatchMode, number_of, storage
-from invfunc.errors import ProcessError
+from invfunc._torch.functorch import TorchDispatchMode, number_of, storage, unwatched
+from invfunc.errors import ArgumentError, ProcessError
 
 
 def absent(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -64,8 +64,14 @@ class Reading(TorchDispatchMode):
         return x.new_empty(0).set_(storage(brought[place]), x.storage_offset(), x.shape, x.stride())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self.present((args, kwargs or {})) if _reads(func) else (args, kwargs or {})
-        return func(*args, **kwargs)
+        if any(self.holds(x) for x in tree.tensors((_written(func, args, kwargs or {}),))):
+            raise ArgumentError(
+                "f writes into a parameter in place, of which this process has a part only. Write into a copy, as "
+                "p.clone(), or before the call."
+            )
+        with unwatched():  # what brings numbers is not f's, also where it is torch.jit that calls
+            args, kwargs = self.present((args, kwargs or {})) if _reads(func) else (args, kwargs or {})
+            return func(*args, **kwargs)
 
     def __enter__(self) -> Any:
         self._asked.__enter__()
@@ -107,3 +113,17 @@ def _reads(func: Any) -> bool:
     name = schema.name.removeprefix("aten::")
     views = any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
     return not (views or name.startswith("new_") or name.endswith("_like"))
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes into."""
+    given = [*args, *kwargs.values()]
+    return [given[k] for k in _places_written(func, len(args), tuple(kwargs))]
+
+
+@cache
+def _places_written(func: Any, positional: int, names: tuple[str, ...]) -> list[int]:
+    known = getattr(getattr(func, "_schema", None), "arguments", [])
+    written = {a.name for a in known if a.alias_info is not None and a.alias_info.is_write}
+    given = [*(a.name for a in known[:positional]), *names]
+    return [k for k, name in enumerate(given) if name in written]

@@ -115,7 +115,7 @@ class Engine:
         try:
             with self.scope:
                 whole, part = (self._batch_alone(slice(0, k)) for k in (n, half))
-        except Exception:  # of f that cannot be run on half of a batch, or draws: there is nothing to compare
+        except (Exception, Drew):  # of f that cannot be run on half of a batch, or draws: nothing to compare
             return
         check_fewer(self.problem, whole, part)
 

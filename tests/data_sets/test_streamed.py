@@ -188,6 +188,18 @@ class TestScale:
         assert error.value.__notes__ == ["This is batch 0 of the loader."]
 
 
+def test_losses_that_draw_are_not_compared_with_those_of_half_a_batch(data):
+    def f(params, x, y):
+        return F.cross_entropy(F.dropout(linear(params, x)), y, reduction="none")
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        found = streamed(invfunc.sum_grad_squared(f))(data[0], batches([4], *data[1:]))
+        torch.manual_seed(0)
+        first, second = (invfunc.sum_grad_squared(f)(data[0], *batch) for batch in batches([4], *data[1:]))
+    assert_trees_close(found, {name: first[name] + second[name] for name in first}, EXACT)
+
+
 class TestOtherOutputs:
     """Those of the samples of one batch are other ones than those of another, as sequences of other lengths."""
 

@@ -207,6 +207,20 @@ DISTRIBUTED = [
         ALL,
     ),
     Fault(
+        "f writes into what is brought and gone",
+        "_torch/reading.py",
+        "if any(self.holds(x)",
+        "if False and any(self.holds(x)",
+        FAULTS,
+    ),
+    Fault(
+        "what torch.jit calls is seen with the numbers that it gets",
+        "_torch/reading.py",
+        "            return func(*args, **kwargs)\n",
+        "        return func(*args, **kwargs)\n",
+        PARTS,
+    ),
+    Fault(
         "a part of a result keeps the whole alive",
         "_torch/sharded.py",
         "own.to_local().clone()",
