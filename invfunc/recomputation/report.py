@@ -118,7 +118,7 @@ class Report:
         before: Error,
         dtypes: Sequence[torch.dtype],
         more: Callable[[], Iterable[torch.dtype]],
-        evidence: Callable[[], Evidence],
+        evidence: Callable[[], Evidence | None],
     ) -> Callable[[], None] | None:
         """What is to be told of a comparison, where anything is.
 
@@ -174,7 +174,7 @@ class Report:
         error: float,
         before: float,
         dtypes: Iterable[torch.dtype],
-        evidence: Callable[[], Evidence] | None,
+        evidence: Callable[[], Evidence | None] | None,
     ) -> Callable[[], None]:
         most = self.tolerated(dtypes)
         if error <= most or (self.known.inexact and self.is_small(error, most)):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
@@ -25,11 +25,12 @@ from types import EllipsisType
 import torch
 
 from invfunc._torch.functorch import saving_hooks, version
-from invfunc.errors import ModifiedError
+from invfunc.errors import InvFuncError, ModifiedError
 from invfunc.pairs.log_det import carries_a_sum
 from invfunc.recomputation.gathered import Glance, glanced, settle
 from invfunc.recomputation.noted import block_of, note, slot_of
 from invfunc.recomputation.probe import Comparison, Probe, probed
+from invfunc.recomputation.released import release, told_of
 from invfunc.recomputation.report import Evidence, Report
 from invfunc.recomputation.rounding import Error, finite, largest, summed_finite
 
@@ -229,9 +230,10 @@ class Block(ABC):
         for i, slot in filled.items():
             slot.fill(xs[i], error)
         release(self._ys)
+        slots = [*filled.values()]
         if isinstance(probe, Glance):
-            probe.wait(self, xs, [*filled.values()])
-        return tell
+            probe.wait(self, xs, slots)
+        return None if tell is None else partial(told_of, tell, slots)
 
     def give_back_and_tell(self, xs: Sequence[torch.Tensor]) -> None:
         """Fill the slots of x as `give_back` does, and tell at once if they are not what they were."""
@@ -256,11 +258,15 @@ class Block(ABC):
         tell = self.report.compared(which, error, before, dtypes, self.dtypes, lambda: self._evidence(xs))
         return error, tell or self.report.hidden(comparison.hidden(), dtypes)
 
-    def _evidence(self, xs: Sequence[torch.Tensor]) -> Evidence:
-        """What both functions give for y and for an x that did not come back."""
-        with torch.no_grad():
-            sources = fetch(self.sources)
-            again, ys = self.once_more(sources, xs)
+    def _evidence(self, xs: Sequence[torch.Tensor]) -> Evidence | None:
+        """What both functions give for y and for an x that did not come back; None where that is not found any more, as
+        in a backward pass that changes weights."""
+        try:
+            with torch.no_grad():
+                sources = fetch(self.sources)
+                again, ys = self.once_more(sources, xs)
+        except InvFuncError:
+            return None
         apart, error = (largest(Probe(a, sums=True).errors(b)) for a, b in ((xs, again), (sources[: len(ys)], ys)))
         return Evidence(finite(sources), float(apart), float(error))
 
@@ -310,9 +316,3 @@ def fetch(slots: Sequence[Slot]) -> list[torch.Tensor]:
             needed = blocks[-1].sources if blocks else slots
         else:
             return [tensor for tensor in found if tensor is not None]
-
-
-def release(slots: Iterable[Slot]) -> None:
-    """Let go of what can be given back again."""
-    for slot in slots:
-        slot.release()

@@ -396,6 +396,27 @@ BLOCKS = [
         f"{GATHERED}::TestWrong::test_inverses_are_errors_that_name_the_block {GATHERED}",
     ),
     Fault(
+        "the size of all entries stands for that of most",
+        "recomputation/gathered.py",
+        "entries.abs().median(1).values",
+        "entries.abs().amax(1)",
+        f"{GATHERED}::test_small_entries_beside_large_ones {GATHERED}",
+    ),
+    Fault(
+        "what was not compared in a backward pass that failed is taken by the next one",
+        "recomputation/gathered.py",
+        "        _forget(self.blocks)\n",
+        "        pass\n",
+        f"{GATHERED}::TestAgain::test_after_another_error",
+    ),
+    Fault(
+        "what did not come back is taken by the next backward pass",
+        "recomputation/released.py",
+        "        release(slots)\n        raise\n",
+        "        raise\n",
+        f"{GATHERED}::TestAgain::test_of_a_block_that_is_compared_at_once",
+    ),
+    Fault(
         "a carried sum is compared by its own size",
         "recomputation/slots.py",
         "return (*self.kept, len(xs) - 1) if summed else self.kept",
