@@ -384,8 +384,8 @@ BLOCKS = [
     Fault(
         "what waits to be compared is dropped",
         "recomputation/gathered.py",
-        "            found = _compared(blocks)\n",
-        "            found = [(0.0, None)] * len(blocks)\n",
+        "zip(blocks, _compared(blocks), strict=True)",
+        "zip(blocks, [(0.0, None)] * len(blocks), strict=True)",
         f"{GATHERED}::TestWrong {GATHERED}",
     ),
     Fault(

@@ -155,10 +155,13 @@ def test_a_pass_that_fails_leaves_nothing_behind():
     assert not warned(lambda: run(block, weights()))
 
 
-def started(block, ws, depth=DEPTH):
-    """The loss of blocks behind one that gives out their first x and does not look at its own."""
+def started(block, ws, hook=None, at=None):
+    """The loss of blocks behind one that gives out their first x and does not look at its own. The hook gets the
+    gradient of what one of them is given."""
     state = replace(block, check="off", known=Known())((Numbers(9)(40, 4), Numbers(8)(40, 4)), ws[0] * 0)
-    for w in ws:
+    for i, w in enumerate(ws):
+        if i == at:
+            state[1].register_hook(hook)
         state = block(state, w)
     return torch.stack(state).sin().sum()
 
@@ -187,13 +190,14 @@ class TestAgain:
             if fails:
                 raise KeyError("a hook of the user")
 
-        ws[at].register_hook(hook)
-        value = started(block, ws)
-        with pytest.raises((KeyError, InverseError)):
+        before = started(block, [w.requires_grad_() for w in weights()])  # all are compared at the end of a pass
+        value = started(block, ws, hook, at)
+        with pytest.raises(KeyError):
             torch.autograd.grad(value, ws, retain_graph=True)
         fails.clear()
         with pytest.raises(InverseError):
             torch.autograd.grad(value, ws)
+        assert before.item()
 
     def test_of_a_block_that_is_compared_at_once(self, at):
         block, ws = invertible_checkpoint(forward, inverse_of(WRONG["all"])), wrong_at(at)
