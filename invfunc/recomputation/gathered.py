@@ -84,7 +84,7 @@ class Gathered:
 
     def look(self, tensors: Tensors) -> Seen:
         """What is seen of tensors of this shape."""
-        flat = torch.stack(tuple(tensors)).flatten(1)
+        flat = torch.stack(tuple(tensors)).reshape(len(tensors), -1)
         count, step, left = self._places
         sizes = torch.linalg.vector_norm(flat, dim=1)
         if count == flat.shape[1]:

@@ -197,6 +197,8 @@ class Report:
                 f"Its y had an error of {before:.1e} already: rounding errors drift, and grow from block to block "
                 f"(`drift` tells how fast). {HELPS}"
             )
+        elif found is None:
+            text += f"f has no inverse, or another one (`check_inverse` tells), or what f reads has changed. {HELPS}"
         else:
             text += (
                 "f takes this x to the same y: f has no inverse there, the rounding of y alone moves x so far "
