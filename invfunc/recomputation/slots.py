@@ -28,7 +28,7 @@ from invfunc._torch.functorch import saving_hooks, version
 from invfunc.errors import InvFuncError, ModifiedError
 from invfunc.pairs.log_det import carries_a_sum
 from invfunc.recomputation.gathered import Glance, glanced, settle
-from invfunc.recomputation.noted import block_of, note, slot_of
+from invfunc.recomputation.noted import found_beside, note, slot_of
 from invfunc.recomputation.probe import Comparison, Probe, probed
 from invfunc.recomputation.released import release, told_of
 from invfunc.recomputation.report import Evidence, Report
@@ -151,26 +151,26 @@ class Block(ABC):
     def connect(self, xs: Tensors, ys: Tensors, metadata: Sequence[dict | None], values: Tensors | None = None) -> None:
         """Take the slots of x over, of which the plain `values` may be at hand, and give out those of y by the metadata
         of the nodes they come from."""
-        hooks = saving_hooks()
+        hooks, inverts = saving_hooks(), len(self.kept) < len(xs)
         for output, (y, of_node) in enumerate(zip(ys, metadata, strict=True)):
-            slot = slot_of(y) or Slot(y, hooks)
-            self._ys.append(slot)
-            if of_node is not None:
-                note(of_node, output if y.grad_fn is None else y.output_nr, slot, self)
-            if len(self.kept) < len(xs):
-                slot.hold(y, hooks)
+            self._give_out(y, output, of_node, hooks, inverts)
         produced = [slot_of(x) for x in xs]
-        if self.report.check != "off" and len(self.kept) < len(xs):
+        if self.report.check != "off" and inverts:
             gathered = self.gathers and None not in produced  # what no block gave out may be written afterwards
             self._probe = (glanced(values or xs) if gathered else None) or probed(xs, values, self._not_compared(xs))
         if None in produced and any(produced):
-            beside = [slot for x in xs if (block := block_of(x)) is not None for slot in block._ys]
-            produced = [
-                p or next((s for s in beside if s.is_slot_of(x)), None) for p, x in zip(produced, xs, strict=True)
-            ]
+            produced = found_beside(xs, produced)
         lasting = [*self._ys, *(produced[i] for i in self.kept)]  # a tensor that is kept may be given twice
         for i, (x, slot) in enumerate(zip(xs, produced, strict=True)):
             self._xs.append(self._source(i, x, slot, lasting, hooks))
+
+    def _give_out(self, y: torch.Tensor, output: int, of_node: dict | None, hooks: Hooks | None, held: bool) -> None:
+        slot = slot_of(y) or Slot(y, hooks)
+        self._ys.append(slot)
+        if of_node is not None:
+            note(of_node, output if y.grad_fn is None else y.output_nr, slot, self)
+        if held:
+            slot.hold(y, hooks)
 
     def _not_compared(self, xs: Tensors) -> Sequence[int]:
         """The tensors of x that need not come back with all their digits: those that are kept, and a carried sum, which
