@@ -25,6 +25,7 @@ from invfunc.pairs.training import Optimiser, Training
 from invfunc.recomputation.call import Tensors
 from invfunc.recomputation.function import LevelBlock
 from invfunc.recomputation.noted import block_of, metadata_of
+from invfunc.recomputation.probe import Probe
 from invfunc.recomputation.replay import Replay
 from invfunc.recomputation.report import Report, way
 from invfunc.recomputation.rounding import largest
@@ -225,7 +226,7 @@ class _Span(Block):
     def _came(self, state: Training) -> list[torch.Tensor]:
         """The tensors of the state before the steps, which has come back."""
         xs = tree.tensors(state)
-        if self._probe is not None and largest(self._probe.errors(xs)) != 0:
+        if isinstance(self._probe, Probe) and largest(self._probe.errors(xs)) != 0:  # it gathers nothing
             raise InverseError(
                 f"the state before {self.count} steps does not come back to the last bit, so that the gradients were "
                 "not those of the way forth: the loss reads something that was replaced since (pass it as an "

@@ -18,6 +18,7 @@ import torch
 from invfunc import thresholds
 from invfunc._torch.functorch import after_backward, backward_pass, is_zero, plainly, version
 from invfunc.recomputation.probe import FAR, ORDINARY_DTYPES, Comparison, Look, faint_of, most_of, places_of
+from invfunc.recomputation.released import release
 from invfunc.recomputation.rounding import precision
 from invfunc.recomputation.sums import Sum
 
@@ -83,7 +84,7 @@ class Gathered:
 
     def look(self, tensors: Tensors) -> Seen:
         """What is seen of tensors of this shape."""
-        flat = torch.stack(tuple(tensors)).flatten(1)
+        flat = torch.stack(tuple(tensors)).reshape(len(tensors), -1)
         count, step, left = self._places
         sizes = torch.linalg.vector_norm(flat, dim=1)
         if count == flat.shape[1]:
@@ -133,28 +134,50 @@ def _is_small(x: torch.Tensor) -> bool:
     return 0 < x.numel() * _FEWEST <= thresholds.GATHERED and x.dtype in ORDINARY_DTYPES and not is_zero(x)
 
 
+_Blocks = list[tuple[Any, Glance, Tensors, Sequence[Any]]]
+"""Blocks, what is known of their x, what came back, and where it is."""
+
+
 class _Waiting:
-    """What is to be compared in one backward pass, which alone keeps it: if it fails, nothing is."""
+    """What is to be compared in one backward pass, which alone keeps it: if it fails, nothing is, and no other pass may
+    find it."""
 
     def __init__(self, ends: bool) -> None:
         self.ends, self.number = ends, 0
-        self.blocks: list[tuple[Any, Glance, Tensors, Sequence[Any]]] = []
+        self.blocks: _Blocks = []
 
     def settle(self) -> None:
         """Compare what there is."""
         blocks, self.blocks, self.number = self.blocks, [], 0
         if not blocks:
             return
-        with plainly(), torch.no_grad():
-            found = _compared(blocks)
-            for (block, _, xs, slots), (error, comparison) in zip(blocks, found, strict=True):
-                tell = None
-                if comparison is not None:
-                    error, tell = block.judged(comparison, xs)
-                for slot in slots:
-                    slot.error = error
-                if tell is not None:
-                    tell()
+        try:
+            with plainly(), torch.no_grad():
+                self._tell(blocks)
+        finally:
+            _forget(blocks)
+
+    def _tell(self, blocks: _Blocks) -> None:
+        for (block, _, xs, slots), (error, comparison) in zip(blocks, _compared(blocks), strict=True):
+            tell = None
+            if comparison is not None:
+                error, tell = block.judged(comparison, xs)
+            if tell is not None:
+                tell()
+            for slot in slots:
+                slot.error = error
+
+    def __del__(self) -> None:
+        _forget(self.blocks)
+
+
+def _forget(blocks: _Blocks) -> None:
+    """Let go of what was given back and not compared."""
+    for block, _, _, slots in blocks:
+        unknown = [slot for slot in slots if slot.error != slot.error]
+        release(unknown)
+        if unknown:
+            block.forget()
 
 
 def settle() -> None:
@@ -164,7 +187,7 @@ def settle() -> None:
         waiting.settle()
 
 
-def _compared(blocks: list[tuple[Any, Glance, Tensors, Sequence[Any]]]) -> list[tuple[float, Comparison | None]]:
+def _compared(blocks: _Blocks) -> list[tuple[float, Comparison | None]]:
     """The error of each, and a comparison of those that may not be what they were."""
     by_gathered: dict[Gathered, tuple[list[int], list[torch.Tensor]]] = {}
     places: list[list[tuple[Gathered, int]]] = []

@@ -25,10 +25,11 @@ from invfunc.recomputation.noted import metadata_of
 from invfunc.recomputation.origins import OUTSIDE, Key, Origins
 from invfunc.recomputation.probe import Probe
 from invfunc.recomputation.recording import Enough, Found, Recording, Saved
+from invfunc.recomputation.released import release
 from invfunc.recomputation.report import CHANGES, OTHER
 from invfunc.recomputation.rounding import finite, known_at_once, mean_size, near, rounded
 from invfunc.recomputation.shared import Evaluation
-from invfunc.recomputation.slots import Block, Held, fetch, release
+from invfunc.recomputation.slots import Block, Held, fetch
 from invfunc.recomputation.straight_learning import learn, looked
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ def slot_of(tensor: torch.Tensor) -> Any:
 def block_of(tensor: torch.Tensor) -> Any:
     """The block that gave a tensor out. Those of its tensors that have no node are found among its slots."""
     return _given_out(tensor)[1]
+
+
+def found_beside(tensors: Sequence[torch.Tensor], slots: Sequence[Any]) -> list[Any]:
+    """The slots of tensors, of which some are found: those without a node are among what the same blocks gave out."""
+    beside = [slot for t in tensors if (block := block_of(t)) is not None for slot in block._ys]
+    return [slot or next((s for s in beside if s.is_slot_of(t)), None) for t, slot in zip(tensors, slots, strict=True)]
 
 
 def _given_out(tensor: torch.Tensor) -> tuple[Any, Any]:

@@ -118,7 +118,7 @@ class Report:
         before: Error,
         dtypes: Sequence[torch.dtype],
         more: Callable[[], Iterable[torch.dtype]],
-        evidence: Callable[[], Evidence],
+        evidence: Callable[[], Evidence | None],
     ) -> Callable[[], None] | None:
         """What is to be told of a comparison, where anything is.
 
@@ -174,7 +174,7 @@ class Report:
         error: float,
         before: float,
         dtypes: Iterable[torch.dtype],
-        evidence: Callable[[], Evidence] | None,
+        evidence: Callable[[], Evidence | None] | None,
     ) -> Callable[[], None]:
         most = self.tolerated(dtypes)
         if error <= most or (self.known.inexact and self.is_small(error, most)):
@@ -197,6 +197,8 @@ class Report:
                 f"Its y had an error of {before:.1e} already: rounding errors drift, and grow from block to block "
                 f"(`drift` tells how fast). {HELPS}"
             )
+        elif found is None:
+            text += f"f has no inverse, or another one (`check_inverse` tells), or what f reads has changed. {HELPS}"
         else:
             text += (
                 "f takes this x to the same y: f has no inverse there, the rounding of y alone moves x so far "

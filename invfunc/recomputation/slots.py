@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
@@ -25,11 +25,12 @@ from types import EllipsisType
 import torch
 
 from invfunc._torch.functorch import saving_hooks, version
-from invfunc.errors import ModifiedError
+from invfunc.errors import InvFuncError, ModifiedError
 from invfunc.pairs.log_det import carries_a_sum
 from invfunc.recomputation.gathered import Glance, glanced, settle
-from invfunc.recomputation.noted import block_of, note, slot_of
+from invfunc.recomputation.noted import found_beside, note, slot_of
 from invfunc.recomputation.probe import Comparison, Probe, probed
+from invfunc.recomputation.released import release, told_of
 from invfunc.recomputation.report import Evidence, Report
 from invfunc.recomputation.rounding import Error, finite, largest, summed_finite
 
@@ -150,26 +151,26 @@ class Block(ABC):
     def connect(self, xs: Tensors, ys: Tensors, metadata: Sequence[dict | None], values: Tensors | None = None) -> None:
         """Take the slots of x over, of which the plain `values` may be at hand, and give out those of y by the metadata
         of the nodes they come from."""
-        hooks = saving_hooks()
+        hooks, inverts = saving_hooks(), len(self.kept) < len(xs)
         for output, (y, of_node) in enumerate(zip(ys, metadata, strict=True)):
-            slot = slot_of(y) or Slot(y, hooks)
-            self._ys.append(slot)
-            if of_node is not None:
-                note(of_node, output if y.grad_fn is None else y.output_nr, slot, self)
-            if len(self.kept) < len(xs):
-                slot.hold(y, hooks)
+            self._give_out(y, output, of_node, hooks, inverts)
         produced = [slot_of(x) for x in xs]
-        if self.report.check != "off" and len(self.kept) < len(xs):
+        if self.report.check != "off" and inverts:
             gathered = self.gathers and None not in produced  # what no block gave out may be written afterwards
             self._probe = (glanced(values or xs) if gathered else None) or probed(xs, values, self._not_compared(xs))
         if None in produced and any(produced):
-            beside = [slot for x in xs if (block := block_of(x)) is not None for slot in block._ys]
-            produced = [
-                p or next((s for s in beside if s.is_slot_of(x)), None) for p, x in zip(produced, xs, strict=True)
-            ]
+            produced = found_beside(xs, produced)
         lasting = [*self._ys, *(produced[i] for i in self.kept)]  # a tensor that is kept may be given twice
         for i, (x, slot) in enumerate(zip(xs, produced, strict=True)):
             self._xs.append(self._source(i, x, slot, lasting, hooks))
+
+    def _give_out(self, y: torch.Tensor, output: int, of_node: dict | None, hooks: Hooks | None, held: bool) -> None:
+        slot = slot_of(y) or Slot(y, hooks)
+        self._ys.append(slot)
+        if of_node is not None:
+            note(of_node, output if y.grad_fn is None else y.output_nr, slot, self)
+        if held:
+            slot.hold(y, hooks)
 
     def _not_compared(self, xs: Tensors) -> Sequence[int]:
         """The tensors of x that need not come back with all their digits: those that are kept, and a carried sum, which
@@ -229,9 +230,10 @@ class Block(ABC):
         for i, slot in filled.items():
             slot.fill(xs[i], error)
         release(self._ys)
+        slots = [*filled.values()]
         if isinstance(probe, Glance):
-            probe.wait(self, xs, [*filled.values()])
-        return tell
+            probe.wait(self, xs, slots)
+        return None if tell is None else partial(told_of, tell, slots)
 
     def give_back_and_tell(self, xs: Sequence[torch.Tensor]) -> None:
         """Fill the slots of x as `give_back` does, and tell at once if they are not what they were."""
@@ -256,11 +258,15 @@ class Block(ABC):
         tell = self.report.compared(which, error, before, dtypes, self.dtypes, lambda: self._evidence(xs))
         return error, tell or self.report.hidden(comparison.hidden(), dtypes)
 
-    def _evidence(self, xs: Sequence[torch.Tensor]) -> Evidence:
-        """What both functions give for y and for an x that did not come back."""
-        with torch.no_grad():
-            sources = fetch(self.sources)
-            again, ys = self.once_more(sources, xs)
+    def _evidence(self, xs: Sequence[torch.Tensor]) -> Evidence | None:
+        """What both functions give for y and for an x that did not come back; None where that is not found any more, as
+        in a backward pass that changes weights."""
+        try:
+            with torch.no_grad():
+                sources = fetch(self.sources)
+                again, ys = self.once_more(sources, xs)
+        except InvFuncError:
+            return None
         apart, error = (largest(Probe(a, sums=True).errors(b)) for a, b in ((xs, again), (sources[: len(ys)], ys)))
         return Evidence(finite(sources), float(apart), float(error))
 
@@ -310,9 +316,3 @@ def fetch(slots: Sequence[Slot]) -> list[torch.Tensor]:
             needed = blocks[-1].sources if blocks else slots
         else:
             return [tensor for tensor in found if tensor is not None]
-
-
-def release(slots: Iterable[Slot]) -> None:
-    """Let go of what can be given back again."""
-    for slot in slots:
-        slot.release()

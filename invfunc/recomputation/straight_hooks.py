@@ -22,9 +22,10 @@ from invfunc.recomputation.closed import Closed
 from invfunc.recomputation.noted import metadata_of
 from invfunc.recomputation.origins import OUTSIDE
 from invfunc.recomputation.recording import Enough, never
+from invfunc.recomputation.released import release
 from invfunc.recomputation.report import CHANGES, Report
 from invfunc.recomputation.shared import naming
-from invfunc.recomputation.slots import Block, fetch, release
+from invfunc.recomputation.slots import Block, fetch
 from invfunc.recomputation.straight import Straightness
 
 Saves = list[torch.Tensor]
@@ -83,8 +84,9 @@ class StraightBlock(Block):
         return self._template.dtypes
 
     def once_more(self, sources: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> tuple[Saves, Saves]:
-        given = self._given()
-        return self._inverse(self._pair.shared, given, sources), tree.tensors(self._forward(xs, given))
+        with without_autocast(), self._as_it_was():
+            given = self._given()
+            return self._inverse(self._pair.shared, given, sources), tree.tensors(self._forward(xs, given))
 
     def _given(self) -> tuple[tuple, dict[str, Any]]:
         """The further arguments, as leaves that need the gradients that they need."""

@@ -384,8 +384,8 @@ BLOCKS = [
     Fault(
         "what waits to be compared is dropped",
         "recomputation/gathered.py",
-        "            found = _compared(blocks)\n",
-        "            found = [(0.0, None)] * len(blocks)\n",
+        "zip(blocks, _compared(blocks), strict=True)",
+        "zip(blocks, [(0.0, None)] * len(blocks), strict=True)",
         f"{GATHERED}::TestWrong {GATHERED}",
     ),
     Fault(
@@ -394,6 +394,27 @@ BLOCKS = [
         "torch.maximum(bounds, 2 * of_sums)",
         "bounds",
         f"{GATHERED}::TestWrong::test_inverses_are_errors_that_name_the_block {GATHERED}",
+    ),
+    Fault(
+        "the size of all entries stands for that of most",
+        "recomputation/gathered.py",
+        "entries.abs().median(1).values",
+        "entries.abs().amax(1)",
+        f"{GATHERED}::test_small_entries_beside_large_ones {GATHERED}",
+    ),
+    Fault(
+        "what was not compared in a backward pass that failed is taken by the next one",
+        "recomputation/gathered.py",
+        "        _forget(self.blocks)\n",
+        "        pass\n",
+        f"{GATHERED}::TestAgain::test_after_another_error",
+    ),
+    Fault(
+        "what did not come back is taken by the next backward pass",
+        "recomputation/released.py",
+        "        release(slots)\n        raise\n",
+        "        raise\n",
+        f"{GATHERED}::TestAgain::test_of_a_block_that_is_compared_at_once",
     ),
     Fault(
         "a carried sum is compared by its own size",
