@@ -34,6 +34,11 @@ CHAIN = (
     "a chain of invertible blocks {} saves no memory within torch.compile, which keeps the activations of all blocks. "
     "To save memory, exclude it by torch.compiler.disable(chain(...)): a graph break, behind which it runs uncompiled."
 )
+BROKEN = (
+    "a chain of invertible blocks runs uncompiled, behind a graph break: torch.compile cannot look into its blocks, as "
+    "they have effects in Python (a count, an append, a print) or break the graph themselves (TORCH_LOGS=graph_breaks "
+    "tells where). It saves memory. torch.compiler.disable(chain(...)) says that this is meant."
+)
 FOUND = (
     "within torch.compile, a block of a chain whose inverse is found keeps its input, as its inverse is looked for by "
     "calls outside. To save that memory, give its f_inv, or take a coupling (`additive_coupling`)."

@@ -91,12 +91,14 @@ class Blocks:
                 by_node[node.args[0]].results.append((node.args[1], node))
             elif node.target in (torch.ops.invfunc.block, torch.ops.invfunc.block.default):
                 x, came, kept, check, tolerance = node.args
-                forth, back = parts if len(parts) == 2 else (*parts, None)
-                self.blocks.append(Block(forth, back, [*x], [*came], {*kept}, check, tolerance))
+                if parts:  # and not the one that begins
+                    forth, back = parts if len(parts) == 2 else (*parts, None)
+                    self.blocks.append(Block(forth, back, [*x], [*came], {*kept}, check, tolerance))
                 parts = []
             elif node.op != "get_attr":
                 raise ReplayError(f"a chain within torch.compile: {node.format_node()} is between its blocks.")
         self.rest = self._read_beside_x()
+        self.linked = [node for node in self.inputs if self._is_linked(node)]
         self.ends = self._ends()
         self.place = next(_PLACES)
         self.why = self._why_not()
@@ -109,6 +111,11 @@ class Blocks:
             found |= dict.fromkeys(block.forth.reads() - {*block.x})
             found |= dict.fromkeys(set() if block.back is None else block.back.reads() - y)
         return [node for node in self.inputs if node in found]
+
+    def _is_linked(self, node: fx.Node) -> bool:
+        """Whether a gradient is asked for of an input that the caller's graph or the node holds in any case."""
+        x = node.meta["example_value"]
+        return isinstance(x, torch.Tensor) and x.requires_grad and (x.is_leaf or node in self.rest)
 
     def _why_not(self) -> str:
         """Why blocks cannot be evaluated again: looked at without numbers."""
@@ -151,11 +158,17 @@ class Look(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, Operator):
-            if draws(func):
+            if draws(func) and not _without_dropout(func, args, kwargs):
                 self.why = f"with random numbers ({func})"
             elif any(storage_of(x) in self._given for x in written(func, args, kwargs)):
                 self.why = f"with a function that writes into what it is given or closes over ({func})"
         return func(*args, **kwargs)
+
+
+def _without_dropout(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether it is attention that leaves nothing out, which draws no numbers."""
+    names = [a.name for a in func._schema.arguments]
+    return "dropout_p" in names and not {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
 
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from invfunc._torch.eager import CHAIN, say_now
+from invfunc._torch.eager import BROKEN, CHAIN, say_now
 from invfunc._torch.values import differentiable
 from invfunc.errors import InverseError, ReplayError
 from invfunc.invertible.blocks_in_a_graph import Block, Blocks, Env, tensors_of
@@ -18,8 +18,11 @@ from invfunc.recomputation.report import HELPS, Known, Report, later
 from invfunc.recomputation.rounding import known_at_once
 
 
-def as_one_node(module: fx.GraphModule) -> Callable[..., Any]:
-    """What runs a graph of blocks: as one node, unless that would give something else."""
+def as_one_node(module: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs a graph of blocks: as one node, unless that would give something else, or a break is within it."""
+    if not isinstance(module, fx.GraphModule):
+        say_now(BROKEN)
+        return module
     blocks = Blocks(module)
     if blocks.why:
         say_now(CHAIN.format(blocks.why))
@@ -49,6 +52,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, blocks: Blocks, *given: Any) -> tuple[torch.Tensor, ...]:
         env = dict(zip(blocks.inputs, given, strict=True))
+        linked = [env[node] for node in blocks.linked]
         rest, kept, seen = {node: env[node] for node in blocks.rest}, [], []
         for j, block in enumerate(blocks.blocks):
             xs = [env[node] for node in block.x]
@@ -58,7 +62,7 @@ class _Node(torch.autograd.Function):
         ys = [env[node] for node in blocks.outputs]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y in ys if not differentiable(y)))
-        ctx.save_for_backward(*ys, *tensors_of(rest.values()), *kept, *seen)
+        ctx.save_for_backward(*ys, *tensors_of(rest.values()), *linked, *kept, *seen)
         ctx.blocks, ctx.autocast = blocks, _Autocast()
         ctx.rest = {node: None if isinstance(x, torch.Tensor) else x for node, x in rest.items()}
         return tuple(ys)
@@ -71,9 +75,12 @@ class _Node(torch.autograd.Function):
         needs = dict(zip(blocks.inputs, ctx.needs_input_grad[1:], strict=True))
         ys = {node: next(saved) for node in blocks.outputs}
         rest = {node: _leaf(next(saved), needs[node]) if x is None else x for node, x in ctx.rest.items()}
+        linked = [next(saved) for _ in blocks.linked]
         kept = [next(saved) for block in blocks.blocks for _ in block.kept]
-        with ctx.autocast:
-            found = _Back(blocks, rest, kept, [*saved]).through(ys, dict(zip(blocks.outputs, slopes, strict=True)))
+        way = _Back(blocks, ctx.autocast, rest, kept, [*saved])
+        found = way.through(ys, dict(zip(blocks.outputs, slopes, strict=True)))
+        for node in [node for node in found if linked and needs[node]][:1]:
+            found[node] = torch.ops.invfunc.linked(found[node], linked)
         return None, *(found.get(node) if need else None for node, need in needs.items())
 
 
@@ -82,6 +89,7 @@ class _Back:
     """The way back through blocks, with what is kept of each, and what is seen where inverses come to an end."""
 
     blocks: Blocks
+    autocast: _Autocast
     rest: Env
     kept: list[torch.Tensor]
     seen: list[torch.Tensor]
@@ -94,7 +102,7 @@ class _Back:
         for j in reversed(range(len(self.blocks.blocks))):
             block = self.blocks.blocks[j]
             kept = {i: self.kept.pop() for i in sorted(block.kept, reverse=True)}
-            with torch.no_grad():
+            with torch.no_grad(), self.autocast:
                 xs = block.inverted({**self.rest, **ys}, kept)
             slopes = self._pulled_back(block, xs, slopes)
             if j in self.blocks.ends:
@@ -107,7 +115,7 @@ class _Back:
     def _pulled_back(self, block: Block, xs: Sequence[torch.Tensor], slopes: Env) -> Env:
         """The gradients of x, from those of y; those of what is read beside it are added to what is found."""
         x = {node: _leaf(value, True) for node, value in zip(block.x, xs, strict=True)}
-        with torch.enable_grad():
+        with torch.enable_grad(), self.autocast:  # derivatives are not taken under autocast
             y = block.forth.run({**self.rest, **x})
         back = [(y[n], g) for n, g in slopes.items() if g is not None and y[n].requires_grad]
         given = {n: x[n] if n in x else self.rest[n] for n in block.forth.reads()}
@@ -131,6 +139,20 @@ class _Back:
                 if slope is not None:
                     gradients[node] = torch.ops.invfunc.came_back(error, slope, *given)
                     break
+
+
+torch.library.define("invfunc::linked", "(Tensor slope, Tensor[] given) -> Tensor")
+
+
+@torch.library.register_fake("invfunc::linked")
+def _(slope: torch.Tensor, given: Any) -> torch.Tensor:
+    return torch.empty_like(slope)
+
+
+@torch.library.impl("invfunc::linked", "CompositeExplicitAutograd")
+def _linked(slope: torch.Tensor, given: Any) -> torch.Tensor:
+    """A gradient: of what a backward pass reads, torch refuses second derivatives, and it takes others for zero."""
+    return slope.clone()
 
 
 def _leaf(x: torch.Tensor, needed: bool) -> torch.Tensor:

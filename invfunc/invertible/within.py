@@ -37,9 +37,10 @@ def within(steps: Sequence[Step], x: Any, args: tuple, kwargs: dict[str, Any]) -
             abs(leaf)
 
     def all_blocks() -> Any:
-        state = x
+        torch.ops.invfunc.block([], [], [], "", 0.0)  # torch cannot break out of a graph without an operation
+        state, one = x, _one if torch.compiler.is_compiling() else _called
         for g, p in blocks:
-            state = _one(g, state, () if p is None else (p, *args), {} if p is None else kwargs)
+            state = one(g, state, () if p is None else (p, *args), {} if p is None else kwargs)
         return state
 
     return whole(as_one_node, all_blocks)
@@ -57,6 +58,11 @@ def opened(steps: Sequence[tuple[Any, Any]]) -> list[Step]:
             assert composition is not None
             found.extend(opened(composition.steps(p)))
     return found
+
+
+def _called(g: Checkpointed, state: Any, given: tuple, more: dict[str, Any]) -> Any:
+    """The state behind a block, that is not looked into."""
+    return g(state, *given, **more)
 
 
 def _one(g: Checkpointed, state: Any, given: tuple, more: dict[str, Any]) -> Any:

@@ -127,6 +127,21 @@ class TestIsWhatItIsOutside:
         plain = through([lambda x: pair(x, w)] * 2)
         assert_trees_close(slopes(once(lambda x: blocks(x, [w, w]), "inductor"), x, [w]), slopes(plain, x, [w]), EXACT)
 
+    def test_of_attention(self):
+        """Without dropout it draws no numbers, so that the blocks are one node; with it they are not."""
+        torch.manual_seed(0)
+        net = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True).double()
+        block = additive_coupling(lambda b: net(b, b, b, need_weights=False)[0], torch.sin)
+        x, of = (Numbers(1)(2, 5, 4), Numbers(2)(2, 5, 4)), [*net.parameters()]
+        for training in (False, True):
+            net.train(training)
+            with told() as said:
+                torch.manual_seed(1)
+                ours = slopes(once(chain(block, block)), x, of)
+            assert [("with random numbers" in one) for one in said] == [True] * training
+            torch.manual_seed(1)
+            assert_trees_close(ours, slopes(through([block] * 2), x, of), EXACT)
+
     def test_of_what_is_another_one_later(self):
         """Sizes, parameters, what closures hold, and numbers among the arguments."""
         (net, *_), held = modules(), {"act": torch.sin}
@@ -180,6 +195,15 @@ class TestIsWhatItIsOutside:
 
         plain = through([lambda x, w=w: pair(x, w) for w in ws])
         assert_trees_close(run(once(lambda x: blocks(x, ws), backend)), run(plain), 1e-5)
+
+        def without(b, w):
+            with torch.autocast("cpu", enabled=False):
+                return (b @ w).tanh()
+
+        if backend == "eager":  # aot_eager takes derivatives under the autocast of the call
+            block = additive_coupling(without, without)
+            blocks, plain = repeated(block), through([lambda x, w=w: block(x, (w, w)) for w in ws])
+            assert_trees_close(run(once(lambda x: blocks(x, [(w, w) for w in ws]), backend)), run(plain), 1e-5)
 
 
 class TestSavesMemory:
@@ -242,6 +266,29 @@ class TestWhatCannotBeEvaluatedAgain:
             assert_trees_close(slopes(compiled, x, params), slopes(plain, x, params), EXACT)
         assert not said
 
+    def test_effects_in_python_and_breaks_run_outside(self):
+        w, seen = Numbers(0)(3).requires_grad_(), []
+
+        def counted(b):
+            seen.append(1)
+            return (b * w).tanh()
+
+        def branching(b):
+            return (b * w).tanh() if b.sum() > 9 else (b * w).sin()
+
+        for F, text in [(counted, "side effect"), (branching, "")]:
+            with told() as said:
+                block, x, seen[:] = additive_coupling(F, F), state(), []
+                blocks = chain(block, block)
+                found = slopes(torch.compile(lambda x, f=blocks: f(x), backend="aot_eager"), x, [w, x[1]])
+            (only,) = said
+            assert "runs uncompiled, behind a graph break" in only
+            assert len(seen) == (0 if F is branching else 8)  # forward and in the backward pass
+            assert_trees_close(found, slopes(through([block] * 2), x, [w, x[1]]), EXACT)
+            eager._said.cache_clear()
+            with pytest.raises(Exception, match=text or "branching"):
+                once(blocks)(x)
+
     def test_inside_of_torch_func(self):
         blocks, w, x = (
             chain(*[Invertible(lambda x, w: x.sinh() * w, lambda y, w: (y / w).asinh())] * 2),
@@ -303,11 +350,18 @@ class TestInverses:
         for wrong, text in [(lambda y: y[:2], "another shape or dtype"), (lambda y: (y, y), "Observed exception")]:
             torch._dynamo.reset()
             f = once(chain(Invertible(lambda x: x * 2, wrong)))
-            with pytest.raises(Exception, match=text):
+            with pytest.raises(Exception, match=text or "branching"):
                 f(state()[1])
 
-    def test_second_derivatives_are_none(self):
-        w = Numbers(0)(3).exp().requires_grad_()
-        f = once(chain(Invertible(lambda x: x * w, lambda y: y / w)), "eager")
-        with pytest.raises(ReplayError, match="first derivatives only"):
-            torch.autograd.grad(squared(f(state()[0])), [w], create_graph=True)
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("check", ["warn", "off"])
+    @pytest.mark.parametrize("of", ["w", "x", "w and x"])
+    def test_second_derivatives_are_errors(self, backend, check, of):
+        """Also those in a sum with what has some, where torch takes what it does not know of for zero."""
+        w, x = Numbers(0)(3).exp().requires_grad_("w" in of), Numbers(1)(4, 3).requires_grad_("x" in of)
+        pair = Invertible(lambda x: (x * w).sinh(), lambda y: y.asinh() / w)
+        blocks = invertible_checkpoint(chain(pair, pair), check=check)
+        f, asked = once(lambda x: squared(blocks(x)), backend), [t for t in (w, x) if t.requires_grad]
+        with pytest.raises((ReplayError, RuntimeError), match="first derivatives only|double backward"):
+            found = torch.autograd.grad(f(x), asked, create_graph=True)
+            torch.autograd.grad(squared([*found, *asked]), asked, allow_unused=True)
