@@ -1,8 +1,8 @@
-"""How a node of a tree that torch does not know, a mapping or a dataclass, becomes again what it was."""
+"""How a node of a tree becomes again what it was: a plain one, or one that torch does not know."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,3 +57,19 @@ def _shallow(mapping: Any) -> Any:
         if isinstance(part, (dict, list)):
             vars(found)[name] = copy(part)
     return found
+
+
+NODES: dict[type, tuple[Callable[[Any], tuple[list, tuple]], Callable[[list, tuple], Any]]] = {}
+"""How a node is taken apart into its children and the rest of it, and how it is made of them."""
+NOTHING = (type(None), None, ())
+
+
+def built(structure: tuple, leaves: Iterator[Any]) -> Any:
+    """The tree of a structure `(kind, keys, parts)`, or None for a leaf."""
+    kind, keys, parts = structure
+    made = [next(leaves) if part is None else built(part, leaves) for part in parts]
+    if kind is dict:
+        return dict(zip(keys, made, strict=True))
+    if kind in NODES:
+        return NODES[kind][1](made, keys)
+    return made if kind is list else tuple(made) if kind is tuple else None

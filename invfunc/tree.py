@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import EllipsisType
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from invfunc._no_output import NoOutput
-from invfunc._nodes import Kept
+from invfunc._nodes import NODES, NOTHING, Kept, built
 
 Tree = Any
 Path = tuple[Any, ...]
@@ -42,7 +42,7 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
     """The tree of these leaves."""
     if structure is None:
         return leaves[0]
-    return _built(structure, iter(leaves)) if type(structure) is tuple else pytree.tree_unflatten(leaves, structure)
+    return built(structure, iter(leaves)) if type(structure) is tuple else pytree.tree_unflatten(leaves, structure)
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -159,15 +159,6 @@ def _opened(
     return pytree.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, kind))
 
 
-def joined(trees: Sequence[Tree], dim: int) -> Tree:
-    """Trees of tensors by name, one behind the other along a dimension; what is no tensor is that of the last."""
-    *others, last = ([*named_leaves(one)] for one in trees)
-    named = [*map(dict, others)]
-    columns = [[*(one[path] for one in named), x] for path, x in last]
-    found = [torch.cat(x, dim) if isinstance(x[-1], torch.Tensor) else x[-1] for x in columns]
-    return unflatten(found, flatten(trees[-1])[1])
-
-
 def outputs(result: Tree) -> tuple[list[tuple[str, torch.Tensor]], Any]:
     """The tensors that a function returned, with their key paths, and the structure of all.
 
@@ -240,7 +231,7 @@ def register(
             from_dumpable_context=read,
             flatten_with_keys_fn=flatten_with_keys,
         )
-        _NODES[kind] = flatten, unflatten
+        NODES[kind] = flatten, unflatten
         return kind
 
     return registered
@@ -302,10 +293,6 @@ def templates(structure: Any) -> bool:
 # Trees of plain containers and of nodes that are registered here need not go through torch's walk, which takes ten
 # times as long: their structure is a tuple `(kind, keys, parts)` for a node, and None for a leaf
 
-_NODES: dict[type, tuple[Callable[[Any], tuple[list, tuple]], Callable[[list, tuple], Any]]] = {}
-"""How a node is taken apart into its children and the rest of it, and how it is made of them."""
-_NOTHING = (type(None), None, ())
-
 
 class _Other(Exception):
     """The tree has a node of another kind."""
@@ -315,27 +302,17 @@ def _walk(branch: Any, found: list[Any], none_is_leaf: bool) -> tuple | None:
     kind = type(branch)
     if kind in _PLAIN:
         if branch is None and not none_is_leaf:
-            return _NOTHING
+            return NOTHING
         found.append(branch)
         return None
     if kind is tuple or kind is list:
         return kind, None, [_walk(part, found, none_is_leaf) for part in branch]
     if kind is dict:
         return kind, tuple(branch), [_walk(part, found, none_is_leaf) for part in branch.values()]
-    if kind in _NODES:
-        children, rest = _NODES[kind][0](branch)
+    if kind in NODES:
+        children, rest = NODES[kind][0](branch)
         return kind, rest, [_walk(part, found, none_is_leaf) for part in children]
     if not pytree.tree_is_leaf(branch) or _opens(branch):
         raise _Other
     found.append(branch)
     return None
-
-
-def _built(structure: tuple, leaves: Iterator[Any]) -> Any:
-    kind, keys, parts = structure
-    built = [next(leaves) if part is None else _built(part, leaves) for part in parts]
-    if kind is dict:
-        return dict(zip(keys, built, strict=True))
-    if kind in _NODES:
-        return _NODES[kind][1](built, keys)
-    return built if kind is list else tuple(built) if kind is tuple else None

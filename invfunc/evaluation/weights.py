@@ -10,6 +10,7 @@ import torch
 
 from invfunc import tree
 from invfunc.errors import ArgumentError
+from invfunc.loss.drawn import joined
 from invfunc.recording.problem import Problem
 
 
@@ -38,8 +39,8 @@ class LossPart:
             own = tree.map_tensors(lambda z: (z + shift).requires_grad_(z.is_floating_point()), self.outputs)
             outputs, target = own, self.target
             if first is not None:
-                outputs = tree.joined([first.outputs, own], self.out_dim)
-                target = target if self.dim is None else tree.joined([first.target, target], self.dim)
+                outputs = joined([first.outputs, own], self.out_dim)
+                target = target if self.dim is None else joined([first.target, target], self.dim)
             inputs = [z for z in tree.tensors((own,)) if z.requires_grad]
             found = torch.autograd.grad(self.loss(outputs, target), inputs, allow_unused=True)
         return torch.cat(

@@ -139,4 +139,13 @@ def targets(sample: Callable, outputs: Any, dims: Sequence[int | None], source: 
         [z if dim is None else z.narrow(dim, i, 1) for z, dim in zip(leaves, dims, strict=True)]
         for i in range(len(source))
     ]
-    return tree.joined([sample(tree.unflatten(one, structure), g) for one, g in zip(each, source, strict=True)], 0)
+    return joined([sample(tree.unflatten(one, structure), g) for one, g in zip(each, source, strict=True)], 0)
+
+
+def joined(trees: Sequence[Any], dim: int) -> Any:
+    """Trees of tensors by name, one behind the other along a dimension; what is no tensor is that of the last."""
+    *others, last = ([*tree.named_leaves(one)] for one in trees)
+    named = [*map(dict, others)]
+    columns = [[*(one[path] for one in named), x] for path, x in last]
+    found = [torch.cat(x, dim) if isinstance(x[-1], torch.Tensor) else x[-1] for x in columns]
+    return tree.unflatten(found, tree.flatten(trees[-1])[1])

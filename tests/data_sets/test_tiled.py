@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, distributed, explain, gram, streamed, tree
 from invfunc.data_sets import tiles
+from invfunc.loss.drawn import joined
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.rows import LOSS, MODEL
 from tests.data_sets.test_streamed import EXACT, FLOOR, batches, data, in_one_memory, linear, losses  # noqa: F401
@@ -63,7 +64,7 @@ def _rows(told):
     """The rows that a function was told, in one; they come in the order of the samples."""
     sizes = [len(tree.tensors((rows,))[0]) for _, rows in told]
     assert [start for start, _ in told] == [sum(sizes[:k]) for k in range(len(sizes))]
-    return tree.joined([rows for _, rows in told], 0)
+    return joined([rows for _, rows in told], 0)
 
 
 @pytest.mark.quick

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import ArgumentError, ArgumentTypeError, chunked, sketched_grad, streamed, tree
+from invfunc.loss.drawn import joined
 from invfunc.per_sample import sketches
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws.paths import generic, in_blocks
@@ -192,7 +193,7 @@ class TestMatrices:
         whole, again = t(params, x), sketched_grad(f, rows=3, columns=3, generator=seeded(1))
         assert_trees_close(again(params, x), whole, 0)
         parts = [t(params, part) for part in x.split([1, 3, 2])]
-        assert_trees_close(tree.joined(parts, 0), whole, EXACT)
+        assert_trees_close(joined(parts, 0), whole, EXACT)
         assert_trees_close(streamed(t)(params, [(part,) for part in x.split(4)]), whole, EXACT)
         assert_trees_close(chunked(t, 2, over="params")(params, x), whole, EXACT)
         low = tree.map_leaves(torch.Tensor.float, params)
