@@ -58,20 +58,17 @@ class HookedBlock(Block):
 
     def pack(self, tensor: torch.Tensor) -> tuple[HookedBlock, Key]:
         """What autograd saves in place of a tensor: this block, and the key under which it gives the tensor back."""
-        with unwatched():  # a custom autograd.Function saves beside all calls
-            return self, self._packed(tensor)
-
-    def _packed(self, tensor: torch.Tensor) -> Key:
         key, call = self.origins.save()
         self._to_the_end |= self._call.watch is not None and self._call.watch.noisy  # is filled when it was saved
-        place = self._places.get(pointer(tensor))
+        with unwatched():  # a custom autograd.Function saves beside all calls
+            place = self._places.get(pointer(tensor))
         self._like[key] = Saved(tensor.shape, tensor.dtype, place, call)
         if self._probed and place is None and self._to_be_probed(tensor):
             most = thresholds.PROBED if call.kinked else thresholds.PROBED_SAVED
             self._probes[key] = Probe((tensor,), most, sums=not tensor.is_floating_point())
         if self._memory is not None:
             self._memory[key] = Memory(tensor), geometry(tensor)
-        return key
+        return self, key
 
     def _to_be_probed(self, tensor: torch.Tensor) -> bool:
         watch = self._call.watch

@@ -13,7 +13,7 @@ from torch.func import grad
 
 from invfunc import chain, invertible_checkpoint, repeated, reversible_adam, reversible_sgd, tree
 from invfunc.errors import ModifiedError, RangeError, ReplayError
-from invfunc.recomputation.slots import block_of
+from invfunc.recomputation.noted import block_of
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 
