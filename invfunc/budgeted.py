@@ -39,7 +39,11 @@ _ORDER: tuple[AxisName, ...] = ("samples", "outputs", "params")
 
 @dataclass(eq=False)
 class Fingerprints:
-    """Those of calls, which are known without a look as long as f reads what it has read."""
+    """The fingerprints of calls.
+
+    One is used again while the arguments have the same sizes and nothing that f reads beside them has changed, as far
+    as `compiled` sees it; else f runs without numbers once more.
+    """
 
     _known: OrderedDict[Hashable, tuple[Watch, list[Hashable], Hashable]] = field(default_factory=OrderedDict)
 
@@ -66,7 +70,7 @@ class Fingerprints:
 
 
 def _signatures(watch: Watch) -> list[Hashable]:
-    """What is known of the tensors that a function reads, beside their numbers."""
+    """The memory, shape, strides and dtype of each tensor that a function reads beside its arguments."""
     return [None if (x := held()) is None else (storage_of(x), signature(x)) for held in watch.tensors.values()]
 
 

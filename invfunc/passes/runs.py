@@ -248,7 +248,8 @@ class Runner:
         return [whole]
 
     def parts(self, light: Run, roots: list[ModelOutput], columns: int, draws: Draws) -> Iterable[Run]:
-        """The model part of a run of f up to the roots: chunks one by one, or blocks where nobody asked for passes."""
+        """The model part: in the chunks that were asked for, else in blocks of samples that fit the cache. Their size is
+        known from the run that found the roots (`light`)."""
         n, parts = self.problem.n, self.plan.ranges("samples", self.problem.n)
         if draws.drew and len(parts) > 1:
             raise cannot_draw()
