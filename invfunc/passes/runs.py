@@ -248,8 +248,8 @@ class Runner:
         return [whole]
 
     def parts(self, light: Run, roots: list[ModelOutput], columns: int, draws: Draws) -> Iterable[Run]:
-        """The model part: in the chunks that were asked for, else in blocks of samples that fit the cache. Their size is
-        known from the run that found the roots (`light`)."""
+        """The model part: in the chunks that were asked for, else in blocks of samples that fit the cache. Their
+        size is known from the run that found the roots (`light`)."""
         n, parts = self.problem.n, self.plan.ranges("samples", self.problem.n)
         if draws.drew and len(parts) > 1:
             raise cannot_draw()
