@@ -19,6 +19,11 @@ def pytest_addoption(parser):
     parser.addoption("--dtype", default="float64", choices=["float64", "float32"], help="of the laws' numbers")
 
 
+def pytest_configure(config):
+    if torch.device(config.getoption("--device")).type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False  # torch's default has three digits in float32
+
+
 def pytest_collection_modifyitems(items):
     """The examples of the docstrings are quick: one for each public function. Lessons, the longest, come first."""
     items.sort(key=lambda item: item.path.stem != "test_notebooks")

@@ -20,8 +20,7 @@ def each_of_batch(fn: Callable[[Gradients], Gradients], tensors: Gradients) -> G
     """`fn(tensors)` for each entry of what `torch.autograd.grad(..., is_grads_batched=True)` has batched."""
     if not any(t is not None and _C.is_legacy_batchedtensor(t) for t in tensors):
         return fn(tensors)
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
+    level = _level_of_batch(next(t for t in tensors if t is not None and _C.is_legacy_batchedtensor(t)))
     legacy: Any = torch
     in_front = [None if t is None else legacy._remove_batch_dim(t, level, 1, 0) for t in tensors]
     size = max(len(t) for t in in_front if t is not None)
@@ -38,6 +37,24 @@ def each_of_batch(fn: Callable[[Gradients], Gradients], tensors: Gradients) -> G
     with plainly():
         found = iter(each([t for t in in_front if t is not None]))
     return [legacy._add_batch_dim(next(found), 0, level) if is_there else None for is_there in there]
+
+
+def _level_of_batch(x: torch.Tensor) -> int:
+    """The innermost level at which x is batched."""
+    legacy: Any = torch
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    if level:
+        return level
+
+    def has(level: int) -> bool:  # what has no batch there gets one of the given size
+        return legacy._remove_batch_dim(x, level, 2, 0).shape[0] == legacy._remove_batch_dim(x, level, 3, 0).shape[0]
+
+    return next(level for level in range(_LEVELS, 0, -1) if has(level))  # autograd's threads of devices know of none
+
+
+_LEVELS = 64
+"""How many vmaps torch allows within each other."""
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -17,7 +17,7 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.functorch import after_backward, backward_pass, is_zero, plainly, version
-from invfunc.recomputation.probe import FAR, ORDINARY_DTYPES, Comparison, Look, faint_of, most_of, places_of
+from invfunc.recomputation.probe import FAR, ORDINARY_DTYPES, Comparison, Look, capturing, faint_of, most_of, places_of
 from invfunc.recomputation.released import release
 from invfunc.recomputation.rounding import precision
 from invfunc.recomputation.sums import Sum
@@ -42,7 +42,7 @@ class Seen(NamedTuple):
 
 
 class Gathered:
-    """Tensors of one shape and dtype, of blocks one after the other."""
+    """Tensors of one shape, dtype and device, of blocks one after the other."""
 
     def __init__(self, like: torch.Tensor, most: int) -> None:
         self.shape, self._turn = like.shape, next(_TURNS)
@@ -112,10 +112,12 @@ class Glance:
 def glanced(xs: Tensors) -> Glance | None:
     """Hold the tensors of x, which blocks gave out, where they are small; None where they are not."""
     most, open_ones, rows = len(xs), HERE.open, []
+    if xs and capturing(xs[0].device):
+        return None
     for x in xs:
         if x.untyped_storage().nbytes() > _FEWEST * x.nbytes:  # which would be held too
             return None
-        key = x.shape, x.dtype, most
+        key = x.shape, x.dtype, x.device, most
         last = open_ones.get(key)
         gathered = None if last is None else last()
         row = None if gathered is None else gathered.add(x)
@@ -234,7 +236,8 @@ def beside(gathered: Gathered, rows: list[int], tensors: list[torch.Tensor]) -> 
     The largest difference of an entry stands for that of each, and the median for the size of all: half of them have
     that, also where a few large ones hide the others.
     """
-    then, now, at = gathered.seen(), gathered.look(tensors), torch.tensor(rows)
+    then, now = gathered.seen(), gathered.look(tensors)
+    at = torch.tensor(rows, device=then.entries.device)
     entries = then.entries[at]
     apart = now.entries - entries
     errors = _relative(torch.linalg.vector_norm(apart, dim=1), torch.linalg.vector_norm(entries, dim=1))

@@ -145,7 +145,7 @@ def _look(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized: bool) -
         return None
     shape, at_once = tensor.shape, known_at_once(tensor.device)
     count, step, left = places_of(shape, most)
-    if count == 0 or tensor.is_quantized or is_zero(tensor) or (not at_once and _capturing(tensor.device)):
+    if count == 0 or tensor.is_quantized or is_zero(tensor) or (not at_once and capturing(tensor.device)):
         return None
     start = turn * FAR % left
     if tensor.is_contiguous():
@@ -187,9 +187,9 @@ def _look_at_once(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized:
     return Look(shape, entries, Sum(tensor.dtype, tensor.sum().item(), size))
 
 
-def _capturing(device: torch.device) -> bool:
+def capturing(device: torch.device) -> bool:
     """Whether what runs on a device is recorded in a graph, so that nobody may wait for it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_current_streamcapturing()
 
 
 FAR = 10007

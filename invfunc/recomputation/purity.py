@@ -41,9 +41,17 @@ _STEPS = frozenset(
     "GET_ITER GET_LEN FOR_ITER JUMP_FORWARD JUMP_BACKWARD JUMP_IF_FALSE_OR_POP JUMP_IF_TRUE_OR_POP "
     "POP_JUMP_FORWARD_IF_FALSE POP_JUMP_FORWARD_IF_TRUE POP_JUMP_FORWARD_IF_NONE POP_JUMP_FORWARD_IF_NOT_NONE "
     "POP_JUMP_BACKWARD_IF_FALSE POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_BACKWARD_IF_NONE POP_JUMP_BACKWARD_IF_NOT_NONE "
-    "LOAD_ASSERTION_ERROR RAISE_VARARGS RETURN_GENERATOR YIELD_VALUE RETURN_VALUE".split()
+    "LOAD_ASSERTION_ERROR RAISE_VARARGS RETURN_GENERATOR YIELD_VALUE RETURN_VALUE "
+    # of 3.12
+    "BINARY_SLICE CALL_INTRINSIC_1 END_FOR LOAD_FAST_AND_CLEAR LOAD_FAST_CHECK POP_JUMP_IF_FALSE POP_JUMP_IF_TRUE "
+    "POP_JUMP_IF_NONE POP_JUMP_IF_NOT_NONE RERAISE RETURN_CONST "
+    # of 3.13
+    "CALL_KW CONVERT_VALUE FORMAT_SIMPLE FORMAT_WITH_SPEC LOAD_FAST_LOAD_FAST SET_FUNCTION_ATTRIBUTE "
+    "STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST TO_BOOL".split()
 )
-"""What the code of such a function may consist of, in the words of Python 3.11; another word is not shown."""
+"""What the code of such a function may consist of, in the words of Python 3.11 to 3.13; another word is not shown."""
+_INTRINSICS = ("INTRINSIC_LIST_TO_TUPLE", "INTRINSIC_STOPITERATION_ERROR", "INTRINSIC_UNARY_POSITIVE")
+"""What of Python's own it may call."""
 _BUILT_IN = frozenset(
     "len range zip enumerate tuple list dict isinstance int float bool abs min max sum round reversed divmod slice all "
     "any ValueError TypeError RuntimeError AssertionError NotImplementedError IndexError KeyError".split()
@@ -265,6 +273,8 @@ def _is_shown(step: dis.Instruction, before: dis.Instruction | None) -> bool:
         return False
     if name in _ATTRIBUTE:
         return not any(step.argval in names for names in (_CHANGING, _PRIVATE, _OF_MODULES))
+    if name == "CALL_INTRINSIC_1":
+        return step.argrepr in _INTRINSICS
     if name == "BINARY_OP":
         return not step.argrepr.endswith("=")  # `+=` writes into tensors and lists
     if name == "IS_OP":

@@ -302,8 +302,10 @@ _waiting: dict[int, list[tuple[torch.Tensor, Error, _Judge]]] = {}
 
 
 def later(error: torch.Tensor, before: Error, judge: _Judge) -> None:
-    """Look at numbers of a device when the backward pass has ended."""
+    """Look at numbers of a device when the backward pass has ended; at once where none is running."""
     running = backward_pass()
+    if running < 0:
+        return judge(float(error), float(before))
     waiting = _waiting.setdefault(running, [])
     waiting.append((error, before, judge))
     if len(waiting) == 1:

@@ -251,7 +251,7 @@ class Block(ABC):
         elif not error:
             return error, None
         which = (lambda: "x") if isinstance(error, torch.Tensor) else lambda: self.names()[errors.index(error)]
-        if any(slot.error != slot.error for slot in self._ys):
+        if any(isinstance(slot.error, float) and slot.error != slot.error for slot in self._ys):
             settle()
         before = largest([slot.error for slot in self._ys])
         dtypes = [x.dtype for x in xs]

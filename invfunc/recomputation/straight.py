@@ -24,8 +24,9 @@ from invfunc.recomputation.origins import OUTSIDE, Key
 from invfunc.recomputation.purity import PLAIN, NotShown, Purity
 from invfunc.recomputation.readings import TENSORS
 
-Form = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
-"""Shape, dtype, strides, and whether a gradient is needed."""
+Form = tuple[torch.Size, torch.dtype, tuple[int, ...], bool, torch.device]
+"""Shape, dtype, strides, whether a gradient is needed, and the device."""
+_DEVICES = ("cpu", "cuda")
 _MOST = 8
 """How many forms of arguments are known, and how often what a function closes over may change."""
 
@@ -96,10 +97,10 @@ def _look_like(tensors: Sequence[torch.Tensor], forms: list[Form], names: set[st
     """Whether tensors are plain, of these forms, and have none of some attributes of their own."""
     if len(tensors) != len(forms):
         return False
-    for t, (shape, dtype, stride, needs) in zip(tensors, forms, strict=True):
+    for t, (shape, dtype, stride, needs, device) in zip(tensors, forms, strict=True):
         if type(t) not in TENSORS or t.requires_grad is not needs or t.shape != shape or t.dtype is not dtype:
             return False
-        if t.layout is not torch.strided or not t.is_cpu or t.is_inference() or t.stride() != stride:
+        if t.layout is not torch.strided or t.device != device or t.is_inference() or t.stride() != stride:
             return False
         if t.__dict__ and not names.isdisjoint(t.__dict__):
             return False
@@ -108,7 +109,11 @@ def _look_like(tensors: Sequence[torch.Tensor], forms: list[Form], names: set[st
 
 def looks_of(tensors: Iterable[torch.Tensor]) -> list[Form]:
     """The forms of plain tensors."""
-    return [(t.shape, t.dtype, t.stride(), t.requires_grad) for t in tensors]
+    return [_form_of(t) for t in tensors]
+
+
+def _form_of(t: torch.Tensor) -> Form:
+    return t.shape, t.dtype, t.stride(), t.requires_grad, t.device
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -118,10 +123,10 @@ def _equal(a: Any, b: Any) -> bool:
 
 def form_of(t: torch.Tensor) -> Form | None:
     """The form of a plain tensor; None of any other."""
-    plain = type(t) in TENSORS and t.layout is torch.strided and t.is_cpu and not t.is_quantized
+    plain = type(t) in TENSORS and t.layout is torch.strided and t.device.type in _DEVICES and not t.is_quantized
     if not plain or t.is_inference() or t.is_conj() or t.is_neg():
         return None
-    return t.shape, t.dtype, t.stride(), t.requires_grad
+    return _form_of(t)
 
 
 def is_simple(structure: Any) -> bool:

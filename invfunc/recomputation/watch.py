@@ -197,9 +197,14 @@ class Watch(Sight):
         left = self.made(outputs)
         memory = {storage_of(innermost(t)) for t in (*self._given, *outputs)} if left and self.closed else set()
         for t in left:
-            if t in self._computed and t.is_floating_point() and storage_of(innermost(t)) not in memory:
-                self._report.left(t)
+            if not self._has_ended(t) and t in self._computed and t.is_floating_point():
+                if storage_of(innermost(t)) not in memory:
+                    self._report.left(t)
         return left
+
+    def _has_ended(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is of a transform that the function used itself: autograd may hold it a while longer."""
+        return (level_of(tensor) or 0) > self._above
 
     def _since(self) -> list[int]:
         """How often the arguments have been written by now."""

@@ -26,11 +26,11 @@ def undrawn(y, w):
 
 
 def counted(x, w, generator):
-    return x * w.exp() + torch.rand(3, generator=generator, dtype=x.dtype) * w.tanh() * w
+    return x * w.exp() + torch.rand(3, generator=generator, dtype=x.dtype, device=x.device) * w.tanh() * w
 
 
 def uncounted(y, w, generator):
-    return (y - torch.rand(3, generator=generator, dtype=y.dtype) * w.tanh() * w) * (-w).exp()
+    return (y - torch.rand(3, generator=generator, dtype=y.dtype, device=y.device) * w.tanh() * w) * (-w).exp()
 
 
 def forked(x, w):
@@ -142,7 +142,7 @@ class TestGenerators:
             return h(x, w, generator=generator) if by_name else h(x, w, generator)
 
         def run(h, x, w):
-            generator = torch.Generator().manual_seed(3)
+            generator = torch.Generator(x.device).manual_seed(3)
             y = call(h, call(h, x, w, generator), w, generator)
             found = gradients(y, x, w, retain_graph=True), gradients(y, x, w)
             inside = grad(lambda w: squares(call(h, call(h, x.detach(), w, generator), w, generator)))(w.detach())
@@ -154,8 +154,8 @@ class TestGenerators:
         for call in (lambda h, x, w: h((x * w, x)), lambda h, x, w: h(h((x * w, x)))):
 
             def run(wrap, x, w, call=call):
-                generator = torch.Generator().manual_seed(0)
-                draw = partial(torch.rand, 2, 3, generator=generator, dtype=x.dtype)
+                generator = torch.Generator(x.device).manual_seed(0)
+                draw = partial(torch.rand, 2, 3, generator=generator, dtype=x.dtype, device=x.device)
                 pair = additive_coupling(lambda b: b.tanh() * draw() * b, lambda b: b.sin() * draw() * b)
                 return gradients(call(wrap(pair), x, w), x, w)
 

@@ -60,6 +60,23 @@ class TestGradients:
             assert count() == 5
         assert_close(found, slope_within(forward_of(PAIRS[name]), number=5))
 
+    @pytest.mark.parametrize("gathered", [0, 2**20], ids=["one by one", "many at a time"])
+    @pytest.mark.parametrize("way", [slope, slope_within], ids=["autograd", "grad"])
+    def test_on_a_device(self, name, way, gathered, device, dtype):
+        """Also where autograd has a thread for it."""
+        x, w = ([t.to(device, dtype) for t in ts] for ts in (X, W))
+
+        def of(g):
+            return slope(g, leaves(x, w), number=5) if way is slope else slope_within(g, x, w, number=5)
+
+        g = block_of(PAIRS[name])
+        for _ in range(WATCHED):
+            of(g)
+        with straight() as count, mock.patch("invfunc.thresholds.GATHERED", gathered):
+            found = of(g)
+            assert count() == 5
+        assert_close(found, of(forward_of(PAIRS[name])))
+
     def test_second_and_third(self, name):
         g, wanted = known(PAIRS[name]), None
         for f in (forward_of(PAIRS[name]), g):
