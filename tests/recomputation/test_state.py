@@ -259,7 +259,8 @@ def test_a_module_whose_mode_changes_after_the_backward_is_right(same, when):
 def test_a_table_that_is_renormalised_is_written_once(same):
     def run(wrap, x, w):
         table = torch.arange(12.0).view(4, 3).to(x)
-        pair = additive_coupling(lambda b: b * F.embedding(torch.tensor([0, 3], device=b.device), table, max_norm=1.0).sin(), torch.sin)
+        rows = torch.tensor([0, 3], device=x.device)
+        pair = additive_coupling(lambda b: b * F.embedding(rows, table, max_norm=1.0).sin(), torch.sin)
         return gradients(wrap(pair)((x * w, x)), x, w), table
 
     same(run, lambda pair: pair, invertible_checkpoint)

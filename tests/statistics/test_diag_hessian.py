@@ -85,7 +85,7 @@ def test_the_dense_oracles_agree(net, loss):
 
 def assert_case_exact(drawn, paths, device, dtype):
     """Some smooth loss of the outputs of each sample, on one path for each form."""
-    given = moved((drawn.params, drawn.inputs), torch.float64, torch.device("cpu"))  # cuDNN's layers have no second ones
+    given = moved((drawn.params, drawn.inputs), torch.float64, torch.device("cpu"))  # cuDNN's have no second
     target = drawn.f(given[0], *given[1]).detach().cos()
     args, options = (given[0], *given[1], target), dict[str, Any](in_dims=(*drawn.in_dims, 0))
     f = composed(drawn.f, squares)
