@@ -189,7 +189,7 @@ def _look_at_once(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized:
 
 def capturing(device: torch.device) -> bool:
     """Whether what runs on a device is recorded in a graph, so that nobody may wait for it."""
-    return device.type == "cuda" and torch.cuda.is_current_streamcapturing()
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 FAR = 10007

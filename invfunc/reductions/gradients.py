@@ -68,7 +68,7 @@ class CentredSquares(Reduction):
 
     def step(self, shares: Shares) -> State:
         total, centred = shares.moments()
-        return total.new_tensor(shares.samples.count), total, centred
+        return total.new_full((), shares.samples.count), total, centred  # a fill: no device is waited for
 
     def merge(self, a: State, b: State, over: Over) -> State:
         (m, total, centred), (n, other, more) = a, b
@@ -83,7 +83,7 @@ class CentredSquares(Reduction):
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
         wide = torch.promote_types(leaf.dtype, torch.float32)
-        return leaf.new_tensor(n, dtype=wide), torch.zeros_like(leaf), torch.zeros_like(leaf)
+        return leaf.new_full((), n, dtype=wide), torch.zeros_like(leaf), torch.zeros_like(leaf)
 
     def finish(self, state: State, found: Found) -> list[Any]:
         divisor = found.n - self.correction

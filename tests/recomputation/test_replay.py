@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.func import grad, jacrev, vjp, vmap
 
-from invfunc import Invertible, ReplayError, additive_coupling, invertible_checkpoint, tree
+from invfunc import InverseError, Invertible, ReplayError, additive_coupling, invertible_checkpoint, tree
 from tests.invertible_same import f, f_inv, gradients, leaves, squares
 
 
@@ -98,6 +98,14 @@ TRANSFORMS = {
 }
 
 
+def or_error(same, device, *given):
+    """As `same`; on a device, where vmap has dropout draw other numbers than without it, or an error that says so."""
+    try:
+        same(*given)
+    except InverseError:
+        assert device.type != "cpu"
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(("plain", "h", "call"), PAIRS.values(), ids=PAIRS)
 class TestRandomNumbers:
@@ -117,11 +125,11 @@ class TestRandomNumbers:
         same(run, plain, h)
 
     @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-    def test_inside_of_torch_func(self, same, plain, h, call, transform):
+    def test_inside_of_torch_func(self, same, plain, h, call, transform, device):
         def run(h, x, w):
             return transform(lambda w: squares(call(h, x.detach(), w)), w.detach()), torch.get_rng_state()
 
-        same(run, plain, h)
+        or_error(same, device, run, plain, h)
 
     def test_are_the_users_again_after_an_error_in_backward(self, plain, h, call):
         x, w = leaves()
@@ -168,12 +176,12 @@ class TestTransformsOfTheGradient:
 
     @pytest.mark.parametrize("randomness", ["error", "same", "different"])
     @pytest.mark.parametrize(("plain", "h", "call"), PAIRS.values(), ids=PAIRS)
-    def test_of_a_pulled_back_batch(self, same, plain, h, call, randomness):
+    def test_of_a_pulled_back_batch(self, same, plain, h, call, randomness, device):
         def run(h, x, w):
             y, pull = vjp(lambda w: call(h, x.detach(), w), w.detach())
             return vmap(pull, randomness=randomness)(tree.map_leaves(cotangents, y))
 
-        same(run, plain, h)
+        or_error(same, device, run, plain, h)
 
     @pytest.mark.parametrize(("plain", "h", "call"), PAIRS.values(), ids=PAIRS)
     def test_of_batched_gradients(self, same, plain, h, call):
