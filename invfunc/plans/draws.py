@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,16 +10,32 @@ import torch
 from torch import fx
 
 from invfunc import tree
-from invfunc._torch.functorch import same_generator
+from invfunc._torch.functorch import same_generator, unwatched
 from invfunc._torch.generators import set_states, state_of
 from invfunc.plans.watch import Watch
 
 
-@cache
-def draws(func: Any) -> bool:
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation may draw random numbers."""
-    takes = any("Generator" in str(a.type) for a in func._schema.arguments)
-    return takes or torch.Tag.nondeterministic_seeded in func.tags
+    at = _draws_at(func)
+    if at is None or at < 0:
+        return at is None
+    return (args[at] if at < len(args) else kwargs.get(_DROPOUT, 0.0)) != 0
+
+
+@cache
+def _draws_at(func: Any) -> int | None:
+    """The place of the probability of attention's dropout, which draws nothing where it is 0; None of what draws in any
+    case, and -1 of what never does, as derivatives, which are given what was drawn."""
+    arguments = func._schema.arguments
+    if any("Generator" in str(a.type) for a in arguments):
+        return None
+    if torch.Tag.nondeterministic_seeded not in func.tags or func._schema.name.endswith("_backward"):
+        return -1
+    return next((i for i, a in enumerate(arguments) if a.name == _DROPOUT), None)
+
+
+_DROPOUT = "dropout_p"
 
 
 def saved(g: torch.Generator) -> torch.Tensor:
@@ -123,4 +139,5 @@ def _of(args: tuple, kwargs: dict[str, Any]) -> torch.Generator:
 
 
 def _bytes(g: torch.Generator) -> bytes:
-    return state_of(g).numpy().tobytes()
+    with unwatched():  # these are no numbers of the call
+        return state_of(g).numpy().tobytes()

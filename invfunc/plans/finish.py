@@ -105,4 +105,4 @@ def acts(node: fx.Node) -> bool:
         return True
     if not isinstance(target, Operator):
         return False
-    return target._schema.is_mutable or not target._schema.returns or draws(target)
+    return target._schema.is_mutable or not target._schema.returns or draws(target, node.args, node.kwargs)

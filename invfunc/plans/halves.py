@@ -168,4 +168,4 @@ def _at(node: fx.Node, places: Iterable[tuple[int, str]]) -> list[fx.Node]:
 
 def _draws(node: fx.Node) -> bool:
     target: Any = node.target
-    return target in (saved, put_back) or (isinstance(target, Operator) and draws(target))
+    return target in (saved, put_back) or (isinstance(target, Operator) and draws(target, node.args, node.kwargs))

@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
         given = tree.tensors((args, kwargs))
         for x in given:
             self.input(x)  # which it may be from now on
-        generator = self.drawn.before(func, args, kwargs) if draws(func) else None
+        generator = self.drawn.before(func, args, kwargs) if draws(func, args, kwargs) else None
         if self.why or any(x.layout is not torch.strided for x in given) or not isinstance(func, Operator):
             self.refuse(self.drawn.why or f"it calls {func}, which is more than an operation on dense tensors")
             return func(*args, **kwargs)

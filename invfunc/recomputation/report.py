@@ -14,7 +14,7 @@ from invfunc._torch.functorch import after_backward, backward_pass, levels
 from invfunc.errors import ArgumentError, InexactWarning, InverseError, InvFuncError, InvFuncWarning, ReplayError
 from invfunc.recomputation.attributes import Attributes
 from invfunc.recomputation.left import LeftByAll
-from invfunc.recomputation.rounding import ROUNDED, Error, near, precision
+from invfunc.recomputation.rounding import ROUNDED, Error, near, numbers_of, precision
 from invfunc.recomputation.straight import Straight
 from invfunc.transform import told
 
@@ -318,5 +318,6 @@ _PASSES = 100
 
 
 def _look(waiting: Sequence[tuple[torch.Tensor, Error, _Judge]]) -> None:
-    for error, before, judge in waiting:
-        judge(float(error), float(before))
+    numbers = iter(numbers_of([e for error, before, _ in waiting for e in (error, before)]))
+    for (_, _, judge), error, before in zip(waiting, numbers, numbers, strict=False):
+        judge(error, before)

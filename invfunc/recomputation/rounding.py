@@ -24,6 +24,17 @@ def largest(errors: Sequence[Error]) -> Error:
     return torch.stack([torch.as_tensor(e, device=there[0].device) for e in errors]).max()
 
 
+def numbers_of(errors: Sequence[Error]) -> list[float]:
+    """Errors as numbers, for which each device is waited for once."""
+    devices = {e.device for e in errors if isinstance(e, torch.Tensor)}
+    found = {d: iter(torch.stack([e.double() for e in errors if _is_on(e, d)]).tolist()) for d in devices}
+    return [next(found[e.device]) if isinstance(e, torch.Tensor) else e for e in errors]
+
+
+def _is_on(error: Error, device: torch.device) -> bool:
+    return isinstance(error, torch.Tensor) and error.device == device
+
+
 def finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all entries of some tensors are finite."""
     return all(bool(innermost(t).isfinite().all()) for t in tensors)
