@@ -265,6 +265,7 @@ class TestRawErrorsOfOld:
     @pytest.mark.parametrize("loss", ["weighted", "ignored", "dropped"])
     def test_hessians_of_losses_that_single_samples_do_not_have(self, loss):
         """Given apart from the model, or found in a function of all."""
+        torch.manual_seed(0)  # what is dropped leaves something to be wrong
         weight = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
         options = {"weighted": {"weight": weight}, "ignored": {"ignore_index": 1}, "dropped": {}}[loss]
 
