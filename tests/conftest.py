@@ -12,7 +12,7 @@ from hypothesis import settings
 from invfunc.operations.norms import weight_norm
 from tests.invertible_same import assert_same
 
-settings.register_profile("laws", derandomize=True, deadline=None, max_examples=20, database=None)
+settings.register_profile("laws", derandomize=True, deadline=None, max_examples=12, database=None)
 settings.load_profile("laws")
 torch.set_num_threads(1)  # there is a process for each core
 
@@ -37,6 +37,14 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """What is there before the first test stays: no `gc.collect()` of the laws of memory need look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled():
+    """Nor at what a file of tests leaves behind, which are mostly modules of torch that were imported on the way."""
+    yield
     gc.collect()
     gc.freeze()
 

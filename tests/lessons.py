@@ -4,10 +4,16 @@ Pictures are stored in few colours, which makes them four times smaller."""
 
 import base64
 import io
+import os
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 
+import matplotlib
 import nbformat
+from ipykernel.kernelapp import IPKernelApp
+from jupyter_client import AsyncKernelManager
+from jupyter_client.provisioning import LocalProvisioner
 from nbclient import NotebookClient
 from PIL import Image
 
@@ -33,6 +39,44 @@ plt.show = checked
 """
 
 
+# Each lesson has a process of its own, forked from one that has imported what most of them begin with.
+_PROCESSES = get_context("forkserver")
+_IMPORTED = ["torch", "matplotlib.pyplot", "sklearn.datasets", "ipykernel.kernelapp"]
+
+
+def start_kernel(arguments, folder):
+    os.chdir(folder)
+    matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"  # as where the kernel imports it
+    IPKernelApp.launch_instance(argv=arguments)
+
+
+class Kernel(_PROCESSES.Process):
+    """With the names that `subprocess.Popen` has, which jupyter uses."""
+
+    stdin = stdout = stderr = None
+
+    def poll(self):
+        return self.exitcode
+
+    def wait(self):
+        self.join()
+        return self.exitcode
+
+    def send_signal(self, signal):
+        os.kill(self.pid, signal)
+
+
+class Forked(LocalProvisioner):
+    """Starts a kernel in a process of that one."""
+
+    async def launch_kernel(self, cmd, **options):
+        _PROCESSES.set_forkserver_preload(_IMPORTED)
+        self.process = Kernel(target=start_kernel, args=(cmd[cmd.index("-f") :], options["cwd"]))
+        self.process.start()
+        self.pid = self.process.pid
+        return self.connection_info
+
+
 def number(path):
     return int(path.stem.split("_")[0])
 
@@ -45,8 +89,11 @@ def run(path):
     lesson = nbformat.read(path, as_version=4)
     lesson.cells.insert(0, nbformat.v4.new_code_cell(AXES_HAVE_NAMES))
     resources = {"metadata": {"path": path.parent}}
-    options = {"timeout": 300, "kernel_name": "python3", "record_timing": False, "coalesce_streams": True}
-    NotebookClient(lesson, resources=resources, **options).execute()
+    options = {"timeout": 300, "record_timing": False, "coalesce_streams": True}
+    manager = AsyncKernelManager(kernel_name="python3")
+    manager.provisioner = Forked(parent=manager, kernel_spec=manager.kernel_spec, kernel_id=path.stem)
+    client = NotebookClient(lesson, km=manager, resources=resources, **options)
+    client.execute(cleanup_kc=True)
     lesson.cells.pop(0)
     for count, cell in enumerate((cell for cell in lesson.cells if cell.cell_type == "code"), start=1):
         cell.execution_count = count

@@ -6,5 +6,5 @@ from tests.machine.compositions import Compositions
 
 TestCompositions = Compositions.TestCase
 TestCompositions.settings = settings(
-    max_examples=40, stateful_step_count=8, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+    max_examples=25, stateful_step_count=8, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
 )

@@ -5,6 +5,7 @@ import base64
 import importlib.util
 import io
 import re
+from multiprocessing import forkserver
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -16,6 +17,13 @@ from tests.lessons import AXES_HAVE_NAMES, NOTEBOOKS, pictures, run
 
 CHECKS = {"assert_equal", "assert_close"}
 lessons = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lessons_have_ended():
+    """What comes next may fork its processes from one that has imported something else."""
+    yield
+    forkserver._forkserver._stop()
 
 
 def test_there_are_lessons():

@@ -229,7 +229,7 @@ class TestCheck:
 
     args = Numbers()(4, 2, 3), Numbers(1)(5, 3), Numbers(2)(5)
 
-    @settings(max_examples=5)  # seconds each
+    @settings(max_examples=3)  # seconds each
     @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
     def test_passes_right_rules(self, n, positions, width):
         check_operation(with_rules(affine), Numbers()(n, positions, width), Numbers(1)(2, width), Numbers(2)(2))

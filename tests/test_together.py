@@ -61,7 +61,7 @@ PATHS = st.sampled_from([lambda t: t, in_blocks])
 
 
 class TestEqualsEachAlone:
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     @given(net=networks(), loss=st.sampled_from(LOSSES), called=some(FIRST | DIVISIBLE), of=PATHS)
     def test_of_the_losses_of_samples(self, net, loss, called, of):
         args = (net.params, net.x, loss.target(Numbers(1), net.n))
@@ -69,7 +69,7 @@ class TestEqualsEachAlone:
         assume(makers)
         assert_as_alone(makers, (samples_loss(net, loss),), args, of)
 
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     @given(
         called=st.sampled_from(LINEAR),
         names=some(FIRST | SECOND),
@@ -82,7 +82,7 @@ class TestEqualsEachAlone:
         args = (net.params, net.x, loss.target(Numbers(1), n))
         assert_as_alone(makers, (composed(net.f, loss),), args, of)
 
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     @given(called=st.sampled_from(LINEAR), names=some(SECOND), of=PATHS, n=st.integers(2, 4))
     def test_of_a_model_with_its_loss(self, called, names, of, n):
         net, loss = network(called, n), LOSSES[n % 3]

@@ -8,6 +8,7 @@ One that may not be what it was is then compared once more by itself, as `probe`
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -167,7 +168,7 @@ class _Waiting:
             if tell is not None:
                 tell()
             for slot in slots:
-                slot.error = error
+                slot.error, slot.waits = error, False
 
     def __del__(self) -> None:
         _forget(self.blocks)
@@ -176,8 +177,10 @@ class _Waiting:
 def _forget(blocks: _Blocks) -> None:
     """Let go of what was given back and not compared."""
     for block, _, _, slots in blocks:
-        unknown = [slot for slot in slots if slot.error != slot.error]
+        unknown = [slot for slot in slots if slot.waits]
         release(unknown)
+        for slot in unknown:
+            slot.error, slot.waits = math.nan, False
         if unknown:
             block.forget()
 

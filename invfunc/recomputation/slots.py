@@ -13,7 +13,6 @@ Nothing here refers in circles: a slot refers to the block behind it, and that b
 
 from __future__ import annotations
 
-import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -50,7 +49,9 @@ class Slot:
         self.block: Block | None = None
         """The block that took the tensor over."""
         self.error: Error = 0.0
-        """The error of the tensor that the block gave back."""
+        """The error of the tensor that the block gave back; NaN if its pass failed before it was compared."""
+        self.waits = False
+        """Whether the tensor that the block gave back is still to be compared, in the pass that is running."""
 
     def hold(self, tensor: torch.Tensor, hooks: Hooks | None) -> None:
         """Keep the tensor in memory, or with what takes the place of saved tensors, unless a block can give it back."""
@@ -74,10 +75,10 @@ class Slot:
         """Let go of the tensor, which the block can give back."""
         self.block, self._held = block, None
 
-    def fill(self, tensor: torch.Tensor, error: Error) -> None:
+    def fill(self, tensor: torch.Tensor, error: Error, waits: bool) -> None:
         """Hold a tensor that was given back."""
         self._held = Held(tensor, users=False)
-        self.error = error
+        self.error, self.waits = error, waits
 
     def release(self) -> None:
         """Let go of a tensor that can be given back again."""
@@ -213,7 +214,8 @@ class Block(ABC):
     def exact(self) -> bool:
         """Whether x, where it is in memory, is as it was, and was not given back with an error."""
         slots = [source() for source in self._xs]
-        return all(slot is not None and isinstance(slot.error, float) and slot.error == 0 for slot in slots)
+        known = [slot for slot in slots if slot is not None and not slot.waits]
+        return len(known) == len(slots) and all(isinstance(slot.error, float) and slot.error == 0 for slot in known)
 
     def give_back(self, xs: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """Fill the slots of x, for the blocks that they come from; what can be given back again is let go of.
@@ -221,14 +223,13 @@ class Block(ABC):
         What is returned tells that they are not what they were.
         """
         error, tell, probe = 0.0, None, self._probe
-        if isinstance(probe, Glance):
-            error = math.nan  # it is not known yet
-        elif probe is not None:
+        waits = isinstance(probe, Glance)
+        if probe is not None and not isinstance(probe, Glance):
             error, tell = self.judged(probe.compare(xs), xs)
         own = ((i, self._xs[i]()) for i in self._taken)
         filled = {i: slot for i, slot in own if slot is not None and slot.block is self}
         for i, slot in filled.items():
-            slot.fill(xs[i], error)
+            slot.fill(xs[i], error, waits)
         release(self._ys)
         slots = [*filled.values()]
         if isinstance(probe, Glance):
@@ -251,7 +252,7 @@ class Block(ABC):
         elif not error:
             return error, None
         which = (lambda: "x") if isinstance(error, torch.Tensor) else lambda: self.names()[errors.index(error)]
-        if any(isinstance(slot.error, float) and slot.error != slot.error for slot in self._ys):
+        if any(slot.waits for slot in self._ys):
             settle()
         before = largest([slot.error for slot in self._ys])
         dtypes = [x.dtype for x in xs]

@@ -73,7 +73,7 @@ def planted(change):
 
 
 class TestRightResults:
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(rows, st.data(), st.sampled_from(DTYPES), st.integers(0, 99))
     def test_are_given_as_they_are(self, row, data, dtype, seed):
         """In all precisions; no generator is somewhere else afterwards."""

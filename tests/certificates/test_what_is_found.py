@@ -134,10 +134,13 @@ class TestSmallLeaves:
 
 
 class TestHalfPrecision:
-    @pytest.mark.parametrize("dtype, n", [(torch.bfloat16, 32), (torch.bfloat16, 300), (torch.float16, 300)])
-    @pytest.mark.parametrize("factor", [0, 2])
+    @pytest.mark.parametrize(
+        "dtype, n, turn", [(torch.bfloat16, 32, 0), (torch.bfloat16, 300, 1), (torch.float16, 300, 0)]
+    )
     @each_row
-    def test_finds_what_is_nothing_or_twice_as_much(self, row, dtype, n, factor):
+    def test_finds_what_is_nothing_or_twice_as_much(self, row, dtype, n, turn):
+        """By turns: each row meets both, and each dtype."""
+        factor = 2 * ((list(CERTIFIED.values()).index(row) + turn) % 2)
         problem = Problem(Model("perceptron", n, 3, dtype), Loss("mse_loss", "none"))
         t, args = made(row, problem)
         with planted(lambda result: tree.map_tensors(lambda x: factor * x, result)), pytest.raises(CertificateError):
@@ -262,6 +265,7 @@ class TestRawErrorsOfOld:
     @pytest.mark.parametrize("loss", ["weighted", "ignored", "dropped"])
     def test_hessians_of_losses_that_single_samples_do_not_have(self, loss):
         """Given apart from the model, or found in a function of all."""
+        torch.manual_seed(0)  # what is dropped leaves something to be wrong
         weight = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
         options = {"weighted": {"weight": weight}, "ignored": {"ignore_index": 1}, "dropped": {}}[loss]
 

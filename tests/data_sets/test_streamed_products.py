@@ -35,7 +35,7 @@ def vector(params, *lead):
 
 
 @pytest.mark.parametrize("make", WHOLE + BLOCKS, ids=lambda make: make.__name__)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     net=networks(low=2),
     loss=st.sampled_from(LOSSES),
@@ -61,7 +61,7 @@ def test_batches_give_what_all_samples_at_once_do(make, net, loss, reduction, ed
     assert_trees_close(streamed(t)(net.params, v, iter(parts) if once else parts), wanted, EXACT, FLOOR)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     net=networks(low=2),
     loss=st.sampled_from(SAMPLED),

@@ -42,7 +42,7 @@ def like(result, fill=torch.nan):
 
 
 @pytest.mark.quick
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(networks(), st.integers(1, 4), st.sampled_from(LOSSES), FORMS, st.booleans(), EDGES, EDGES, st.booleans())
 def test_two_loaders_give_what_two_batches_do(net, m, loss, form, per_parameter, edges, others, known):
     f, params, args = drawn(net, loss, form)

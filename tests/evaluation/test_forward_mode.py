@@ -49,13 +49,17 @@ TRANSFORMS = {
 NO_GGN = ("soft margin",)  # of which no outputs are known
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("apart", [False, True], ids=["a loss function", "model and loss"])
-def test_jvp_is_the_derivative(name, loss, apart):
-    if (apart and name in FIRST_ORDER) or (loss in NO_GGN and name not in (*FIRST_ORDER, "hvp", "diag_hessian")):
-        return
+MET = [
+    (name, loss, (i + k) % 2 == 1 and name not in FIRST_ORDER)
+    for i, name in enumerate(TRANSFORMS)
+    for k, loss in enumerate(LOSSES)
+    if loss not in NO_GGN or name in (*FIRST_ORDER, "hvp", "diag_hessian")
+]
+"""Each transform with each loss: a loss function, or a model and its loss, by turns."""
 
+
+@pytest.mark.parametrize(("name", "loss", "apart"), MET)
+def test_jvp_is_the_derivative(name, loss, apart):
     def value(params):
         forms = (f, LOSSES[loss]) if apart else (lambda params, x, y: LOSSES[loss](f(params, x), y),)
         return total(tree.leaves(TRANSFORMS[name](*forms)(params, X, Y)))

@@ -54,7 +54,7 @@ def problems(draw):
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(problem=problems())
 def test_of_statistics(case, problem):
     (row, form), (f, *args) = CASES[case], problem
@@ -63,7 +63,7 @@ def test_of_statistics(case, problem):
         assert_apart(row.of(f, F.mse_loss if form == BOTH else squares, form)(*args), args)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(problem=problems())
 def test_of_jacobians(problem):
     f, params, x, _ = problem
@@ -72,7 +72,7 @@ def test_of_jacobians(problem):
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(problem=problems())
 def test_of_products(name, problem):
     f, params, *batch = problem
@@ -82,7 +82,7 @@ def test_of_products(name, problem):
     assert_apart(of.linearize(params, *batch)(v), (params, v, batch))
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(problem=problems())
 def test_of_blocks_and_estimates(problem):
     f, params, *batch = problem
@@ -101,7 +101,7 @@ def test_of_linearize():
     assert_apart(pulled([p, p, x]), (p, x))
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(problem=problems())
 def test_of_several_together_and_in_chunks(problem):
     f, *args = problem

@@ -26,7 +26,7 @@ EXACT = 1e-10
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_every_path_equals_the_loop(model, data, device, dtype):
     assert_every_path_equals_the_loop(data.draw(MODELS[model]), device, dtype, drawn=True)
@@ -177,7 +177,7 @@ UNKNOWN = {
 class TestOperationWithoutRule:
     """[N]-valued functions and outputs are evaluated one sample at a time; a scalar cannot be."""
 
-    @settings(max_examples=5)
+    @settings(max_examples=3)
     @given(n=SIZES)
     def test_every_path_equals_the_loop(self, operation, n, device, dtype):
         rand = Numbers()

@@ -98,7 +98,7 @@ def blocks(draw, kinds: dict[str, Callable], depth: int = 1, most: int = 5) -> B
     return Block(chain(*(part.block for part in parts), anchor_every=every), sequence, plain)
 
 
-few = settings(max_examples=12)
+few = settings(max_examples=8)
 
 
 def gradients(f: Callable, x: torch.Tensor, params: Any, plainly: bool = False) -> list[torch.Tensor]:
@@ -225,7 +225,7 @@ class TestAnchors:
     @pytest.mark.parametrize("functional", [True, False])
     @pytest.mark.parametrize("form", ["chain", "repeated", "stacked", "chains", "repeated chains"])
     @given(depth=st.integers(1, 8), every=st.sampled_from([None, 1, 2, 3, 5, 9]))
-    @settings(max_examples=12)
+    @settings(max_examples=8)
     def test_bound_the_number_of_inverses(self, form, functional, depth, every):
         scales = [torch.full((), 1 + i / 8).double() for i in range(depth)]
         net, params = {

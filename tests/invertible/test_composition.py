@@ -343,7 +343,7 @@ def test_plain_autograd_equals_the_function(form, composed, dtype, device):
         assert_same(composed, form, Sizes(), dtype, device)
 
 
-@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_equals_the_function_at_any_size(data, dtype, device):
     form, composed = data.draw(st.sampled_from(list(FORMS))), data.draw(st.sampled_from(list(PLAIN | FUNC)))

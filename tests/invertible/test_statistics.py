@@ -126,10 +126,18 @@ def assert_same(of: Callable, form: str, s: Sizes, dtype: torch.dtype, device: t
     assert_trees_close(found, wanted, RTOL[dtype], FLOOR)
 
 
-@pytest.mark.parametrize("of", TABLE.values(), ids=TABLE)
-@pytest.mark.parametrize("form", ALL)
+MET = [
+    (form, of)
+    for i, form in enumerate(ALL)
+    for k, of in enumerate(TABLE)
+    if form in ("additive", "functions of a dict") or (i + k) % 2
+]
+"""Two forms meet every statistic; what the others meet takes turns, so that every statistic meets some of them."""
+
+
+@pytest.mark.parametrize(("form", "of"), MET)
 def test_equals_that_of_the_function(form, of, dtype, device):
-    assert_same(of, form, Sizes(n=4), dtype, device)
+    assert_same(TABLE[of], form, Sizes(n=4), dtype, device)
 
 
 @pytest.mark.parametrize("of", KRONECKER.values(), ids=KRONECKER)
@@ -138,7 +146,7 @@ def test_kronecker_factors_equal_those_of_the_function(form, of, dtype, device):
     assert_same(of, form, Sizes(n=4), dtype, device)
 
 
-@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_equals_that_of_the_function_at_any_size(data, dtype, device):
     form, of = data.draw(st.sampled_from(ALL)), data.draw(st.sampled_from(list(TABLE)))

@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import contextmanager
+from itertools import product
 from shutil import which
 
 import pytest
@@ -353,11 +354,11 @@ class TestInverses:
             with pytest.raises(Exception, match=text or "branching"):
                 f(state()[1])
 
-    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    @pytest.mark.parametrize("check", ["warn", "off"])
-    @pytest.mark.parametrize("of", ["w", "x", "w and x"])
-    def test_second_derivatives_are_errors(self, backend, check, of):
-        """Also those in a sum with what has some, where torch takes what it does not know of for zero."""
+    @pytest.mark.parametrize(("check", "of"), [*product(["warn", "off"], ["w", "x", "w and x"])])
+    def test_second_derivatives_are_errors(self, check, of):
+        """Also those in a sum with what has some, where torch takes what it does not know of for zero. In one of two
+        backends: each check is tried in both, and each derivative."""
+        backend = "eager" if (check == "off") == (of == "x") else "aot_eager"
         w, x = Numbers(0)(3).exp().requires_grad_("w" in of), Numbers(1)(4, 3).requires_grad_("x" in of)
         pair = Invertible(lambda x: (x * w).sinh(), lambda y: y.asinh() / w)
         blocks = invertible_checkpoint(chain(pair, pair), check=check)

@@ -19,7 +19,7 @@ from invfunc.testing import assert_trees_close
 from tests.layers.test_invertible_layers import FLOOR, LAYERS, RTOL, SQUARE, TALL, and_back, of_each, placed, there
 from tests.strategies import Numbers
 
-few = settings(max_examples=6)
+few = settings(max_examples=4)
 NO_BATCH = {name: cases for name, cases in LAYERS.items() if name != "batch_norm"}
 WHOLE: dict[str, Any] = {"fullgraph": True, "backend": "eager"}
 
@@ -114,7 +114,7 @@ class TestExtremes:
 
     @pytest.mark.filterwarnings("ignore:an invertible block within torch.compile:invfunc.InvFuncWarning")
     @of_each
-    @settings(max_examples=2)
+    @settings(max_examples=1)
     @given(data=st.data())
     def test_compiles_as_one_graph(self, cases, data):
         case = data.draw(cases)

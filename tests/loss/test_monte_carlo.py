@@ -55,7 +55,7 @@ def assert_average_to_the_hessian(s, hessian):
     assert near(mean, spread, hessian, len(s))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(criterion=st.one_of(cross_entropies(), elementwise(), after_logarithms()), first_form=st.booleans())
 def test_columns_average_to_the_hessian(criterion, first_form):
     options = {"mc_samples": DRAWS, "generator": seeded(), "first_form": first_form}
@@ -143,7 +143,7 @@ def arranged(called, loss, n=4):
 
 
 class TestOfNetworks:
-    @settings(max_examples=8)
+    @settings(max_examples=5)
     @given(net=networks(), loss=st.sampled_from(LOSSES[:4]), first_form=st.booleans())
     def test_the_diagonal_is_near_the_exact_one(self, net, loss, first_form):
         def f(p, x):
@@ -179,7 +179,7 @@ class TestOfNetworks:
         found = diag_ggn(*given, mc_samples=DRAWS, generator=seeded())(*args)
         assert_trees_close(found, dense_diag_ggn(heads, loss)(*args), 0.1)  # more than five standard errors
 
-    @settings(max_examples=12)
+    @settings(max_examples=8)
     @given(
         net=networks(),
         loss=st.sampled_from(LOSSES[:4]),

@@ -72,8 +72,8 @@ BLOCKS = [
     Fault(
         "a tensor that was given back has no error",
         "recomputation/slots.py",
-        "slot.fill(xs[i], error)",
-        "slot.fill(xs[i], 0.0)",
+        "slot.fill(xs[i], error, waits)",
+        "slot.fill(xs[i], 0.0, waits)",
         "recomputation/test_probe.py::TestWrong::test_drift_is_told_as_such " + AGAIN,
     ),
     Fault(

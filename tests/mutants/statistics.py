@@ -92,17 +92,14 @@ STATISTICS = [
         "per_sample/factor.py",
         "                start += length(part)\n",
         "",
-        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[torch.float64-lowest-positions] "
-        + FIRST
-        + " "
-        + CROSSED,
+        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[lowest-positions] " + FIRST + " " + CROSSED,
     ),
     Fault(
         "blocks of samples are not mirrored in inner products",
         "per_sample/factor.py",
         "rows[j][i].permute(2, 3, 0, 1)",
         "rows[j][i]",
-        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[torch.float64-lowest-positions] "
+        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[lowest-positions] "
         "reductions/test_gram_jacobian.py " + CROSSED,
     ),
     # Sketches
@@ -191,10 +188,7 @@ STATISTICS = [
         "per_sample/squares.py",
         "return total + n * shift, centred",
         "return total, centred",
-        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[torch.float64-lowest-positions] "
-        + FIRST
-        + " "
-        + CROSSED,
+        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[lowest-positions] " + FIRST + " " + CROSSED,
     ),
     Fault(
         "samples that do not touch a row do not count in its variance",
@@ -276,10 +270,7 @@ STATISTICS = [
         "per_sample/factor.py",
         "return self._shaped(summed(sums), 0), joined([*norms])",
         "return self._shaped(sums[0], 0), joined([*norms])",
-        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[torch.float64-lowest-positions] "
-        + FIRST
-        + " "
-        + CROSSED,
+        "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[lowest-positions] " + FIRST + " " + CROSSED,
     ),
     Fault(
         "samples that were chosen twice count once",

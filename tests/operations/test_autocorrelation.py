@@ -54,7 +54,7 @@ def forced(everywhere):
     [pytest.param(True, marks=pytest.mark.quick), False],
     ids=["displacements everywhere", "patches of the slices"],
 )
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(problem=problems(), positions=st.sampled_from([4096, 20, 3]))
 def test_equals_the_patches(everywhere, problem, positions):
     shape, *options = problem

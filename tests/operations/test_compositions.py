@@ -186,7 +186,7 @@ def bags(draw, mode: str) -> Calls:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_layers_equal_torch(name, data, device, dtype):
     """CUDA draws the masks of dropout in a sequence of its own."""
@@ -211,7 +211,7 @@ def test_cells_equal_torch(name, data, device, dtype):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_bags_equal_torch(mode, data, device, dtype):
     data.draw(bags(mode)).assert_equals_torch("embedding_bag", device, dtype)
@@ -268,7 +268,7 @@ class TestSamplesAreFollowed:
     """Every path through a composition gives the shares of the plain loop."""
 
     @pytest.mark.parametrize("name", LAYERS)
-    @settings(max_examples=3)
+    @settings(max_examples=2)
     @given(data=st.data())
     def test_in_layers(self, name, data, device, dtype):
         rand, several = Numbers(), name == "lstm"
@@ -291,7 +291,7 @@ class TestSamplesAreFollowed:
         assert_every_path_equals_the_loop(case, device, dtype, drawn=True)
 
     @pytest.mark.parametrize("name", CELLS)
-    @settings(max_examples=3)
+    @settings(max_examples=2)
     @given(n=SIZES, width=SIZES, hidden=SIZES, bias=st.booleans())
     def test_in_cells(self, name, n, width, hidden, bias, device, dtype):
         rand, several = Numbers(), name == "lstm_cell"

@@ -74,7 +74,7 @@ def assert_within_boxes(graph, device, dtype):
 
 
 @pytest.mark.quick
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(graph=graphs(ALL, WIDE))
 def test_what_an_entry_depends_on_lies_in_its_box(graph, device, dtype):
     assert_within_boxes(graph, device, dtype)
@@ -138,7 +138,7 @@ def test_what_reads_a_shape_depends_on_nothing(name, device, dtype):
     assert labels.of(y) is None
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(graph=graphs(POSITIVE | FOLDED))
 def test_boxes_are_no_larger_than_what_is_read(graph, device, dtype):
     x = graph.x.to(device, dtype)
@@ -177,7 +177,7 @@ def test_several_labels_do_not_disturb_each_other(graph, data, device, dtype):
     assert first[1] is None and first[3] is None and second[0] is None and second[2] is None
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(graph=graphs(ALL, WIDE), seed=st.integers(0, 99))
 def test_what_is_said_to_be_affine_is_affine(graph, seed, device, dtype):
     rand = torch.Generator().manual_seed(seed)
@@ -279,7 +279,7 @@ PLANTED = {
 def test_a_planted_wrong_rule_is_caught(name, device, dtype):
     plant, ops, where = PLANTED[name]
 
-    @settings(max_examples=40, phases=[Phase.generate])
+    @settings(max_examples=25, phases=[Phase.generate])
     @given(graph=graphs({where: ops[where]}, most=2))
     def law(graph):
         assert_within_boxes(graph, device, dtype)

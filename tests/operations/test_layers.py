@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_every_path_equals_the_loop(layer, data, device, dtype):
     assert_every_path_equals_the_loop(data.draw(LAYERS[layer]), device, dtype, drawn=True)

@@ -16,14 +16,14 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.mark.parametrize(
     "form", forms.PRODUCTS + forms.ELEMENTWISE + forms.OTHERS + forms.TIED + moves.MEETINGS, ids=str
 )
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_every_path_equals_the_loop(form, data, device, dtype):
     assert_every_path_equals_the_loop(data.draw(strategies.formed(form)), device, dtype, drawn=True)
 
 
 @pytest.mark.parametrize("move", forms.MOVES + moves.SELECTIONS + moves.COMPUTATIONS, ids=str)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_samples_are_followed(move, data, device, dtype):
     assert_every_path_equals_the_loop(data.draw(strategies.formed(move)), device, dtype, drawn=True)

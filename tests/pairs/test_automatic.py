@@ -144,7 +144,7 @@ def slopes(f: Callable, x: Any, *args: Any, depth: int = 2) -> Any:
 
 
 class TestStructures:
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(case=drawn())
     def test_have_the_gradients_of_f_and_the_inverse_gives_x_back(self, case):
         f, x, w = case
@@ -152,7 +152,7 @@ class TestStructures:
         assert_trees_close(slopes(g, x, w), slopes(f, x, w), rtol=1e-7)
         assert check_inverse(g, x, w, tolerance=1e-8)
 
-    @settings(max_examples=20)
+    @settings(max_examples=10)
     @given(case=drawn(), way=st.sampled_from(["grad", "vmap", "vmap of weights", "jacrev"]))
     def test_within_torch_func(self, case, way):
         f, x, w = case
@@ -169,7 +169,7 @@ class TestStructures:
 
         assert_trees_close(slope(invertible_checkpoint(f)), slope(f), rtol=1e-7)
 
-    @settings(max_examples=20)
+    @settings(max_examples=10)
     @given(case=drawn())
     def test_the_inverse_alone_is_differentiable(self, case):
         """It takes x to lie in memory as y does, by which dropout draws."""

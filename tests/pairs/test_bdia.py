@@ -51,7 +51,7 @@ class TestBits:
         assert packed(bits).nbytes == -(-number // 8)
         assert torch.equal(unpacked(packed(bits), bits), bits)
 
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     @given(st.data())
     def test_every_one_comes_back(self, data):
         """Of any numbers of the grid, negative and odd ones too, at any fraction and for either gamma."""

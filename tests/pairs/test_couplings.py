@@ -25,7 +25,7 @@ from tests.pairs.cases import KINDS, Case, mixing
 from tests.strategies import Numbers
 
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-4}
-few = settings(max_examples=8)
+few = settings(max_examples=5)
 
 of_each = pytest.mark.parametrize("cases", KINDS.values(), ids=KINDS)
 

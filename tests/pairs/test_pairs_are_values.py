@@ -207,7 +207,7 @@ def pickled(value: Any) -> Any:
 
 class TestCopies:
     @pytest.mark.parametrize("copied", [pickled, copy.deepcopy, saved])
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(drawn=pairs())
     def test_are_equal_in_all_that_a_pair_does(self, copied, drawn):
         for whole in (drawn.pair, invertible_checkpoint(drawn.pair, preserve_rng_state=False)):

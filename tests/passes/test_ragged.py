@@ -177,7 +177,7 @@ def test_pad_sequence_is_that_of_torch(lengths, side, first, value):
     assert torch.equal(known("pad_sequence").composed([a[:, 0] for a in rows], first, value, side), wanted[..., 0])
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_samples_may_be_sorted_by_their_lengths(lengths, seed):
     assume(min(lengths) > 0)  # an empty row tells nothing of its sample
@@ -193,7 +193,7 @@ def test_samples_may_be_sorted_by_their_lengths(lengths, seed):
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2, 3])
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_what_is_not_in_that_order_is_right_or_refused(wrong, lengths, seed):
     """The lengths, labels, inputs or numbers stay in the order of the batch."""
@@ -271,7 +271,7 @@ def recurrent(kind: type, two: bool, first: bool, sort: bool, use: str) -> nn.Mo
 
 
 @pytest.mark.parametrize("use", ["state", "last", "mean"])
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(lengths=st.lists(st.integers(1, MOST), min_size=1, max_size=4), options=PACKED)
 def test_packed_sequences_are_those_of_their_samples(use, lengths, options):
     module, rand, n, of = recurrent(*options, use), Numbers(), len(lengths), torch.tensor(lengths)

@@ -258,7 +258,7 @@ def test_an_empty_list_selects_nothing():
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["index_add", "setitem"])
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6))
 def test_experts_may_get_one_sample_or_none(written, experts):
     """The layers are so wide that the axis of an empty selection could be taken for one of all samples."""
@@ -331,7 +331,7 @@ def losses_by_experts(p, x, i):
     ],
     ids=["batch_grad", "chosen", "batch_l2_grad", "variance", "clipped_grad", "jacobian", "batch_diag_ggn", "sqrt_ggn"],
 )
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(experts=st.lists(st.integers(0, 2), min_size=4, max_size=6), size=st.integers(1, 4))
 def test_chunks_need_not_reach_every_parameter(make, experts, size):
     rand = Numbers()

@@ -172,7 +172,7 @@ def same(results) -> None:
 
 class TestAreWhatTheFunctionIsWithoutCheckpoints:
     @pytest.mark.parametrize("how", OF_FUNCTIONS)
-    @settings(max_examples=12)
+    @settings(max_examples=8)
     @given(kind=st.sampled_from(Net.KINDS), of=st.sampled_from(["functional", "functional_call"]))
     def test_of_parameters_that_are_put_in(self, how, kind, of):
         if works(kind, how, of):

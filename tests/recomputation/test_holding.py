@@ -183,6 +183,7 @@ class TestBlocksWithinBlocks:
     @pytest.mark.parametrize("order", ORDERS)
     @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
     def test_gradients_of_every_order_are_those_without_blocks(self, way, order):
-        for nest in NESTS:
-            found, expected = (ORDERS[order](way(nest, wrapped))(P, X) for wrapped in (True, False))
-            assert_trees_close(found, expected, rtol=1e-8)
+        """For one nest, which is another one for the next way and the next order: any two of the three meet."""
+        nest = NESTS[(WAYS.index(way) + list(ORDERS).index(order)) % len(NESTS)]
+        found, expected = (ORDERS[order](way(nest, wrapped))(P, X) for wrapped in (True, False))
+        assert_trees_close(found, expected, rtol=1e-8)

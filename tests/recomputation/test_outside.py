@@ -227,7 +227,7 @@ class TestOptions:
 
 
 class TestInsideOfTorchFunc:
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=10, deadline=None)
     @given(order=st.permutations(range(4)), in_keywords=st.booleans(), inverted=st.booleans())
     def test_an_operation_reads_again_in_its_order_what_needs_a_gradient_and_what_does_not(
         self, order, in_keywords, inverted

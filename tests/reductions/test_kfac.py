@@ -166,7 +166,7 @@ def convolved(draw):
 
 
 @pytest.mark.quick
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(case=convolved(), sharing=st.sampled_from(SHARINGS), joint=st.booleans())
 def test_convolutions(case, sharing, joint):
     module, x = case

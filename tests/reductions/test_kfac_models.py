@@ -252,7 +252,7 @@ def grouped(draw):
 
 
 class TestGroups:
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     @given(case=grouped(), sharing=st.sampled_from(SHARINGS), joint=st.booleans(), gates=sides(*GATES_OF_PATCHES))
     def test_have_the_factors_of_convolutions_of_their_own(self, case, sharing, joint, gates):
         """Also those with one input channel and kernels of one entry, which might be taken for a scale; and where one

@@ -74,7 +74,7 @@ def test_of_any_network(net, loss, path):
     assert_exact(net.f, loss, (net.params, net.x, target(Numbers(1), net.n)), path)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(net=networks(low=2), loss=st.sampled_from([*LOSSES, wave]))
 def test_the_dense_oracles_agree(net, loss):
     args = (net.params, net.x, (LOSSES[1] if loss is wave else loss).target(Numbers(1), net.n))

@@ -53,7 +53,7 @@ drawn = given(networks(), st.sampled_from(LOSSES), st.integers(1, 4))
 
 
 @pytest.mark.quick
-@settings(max_examples=12)
+@settings(max_examples=8)
 @drawn
 def test_is_the_loop_of_the_columns(net, loss, sweeps):
     """On the fast path, the generic one and in blocks, whatever reads a parameter."""

@@ -41,7 +41,7 @@ class TestParts:
         scales = [noise_scale(reduced(f, r))(*args)[1].scale for r in (None, torch.sum, torch.mean)]
         assert_trees_close(scales[1:], scales[:1] * 2, 1e-6)
 
-    @settings(max_examples=15)
+    @settings(max_examples=8)
     @given(networks(low=3), losses, st.integers(2, 3))
     def test_are_unbiased(self, net, loss, size):
         """On average over all batches that can be drawn of some samples, they are those of all of these."""

@@ -43,14 +43,14 @@ def may_be_refused(of, problem):
 
 @pytest.mark.parametrize("law", [*quick(OF_FUNCTIONS[:6]), *[law for law in OF_FUNCTIONS[6:] if law not in AROUND]])
 @given(st.data())
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_of_functions(law, dtype, device, data):
     holds(law, dtype, device, data)
 
 
 @pytest.mark.parametrize("law", AROUND)
 @given(st.data())
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_of_functions_inside_of_transforms(law, dtype, device, data):
     """They try a statistic in several ways each."""
     holds(law, dtype, device, data)
@@ -69,7 +69,7 @@ def holds(law, dtype, device, data):
 
 @pytest.mark.parametrize("law", [name for name, law in laws.LAWS.items() if law.subject == "a pair"])
 @given(st.data())
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_of_pairs(law, dtype, device, data):
     of = data.draw(strategies.pairs(dtype=dtype, device=str(device)))
     table = laws.check_pair(of.pair, of.x, *of.args, only=law, seconds=300)

@@ -40,7 +40,7 @@ def numbers(value):
 
 
 @pytest.mark.parametrize("what", DRAWN)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_values_print_as_code_that_makes_them_again(what, data):
     value = data.draw(DRAWN[what])
@@ -51,7 +51,7 @@ def test_values_print_as_code_that_makes_them_again(what, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_take_a_dtype(dtype, data):
     for of in (strategies.models, strategies.parameters, strategies.pairs):
@@ -69,7 +69,7 @@ def test_shrink_to_the_simplest():
     assert find(strategies.splits(5), lambda lengths: len(lengths) > 1) in ([1, 4], [4, 1])
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(strategies.parameters(), st.integers(1, 3))
 def test_shares_of_any_tree_equal_their_loop(params, n):
     x = params.inputs(n)
@@ -78,7 +78,7 @@ def test_shares_of_any_tree_equal_their_loop(params, n):
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.data())
 def test_splits_and_chunkings_fit(data):
     lengths = data.draw(strategies.splits(data.draw(st.integers(1, 6))))
