@@ -19,7 +19,7 @@ from invfunc.plans.recorder import Operator, same_shape
 
 KIND = "cuda"
 _COPIES = {"_to_copy", "copy_", "copy", "_copy_from"}
-_CAPTURING = threading.Lock()  # of all captures of a process one at a time
+_CAPTURING = threading.RLock()  # what a thread does on the stream of captures would be part of another one's
 
 
 @dataclass
@@ -63,7 +63,9 @@ class Graphed:
                 return self.module.forward(*given)
             if self.captured is None and self.say is not None:
                 say, self.say = self.say, None  # which holds the plan: with it, memory would wait for the collector
-                if why := self._begin(given):
+                with _CAPTURING:
+                    why = self._begin(given)
+                if why:
                     say(f"it runs by `replay`: {why}.")
             return self.module.forward(*given) if self.captured is None else self.captured(given)
 
@@ -75,7 +77,8 @@ class Graphed:
         try:
             constant, read = constants(self.module), [bool(n.users) for n in inputs(self.module)]
             moved = [used and not own for own, used in zip(constant, read, strict=True)]
-            places = [copied(x) if moves else None for moves, x in zip(moved, given, strict=True)]
+            with aside_of(given):
+                places = [copied(x) if moves else None for moves, x in zip(moved, given, strict=True)]
             fixed = [x if place is None else place for place, x in zip(places, given, strict=True)]
             if why := warmed(self.module, fixed):
                 return why
@@ -155,9 +158,9 @@ def warmed(module: fx.GraphModule, fixed: list[Any]) -> str:
 def capture(run: Callable[..., Any], fixed: list[Any]) -> tuple[Callable[[], None], Any, Callable[[], Any]]:
     """A CUDA graph of a function of tensors: how it is launched, its results, and the order of its calls."""
     device, before = next(x.device for x in fixed if x.device.type == KIND), torch.cuda.current_stream()
-    graph, done = torch.cuda.CUDAGraph(), torch.cuda.Event()
+    graph, done, stream = torch.cuda.CUDAGraph(), torch.cuda.Event(), _stream(device)
     try:
-        with _CAPTURING, torch.cuda.graph(graph, stream=_stream(device), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             found = run(*fixed)
     except Exception:
         torch.cuda.set_stream(before)  # which torch leaves as it was where a capture cannot end
@@ -165,7 +168,12 @@ def capture(run: Callable[..., Any], fixed: list[Any]) -> tuple[Callable[[], Non
 
     def order() -> Callable[[], None]:
         torch.cuda.current_stream().wait_event(done)
-        return done.record
+        return finish
+
+    def finish() -> None:
+        done.record()
+        with _CAPTURING:
+            stream.wait_event(done)  # whose memory all of it is, given back while the last launch may still run
 
     return graph.replay, found, order
 
@@ -173,8 +181,8 @@ def capture(run: Callable[..., Any], fixed: list[Any]) -> tuple[Callable[[], Non
 class aside_of:
     """On the stream of captures, between what was there before and what comes then."""
 
-    def __init__(self, given: Iterable[torch.Tensor]) -> None:
-        device = next((x.device for x in given if x.device.type == "cuda"), None)
+    def __init__(self, given: Iterable[Any]) -> None:
+        device = next((x.device for x in given if isinstance(x, torch.Tensor) and x.device.type == "cuda"), None)
         self.stream = None if device is None else _stream(device)
         self.on: Any = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
@@ -203,7 +211,7 @@ def device_of(given: Iterable[Any]) -> Any:
 
 def within_capture() -> bool:
     """Whether somebody captures what we do."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def each_once(x: torch.Tensor) -> torch.Tensor:
