@@ -23,7 +23,10 @@ from invfunc.transform import Transform
 
 
 def compiled(
-    t: Statistic | Product, *, backend: Literal["replay", "inductor", "auto"] = "replay", recheck: int = 0
+    t: Statistic | Product,
+    *,
+    backend: Literal["replay", "inductor", "cudagraphs", "auto"] = "replay",
+    recheck: int = 0,
 ) -> Compiled:
     """Repeat calls of a statistic by a plan, the graph of its operations, without the Python around them.
 
@@ -43,8 +46,10 @@ def compiled(
     Args:
         t: a statistic of this library, also `chunked`, `reduced` or of several `together`; or a product, as `hvp(f)`.
         backend: what runs the plan: `"replay"` calls its operations one by one, `"inductor"` gives it to
-            `torch.compile(fullgraph=True)`, which takes up to a minute for each shape and rounds otherwise, `"auto"`
-            times the first calls with and without a plan in turn, and goes on with the faster.
+            `torch.compile(fullgraph=True)`, which takes up to a minute for each shape and rounds otherwise,
+            `"cudagraphs"` captures it as a CUDA graph, whose kernels are launched at once: each call copies the
+            arguments and what is closed over to where the graph reads them, and its results out of it; `"auto"`
+            times the first calls with and without a plan (by `"replay"`) in turn, and goes on with the faster.
         recheck: after this many calls by a plan, t is called beside it and the results are compared; 0 is never.
 
     Returns:
@@ -55,7 +60,8 @@ def compiled(
 
     Raises:
         ArgumentTypeError: t is neither statistic nor product.
-        ArgumentError: an unknown backend; within torch.export, a call of which there is no program.
+        ArgumentError: an unknown backend; `"cudagraphs"` where torch sees no CUDA device; within torch.export, a call
+            of which there is no program.
         ReplayError: with `recheck`, a result that is not that of the call itself.
         ModifiedError: a vector for a linearisation whose parameters or data were written in place meanwhile.
         What t raises: a call of which the plan finds an error is made as without it.
@@ -63,7 +69,9 @@ def compiled(
         A warning (`InvFuncWarning`), once, where calls go on as without `compiled`: it names the reason and the line.
         These are a result that is differentiable (parameters that require grad outside of `torch.no_grad`), matrices
         that `sketched_grad` draws, numbers that leave torch (`.numpy()`, `print`), an f that writes into what it is
-        given or closes over, that sets its own seed, or reads numbers that change from call to call.
+        given or closes over, that sets its own seed, or reads numbers that change from call to call. One says, too,
+        where a plan runs by `"replay"` as the backend cannot run it: `"cudagraphs"` draws no random numbers, copies
+        none to the CPU, takes arguments of one CUDA device, and no operation that waits for it, as `eigh` does.
 
     Example:
         >>> import torch, invfunc
@@ -98,7 +106,8 @@ def compiled(
     call takes as long as two (large models) to thirty calls of t, most often six to ten. What is looked at in each
     call takes 2 to 12 % of the time of t: it grows with the arguments and modules. A plan has the operations of all
     chunks: hundreds of them make it long, and one of more than 20 000 is not kept. It keeps small constants, and no
-    tensor of the caller's; objects that f closed over are kept until the next call. The last 32 plans are kept.
+    tensor of the caller's; objects that f closed over are kept until the next call. The last 32 plans are kept. A CUDA
+    graph keeps copies of its inputs, and the memory of all its operations, as long as its plan.
 
     Not seen, so that a plan goes on with what it was: the time, files, random numbers of Python that f only draws in
     some calls, state of installed packages and of what is written in C, numbers that C reads from memory (`data_ptr`).
@@ -114,6 +123,11 @@ def compiled(
         )
     if backend not in BACKENDS:
         raise ArgumentError(f"compiled({t!r}, backend={backend!r}): it is one of {', '.join(map(repr, BACKENDS))}.")
+    if backend == "cudagraphs" and not torch.cuda.is_available():
+        raise ArgumentError(
+            f"compiled({t!r}, backend='cudagraphs'): it needs a CUDA device, and torch sees none here. On a CPU, use "
+            "'replay' or 'inductor'."
+        )
     if not isinstance(recheck, int) or recheck < 0:
         raise ArgumentError(f"compiled({t!r}, recheck={recheck!r}): recheck is a number of calls, 0 for never.")
     calls = Calls(t, f"compiled({t!r})", backend, recheck)

@@ -12,10 +12,11 @@ import torch
 from torch import fx
 
 from invfunc import thresholds
+from invfunc.plans.cudagraphs import Graphed
 from invfunc.plans.plan import Plan
 from invfunc.plans.recorder import same_shape
 
-BACKENDS = ("replay", "inductor", "auto")
+BACKENDS = ("replay", "inductor", "cudagraphs", "auto")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Backend:
 
     def runs(self, module: fx.GraphModule, say: Callable[[str], None]) -> Callable[..., Any]:
         """What runs a graph."""
+        if self.name == "cudagraphs":
+            return Graphed(module, say)
         if self.name != "inductor":
             return module.forward
         return Inductor(module.forward, torch.compile(module, fullgraph=True, dynamic=False), say)

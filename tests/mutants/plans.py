@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 GUARDS, CALLS, BATCHES = "plans/test_guards.py", "plans/test_compiled.py", "plans/test_batches.py"
 POINTS, EXPORTED = "plans/test_points.py", "plans/test_exported.py"
+LAUNCHED = "plans/test_cudagraphs.py"
 
 PLANS = [
     Fault(
@@ -131,5 +132,33 @@ PLANS = [
         "x.detach().permute(order).clone(memory_format=torch.contiguous_format)",
         "x.detach().permute(order)",
         EXPORTED,
+    ),
+    Fault(
+        "a launch overwrites the results of the one before",
+        "plans/cudagraphs.py",
+        "found = tree.map_tensors(copied, self.found)",
+        "found = self.found",
+        LAUNCHED,
+    ),
+    Fault(
+        "a launch reads the arguments of the first one",
+        "plans/cudagraphs.py",
+        "if place is not None:",
+        "if False:",
+        LAUNCHED,
+    ),
+    Fault(
+        "a CUDA graph and its statistic hold each other",
+        "plans/cudagraphs.py",
+        "say, self.say = self.say, None",
+        "say = self.say",
+        LAUNCHED,
+    ),
+    Fault(
+        "a capture repeats the random numbers that it drew",
+        "plans/cudagraphs.py",
+        "if not all(same_state(state_of(g), state) for g, state in before):",
+        "if False:",
+        LAUNCHED,
     ),
 ]

@@ -465,9 +465,8 @@ class TestErrors:
         ):
             with pytest.raises(invfunc.ArgumentTypeError):
                 around(compiled(invfunc.variance(loss)))
-        for backend in ("fast", "cudagraphs"):
-            with pytest.raises(invfunc.ArgumentError, match="'replay', 'inductor', 'auto'"):
-                compiled(invfunc.variance(loss), backend=backend)
+        with pytest.raises(invfunc.ArgumentError, match="'replay', 'inductor', 'cudagraphs', 'auto'"):
+            compiled(invfunc.variance(loss), backend="fast")
         with pytest.raises(invfunc.ArgumentError, match="recheck"):
             compiled(invfunc.variance(loss), recheck=-1)
 

@@ -107,18 +107,7 @@ def test_what_comes_before_and_behind_it_is_in_the_program(data):
     assert_trees_close(found(params, x + 1, y), use(t, params, x + 1, y), EXACT)
 
 
-def test_loads_in_a_process_without_this_library(data, tmp_path):
-    params, x, y = data
-
-    def f(p, x):
-        return linear(p, x) * (2 if x.sum() > 0 else 3)
-
-    t, c = invfunc.diag_ggn(f, F.cross_entropy), compiled(invfunc.diag_ggn(f, F.cross_entropy))
-    c(params, x.abs(), y)
-    torch.export.save(torch.export.export(Calling(c), (params, x.abs(), y)), tmp_path / "program.pt2")
-    at = {name: p - 1 for name, p in params.items()}, x.abs() + 1, (y + 1) % 5
-    torch.save((at, t(*at)), tmp_path / "wanted.pt")
-    code = """
+WITHOUT_THIS_LIBRARY = """
 import sys, torch
 at, wanted = torch.load("wanted.pt")
 found = torch.export.load("program.pt2").module()(*at)
@@ -130,26 +119,6 @@ except RuntimeError as error:
     assert "numbers that it reads" in str(error), error
 else:
     raise AssertionError("nothing was said of a branch that is not the one of the program")
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def test_objects_are_saved_and_loaded_where_they_are_known(data, tmp_path):
-    """In a fresh process, after `import invfunc`; a bias with its weight, too."""
-    params, x, y = data
-    made = {
-        "noise": invfunc.noise_scale(losses),
-        "factors": invfunc.kflr(linear, F.cross_entropy),
-    }
-    for name, t in made.items():
-        c = compiled(t)
-        c(params, x, y)
-        with torch.no_grad():
-            torch.export.save(torch.export.export(Calling(c), (params, x, y), strict=False), tmp_path / f"{name}.pt2")
-    torch.save([(params, x + 1, y), [tree.tensors(t(params, x + 1, y)) for t in made.values()]], tmp_path / "data.pt")
-    code = """
-import torch
 def load(name):
     return torch.export.load(f"{name}.pt2").module()
 try:
@@ -158,6 +127,9 @@ except RuntimeError:
     pass
 else:
     raise AssertionError("it is known without invfunc")
+assert "invfunc" not in sys.modules
+"""
+WITH_THIS_LIBRARY = """
 import invfunc
 at, wanted = torch.load("data.pt")
 (grad, noise), factors = load("noise")(*at), load("factors")(*at)
@@ -166,6 +138,32 @@ found = [invfunc.tree.tensors((grad, noise)), invfunc.tree.tensors(factors)]
 assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for f, w in zip(found, wanted) for a, b in zip(f, w, strict=True))
 assert factors["w"].solve(at[0]["w"], damping=1.0).shape == at[0]["w"].shape and "w" in factors["w"].origin.name
 """
+
+
+def test_loads_in_a_process_without_this_library_and_objects_where_they_are_known(data, tmp_path):
+    """Objects in a fresh process after `import invfunc`; a bias with its weight, too."""
+    params, x, y = data
+
+    def f(p, x):
+        return linear(p, x) * (2 if x.sum() > 0 else 3)
+
+    t, c = invfunc.diag_ggn(f, F.cross_entropy), compiled(invfunc.diag_ggn(f, F.cross_entropy))
+    c(params, x.abs(), y)
+    torch.export.save(torch.export.export(Calling(c), (params, x.abs(), y)), tmp_path / "program.pt2")
+    at = {name: p - 1 for name, p in params.items()}, x.abs() + 1, (y + 1) % 5
+    torch.save((at, t(*at)), tmp_path / "wanted.pt")
+    objects = {
+        "noise": invfunc.noise_scale(losses),
+        "factors": invfunc.kflr(linear, F.cross_entropy),
+    }
+    for name, made in objects.items():
+        c = compiled(made)
+        c(params, x, y)
+        with torch.no_grad():
+            torch.export.save(torch.export.export(Calling(c), (params, x, y), strict=False), tmp_path / f"{name}.pt2")
+    at = params, x + 1, y
+    torch.save([at, [tree.tensors(made(*at)) for made in objects.values()]], tmp_path / "data.pt")
+    code = WITHOUT_THIS_LIBRARY + WITH_THIS_LIBRARY
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
