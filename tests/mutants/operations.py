@@ -155,10 +155,17 @@ OPERATIONS = [
         "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
     ),
     Fault(
-        "cells that are filled up read their last position again",
+        "cells that are filled up send a position back again, where nothing is read",
         "sparsity/cells.py",
-        "        if filled:\n",
-        "        if False:\n",
+        " and bool(padding.any()):",
+        " and False:",
+        "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
+    ),
+    Fault(
+        "cells that are filled up read a position again",
+        "sparsity/cells.py",
+        "        numbers = torch.where(positions == many, last, numbers)\n",
+        "",
         "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
     ),
 ]
