@@ -37,11 +37,21 @@ class Crossing:
     far: Settings = field(default_factory=dict)
     taken: Callable[[int], bool] | None = None
     """Whether the way from it on is taken at a size, where that follows from an estimate of costs."""
+    on: str | None = None
+    """The threshold that lists the devices on which there are two ways, if not all have them."""
+    everywhere: bool = True
+    """Whether the other devices could have them."""
 
-    @property
-    def stated(self) -> str:
+    def stated(self, device: torch.device) -> str:
         """The present value, or the first size from which the estimate takes the other way."""
+        if self.on is not None and device.type not in getattr(thresholds, self.on):
+            return "never"
         return str(getattr(thresholds, self.name)) if self.taken is None else first(self.sizes, self.taken)
+
+    def way(self, way: str, device: torch.device) -> Settings:
+        """What forces a way on a device."""
+        both = {self.on: (device.type,)} if self.on is not None else {}
+        return both | (self.near if way == "near" else self.far)
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,14 @@ class Best:
     make: Callable[[torch.device], Call]
     other: Settings = field(default_factory=dict)
 
-    def at(self, value: int) -> Settings:
+    def stated(self, device: torch.device) -> int:
+        """The present value."""
+        value = getattr(thresholds, self.name)
+        return value.get(device.type, thresholds.ELSEWHERE) if isinstance(value, dict) else value
+
+    def at(self, value: int, device: torch.device) -> Settings:
         """The thresholds with this value."""
-        return {self.name: {"cpu": value} if self.name == "CACHE" else value, **self.other}
+        return {self.name: {device.type: value} if self.name == "CACHE" else value, **self.other}
 
 
 def first(sizes: Sequence[int], far: Callable[[int], bool]) -> str:
@@ -196,6 +211,7 @@ CROSSINGS = [
         _gram(lambda b: (b, 128, 2**12 // b)),
         _COPY,
         _AS_GRADIENT,
+        on="GRADIENT_ON",
     ),
     Crossing(
         "GRADIENT_NUMBERS",
@@ -204,6 +220,7 @@ CROSSINGS = [
         _gram(lambda size: (32, 144, size // 32 // 144)),
         _AS_GRADIENT,
         _COPY,
+        on="GRADIENT_ON",
     ),
     Crossing(
         "GRADIENT_ROWS",
@@ -212,6 +229,7 @@ CROSSINGS = [
         _gram(lambda k: (64, k, 64)),
         _AS_GRADIENT | {"GRADIENT_ROWS": FAR},
         _AS_GRADIENT | {"GRADIENT_ROWS": 0},
+        on="GRADIENT_ON",
     ),
     Crossing(
         "MIRRORED_POSITIONS",
@@ -252,6 +270,8 @@ CROSSINGS = [
         _huge,
         {"HUGE_PAGES": FAR},
         {"HUGE_PAGES": 0},
+        on="HUGE_ON",
+        everywhere=False,
     ),
     Crossing(
         "APART",
@@ -260,6 +280,7 @@ CROSSINGS = [
         _apart,
         _WHOLE | {"APART": FAR},
         _WHOLE | {"APART": 0},
+        on="APART_ON",
     ),
     Crossing("BLOCK_COLUMNS", "columns, 128 samples", [1, 2, 4, 8, 16], _blocks, _WHOLE, {"BLOCK_COLUMNS": 0}),
     Crossing(
@@ -276,7 +297,7 @@ CROSSINGS = [
         _norms(torch.float32),
         taken=partial(_formed, torch.float32),
     ),
-    Crossing("UNFOLD", "channels", [4, 8, 12, 16, 24, 32, 64], _displaced, taken=_displaces),
+    Crossing("UNFOLD", "channels", [4, 8, 12, 16, 24, 32, 64], _displaced, taken=_displaces, on="DISPLACED_ON"),
     Crossing("FEW", "columns", [4, 16, 36, 64, 144, 256, 576], _auto_encoder, far=_ALWAYS, taken=_shortens),
 ]
 
