@@ -24,6 +24,8 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "DOUBLE": (0, FAR),
     "GRADIENT_DTYPES": (SINGLE_AND_DOUBLE, ()),
     "GRADIENT_ON": (("cpu",), ()),
+    "MIRRORED_ON": (("cpu",), ()),
+    "ADDED_ON": (("cpu",), ()),
     "GRADIENT_SAMPLES": (1, FAR),
     "GRADIENT_NUMBERS": (FAR, 0),
     "GRADIENT_ROWS": (thresholds.GRADIENT_BLOCKS, FAR),

@@ -198,7 +198,7 @@ def _encoded(size: int, way: str, device: torch.device) -> tuple[Any, tuple]:
 
 _POSITIONS = [8, 16, 24, 32, 48, 64, 96, 128]
 _COPY = {"GRADIENT_ON": (), "ADDED_NUMBERS": FAR}
-_AS_GRADIENT = {"GRADIENT_NUMBERS": FAR, "GRADIENT_SAMPLES": 0, "MIRRORED_POSITIONS": 0}
+_AS_GRADIENT = {"GRADIENT_NUMBERS": FAR, "GRADIENT_SAMPLES": 0, "MIRRORED_POSITIONS": 0, "MIRRORED_ON": ("cpu", "cuda")}
 _WHOLE = {"BLOCK_BATCH": FAR}
 _ALWAYS = {"FEW": 0, "PAYS": math.inf, "LOOK": 0.0, "LOOK_ENTRY": 0.0}
 
@@ -238,6 +238,7 @@ CROSSINGS = [
         _gram(lambda b: (b, 288, 1), torch.float64),
         _COPY | {"MIRRORED_POSITIONS": FAR},
         _COPY | {"MIRRORED_POSITIONS": 0},
+        on="MIRRORED_ON",
     ),
     Crossing(
         "MIRRORED_ROWS",
@@ -246,6 +247,7 @@ CROSSINGS = [
         _gram(lambda k: (1024, 2 * k, 1), torch.float64),
         _COPY | {"MIRRORED_ROWS": FAR},
         _COPY | {"MIRRORED_ROWS": 1, "MIRRORED_BLOCKS": 2},
+        on="MIRRORED_ON",
     ),
     Crossing(
         "ADDED_POSITIONS",
@@ -254,6 +256,7 @@ CROSSINGS = [
         _gram(lambda r: (2**15 // r, 64, r)),
         _COPY,
         {"GRADIENT_ON": (), "ADDED_NUMBERS": 0, "ADDED_POSITIONS": 0},
+        on="ADDED_ON",
     ),
     Crossing(
         "ADDED_NUMBERS",
@@ -262,6 +265,7 @@ CROSSINGS = [
         _gram(lambda size: (size // 2**16, 64, 1024)),
         _COPY,
         {"GRADIENT_ON": (), "ADDED_NUMBERS": 0, "ADDED_POSITIONS": 0},
+        on="ADDED_ON",
     ),
     Crossing(
         "HUGE_PAGES",
@@ -298,7 +302,7 @@ CROSSINGS = [
         taken=partial(_formed, torch.float32),
     ),
     Crossing("UNFOLD", "channels", [4, 8, 12, 16, 24, 32, 64], _displaced, taken=_displaces, on="DISPLACED_ON"),
-    Crossing("FEW", "columns", [4, 16, 36, 64, 144, 256, 576], _auto_encoder, far=_ALWAYS, taken=_shortens),
+    Crossing("FEW", "columns", [4, 16, 36, 64, 144, 256, 576, 1296, 2304], _auto_encoder, far=_ALWAYS, taken=_shortens),
 ]
 
 
