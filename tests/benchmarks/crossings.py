@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch.nn.grad import conv2d_weight
 
 from invfunc import diag_ggn, explain, thresholds
 from invfunc.linear_algebra.contract import Term, contract, outer, squares_directly, twice
@@ -172,6 +173,19 @@ def _displaces(size: int) -> bool:
     return autocorrelation.patches_gram(torch.zeros(32, size, 16, 16), (3, 3), [(1, 1)] * 2, (1, 1)) is not None
 
 
+_ROWS = 256
+
+
+def _totalled(size: int, way: str, device: torch.device) -> Call:
+    """The sum of the per-sample gradients of a convolution with 3 x 3 entries."""
+    side, shape = round(math.sqrt(size / 16)), (_ROWS, 64, 3, 3)
+    x, sent = normal(16, 64, side, side, device=device), normal(16, _ROWS, side, side, device=device)
+    if way == "far":
+        return lambda: conv2d_weight(x, shape, sent, padding=1)
+    options = (3, 3), (1, 1), [(1, 1)] * 2, (1, 1)
+    return lambda: contract([("Nop", sent.flatten(2)), ("Nip", patches(x, *options))], "oi")
+
+
 def _auto_encoder(size: int, way: str, device: torch.device) -> Call:
     statistic, args = _encoded(size, way, device)
     return lambda: statistic(*args)
@@ -300,6 +314,14 @@ CROSSINGS = [
         _POSITIONS,
         _norms(torch.float32),
         taken=partial(_formed, torch.float32),
+    ),
+    Crossing(
+        "TOTAL_POSITIONS",
+        f"positions of 16 samples, {_ROWS} rows",
+        [64, 256, 1024, 4096, 16384],
+        _totalled,
+        taken=lambda size: size >= thresholds.TOTAL_POSITIONS * _ROWS,
+        on="TOTAL_ON",
     ),
     Crossing("UNFOLD", "channels", [4, 8, 12, 16, 24, 32, 64], _displaced, taken=_displaces, on="DISPLACED_ON"),
     Crossing("FEW", "columns", [4, 16, 36, 64, 144, 256, 576, 1296, 2304], _auto_encoder, far=_ALWAYS, taken=_shortens),
