@@ -51,12 +51,18 @@ GRADIENT_ROWS, GRADIENT_BLOCKS = 256, 3
 MIRRORED_POSITIONS = 256
 """Samples times positions, b r, below which a Gram matrix is one plain product. Here 256."""
 
+MIRRORED_ON = ("cpu",)
+"""Where it is anything else from there on. On an H200 the plain product takes a fifth to a third of the time."""
+
 MIRRORED_ROWS, MIRRORED_BLOCKS = 96, 6
 """Otherwise its lower half is computed in blocks of at least so many rows, at most so many, and mirrored. Here 96."""
 
 ADDED_POSITIONS, ADDED_NUMBERS = 256, 2**20
 """Positions r and numbers in x from which on the products of the samples are added up one by one, without a copy:
 2.5 times as fast here at 2^23 numbers. It is from 2^16 numbers and 16 positions on with 64 rows, but not with 576."""
+
+ADDED_ON = ("cpu",)
+"""Where they are. On an H200 that takes 2 to 14 times as long as a product of the copy, from 2^20 numbers on."""
 
 HUGE_PAGES, HUGE_ON = 32 * 2**20, ("cpu",)
 """Bytes of a result from which on it is written to fresh memory in huge pages (`linear_algebra.pages`): malloc takes so
@@ -95,6 +101,16 @@ PRODUCTS = 4
 
 SHARES = 4
 """How many times the per-sample gradients of a block fit the budget: they are written, squared and added up in it."""
+
+# Sums of per-sample gradients of convolutions (operations/convolutions.py)
+
+TOTAL_DTYPES, TOTAL_ON = (torch.float32, torch.float64), ("cpu",)
+"""Where they are the convolution's own weight gradient, of cotangents times weights: elsewhere it may round to fewer
+bits than a matrix product, and narrower numbers are added up in float32."""
+
+TOTAL_POSITIONS = 1
+"""Positions of all samples, for each row of the weight, from which on they are. It takes a fifth to two thirds of the
+time of patches and a product here, but 1.3 times as long with 512 rows and 256 positions."""
 
 # Gram matrices of patches (operations/factors/autocorrelation.py)
 

@@ -116,17 +116,24 @@ def outer(x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
         x, other = (y.permute(1, 2, 0, 3).flatten(2) for y in (x, x if other is None else other))
         return x @ other.mT
     b, k, r = x.shape
-    plain = b * r < thresholds.MIRRORED_POSITIONS or x.requires_grad or transforming()
+    plain = b * r < thresholds.MIRRORED_POSITIONS or x.device.type not in thresholds.MIRRORED_ON
+    plain = plain or x.requires_grad or transforming()
     if other is None and not plain and _as_gradient(x):
         blocks = thresholds.GRADIENT_BLOCKS if k >= thresholds.GRADIENT_ROWS else 1
         return _mirrored(x, blocks, lambda x, y: conv1d_weight(y, (x.shape[1], y.shape[1], 1), x)[:, :, 0])
-    if r >= thresholds.ADDED_POSITIONS and x.numel() >= thresholds.ADDED_NUMBERS and not transforming():
+    if _one_by_one(x) and not transforming():
         return torch.addbmm(x.new_zeros(k, k), x, (x if other is None else other).mT)
     x = x.movedim(0, 1).reshape(1, k, b * r)
     if other is not None:
         return x[0] @ other.movedim(0, 1).reshape(k, b * r).mT
     blocks = 1 if plain else min(thresholds.MIRRORED_BLOCKS, k // thresholds.MIRRORED_ROWS)
     return _mirrored(x, blocks, lambda x, y: x[0] @ y[0].mT)
+
+
+def _one_by_one(x: torch.Tensor) -> bool:
+    """Whether the products of `[b, k, r]` are faster added up sample by sample."""
+    large = x.shape[2] >= thresholds.ADDED_POSITIONS and x.numel() >= thresholds.ADDED_NUMBERS
+    return large and x.device.type in thresholds.ADDED_ON
 
 
 def _as_gradient(x: torch.Tensor) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
+from invfunc import thresholds
 from invfunc.linear_algebra.contract import Term
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, leading
@@ -22,6 +24,7 @@ from invfunc.operations.receptive_fields.step import Rows, Step, joined, most
 from invfunc.operations.receptive_fields.windows import each, padded, windows
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_WEIGHT: dict[int, Callable] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 
 # Shares
 
@@ -83,9 +86,19 @@ def convolution(site: Site, param: torch.Tensor) -> Recipe | None:
         found = _CONV[d](inputs.flatten(0, 1).to(kind), kernels, None, stride, padding, dilation, groups)
         return [("NbgCp", found.reshape(*inputs.shape[:2], groups, matrix.shape[1], -1))]
 
+    def total(cotangent: torch.Tensor, part: Part) -> torch.Tensor | None:
+        inputs = _channels(site, x, axis, part, d).flatten(0, 1)
+        sent = _whole(cotangent[None], d)[0].flatten(0, 1)
+        positions = len(sent) * math.prod(sent.shape[2:])
+        kind = inputs.dtype if inputs.dtype == sent.dtype else None
+        known = kind in thresholds.TOTAL_DTYPES and sent.device.type in thresholds.TOTAL_ON
+        if not known or positions < thresholds.TOTAL_POSITIONS * len(weight) or any(a != b or a < 0 for a, b in pads):
+            return None
+        return _WEIGHT[d](inputs, weight.shape, sent, stride, [a for a, _ in pads], dilation, groups)
+
     sent = partial(_sent, d=d, groups=groups)
     work = math.prod(weight.shape[1:]) * groups * math.prod(call.out.shape[-d:])
-    return Recipe("goi", "bgop", sent, read, projected, gram=gram, reads=(x,), work=work)
+    return Recipe("goi", "bgop", sent, read, projected, gram=gram, total=total, reads=(x,), work=work)
 
 
 def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:

@@ -47,8 +47,7 @@ class Factor:
     """How many numbers an intermediate tensor may have."""
 
     def __post_init__(self) -> None:
-        self.use = self.uses[0]
-        self.recipe = self.use.recipe
+        self.use, self.recipe = self.uses[0], self.uses[0].recipe
         self.output, self.lands = self.recipe.output, self.recipe.picks is not None
         self.work = len(self.uses) * self.recipe.work
         self.apart = "S" * bool(self.recipe.cells) + self.output
@@ -66,15 +65,16 @@ class Factor:
 
     def weighted(self, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`sum_n weights[n] G[v, n]`, for the only column; of weights 1, if there are none."""
-        total, start = [], 0
-        for part in self._parts():
-            terms = self._terms(self.columns.left, part)
-            if weights is not None:
-                w = weights[start : start + length(part)].to(terms[0][1].dtype)
-                start += length(part)
-                terms += squeezed([("N", w)]) if len(w) > 1 else [("", w[0])]
-            total.append(self._sum(terms, part))
-        return self._shaped(summed(total), 0)
+        parts, sent, total = self._parts(), self.columns.left[self.use.site], []
+        own = [None] * len(parts) if weights is None else weights.split([length(part) for part in parts])
+        for part, w in zip(parts, own, strict=True):
+            found = None if sent is None or len(self.uses) > 1 else self.recipe.weighted(sent[0][part], part, w)
+            if found is None:
+                terms = self._terms(self.columns.left, part)
+                terms += [] if w is None else squeezed([("N", w.to(terms[0][1].dtype))])
+                found = self._shaped(self._sum(terms, part), 0)
+            total.append(found)
+        return summed(total)
 
     def square_sum(self, each: bool = False) -> torch.Tensor:
         """`sum_v weight[v, n] G[v, n]^2`, or the product of left and right in place of the square; summed over samples,

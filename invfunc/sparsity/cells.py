@@ -52,17 +52,34 @@ class Layout:
         """The first entry at each position."""
         return self.entries[0].clone()
 
-    def at(self, positions: torch.Tensor, labels: str, x: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """What is at some positions, which are taken out of their dimensions: `[*outs, positions]`."""
-        own = [c for c in self.inner if c in labels]
-        order = [i for i, c in enumerate(labels) if c not in own] + [labels.index(c) for c in own]
-        x = x.permute(order).flatten(len(labels) - len(own)) if own else x.unsqueeze(-1)
-        numbers, rest = torch.zeros_like(positions), math.prod(self.sizes[c] for c in self.inner)
+    def by_positions(self, labels: str, x: torch.Tensor) -> Term:
+        """What was read, as `[N, positions, *rest]` with zeros at one more position; what has no positions as it is.
+
+        All that belongs to a position is then in one place of memory, and is taken from there at once.
+        """
+        lead, own, rest = self.parted(labels)
+        if not own:
+            return labels, x
+        x = x.permute([labels.index(c) for c in (*lead, *own, *rest)]).flatten(len(lead), len(lead) + len(own) - 1)
+        flat = torch.nn.functional.pad(x.flatten(len(lead) + 1) if rest else x.unsqueeze(-1), (0, 0, 0, 1))
+        return lead + own + rest, flat.reshape(*flat.shape[:-1], *x.shape[len(lead) + 1 :])
+
+    def at(self, positions: torch.Tensor, labels: str, x: torch.Tensor) -> torch.Tensor:
+        """What is at some positions `[...]` of a term by positions: `[N, ..., *rest]`."""
+        lead, own, _ = self.parted(labels)
+        numbers, many = torch.zeros_like(positions), math.prod(self.sizes[c] for c in self.inner)
+        rest, last = many, x.shape[len(lead)] - 1
         for c in self.inner:
             rest //= self.sizes[c]
             if c in own:
                 numbers = numbers * self.sizes[c] + positions // rest % self.sizes[c]
-        return "".join(c for c in labels if c not in own), x.index_select(-1, numbers)
+        numbers = torch.where(positions == many, last, numbers)
+        return x.index_select(len(lead), numbers.flatten()).unflatten(len(lead), positions.shape)
+
+    def parted(self, labels: str) -> tuple[str, str, str]:
+        """Labels of samples, of positions, and all others."""
+        lead, own = ("".join(c for c in some if c in labels) for some in ("N", self.inner))
+        return lead, own, "".join(c for c in labels if c not in lead + own)
 
 
 def layout(recipe: Recipe, one: torch.Size, device: torch.device | str) -> Layout | None:
@@ -88,8 +105,7 @@ def layout_at(run: Run, use: ParameterUse, device: torch.device | str) -> Layout
 
 @dataclass
 class Memory:
-    """Keeps what the operation of a parameter use reads, as its recipe lays it out and taken cell by cell, while it is
-    small."""
+    """Keeps what the operation of a parameter use reads, by positions and taken cell by cell, while it is small."""
 
     recurs: bool = False
     """Whether other columns are going to read the same cells."""
@@ -98,9 +114,9 @@ class Memory:
     index: torch.Tensor | None = None
     """The cells that `cells` was taken for."""
 
-    def read(self, recipe: Recipe, part: Part) -> list[Term]:
-        """What the operation of a recipe has read."""
-        return _known(self.kept, part, lambda: recipe.read(part))
+    def read(self, part: Part, make: Callable[[], list[Term]]) -> list[Term]:
+        """The terms that `make` gives of what the operation has read."""
+        return _known(self.kept, part, make)
 
     def taken(self, index: torch.Tensor, part: Part, take: Callable[[], list[Term]]) -> list[Term]:
         """The terms that `take` gives for these cells, kept if other columns are going to read them."""
@@ -132,34 +148,33 @@ def celled(known: Layout, index: torch.Tensor, memory: Memory | None = None) -> 
     recipe, inner, sizes = known.recipe, known.inner, known.sizes
     classes, cells, width = index.shape
     positions = math.prod(sizes[c] for c in inner)
-    filled = bool((index == positions).any())
-    flat = index.clamp(max=positions - 1).flatten()
+    flat = index.flatten(0, 1)
+    padding = flat == positions
+    classes_beside = torch.arange(classes, device=index.device)[:, None, None]
+    sent = (index.clamp(max=positions - 1) * classes + classes_beside).flatten()
 
-    def taken(others: list[Term]) -> list[Term]:
+    def read(part: Part) -> list[Term]:
+        return [known.by_positions(*term) for term in recipe.read(part)]
+
+    def taken(part: Part) -> list[Term]:
         """The terms of what is read, position by position in each cell."""
         terms = []
-        for labels, x in others:
-            if any(c in inner for c in labels):
-                kept, x = known.at(flat, labels, x)
-                terms.append((kept + "S" + inner[0], x.unflatten(-1, (classes * cells, width))))
-            else:
-                terms.append((labels, x))
+        for labels, x in memory.read(part, lambda: read(part)):
+            lead, own, rest = known.parted(labels)
+            terms.append((lead + "S" + inner[0] + rest, known.at(flat, labels, x)) if own else (labels, x))
         return terms
 
     def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
         labels, first = recipe.sends(cotangent, part)
-        v = len(cotangent) // classes
-        order = [i for i, c in enumerate(labels) if c not in inner] + [labels.index(c) for c in inner]
-        first = first.permute(order)
-        outs = "".join(c for c in labels if c not in inner and c not in "VN")
-        first = first.reshape(classes, v, *first.shape[1 : 2 + len(outs)], positions)
-        at = flat.reshape(classes, 1, *[1] * (1 + len(outs)), cells * width)
-        first = first.gather(-1, at.expand(*first.shape[:-1], -1))
-        if filled:
-            first = first * (index < positions).reshape(classes, 1, *[1] * (1 + len(outs)), -1).to(first.dtype)
-        first = first.reshape(*first.shape[:-1], cells, width)
-        first = first.movedim(0, 2).movedim(-2, 3).flatten(2, 3)  # [v, N, classes * C, *outs, r]
-        terms = [("VNS" + outs + inner[0], first)]
-        return terms + memory.taken(index, part, lambda: taken(memory.read(recipe, part)))
+        outs, v = known.parted(labels.replace("V", ""))[2], len(first) // classes
+        first = first.permute([labels.index(c) for c in ("V", "N", *outs, *inner)])
+        shape = first.shape[1 : 2 + len(outs)]
+        first = first.reshape(-1, positions).T.contiguous()  # a transpose of two dimensions is several times as fast
+        first = first.reshape(positions * classes, -1).index_select(0, sent)
+        others = memory.taken(index, part, lambda: taken(part))
+        if not any(inner[0] in some for some, _ in others) and bool(padding.any()):
+            first = first * ~padding.flatten()[:, None]
+        first = first.reshape(classes * cells, width, v, *shape).movedim(3, 0)
+        return [("NS" + inner[0] + "V" + outs, first), *others]
 
     return replace(recipe, build=build, cells=cells, work=recipe.work * classes)

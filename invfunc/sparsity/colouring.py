@@ -124,28 +124,42 @@ class Colouring:
         found[self.box[some], self.copy[some]] = some.nonzero().flatten()
         return found
 
-    def cells(self, rows: torch.Tensor, wanted: range) -> torch.Tensor:
-        """The box that each of the boxes `[2, k, P]` lies in, for some classes: `[classes, P]`; -1 for none."""
-        inside = rows[1, 0] > -torch.inf
-        holding: list[list[torch.Tensor]] = []
+    def placed(self, rows: torch.Tensor) -> Placed:
+        """Where the boxes `[2, k, P]` lie among those of the groups."""
+        inside, along = rows[1, 0] > -torch.inf, []
         for axis, a, b in zip(self.axes, -rows[0], rows[1], strict=True):
             code, of = _numbered(torch.where(inside, a.double() * _FAR + b.double(), 0))
             first = torch.empty_like(code, dtype=torch.long).scatter(0, of, torch.arange(len(of), device=of.device))
             a, b = a[first], b[first]
-            holding.append([axis.holding(c, a, b)[of] for c in range(axis.count)])
-        found = []
-        for k in wanted:
-            colour, code, within = int(self.colours[k]), torch.zeros_like(inside, dtype=torch.long), inside
-            own = []
-            for axis in reversed(self.axes):
-                own.insert(0, colour % axis.count)
-                colour //= axis.count
-            for axis, c, intervals in zip(self.axes, own, holding, strict=True):
-                code = code * len(axis.lo) + intervals[c].clamp(min=0)
-                within = within & (intervals[c] >= 0)
-            at = torch.searchsorted(self.codes, code).clamp(max=len(self.codes) - 1)
-            found.append(torch.where(within & (self.codes[at] == code), at, -1))
-        return torch.stack(found)
+            along.append((torch.stack([axis.holding(c, a, b) for c in range(axis.count)]), of))
+        return Placed(self, inside, along)
+
+
+@dataclass
+class Placed:
+    """Boxes among those of a colouring."""
+
+    colouring: Colouring
+    inside: torch.Tensor
+    """Which of them depend on anything, `[P]`."""
+    along: list[tuple[torch.Tensor, torch.Tensor]]
+    """Along each axis, the interval of each colour in which the different ones lie, -1 for none, and which of these
+    each is."""
+
+    def cells(self, wanted: range) -> torch.Tensor:
+        """The box of the groups of some classes that each lies in: `[classes, P]`; -1 for none."""
+        codes, colours = self.colouring.codes, self.colouring.colours[wanted.start : wanted.stop]
+        own: list[torch.Tensor] = []
+        for axis in reversed(self.colouring.axes):
+            own.insert(0, colours % axis.count)
+            colours = colours // axis.count
+        code, within = torch.zeros((), dtype=torch.long, device=codes.device), self.inside
+        for axis, c, (holding, of) in zip(self.colouring.axes, own, self.along, strict=True):
+            intervals = holding[c][:, of]
+            code = code * len(axis.lo) + intervals.clamp(min=0)
+            within = within & (intervals >= 0)
+        at = torch.searchsorted(codes, code).clamp(max=len(codes) - 1)
+        return torch.where(within & (codes[at] == code), at, -1)
 
 
 def positions_of(cells: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from invfunc.plan import even
 from invfunc.recording.tags import ParameterUse
 from invfunc.reductions import Reduction
 from invfunc.sparsity.cells import Layout, Memory, celled
-from invfunc.sparsity.colouring import Colouring, positions_of
+from invfunc.sparsity.colouring import Colouring, Placed, positions_of
 from invfunc.sparsity.groups import Grouped
 from invfunc.sparsity.narrowed import Narrowed
 from invfunc.sparsity.pattern import Frame, Pattern, positions_apart, same_calls
@@ -106,6 +106,8 @@ class Shared(Pullback):
     """By source and parameter."""
     _index: dict[tuple[int, int, range], list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
     """The cells of some positions, and their boxes, by source, site and classes."""
+    _placed: dict[tuple[int, int], list[tuple[Any, Placed]]] = field(default_factory=dict)
+    """Where some entries of a site lie among the groups of a source."""
 
     @property
     def total(self) -> int:
@@ -204,8 +206,12 @@ class Shared(Pullback):
 
     def _cells(self, each: Pass, site: int, entries: Any = WHOLE) -> torch.Tensor:
         """The box in which each entry of a site lies, for each class."""
-        rows = self.frame.boxes[site].flatten(2)[:, :, entries]
-        return self.colourings[each.source].cells(rows, each.classes)
+        known = self._placed.setdefault((each.source, site), [])
+        placed = next((found for wanted, found in known if _same(wanted, entries)), None)
+        if placed is None:
+            placed = self.colourings[each.source].placed(self.frame.boxes[site].flatten(2)[:, :, entries])
+            known.append((entries, placed))
+        return placed.cells(each.classes)
 
     def _boxed(
         self, each: Pass, uses: list[ParameterUse], cotangents: Cotangents
@@ -224,6 +230,12 @@ class Shared(Pullback):
                     mask = (cells[site][k] == boxes[a:b, None]).to(x.dtype).reshape(b - a, 1, 1, *x.shape[3:])
                     own[site] = (x[k] * mask).flatten(0, 1)
                 yield own, boxes[a:b]
+
+
+def _same(some: Any, others: Any) -> bool:
+    """Whether two choices of entries are one."""
+    tensors = isinstance(some, torch.Tensor) and isinstance(others, torch.Tensor)
+    return torch.equal(some, others) if tensors else some is others
 
 
 def columns_at_once(size: int, budget: int) -> int:

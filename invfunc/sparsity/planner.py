@@ -222,7 +222,9 @@ class Planner:
             (source,) = sources
             found = Colouring(source.boxes(labels))
             if found.count == 1 and len(found.codes) > 1:
-                places = members_of(found.cells(rows.flatten(2), range(1))[0], len(found.codes), bottleneck.width)
+                places = members_of(
+                    found.placed(rows.flatten(2)).cells(range(1))[0], len(found.codes), bottleneck.width
+                )
                 members = members_of(found.box, len(found.codes), -1)
                 return Blocks(bottleneck, places, members, members.shape[1] * source.rows, shared)
         groups = torch.arange(sum(s.count for s in sources), device=rows.device)

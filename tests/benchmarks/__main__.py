@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"BackPACK is missing, its columns stay empty: {INSTALL_BACKPACK}\n")
     if missing() and set(options.only) & set(REVERSIBLE):
         print(f"{' and '.join(missing())}: missing, the rows stay empty: {INSTALL_PEERS}\n")
+    if options.device.type == "cuda":
+        print(f"{options.device}: {torch.cuda.get_device_name(options.device)}, torch {torch.__version__}\n")
     behind: dict[str, float] = {}
     for name in options.only:
         if name in TABLES:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch.nn.grad import conv2d_weight
 
 from invfunc import diag_ggn, explain, thresholds
 from invfunc.linear_algebra.contract import Term, contract, outer, squares_directly, twice
@@ -37,11 +38,21 @@ class Crossing:
     far: Settings = field(default_factory=dict)
     taken: Callable[[int], bool] | None = None
     """Whether the way from it on is taken at a size, where that follows from an estimate of costs."""
+    on: str | None = None
+    """The threshold that lists the devices on which there are two ways, if not all have them."""
+    everywhere: bool = True
+    """Whether the other devices could have them."""
 
-    @property
-    def stated(self) -> str:
+    def stated(self, device: torch.device) -> str:
         """The present value, or the first size from which the estimate takes the other way."""
+        if self.on is not None and device.type not in getattr(thresholds, self.on):
+            return "never"
         return str(getattr(thresholds, self.name)) if self.taken is None else first(self.sizes, self.taken)
+
+    def way(self, way: str, device: torch.device) -> Settings:
+        """What forces a way on a device."""
+        both = {self.on: (device.type,)} if self.on is not None else {}
+        return both | (self.near if way == "near" else self.far)
 
 
 @dataclass(frozen=True)
@@ -54,9 +65,14 @@ class Best:
     make: Callable[[torch.device], Call]
     other: Settings = field(default_factory=dict)
 
-    def at(self, value: int) -> Settings:
+    def stated(self, device: torch.device) -> int:
+        """The present value."""
+        value = getattr(thresholds, self.name)
+        return value.get(device.type, thresholds.ELSEWHERE) if isinstance(value, dict) else value
+
+    def at(self, value: int, device: torch.device) -> Settings:
         """The thresholds with this value."""
-        return {self.name: {"cpu": value} if self.name == "CACHE" else value, **self.other}
+        return {self.name: {device.type: value} if self.name == "CACHE" else value, **self.other}
 
 
 def first(sizes: Sequence[int], far: Callable[[int], bool]) -> str:
@@ -157,6 +173,19 @@ def _displaces(size: int) -> bool:
     return autocorrelation.patches_gram(torch.zeros(32, size, 16, 16), (3, 3), [(1, 1)] * 2, (1, 1)) is not None
 
 
+_ROWS = 256
+
+
+def _totalled(size: int, way: str, device: torch.device) -> Call:
+    """The sum of the per-sample gradients of a convolution with 3 x 3 entries."""
+    side, shape = round(math.sqrt(size / 16)), (_ROWS, 64, 3, 3)
+    x, sent = normal(16, 64, side, side, device=device), normal(16, _ROWS, side, side, device=device)
+    if way == "far":
+        return lambda: conv2d_weight(x, shape, sent, padding=1)
+    options = (3, 3), (1, 1), [(1, 1)] * 2, (1, 1)
+    return lambda: contract([("Nop", sent.flatten(2)), ("Nip", patches(x, *options))], "oi")
+
+
 def _auto_encoder(size: int, way: str, device: torch.device) -> Call:
     statistic, args = _encoded(size, way, device)
     return lambda: statistic(*args)
@@ -183,7 +212,7 @@ def _encoded(size: int, way: str, device: torch.device) -> tuple[Any, tuple]:
 
 _POSITIONS = [8, 16, 24, 32, 48, 64, 96, 128]
 _COPY = {"GRADIENT_ON": (), "ADDED_NUMBERS": FAR}
-_AS_GRADIENT = {"GRADIENT_NUMBERS": FAR, "GRADIENT_SAMPLES": 0, "MIRRORED_POSITIONS": 0}
+_AS_GRADIENT = {"GRADIENT_NUMBERS": FAR, "GRADIENT_SAMPLES": 0, "MIRRORED_POSITIONS": 0, "MIRRORED_ON": ("cpu", "cuda")}
 _WHOLE = {"BLOCK_BATCH": FAR}
 _ALWAYS = {"FEW": 0, "PAYS": math.inf, "LOOK": 0.0, "LOOK_ENTRY": 0.0}
 
@@ -196,6 +225,7 @@ CROSSINGS = [
         _gram(lambda b: (b, 128, 2**12 // b)),
         _COPY,
         _AS_GRADIENT,
+        on="GRADIENT_ON",
     ),
     Crossing(
         "GRADIENT_NUMBERS",
@@ -204,6 +234,7 @@ CROSSINGS = [
         _gram(lambda size: (32, 144, size // 32 // 144)),
         _AS_GRADIENT,
         _COPY,
+        on="GRADIENT_ON",
     ),
     Crossing(
         "GRADIENT_ROWS",
@@ -212,6 +243,7 @@ CROSSINGS = [
         _gram(lambda k: (64, k, 64)),
         _AS_GRADIENT | {"GRADIENT_ROWS": FAR},
         _AS_GRADIENT | {"GRADIENT_ROWS": 0},
+        on="GRADIENT_ON",
     ),
     Crossing(
         "MIRRORED_POSITIONS",
@@ -220,6 +252,7 @@ CROSSINGS = [
         _gram(lambda b: (b, 288, 1), torch.float64),
         _COPY | {"MIRRORED_POSITIONS": FAR},
         _COPY | {"MIRRORED_POSITIONS": 0},
+        on="MIRRORED_ON",
     ),
     Crossing(
         "MIRRORED_ROWS",
@@ -228,6 +261,7 @@ CROSSINGS = [
         _gram(lambda k: (1024, 2 * k, 1), torch.float64),
         _COPY | {"MIRRORED_ROWS": FAR},
         _COPY | {"MIRRORED_ROWS": 1, "MIRRORED_BLOCKS": 2},
+        on="MIRRORED_ON",
     ),
     Crossing(
         "ADDED_POSITIONS",
@@ -236,6 +270,7 @@ CROSSINGS = [
         _gram(lambda r: (2**15 // r, 64, r)),
         _COPY,
         {"GRADIENT_ON": (), "ADDED_NUMBERS": 0, "ADDED_POSITIONS": 0},
+        on="ADDED_ON",
     ),
     Crossing(
         "ADDED_NUMBERS",
@@ -244,6 +279,7 @@ CROSSINGS = [
         _gram(lambda size: (size // 2**16, 64, 1024)),
         _COPY,
         {"GRADIENT_ON": (), "ADDED_NUMBERS": 0, "ADDED_POSITIONS": 0},
+        on="ADDED_ON",
     ),
     Crossing(
         "HUGE_PAGES",
@@ -252,6 +288,8 @@ CROSSINGS = [
         _huge,
         {"HUGE_PAGES": FAR},
         {"HUGE_PAGES": 0},
+        on="HUGE_ON",
+        everywhere=False,
     ),
     Crossing(
         "APART",
@@ -260,6 +298,7 @@ CROSSINGS = [
         _apart,
         _WHOLE | {"APART": FAR},
         _WHOLE | {"APART": 0},
+        on="APART_ON",
     ),
     Crossing("BLOCK_COLUMNS", "columns, 128 samples", [1, 2, 4, 8, 16], _blocks, _WHOLE, {"BLOCK_COLUMNS": 0}),
     Crossing(
@@ -276,8 +315,16 @@ CROSSINGS = [
         _norms(torch.float32),
         taken=partial(_formed, torch.float32),
     ),
-    Crossing("UNFOLD", "channels", [4, 8, 12, 16, 24, 32, 64], _displaced, taken=_displaces),
-    Crossing("FEW", "columns", [4, 16, 36, 64, 144, 256, 576], _auto_encoder, far=_ALWAYS, taken=_shortens),
+    Crossing(
+        "TOTAL_POSITIONS",
+        f"positions of 16 samples, {_ROWS} rows",
+        [64, 256, 1024, 4096, 16384],
+        _totalled,
+        taken=lambda size: size >= thresholds.TOTAL_POSITIONS * _ROWS,
+        on="TOTAL_ON",
+    ),
+    Crossing("UNFOLD", "channels", [4, 8, 12, 16, 24, 32, 64], _displaced, taken=_displaces, on="DISPLACED_ON"),
+    Crossing("FEW", "columns", [4, 16, 36, 64, 144, 256, 576, 1296, 2304], _auto_encoder, far=_ALWAYS, taken=_shortens),
 ]
 
 

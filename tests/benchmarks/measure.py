@@ -32,7 +32,6 @@ def medians(
     Each round has an order of its own: the first large call after small ones pays for fresh pages. On a CPU the
     seconds are those of this process, on its one thread, whatever else the machine does.
     """
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
     shuffle = random.Random(0).sample
     seconds: dict[Key, list[float]] = {key: [] for key in calls}
     rounds = max(repeats.values())
@@ -40,12 +39,20 @@ def medians(
         announce(f"round {repeat + 1} of {rounds}")
         taking_part = [key for key in calls if repeat < repeats[key]]
         for key in shuffle(taking_part, len(taking_part)):
-            started = clock()
-            calls[key]()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds[key].append(clock() - started)
+            seconds[key].append(once(calls[key], device))
     return {key: statistics.median(times) for key, times in seconds.items()}
+
+
+def once(call: Call, device: torch.device) -> float:
+    """The seconds of one call: of this process on a CPU, until all that it began has ended on a GPU."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = clock()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return clock() - started
 
 
 def peak_in_a_process(case: str, device: torch.device) -> float:

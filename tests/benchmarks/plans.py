@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,13 +13,14 @@ from torch import nn
 
 import invfunc
 
-from .measure import medians
+from .measure import medians, once
 from .peers import BACKPACK, Peer, Problem, backpack, has_backpack, plain_gradient
 from .problems import three_c_three_d
 from .report import announce, number, over, print_table
 
 PLANS = "plans"
-EAGER, BACKENDS = "eager", ("replay", "inductor")
+EAGER, INDUCTOR = "eager", "inductor"
+BACKENDS = "replay", INDUCTOR
 
 
 def _mlp() -> Problem:
@@ -60,7 +60,7 @@ PROBLEMS = {
     "transformer layer, N = 16, T = 12": _transformer,
     "3c3d, N = 32": three_c_three_d,
 }
-INDUCTOR = next(iter(PROBLEMS))
+BY_INDUCTOR = next(iter(PROBLEMS))
 """The problem of which each statistic is compiled, which takes a minute or so for each."""
 NO_BACKPACK = "transformer layer, N = 16, T = 12"
 """It has no rules for attention."""
@@ -84,6 +84,7 @@ ROWS: Rows = {
 
 def plans(name: str, options: argparse.Namespace) -> None:
     """Measure the table and print it."""
+    failures = set[str]()
     lines, load = [], invfunc.compiled(invfunc.variance(lambda w, x: (x @ w).square()))
     load(torch.ones(2), torch.ones(3, 2))  # what a first call of all loads
     for called, make in PROBLEMS.items():
@@ -95,14 +96,20 @@ def plans(name: str, options: argparse.Namespace) -> None:
             if peer is not None and has_backpack() and called != NO_BACKPACK:
                 calls[row, BACKPACK] = peer(problem)
             drawn = row == "kfac, drawn"  # whose numbers inductor would draw otherwise
-            several = not drawn and (options.inductor or called == INDUCTOR)
+            several = not drawn and (options.inductor or called == BY_INDUCTOR)
             for backend in BACKENDS if several else BACKENDS[:1]:
                 announce(name, f"{called}: {row} by {backend}")
                 calls[row, backend] = partial(invfunc.compiled(statistic(problem), backend=backend), *args)
-            first[row] = _first(calls[row, EAGER], calls[row, BACKENDS[0]])
-        for _ in range(3):  # in which plans are made, and compiled
-            for call in calls.values():
-                call()
+            first[row] = _first(calls[row, EAGER], calls[row, BACKENDS[0]], options.device)
+        for (row, way), call in list(calls.items()):
+            try:
+                for _ in range(3):  # in which plans are made, and compiled
+                    call()
+            except Exception as error:
+                if way != INDUCTOR:  # which needs a compiler
+                    raise
+                del calls[row, way]
+                failures.add(str(error).partition("\n")[0])
         times = medians(calls, dict.fromkeys(calls, options.repeats), options.device, partial(announce, name))
         base = times["", "gradient"]
         for row in ROWS:
@@ -113,17 +120,15 @@ def plans(name: str, options: argparse.Namespace) -> None:
     announce(name, "")
     print(f"{name}: in gradients of the mean loss; {options.device}, one thread, median of {options.repeats} rounds")
     print_table(lines)
+    for words in failures:
+        print(f"{INDUCTOR} fails: {words}")
     print("faster: how many times the faster backend is than the call itself")
     print("first: how many calls the first one by replay takes, in which the plan is written down\n")
 
 
-def _first(eager: Callable[[], Any], planned: Callable[[], Any]) -> float:
+def _first(eager: Callable[[], Any], planned: Callable[[], Any], device: torch.device) -> float:
     """How many times as long a first call takes as the call itself."""
     for _ in range(2):
         eager()
-    times = []
-    for call in (eager, planned, eager):
-        start = time.process_time()
-        call()
-        times.append(time.process_time() - start)
+    times = [once(call, device) for call in (eager, planned, eager)]
     return times[1] / min(times[0], times[2])

@@ -14,7 +14,7 @@ from torch import nn
 
 import invfunc
 
-from .measure import difference, medians, peak_here, peak_in_a_process
+from .measure import difference, medians, once, peak_here, peak_in_a_process
 from .peers import BACKPACK, OURS, Call, Problem, Result, backpack_diag_ggn, has_backpack, transformed
 from .problems import (
     all_cnn_c,
@@ -260,7 +260,7 @@ def _outputs(problem: Problem) -> int:
 def _first(call: Call, device: torch.device) -> tuple[Result, float]:
     """The result of a call, and its seconds."""
     results: list[Result] = []
-    seconds = medians({0: lambda: results.append(call())}, {0: 1}, device, lambda _: None)[0]
+    seconds = once(lambda: results.append(call()), device)
     return results[0], seconds
 
 

@@ -21,12 +21,13 @@ THRESHOLDS = "thresholds"
 LIMITS = {
     "of time": "TRIED_PASSES",
     "of memory": "OPERANDS PRODUCTS SHARES KEPT_READ FACTORED MOVED COMPARED HESSIAN",
-    "of rounding": "CANCELS DISPLACED_DTYPES NUMBERED",
+    "of rounding": "CANCELS DISPLACED_DTYPES TOTAL_DTYPES NUMBERED",
     "of what is looked at": "CHECKED PARTS_CHECKED HELD SEARCHED COPIED ENTERED PROBED PROBED_SAVED AT_ONCE",
     "of what is evaluated twice": "MERGED",
     "of the ways above, which have the others as estimates": "ORDERS GRADIENT_DTYPES GRADIENT_ON GRADIENT_BLOCKS "
-    "MIRRORED_BLOCKS HUGE_ON APART_ON ELSEWHERE BUSY BLOCK_BATCH BLOCK_SAMPLES BLOCK_WIDTH DISPLACED_ON ASSEMBLE CALL "
-    "SLICES PAYS LOOK LOOK_ENTRY LOOKS CLASS COLUMN SHARED FACTORED_COST NARROWER NARROWEST",
+    "MIRRORED_BLOCKS MIRRORED_ON ADDED_ON HUGE_ON APART_ON ELSEWHERE BUSY BLOCK_BATCH BLOCK_SAMPLES BLOCK_WIDTH "
+    "DISPLACED_ON TOTAL_ON ASSEMBLE CALL SLICES PAYS LOOK LOOK_ENTRY LOOKS CLASS COLUMN SHARED FACTORED_COST "
+    "NARROWER NARROWEST",
 }
 
 
@@ -50,6 +51,8 @@ def measured(name: str, options: argparse.Namespace) -> None:
     """Print for each threshold what is stated and where its ways cross here."""
     lines = []
     for crossing in CROSSINGS:
+        if not crossing.everywhere and options.device.type not in getattr(thresholds, crossing.on or ""):
+            continue
         announce(name, crossing.name)
         lines.append(_crossed(crossing, options))
     print(
@@ -68,14 +71,14 @@ def measured(name: str, options: argparse.Namespace) -> None:
 def _crossed(crossing: Crossing, options: argparse.Namespace) -> Cells:
     calls: dict[tuple[int, str], Call] = {}
     for size in crossing.sizes:
-        for way, settings in (("near", crossing.near), ("far", crossing.far)):
-            calls[size, way] = _at(settings, crossing.make(size, way, options.device))
+        for way in ("near", "far"):
+            calls[size, way] = _at(crossing.way(way, options.device), crossing.make(size, way, options.device))
             calls[size, way]()
     times = medians(calls, dict.fromkeys(calls, options.repeats), options.device, partial(announce, crossing.name))
     ratios = {size: times[size, "near"] / times[size, "far"] for size in crossing.sizes}
     return {
         "threshold": crossing.name,
-        "stated": crossing.stated,
+        "stated": crossing.stated(options.device),
         "here": first(crossing.sizes, lambda size: ratios[size] > 1),
         "of": crossing.unit,
         "near / far": ", ".join(f"{size}: {ratio:.2f}" for size, ratio in ratios.items()),
@@ -83,10 +86,9 @@ def _crossed(crossing: Crossing, options: argparse.Namespace) -> Cells:
 
 
 def _best(best: Best, options: argparse.Namespace) -> Cells:
-    stated = getattr(thresholds, best.name)
-    stated = stated["cpu"] if isinstance(stated, dict) else stated
+    stated = best.stated(options.device)
     values, call = [*best.values, stated], best.make(options.device)
-    calls = {value: _at(best.at(value), call) for value in values}
+    calls = {value: _at(best.at(value, options.device), call) for value in values}
     call()
     times = medians(calls, dict.fromkeys(calls, options.repeats), options.device, partial(announce, best.name))
     least = min(times, key=times.__getitem__)
@@ -106,7 +108,9 @@ def _exact(options: argparse.Namespace) -> Cells:
     wanted, found = outer(read), {}
     for at in (1024, 4096, 16384, 65536):
         with mock.patch.object(autocorrelation, "_cost", displacing(autocorrelation._cost)):
-            gram = _at({"EXACT": at}, partial(autocorrelation.patches_gram, x, *problem))()
+            gram = _at(
+                {"EXACT": at, "DISPLACED_ON": (x.device.type,)}, partial(autocorrelation.patches_gram, x, *problem)
+            )()
         found[at] = ((gram.double() - wanted).abs().max() / wanted.abs().max()).item()
     each = ", ".join(f"{at}: {error:.0e}" for at, error in found.items())
     return {"threshold": "EXACT", "stated": str(thresholds.EXACT), "here": "-", "of": "relative error", "each": each}

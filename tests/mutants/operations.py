@@ -68,6 +68,20 @@ OPERATIONS = [
         "operations/test_rules.py::test_transposed_convolution operations/test_rules.py",
     ),
     Fault(
+        "weights of a sum by a convolution's own backward pass are left out",
+        "operations/factors/recipe.py",
+        "if weights is not None:\n            cotangent",
+        "if weights is None:\n            cotangent",
+        "operations/test_weighted_sums.py",
+    ),
+    Fault(
+        "uneven padding of a sum by a convolution's own backward pass counts as even",
+        "operations/convolutions.py",
+        " or any(a != b or a < 0 for a, b in pads):",
+        ":",
+        "operations/test_weighted_sums.py",
+    ),
+    Fault(
         "patches of groups are those of one",
         "operations/convolutions.py",
         "if groups != 1 or any(s != 1 for s in stride):",
@@ -155,10 +169,17 @@ OPERATIONS = [
         "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
     ),
     Fault(
-        "cells that are filled up read their last position again",
+        "cells that are filled up send a position back again, where nothing is read",
         "sparsity/cells.py",
-        "        if filled:\n",
-        "        if False:\n",
+        " and bool(padding.any()):",
+        " and False:",
+        "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
+    ),
+    Fault(
+        "cells that are filled up read a position again",
+        "sparsity/cells.py",
+        "        numbers = torch.where(positions == many, last, numbers)\n",
+        "",
         "sparsity/test_structure.py::test_it_is_that_of_all_columns sparsity",
     ),
 ]

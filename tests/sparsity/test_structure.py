@@ -56,7 +56,7 @@ def arranged(data, net):
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-@settings(max_examples=40)
+@settings(max_examples=17)
 @given(data=st.data())
 def test_it_is_that_of_all_columns(kind, data, device, dtype):
     net = data.draw(NETWORKS[kind])

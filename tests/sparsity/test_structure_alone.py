@@ -16,7 +16,7 @@ from invfunc.operations.operation import OPERATIONS, known_of_aten
 from invfunc.operations.receptive_fields import propagation
 from invfunc.sparsity import planner
 from invfunc.sparsity.bottleneck import Bottleneck, paths
-from invfunc.sparsity.colouring import Colouring
+from invfunc.sparsity.colouring import Placed
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.laws import composed
 from tests.sparsity.test_structure import EXACT, assert_as_dense
@@ -156,8 +156,8 @@ def test_a_wrong_rule_is_caught(name):
 @pytest.mark.quick
 def test_wrong_cells_are_caught():
     rand = Numbers(7)
-    real, args = Colouring.cells, (CONVOLUTIONS, rand(2, 1, 6, 6), rand(2, 3, 6, 6))
-    with mock.patch.object(Colouring, "cells", lambda *given: real(*given).index_fill(1, torch.tensor([8]), -1)):
+    real, args = Placed.cells, (CONVOLUTIONS, rand(2, 1, 6, 6), rand(2, 3, 6, 6))
+    with mock.patch.object(Placed, "cells", lambda *given: real(*given).index_fill(1, torch.tensor([8]), -1)):
         with pytest.raises(AssertionError, match="is off by"):
             assert_as_dense(partial(diag_ggn, convolutions, F.mse_loss), args)
 

@@ -42,7 +42,7 @@ def read(classes, attention=False, tokens=6, dtype=torch.float64, width=8):
     return f, (params, torch.randn(3, tokens, width, dtype=dtype), torch.randint(classes, (3, tokens)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data(), moved=st.sampled_from([0, 30, 200]), small=SMALL)
 def test_blocks_give_what_all_at_once_gives(data, moved, small):
     net = data.draw(st.one_of(*NETWORKS.values()))
@@ -62,6 +62,7 @@ def test_a_head_of_tokens_in_blocks_of_positions(statistic, attention):
         assert_as_dense(partial(STATISTICS[statistic], f, F.cross_entropy), args)
 
 
+@settings(max_examples=7)
 @given(scale=st.sampled_from([-2.0, 0.5]), cut=st.integers(0, 3), order=st.permutations(range(6)))
 def test_positions_that_the_loss_moves_and_drops(scale, cut, order):
     """Its input is the outputs scaled, some of them dropped, the others in another order."""

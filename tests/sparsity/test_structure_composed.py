@@ -36,7 +36,7 @@ class Code(nn.Module):
         return self.decoder(h.tanh()), self.head(h), h
 
 
-@settings(max_examples=20)
+@settings(max_examples=9)
 @given(data=st.data())
 @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
 def test_in_chunks(over, data):
@@ -63,6 +63,7 @@ REPEATED = {
 }
 
 
+@settings(max_examples=9)
 @given(how=st.sampled_from(list(REPEATED)), n=st.integers(1, 6), parts=st.integers(1, 6), width=st.integers(1, 4))
 @pytest.mark.parametrize("make", [name for name in STATISTICS if not name.startswith("kflr")])
 def test_a_parameter_that_is_repeated_for_the_samples_in_chunks_of_any_length(make, how, n, parts, width):
@@ -82,7 +83,7 @@ def test_a_parameter_that_is_repeated_for_the_samples_in_chunks_of_any_length(ma
         assert_trees_close(divided("auto")(*args), STATISTICS[make](f, F.mse_loss)(*args), EXACT, FLOOR)
 
 
-@settings(max_examples=20)
+@settings(max_examples=9)
 @given(data=st.data())
 def test_some_samples(data):
     net = data.draw(ANY)
@@ -92,7 +93,7 @@ def test_some_samples(data):
     assert_as_dense(partial(make, *functions, samples=chosen), args)
 
 
-@settings(max_examples=20)
+@settings(max_examples=9)
 @given(data=st.data())
 def test_several_statistics_at_once(data):
     net = data.draw(ANY)
@@ -106,7 +107,7 @@ def test_several_statistics_at_once(data):
     assert_as_dense(make, args, refusable=net.called in MOVED)
 
 
-@settings(max_examples=20)
+@settings(max_examples=9)
 @given(data=st.data())
 def test_what_is_kept_of_each_parameter(data):
     functions, args = arranged(data, data.draw(ANY))
@@ -114,7 +115,7 @@ def test_what_is_kept_of_each_parameter(data):
     assert_as_dense(lambda method: reduced(made(*functions, method=method), lambda path, x: len(path) * x.sum()), args)
 
 
-@settings(max_examples=20)
+@settings(max_examples=9)
 @given(data=st.data())
 def test_in_single_precision(data):
     functions, args = arranged(data, data.draw(ANY))
@@ -122,7 +123,7 @@ def test_in_single_precision(data):
     assert_as_dense(partial(diag_ggn, *functions), args, RTOL[torch.float32], 1e-2)
 
 
-@settings(max_examples=30)
+@settings(max_examples=13)
 @given(data=st.data())
 def test_samples_along_other_axes(data):
     net = data.draw(st.one_of(NETWORKS["1d"], NETWORKS["2d"], NETWORKS["u-net"], NETWORKS["sequence"]))
@@ -139,7 +140,7 @@ def test_samples_along_other_axes(data):
 
 
 class TestSeveralOutputs:
-    @settings(max_examples=20)
+    @settings(max_examples=9)
     @given(data=st.data(), packed=st.booleans(), above=st.booleans())
     def test_of_two_networks_or_of_one_on_the_other(self, data, packed, above):
         net, other = data.draw(NETWORKS["perceptron"]), data.draw(NETWORKS["perceptron"])

@@ -53,7 +53,7 @@ def example(called, n=2):
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(called=st.sampled_from(list(NETS)), make=st.sampled_from(list(MAKERS)), form=st.booleans(), data=st.data())
 def test_inside_other_transforms(composition, called, make, form, data):
     make = "batch_diag_ggn" if composition == "vmap over the last axis" else make  # a number has no second axis
@@ -75,7 +75,7 @@ def test_inside_other_transforms(composition, called, make, form, data):
 
 
 @pytest.mark.parametrize("kind", ["1d", "u-net", "auto-encoder", "perceptron", "sequence"])
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(data=st.data(), make=st.sampled_from(list(MAKERS)))
 def test_the_gradient_of_the_sum(kind, make, data):
     """By autograd, of networks with kinks, pools and norms too."""

@@ -25,7 +25,7 @@ TURNED = {
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-@settings(max_examples=20)
+@settings(max_examples=9)
 @given(data=st.data(), few=st.booleans())
 def test_it_is_that_of_all_columns(kind, data, few):
     net = data.draw(NETWORKS[kind])

@@ -19,7 +19,7 @@ from tests.structures import MOVED, NETWORKS, always
 FORMS = {"expand": {}, "joint": {"joint": True}, "reduce": {"weight_sharing": "reduce"}}
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(data=st.data(), few=st.booleans())
 @pytest.mark.parametrize("form", list(FORMS))
 def test_it_is_that_of_all_columns(form, data, few):

@@ -71,7 +71,7 @@ def models(draw):
     return f, params, x, rand(*f(params, x).shape)
 
 
-@settings(max_examples=60)
+@settings(max_examples=26)
 @given(data=st.data())
 def test_it_is_that_of_all_columns(data):
     f, *args = data.draw(models())
@@ -80,7 +80,7 @@ def test_it_is_that_of_all_columns(data):
     assert_as_dense(partial(STATISTICS[called], *functions), args, refusable=called.startswith("kflr"))
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_it_is_that_of_the_loop(data):
     f, *args = data.draw(models())

@@ -68,6 +68,7 @@ def assert_exact(f, loss, args, path="fast", floor=FLOOR, **options):
         assert_trees_close(on(t)(*args), whole(wanted), EXACT, floor)
 
 
+@settings(max_examples=12)
 @given(net=networks(), loss=st.sampled_from([*LOSSES, wave]), path=st.sampled_from(list(PATHS)))
 def test_of_any_network(net, loss, path):
     target = LOSSES[1].target if loss is wave else loss.target

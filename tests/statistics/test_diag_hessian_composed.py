@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 
@@ -153,6 +153,7 @@ class TestDerivatives:
             assert_trees_close(vmap(t, in_dims=(0, None, None))(stacked, x, y), wanted, EXACT)
 
 
+@settings(max_examples=10)
 @given(st.permutations(range(3)), st.integers(0, 1), st.sampled_from(list(KINDS)))
 def test_samples_along_other_axes(order, other, kind):
     def f(p, x):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import invfunc
@@ -47,6 +47,7 @@ def dense(f, factors, damping, *args):
 
 
 class TestFactors:
+    @settings(max_examples=10)
     @given(net=networks(), loss=st.sampled_from(LOSSES), joint=st.booleans(), made=st.sampled_from(["kflr", "ekfac"]))
     def test_equal_the_whole_jacobian_with_the_solved_one(self, net, loss, joint, made):
         options = {"joint": joint, "unsupported": "diagonal", **({"fisher": "exact"} if made == "ekfac" else {})}
@@ -134,6 +135,7 @@ class TestCovariance:
 class TestLowRank:
     """Of a matrix over all parameters at once."""
 
+    @settings(max_examples=8)
     @given(net=networks(sequences=True), k=st.integers(1, 4))
     def test_equals_the_whole_jacobian_with_the_whole_matrix(self, net, k):
         u = tree.map_leaves(lambda p: Numbers(p.numel())(k, *p.shape), net.params)
@@ -146,6 +148,7 @@ class TestLowRank:
             found = each(net.params, net.x)
             assert_trees_close(found.reshape(wanted.shape), wanted, EXACT, EXACT)
 
+    @settings(max_examples=8)
     @given(net=networks(), loss=st.sampled_from(LOSSES))
     def test_is_that_of_laplaces_approximation(self, net, loss):
         pairs = eigenpairs(net.f, loss)(net.params, net.x, loss.target(Numbers(1), net.n))

@@ -65,7 +65,7 @@ def _gram(x: torch.Tensor, kernel: Ints, pads: Pads, dilation: Ints) -> torch.Te
         place = found.view((sizes[0], sizes[1], k, sizes[2]) * 2)
         for slices, blocks in _left_out(x.shape[2 + dim], k, pads[dim], step):
             n = len(slices)
-            read = x.index_select(2 + dim, torch.tensor(slices).flatten()).unflatten(2 + dim, (n, -1))
+            read = x.index_select(2 + dim, torch.tensor(slices, device=x.device).flatten()).unflatten(2 + dim, (n, -1))
             read = read.movedim((3 + dim, 2 + dim), (1, 3)).flatten(0, 1).flatten(1, 2)
             gram = _gram(read, *_without(dim, kernel, pads, dilation))
             gram = gram.view((sizes[0], n, *sizes[1:]) * 2).permute(0, 2, 1, 3, 4, 6, 5, 7)
@@ -89,9 +89,9 @@ def _all_positions(x: torch.Tensor, kernel: Ints, dilation: Ints) -> torch.Tenso
         for i in range(0, x.shape[2], rows)
     )
     back = half[:, :, 1:].transpose(0, 1).flip(*range(2, 2 + d))
-    offset = torch.arange(math.prod(spans)).view(spans)[tuple(slice(k) for k in kernel)].flatten()
+    offset = torch.arange(math.prod(spans), device=x.device).view(spans)[tuple(slice(k) for k in kernel)].flatten()
     displacement = offset - offset[:, None] + math.prod(spans) // 2
-    index = displacement[:, None] + math.prod(spans) * torch.arange(c)[:, None]
+    index = displacement[:, None] + math.prod(spans) * torch.arange(c, device=x.device)[:, None]
     whole = joined([back, half], 2).flatten(1)
     out = room([c, index.numel()], x)
     return torch.index_select(whole, 1, index.flatten(), out=out).view((c * len(offset),) * 2)

@@ -55,6 +55,9 @@ class Recipe:
     """Other terms of the same share, which are cheaper than those of its form or the only ones."""
     gram: Callable[[Part], torch.Tensor | None] | None = None
     """The sum over samples and positions of the products of what is read, where that is cheaper than to read it."""
+    total: Callable[[torch.Tensor, Part], torch.Tensor | None] | None = None
+    """The sum over samples of the shares of one cotangent `[b, *one]`, by the operation's own backward pass; None where
+    the factors are the better way."""
     reads: tuple[torch.Tensor, ...] = ()
     work: int = 0
     """How many numbers the terms have for one sample, beyond what the run kept anyway."""
@@ -86,6 +89,14 @@ class Recipe:
             made = [self.sends(cotangent, part), *read]
         first, *others = made
         return [first if self.picks is None else _added_up(first, self.picks(part)), *others]
+
+    def weighted(self, cotangent: torch.Tensor, part: Part, weights: torch.Tensor | None) -> torch.Tensor | None:
+        """`sum_n weights[n] G[n]` of one cotangent `[b, *one]`, if the operation's own backward pass is better."""
+        if self.total is None:
+            return None
+        if weights is not None:
+            cotangent = cotangent * weights.to(cotangent.dtype).reshape(-1, *[1] * (cotangent.ndim - 1))
+        return self.total(cotangent, part)
 
     def rows(self, part: Part, count: int) -> torch.Tensor:
         """The row of a table with `count` rows for each entry u, `[b, u]`: none twice in a sample, but those behind."""
