@@ -55,9 +55,10 @@ def device(request) -> torch.device:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def exact_weight_norm(device):
+def exact_weight_norm(request):
     """The kernel of torch for CUDA has eight digits in float64, which no law is about."""
-    with mock.patch("torch._weight_norm", weight_norm) if device.type == "cuda" else nullcontext():
+    on_a_device = torch.device(request.config.getoption("--device")).type == "cuda"
+    with mock.patch("torch._weight_norm", weight_norm) if on_a_device else nullcontext():
         yield
 
 

@@ -43,6 +43,18 @@ def level_of(x: torch.Tensor) -> int | None:
     return level if level > 0 else None
 
 
+def ended(x: torch.Tensor) -> bool:
+    """Whether a tensor is of a vmap or of another transform of torch.func that is no more around us."""
+    around = set(levels()) if _C.is_functorch_wrapped_tensor(x) else set()
+    kinds = {level: kind for kind, level in around}
+    while _C.is_functorch_wrapped_tensor(x):
+        level = _C.maybe_get_level(x)
+        if level not in kinds or _C.is_batchedtensor(x) != (kinds[level] == "vmap"):
+            return True
+        x = _C.get_unwrapped(x)
+    return False
+
+
 def unwrapped(x: torch.Tensor) -> torch.Tensor | None:
     """The tensor that a wrapper of torch.func holds; None for a plain tensor."""
     return _C.get_unwrapped(x) if _C.is_functorch_wrapped_tensor(x) else None

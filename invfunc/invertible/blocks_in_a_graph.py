@@ -158,17 +158,11 @@ class Look(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, Operator):
-            if draws(func) and not _without_dropout(func, args, kwargs):
+            if draws(func, args, kwargs):
                 self.why = f"with random numbers ({func})"
             elif any(storage_of(x) in self._given for x in written(func, args, kwargs)):
                 self.why = f"with a function that writes into what it is given or closes over ({func})"
         return func(*args, **kwargs)
-
-
-def _without_dropout(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether it is attention that leaves nothing out, which draws no numbers."""
-    names = [a.name for a in func._schema.arguments]
-    return "dropout_p" in names and not {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
 
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:

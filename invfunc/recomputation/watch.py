@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import innermost, leaf_level, level_of, levels, storage_of, unwrapped, version
+from invfunc._torch.functorch import ended, innermost, leaf_level, level_of, levels, storage_of, unwrapped, version
 from invfunc._torch.generators import state_of
 from invfunc._torch.scripted import Scripted
 from invfunc._torch.uncompiled import compiled_within, here
@@ -194,17 +194,12 @@ class Watch(Sight):
 
     def left(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the function made, did not return, and somebody still has."""
-        left = self.made(outputs)
+        left = [t for t in self.made(outputs) if not ended(t)]  # which autograd may hold a while longer
         memory = {storage_of(innermost(t)) for t in (*self._given, *outputs)} if left and self.closed else set()
         for t in left:
-            if not self._has_ended(t) and t in self._computed and t.is_floating_point():
-                if storage_of(innermost(t)) not in memory:
-                    self._report.left(t)
+            if t in self._computed and t.is_floating_point() and storage_of(innermost(t)) not in memory:
+                self._report.left(t)
         return left
-
-    def _has_ended(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is of a transform that the function used itself: autograd may hold it a while longer."""
-        return (level_of(tensor) or 0) > self._above
 
     def _since(self) -> list[int]:
         """How often the arguments have been written by now."""
