@@ -18,9 +18,10 @@ Gradients = Sequence[torch.Tensor | None]
 
 def each_of_batch(fn: Callable[[Gradients], Gradients], tensors: Gradients) -> Gradients:
     """`fn(tensors)` for each entry of what `torch.autograd.grad(..., is_grads_batched=True)` has batched."""
-    if not any(t is not None and _C.is_legacy_batchedtensor(t) for t in tensors):
+    batched = [t for t in tensors if t is not None and _C.is_legacy_batchedtensor(t)]
+    if not batched:
         return fn(tensors)
-    level = _level_of_batch(next(t for t in tensors if t is not None and _C.is_legacy_batchedtensor(t)))
+    level = _level_of_batch(batched[0])
     legacy: Any = torch
     in_front = [None if t is None else legacy._remove_batch_dim(t, level, 1, 0) for t in tensors]
     size = max(len(t) for t in in_front if t is not None)

@@ -26,13 +26,12 @@ def largest(errors: Sequence[Error]) -> Error:
 
 def numbers_of(errors: Sequence[Error]) -> list[float]:
     """Errors as numbers, for which each device is waited for once."""
-    devices = {e.device for e in errors if isinstance(e, torch.Tensor)}
-    found = {d: iter(torch.stack([e.double() for e in errors if _is_on(e, d)]).tolist()) for d in devices}
+    waiting = dict[torch.device, list[torch.Tensor]]()
+    for e in errors:
+        if isinstance(e, torch.Tensor):
+            waiting.setdefault(e.device, []).append(e.double())
+    found = {device: iter(torch.stack(there).tolist()) for device, there in waiting.items()}
     return [next(found[e.device]) if isinstance(e, torch.Tensor) else e for e in errors]
-
-
-def _is_on(error: Error, device: torch.device) -> bool:
-    return isinstance(error, torch.Tensor) and error.device == device
 
 
 def finite(tensors: Sequence[torch.Tensor]) -> bool:

@@ -70,11 +70,12 @@ def alive(call: Callable, tensors: Any) -> list[str]:
     result = call(own)
     leaves = [weakref.ref(x) for x in tree.tensors(result)]
     del own, result
-    references = [*leaves, *(x for _, x in names)]
     for _ in range(_TRIES):  # a thread of autograd for a device lets go of what it has computed a little later
         gc.collect()
-        if all(x() is None or x().device.type == "cpu" for x in references):
+        left = [x for reference in (*leaves, *(x for _, x in names)) if (x := reference()) is not None]
+        if all(x.device.type == "cpu" for x in left):
             break
+        del left
         time.sleep(0.01)
     return [path for path, x in names if x() is not None] + [
         f"result {i}" for i, x in enumerate(leaves) if x() is not None
