@@ -18,10 +18,9 @@ Gradients = Sequence[torch.Tensor | None]
 
 def each_of_batch(fn: Callable[[Gradients], Gradients], tensors: Gradients) -> Gradients:
     """`fn(tensors)` for each entry of what `torch.autograd.grad(..., is_grads_batched=True)` has batched."""
-    batched = [t for t in tensors if t is not None and _C.is_legacy_batchedtensor(t)]
-    if not batched:
+    level = _level_of_batch(tensors)
+    if level is None:
         return fn(tensors)
-    level = _level_of_batch(batched[0])
     legacy: Any = torch
     in_front = [None if t is None else legacy._remove_batch_dim(t, level, 1, 0) for t in tensors]
     size = max(len(t) for t in in_front if t is not None)
@@ -40,9 +39,12 @@ def each_of_batch(fn: Callable[[Gradients], Gradients], tensors: Gradients) -> G
     return [legacy._add_batch_dim(next(found), 0, level) if is_there else None for is_there in there]
 
 
-def _level_of_batch(x: torch.Tensor) -> int:
-    """The innermost level at which x is batched."""
+def _level_of_batch(tensors: Gradients) -> int | None:
+    """The innermost level at which some of them are batched; None if none is."""
     legacy: Any = torch
+    x = next((t for t in tensors if t is not None and _C.is_legacy_batchedtensor(t)), None)
+    if x is None:
+        return None
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     if level:
