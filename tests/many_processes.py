@@ -123,6 +123,7 @@ def start(size: int, program: Any, *args: Any) -> list[Any]:
 
 def _joined(program: Any, *args: Any) -> Any:
     torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there may be fewer of them than processes
     dist.init_process_group("gloo")
     try:
         found = program(*args)
