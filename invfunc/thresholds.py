@@ -138,6 +138,10 @@ LOOK, LOOK_ENTRY, LOOKS = 2.0**24.5, 2.0**9, 16
 """What it costs to follow a site, and an entry there, in multiplications; what must be at stake, in such costs, so that
 to find nothing costs little."""
 
+LOOK_ON = {"cuda": 16}
+"""How many times as much that is on a device, which multiplies faster than Python looks. On an H200 all columns of a
+U-Net at 16 pixels take 0.9 of the time of its structure, and those of a dense auto-encoder a fifth."""
+
 CLASS, COLUMN, SHARED = 2.0**22, 2.0**18, 1.3
 """What the work around the products costs, in multiplications: to take out a class at a site, to pull a column back;
 and how many times as much as by itself a column costs that shares its pass."""

@@ -63,6 +63,7 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "LOOK": (0.0, 1.0),
     "LOOK_ENTRY": (0.0, 1.0),
     "LOOKS": (0, 1),
+    "LOOK_ON": ({}, {"cpu": 2}),
     "CLASS": (0.0, 2.0**60),
     "COLUMN": (0.0, 1.0),
     "SHARED": (0.0, 2.0**60),
