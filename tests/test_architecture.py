@@ -1,6 +1,7 @@
 """The house: imports go down, private torch calls live in one file, import has no effects, the site tells of all."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -284,8 +285,8 @@ class TestPublicNames:
 
     @pytest.mark.parametrize("name", FUNCTIONS)
     def test_docstrings_have_all_parts(self, name):
-        doc = getattr(invfunc, name).__doc__
+        doc = inspect.getdoc(getattr(invfunc, name)) or ""  # Python 3.13 takes indents away by itself
         parts = ["Args:", "Returns:", "Example:", "Composes with:", "Cost:", "Source:"]
-        places = [doc.find(f"\n    {part}") for part in parts]
+        places = [doc.find(f"\n{part}") for part in parts]
         assert -1 not in places and places == sorted(places)
         assert ">>> " in doc and re.match(r"[A-Z][^\n]*[.:`]", doc)
