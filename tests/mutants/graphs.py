@@ -8,9 +8,16 @@ GRAPHS = [
     Fault(
         "blocks that draw random numbers are evaluated again",
         "invertible/blocks_in_a_graph.py",
-        "if draws(func) and not _without_dropout(func, args, kwargs):",
+        "if draws(func, args, kwargs):",
         "if False:",
         f"{WITHIN}::TestWhatCannotBeEvaluatedAgain {WITHIN}",
+    ),
+    Fault(
+        "attention never draws in blocks and plans",
+        "plans/draws.py",
+        "kwargs.get(_DROPOUT, 0.0)) != 0",
+        "kwargs.get(_DROPOUT, 0.0)) is None",
+        "plans/test_draws.py",
     ),
     Fault(
         "blocks that write into what they close over are evaluated again",

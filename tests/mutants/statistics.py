@@ -90,8 +90,8 @@ STATISTICS = [
     Fault(
         "each block of a weighted sum has the first weights",
         "per_sample/factor.py",
-        "                start += length(part)\n",
-        "",
+        "weights.split([length(part) for part in parts])",
+        "[weights[: length(part)] for part in parts]",
         "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[lowest-positions] " + FIRST + " " + CROSSED,
     ),
     Fault(
