@@ -112,7 +112,7 @@ class Planner:
             return None
         sizes = self.run.trace.sizes
         look = len(sizes) * thresholds.LOOK + sum(sizes) * thresholds.LOOK_ENTRY
-        look *= thresholds.LOOK_ON.get(self.run.outputs[0][0].device.type, 1)
+        look *= thresholds.LOOK_ON.get(next(iter(self.run.outputs.values()))[0].device.type, 1)
         if not self._pays(thresholds.LOOKS * look):
             self.why = "there are few columns" if self.total < thresholds.FEW else "all columns take little time"
             return None
