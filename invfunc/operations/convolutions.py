@@ -17,7 +17,7 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, leading
 from invfunc.operations.factors.autocorrelation import patches_gram
 from invfunc.operations.factors.patches import patches, same_padding, spread
-from invfunc.operations.factors.recipe import Part, Recipe, Site
+from invfunc.operations.factors.recipe import Part, Recipe, Site, one_by_one
 from invfunc.operations.operation import define
 from invfunc.operations.receptive_fields.regions import blank
 from invfunc.operations.receptive_fields.step import Rows, Step, joined, most
@@ -96,9 +96,19 @@ def convolution(site: Site, param: torch.Tensor) -> Recipe | None:
             return None
         return _WEIGHT[d](inputs, weight.shape, sent, stride, [a for a, _ in pads], dilation, groups)
 
+    def build(cotangent: torch.Tensor, part: Part) -> list[Term]:
+        size = weight.numel() * math.prod(call.out.shape[-d:])
+        if len(cotangent) != 1 or size < thresholds.ALONE:
+            return []
+        shares = [total(one, at) for one, at in zip(cotangent[0].split(1), one_by_one(part), strict=True)]
+        known = [share for share in shares if share is not None]
+        if not known or len(known) < len(shares):
+            return []
+        return [("VNgoi", torch.stack(known).reshape(1, len(known), groups, -1, math.prod(weight.shape[1:])))]
+
     sent = partial(_sent, d=d, groups=groups)
     work = math.prod(weight.shape[1:]) * groups * math.prod(call.out.shape[-d:])
-    return Recipe("goi", "bgop", sent, read, projected, gram=gram, total=total, reads=(x,), work=work)
+    return Recipe("goi", "bgop", sent, read, projected, build=build, gram=gram, total=total, reads=(x,), work=work)
 
 
 def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:
