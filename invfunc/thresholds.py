@@ -115,9 +115,10 @@ bits than a matrix product, and narrower numbers are added up in float32."""
 TOTAL_POSITIONS = 1
 """Positions of all samples, for each row of the weight, from which on they are. It takes a fifth to two thirds of the
 time of patches and a product here, but 1.3 times as long with 512 rows and 256 positions."""
-ALONE = 2**21
-"""Multiplications of one sample from which on the share of each, of one column, is its own weight gradient, where its
-positions allow it: 0.5 to 0.9 of the time of patches and products here, which are as fast for smaller ones."""
+ALONE = 2**22
+"""Multiplications of one sample from which on the per-sample gradients of one column are weight gradients, too, where
+the positions of a sample allow it: 0.5 to 0.95 of the time of patches and products. From 2^21 here, except those of
+few channels within a network."""
 
 # Gram matrices of patches (operations/factors/autocorrelation.py)
 

@@ -195,7 +195,7 @@ STATISTICS = [
         "linear_algebra/contract.py",
         "total = added(total, more) if i else total + more",
         "total = added(total, more)",
-        "operations/test_thresholds.py::TestKernels " + FIRST + " per_sample",
+        "operations/test_thresholds.py::TestKernels",
     ),
     Fault(
         "each share of a convolution is that of the first sample",
