@@ -28,6 +28,7 @@ from invfunc.operations.operation import OPERATIONS
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Law
 from invfunc.pairs.part import OfFunction, OfModule, Rounded
+from invfunc.pairs.value import Value
 from invfunc.recomputation.readings import CONTAINERS, MISSING, TENSORS, Readings, content, is_helper, strange_in
 
 PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype, torch.device})
@@ -136,7 +137,7 @@ class Purity:
             self._value(value.__self__)
             if isinstance(value.__self__, nn.Module):
                 self._value(value.__func__)
-        elif (isinstance(value, Law) and value.computes) or kind is OfFunction or kind is Rounded:
+        elif (isinstance(value, Value) and getattr(value, "computes", False)) or kind in (OfFunction, Rounded):
             for name in vars(value):
                 self._at(vars(value), name)
         elif kind is OfModule:

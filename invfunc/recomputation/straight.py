@@ -8,7 +8,7 @@ the forms of all tensors, and those of what autograd saves. Whatever else is dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -64,6 +64,8 @@ class Template:
     """Of the tensors that the functions close over."""
     look: Look
     """At the inverse."""
+    forward: Callable
+    inverse: Callable
 
     @cached_property
     def saves_outside(self) -> bool:
@@ -206,7 +208,7 @@ class Straight:
                 return None
             self._pair, self._looks = pair, self._looks + 1
             try:
-                self._purity = Purity([pair.forward, pair.inverse, *pair.shared])
+                self._purity = Purity(pair.made_of)
             except NotShown:
                 self._looks = _MOST + 1
                 return None
@@ -215,6 +217,11 @@ class Straight:
         if node and self._purity.has_tensors:  # which a node is given as arguments
             return None
         return Look() if len(self._templates) < _MOST else None
+
+    def directions(self, x: tree.Form, like: list[Like]) -> tuple[Callable, Callable]:
+        """Both functions of the pair, for calls that need not be watched."""
+        assert self._pair is not None and self._purity is not None
+        return self._pair.directions(x, like, self._purity.tensors)
 
     def closed(self, read: Iterable[torch.Tensor | None]) -> list[torch.Tensor] | None:
         """The tensors that the functions close over, if a call has read no others from outside."""

@@ -106,7 +106,7 @@ class StraightBlock(Block):
 
     def _forward(self, xs: Sequence[torch.Tensor], given: tuple[tuple, dict[str, Any]]) -> Any:
         args, kwargs = given
-        return self._pair.forward(*self._pair.shared, self._template.x.join(xs), *args, **kwargs)
+        return self._template.forward(*self._pair.shared, self._template.x.join(xs), *args, **kwargs)
 
     def _inverse(
         self,
@@ -116,7 +116,7 @@ class StraightBlock(Block):
     ) -> list[torch.Tensor]:
         (args, kwargs), template = given, self._template
         y = template.y.join(fetch(self.sources) if sources is None else sources)
-        came = tree.tensors(self._pair.inverse(*shared, y, *args, **kwargs))
+        came = tree.tensors(template.inverse(*shared, y, *args, **kwargs))
         if len(came) != template.count:
             raise ReplayError(f"the inverse gives {len(came)} tensors, where x has {template.count}. {CHANGES}")
         return [like.checked(t, i, self.names) for i, (like, t) in enumerate(zip(template.like, came, strict=True))]
@@ -206,7 +206,7 @@ class StraightBlock(Block):
         args, kwargs = given
         xs = [t.detach().requires_grad_(form[3]) for t, form in zip(xs, self._template.forms, strict=False)]
         with saving(found.append, never):
-            self._pair.forward(*[known] * len(self._pair.shared), self._template.x.join(xs), *args, **kwargs)
+            self._template.forward(*[known] * len(self._pair.shared), self._template.x.join(xs), *args, **kwargs)
 
 
 def straight_hooked(
@@ -226,7 +226,7 @@ def straight_hooked(
     xs, rest = tensors[: template.count], tensors[template.count :]
     block = StraightBlock(pair, found, report, rest)
     with saving(block.pack, block.saved):
-        y = pair.forward(*pair.shared, x, *args, **kwargs)
+        y = template.forward(*pair.shared, x, *args, **kwargs)
     ys = [y] if type(y) is torch.Tensor else tree.tensors(y)
     if block.odd or block.count != len(template.saved) or len(ys) != len(template.y.places):
         return None

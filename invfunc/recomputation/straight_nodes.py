@@ -78,7 +78,7 @@ class StraightRun(Run):
 
         if known is not None:
             shared = tuple(partial(evaluated, fn) for fn in shared)
-        y = pair.forward(*shared, template.x.join(xs), *args, **kwargs)
+        y = template.forward(*shared, template.x.join(xs), *args, **kwargs)
         return [y] if type(y) is torch.Tensor else tree.tensors(y)
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ class StraightRun(Run):
             return evaluation.at(evaluation.tensors) if evaluate is None else evaluate(at, evaluation)
 
         shared = tuple(partial(backwards, fn) for fn in pair.shared)
-        came = tree.tensors(pair.inverse(*shared, template.y.join(sources), *args, **kwargs))
+        came = tree.tensors(template.inverse(*shared, template.y.join(sources), *args, **kwargs))
         if len(came) != len(template.like):
             raise ReplayError(f"the inverse gives {len(came)} tensors, where x has {len(template.like)}. {CHANGES}")
         return [
@@ -145,7 +145,7 @@ class StraightForward(Forward):
         )
         idle, block, call = set[int](), ctx.block, self._run.call
         with torch.enable_grad(), call.named():
-            rest = block.arguments()
+            rest = _bare(block.arguments())
             xs = block.xs()
             sources = [] if xs is not None else _bare(fetch(block.sources))
             with plainly():
