@@ -18,6 +18,7 @@ import torch
 from invfunc import tree
 from invfunc._torch.levels import only_level, undisturbed
 from invfunc.pairs.pair import Invertible
+from invfunc.pairs.part import Unwritten
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.look import Look
 from invfunc.recomputation.origins import OUTSIDE, Key
@@ -66,6 +67,7 @@ class Template:
     """At the inverse."""
     forward: Callable
     inverse: Callable
+    shared: tuple[Callable, ...]
 
     @cached_property
     def saves_outside(self) -> bool:
@@ -218,10 +220,11 @@ class Straight:
             return None
         return Look() if len(self._templates) < _MOST else None
 
-    def directions(self, x: tree.Form, like: list[Like]) -> tuple[Callable, Callable]:
-        """Both functions of the pair, for calls that need not be watched."""
+    def functions(self, x: tree.Form, like: list[Like]) -> tuple[Callable, Callable, tuple[Callable, ...]]:
+        """Forward, the inverse and what they share, which is known not to write, for calls that need not be watched."""
         assert self._pair is not None and self._purity is not None
-        return self._pair.directions(x, like, self._purity.tensors)
+        shared = [part.fn if isinstance(part, Unwritten) else part for part in self._pair.shared]
+        return *self._pair.directions(x, like, self._purity.tensors), tuple(shared)
 
     def closed(self, read: Iterable[torch.Tensor | None]) -> list[torch.Tensor] | None:
         """The tensors that the functions close over, if a call has read no others from outside."""

@@ -64,7 +64,7 @@ def learn(
         return
     if straight.has(options, leaves, structure, closed):
         return
-    forward, inverse = straight.directions(x, like)
+    forward, inverse, shared = straight.functions(x, like)
     template = Template(
         options=options,
         structure=structure,
@@ -86,6 +86,7 @@ def learn(
         look=(look := Look()),
         forward=forward,
         inverse=inverse,
+        shared=shared,
     )
     call.look = look
     straight.add(template)

@@ -67,9 +67,9 @@ class StraightRun(Run):
     def forward(
         self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True, exact: bool = False
     ) -> list[torch.Tensor]:
-        template, pair = self.call.template, self.call.pair
+        template = self.call.template
         args, kwargs = template.rest.join(rest)
-        shared, at = pair.shared, iter(range(len(template.evaluations)))
+        shared, at = template.shared, iter(range(len(template.evaluations)))
 
         def evaluated(fn: Callable, *args: Any, **kwargs: Any) -> Any:
             assert known is not None
@@ -83,7 +83,7 @@ class StraightRun(Run):
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
         self.call.unchanged()
-        template, pair = self.call.template, self.call.pair
+        template = self.call.template
         args, kwargs = template.rest.join(rest)
         at = len(template.evaluations)
 
@@ -93,7 +93,7 @@ class StraightRun(Run):
             evaluation: Any = Evaluated(fn, (template.evaluations[at][0].given_to(state), *args), kwargs)
             return evaluation.at(evaluation.tensors) if evaluate is None else evaluate(at, evaluation)
 
-        shared = tuple(partial(backwards, fn) for fn in pair.shared)
+        shared = tuple(partial(backwards, fn) for fn in template.shared)
         came = tree.tensors(template.inverse(*shared, template.y.join(sources), *args, **kwargs))
         if len(came) != len(template.like):
             raise ReplayError(f"the inverse gives {len(came)} tensors, where x has {len(template.like)}. {CHANGES}")
@@ -215,7 +215,7 @@ def _stepped(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """x and the gradients, as `maps.unwound` has them, of plain tensors."""
     (wanted, given, idle), count = asked, len(run.call.template.like)
-    if xs is None and run.call.pair.shared and sum(t.numel() for t in sources) >= thresholds.MERGED:
+    if xs is None and run.call.template.shared and sum(t.numel() for t in sources) >= thresholds.MERGED:
         level = _entered, _edge, torch.Tensor.detach
         shared = Shared(level, among([t for i, t in enumerate(rest, count) if i not in wanted]), False)
         xs = [x.detach() for x in run.inverse(sources, rest, shared.evaluate)]
