@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds, tree
+from invfunc._alike import written
 from invfunc._torch.functorch import dispatched, dual, saving_hooks, transforming, under
 from invfunc._torch.generators import set_states, state_of
 from invfunc.errors import InvFuncWarning, ReplayError
@@ -182,7 +183,7 @@ class Calls:
         before, others = [(g, state_of(g)) for g in _generators(watch)], _other_states()
         recorder = Recorder(call.tensors, watch)
         try:
-            with torch.autograd.set_multithreading_enabled(False), Reads(recorder), recorder:
+            with torch.autograd.set_multithreading_enabled(False), Reads(recorder), recorder, written(recorder.parts):
                 result = self.t(*args, **kwargs)
         except Exception as error:
             set_states(before)
