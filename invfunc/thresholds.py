@@ -226,7 +226,7 @@ COMPARED_NUMBERS = 2**12
 OPERATIONS = 20_000
 """Operations of a plan; a call that takes more is not kept. A limit of memory."""
 
-REPEATED = 16
+REPEATED = 8
 """Parts of a call that do the same, as chunks do, from which on a plan has their operations once."""
 
 PLANS, SHAPES = 32, 8

@@ -223,6 +223,7 @@ class Parts:
 
     def finish(self, tidy: Tidy, constant: Constant) -> None:
         """Leave out what is not needed; what has not been done often is written where it is."""
+        tidy(self.graph)
         for repeated in self.known.values():
             calls = repeated.calls(self.graph)
             for call in calls if len(calls) < thresholds.REPEATED else []:
