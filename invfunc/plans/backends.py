@@ -35,6 +35,10 @@ class Backend:
             return "`inductor` takes no shapes that depend on numbers"
         return ""
 
+    def of(self, plan: Plan) -> Backend:
+        """What runs graphs of a plan: itself, or `replay` where it refuses them."""
+        return Backend(BACKENDS[0]) if self.refuses(plan) else self
+
     def prepare(self, plan: Plan, say: Callable[[str], None]) -> None:
         """Have it run a plan from now on."""
         plan.call = self.runs(plan.module, say)

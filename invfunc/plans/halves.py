@@ -87,7 +87,8 @@ def halves_of(plan: Plan, count: int, backend: Backend, say: Callable[[str], Non
     kept = [*dict.fromkeys(x for x in (*used, *results) if x not in second)]
     once = part_of(given[count:], [n for n in called if n not in second], (kept, read))
     each = part_of([*given[:count], *kept], [n for n in called if n in second], results)
-    return Halves(plan, backend.runs(once, say), backend.runs(each, say))
+    own = backend.of(plan)
+    return Halves(plan, own.runs(once, say), own.runs(each, say))
 
 
 def _moved(nodes: list[fx.Node], first: set[fx.Node]) -> set[fx.Node]:
