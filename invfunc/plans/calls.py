@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -162,6 +162,12 @@ class Calls:
             self.warned.add(text)
             warnings.warn(f"{self.called}: {text}", InvFuncWarning, stacklevel=outside())
 
+    @property
+    def said(self) -> Callable[[str], None]:
+        """What warns as `say` does, as long as they are there: plans have it, and are theirs."""
+        own = ref(self)
+        return lambda text: None if (calls := own()) is None else calls.say(text)
+
     def repeated(self, entry: Entry, plan: Plan, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result by the plan, which is compared with the call itself every so often."""
         check = self.recheck and (entry.hits + 1) % self.recheck == 0
@@ -208,7 +214,7 @@ class Calls:
         if why := backend.refuses(plan):
             self.say(f"it runs by `replay`: {why}.")
         else:
-            backend.prepare(plan, self.say)
+            backend.prepare(plan, self.said)
         entry.watch, entry.choice = watch, Choice() if self.backend == "auto" else None
         entry.plan = plan
         self.made += 1

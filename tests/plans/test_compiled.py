@@ -6,6 +6,7 @@ import pickle
 import threading
 import warnings
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -523,6 +524,34 @@ class TestOptions:
                 same(c, t, w, x[:n])
         with pytest.warns(invfunc.InvFuncWarning, match="more than 8 shapes"):
             c(w, x[:9])
+
+
+@pytest.mark.parametrize("backend", ["replay", "auto", "inductor"])
+def test_a_plan_is_gone_with_its_last_reference(backend):
+    """And not when garbage is collected, which is rare, while what it keeps may be large."""
+    compiled(invfunc.variance(loss))(*given())  # the first call of all leaves imports behind
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(torch, "compile", lambda module, **options: module.forward):
+            c, hvp = compiled(invfunc.variance(loss), backend=backend), compiled(invfunc.hvp(sum_of), backend=backend)
+            for k in range(3):
+                c(*given(k))
+            hvp.linearize(*given())(given()[0])
+        held = [weakref.ref(x) for calls in (c.calls, hvp.points.calls) for x in (calls, plan_of(calls))]
+        del c, hvp
+        assert all(known() is None for known in held)
+    finally:
+        gc.enable()
+
+
+def sum_of(w, x):
+    return loss(w, x).sum()
+
+
+def plan_of(calls):
+    (entry,) = calls.entries.values()
+    return entry.plan
 
 
 def test_inductor_is_the_call_up_to_rounding():
