@@ -49,7 +49,8 @@ def compiled(
             `torch.compile(fullgraph=True)`, which takes up to a minute for each shape and rounds otherwise,
             `"cudagraphs"` captures it as a CUDA graph, whose kernels are launched at once: each call copies the
             arguments and what is closed over to where the graph reads them, and its results out of it; `"auto"`
-            times the first calls with and without a plan (by `"replay"`) in turn, and goes on with the faster.
+            times the first calls of each shape with and without a plan (by `"replay"`) in turn, on a CPU without what
+            other programs take, and goes on with the faster.
         recheck: after this many calls by a plan, t is called beside it and the results are compared; 0 is never.
 
     Returns:

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+import time
 import warnings
 import weakref
 from unittest import mock
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 import invfunc
-from invfunc import compiled, explain, tree
+from invfunc import compiled, explain, thresholds, tree
+from invfunc.plans import backends
 from invfunc.testing.laws.rows import CASES, MODEL
 from invfunc.testing.oracles import assert_trees_close
 from tests.networks import LOSSES, NETWORKS, network
@@ -524,6 +526,23 @@ class TestOptions:
                 same(c, t, w, x[:n])
         with pytest.warns(invfunc.InvFuncWarning, match="more than 8 shapes"):
             c(w, x[:9])
+
+
+@pytest.mark.skipif(backends._CLOCK is not time.thread_time, reason="the clock of threads is coarse here")
+def test_auto_does_not_count_what_other_programs_take():
+    def works(seconds):
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    def delayed():
+        works(1e-4)
+        time.sleep(4e-3)
+
+    choice = backends.Choice()
+    for _ in range(2 * thresholds.TIMED):
+        choice.timed(delayed if choice.by_plan else lambda: works(1e-3), [torch.ones(1)])
+    assert choice.by_plan and all(len(times) == thresholds.TIMED for times in choice.times)
 
 
 @pytest.mark.parametrize("backend", ["replay", "auto", "inductor"])
