@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc import chunked, compiled, explain, tree
-from invfunc.plans import backends
+from invfunc.plans import backends, cudagraphs
 from invfunc.plans.backends import without_numbers
 from invfunc.testing.oracles import assert_trees_close
 from tests.crossed import thresholds_at
@@ -282,6 +282,19 @@ def test_a_linearisation_has_what_no_vector_changes_once(data):
         for k in range(3):
             v = tree.map_tensors(lambda p, k=k: (p + k).cos(), params)
             assert_trees_close(found(v), wanted(v), EXACT)
+
+
+def test_what_a_launch_could_not_do_is_looked_for_within_parts(data, monkeypatch):
+    c = compiled(chunked(invfunc.batch_l2_grad(losses), 6))
+    with thresholds_at(**FEW):
+        c(*data)
+    (plan,) = plans(c)
+    (part,) = plan.repeats
+    within = {node.target for node in part.nodes} - {node.target for node in plan.module.graph.nodes}
+    inputs = [*tree.tensors(data), *(source() for source in plan.sources)]
+    assert not cudagraphs.warmed(plan.module, inputs)
+    monkeypatch.setattr(cudagraphs, "hands_over", lambda target, given, made: target in within)
+    assert within and "copies no numbers" in cudagraphs.warmed(plan.module, inputs)
 
 
 class TestByInductor:
