@@ -49,7 +49,8 @@ def compiled(
             `torch.compile(fullgraph=True)`, which takes up to a minute for each shape and rounds otherwise,
             `"cudagraphs"` captures it as a CUDA graph, whose kernels are launched at once: each call copies the
             arguments and what is closed over to where the graph reads them, and its results out of it; `"auto"`
-            times the first calls with and without a plan (by `"replay"`) in turn, and goes on with the faster.
+            times the first calls of each shape with and without a plan (by `"replay"`) in turn, on a CPU without what
+            other programs take, and goes on with the faster.
         recheck: after this many calls by a plan, t is called beside it and the results are compared; 0 is never.
 
     Returns:
@@ -104,10 +105,12 @@ def compiled(
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
     call takes as long as two (large models) to thirty calls of t, most often six to ten. What is looked at in each
-    call takes 2 to 12 % of the time of t: it grows with the arguments and modules. A plan has the operations of all
-    chunks: hundreds of them make it long, and one of more than 20 000 is not kept. It keeps small constants, and no
-    tensor of the caller's; objects that f closed over are kept until the next call. The last 32 plans are kept. A CUDA
-    graph keeps copies of its inputs, and the memory of all its operations, as long as its plan.
+    call takes 2 to 12 % of the time of t: it grows with the arguments and modules. Operations that eight chunks or
+    more have in common are written down once, and called for each of them with its tensors and numbers; chunks that do
+    others, as ragged ones may, have their own. `"inductor"` compiles those apart, and what is around them runs one by
+    one. A plan of more than 20 000 operations is not kept. It keeps small constants, and no tensor of the caller's;
+    objects that f closed over are kept until the next call. The last 32 plans are kept. A CUDA graph keeps copies of
+    its inputs, and the memory of all its operations, as long as its plan.
 
     Not seen, so that a plan goes on with what it was: the time, files, random numbers of Python that f only draws in
     some calls, state of installed packages and of what is written in C, numbers that C reads from memory (`data_ptr`).

@@ -225,11 +225,17 @@ WATCHED, WATCHED_BYTES = 20_000, 2**16
 FOLDED = 2**16
 """Numbers of a tensor that depends on no argument up to which a plan keeps it, and does not compute it again."""
 
+SAME_NUMBERS = 16
+"""Numbers of a constant up to which a plan keeps it once, if it has the same one at several places."""
+
 COMPARED_NUMBERS = 2**12
 """Numbers of a list that is read (`.tolist()`) up to which a plan compares them in each call."""
 
 OPERATIONS = 20_000
 """Operations of a plan; a call that takes more is not kept. A limit of memory."""
+
+REPEATED = 8
+"""Parts of a call that do the same, as chunks do, from which on a plan has their operations once."""
 
 PLANS, SHAPES = 32, 8
 """Plans that a function keeps, the latest ones; for how many shapes it warns."""

@@ -85,6 +85,8 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "WATCHED": (0, FAR),
     "WATCHED_BYTES": (0, FAR),
     "FOLDED": (0, FAR),
+    "REPEATED": (1, FAR),
+    "SAME_NUMBERS": (0, FAR),
     "COMPARED_NUMBERS": (0, FAR),
     "DIRECTIONS": (1, FAR),
     "OPERATIONS": (0, FAR),
