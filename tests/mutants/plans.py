@@ -38,8 +38,8 @@ PLANS = [
     Fault(
         "constants of a plan are results",
         "plans/finish.py",
-        "if not recorder.written.get(storage(x)) and storage_of(x) not in returned",
-        "if not recorder.written.get(storage(x))",
+        "if recorder.written.get(storage(x)) or storage_of(x) in returned:",
+        "if recorder.written.get(storage(x)):",
         f"{CALLS}::TestResults {CALLS}",
     ),
     Fault(
