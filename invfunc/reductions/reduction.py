@@ -110,10 +110,10 @@ class Reduction:
     def learned(self, states: States, found: Found) -> Any:
         """What it has to know of what the phase before has kept of the parameters that influence the result: in tensors
         and numbers, so that it can be written down."""
-        return {i: self.learned_of(state, found) for i, state in states.items()}
+        return self.learned_apart(states, found)
 
-    def learned_of(self, state: State, found: Found) -> Any:
-        """What it has to know of one parameter, where each stands by itself."""
+    def learned_apart(self, states: States, found: Found) -> dict[int, Any]:
+        """What it has to know of each of some parameters, where each stands by itself."""
         raise NotImplementedError  # only where there is something before
 
     def knowing(self, learned: Any) -> Reduction:
