@@ -23,7 +23,7 @@ class Sizes:
 
     def block(self, budget: int) -> int:
         """How many samples to run at once, so that some columns at the largest output fit the budget."""
-        width = min(self.columns, thresholds.BLOCK_WIDTH)
+        width = max(1, min(self.columns, thresholds.BLOCK_WIDTH))
         return max(thresholds.BLOCK_SAMPLES, budget // (width * self.largest))
 
 

@@ -94,7 +94,7 @@ class InEigenbasis(Block):
     rooted = KroneckerFactors.rooted
 
     def __init__(self, factors: KroneckerFactors, bases: dict[int, Kronecker | None] | None = None) -> None:
-        self.before = self.factors = factors
+        self.before, self.factors, self.gaps = factors, factors, factors.gaps
         self.bases = bases
 
     def learned_apart(self, states: States, found: Found) -> dict[int, Kronecker | None]:

@@ -88,6 +88,8 @@ class Reduction:
     """Tensors of the caller's in which the result has a derivative, too."""
     whole: bool = False
     """Whether the result is of all parameters together; else each has one."""
+    gaps: bool = False
+    """Whether the result of a parameter may be None."""
     before: Reduction | None = None
     """The first of two phases."""
 
