@@ -65,8 +65,8 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
     matrices, (_, structure), given = kroneckers(call, factors), tree.flatten(v), dict(tree.named_leaves(v))
     same_places(call, "factors", matrices, "v", given)
     if not is_none(damping):
-        plain = {path: K for path, K in matrices.items() if K is not None and _split_of(K, split) is None}
-        matrices |= _decomposed(plain)
+        whole = {path: K for path, K in matrices.items() if K is None or _split_of(K, split) is None}
+        matrices |= _decomposed(whole)
     found: dict[str, Any] = dict.fromkeys(given)
     for path, matrix in matrices.items():
         if matrix is None:
