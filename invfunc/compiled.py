@@ -93,7 +93,8 @@ def compiled(
     `torch.autograd.forward_ad`, hooks on saved tensors and dispatch modes it is t.
 
     Within `torch.compile(fullgraph=True)` a call is one operation, which looks at all guards when it runs. It is a
-    graph break where it is differentiable or gives something else than tensors (Kronecker factors, aux, `reduced`).
+    graph break where it is differentiable or gives something else than tensors and `Kronecker` (aux, `reduced`, None
+    of `joint=True` and `unsupported="skip"`).
     For new shapes t is run once without numbers, or on ones and zeros.
 
     Within `torch.export` the operations of its plan become those of the program, which needs this library neither to be
@@ -172,11 +173,11 @@ class Compiled(Transform):
 
     @property
     def _trees_of_tensors(self) -> bool:
-        """Whether results have nothing else in them, so that a graph of torch.compile can give them."""
+        """Whether results have nothing else as leaves, so that a graph of torch.compile can give them."""
         if isinstance(self.t, Product):
             return not self.has_aux
-        plain = not any(m.reduction.squares for m in self.t.members or (self.t,))  # Kronecker factors are objects
-        return plain and not self.has_aux and self.t.options.reduce is None
+        whole = not any(m.reduction.gaps for m in self.t.members or (self.t,))  # None is no tensor
+        return whole and not self.has_aux and self.t.options.reduce is None
 
     @cached_property
     def of_batches(self) -> PlansOfBatches | PlansOfProducts:

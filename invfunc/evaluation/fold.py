@@ -265,7 +265,9 @@ class Fold:
         """Make the result of one parameter of what is kept of it."""
         leaf, reduction = self.problem.leaves[place], accumulator.reduction
         state = accumulator.states.pop(place, None) or reduction.init(leaf, found.n, found.columns)
-        found.aside[self.problem.paths[place]] = reduction.aside(state, found)
+        aside = reduction.aside(state, found)
+        if aside is not None:
+            found.aside[self.problem.paths[place]] = aside
         result = self._delivered(reduction, reduction.finish(state, found), found, leaf.dtype)
         if self.options.reduce is not None:
             result = [

@@ -171,8 +171,10 @@ def squeezed(terms: list[Term]) -> list[Term]:
     """The terms without dimensions of size 1, so that the cost model sees what is there."""
     out = []
     for labels, x in terms:
-        kept = [i for i, size in enumerate(x.shape) if size != 1]
-        out.append(("".join(labels[i] for i in kept), x.reshape([x.shape[i] for i in kept])))
+        if 1 in x.shape:
+            kept = [i for i, size in enumerate(x.shape) if size != 1]
+            labels, x = "".join(labels[i] for i in kept), x.reshape([x.shape[i] for i in kept])
+        out.append((labels, x))
     return out
 
 
