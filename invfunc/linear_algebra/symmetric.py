@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from invfunc._torch.functorch import innermost
@@ -24,15 +25,16 @@ Damping = float | torch.Tensor
 def eigen(factors: Sequence[torch.Tensor], names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Eigenvalues and eigenvectors of each, from one decomposition for all that have one shape."""
     checked = [_symmetric(factor, name) for factor, name in zip(factors, names, strict=True)]
+    apart = forward_ad._current_level >= 0  # in a stack, eigenvectors that stay where they are would have a tangent
     alike: dict[tuple, list[int]] = {}
     for i, f in enumerate(checked):
-        alike.setdefault((f.shape, f.dtype, f.device), []).append(i)
+        alike.setdefault((f.shape, f.dtype, f.device, i if apart else None), []).append(i)
     found = {i: (f, torch.ones_like(f)) for i, f in enumerate(checked) if f.ndim == 1}
     numbers = [each for each in alike.values() if each[0] not in found]
     stacks = [torch.stack([checked[i] for i in each]) if len(each) > 1 else checked[each[0]] for each in numbers]
     for each, (values, vectors) in zip(numbers, _spectra(stacks), strict=True):
-        apart = zip(values.unbind(), vectors.unbind(), strict=True) if len(each) > 1 else [(values, vectors)]
-        found.update(zip(each, apart, strict=True))
+        pairs = zip(values.unbind(), vectors.unbind(), strict=True) if len(each) > 1 else [(values, vectors)]
+        found.update(zip(each, pairs, strict=True))
 
     def of(i: int, values: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         zero = 8 * torch.finfo(values.dtype).eps * (values.shape != vectors.shape)

@@ -60,7 +60,8 @@ class Reduction:
     trees: ClassVar[int] = 0
     """How many of the results, the first ones, have a number for each entry of the parameters."""
     entrywise: ClassVar[bool] = False
-    """Whether all that is kept of a parameter are numbers of its entries, each folded by itself, and counts."""
+    """Whether all that is kept of a parameter are numbers of its entries, each folded by itself, and sums or counts
+    that have no dimension."""
     rooted: ClassVar[Literal["no", "known", "all"]] = "no"
     """The losses whose columns have to be those of a square root of the Hessian, without weights beside them: none,
     those of known structure, or all."""
