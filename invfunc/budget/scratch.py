@@ -126,7 +126,7 @@ class Convolution:
     def direct(self) -> bool:
         """Whether the kernel reads patches in place."""
         step = max(*self.stride, *self.dilation)
-        return step == 1 and self.groups == 1 and not self.transposed and self.x.ndim == 4 and vectors() > 0
+        return step == 1 and self.groups == 1 and not self.transposed and self.x.ndim == 4 and bool(vectors())
 
     @property
     def by_onednn(self) -> bool:
@@ -159,19 +159,25 @@ def _convolved(c: Convolution) -> int:
         simple = max(c.weight.shape[2:]) == 1 and c.out.shape[2:] == c.x.shape[2:]  # the patches are the image itself
         return copied + wide + (1 if simple else c.x.shape[0]) * c.columns
     if c.direct:
-        as_it_is = c.x.shape[1] <= COLOURS and not c.of_x and (not c.of_weight or vectors() == 512)
-        one = torch.get_num_threads() * max(x, out) // max(1, c.x.shape[0])  # which some kernels pad
-        x = 0 if as_it_is else x
-        even = c.x.shape[1] % BLOCK == c.out.shape[1] % BLOCK == 0
-        return copied + int(ROUNDED * ((max(x, out) if even and not c.of_weight else x + out) + weight + one))
+        return copied + int(ROUNDED * (_blocks(c, x, out) + weight))
     copied += max(x, out) if c.of_x or c.transposed or c.groups > 1 else 0
     patches = max(c.dilation) > 1 or c.transposed or c.groups > 1 or c.x.ndim != 4 or not vectors()
     return copied + int(ROUNDED * (x + out + weight)) + (torch.get_num_threads() * c.columns if patches else 0)
 
 
-def vectors() -> int:
-    """The bits of the vectors for which oneDNN has kernels on this CPU; where it has none it copies patches."""
-    return {"AVX512": 512, "AVX2": 256}.get(torch.backends.cpu.get_cpu_capability(), 0)
+def _blocks(c: Convolution, x: int, out: int) -> int:
+    """The copies of the image and the result for a kernel that reads patches in place."""
+    one = torch.get_num_threads() * max(x, out) // max(1, c.x.shape[0])  # which some kernels pad
+    if c.x.shape[1] <= COLOURS and not c.of_x and (not c.of_weight or vectors() == "AVX512"):
+        return out + one
+    even = c.x.shape[1] % BLOCK == c.out.shape[1] % BLOCK == 0
+    return one + (max(x, out) if even and not c.of_weight else x + out)
+
+
+def vectors() -> str:
+    """The vectors for which oneDNN has kernels on this CPU, as torch calls them; without any it copies patches."""
+    found = torch.backends.cpu.get_cpu_capability()
+    return found if found in ("AVX512", "AVX2") else ""
 
 
 def _blocked(x: torch.Tensor) -> int:

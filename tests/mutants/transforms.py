@@ -133,7 +133,7 @@ TRANSFORMS = [
     Fault(
         "kernels for older CPUs read images as they are, too",
         "budget/scratch.py",
-        "c.x.shape[1] <= COLOURS and not c.of_x and (not c.of_weight or vectors() == 512)",
+        'c.x.shape[1] <= COLOURS and not c.of_x and (not c.of_weight or vectors() == "AVX512")',
         "c.x.shape[1] <= COLOURS and not c.of_x",
         "budget/test_budget.py::TestScratch budget/test_budget.py",
     ),
