@@ -12,7 +12,17 @@ from typing import Any
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import dispatched, storage_of, transforming
 from invfunc.budget.fingerprint import fingerprint
-from invfunc.budget.footprint import BY_HAND, OF_PYTHON, RESERVE, Footprint, certain, footprint, unpredictable, warmed
+from invfunc.budget.footprint import (
+    AFTERWARDS,
+    BY_HAND,
+    OF_PYTHON,
+    RESERVE,
+    Footprint,
+    certain,
+    footprint,
+    unpredictable,
+    warmed,
+)
 from invfunc.budget.search import Chunks, Measured, Trial, least, search
 from invfunc.budget.size import given_back, in_bytes, resident, told
 from invfunc.callables import describe
@@ -45,10 +55,12 @@ class Fingerprints:
     as `compiled` sees it; else f runs without numbers once more.
     """
 
+    ran: set[Hashable] = field(default_factory=set)
+    """Those of calls that have run."""
     _known: OrderedDict[Hashable, tuple[Watch, list[Hashable], Hashable]] = field(default_factory=OrderedDict)
 
     def __reduce__(self) -> tuple:
-        return Fingerprints, ()  # what f reads is in this process
+        return Fingerprints, ()  # what f reads, and what libraries have loaded, is in this process
 
     def of(self, f: Callable, args: tuple, kwargs: dict[str, Any], look: Callable[[], Hashable | None]) -> Hashable:
         """The fingerprint of a call; None if there is none."""
@@ -74,6 +86,35 @@ def _signatures(watch: Watch) -> list[Hashable]:
     return [None if (x := held()) is None else (storage_of(x), signature(x)) for held in watch.tensors.values()]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Chunks that are within a budget: of the first call in a process, and of those after it, which load nothing."""
+
+    first: Trial
+    later: Trial
+    budget: int
+
+    def holds(self, trial: Trial, budget: int, reserve: int) -> bool:
+        """Whether one of them is what another budget asks for, too."""
+        return trial.peak + reserve <= budget <= CLOSE * self.budget
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The chunks of a call."""
+
+    trial: Trial
+    budget: int
+    reserve: int
+    call: Hashable
+    """The fingerprint of the call."""
+
+    @property
+    def promised(self) -> int:
+        """The bytes that the call never exceeds."""
+        return self.trial.peak + self.reserve
+
+
 @dataclass(frozen=True, repr=False)
 class Budgeted(Transform):
     """A function in the chunks that its arguments ask for."""
@@ -85,8 +126,8 @@ class Budgeted(Transform):
     text: str
     in_dims: Any = 0
     has_aux: bool = False
-    choices: dict[Any, tuple[Trial, int]] = field(default_factory=dict, compare=False)
-    """What was chosen for which calls, by what f did in them, and the budget then; no tensors."""
+    choices: dict[Any, Choice] = field(default_factory=dict, compare=False)
+    """What was chosen for which calls, by what f did in them; no tensors."""
     trials: dict[Any, dict[tuple, Footprint | None]] = field(default_factory=dict, compare=False)
     """What the same calls take with some chunks, which does not depend on the budget."""
     fingerprints: Fingerprints = field(default_factory=Fingerprints, compare=False)
@@ -107,34 +148,39 @@ class Budgeted(Transform):
         return self.f.names(count) if isinstance(self.f, Transform) else ArgumentNames(self.f, count)
 
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        return self.make(self.fitting(args, kwargs, names)[0].chunks, True).compute(args, kwargs, names)
+        found = self.fitting(args, kwargs, names)
+        result = self.make(found.trial.chunks, True).compute(args, kwargs, names)
+        self.fingerprints.ran.add(found.call)
+        return result
 
-    def fitting(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Trial, int]:
-        """The chunks that are within the budget, and the budget in bytes."""
+    def fitting(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Fitting:
+        """The chunks that are within the budget. Of a call that has run, more of it is there for tensors."""
         _check(args, kwargs)
         drawn = [d.generator for d in self.f.drawings] if isinstance(self.f, Statistic) else []
         before = resident()
         look = partial(fingerprint, self._plainly, args, kwargs, drawn)
         budget, same = in_bytes(self.size), self.fingerprints.of(self.f, args, kwargs, look)
-        chosen, of = self.choices.get(same, (None, 0))
-        if chosen is not None and _promised(chosen) <= budget <= CLOSE * of:
-            return chosen, budget
+        again, kept = same is not None and same in self.fingerprints.ran, self.choices.get(same)
+        reserve, of_python = (AFTERWARDS, 0) if again else (RESERVE, OF_PYTHON)
+        if kept is not None and kept.holds(trial := kept.later if again else kept.first, budget, reserve):
+            return Fitting(trial, budget, reserve, same)
         known = {} if same is None else self.trials.setdefault(same, {})
         measured, lengths = self._measured(args, kwargs, drawn, known), self._lengths(args, kwargs, names)
-        later = search(measured, lengths, budget - RESERVE)
-        chosen, taken = later, _kept_since(before)
-        if later is not None and _promised(later) + taken > budget:  # in the next calls it is in use before
-            chosen = search(measured, lengths, budget - RESERVE - taken)
-        if later is None or chosen is None:
+        first, later = _searched(measured, lengths, budget)
+        chosen, taken = later if again else first, _kept_since(before, of_python)
+        if chosen is not None and chosen.peak + reserve + taken > budget:  # in the next calls it is in use before
+            chosen = search(measured, lengths, budget - reserve - taken)
+        if first is None or later is None or chosen is None:
             best = least(measured, lengths)
-            search(measured, lengths, best.peak)  # as a call with that budget, so that Python keeps what it does there
-            raise _too_little(budget, best, _kept_since(before, VARIES))
+            _searched(measured, lengths, best.peak + RESERVE)  # so that Python keeps what it does with that budget
+            raise _too_little(budget, best, _kept_since(before, OF_PYTHON - VARIES))
         if same is not None:
-            self.choices[same] = later, budget
-        for kept in (self.choices, self.trials):
-            for oldest in list(kept)[:-KEPT]:
-                kept.pop(oldest, None)
-        return chosen, budget
+            self.choices[same] = Choice(first, later, budget)
+        for oldest in list(self.choices)[:-KEPT]:
+            self.choices.pop(oldest)
+            self.trials.pop(oldest, None)
+        self.fingerprints.ran.intersection_update(self.choices)
+        return Fitting(chosen, budget, reserve, same)
 
     def _measured(
         self, args: tuple, kwargs: dict[str, Any], drawn: list[Any], known: dict[tuple, Footprint | None]
@@ -179,9 +225,10 @@ class BudgetedStatistic(Budgeted):
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """How it would be computed at these arguments, and in how much memory."""
-        found, budget = self.fitting(args, kwargs, names)
-        why = f"{_spelled(found.chunks)}, at most {told(_promised(found))} of {told(budget)}"
-        return replace(self.make(found.chunks, False).explanation(args, kwargs, names), name=repr(self), why=why)
+        found = self.fitting(args, kwargs, names)
+        chunks = found.trial.chunks
+        why = f"{_spelled(chunks)}, at most {told(found.promised)} of {told(found.budget)}"
+        return replace(self.make(chunks, False).explanation(args, kwargs, names), name=repr(self), why=why)
 
 
 def _evaluated(t: Statistic, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -212,20 +259,27 @@ def _spelled(chunks: Chunks) -> str:
     return "in " + " and ".join(divided) if divided else "in one piece"
 
 
-def _promised(found: Trial) -> int:
-    """The bytes that a call with these chunks never exceeds."""
-    return found.peak + RESERVE
+def _searched(
+    measured: Measured, lengths: dict[AxisName, int | None], budget: int
+) -> tuple[Trial | None, Trial | None]:
+    """What is within the budget in the first call of a process, and in those after it, if that may be faster."""
+    narrow, wide = budget - RESERVE, budget - AFTERWARDS
+    whole = measured({})
+    faster = whole is None or whole.peak <= wide or CLOSE * narrow < wide
+    later = search(measured, lengths, wide) if narrow > 0 and faster else None
+    first = search(measured, lengths, narrow)  # which asks for little that is not known by now
+    return first, later or first
 
 
-def _kept_since(before: int, more: int = 0) -> int:
-    """What Python and libraries keep of what was done since then, and so much more, above what is in reserve for it."""
+def _kept_since(before: int, in_reserve: int) -> int:
+    """What Python and libraries keep of what was done since then, above what is in reserve for it."""
     gc.collect()
     given_back()
-    return max(0, resident() - before + more - OF_PYTHON)
+    return max(0, resident() - before - in_reserve)
 
 
 def _too_little(budget: int, least: Trial, taken: int) -> BudgetError:
-    found, results, size = least.footprint, least.footprint.results, _promised(least) + taken
+    found, results, size = least.footprint, least.footprint.results, least.peak + RESERVE + taken
     beside = f" and {told(taken)} that Python keeps of the search, once" if taken else ""
     error = BudgetError(
         f"it does not fit {told(budget)}. The least that it takes in up to {thresholds.TRIED_PASSES} chunks is "

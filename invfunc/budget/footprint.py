@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from traceback import clear_frames
 from typing import Any
 
@@ -26,6 +26,8 @@ MARGIN, SLACK = 1.02, 2**18
 RESERVE, OF_PYTHON = 4 * 2**20, 2 * 2**20
 """What a call has beside that if it is the first of its kind in a process: pages of the libraries' code, and what they
 keep (up to 1.6 MiB were measured); and how much of it is for what Python keeps of the search."""
+AFTERWARDS = 2**19
+"""What is in reserve of a call that has run in this process, of which the next one may be in other chunks."""
 BY_HAND = "Give the number of chunks: chunked(t, n)."
 HEAP = 2**16
 """Tensors of fewer bytes lie side by side: where one is gone there is a hole, which only others like it fill."""
@@ -175,16 +177,23 @@ def unpredictable(why: str) -> ArgumentError:
     return ArgumentError(f"what it takes cannot be predicted: {why}. {BY_HAND}")
 
 
-@cache
 def warmed() -> None:
     """Have the libraries take what they keep for the whole process, which is not of one call."""
+    _warmed(torch.get_num_threads())
+
+
+@cache
+def _warmed(_: int) -> None:
+    """Once for each number of threads, each of which has buffers of its own."""
+    ones = partial(torch.ones, dtype=torch.float32, device="cpu")
     with torch.no_grad():
-        x, slope = (torch.ones(16, 64, 128).mT for _ in range(2))
-        weight = torch.ones(1).expand(128, 128, 1)
+        x, slope = (ones(16, 64, 128).mT for _ in range(2))
+        weight = ones(1).expand(128, 128, 1)
         torch.ops.aten.convolution_backward(slope, x, weight, None, [1], [0], [1], False, [0], 1, [True, True, False])
-        torch.conv2d(torch.ones(2, 64, 16, 16), torch.ones(64, 64, 3, 3))
-        torch.mm(torch.ones(256, 256), torch.ones(256, 256))
-        footprint(torch.mm, (torch.ones(2, 2), torch.ones(2, 2)), {}, [])
+        torch.conv2d(ones(2, 64, 16, 16), ones(64, 64, 3, 3))
+        torch.bmm(ones(4, 64, 64), ones(4, 64, 64))
+        torch.mm(ones(512, 512), ones(512, 8192))  # for which MKL takes as much as for any of this dtype, some 5 MiB
+        footprint(torch.mm, (ones(2, 2), ones(2, 2)), {}, [])
 
 
 @contextmanager

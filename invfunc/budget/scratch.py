@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-PRODUCT = 8 * 2**20
-"""Bytes that a library keeps for each thread to multiply matrices, at most; it does not give them back."""
-LITTLE, PART = 3 * 2**18, 4
-"""Bytes that it keeps of small products, and which part of the operands and the result of larger ones, at most."""
+PRODUCT = 11 * 2**20
+"""Bytes that a library keeps for each thread to multiply matrices, at most; it does not give them back. Those for
+float32 are taken before the call (`footprint.warmed`)."""
+LITTLE, FEW = 3 * 2**18, 6 * 2**20
+"""What it keeps at most of products whose operands and result have no more bytes than that."""
 BLOCK = 16
 """Channels that oneDNN puts side by side: their number is rounded up to it."""
 COLOURS = 3
@@ -43,7 +44,7 @@ _IN_PLACE = set(
     nll_loss2d_forward nll_loss2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d
     avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward embedding native_layer_norm
     native_group_norm native_batch_norm upsample_nearest2d upsample_nearest2d_backward _to_copy lift_fresh_copy
-    lift_fresh detach alias threshold_backward var_mean var argmax argmin
+    lift_fresh detach alias threshold_backward var_mean var argmax argmin _unsafe_view
     """.split()
 )
 """Operations that write their results entry by entry, beside those that torch tags as pointwise."""
@@ -55,7 +56,9 @@ def scratch(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tenso
     if name in PRODUCTS:
         taken = _bytes([*given, *made])
         copied = _bytes(x for x in given if not _multiplied_as_it_is(x))
-        return copied + (2 * taken if _narrow(given) else 0), _kept(taken)
+        kept = min(taken, torch.get_num_threads() * (LITTLE if taken <= FEW else PRODUCT))
+        warm = all(x.dtype == torch.float32 for x in given)
+        return copied + (2 * taken if _narrow(given) else 0), 0 if warm else kept
     if name in CONVOLUTIONS:
         return _convolved(Convolution.of(name, made, args)), 0
     if not given or not made or _plain(func):
@@ -86,11 +89,6 @@ def _plain(func: Any) -> bool:
 
 def _bytes(tensors: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def _kept(taken: int) -> int:
-    """What stays with the library of a product of operands and a result of so many bytes."""
-    return min(taken, torch.get_num_threads() * min(PRODUCT, max(LITTLE, taken // PART)))
 
 
 def _narrow(tensors: Sequence[torch.Tensor]) -> bool:
@@ -128,7 +126,7 @@ class Convolution:
     def direct(self) -> bool:
         """Whether the kernel reads patches in place."""
         step = max(*self.stride, *self.dilation)
-        return step == 1 and self.groups == 1 and not self.transposed and self.x.ndim == 4
+        return step == 1 and self.groups == 1 and not self.transposed and self.x.ndim == 4 and bool(vectors())
 
     @property
     def by_onednn(self) -> bool:
@@ -161,12 +159,25 @@ def _convolved(c: Convolution) -> int:
         simple = max(c.weight.shape[2:]) == 1 and c.out.shape[2:] == c.x.shape[2:]  # the patches are the image itself
         return copied + wide + (1 if simple else c.x.shape[0]) * c.columns
     if c.direct:
-        x = 0 if c.x.shape[1] <= COLOURS and not c.of_x else x
-        even = c.x.shape[1] % BLOCK == c.out.shape[1] % BLOCK == 0
-        return copied + int(ROUNDED * ((max(x, out) if even and not c.of_weight else x + out) + weight))
+        return copied + int(ROUNDED * (_blocks(c, x, out) + weight))
     copied += max(x, out) if c.of_x or c.transposed or c.groups > 1 else 0
-    patches = max(c.dilation) > 1 or c.transposed or c.groups > 1 or c.x.ndim != 4
+    patches = max(c.dilation) > 1 or c.transposed or c.groups > 1 or c.x.ndim != 4 or not vectors()
     return copied + int(ROUNDED * (x + out + weight)) + (torch.get_num_threads() * c.columns if patches else 0)
+
+
+def _blocks(c: Convolution, x: int, out: int) -> int:
+    """The copies of the image and the result for a kernel that reads patches in place."""
+    one = torch.get_num_threads() * max(x, out) // max(1, c.x.shape[0])  # which some kernels pad
+    if c.x.shape[1] <= COLOURS and not c.of_x and (not c.of_weight or vectors() == "AVX512"):
+        return out + one
+    even = c.x.shape[1] % BLOCK == c.out.shape[1] % BLOCK == 0
+    return one + (max(x, out) if even and not c.of_weight else x + out)
+
+
+def vectors() -> str:
+    """The vectors for which oneDNN has kernels on this CPU, as torch calls them; without any it copies patches."""
+    found = torch.backends.cpu.get_cpu_capability()
+    return found if found in ("AVX512", "AVX2") else ""
 
 
 def _blocked(x: torch.Tensor) -> int:

@@ -162,7 +162,7 @@ def _fewer(
 def _between(small: int, large: int, peak: int, over: int | None, budget: int) -> int:
     """A size between one with which a call takes `peak` and one with which it takes `over`, if that is known: the most
     that grows with the size takes the budget there, or less."""
-    size = math.isqrt(small * large) if over is None else small + (budget - peak) * (large - small) // (over - peak)
+    size = (small + large) // 2 if over is None else small + (budget - peak) * (large - small) // (over - peak)
     return max(small + 1, min(size, large - 1))
 
 

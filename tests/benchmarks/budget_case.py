@@ -1,12 +1,13 @@
 """What a call takes of a budget, as its user finds it: the first call of a process that has imported nothing else.
 
-python -m tests.benchmarks.budget_case PROBLEM STATISTIC [BYTES]
+python -m tests.benchmarks.budget_case PROBLEM STATISTIC [BYTES | "N AXIS"]
 """
 
 from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,12 +22,12 @@ from invfunc.errors import BudgetError
 from invfunc.statistic import Statistic
 from invfunc.testing import peak_memory, return_freed_memory
 
-from .measure import medians
+from .measure import ROOT, medians
 from .peers import Call, Problem
 from .problems import autoencoder, part, resnet_18, three_c_three_d, transformer, u_net
 
-REPEATS = 7
-"""How often each call is timed beside chunks by hand."""
+REPEATS, LATER = 7, 3
+"""How often each call is timed beside chunks by hand, and how many calls after the first one are measured."""
 
 
 def _residual_net() -> Problem:
@@ -116,11 +117,15 @@ def _smaller(problem: str, name: str, p: Problem) -> tuple[Problem, str]:
 
 
 def main(problem: str, name: str, size: str = "1") -> None:
-    """Print what a call takes of a budget, or the smallest that is possible, as a line of JSON."""
+    """Print what a call takes of a budget, or the smallest that is possible, as a line of JSON; of chunks by hand, what
+    their first call takes."""
     torch.set_num_threads(1)
     return_freed_memory()
     p, fewer = _smaller(problem, name, PROBLEMS[problem]())
     t, given = _statistic(name, p), (p.params, p.x, p.y)
+    if not size.isdigit():
+        print(_first_by_hand(t, given, size))
+        return
     within = invfunc.chunked(t, memory=int(size))
     start = time.process_time()
     try:
@@ -129,23 +134,28 @@ def main(problem: str, name: str, size: str = "1") -> None:
         print(json.dumps([fewer, error.least]))
         return
     middle = time.process_time()
-    later = peak_memory(lambda: within(*given) and None)[1]
-    run = time.process_time() - middle
-    why = invfunc.explain(within)(*given).why
-    by_hand = _by_hand(t, given, int(size), within) if (problem, name) in BY_HAND and "one piece" not in why else ()
-    print(json.dumps([fewer, [why, first, later, max(0.0, middle - start - run), run, *(by_hand or (None, ""))]]))
+    later = max(peak_memory(lambda: within(*given) and None)[1] for _ in range(LATER))
+    run = (time.process_time() - middle) / LATER
+    why, (kept,) = invfunc.explain(within)(*given).why, within.choices.values()
+    beside = partial(_by_hand, t, given, int(size), within, partial(_in_a_process, problem, name))
+    by_hand = beside() if (problem, name) in BY_HAND and "one piece" not in why else ()
+    found = [why, kept.first.chunks, first, later, max(0.0, middle - start - run), run, *(by_hand or (None, ""))]
+    print(json.dumps([fewer, found]))
 
 
-def _by_hand(t: Statistic, given: tuple, budget: int, within: Callable) -> tuple[float, str] | tuple[None, str]:
+def _by_hand(
+    t: Statistic, given: tuple, budget: int, within: Callable, first: Callable[[str], int]
+) -> tuple[float, str] | tuple[None, str]:
     """How many times as long it takes as the fastest of the fewest chunks of an axis that a process is seen to take the
-    budget for, and which these are; None where none are."""
+    budget for, in its first call, too, and which these are; None where none are."""
     calls: dict[str, Call] = {}
-    for axis, most in (("samples", len(given[1])), ("outputs", COLUMNS_BY_HAND)):
+    columns = sum(d.count for d in t.drawings) or COLUMNS_BY_HAND
+    for axis, most in (("samples", len(given[1])), ("outputs", columns)):
         for n in sorted({math.ceil(most / size) for size in range(1, most)}) if axis in t.axes else ():
-            call = partial(invfunc.chunked(t, n, over=axis), *given)
+            call, called = partial(invfunc.chunked(t, n, over=axis), *given), f"{n} {axis}"
             call()
-            if peak_memory(call)[1] <= budget:
-                calls[f"{n} {axis}"] = call
+            if peak_memory(call)[1] <= budget and first(called) <= budget:
+                calls[called] = call
                 if len(calls) % FEWEST == 0:
                     break
     if not calls:
@@ -155,6 +165,19 @@ def _by_hand(t: Statistic, given: tuple, budget: int, within: Callable) -> tuple
     ours = seconds.pop("")
     best = min(seconds, key=seconds.__getitem__)
     return ours / seconds[best], best
+
+
+def _first_by_hand(t: Statistic, given: tuple, chunks: str) -> int:
+    """The peak of a first call, where libraries are loaded as for one within a budget."""
+    n, axis = chunks.split()
+    invfunc.chunked(t, memory="1GiB")
+    call = partial(invfunc.chunked(t, int(n), over=axis), *given)
+    return peak_memory(lambda: call() and None)[1]
+
+
+def _in_a_process(problem: str, name: str, chunks: str) -> int:
+    command = [sys.executable, "-m", __spec__.name, problem, name, chunks]
+    return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
 if __name__ == "__main__":

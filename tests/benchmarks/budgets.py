@@ -37,7 +37,9 @@ def budgets(name: str, options: argparse.Namespace) -> None:
     print_table(lines)
     exceeded = sum("NO" in line["within"] for line in lines)
     print(f"{exceeded} of {len(lines)} take more than was promised")
-    print("first: by the first call in a process, with its search, which takes `s to choose`\n")
+    print(
+        "first: by the first call in a process, with its search, which takes `s to choose`; later: by those after it\n"
+    )
 
 
 HEADS = (
@@ -61,10 +63,13 @@ def _lines(name: str, case: tuple[str, str], limit: int) -> Iterator[dict[str, s
         if isinstance(told[1], int):
             yield line | {"chunks": f"asks for {mebibytes(told[1])} MiB"}
             continue
-        why, first, later, choice, run, behind, best = told[1]
+        why, at_first, first, later, choice, run, behind, best = told[1]
         chunks, _, predicted = why.partition(", at most ")
         promised, used = float(predicted.split("MiB")[0]) * 2**20, max(first, later) / budget
-        line |= {"chunks": chunks.removeprefix("in ").replace(" chunks of", ""), "predicted": mebibytes(promised)}
+        spelled = " and ".join(f"{n} {axis}" for axis, n in at_first.items()) or "one piece"
+        after = chunks.removeprefix("in ").replace(" chunks of", "")
+        line |= {"chunks": spelled if after == spelled else f"{spelled}, then {after}"}
+        line["predicted"] = mebibytes(promised)
         line |= {"first": mebibytes(first), "later": mebibytes(later)}
         line["within"] = verdict(max(first / budget, later / min(budget, promised)), 1)
         whole = "in one piece" in why

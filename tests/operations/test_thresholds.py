@@ -102,9 +102,9 @@ def assert_all(called: str, kind: torch.dtype, way: Any = lambda t: t) -> None:
 
 
 class TestTheFile:
-    OTHERS = {"_GROWTH", "_PASSES", "_ORDINARY", "_MOST", "BLOCK", "SMALL", "COLOURS", "HEAP"}
+    OTHERS = {"_GROWTH", "_PASSES", "_ORDINARY", "_MOST", "BLOCK", "SMALL", "COLOURS", "HEAP", "FEW"}
     """Two tolerances, how many backward passes that failed and states of generators are remembered, three sizes of
-    oneDNN's own, and one of the heap's."""
+    oneDNN's own, one of the heap's, and one of MKL's."""
 
     def test_every_threshold_has_two_sides(self):
         names = {name for name in vars(thresholds) if name.isupper()}
