@@ -41,9 +41,7 @@ class Keeper(Protocol):
 
     def takes(self, number: int, leaf: int) -> bool: ...
     def keep(self, number: int, leaf: int, state: State, n: int) -> None: ...
-    def whole(self, number: int, leaf: int, state: State) -> State:
-        """What is kept in the end, if this is a part of it."""
-        ...
+    def whole(self, number: int, leaf: int, state: State) -> State: ...  # of all, if what is kept is a part of it
 
 
 class Fold:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Sweep:
         self.expected: int | None = None
         self.rounds: Rounds | None = None
         """Where parts of what is kept are kept, as those of the parameters are."""
+        self._by: int | None = None
+        """What the loss of the last batch is multiplied with, once it is known."""
         self.parts = set[tuple[int, int]]()
         """The quantities and parameters, by number, of which a part is kept in the end."""
         if before is not None:
@@ -50,9 +52,9 @@ class Sweep:
         """Put an evaluation in the place of that of the last batch; its fold."""
         self.engine, fold = engine, engine.fold
         fold.phase = self.phase
-        self._by = cache(partial(self._weight, engine))
+        self._by = None
         if self.rounds is not None:
-            fold.keeper = Divided(self.rounds, self.parts, fold, self._by)
+            fold.keeper = Divided(self.rounds, self.parts, fold, partial(self._weight, engine))
         if self.phase:
             pairs = zip(fold.accumulators, self.told, strict=True)
             fold.accumulators = [own.behind(earlier, self.phase) for own, earlier in pairs]
@@ -111,7 +113,7 @@ class Sweep:
         fold = self.enter(engine)
         aux, own = evaluated(engine), fold.found.n
         if engine.scalar:
-            self._scale(fold, self._by())
+            self._scale(fold, self._weight(engine))
         if self.n and known != self.by_column:
             raise other_outputs(known, "the batches before", self.by_column, "this one")
         for t, first in zip(fold.of_phase(self.phase), before, strict=True) if self.n else ():
@@ -126,7 +128,8 @@ class Sweep:
             return 1
         if engine.loss_part is None:
             raise unscaled(engine.fold.found.n)
-        return self.weights.of(engine.loss_part)
+        self._by = self.weights.of(engine.loss_part) if self._by is None else self._by
+        return self._by
 
     def take(self, parts: dict[int, States]) -> None:
         """Keep parts of what all processes have kept, by quantity."""

@@ -25,7 +25,8 @@ Damping = float | torch.Tensor
 def eigen(factors: Sequence[torch.Tensor], names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Eigenvalues and eigenvectors of each, from one decomposition for all that have one shape."""
     checked = [_symmetric(factor, name) for factor, name in zip(factors, names, strict=True)]
-    apart = forward_ad._current_level >= 0  # in a stack, eigenvectors that stay where they are would have a tangent
+    # in a stack, eigenvectors that stay where they are would have a tangent
+    apart = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
     alike: dict[tuple, list[int]] = {}
     for i, f in enumerate(checked):
         alike.setdefault((f.shape, f.dtype, f.device, i if apart else None), []).append(i)
