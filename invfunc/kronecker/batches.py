@@ -11,7 +11,7 @@ import torch
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker.matrix import Kronecker
-from invfunc.kronecker.origin import Origin
+from invfunc.kronecker.origin import Origin, derived
 from invfunc.kronecker.trees import kroneckers, rebuilt, same_places
 from invfunc.linear_algebra import symmetric
 from invfunc.tree import Tree
@@ -135,7 +135,7 @@ def ema(old: Tree, new: Tree, decay: float | torch.Tensor) -> Tree:
         )
     symmetric.require((decay >= 0) & (decay <= 1), "decay is not from 0 to 1, as that of an average has to be.")
     weights = [decay, 1 - decay]
-    return _joined(call, (old, new), lambda _, parts: _combined(parts, lambda i: weights, parts[0].origin.derived))
+    return _joined(call, (old, new), lambda _, parts: _combined(parts, lambda i: weights, derived(parts[0].origin)))
 
 
 def _joined(call: str, trees: Sequence[Tree], join: Callable[[str, list[Kronecker]], Kronecker]) -> Tree:

@@ -14,7 +14,7 @@ from invfunc import tree
 from invfunc._shown import table
 from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.kronecker.origin import Origin, read, written
+from invfunc.kronecker.origin import Origin, derived, read, written
 from invfunc.linear_algebra import blocks, symmetric
 
 Damping = symmetric.Damping
@@ -207,7 +207,7 @@ class Kronecker:
 
     def _made(self, factors: tuple[torch.Tensor, ...], values: torch.Tensor | None = None) -> Kronecker:
         """A matrix that is a function of this one."""
-        return replace(self, factors=factors, values=values, origin=self.origin.derived)
+        return replace(self, factors=factors, values=values, origin=derived(self.origin))
 
     @property
     def _names(self) -> list[str]:

@@ -86,10 +86,11 @@ class Origin:
         """How a graph of torch.compile makes it, and of what."""
         return repr(self), {"Origin": Origin, "Joint": Joint, "torch": torch}
 
-    @property
-    def derived(self) -> Origin:
-        """That of an inverse, of a root, or of an average."""
-        return replace(self, n=None)
+
+@torch.compiler.disable  # which does not look into what a graph holds as a constant
+def derived(origin: Origin) -> Origin:
+    """That of an inverse, of a root, or of an average."""
+    return replace(origin, n=None)
 
 
 def written(structure: tree.Structure) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from invfunc.kronecker import Kronecker
+from invfunc.kronecker.origin import derived
 from invfunc.reductions.block import added
 
 
@@ -30,7 +31,7 @@ def nearest(terms: list[Kronecker]) -> Kronecker:
     x, length = over @ y, (y @ over @ y)
     x = x / torch.where(length == 0, torch.ones_like(length), length)
     factors = [added([c * f.to(c.dtype) for c, f in zip(cs, fs, strict=True)]) for cs, fs in ((x, first), (y, last))]
-    return Kronecker(tuple(factors), terms[0].groups, terms[0].shape, origin=terms[0].origin.derived)
+    return Kronecker(tuple(factors), terms[0].groups, terms[0].shape, origin=derived(terms[0].origin))
 
 
 _SQUARED = 40
