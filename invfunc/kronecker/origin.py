@@ -87,10 +87,17 @@ class Origin:
         return repr(self), {"Origin": Origin, "Joint": Joint, "torch": torch}
 
 
-@torch.compiler.disable  # which does not look into what a graph holds as a constant
 def derived(origin: Origin) -> Origin:
     """That of an inverse, of a root, or of an average."""
-    return replace(origin, n=None)
+    if not torch.compiler.is_compiling():
+        return replace(origin, n=None)
+    from invfunc._torch.eager import eagerly  # the compiler does not look into what a graph holds as a constant
+
+    return eagerly(_derived, (origin,), {})
+
+
+def _derived(args: tuple[Origin], options: dict[str, Any]) -> Origin:
+    return replace(args[0], n=None)
 
 
 def written(structure: tree.Structure) -> str:
