@@ -41,7 +41,14 @@ class Counter(Protocol):
     def use(self, size: int) -> None: ...
 
 
+class Writer(Protocol):
+    """Writes down what is done."""
+
+    def each(self, parts: Iterable[T]) -> Iterator[T]: ...
+
+
 _COUNTER: ContextVar[Counter | None] = ContextVar("_COUNTER", default=None)
+_WRITER: ContextVar[Writer | None] = ContextVar("_WRITER", default=None)
 
 
 @contextmanager
@@ -54,15 +61,25 @@ def counted(counter: Counter) -> Iterator[None]:
         _COUNTER.reset(token)
 
 
+@contextmanager
+def written(writer: Writer) -> Iterator[None]:
+    """Have it be told of parts that are alike."""
+    token = _WRITER.set(writer)
+    try:
+        yield
+    finally:
+        _WRITER.reset(token)
+
+
 def alike(axis: str, parts: Iterable[T], kind: Callable[[T], Hashable], last: bool = False) -> Iterator[T]:
     """The parts, one after the other. Those of one kind take the same, beside what is `added` up of them.
 
     Where that is counted, the first part is run, which finds nothing of others, and behind it one of each kind; `last`
     says that more is done in the last one, which is then run, too.
     """
-    counter = _COUNTER.get()
+    counter, writer = _COUNTER.get(), _WRITER.get()
     if counter is None:
-        yield from parts
+        yield from parts if writer is None else writer.each(parts)
         return
     parts, known = list(parts), dict[Hashable, Spent]()
     counter.parts[axis] = max(counter.parts.get(axis, 0), len(parts))

@@ -49,7 +49,8 @@ def compiled(
             `torch.compile(fullgraph=True)`, which takes up to a minute for each shape and rounds otherwise,
             `"cudagraphs"` captures it as a CUDA graph, whose kernels are launched at once: each call copies the
             arguments and what is closed over to where the graph reads them, and its results out of it; `"auto"`
-            times the first calls with and without a plan (by `"replay"`) in turn, and goes on with the faster.
+            times the first calls of each shape with and without a plan (by `"replay"`) in turn, on a CPU without what
+            other programs take, and goes on with the faster.
         recheck: after this many calls by a plan, t is called beside it and the results are compared; 0 is never.
 
     Returns:
@@ -92,7 +93,8 @@ def compiled(
     `torch.autograd.forward_ad`, hooks on saved tensors and dispatch modes it is t.
 
     Within `torch.compile(fullgraph=True)` a call is one operation, which looks at all guards when it runs. It is a
-    graph break where it is differentiable or gives something else than tensors (Kronecker factors, aux, `reduced`).
+    graph break where it is differentiable or gives something else than tensors and `Kronecker` (aux, `reduced`, None
+    of `joint=True` and `unsupported="skip"`).
     For new shapes t is run once without numbers, or on ones and zeros.
 
     Within `torch.export` the operations of its plan become those of the program, which needs this library neither to be
@@ -104,10 +106,12 @@ def compiled(
 
     Cost: the operations of t, without Python: small models are several times faster, large ones not at all. The first
     call takes as long as two (large models) to thirty calls of t, most often six to ten. What is looked at in each
-    call takes 2 to 12 % of the time of t: it grows with the arguments and modules. A plan has the operations of all
-    chunks: hundreds of them make it long, and one of more than 20 000 is not kept. It keeps small constants, and no
-    tensor of the caller's; objects that f closed over are kept until the next call. The last 32 plans are kept. A CUDA
-    graph keeps copies of its inputs, and the memory of all its operations, as long as its plan.
+    call takes 2 to 12 % of the time of t: it grows with the arguments and modules. Operations that eight chunks or
+    more have in common are written down once, and called for each of them with its tensors and numbers; chunks that do
+    others, as ragged ones may, have their own. `"inductor"` compiles those apart, and what is around them runs one by
+    one. A plan of more than 20 000 operations is not kept. It keeps small constants, and no tensor of the caller's;
+    objects that f closed over are kept until the next call. The last 32 plans are kept. A CUDA graph keeps copies of
+    its inputs, and the memory of all its operations, as long as its plan.
 
     Not seen, so that a plan goes on with what it was: the time, files, random numbers of Python that f only draws in
     some calls, state of installed packages and of what is written in C, numbers that C reads from memory (`data_ptr`).
@@ -169,11 +173,11 @@ class Compiled(Transform):
 
     @property
     def _trees_of_tensors(self) -> bool:
-        """Whether results have nothing else in them, so that a graph of torch.compile can give them."""
+        """Whether results have nothing else as leaves, so that a graph of torch.compile can give them."""
         if isinstance(self.t, Product):
             return not self.has_aux
-        plain = not any(m.reduction.squares for m in self.t.members or (self.t,))  # Kronecker factors are objects
-        return plain and not self.has_aux and self.t.options.reduce is None
+        whole = not any(m.reduction.gaps for m in self.t.members or (self.t,))  # None is no tensor
+        return whole and not self.has_aux and self.t.options.reduce is None
 
     @cached_property
     def of_batches(self) -> PlansOfBatches | PlansOfProducts:

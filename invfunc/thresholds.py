@@ -102,6 +102,10 @@ PRODUCTS = 4
 SHARES = 4
 """How many times the per-sample gradients of a block fit the budget: they are written, squared and added up in it."""
 
+TILED, TILE, TILED_ON = 2**20, 2**18, ("cpu",)
+"""Numbers of a per-sample gradient from which on its moments are taken of so many of its entries at a time, for all
+samples: they stay in the cache with the three sums. Half the time here at 2^21 numbers, where these did not."""
+
 # Sums of per-sample gradients of convolutions (operations/convolutions.py)
 
 TOTAL_DTYPES, TOTAL_ON = (torch.float32, torch.float64), ("cpu",)
@@ -111,6 +115,10 @@ bits than a matrix product, and narrower numbers are added up in float32."""
 TOTAL_POSITIONS = 1
 """Positions of all samples, for each row of the weight, from which on they are. It takes a fifth to two thirds of the
 time of patches and a product here, but 1.3 times as long with 512 rows and 256 positions."""
+ALONE = 2**22
+"""Multiplications of one sample from which on the per-sample gradients of one column are weight gradients, too, where
+the positions of a sample allow it: 0.5 to 0.95 of the time of patches and products. From 2^21 here, except those of
+few channels within a network."""
 
 # Gram matrices of patches (operations/factors/autocorrelation.py)
 
@@ -217,11 +225,17 @@ WATCHED, WATCHED_BYTES = 20_000, 2**16
 FOLDED = 2**16
 """Numbers of a tensor that depends on no argument up to which a plan keeps it, and does not compute it again."""
 
+SAME_NUMBERS = 16
+"""Numbers of a constant up to which a plan keeps it once, if it has the same one at several places."""
+
 COMPARED_NUMBERS = 2**12
 """Numbers of a list that is read (`.tolist()`) up to which a plan compares them in each call."""
 
 OPERATIONS = 20_000
 """Operations of a plan; a call that takes more is not kept. A limit of memory."""
+
+REPEATED = 8
+"""Parts of a call that do the same, as chunks do, from which on a plan has their operations once."""
 
 PLANS, SHAPES = 32, 8
 """Plans that a function keeps, the latest ones; for how many shapes it warns."""

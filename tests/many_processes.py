@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import get_context
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -301,6 +302,21 @@ def some(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return losses(params, x, y) if x.ndim == 2 else x.flatten(1).sum(1) * params["b"].square().sum()
 
 
+def of_parts_in_turn(compare: Any) -> None:
+    """Columns one after the other, what is told of each parameter alone, and products of samples."""
+    for over in ("outputs", "params", "samples"):
+        t = invfunc.chunked(invfunc.diag_ggn(linear, F.cross_entropy), 2, over=over)
+        compare(f"columns of parts over {over}", lambda around, t=t: around(t))
+    named = invfunc.reduced(invfunc.noise_scale(losses, groups=lambda path: path), lambda path, q: q.flatten()[:1])
+    compare("noise of parts, reduced", lambda around: lambda *args: around(named)(*args)[0], parts=False)
+    together = invfunc.together(invfunc.noise_scale(losses), invfunc.batch_l2_grad(losses))
+    compare("noise of parts", lambda around: lambda *args: around(together)(*args)[0][0])
+    compare("its numbers", lambda around: lambda *args: [*around(together)(*args)[0][1]], parts=False)
+    gram = invfunc.gram(lambda p, *args: (losses(p, *args), p["w"].T), has_aux=True)
+    every = partial(distributed, each="gather")
+    compare("gram of parts", lambda around: (every if around is distributed else around)(gram), parts=False)
+
+
 def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
     """What composes where each process has a part of the parameters; what is wrong."""
     placed = {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
@@ -320,6 +336,26 @@ def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
     compare("reduced of parts", lambda around: around(invfunc.reduced(v, lambda path, q: q * 2)), parts=False)
     compare("a tuple of parts", lambda around: around(invfunc.variance(losses, argnums=(0,))))
     compare("diagonal of parts", lambda around: invfunc.estimate_diagonal(around(p), probes=2, generator=g()))
+    v_of = {name: p.flip(0) for name, p in params.items()}
+    products = invfunc.hvp(losses), invfunc.fvp(linear, F.cross_entropy), invfunc.ggnvp(losses)
+    for one in products:
+        compare(f"{one}", lambda around, one=one: lambda params, *args: around(one)(params, v_of, *args))
+    with TemporaryDirectory() as folder:
+
+        def kept(around: Any) -> Any:
+            """With a file, in which sums are whole."""
+            t = (
+                around(products[0])
+                if around is not distributed
+                else distributed(streamed(products[0], checkpoint=folder + "/a"))
+            )
+            return lambda params, *args: t(params, v_of, *([[args]] if around is distributed else args))
+
+        compare("a product with a file", kept)
+    aside = invfunc.hvp(lambda p, *args: (losses(p, *args), p["w"].T), has_aux=True)
+    if not torch.equal(distributed(aside)(placed, placed, *own)[1], params["w"].T):
+        wrong.append("aux of a product that is a parameter")
+    of_parts_in_turn(compare)
     compare("trace of parts", lambda around: invfunc.estimate_trace(around(p), probes=2, generator=g()), parts=False)
     compare(
         "numbers outside of torch",
@@ -338,6 +374,8 @@ def of_parts(params: Any, own: tuple, whole: tuple) -> list[str]:
     uneven = [each[1:2], each[::2]][dist.get_rank()]
     found = distributed(streamed(invfunc.grad_and_variance(some)))(placed, uneven)
     wanted = streamed(invfunc.grad_and_variance(some))(params, each)
+    found = found, distributed(streamed(invfunc.hvp(some)))(placed, placed, uneven)
+    wanted = wanted, streamed(invfunc.hvp(some))(params, params, each)
     try:
         assert_trees_close(full(found), wanted, EXACT, FLOOR)
     except AssertionError as error:

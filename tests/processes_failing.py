@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -183,6 +182,11 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
         params["w"].data_ptr()
         return losses(params, x, y)
 
+    def reduce(path: str, q: torch.Tensor) -> torch.Tensor:
+        if rank and path == "['w']":
+            raise KeyError("no such thing")
+        return q
+
     def clamped(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         params["w"].data.clamp_(min=0)
         return losses(params, x, y)
@@ -200,6 +204,7 @@ def of_parts(rank: int, params: Any, x: torch.Tensor, y: torch.Tensor) -> Calls:
         "a mesh of others": lambda: distributed(OF, alone)(twice, x, y),
         "f fails beside parts": lambda: distributed(invfunc.variance(fails))(parts, x, y),
         "the loader fails beside parts": lambda: distributed(streamed(OF))(parts, lambda: late(x, y)),
+        "a reduction fails beside parts": lambda: distributed(invfunc.reduced(OF, reduce))(parts, x, y),
         "written beside parts": lambda: distributed(streamed(OF))(written, lambda: writing(written["w"])),
         "written by f": lambda: distributed(invfunc.variance(clamped))(parts, x, y),
         "the memory of a part": lambda: distributed(invfunc.variance(kernel))(parts, x, y),
@@ -236,16 +241,23 @@ def memory() -> dict[str, float]:
     def f(params: Any, x: torch.Tensor) -> torch.Tensor:
         for w in params.values():
             x = torch.tanh(x @ w)
-        return x.square().sum(1)
+        x = x[:, :2]
+        return F.mse_loss(x, torch.zeros_like(x), reduction="none").sum(1)
 
     def uncounted(like: Any) -> Any:
         with _disable_current_modes():  # they are in one memory together
             return absent(like)
 
-    statistics = [invfunc.batch_l2_grad, invfunc.sum_grad_squared, partial(invfunc.clipped_grad, max_norm=1.0)]
-    for t in (make(f) for make in statistics):
+    makes: list[Any] = [invfunc.batch_l2_grad, invfunc.sum_grad_squared, invfunc.noise_scale, invfunc.gram]
+    makes += [invfunc.hvp, invfunc.ggnvp, invfunc.fvp]
+    of = {make.__name__: make(f) for make in makes} | {"clipped_grad": invfunc.clipped_grad(f, max_norm=1.0)}
+    of["reduced"] = invfunc.reduced(of["sum_grad_squared"], lambda path, q: q.sum())
+    of["diag_ggn"] = invfunc.chunked(invfunc.diag_ggn(f), 2, over="outputs")
+    for name, t in of.items():
         for whole in (True, False):
+            own = params if whole else placed
+            args = [own] * (2 if hasattr(t, "linearize") else 1)
             with nothing_collected(), Meter() as meter, mock.patch.object(layout, "absent", uncounted):
-                distributed(t)(params if whole else placed, x)
-            found[f"{t.name} {'whole' if whole else 'parts'}"] = meter.peak() / params["w0"].nbytes
+                distributed(t)(*args, x)
+            found[f"{name} {'whole' if whole else 'parts'}"] = meter.peak() / params["w0"].nbytes
     return found

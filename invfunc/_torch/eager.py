@@ -64,6 +64,9 @@ transformed: Callable[[], bool] = torch.compiler.assume_constant_result(transfor
 nonstrict: Callable[[Callable], Callable] = import_module("torch._dynamo").nonstrict_trace
 """Of a function of trees, which is not looked into either: its operations are seen as it is called without numbers."""
 
+constant: Callable[..., None] = import_module("torch._library.opaque_object").register_opaque_type
+"""Has graphs hold objects of a type (`typ="value"`) as constants."""
+
 _wrap: Any = import_module("torch._higher_order_ops.wrap")
 part: Callable[..., Any] = _wrap.wrap
 """Calls a function, which torch.compile looks into: a graph of its own in the graph, with what it closes over."""

@@ -44,8 +44,12 @@ class Reading(TorchDispatchMode):
 
     def __init__(self, tensors: Sequence[torch.Tensor], bring: Callable[[int], torch.Tensor]) -> None:
         super().__init__()
-        self._places = {number_of(x): place for place, x in enumerate(tensors)}
         self._bring, self._asked = bring, _Asked(self)
+        self.of(tensors)
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take these for the tensors that are absent."""
+        self._places = {number_of(x): place for place, x in enumerate(tensors)}
 
     def holds(self, x: torch.Tensor) -> bool:
         """Whether a tensor is one of them, or a view of one."""

@@ -27,16 +27,16 @@ def gathered(x: Any) -> torch.Tensor:
     return x.detach().full_tensor().contiguous()
 
 
-def local_part(x: torch.Tensor, like: Any, lead: int = 0) -> tuple[torch.Tensor, list[Any]]:
-    """What this process has of a tensor that is laid out as a DTensor is, with `lead` axes in front, and its
-    placements; unless the tensor is that part already."""
+def local_part(x: torch.Tensor, like: Any, lead: int = 0) -> torch.Tensor:
+    """What this process has of a tensor that is laid out as a DTensor is, with `lead` axes in front; unless the tensor
+    is that part already, or not like it."""
     from torch.distributed.tensor import distribute_tensor
 
-    placements = [_behind(p, lead) for p in like.placements]
     if x.shape[lead:] != like.shape:
-        return x, placements
+        return x
+    placements = [_behind(p, lead) for p in like.placements]
     own = distribute_tensor(x.contiguous(), like.device_mesh, placements, src_data_rank=None)
-    return own.to_local().clone(), placements  # which does not keep the whole alive
+    return own.to_local().clone()  # which does not keep the whole alive
 
 
 def _behind(placement: Any, lead: int) -> Any:
@@ -45,6 +45,16 @@ def _behind(placement: Any, lead: int) -> Any:
         return placement
     options = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
     return type(placement)(placement.dim + lead, **options)
+
+
+def of_part(local: torch.Tensor, like: Any, lead: int = 0) -> Any:
+    """The DTensor of which this process has that part, laid out as another one is, with `lead` axes in front."""
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size([*local.shape[:lead], *like.shape])
+    stride = torch.empty(shape, device="meta").stride()
+    placements = [_behind(p, lead) for p in like.placements]
+    return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 @lru_cache(maxsize=1024)

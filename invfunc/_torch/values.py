@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -44,6 +44,19 @@ def decides(x: torch.Tensor, what: str) -> None:
 def anywhere(x: torch.Tensor) -> bool:
     """Whether something holds anywhere; without numbers nothing does."""
     return not fake(x) and bool(innermost(x).any())
+
+
+def any_of(several: Sequence[torch.Tensor]) -> list[bool]:
+    """In which of several tensors something holds anywhere; each device is waited for once."""
+    found, here = [False] * len(several), dict[torch.device, list[int]]()
+    for i, x in enumerate(several):
+        if not fake(x):
+            here.setdefault(x.device, []).append(i)
+    for places in here.values():
+        flags = torch.stack([innermost(innermost(several[i]).any()) for i in places])
+        for i, flag in zip(places, innermost(flags).tolist(), strict=True):
+            found[i] = flag
+    return found
 
 
 Check = tuple[torch.Tensor, Callable[[], Exception]]
@@ -90,14 +103,18 @@ def checked_at_once() -> Iterator[None]:
 
 
 def _look(checks: list[Check]) -> None:
-    checks = [(wrong, error) for wrong, error in checks if not fake(wrong)]
-    devices = {wrong.device for wrong, _ in checks}
-    if any(anywhere(torch.stack([w for w, _ in checks if w.device == device])) for device in devices):
-        raise next(error for wrong, error in checks if anywhere(wrong))()
+    wrong = any_of([wrong for wrong, _ in checks])
+    if any(wrong):
+        raise checks[wrong.index(True)][1]()
+
+
+def apart(a: torch.Tensor, b: torch.Tensor, size: torch.Tensor | int) -> torch.Tensor:
+    """Where tensors are not the same up to rounding, where numbers of this size are added up."""
+    tolerance = torch.finfo(a.dtype).eps ** 0.75  # 2e-12 in float64, 6e-6 in float32
+    same = (a - b).abs() <= 8 * tolerance * size
+    return ~(same | (a == b) | (a.isnan() & b.isnan()))
 
 
 def near(a: torch.Tensor, b: torch.Tensor, size: torch.Tensor | int) -> bool:
     """Whether tensors are the same up to rounding, where numbers of this size are added up."""
-    tolerance = torch.finfo(a.dtype).eps ** 0.75  # 2e-12 in float64, 6e-6 in float32
-    same = (a - b).abs() <= 8 * tolerance * size
-    return not anywhere(~(same | (a == b) | (a.isnan() & b.isnan())))
+    return not anywhere(apart(a, b, size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, overload
@@ -13,17 +12,16 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc.callables import describe
 from invfunc.compiled import Compiled, opened
-from invfunc.data_sets.part import Asked, Begun, Part
+from invfunc.data_sets.distributed_product import DistributedProduct
+from invfunc.data_sets.part import Asked, Part
 from invfunc.data_sets.streamed import Streamed, identity_of, not_by_batches, options_of, twice
 from invfunc.data_sets.tiled import Tiled, TiledAcross
 from invfunc.data_sets.visits import exchanged, work_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.layout import parts
 from invfunc.plans.batches import PlansOfBatches
-from invfunc.products.along import OfAll, space_of
-from invfunc.products.product import Linearised, Product
-from invfunc.products.streamed import Evaluated, StreamedProduct, Sums, check_linearized, keys_of
-from invfunc.products.streamed import identity_of as identity_of_product
+from invfunc.products.product import Product
+from invfunc.products.streamed import StreamedProduct
 from invfunc.recording.problem import InDims
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
@@ -210,8 +208,7 @@ class Distributed(Transform):
             keys = [*work.keys.values()]
             asked = Asked(args, 1, names, alike, keys, identity, twice(self.t), work.check, self.plans is not None)
             begun = self.part.begun(asked)
-            parts = self.out is None and self.t.options.reduce is None and not begun.course.keeps
-            work.at(begun.params, begun.rounds, parts)
+            work.at(begun.params, begun.rounds, parts=self.out is None and not begun.course.keeps)
             with begun.course as course:
                 work.draw_by(course.record.keys, begun.before, begun.counted)
                 begun.told("checkpoint", partial(course.begin, work))
@@ -235,85 +232,3 @@ class Distributed(Transform):
             return kind(found) if t.reduction.several else found[0]
 
         return tuple(map(of, self.t.members, results)) if self.t.members else of(self.t, results)
-
-
-@dataclass(frozen=True, repr=False)
-class DistributedProduct(Transform):
-    """A function `(params, v, *batch) -> tree like params`, the sum of a product over all processes."""
-
-    product: Product
-    part: Part
-    plans: Evaluated | None = None
-    outermost = True
-
-    def __repr__(self) -> str:
-        return self.part.shown(self.plans or self.product)
-
-    @property
-    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.product.has_aux
-
-    @property
-    def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.product.vector
-
-    @property
-    def lead(self) -> int:
-        return self.product.lead
-
-    def names(self, count: int) -> Any:
-        return self.part.names(["params", self.vector], self.product.names(count), count)
-
-    def names_of_f(self, count: int) -> Any:
-        """What so many arguments are called that are all but the vector."""
-        return self.part.names(["params"], self.product.names_of_f(count), count)
-
-    def linearize(self, *args: Any, **kwargs: Any) -> Any:
-        """The product at some parameters and data, `(params, *batch) -> (v -> product)`, of the same draws for all v.
-
-        All processes have to call it, and what it returns, with the same vectors in the same order.
-        """
-        return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
-
-    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        begun, sums, space = self._begun(
-            args, 2, kwargs, names, lambda: identity_of_product(self.product, args[0], args[1], kwargs)
-        )
-        leaves = space.leaves(args[1], self.vector, self.lead)
-        with begun.course as course:
-            found = self._parts(begun.told("result", lambda: sums(leaves, course, self.lead)), args[0], self.lead)
-            return space.tree(found), self._aux(sums)
-
-    def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
-        check_linearized(self.part.file)
-        _, sums, space = self._begun(args, 1, kwargs, names, again="it is gone through for every vector")
-        shown = f"{self!r}.linearize({', '.join(names)})"
-
-        def at(vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
-            return self._parts(sums.along(vectors, lead), args[0], lead)
-
-        return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs)), []
-
-    @staticmethod
-    def _parts(found: list[torch.Tensor], params: Any, lead: int) -> list[torch.Tensor]:
-        """A product laid out as the parameters are."""
-        return parts(found, tree.tensors((params,)), lead)
-
-    def _begun(
-        self,
-        args: tuple,
-        own: int,
-        kwargs: dict[str, Any],
-        names: Any,
-        identity: Callable[[], dict[str, str]] = dict,
-        again: str = "",
-    ) -> tuple[Begun, Sums, OfAll]:
-        """How all begin, the linear map, and the space of its vectors."""
-        alike, keys = {"the product": f"{self.product!r} {self.product.degree}"}, keys_of(self.product)
-        begun = self.part.begun(Asked(args, own, names, alike, keys, identity, again))
-        keys = begun.course.record.keys
-        sums = Sums(self.product, kwargs, begun.batches, keys, begun.processes, begun.before, begun.counted, self.plans)
-        return begun, sums, OfAll(**vars(space_of(args[:1], names)), processes=begun.processes)
-
-    def _aux(self, sums: Sums) -> Any:
-        return sums.aux if self.part.feed is not None else sums.aux[0] if sums.aux else None

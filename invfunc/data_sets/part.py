@@ -13,8 +13,9 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, counted, samples_of, size_of
 from invfunc.evaluation.checkpoint import Checkpoint, Head
 from invfunc.evaluation.course import Course, course_of
-from invfunc.evaluation.layout import Rounds, parted, whole
+from invfunc.evaluation.layout import parted, whole
 from invfunc.evaluation.processes import Processes, bits, same
+from invfunc.evaluation.rounds import Rounds, through
 from invfunc.products.along import space_of
 from invfunc.recording.problem import InDims
 
@@ -146,10 +147,7 @@ class Begun:
 
     def through(self) -> None:
         """Have the batches seen, for the phase that the work is in."""
-        if self.rounds is None:
-            self.course.through(self.batches)
-        else:
-            self.rounds.through(lambda: self.course.through(self.batches))
+        through(self.rounds, lambda: self.course.through(self.batches))
 
     def told(self, at: str, step: Callable[[], T]) -> T:
         """What a step gives; where there are files, which are needed until all have done it, all do or none."""

@@ -13,6 +13,7 @@ from invfunc.data_sets.tiles import Tiles
 from invfunc.errors import ArgumentTypeError
 from invfunc.evaluation.batches import Feed, batches_of, check_loader, first, size_of
 from invfunc.evaluation.matrix import Again, check_out
+from invfunc.evaluation.rounds import through
 from invfunc.sparsity.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
@@ -144,14 +145,18 @@ class TiledAcross(Transform):
         identity = {"the statistic": self.identity, "each": gather}
         two = self.part.feed is not None and len(args) == 3
         part = self.part if self.part.feed is None else replace(self.part, feed=replace(feed, progress=""))
-        begun = part.begun(Asked(args[:2] if two else args, 1, names, identity, [], again=AGAIN))
+        begun = part.begun(Asked(args[:2] if two else args, 1, names, identity, [], again=AGAIN, whole=False))
         sides = [Again(begun.batches, self.t.in_dims)]
         if two:
             begun.processes.told("arguments", lambda: (check_loader(args[2], sweeps=AGAIN), None))
             sides.append(_side(args[2], begun.params, self.t, feed))
-        tiles = Tiles(self.t, kwargs, sides, feed)
+        tiles = Tiles(self.t, kwargs, sides, feed, begun.rounds)
         alone = begun.processes.size == 1 and not two
-        found = tiles.square() if alone else tiles.rectangle(begun.params, begun.processes, gather=self.gather)
+        found = (
+            through(begun.rounds, tiles.square)
+            if alone
+            else tiles.rectangle(begun.params, begun.processes, gather=self.gather)
+        )
         if self.part.feed is not None:
             return found, tiles.aux
         return found, tiles.aux[0] if tiles.aux else None

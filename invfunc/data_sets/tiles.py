@@ -18,6 +18,7 @@ from invfunc.errors import ArgumentError, ArgumentTypeError, RandomnessError
 from invfunc.evaluation.batches import Feed, no_samples, unscaled
 from invfunc.evaluation.matrix import Again, Matrix, own
 from invfunc.evaluation.processes import Processes
+from invfunc.evaluation.rounds import Rounds, through
 from invfunc.recording.problem import batch_dims
 from invfunc.recording.random import Drew
 from invfunc.reductions import Reduction
@@ -104,7 +105,11 @@ class Meetings:
 class Tiles:
     """Goes through the pairs of batches of one loader, or of two, its sides: those of the rows and of the columns."""
 
-    def __init__(self, t: Statistic, kwargs: dict[str, Any], sides: list[Again], feed: Feed) -> None:
+    def __init__(
+        self, t: Statistic, kwargs: dict[str, Any], sides: list[Again], feed: Feed, rounds: Rounds | None = None
+    ) -> None:
+        """`rounds` bring parameters of which each process has a part."""
+        self.rounds = rounds
         self.t, self.meetings, self.sides, self.feed = t, Meetings(t, kwargs), sides, feed
         self.rows, self.columns = sides[0], sides[-1]
         self._aux: list[dict[int, Any]] = [{} for _ in sides]
@@ -138,7 +143,7 @@ class Tiles:
                 tile, aux = self.meetings.products(row[0], args)
                 matrix.put(j, i, tile, mirrored=True)
             matrix.put(i, j, tile)
-            self._aux[0].setdefault(j, aux)
+            self._keep_aux(0, j, aux)
             tell(self.rows.sizes[j])
 
         return see
@@ -151,7 +156,7 @@ class Tiles:
         with self._telling(len(sizes) * len(columns)) as tell:
             for i, size in enumerate(sizes):
                 one, aux = self.meetings.held(self.rows.at(i))
-                self._aux[0].setdefault(i, aux)
+                self._keep_aux(0, i, aux)
                 matrix = Matrix([size], columns)
                 self._meet(one, -1, partial(matrix.put, 0), tell, i if len(self.sides) == 1 else None)
                 out(sum(sizes[:i]), matrix.whole)
@@ -168,7 +173,8 @@ class Tiles:
                 for j in range(len(sizes)):
                     given = self._travelled(processes, rank, j)
                     mine = j if rank == processes.rank else None
-                    processes.told("tiles", partial(self._column, matrix, start + j, given, params, mine, tell))
+                    column = partial(self._column, matrix, start + j, given, params, mine, tell)
+                    processes.told("tiles", lambda column=column: (through(self.rounds, column), None))
                 start += len(sizes)
         return self._reduced(self._of_all(matrix.whole, params, processes, gather))
 
@@ -184,7 +190,7 @@ class Tiles:
 
     def _column(
         self, matrix: Matrix, place: int, given: tuple[tuple, bytes], params: Any, mine: int | None, tell: Tell
-    ) -> tuple[None, None]:
+    ) -> None:
         """The tiles of this process with a batch of the columns; `mine` is its number, if it is of this process."""
         args, said = given
         if len(self.rows):
@@ -192,10 +198,9 @@ class Tiles:
             args = args or (params, *tree.map_tensors(lambda x: x.to(device), pickle.loads(said)))
             one, aux = self.meetings.held(args)
             if mine is not None:
-                self._aux[-1].setdefault(mine, aux)
+                self._keep_aux(-1, mine, aux)
             put = partial(_put_column, matrix, place)
             self._meet(one, 0, put, tell, mine if len(self.sides) == 1 else None)
-        return None, None
 
     def _meet(self, one: Held, side: int, put: Callable[[int, Any], None], tell: Tell, same: int | None) -> None:
         """The tiles of a batch with all of a side, among which it may be itself."""
@@ -203,11 +208,14 @@ class Tiles:
 
         def see(k: int, args: tuple) -> None:
             tile, aux = self.meetings.products(one, args, k == same)
-            self._aux[side].setdefault(k, aux)
+            self._keep_aux(side, k, aux)
             put(k, tile)
             tell(batches.sizes[k])
 
         batches.each(see, range(len(batches)))
+
+    def _keep_aux(self, side: int, number: int, aux: Any) -> None:
+        self._aux[side].setdefault(number, aux if self.rounds is None else self.rounds.present(aux))
 
     def _of_all(self, whole: Any, params: Any, processes: Processes, gather: bool) -> Any:
         """The rows of this process, or of all; where there are none, those of others say what they are like."""

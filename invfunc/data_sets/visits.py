@@ -17,7 +17,7 @@ from invfunc.evaluation.batches import no_samples, size_of
 from invfunc.evaluation.checkpoint import State, check_loadable
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.processes import ALONE, Processes
-from invfunc.evaluation.rounds import Rounds
+from invfunc.evaluation.rounds import Rounds, through
 from invfunc.evaluation.rows import Rows
 from invfunc.evaluation.sweep import Sweep, check_number
 from invfunc.loss.drawn import key_of
@@ -90,12 +90,12 @@ class Work:
         self.sweep.rounds = rounds
         rounds.reductions = [m.quantity.reduction for m in self.t.members or (self.t,)]
 
-    def share(self, through: Callable[[], Any], processes: Processes, gather: bool) -> None:
+    def share(self, seen: Callable[[], Any], processes: Processes, gather: bool) -> None:
         own = 0
 
         def counted() -> None:
             nonlocal own
-            through()
+            seen()
             own = self.sweep.n
 
         if processes.size == 1:
@@ -110,7 +110,7 @@ class Work:
         return self.t.keyed(self.keys, 0).without_samples(self.params)
 
     def results(self) -> tuple[Any, Any]:
-        results = self.sweep.results()
+        results = through(self.sweep.rounds, self.sweep.results)
         return tuple(results) if self.t.members else results[0], self.aux
 
     # In a checkpoint

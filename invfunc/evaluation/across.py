@@ -122,7 +122,7 @@ def dealt(processes: Processes, reduction: Reduction, states: States, found: Fou
     places = sorted(states, key=partial(_size, states), reverse=True)[processes.rank :: processes.size]
 
     def learned() -> tuple[None, Any]:
-        own = {i: reduction.learned_of(states[i], found) for i in places}
+        own = reduction.learned_apart({i: states[i] for i in places}, found)
         return None, (on_cpu(own), found.refused)
 
     _, each = processes.told("parameters", learned)

@@ -14,6 +14,7 @@ from invfunc import thresholds, tree
 from invfunc._alike import added
 from invfunc._extras import ticking
 from invfunc._torch.generators import state_of
+from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import SampleAxisError, SplitError, to_be_split
 from invfunc.evaluation.explained import Report
 from invfunc.evaluation.fold import SLOPE, Fold
@@ -30,7 +31,7 @@ from invfunc.passes.runs import Runner
 from invfunc.plan import Options
 from invfunc.recording import Trace
 from invfunc.recording.beside import check_batches, check_fewer
-from invfunc.recording.checks import check_loss, same_values
+from invfunc.recording.checks import check_loss, check_same
 from invfunc.recording.problem import Problem
 from invfunc.recording.random import Draws, Drew, restore
 from invfunc.recording.scope import Scope
@@ -84,7 +85,7 @@ class Engine:
     def kept(self) -> Any:
         """Fold one of several batches, so that there are no results yet; aux."""
         self.fold.last = False
-        with self.scope:
+        with checked_at_the_end(own=True), self.scope:
             return self.scope.result(self._run())
 
     def finished(self) -> list[Any]:
@@ -281,8 +282,7 @@ class Engine:
 
     def _again(self, before: Run, draws: Draws) -> Run:
         run = self.runner.loss(draws=draws)
-        if not same_values(run.result, before.result):
-            raise other_again("another loss")
+        check_same(run.result, before.result, partial(other_again, "another loss"))
         return run
 
     def _each_alone(self, error: SampleAxisError, draws: Draws) -> Any:
@@ -296,13 +296,14 @@ class Engine:
         """The model part on one sample under a pattern, unless it is something else in the batch."""
         n, first = run.trace.n, run.start
         try:
-            alone = rerun(slice(first, first + 1), 1, pattern)
-            if not alike(run, alone):
-                return None
-            if n > 1:  # each sample at the place of the next: nothing may belong to a place
-                places = first + torch.arange(n, device=self.problem.leaves[0].device).roll(1)
-                return alone if same_outputs(run, rerun(places, n, None), shift=1) else None
-            return alone
+            with checked_at_the_end(own=True):
+                alone = rerun(slice(first, first + 1), 1, pattern)
+                if not alike(run, alone):
+                    return None
+                if n > 1:  # each sample at the place of the next: nothing may belong to a place
+                    places = first + torch.arange(n, device=self.problem.leaves[0].device).roll(1)
+                    return alone if same_outputs(run, rerun(places, n, None), shift=1) else None
+                return alone
         except Exception as error:  # f may not run on one sample (a constant of size N, random numbers)
             pattern.failed(error)
             return None

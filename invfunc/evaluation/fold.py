@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,10 +32,16 @@ from invfunc.reductions.quantity import Accumulator, Quantity
 
 Learn = Callable[[Reduction, States, Found], Any]
 """What a reduction has to know of what the phase before has kept."""
-Give = Callable[[int, int, State, int], bool]
-"""Takes what a quantity has kept of a parameter, both by number, and of so many samples; or says that it does not."""
 SLOPE = "slope"
 """The key of the gradient of the loss among the columns, which a Hessian needs beside its own."""
+
+
+class Keeper(Protocol):
+    """Keeps parts of what quantities have kept of parameters, both by number, where these are divided."""
+
+    def takes(self, number: int, leaf: int) -> bool: ...
+    def keep(self, number: int, leaf: int, state: State, n: int) -> None: ...
+    def whole(self, number: int, leaf: int, state: State) -> State: ...  # of all, if what is kept is a part of it
 
 
 class Fold:
@@ -63,8 +69,8 @@ class Fold:
         """Whether no other batch follows."""
         self.phase: int | None = None
         """The only one, where the batches come again for each."""
-        self.give: Give | None = None
-        """Takes what is kept of a parameter, a part of which this process keeps."""
+        self.keeper: Keeper | None = None
+        """Keeps parts of what is kept of parameters that are divided among processes."""
 
     def over(
         self, runs: Callable[[], Iterable[Run]], made: Made | Callable[[Run], Made], look: Look | None = None
@@ -136,8 +142,9 @@ class Fold:
     def _fold(self, pullback: Pullback, group: list[Accumulator]) -> None:
         """Reduce what is pulled back; first, what some have to know of all parameters for each sample."""
         reductions, done = [t.reduction for t in group], partial(self._add, pullback.run, group)
+        soon = partial(self._taken, group)
         if not any(m.apart for m in reductions):
-            pullback.folded(reductions, done)
+            pullback.folded(reductions, done, soon=soon)
             return
         firsts = {k: t.before for k, t in enumerate(group) if t.before is not None and t.reduction.apart}
         kept, places = pullback.kept(reductions), list(firsts)
@@ -151,7 +158,7 @@ class Fold:
         for k, t in firsts.items():
             if states[k]:
                 reductions[k] = reductions[k].knowing(reductions[k].learned(states[k], self._found(t)))
-        pullback.folded(reductions, done, kept)
+        pullback.folded(reductions, done, kept, soon)
 
     def _pullback(
         self, run: Run, made: list[Columns], samples: Samples, leaves: frozenset[int] | None = None, last: bool = False
@@ -161,14 +168,22 @@ class Fold:
 
     def _add(self, run: Run, group: list[Accumulator], k: int, leaf: int, state: State) -> None:
         """What a reduction keeps of one parameter in one run; where that is all, the parameter is done."""
-        number = next((j for j, t in enumerate(self.accumulators) if t is group[k]), None)
-        if self.give is not None and number is not None and self.give(number, leaf, state, self._samples(run).count):
+        if self.keeper is not None and self._taken(group, k, leaf):
+            self.keeper.keep(self._number(group[k]), leaf, state, self._samples(run).count)
             group[k].added.add(leaf)
             return
         added("samples", partial(group[k].add, leaf), state)
         done = self.options.reduce is not None and self.last and run.trace.n == self.problem.n
         if done and group[k] in self.accumulators:
             self._close(group[k], leaf, self._found(group[k]))
+
+    def _taken(self, group: list[Accumulator], k: int, leaf: int) -> bool:
+        """Whether a part is kept of what one of a group keeps of a parameter."""
+        return self.keeper is not None and self.keeper.takes(self._number(group[k]), leaf)
+
+    def _number(self, accumulator: Accumulator) -> int:
+        """That of the quantity; -1 if it is of a phase before."""
+        return next((k for k, t in enumerate(self.accumulators) if t is accumulator), -1)
 
     def _hessian(
         self,
@@ -190,7 +205,7 @@ class Fold:
             return
         parts = decision.taken(pullback)
         while parts:
-            parts.pop(0).folded(reductions, partial(self._add, run, group))
+            parts.pop(0).folded(reductions, partial(self._add, run, group), soon=partial(self._taken, group))
         others = [i for i in range(len(run.params)) if i not in once]
         kept: dict[tuple[int, int], State] = {}
 
@@ -265,8 +280,13 @@ class Fold:
         """Make the result of one parameter of what is kept of it."""
         leaf, reduction = self.problem.leaves[place], accumulator.reduction
         state = accumulator.states.pop(place, None) or reduction.init(leaf, found.n, found.columns)
-        found.aside[self.problem.paths[place]] = reduction.aside(state, found)
-        result = self._delivered(reduction, reduction.finish(state, found), found, leaf.dtype)
+        whole, alone = state, self.options.reduce is not None
+        if self.keeper is not None and (alone or type(reduction).aside is not Reduction.aside):
+            whole = self.keeper.whole(self._number(accumulator), place, state)
+        aside = reduction.aside(whole, found)
+        if aside is not None:
+            found.aside[self.problem.paths[place]] = aside
+        result = self._delivered(reduction, reduction.finish(whole if alone else state, found), found, leaf.dtype)
         if self.options.reduce is not None:
             result = [
                 part if part is None else self.options.reduce(self.problem.paths[place], self.scope.result(part))

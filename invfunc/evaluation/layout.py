@@ -9,7 +9,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.reading import absent
-from invfunc._torch.sharded import gathered, local_part, sharded
+from invfunc._torch.sharded import gathered, local_part, of_part, sharded
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.processes import Processes, bits, connected, same
 from invfunc.evaluation.rounds import Rounds
@@ -31,6 +31,19 @@ def whole(processes: Processes, name: str, x: Any) -> Any:
 def parted(processes: Processes, name: str, x: Any) -> tuple[Any, Rounds]:
     """The same tree with tensors in the places of DTensors that have no numbers, and what brings these where they are
     read."""
+    found, own, places = _absent(processes, name, x)
+    return found, Rounds(processes, own, places)
+
+
+def parted_beside(rounds: Rounds, name: str, x: Any) -> Any:
+    """The same of another tree, whose numbers come in the rounds of the parameters."""
+    found, own, places = _absent(rounds.processes, name, x)
+    rounds.beside(own, places)
+    return found
+
+
+def _absent(processes: Processes, name: str, x: Any) -> tuple[Any, list[Any], list[torch.Tensor]]:
+    """A tree with tensors without numbers in the places of DTensors, these, and those."""
     own = {path: y for path, y in tree.named_leaves(x) if sharded(y)}
     _, each = processes.told(f"the parts of {name}", lambda: (None, _meshes(name, x)))
     _check_meshes(processes, each)
@@ -43,22 +56,14 @@ def parted(processes: Processes, name: str, x: Any) -> tuple[Any, Rounds]:
     same(said_by_all)  # replicas may differ
     places = absent([*own.values()])
     like = iter(places)
-    return tree.map_tensors(lambda y: next(like) if sharded(y) else y, x), Rounds(processes, [*own.values()], places)
+    return tree.map_tensors(lambda y: next(like) if sharded(y) else y, x), [*own.values()], places
 
 
 def parts(results: Sequence[torch.Tensor], params: Sequence[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
     """What this process has of results, as of the parameters in their places, with `lead` axes in front; these may be
     its parts already."""
-    return [_part(x, p, lead) if sharded(p) else x for x, p in zip(results, params, strict=True)]
-
-
-def _part(x: torch.Tensor, like: Any, lead: int) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    local, placements = local_part(x, like, lead)
-    shape = torch.Size([*x.shape[:lead], *like.shape])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    pairs = zip(results, params, strict=True)
+    return [of_part(local_part(x, p, lead), p, lead) if sharded(p) else x for x, p in pairs]
 
 
 Mesh = tuple[tuple[int, ...], tuple[int, ...]]

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import number_of, version
 from invfunc._torch.reading import Reading
-from invfunc._torch.sharded import gathered, local_part
+from invfunc._torch.sharded import gathered, local_part, of_part
 from invfunc.errors import ArgumentError, ProcessError
 from invfunc.evaluation.processes import Processes, connected, shown
 from invfunc.reductions import Reduction, State, States
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,18 +49,29 @@ class Rounds:
         self.processes, self.own, self.places = processes, own, places
         self.reductions: list[Reduction] = []
         """Of each quantity, what adds up what is kept of it."""
-        self._of = {number_of(x): place for place, x in enumerate(places)}
+        self._params = len(own)
         self._reading = Reading(places, self._bring)
-        self._before = self._versions()
+        self._of, self._before = self._known()
         self._failed = ""
         self._states: dict[tuple[int, int, int], State] = {}
         self._seen: Counter[tuple[int, int, int]] = Counter()
 
-    def through(self, work: Callable[[], Any]) -> None:
+    def beside(self, own: list[Any], places: list[torch.Tensor]) -> None:
+        """Bring these as well, which are no parameters, in place of those that came before beside them."""
+        self.own[self._params :], self.places[self._params :] = own, places
+        self._reading.of(self.places)
+        self._of, before = self._known()
+        self._before[self._params :] = before[self._params :]
+
+    def _known(self) -> tuple[dict[int, int], list[int]]:
+        return {number_of(x): place for place, x in enumerate(self.places)}, self._versions()
+
+    def through(self, work: Callable[[], T]) -> T:
         """Do what reads them, and help others until none of them reads any more; where one fails, all do."""
+        self._failed = ""
         try:
             with self._reading:
-                work()
+                found = work()
         except Exception as error:
             self._check()  # another one failed first, and what f, or who called it, makes of that says less
             self._said(shown(error))
@@ -66,15 +79,20 @@ class Rounds:
         while not self._failed and any(said is not None for said in self._round(None)[0]):
             pass
         self._check()
+        return found
 
     def present(self, x: Any) -> Any:
         """A tree with the numbers of those that are in it, to be kept."""
         return self._reading.present(x)
 
+    def place_of(self, x: torch.Tensor) -> int | None:
+        """The place of a tensor without numbers, or of a view of one; None of others."""
+        return self._of.get(number_of(x))
+
     def takes(self, quantity: int, leaf: torch.Tensor) -> bool:
         """Whether this process keeps its part of what all keep of a parameter."""
-        known = quantity < len(self.reductions) and self.reductions[quantity].entrywise
-        return known and number_of(leaf) in self._of
+        known = 0 <= quantity < len(self.reductions) and self.reductions[quantity].entrywise
+        return known and self.place_of(leaf) is not None
 
     def keep(self, quantity: int, number: int, leaf: torch.Tensor, state: State, n: int) -> None:
         """Give away what was kept of a parameter, the one with a number, and n samples."""
@@ -84,6 +102,15 @@ class Rounds:
         self._round(said, state)
         self._seen[said.key] += n
         self._check()
+
+    def whole(self, leaf: torch.Tensor, state: State) -> State:
+        """What is kept of a parameter, of the part that this process has of it: all ask for that at once."""
+        like = self.own[self._of[number_of(leaf)]]
+        self._check()
+        self._said(None)
+        self._check()
+        with connected():
+            return tuple(gathered(of_part(x, like)) if x.shape == like.to_local().shape else x for x in state)
 
     def kept(self, n: int) -> dict[int, States]:
         """The parts of what all have kept, of n samples in this process, by quantity and parameter."""
@@ -139,7 +166,8 @@ class Rounds:
         reduction = self.reductions[quantity]
         own = as_wide(own or reduction.init(self.places[place], 0, 1), each)
         (whole,) = self.processes.exchanged([reduction.across(leaf, own, each)])
-        part = tuple(local_part(x, self.own[place])[0] for x in whole)
+        like = self.own[place]  # numbers of all entries travel with them, and are not to keep them alive
+        part = tuple(local_part(x, like) if x.shape == like.shape else x.clone() for x in whole)
         before = self._states.get(key)
         self._states[key] = part if before is None else reduction.merge(before, part, "samples")
 
@@ -153,6 +181,11 @@ class Rounds:
 
     def _versions(self) -> list[int]:
         return [version(x) for x in self.own]
+
+
+def through(rounds: Rounds | None, work: Callable[[], T]) -> T:
+    """Do what may read parameters of which each process has a part."""
+    return work() if rounds is None else rounds.through(work)
 
 
 def as_wide(state: State, each: Sequence[State]) -> State:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,10 +37,14 @@ class Sweep:
         self.expected: int | None = None
         self.rounds: Rounds | None = None
         """Where parts of what is kept are kept, as those of the parameters are."""
+        self._by: int | None = None
+        """What the loss of the last batch is multiplied with, once it is known."""
+        self.parts = set[tuple[int, int]]()
+        """The quantities and parameters, by number, of which a part is kept in the end."""
         if before is not None:
             fold = before.joined()
             self.phase, self.weights, self.expected = before.phase + 1, before.weights, before.n
-            self.rounds = before.rounds
+            self.rounds, self.parts = before.rounds, before.parts
             fold.tell(self.phase, learn)
             self.told, self.refused = fold.accumulators, fold.found.refused
 
@@ -48,6 +52,9 @@ class Sweep:
         """Put an evaluation in the place of that of the last batch; its fold."""
         self.engine, fold = engine, engine.fold
         fold.phase = self.phase
+        self._by = None
+        if self.rounds is not None:
+            fold.keeper = Divided(self.rounds, self.parts, fold, partial(self._weight, engine))
         if self.phase:
             pairs = zip(fold.accumulators, self.told, strict=True)
             fold.accumulators = [own.behind(earlier, self.phase) for own, earlier in pairs]
@@ -104,11 +111,9 @@ class Sweep:
         before = [] if self.engine is None else self.engine.fold.of_phase(self.phase)
         known = self.by_column
         fold = self.enter(engine)
-        weight = cache(partial(self._weight, engine))
-        fold.give = self.rounds and partial(self._give, self.rounds, fold, weight)
         aux, own = evaluated(engine), fold.found.n
         if engine.scalar:
-            self._scale(fold, weight())
+            self._scale(fold, self._weight(engine))
         if self.n and known != self.by_column:
             raise other_outputs(known, "the batches before", self.by_column, "this one")
         for t, first in zip(fold.of_phase(self.phase), before, strict=True) if self.n else ():
@@ -123,25 +128,15 @@ class Sweep:
             return 1
         if engine.loss_part is None:
             raise unscaled(engine.fold.found.n)
-        return self.weights.of(engine.loss_part)
-
-    @staticmethod
-    def _give(
-        rounds: Rounds, fold: Fold, weight: Callable[[], int], number: int, leaf: int, state: State, n: int
-    ) -> bool:
-        """Have a part kept of what a quantity has kept of a parameter, if that is possible."""
-        t, param = fold.accumulators[number], fold.problem.leaves[leaf]
-        if not rounds.takes(number, param):
-            return False
-        by = t.quantity.factor(weight())
-        rounds.keep(number, leaf, param, state if by == 1 else t.reduction.scaled(state, by), n)
-        return True
+        self._by = self.weights.of(engine.loss_part) if self._by is None else self._by
+        return self._by
 
     def take(self, parts: dict[int, States]) -> None:
         """Keep parts of what all processes have kept, by quantity."""
         assert self.engine is not None
         for number, states in parts.items():
             self.engine.fold.accumulators[number].states.update(states)
+            self.parts.update((number, leaf) for leaf in states)
 
     def joined(self) -> Fold:
         """The fold of all batches, with the loss of all."""
@@ -161,6 +156,28 @@ class Sweep:
     def _scale(self, fold: Fold, by: float) -> None:
         for t in fold.of_phase(self.phase):
             t.scaled(by)
+
+
+@dataclass
+class Divided:
+    """Keeps parts of what the fold of a batch has kept."""
+
+    rounds: Rounds
+    parts: set[tuple[int, int]]
+    fold: Fold
+    weight: Callable[[], int]
+
+    def takes(self, number: int, leaf: int) -> bool:
+        return self.rounds.takes(number, self.fold.problem.leaves[leaf])
+
+    def keep(self, number: int, leaf: int, state: State, n: int) -> None:
+        t = self.fold.accumulators[number]
+        by = t.quantity.factor(self.weight())
+        state = state if by == 1 else t.reduction.scaled(state, by)
+        self.rounds.keep(number, leaf, self.fold.problem.leaves[leaf], state, n)
+
+    def whole(self, number: int, leaf: int, state: State) -> State:
+        return self.rounds.whole(self.fold.problem.leaves[leaf], state) if (number, leaf) in self.parts else state
 
 
 def check_number(n: int, expected: int | None) -> None:

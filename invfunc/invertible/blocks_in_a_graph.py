@@ -16,6 +16,7 @@ from invfunc._torch.values import differentiable
 from invfunc.errors import InverseError, ReplayError
 from invfunc.plans.draws import draws
 from invfunc.plans.recorder import Operator, written
+from invfunc.recomputation.places import evenly
 
 Env = dict[fx.Node, Any]
 """The values of nodes."""
@@ -67,7 +68,7 @@ class Block:
 
     def looked_at(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Some entries of x."""
-        return torch.cat([_entries(xs[i]) for i in self.looks])
+        return torch.cat([_seen(xs[i]) for i in self.looks])
 
 
 class Blocks:
@@ -179,11 +180,9 @@ def _check_alike(xs: Sequence[torch.Tensor], came: Sequence[torch.Tensor]) -> No
             )
 
 
-def _entries(x: torch.Tensor) -> torch.Tensor:
-    """Some 64 of them, along all of it."""
-    number = x.numel()
-    at = torch.arange(_SEEN, device=x.device) * (number - 1) // (_SEEN - 1)
-    return x.detach().reshape(-1)[at].abs() if x.is_complex() else x.detach().reshape(-1)[at]
+def _seen(x: torch.Tensor) -> torch.Tensor:
+    entries = evenly(x.detach(), _SEEN)
+    return entries.abs() if x.is_complex() else entries
 
 
 _SEEN = 64

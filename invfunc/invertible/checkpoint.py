@@ -120,9 +120,9 @@ def invertible_checkpoint(
     coupling, whose inverse and f share their evaluations. (An f that uses torch.func itself has its first call
     evaluated twice; inside of torch.func, one that closes over what needs a gradient has each of its calls.) To find an
     inverse, f runs once more without numbers, some 0.1 ms an operation. What f and f_inv read, write and draw is
-    watched, for some tenths of a millisecond a call. From the fifth call on it is not, and the time a third, where the
-    code of both, and of modules without hooks, shows that they only compute with functions of torch, the calls so far
-    showed it too (nothing drawn, written or decided by numbers), and tensors, constants and functions have the same
+    watched, for some tenths of a millisecond a call. From the fifth call on both are left out, at a third of the time,
+    where the code of f and f_inv, and of modules without hooks, shows that they only compute with torch, the calls so
+    far showed it too (nothing drawn, written or decided by numbers), and tensors, constants and functions have the same
     form; on CPUs, without autocast, other modes or hooks, and inside of torch.func without what is closed over. The
     reconstructed x has rounding errors, which grow with the number of blocks (`drift`, `InexactWarning`).
 

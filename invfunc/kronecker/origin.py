@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -80,6 +81,10 @@ class Origin:
 
     def __hash__(self) -> int:
         return hash(Origin)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """How a graph of torch.compile makes it, and of what."""
+        return repr(self), {"Origin": Origin, "Joint": Joint, "torch": torch}
 
     @property
     def derived(self) -> Origin:

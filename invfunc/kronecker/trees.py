@@ -64,8 +64,9 @@ def solve(factors: Tree, v: Tree, damping: Damping = 0.0, split: str | None = No
         return factors.solve(v, damping)
     matrices, (_, structure), given = kroneckers(call, factors), tree.flatten(v), dict(tree.named_leaves(v))
     same_places(call, "factors", matrices, "v", given)
-    if split is None and not is_none(damping):
-        matrices = _decomposed(matrices)
+    if not is_none(damping):
+        whole = {path: K for path, K in matrices.items() if K is None or _split_of(K, split) is None}
+        matrices |= _decomposed(whole)
     found: dict[str, Any] = dict.fromkeys(given)
     for path, matrix in matrices.items():
         if matrix is None:

@@ -13,7 +13,7 @@ from torch.nn.grad import conv1d_weight
 
 from invfunc import thresholds
 from invfunc._torch.functorch import transforming
-from invfunc.linear_algebra.pairwise import product, room_for
+from invfunc.linear_algebra.pairwise import in_place, product, room_for
 
 T = TypeVar("T")
 Term = tuple[str, torch.Tensor]
@@ -66,6 +66,8 @@ def squares_directly(terms: list[Term], output: str, instance: str, kept: str) -
 
 @lru_cache(maxsize=4096)
 def _squares_directly(terms: tuple[Shape, ...], output: str, instance: str, kept: str, cancels: bool) -> bool:
+    if len(terms) == 1 and set(terms[0][0]) <= set(instance):  # there is nothing to form
+        return False
     pair = twice(terms, terms, output)
     slow = thresholds.DOUBLE if cancels and crosses(pair, output) else 1  # in float64
     return slow * cost(pair, present(kept, terms)) < instantiated(terms, present(instance, terms))
@@ -93,10 +95,17 @@ def contract(terms: list[Term], output: str) -> torch.Tensor:
 
 
 def summed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    first, *others = tensors
-    for other in others:
-        first = first + other
-    return first
+    """The sum of at least one tensor, of which no more than one at a time has to be there; of one, itself."""
+    tensors = iter(tensors)
+    total = next(tensors)
+    for i, more in enumerate(tensors):
+        total = added(total, more) if i else total + more
+    return total
+
+
+def added(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """Their sum, where that can be in the memory of the total, which is nobody else's: fresh memory takes longer."""
+    return total.add_(more) if in_place(total, more) and total.shape == more.shape else total + more
 
 
 def joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -162,8 +171,10 @@ def squeezed(terms: list[Term]) -> list[Term]:
     """The terms without dimensions of size 1, so that the cost model sees what is there."""
     out = []
     for labels, x in terms:
-        kept = [i for i, size in enumerate(x.shape) if size != 1]
-        out.append(("".join(labels[i] for i in kept), x.reshape([x.shape[i] for i in kept])))
+        if 1 in x.shape:
+            kept = [i for i, size in enumerate(x.shape) if size != 1]
+            labels, x = "".join(labels[i] for i in kept), x.reshape([x.shape[i] for i in kept])
+        out.append((labels, x))
     return out
 
 

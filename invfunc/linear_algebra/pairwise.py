@@ -186,6 +186,9 @@ def room_for(shape: Sequence[int], x: torch.Tensor, y: torch.Tensor) -> torch.Te
     """Where a large result that nobody differentiates can be written."""
     if math.prod(shape) < thresholds.HUGE_PAGES // 8:  # of any dtype
         return None
-    if x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming():
-        return None
-    return room(list(shape), x)
+    return room(list(shape), x) if in_place(x, y) else None
+
+
+def in_place(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether a result of them can be written to memory that is there: of one dtype, and nobody differentiates it."""
+    return not (x.requires_grad or y.requires_grad or x.dtype != y.dtype or transforming())

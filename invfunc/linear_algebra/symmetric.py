@@ -9,10 +9,11 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from invfunc._torch.functorch import innermost
-from invfunc._torch.values import anywhere, check
+from invfunc._torch.values import any_of, check
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra import blocks
 from invfunc.linear_algebra.spectrum import spectrum
@@ -24,34 +25,41 @@ Damping = float | torch.Tensor
 def eigen(factors: Sequence[torch.Tensor], names: Sequence[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Eigenvalues and eigenvectors of each, from one decomposition for all that have one shape."""
     checked = [_symmetric(factor, name) for factor, name in zip(factors, names, strict=True)]
+    # in a stack, eigenvectors that stay where they are would have a tangent
+    apart = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
     alike: dict[tuple, list[int]] = {}
     for i, f in enumerate(checked):
-        alike.setdefault((f.shape, f.dtype, f.device), []).append(i)
-    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for numbers in alike.values():
-        for i, (values, vectors) in zip(numbers, _spectra([checked[i] for i in numbers]), strict=True):
-            zero = 8 * torch.finfo(values.dtype).eps * (values.shape != vectors.shape)
-            found[i] = not_negative(values, names[i], noise(factors[i]), zero), vectors
-    return [found[i] for i in range(len(checked))]
+        alike.setdefault((f.shape, f.dtype, f.device, i if apart else None), []).append(i)
+    found = {i: (f, torch.ones_like(f)) for i, f in enumerate(checked) if f.ndim == 1}
+    numbers = [each for each in alike.values() if each[0] not in found]
+    stacks = [torch.stack([checked[i] for i in each]) if len(each) > 1 else checked[each[0]] for each in numbers]
+    for each, (values, vectors) in zip(numbers, _spectra(stacks), strict=True):
+        pairs = zip(values.unbind(), vectors.unbind(), strict=True) if len(each) > 1 else [(values, vectors)]
+        found.update(zip(each, pairs, strict=True))
+
+    def of(i: int, values: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        zero = 8 * torch.finfo(values.dtype).eps * (values.shape != vectors.shape)
+        return not_negative(values, names[i], noise(factors[i]), zero), vectors
+
+    return [of(i, *found[i]) for i in range(len(checked))]
 
 
-def _spectra(alike: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Those of matrices of one shape, or of diagonals."""
-    if alike[0].ndim == 1:
-        return [(f, torch.ones_like(f)) for f in alike]
-    if len(alike) == 1:
-        return [_spectrum(alike[0])]
-    return list(zip(*(x.unbind() for x in _spectrum(torch.stack(alike))), strict=True))
+def _spectra(stacks: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Those of several stacks, in float64 where float32 fails, as in LAPACK it may if rows are zero (dead units)."""
+    found = [_attempted(f) for f in stacks]
+    sums = [values.sum(-1) + vectors.sum((-1, -2)) for values, vectors in found]  # each is finite if all of it is
+    lost = any_of([~x.isfinite() for x in sums])
+    return [_in_double(f) if bad else both for f, bad, both in zip(stacks, lost, found, strict=True)]
 
 
-def _spectrum(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eigenvalues and eigenvectors, in float64 if float32 fails, as LAPACK may where rows are zero (dead units)."""
+def _attempted(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     try:
-        values, vectors = spectrum(f)
-        if not anywhere(~(values.sum(-1) + vectors.sum((-1, -2))).isfinite()):  # a sum is, if all of it is
-            return values, vectors
+        return spectrum(f)
     except RuntimeError:  # that of torch.linalg is one
-        pass
+        return _in_double(f)
+
+
+def _in_double(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values, vectors = spectrum(f.double())
     return values.to(f.dtype), vectors.to(f.dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import Call, leading
 from invfunc.operations.factors.autocorrelation import patches_gram
 from invfunc.operations.factors.patches import patches, same_padding, spread
-from invfunc.operations.factors.recipe import Part, Recipe, Site
+from invfunc.operations.factors.recipe import Part, Recipe, Site, one_by_one
 from invfunc.operations.operation import define
 from invfunc.operations.receptive_fields.regions import blank
 from invfunc.operations.receptive_fields.step import Rows, Step, joined, most
@@ -48,6 +49,41 @@ def _sent(cotangent: torch.Tensor, part: Part, d: int, groups: int) -> torch.Ten
     """A cotangent as `[V, b, batch, groups, channels, positions]`."""
     cotangent = _whole(cotangent, d)
     return cotangent.reshape(*cotangent.shape[:3], groups, -1, math.prod(cotangent.shape[4:]))
+
+
+@dataclass(frozen=True)
+class _WeightGradient:
+    """The shares of a weight by the convolution's own backward pass."""
+
+    read: Callable[[Part], torch.Tensor]
+    """The input of some samples, one after the other."""
+    shape: torch.Size
+    options: tuple | None
+    """The stride, padding, dilation and groups; None where the padding is none that the backward pass knows."""
+    work: int
+    """How many multiplications that of a sample takes."""
+
+    def total(self, cotangent: torch.Tensor, part: Part) -> torch.Tensor | None:
+        """The sum over samples; None where patches are the better way."""
+        d = len(self.shape) - 2
+        inputs, sent = self.read(part), _whole(cotangent[None], d)[0].flatten(0, 1)
+        positions = len(sent) * math.prod(sent.shape[2:])
+        kind = inputs.dtype if inputs.dtype == sent.dtype else None
+        known = kind in thresholds.TOTAL_DTYPES and sent.device.type in thresholds.TOTAL_ON
+        if not known or self.options is None or positions < thresholds.TOTAL_POSITIONS * self.shape[0]:
+            return None
+        return _WEIGHT[d](inputs, self.shape, sent, *self.options)
+
+    def each(self, cotangent: torch.Tensor, part: Part) -> list[Term]:
+        """Those of each sample, which are the only term; none where patches are the better way."""
+        if len(cotangent) != 1 or not cotangent.shape[1] or self.work < thresholds.ALONE:
+            return []
+        pairs = zip(cotangent[0].split(1), one_by_one(part), strict=True)
+        found = [share for share in (self.total(one, at) for one, at in pairs) if share is not None]
+        if self.options is None or not found or len(found) < cotangent.shape[1]:
+            return []
+        groups, (rows, *columns) = self.options[-1], self.shape
+        return [("VNgoi", torch.stack(found).reshape(1, len(found), groups, rows // groups, math.prod(columns)))]
 
 
 def _options(call: Call, names: str) -> list[Any]:
@@ -86,19 +122,16 @@ def convolution(site: Site, param: torch.Tensor) -> Recipe | None:
         found = _CONV[d](inputs.flatten(0, 1).to(kind), kernels, None, stride, padding, dilation, groups)
         return [("NbgCp", found.reshape(*inputs.shape[:2], groups, matrix.shape[1], -1))]
 
-    def total(cotangent: torch.Tensor, part: Part) -> torch.Tensor | None:
-        inputs = _channels(site, x, axis, part, d).flatten(0, 1)
-        sent = _whole(cotangent[None], d)[0].flatten(0, 1)
-        positions = len(sent) * math.prod(sent.shape[2:])
-        kind = inputs.dtype if inputs.dtype == sent.dtype else None
-        known = kind in thresholds.TOTAL_DTYPES and sent.device.type in thresholds.TOTAL_ON
-        if not known or positions < thresholds.TOTAL_POSITIONS * len(weight) or any(a != b or a < 0 for a, b in pads):
-            return None
-        return _WEIGHT[d](inputs, weight.shape, sent, stride, [a for a, _ in pads], dilation, groups)
-
+    own = _WeightGradient(
+        read=lambda part: _channels(site, x, axis, part, d).flatten(0, 1),
+        shape=weight.shape,
+        options=(stride, [a for a, _ in pads], dilation, groups) if all(a == b >= 0 for a, b in pads) else None,
+        work=weight.numel() * math.prod(call.out.shape[-d:]),
+    )
     sent = partial(_sent, d=d, groups=groups)
     work = math.prod(weight.shape[1:]) * groups * math.prod(call.out.shape[-d:])
-    return Recipe("goi", "bgop", sent, read, projected, gram=gram, total=total, reads=(x,), work=work)
+    rest = {"build": own.each, "gram": gram, "total": own.total, "reads": (x,), "work": work}
+    return Recipe("goi", "bgop", sent, read, projected, **rest)
 
 
 def transposed_convolution(site: Site, param: torch.Tensor) -> Recipe | None:

@@ -12,7 +12,7 @@ from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.part import Rounded, as_part, fitting, given_functions, no_parameters, of_part, unwritten
+from invfunc.pairs.part import Rounded, Unwritten, as_part, fitting, given_functions, no_parameters, of_part
 from invfunc.pairs.state import per_sample, two_parts
 
 
@@ -122,6 +122,7 @@ def affine_coupling(
 
 def _made(law: _Coupling, shared: tuple[Callable, ...], dim: Any) -> Invertible:
     """The pair on a state of two parts, or on one tensor whose halves they are."""
+    shared = tuple(Unwritten(law.call, which, fn) for which, fn in zip("FG", shared, strict=True))
     if dim is None:
         return law.pair(law.call, shared)
     name = f"{law.call[:-1]}, split_dim={dim!r})"
@@ -160,14 +161,14 @@ class _Additive(_Coupling):
         (a, b), (p, q) = self.read((F, G), x, params, "x")
         if self.grid is not None:
             self.grid.checked(a, b)
-        a = a + fitting(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, self.call, "F", "a")
-        b = b + fitting(unwritten(self.call, "G", G, a, *q, *args, **kwargs), b, self.call, "G", "b")
+        a = a + fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
+        b = b + fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
         return (a, b) if self.grid is None else self.grid.checked(a, b, entered=True)
 
     def inverse(self, F: Any, G: Any = None, y: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = self.read((F, G), y, params, "y")
-        b = b - fitting(unwritten(self.call, "G", G, a, *q, *args, **kwargs), b, self.call, "G", "b")
-        a = a - fitting(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, self.call, "F", "a")
+        b = b - fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
+        a = a - fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
         return a, b
 
     def log_det(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -181,21 +182,21 @@ class _Affine(_Coupling):
 
     def forward(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = self.read((F, G), x, params, "x")
-        s, t = self._two(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, "F", "a")
+        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
         a = a * s.exp() + t
-        s, t = self._two(unwritten(self.call, "G", G, a, *q, *args, **kwargs), b, "G", "b")
+        s, t = self._two(G(a, *q, *args, **kwargs), b, "G", "b")
         return a, b * s.exp() + t
 
     def inverse(self, F: Any, G: Any = None, y: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = self.read((F, G), y, params, "y")
-        s, t = self._two(unwritten(self.call, "G", G, a, *q, *args, **kwargs), b, "G", "b")
+        s, t = self._two(G(a, *q, *args, **kwargs), b, "G", "b")
         b = (b - t) / s.exp()  # the same rounded scale as forward, where that is coarser than b (autocast)
-        s, t = self._two(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, "F", "a")
+        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
         return (a - t) / s.exp(), b
 
     def log_det(self, F: Any, G: Any = None, x: Any = None, params: Any = None, *args: Any, **kwargs: Any) -> Any:
         (a, b), (p, q) = self.read((F, G), x, params, "x")
-        s, t = self._two(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, "F", "a")
+        s, t = self._two(F(b, *p, *args, **kwargs), a, "F", "a")
         first = per_sample(s)
         s, _ = self._two(G(a * s.exp() + t, *q, *args, **kwargs), b, "G", "b")
         return first + per_sample(s)

@@ -96,6 +96,7 @@ class _Directed(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _OfModule(Law):
+    computes = True
     call: str
     part: OfModule
     has_log_det: bool
@@ -125,9 +126,9 @@ class _OfModule(Law):
     def of_each(self, x: Any, found: Any) -> torch.Tensor:
         """The log-determinant of each sample: `[N]`."""
         like = tree.tensors(x)[0]
-        found = torch.as_tensor(
-            found, dtype=None if isinstance(found, torch.Tensor) else like.dtype, device=like.device
-        )
+        if not isinstance(found, torch.Tensor) or found.device != like.device:
+            dtype = found.dtype if isinstance(found, torch.Tensor) else like.dtype
+            found = torch.as_tensor(found, dtype=dtype, device=like.device)
         if not found.ndim or found.shape == (1,):
             return found.reshape(1).expand(len(like))
         if found.shape[0] != len(like):
@@ -142,6 +143,7 @@ class _Carried(Value):
     """A direction of the module on states `(x, s)` with the sum of log-determinants."""
 
     carries_a_sum: ClassVar = True
+    computes: ClassVar = True
     law: _OfModule
     backwards: bool
 
@@ -176,9 +178,9 @@ def _alone(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _by_argument(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
-    single = isinstance(x, torch.Tensor)
+    single = not isinstance(x, (tuple, list))
     found, log_det = module((x,) if single else x, *args, rev=backwards, **kwargs)
-    return found[0] if single and not isinstance(found, torch.Tensor) else found, log_det
+    return found[0] if single and isinstance(found, (tuple, list)) else found, log_det
 
 
 def _by_transform(module: Any, backwards: bool, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.pair import Invertible, Law
-from invfunc.pairs.part import as_part, fitting, given_functions, unwritten
+from invfunc.pairs.part import Unwritten, as_part, fitting, given_functions
 from invfunc.pairs.state import per_sample, two_parts, wide
 
 
@@ -50,7 +50,7 @@ def momentum(f: Callable, gamma: float = 0.9) -> Invertible:
     call = f"momentum({describe(f)}, gamma={gamma})"
     if not isinstance(gamma, (int, float)) or not 0 < gamma < 1:
         raise ArgumentError(f"{call}: gamma has to be between 0 and 1.")
-    return _Momentum(call, gamma).pair(call, (f,))
+    return _Momentum(call, gamma).pair(call, (Unwritten(call, "the function", f),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class _Dynamics(Law):
 
     def of(self, fn: Callable, x: torch.Tensor, *given: Any, **kwargs: Any) -> torch.Tensor:
         """What the function gives, in the shape of x."""
-        return fitting(unwritten(self.call, "the function", fn, x, *given, **kwargs), x, self.call, "the function", "x")
+        return fitting(fn(x, *given, **kwargs), x, self.call, "the function", "x")
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,4 +143,4 @@ def leapfrog(force: Callable, step: float) -> Invertible:
     call = f"leapfrog({describe(force)}, step={step})"
     if not isinstance(step, (int, float)):
         raise ArgumentTypeError(f"{call}: step is of type {type(step).__name__}, but has to be a number.")
-    return _Leapfrog(call, step).pair(call, (force,))
+    return _Leapfrog(call, step).pair(call, (Unwritten(call, "the function", force),))

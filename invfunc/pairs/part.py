@@ -129,24 +129,37 @@ def no_parameters(part: Callable) -> tuple:
     return (...,) if isinstance(part, Part) else ()
 
 
-def unwritten(call: str, which: str, fn: Callable, state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What a part gives of the state, which it may not write: the pair needs it again, and so does the caller."""
-    if torch.compiler.is_compiling():
-        return fn(state, *args, **kwargs)
-    with unwatched():  # it is no call of the part
-        if state.is_inference():  # of which nobody counts the writes
-            state = state.clone()
-        before = version(state)
-    result = fn(state, *args, **kwargs)
-    with unwatched():
-        written = version(state) != before
-    if written:
-        raise ModifiedError(
-            f"{call}: {which} has written into the state that it was given, of shape {list(state.shape)}, which the "
-            "pair needs again, and so may you. Take inplace=False in its first layers, or give them a copy: "
-            f"lambda x: {which}(x.clone())."
-        )
-    return result
+@dataclass(frozen=True, repr=False)
+class Unwritten(Value):
+    """A part that may not write the state, which the pair needs again, and so does the caller."""
+
+    call: str
+    """The pair, as it was written."""
+    which: str
+    """What it calls the part."""
+    fn: Callable
+
+    @property
+    def __name__(self) -> str:
+        return describe(self.fn)
+
+    def __call__(self, state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.fn(state, *args, **kwargs)
+        with unwatched():  # it is no call of the part
+            if state.is_inference():  # of which nobody counts the writes
+                state = state.clone()
+            before = version(state)
+        result = self.fn(state, *args, **kwargs)
+        with unwatched():
+            written = version(state) != before
+        if written:
+            raise ModifiedError(
+                f"{self.call}: {self.which} has written into the state that it was given, of shape "
+                f"{list(state.shape)}, which the pair needs again, and so may you. Take inplace=False in its first "
+                f"layers, or give them a copy: lambda x: {self.which}(x.clone())."
+            )
+        return result
 
 
 def fitting(result: Any, like: torch.Tensor, call: str, which: str, name: str) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from invfunc import tree
 from invfunc.errors import InvFuncError, RandomnessError, SampleAxisError
 from invfunc.passes.alone import FOREIGN
-from invfunc.recording.checks import same_values
+from invfunc.recording.checks import check_same, same_values
 from invfunc.recording.problem import Problem
 
 _GIVE = "What f has for each sample, such as a mask, goes among its batch arguments, not into constants or keywords."
@@ -31,6 +31,13 @@ def other_in_part() -> SampleAxisError:
     return SampleAxisError(
         "the outputs of f on a part of the batch are not those of the whole batch (has it a constant for each sample, "
         f"or does it use the length of the batch?), so it cannot be chunked over samples. {_GIVE}"
+    )
+
+
+def other_losses_in_part() -> SampleAxisError:
+    return SampleAxisError(
+        "the losses of f on a part of the batch are not those of the whole batch (does it divide by its length?), so "
+        "it cannot be chunked over samples; mark its outputs with `outputs(z)`."
     )
 
 
@@ -68,12 +75,15 @@ def check_part(
     for places in several:
         came = again(places)
         for i, place in enumerate(places):
-            one = known.get(place)
-            if one is not None and not all(same_values(z, x[i]) for z, x in zip(one, came, strict=True)):
-                raise SampleAxisError(
-                    "the outputs of a sample depend on how many are beside it, or on its place (does f use the length "
-                    f"of the batch?), so f cannot be chunked over samples. {_GIVE}"
-                )
+            for z, x in zip(known.get(place, ()), came, strict=place in known):
+                check_same(z, x[i], _other_at_place)
+
+
+def _other_at_place() -> SampleAxisError:
+    return SampleAxisError(
+        "the outputs of a sample depend on how many are beside it, or on its place (does f use the length of the "
+        f"batch?), so f cannot be chunked over samples. {_GIVE}"
+    )
 
 
 def _places(start: int, stop: int, total: int) -> list[list[int]]:
@@ -112,13 +122,17 @@ def check_parameters(problem: Problem, most: int, outputs: Callable[[Problem, li
                 found = [outputs(near, places) for places in (first, second)]
         except Exception:  # it is not defined there, or does not run on so few
             continue
-        if not all(same_values(a[0], b[-1]) for a, b in zip(*found, strict=False)):
-            raise SampleAxisError(
-                "f reads a parameter by the place of a sample in the batch (as `p[: len(x)]` does), or uses the length "
-                "of the batch, so it cannot be chunked over samples. Pick the entries by indices that are a batch "
-                "argument, as in `p[index]`."
-            )
+        for a, b in zip(*found, strict=False):
+            check_same(a[0], b[-1], _by_place)
         return
+
+
+def _by_place() -> SampleAxisError:
+    return SampleAxisError(
+        "f reads a parameter by the place of a sample in the batch (as `p[: len(x)]` does), or uses the length of the "
+        "batch, so it cannot be chunked over samples. Pick the entries by indices that are a batch argument, as in "
+        "`p[index]`."
+    )
 
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -51,10 +51,11 @@ class Pass:
 
 Kept = list[tuple[Pass, PulledBack]]
 """What was pulled back, pass by pass."""
-
-
 Reached = tuple[list[ParameterUse], PulledBack]
 """What reads a parameter, and the columns there."""
+Soon = Callable[[int, int], bool]
+Tell = Callable[[list[States], int, bool], None]
+"""Tells what is kept of a parameter so far, and whether that is complete."""
 Roles = dict[int, Role]
 """What parameters are to the operations that read them, by their numbers."""
 
@@ -90,20 +91,23 @@ class Pullback:
         """How many cotangents a column has: two, where it is a product of two."""
         return 1 if self.total == 0 or self.block(Pass({}, 0, 1)).right is None else 2
 
-    def folded(self, reductions: Sequence[Reduction], done: Done, kept: Kept | None = None) -> None:
-        """Reduce the shares: `done` gets what each reduction keeps of each parameter. `kept` is pulled back already."""
+    def folded(
+        self, reductions: Sequence[Reduction], done: Done, kept: Kept | None = None, soon: Soon | None = None
+    ) -> None:
+        """Reduce the shares: `done` gets what each reduction keeps of each parameter, `soon` of which after every
+        pass, before that is complete. `kept` is pulled back already."""
         self.everywhere = any(m.counts for m in reductions)
         passes = self.passes(reductions)
-        paired = any(m.paired for m in reductions)
+        paired, tell = any(m.paired for m in reductions), partial(self._tell, done, soon)
         known = roles(self.run.params, self.run.trace.uses) if paired else {}  # while the uses are there
         self.ticks.expect(len(passes))
         if kept is None and self.streams(passes):
             states: list[States] = [{} for _ in reductions]
             for each in self._alike(passes):
-                self._stream(reductions, states, each, known, done, last=self.last and each is passes[-1])
+                self._stream(reductions, states, each, known, tell, last=self.last and each is passes[-1])
                 self.ticks.done()
         else:
-            self._sweep(reductions, kept or self._pulled(passes), known, done)
+            self._sweep(reductions, kept or self._pulled(passes), known, tell)
 
     def kept(self, reductions: Sequence[Reduction]) -> Kept | None:
         """What a single pass brings, for several folds; several passes are to be pulled back again."""
@@ -144,7 +148,7 @@ class Pullback:
         reductions: Sequence[Reduction],
         pulled: Iterable[tuple[Pass, PulledBack]],
         known: Roles,
-        done: Done,
+        tell: Tell,
     ) -> None:
         """Reduce what was pulled back, pass by pass; a parameter is done with its last column."""
         states: list[States] = [{} for _ in reductions]
@@ -152,8 +156,7 @@ class Pullback:
             for i, uses in _backwards(each.uses):
                 for reached, own in self.told_apart(each, i, uses, columns):
                     self._keep(states, reductions, i, reached, own, known.get(i))
-                if each.completes:
-                    self._tell(states, i, done)
+                tell(states, i, each.completes)
             del columns  # before the next pass makes its own
             self.ticks.done()
 
@@ -162,9 +165,9 @@ class Pullback:
         return [(uses, pulled)]
 
     @staticmethod
-    def _tell(states: list[States], leaf: int, done: Done) -> None:
+    def _tell(done: Done, soon: Soon | None, states: list[States], leaf: int, complete: bool) -> None:
         for k, kept in enumerate(states):
-            if leaf in kept:
+            if leaf in kept and (complete or (soon is not None and soon(k, leaf))):
                 done(k, leaf, kept.pop(leaf))
 
     def _keep(
@@ -262,7 +265,7 @@ class Pullback:
         return (lean or (len(passes) == 1 and self.last)) and self.block(passes[0]).right is None
 
     def _stream(
-        self, reductions: Sequence[Reduction], states: list[States], only: Pass, known: Roles, done: Done, last: bool
+        self, reductions: Sequence[Reduction], states: list[States], only: Pass, known: Roles, tell: Tell, last: bool
     ) -> None:
         """Reduce each parameter as soon as its cotangent arrives, so that neither this nor what it met is kept."""
         run, waiting = self.run, dict(only.uses)
@@ -275,8 +278,7 @@ class Pullback:
 
         def folded(leaf: int, uses: list[ParameterUse]) -> None:
             self._keep(states, reductions, leaf, uses, pulled, known.get(leaf))
-            if only.completes:
-                self._tell(states, leaf, done)
+            tell(states, leaf, only.completes)
 
         def arrived(site: int, cotangent: torch.Tensor) -> None:
             pulled.left[site] = self._exposed(site, cotangent[None])

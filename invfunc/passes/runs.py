@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import version
+from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, SampleAxisError, not_alone
 from invfunc.loss.outputs import ModelOutput, OutputFinder, Reached, marking
 from invfunc.operations.axis import Axis
@@ -24,15 +26,17 @@ from invfunc.passes.by_place import (
     not_in_parts,
     other_again,
     other_in_part,
+    other_losses_in_part,
     runs_on_part,
 )
 from invfunc.passes.by_rows import Places
 from invfunc.passes.certified import check_uses
 from invfunc.passes.evidence import Evidence
 from invfunc.passes.run import WHOLE, Run, exposed
+from invfunc.passes.sizes import Sizes, see, seen
 from invfunc.plan import Options, even
 from invfunc.recording import Trace
-from invfunc.recording.checks import cannot_draw, check_loss, no_outputs, output_axis, same_in_part, same_values
+from invfunc.recording.checks import cannot_draw, check_in_part, check_loss, check_same, no_outputs, output_axis
 from invfunc.recording.follower import Follower
 from invfunc.recording.problem import Problem
 from invfunc.recording.random import Draws, Drew, restore
@@ -231,12 +235,13 @@ class Runner:
         """The model function in one pass, or, if columns are not few, in blocks of samples that fit the cache."""
         n = self.problem.n
         divided = any(self.plan.asked(over) for over in ("outputs", "params"))
-        if few or self.whole or divided or self.problem.has_aux or n < thresholds.BLOCK_BATCH:
+        if few or self.whole or divided or self.problem.has_aux or n < thresholds.BLOCK_BATCH or self._fits:
             return [self.model(WHOLE, n, draws=draws)]
         runs, first = list[Run](), min(n, thresholds.BLOCK_SAMPLES)
-        with suppress(Exception):  # f may not run on a part (a constant of size N), else the fault comes again
+        with suppress(Exception), checked_at_the_end(own=True):  # f may not run on a part (a constant of size N)
             runs.append(self.model(slice(0, first), first))
-            size = self._block_size(runs[0].trace, sum(z.numel() for z, _ in runs[0].outputs.values()) // first)
+            sizes = Sizes(sum(z.numel() for z, _ in runs[0].outputs.values()) // first, runs[0].trace.largest)
+            size = sizes.block(self.budget)
             rest = [] if first < n <= size else even(n - first, size)
             runs += [self.model(slice(first + a, first + b), b - a) for a, b in rest if a < b]
             if sum(run.trace.n for run in runs) == n:
@@ -245,11 +250,17 @@ class Runner:
         whole = self.model(WHOLE, n, draws=draws)
         if runs:
             check_again(exposed(runs[0]), exposed(whole), lambda: self._modelled(self, [*range(first)]))
+            see(self.problem, sizes)
         return [whole]
 
+    @property
+    def _fits(self) -> bool:
+        """Whether all samples are known to fit in one block, and f does not run again, which would be looked at."""
+        known = None if self.scope.wanted else seen(self.problem)
+        return known is not None and thresholds.BLOCK_SAMPLES < self.problem.n <= known.block(self.budget)
+
     def parts(self, light: Run, roots: list[ModelOutput], columns: int, draws: Draws) -> Iterable[Run]:
-        """The model part: in the chunks that were asked for, else in blocks of samples that fit the cache. Their
-        size is known from the run that found the roots (`light`)."""
+        """The model part: in the chunks that were asked for, else in blocks, as large as the run `light` shows."""
         n, parts = self.problem.n, self.plan.ranges("samples", self.problem.n)
         if draws.drew and len(parts) > 1:
             raise cannot_draw()
@@ -263,22 +274,19 @@ class Runner:
             if len(parts) > 1:
                 self._check_parameters(parts[0][1], outputs)
             return (self.up_to(roots, slice(a, b), b - a, draws) for a, b in self.places.alike(parts))
-        with suppress(Exception):  # f may not run on a part (a constant of size N), else the fault comes again
-            blocks = even(n, self._block_size(light.trace, columns))
-            if len(blocks) > 1:
-                self._check_parameters(blocks[0][1], outputs)
+        blocks = even(n, Sizes(columns, light.trace.largest).block(self.budget))
+        if len(blocks) == 1:
+            return [self.up_to(roots, WHOLE, n, draws)]
+        with suppress(Exception), checked_at_the_end(own=True):  # as above; else the fault comes again
+            self._check_parameters(blocks[0][1], outputs)
             return [self.up_to(roots, slice(a, b), b - a, draws) for a, b in blocks]
         return [self.up_to(roots, WHOLE, n, draws)]
-
-    def _block_size(self, trace: Trace, columns: int) -> int:
-        """How many samples to run at once, so that some columns at the largest site fit the budget."""
-        width = min(columns, thresholds.BLOCK_WIDTH)
-        return max(thresholds.BLOCK_SAMPLES, self.budget // (width * trace.largest))
 
     def up_to(self, roots: list[ModelOutput], part: Part, n: int, draws: Draws, pattern: Follower | None = None) -> Run:
         """The function on a part of the batch until its outputs are there; they have to be those of the whole batch."""
         part = WHOLE if isinstance(part, slice) and n == self.problem.n else part
         after, wanted = draws.rewind(), [r.ordinal for r in roots]
+        error = partial(other_again, "other outputs") if part is WHOLE else other_in_part
         try:
             with runs_on_part(part is not WHOLE):
                 run = self.run(part, n, finder=OutputFinder(wanted), pattern=pattern)
@@ -287,10 +295,9 @@ class Runner:
         check_uses(self.scope, run.trace, [*run.outputs.values()])
         for root in roots:
             z, axis = run.outputs.get(root.ordinal, (None, root.axis))
-            if z is None or not same_in_part(z, axis, run.trace.n, root.value, root.axis, self.problem.n, part):
-                if part is WHOLE:
-                    raise other_again("other outputs")
-                raise other_in_part()
+            if z is None:
+                raise error()
+            check_in_part(z, axis, run.trace.n, root.value, root.axis, self.problem.n, part, error)
         return run
 
     def loss_parts(self, whole: torch.Tensor, draws: Draws) -> Iterable[Run]:
@@ -308,10 +315,6 @@ class Runner:
                 run = self.run(part, n) if self.alone is None else self._run_alone(self.alone, part, n)
             check_loss(run.trace, run.result)
             check_uses(self.scope, run.trace, [(run.result, Axis(0))])
-            if not same_values(run.result, whole[start:stop]):
-                raise SampleAxisError(
-                    "the losses of f on a part of the batch are not those of the whole batch (does it divide by its "
-                    "length?), so it cannot be chunked over samples; mark its outputs with `outputs(z)`."
-                )
+            check_same(run.result, whole[start:stop], other_losses_in_part)
             yield replace(run, outputs={0: (run.result, Axis(None))}, part=WHOLE)
             del run

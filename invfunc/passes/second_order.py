@@ -16,7 +16,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import version
-from invfunc._torch.values import anywhere, fake
+from invfunc._torch.values import any_of, fake
 from invfunc.errors import ArgumentError, SampleAxisError
 from invfunc.loss.hessian import columns
 from invfunc.loss.outputs import LossTerm
@@ -89,7 +89,9 @@ def second_order_columns(scope: Scope, run: Run, steps: Sequence[Step], gradient
         slopes = [None if g is None else scope.leave(g) for g in [next(found) for _ in step.edges]]
         if any(g is not None for g in slopes):
             made += [Local(columns, k) for columns in _columns(scope, run, step, slopes)]
-    return made
+    weights = [_weight(c.inner) for c in made]
+    there = iter(any_of([w != 0 for w in weights if w is not None and not fake(w)]))
+    return [c for c, w in zip(made, weights, strict=True) if w is None or fake(w) or next(there)]
 
 
 def cotangents(run: Run, gradient: Gradient) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -119,13 +121,12 @@ def _columns(
     term = LossTerm(kind, frozenset({first}), values[first], axis, y, call, at_root=True)
     made = columns(scope, term, g, [], run.trace.n, convex=False)
     run.outputs[first] = step.inputs[0], term.axis
-    return [] if _vanish(made) else [made]
+    return [made]
 
 
-def _vanish(made: Any) -> bool:
-    """Whether columns whose structure is known are all zero."""
-    weight = made.diagonal if isinstance(made, Elementwise) else made.weight if isinstance(made, Softmax) else None
-    return weight is not None and not (fake(weight) or anywhere(weight != 0))
+def _weight(made: Any) -> torch.Tensor | None:
+    """What is zero where columns are, of those whose structure is known."""
+    return made.diagonal if isinstance(made, Elementwise) else made.weight if isinstance(made, Softmax) else None
 
 
 def _dense(

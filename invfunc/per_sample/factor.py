@@ -14,13 +14,10 @@ from invfunc.linear_algebra.contract import (
     Term,
     cancel,
     contract,
-    cost,
     crosses,
-    instantiated,
     joined,
     largest,
     narrowed,
-    paired,
     present,
     squares_directly,
     squeezed,
@@ -32,6 +29,8 @@ from invfunc.linear_algebra.contract import (
 from invfunc.operations.factors import Part
 from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
 from invfunc.per_sample.squares import shifted_moments, squared
+from invfunc.per_sample.table import Table
+from invfunc.per_sample.terms import shape_of
 from invfunc.plan import even
 from invfunc.recording.tags import ParameterUse
 
@@ -49,6 +48,7 @@ class Factor:
     def __post_init__(self) -> None:
         self.use, self.recipe = self.uses[0], self.uses[0].recipe
         self.output, self.lands = self.recipe.output, self.recipe.picks is not None
+        self.table = Table(self.recipe, self.use.param.shape[0]) if self.lands else None
         self.work = len(self.uses) * self.recipe.work
         self.apart = "S" * bool(self.recipe.cells) + self.output
         self.kept = "N" * self.lands + self.output
@@ -59,13 +59,13 @@ class Factor:
     def dense(self, cotangents: Cotangents, part: Part) -> torch.Tensor:
         """`[V, b, *param]`, instantiated."""
         terms, output = self._terms(cotangents, part), "VN" + self.output
-        share = contract(terms, present(output, terms)).reshape(_sizes(terms, output, part))
+        share = contract(terms, present(output, terms)).reshape(shape_of(terms, output, part))
         share = share.clone() if len(terms) == 1 and self.recipe.joins else share  # of its own, not the cotangent
-        return self._shaped(self._landed_each(share, part), 2)
+        return self._shaped(self.landed_each(share, part), 2)
 
     def weighted(self, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`sum_n weights[n] G[v, n]`, for the only column; of weights 1, if there are none."""
-        parts, sent, total = self._parts(), self.columns.left[self.use.site], []
+        parts, sent, total = self.parts(), self.columns.left[self.use.site], []
         own = [None] * len(parts) if weights is None else weights.split([length(part) for part in parts])
         for part, w in zip(parts, own, strict=True):
             found = None if sent is None or len(self.uses) > 1 else self.recipe.weighted(sent[0][part], part, w)
@@ -79,25 +79,33 @@ class Factor:
     def square_sum(self, each: bool = False) -> torch.Tensor:
         """`sum_v weight[v, n] G[v, n]^2`, or the product of left and right in place of the square; summed over samples,
         or `[count, *param]` of each."""
-        columns, found = self.columns, []
-        for part, terms, direct in self._blocks("N" + self.output if each else self.kept):
-            right = terms if columns.right is None else self._terms(columns.right, part)
-            weight = squeezed(widened([("VNS"[: w.ndim], w[:, part]) for w in (columns.weight,) if w is not None]))
-            kept = present("N" + self.output if each else self.kept, terms)
-            if direct:  # nothing large is formed
-                pair = self.exact(twice(terms, right, self.apart))
-            else:
-                instance = present("NV" + self.apart, terms)
-                share = contract(terms, instance)
-                other = None if columns.right is None else contract(right, instance)
-                pair = [(instance, squared(share, other, fresh=len(terms) > 1))]
-            more = contract(widened(pair + weight), kept).to(terms[0][1].dtype)
-            if each:
-                more = more.reshape(1, *_sizes(terms, "N" + self.output, part))
-                found.append(self._landed_each(more, part)[0])
-            else:
-                found.append(self._landed(more, terms, part))
-        return self._shaped(joined(found), 1) if each else self._shaped(summed(found), 0)
+        left = "N" + self.output if each else self.kept
+        parts, first, direct = self._way("NV" + self.apart, left)
+        if each:
+            found = []
+            for part, terms in self._blocks(parts, first):
+                squares = self._squares(terms, part, direct, left).reshape(1, *shape_of(terms, left, part))
+                found.append(self.landed_each(squares, part)[0])
+            return self._shaped(joined(found), 1)
+        sums = []
+        for blocks in self._tiled(parts, first, whole=direct or self.columns.right is not None):
+            squares = (self._landed(self._squares(terms, part, direct, left), terms, part) for part, terms in blocks)
+            sums.append(summed(squares))
+        return self._shaped(joined(sums), 0)
+
+    def _squares(self, terms: list[Term], part: Part, direct: bool, left: str) -> torch.Tensor:
+        """The sum of squares of a block of samples, with so many labels left."""
+        columns = self.columns
+        right = terms if columns.right is None else self._terms(columns.right, part)
+        weight = squeezed(widened([("VNS"[: w.ndim], w[:, part]) for w in (columns.weight,) if w is not None]))
+        if direct:  # nothing large is formed
+            pair = self.exact(twice(terms, right, self.apart))
+        else:
+            instance = present("NV" + self.apart, terms)
+            share = contract(terms, instance)
+            other = None if columns.right is None else contract(right, instance)
+            pair = [(instance, squared(share, other, fresh=len(terms) > 1))]
+        return contract(widened(pair + weight), present(left, terms)).to(terms[0][1].dtype)
 
     def norms(self) -> torch.Tensor:
         """`sum_p G[n, p]^2` of each sample: `[count]`."""
@@ -110,91 +118,35 @@ class Factor:
 
     def _norms(self, with_sums: bool) -> Iterator[tuple[Any, torch.Tensor]]:
         """Perhaps the sums of the shares of blocks of samples, and their norms: shares are formed once for both."""
-        for part, terms, direct in self._blocks("N"):
+        parts, first, direct = self._way("NV" + self.apart, "N")
+        for part, terms in self._blocks(parts, first):
             if direct:  # the "ghost norm": products of positions with positions
                 norms = contract(self.exact(twice(terms, terms, self.output)), present("N", terms)).clamp(min=0)
                 yield (self._sum(terms, part) if with_sums else None), norms.to(terms[0][1].dtype).reshape(length(part))
             else:
                 share = contract(terms, present("N" + self.output, terms)).reshape(length(part), -1)
-                total = share.sum(0).reshape(_sizes(terms, self.output)) if with_sums else None
+                total = share.sum(0).reshape(shape_of(terms, self.output)) if with_sums else None
                 yield total, squared(share, fresh=len(terms) > 1).sum(1)
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
-        if self.lands:
-            total, centred = self._moments_in_rows()
+        if self.table is not None:
+            total, centred = self._moments_in_rows(self.table)
         else:
-            parts, terms, direct = self._way("N" + self.output, self.output)
-            shares = (self._share(terms if i == 0 else None, part) for i, part in enumerate(parts))
-            wide = direct and cancel(terms)
-            total, centred = self._wide_moments(parts, terms) if wide else shifted_moments(shares)
+            parts, first, direct = self._formed_in("N" + self.output, self.output)
+            wide = direct and cancel(first)
+            total, centred = (self._wide_moments if wide else self._formed_moments)(parts, first)
         return self._shaped(total, 0), self._shaped(centred, 0)
 
-    def products(self) -> torch.Tensor:
-        """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`."""
-        parts = self._parts()
-        rows: list[list[torch.Tensor]] = []
-        for i, part in enumerate(parts):
-            terms = self._terms(self.columns.left, part)
-            mirrored = [rows[j][i].permute(2, 3, 0, 1) for j in range(i)]
-            others = [self._products(part, terms, self, q, self._terms(self.columns.left, q)) for q in parts[i + 1 :]]
-            rows.append([*mirrored, self._products(part, terms, self, part, terms), *others])
-        return torch.cat([torch.cat(row, 3) for row in rows], 1) if len(parts) > 1 else rows[0][0]
-
-    def products_with(self, last: int) -> torch.Tensor:
-        """The products of all samples but the last so many with these: `[V, n - last, V, last]`."""
-        first = self.samples.count - last
-        return self._rectangle(self._parts(stop=first), self, self._parts(start=first))
-
-    def products_between(self, other: Factor) -> torch.Tensor:
-        """The products with the samples of another run, whose shares have the same layout: `[V, n, V, m]`."""
-        return self._rectangle(self._parts(), other, other._parts())
+    # Blocks of samples
 
     def layout(self) -> tuple:
         """What the shares of two runs have to have in common so that their terms can be multiplied."""
         one = self._terms(self.columns.left, slice(0, 1))
-        return self.output, self.lands, self.use.param.shape, _sizes(one, self.output[self.lands :])
+        return self.output, self.lands, self.use.param.shape, shape_of(one, self.output[self.lands :])
 
-    def _parts(self, start: int = 0, stop: int | None = None) -> list[Part]:
+    def parts(self, start: int = 0, stop: int | None = None) -> list[Part]:
         return self.samples.parts(self.work, thresholds.OPERANDS * self.budget, start, stop)
-
-    def _rectangle(self, parts: list[Part], other: Factor, columns: list[Part]) -> torch.Tensor:
-        rows = []
-        for part in parts:
-            terms = self._terms(self.columns.left, part)
-            each = ((q, other._terms(other.columns.left, q)) for q in columns)
-            rows.append(joined([self._products(part, terms, other, q, others) for q, others in each], 3))
-        return joined(rows, 1)
-
-    def _products(self, part: Part, terms: list[Term], of: Factor, other: Part, others: list[Term]) -> torch.Tensor:
-        """The products of the shares of two blocks of samples, perhaps of another run: `[V, b, V, c]`."""
-        output, c = "VN" + self.output, length(other)
-        v, b, *_ = _sizes(terms, output, part)
-        pairs, kept = paired(terms, others, self.output), present("VN", terms)
-        both = kept + present("VN", others).translate(str.maketrans("VN", "WM"))
-        formed = instantiated(terms, present(output, terms)) + instantiated(others, present(output, others))
-        formed += v * v * b * c * self._entries(terms)
-        room = thresholds.PRODUCTS * self.budget
-        if not self.lands and cost(pairs, both) < formed and largest(pairs, both) < room:
-            return contract(self.exact(pairs), both).to(terms[0][1].dtype).reshape(v, b, v, c)
-        free = self.output[1:] if self.lands else self.output  # entries that land in rows stay together
-        last = next((c for c in reversed(free) if any(c in labels for labels, _ in terms)), "")
-        width = _sizes(terms, last)[0] if last else 1
-        rows = self.use.param.shape[0] if self.lands else 1
-        per = v * (b + c) * max(1, rows * self._entries(terms) // max(1, width))
-        total = []
-        for start, stop in even(width, max(1, room // per)):
-            flat = []
-            for factor, some, where in ((self, terms, part), (of, others, other)):
-                some = narrowed(some, last, start, stop) if last else some
-                share = contract(some, present(output, some)).reshape(_sizes(some, output, where))
-                flat.append(factor._landed_each(share, where).reshape(v * length(where), -1))
-                if others is terms:
-                    break
-            total.append(flat[0] @ flat[-1].T)
-        return summed(total).reshape(v, b, v, c)
-
-    # Blocks of samples
 
     def terms(self, part: Part, matrix: torch.Tensor | None = None) -> list[Term]:
         """The factors of the shares of some samples; with a matrix, of projected ones."""
@@ -202,10 +154,19 @@ class Factor:
 
     def sizes(self) -> list[int]:
         """How many values the labels of the output have: those of each picked row, where it picks rows."""
-        return _sizes(self._terms(self.columns.left, slice(0, 1)), self.output)
+        return shape_of(self._terms(self.columns.left, slice(0, 1)), self.output)
 
     def _way(self, instance: str, kept: str) -> tuple[list[Part], list[Term], bool]:
         """Blocks of samples, the terms of the first, and whether the square is cheaper without forming a share."""
+        parts, terms, direct = self._formed_in(instance, kept)
+        if direct and len(parts) > 1:
+            size = largest(twice(terms, terms, self.apart), present(kept, terms)) // length(parts[0])
+            parts = self.samples.parts(max(self.work, size), thresholds.PRODUCTS * self.budget)
+            terms = self._terms(self.columns.left, parts[0])
+        return parts, terms, direct
+
+    def _formed_in(self, instance: str, kept: str) -> tuple[list[Part], list[Term], bool]:
+        """The same, with blocks of which all shares can be formed."""
         cotangent = self.columns.left[self.use.site]
         assert cotangent is not None
         shares = cotangent.shape[0] * max(1, self.recipe.cells) * self.use.param.numel()
@@ -219,14 +180,30 @@ class Factor:
         wide = cancel(pair) and crosses(pair, self.apart)
         return [(labels, x.double()) for labels, x in pair] if wide else pair
 
-    def _blocks(self, kept: str) -> Iterator[tuple[Part, list[Term], bool]]:
-        parts, terms, direct = self._way("NV" + self.apart, kept)
-        if direct and len(parts) > 1:
-            size = largest(twice(terms, terms, self.apart), present(kept, terms)) // length(parts[0])
-            parts = self.samples.parts(max(self.work, size), thresholds.PRODUCTS * self.budget)
-            terms = self._terms(self.columns.left, parts[0])
+    def _blocks(self, parts: list[Part], first: list[Term]) -> Iterator[tuple[Part, list[Term]]]:
+        """Blocks of samples with their terms, of which those of the first are there."""
         for i, part in enumerate(parts):
-            yield part, terms if i == 0 else self._terms(self.columns.left, part), direct
+            yield part, first if i == 0 else self._terms(self.columns.left, part)
+
+    def _tiled(
+        self, parts: list[Part], first: list[Term], whole: bool = False
+    ) -> Iterator[Iterator[tuple[Part, list[Term]]]]:
+        """The blocks for some rows of large shares after the other: what is formed stays in cache, with its sums."""
+        blocks, tiles = self._blocks(parts, first), [] if whole else self._tiles(first)
+        if len(tiles) < 2:
+            yield blocks
+            return
+        each = [*blocks]
+        for rows in tiles:
+            yield ((part, narrowed(terms, self.output[0], *rows)) for part, terms in each)
+
+    def _tiles(self, terms: list[Term]) -> list[tuple[int, int]]:
+        """Ranges of rows of a share; none where it is small, or where what makes all shares does not fit at once."""
+        size, (rows, *_) = self.entries(terms), [*shape_of(terms, self.output), 1]
+        small = size < thresholds.TILED or terms[0][1].device.type not in thresholds.TILED_ON
+        if small or self.work * self.samples.count > thresholds.OPERANDS * self.budget:
+            return []
+        return even(rows, max(1, thresholds.TILE * rows // max(1, size)))
 
     def _terms(self, cotangents: Cotangents, part: Part, matrix: torch.Tensor | None = None) -> list[Term]:
         reached = [(use, cotangent) for use in self.uses if (cotangent := cotangents[use.site]) is not None]
@@ -237,16 +214,21 @@ class Factor:
         """The sum over samples of what the terms are the factors of, `[*output]`."""
         return self._landed(contract(terms, present(self.kept, terms)), terms, part)
 
-    def _entries(self, terms: list[Term]) -> int:
-        return math.prod(_sizes(terms, self.output))
+    def entries(self, terms: list[Term]) -> int:
+        return math.prod(shape_of(terms, self.output))
 
     # Moments
 
-    def _share(self, terms: list[Term] | None, part: Part) -> torch.Tensor:
+    def _share(self, terms: list[Term], part: Part) -> torch.Tensor:
         """`[b, *output]` of the only column."""
-        terms = self._terms(self.columns.left, part) if terms is None else terms
         output = "N" + self.output
-        return contract(terms, present(output, terms)).reshape(_sizes(terms, output, part))
+        return contract(terms, present(output, terms)).reshape(shape_of(terms, output, part))
+
+    def _formed_moments(self, parts: list[Part], first: list[Term]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The moments of shares that are formed."""
+        tiled = self._tiled(parts, first)
+        found = [shifted_moments(self._share(terms, part) for part, terms in blocks) for blocks in tiled]
+        return joined([total for total, _ in found]), joined([centred for _, centred in found])
 
     def _wide_moments(self, parts: list[Part], first: list[Term]) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum G^2 - (sum G)^2 / n` in float64, whose rounding is 1e9 times finer than that of the float32 shares.
@@ -257,51 +239,36 @@ class Factor:
             parts = self.samples.parts(self.work, thresholds.OPERANDS * self.budget)
             first = self._terms(self.columns.left, parts[0])
         total, squared, shape = [], [], []
-        for i, part in enumerate(parts):
-            narrow = first if i == 0 else self._terms(self.columns.left, part)
+        for _, narrow in self._blocks(parts, first):
             kind, terms = narrow[0][1].dtype, [(labels, x.double()) for labels, x in narrow]
-            kept, shape = present(self.output, terms), _sizes(terms, self.output)
+            kept, shape = present(self.output, terms), shape_of(terms, self.output)
             total.append(contract(terms, kept))
             squared.append(contract(twice(terms, terms, self.output), kept))
         centred = torch.addcmul(summed(squared), (whole := summed(total)), whole, value=-1 / self.samples.count)
         return whole.to(kind).reshape(shape), centred.to(kind).clamp(min=0).reshape(shape)
 
-    def _moments_in_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _moments_in_rows(self, table: Table) -> tuple[torch.Tensor, torch.Tensor]:
         """The moments where shares have few rows: a row that a sample does not touch counts as a zero in its share."""
         n, parts = self.samples.count, self.samples.parts(self.work, thresholds.OPERANDS * self.budget)
-        shares = [self._share(None, part) for part in parts]
-        total = summed(self._land(share, part) for share, part in zip(shares, parts, strict=True))
+        shares = [self._share(self._terms(self.columns.left, part), part) for part in parts]
+        total = summed(table.landed(share, part) for share, part in zip(shares, parts, strict=True))
         mean = torch.cat([total, total.new_zeros(1, *total.shape[1:])]) / n
         visits, squared = [], []
         for share, part in zip(shares, parts, strict=True):
-            visits.append(self._land(torch.ones_like(share), part))
-            squared.append(self._land((share - mean[self._rows(part)]).square(), part))
+            visits.append(table.landed(torch.ones_like(share), part))
+            squared.append(table.landed((share - mean[table.rows(part)]).square(), part))
         return total, summed(squared) + (n - summed(visits)) * mean[:-1].square()
 
-    # Where entries land
-
-    def _rows(self, part: Part) -> torch.Tensor:
-        return self.recipe.rows(part, self.use.param.shape[0])
-
-    def _land(self, share: torch.Tensor, part: Part) -> torch.Tensor:
-        """`[b, u, *rest]` added up in the rows of the parameter; what lands behind the last is dropped."""
-        rows = self._rows(part).flatten()
-        target = share.new_zeros(self.use.param.shape[0] + 1, *share.shape[2:])
-        return target.index_add(0, rows, share.flatten(0, 1))[:-1]
+    # The layout of the parameter
 
     def _landed(self, share: torch.Tensor, terms: list[Term], part: Part) -> torch.Tensor:
         """A contraction over the samples, brought from the labels `kept` to the shape `[*output]`."""
-        share = share.reshape(_sizes(terms, self.kept, part))
-        return self._land(share, part) if self.lands else share
+        share = share.reshape(shape_of(terms, self.kept, part))
+        return share if self.table is None else self.table.landed(share, part)
 
-    def _landed_each(self, share: torch.Tensor, part: Part) -> torch.Tensor:
+    def landed_each(self, share: torch.Tensor, part: Part) -> torch.Tensor:
         """The shares of each column and sample, `[V, b, *output]`, with what lands in the same row added up."""
-        if not self.lands:
-            return share
-        v, b, u, *rest = share.shape
-        rows = self._rows(part).reshape(1, b, u, *[1] * len(rest)).expand(share.shape)
-        target = share.new_zeros(v, b, self.use.param.shape[0] + 1, *rest)
-        return target.scatter_add(2, rows, share)[:, :, :-1]
+        return share if self.table is None else self.table.landed_each(share, part)
 
     def _shaped(self, share: torch.Tensor, lead: int) -> torch.Tensor:
         """`[*lead, *output]` in the layout of the parameter used."""
@@ -310,11 +277,3 @@ class Factor:
             one = [own.width(n) if d == own.dim else size for d, size in enumerate(shape)]
             share = own.restore(share.reshape((*share.shape[:lead], n, *one)), n, lead)
         return share.reshape((*share.shape[:lead], *shape))
-
-
-def _sizes(terms: list[Term], output: str, part: Part | None = None) -> list[int]:
-    """The sizes of the labels, 1 where a dimension of size 1 was dropped."""
-    sizes = {c: s for labels, x in terms for c, s in zip(labels, x.shape, strict=True)}
-    if part is not None:
-        sizes["N"] = length(part)
-    return [sizes.get(c, 1) for c in output]

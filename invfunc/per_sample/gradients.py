@@ -17,6 +17,7 @@ from invfunc.per_sample.cotangents import Columns, Cotangents, Samples, length
 from invfunc.per_sample.covariances import covariances
 from invfunc.per_sample.factor import Factor
 from invfunc.per_sample.lots import Drawn, drawn, variances
+from invfunc.per_sample.products import products, products_between, products_with
 from invfunc.per_sample.projected import projected
 from invfunc.per_sample.sides import factored, formed
 from invfunc.per_sample.sketches import Projection, sketched
@@ -198,20 +199,20 @@ class Shares:
     def products(self) -> torch.Tensor:
         """`sum_p G[v, n, p] G[w, m, p]` as `[V, count, V, count]`."""
         if self._apart:
-            return summed(f.products() for f in self.factors)
+            return summed(products(f) for f in self.factors)
         share = self.dense()
         return _products(share, share)
 
     def products_with(self, last: int) -> torch.Tensor:
         """The products of all samples but the last so many with these: `[V, count - last, V, last]`."""
         if self._apart:
-            return summed(f.products_with(last) for f in self.factors)
+            return summed(products_with(f, last) for f in self.factors)
         return _products(*self.dense().split([self.samples.count - last, last], 1))
 
     def products_between(self, other: Shares) -> torch.Tensor:
         """The products with the samples of another run: `[V, count, V, others]`."""
         if self._apart and other._apart and self._alike(other):
-            return summed(f.products_between(g) for f, g in zip(self.factors, other.factors, strict=True))
+            return summed(products_between(f, g) for f, g in zip(self.factors, other.factors, strict=True))
         return _products(self.dense(), other.dense())
 
     def kept(self) -> Shares:

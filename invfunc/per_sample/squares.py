@@ -6,22 +6,28 @@ from collections.abc import Iterable
 
 import torch
 
-from invfunc.linear_algebra.contract import summed
+from invfunc.linear_algebra.contract import added
 
 
 def shifted_moments(shares: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """`sum G` and `sum (G - mean)^2` of blocks `[b, *p]`: the latter around the mean of the first block, corrected."""
-    shift, totals, squares, n = None, [], [], 0
+    shift = total = squares = None
+    n = 0
     for share in shares:
         shift = share.mean(0) if shift is None else shift
         n += len(share)
         share = share - shift
-        totals.append(share.sum(0))
-        squares.append(squared(share, fresh=True).sum(0))
-    total = summed(totals)
-    centred = torch.addcmul(summed(squares), total, total, value=-1 / n).clamp(min=0)
-    assert shift is not None
+        total = share.sum(0) if total is None else added(total, _over_samples(share))
+        square = squared(share, fresh=True)
+        squares = square.sum(0) if squares is None else added(squares, _over_samples(square))
+    assert shift is not None and total is not None and squares is not None
+    centred = torch.addcmul(squares, total, total, value=-1 / n).clamp(min=0)
     return total + n * shift, centred
+
+
+def _over_samples(block: torch.Tensor) -> torch.Tensor:
+    """The sum of a block `[b, *p]`, without a copy of a single sample."""
+    return block[0] if len(block) == 1 else block.sum(0)
 
 
 def squared(share: torch.Tensor, other: torch.Tensor | None = None, fresh: bool = False) -> torch.Tensor:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from invfunc.linear_algebra.contract import Term, squeezed
+from invfunc.operations.factors import Part
+from invfunc.per_sample.cotangents import length
 
 
 class Labels(NamedTuple):
@@ -78,3 +80,10 @@ class Terms:
 def sizes_of(terms: list[Term]) -> dict[str, int]:
     """How many values each label has."""
     return {c: n for labels, x in terms for c, n in zip(labels, x.shape, strict=True)}
+
+
+def shape_of(terms: list[Term], output: str, part: Part | None = None) -> list[int]:
+    """How many values the labels of an output have, 1 where a dimension of size 1 was dropped; of a block of samples,
+    if one is given."""
+    sizes = sizes_of(terms) if part is None else {**sizes_of(terms), "N": length(part)}
+    return [sizes.get(c, 1) for c in output]

@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from invfunc import thresholds
 from invfunc.plans.cudagraphs import Graphed
+from invfunc.plans.memory import memory_of, part_of, written
+from invfunc.plans.parts import NUMBER, repeats
 from invfunc.plans.plan import Plan
 from invfunc.plans.recorder import same_shape
 
@@ -33,6 +35,10 @@ class Backend:
             return "`inductor` takes no shapes that depend on numbers"
         return ""
 
+    def of(self, plan: Plan) -> Backend:
+        """What runs graphs of a plan: itself, or `replay` where it refuses them."""
+        return Backend(BACKENDS[0]) if self.refuses(plan) else self
+
     def prepare(self, plan: Plan, say: Callable[[str], None]) -> None:
         """Have it run a plan from now on."""
         plan.call = self.runs(plan.module, say)
@@ -43,7 +49,48 @@ class Backend:
             return Graphed(module, say)
         if self.name != "inductor":
             return module.forward
-        return Inductor(module.forward, torch.compile(module, fullgraph=True, dynamic=False), say)
+        parts = repeats(module.graph)
+        for part in parts:
+            part.call = without_numbers(part.module, lambda own: self.runs(own, say))
+        return module.forward if parts else Inductor(module.forward, _by_compiler(module), say)
+
+
+def _by_compiler(module: fx.GraphModule) -> Callable[..., Any]:
+    return torch.compile(module, fullgraph=True, dynamic=False)
+
+
+def without_numbers(module: fx.GraphModule, runs: Callable[[fx.GraphModule], Callable]) -> Callable[..., Any]:
+    """What calls a part by what runs a graph, which is made for certain numbers: operations that take some come before
+    it, one by one; all of them, if what they give is written in place."""
+    *nodes, output = module.graph.nodes
+    given = [node for node in nodes if node.op == "placeholder"]
+    tensors = [i for i, node in enumerate(given) if not _number(node)]
+    before = _before(nodes)
+    memory = memory_of(nodes)
+    if {memory[x] for node in nodes for x in written(node)} & {memory[x] for x in before}:
+        return module.forward
+    called, results = [node for node in nodes if node not in before and node not in given], cast(Any, output.args[0])
+    kept = [*dict.fromkeys(x for node in (*called, output) for x in node.all_input_nodes if x in before)]
+    first = part_of(given, [node for node in nodes if node in before], kept)
+    then = runs(part_of([*(given[i] for i in tensors), *kept], called, results))
+
+    def call(*args: Any) -> Any:
+        return then(*(args[i] for i in tensors), *first.forward(*args))
+
+    return call
+
+
+def _number(node: fx.Node) -> bool:
+    return node.op == "placeholder" and str(node.target).startswith(NUMBER)
+
+
+def _before(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The operations that take numbers, and those on whose results they depend."""
+    found = set[fx.Node]()
+    for node in reversed(nodes):
+        if node.op != "placeholder" and (found & {*node.users} or any(map(_number, node.all_input_nodes))):
+            found.add(node)
+    return found
 
 
 @dataclass
@@ -70,6 +117,11 @@ class Inductor:
         return found
 
 
+_FINE = time.get_clock_info("thread_time").resolution <= time.get_clock_info("perf_counter").resolution
+_CLOCK = time.thread_time if _FINE else time.perf_counter
+"""That of a CPU: without what other programs do meanwhile, where it is no coarser."""
+
+
 @dataclass
 class Choice:
     """Whether plans are faster than calls themselves: the first ones of both kinds are timed in turn."""
@@ -93,9 +145,10 @@ class Choice:
         devices = {x.device for x in given if x.device.type == "cuda"}
         for device in devices:
             torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        clock = time.perf_counter if devices else _CLOCK
+        start = clock()
         result = call()
         for device in devices:
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
         return result

@@ -11,15 +11,15 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds, tree
+from invfunc._alike import written
 from invfunc._torch.functorch import dispatched, dual, saving_hooks, transforming, under
 from invfunc._torch.generators import set_states, state_of
 from invfunc.errors import InvFuncWarning, ReplayError
@@ -93,19 +93,16 @@ class Calls:
         if entry.plan is not None and entry.watch is not None:
             if entry.choice is not None and not entry.choice.by_plan:
                 return entry.choice.timed(lambda: self.t(*args, **kwargs), call.tensors)
-            what = entry.watch.changed()
-            if not what:
-                try:
-                    return self.repeated(entry, entry.plan, call, args, kwargs)
-                except Missed as miss:
-                    what = str(miss)
-                except ReplayError:
-                    raise
-                except Exception as error:
-                    result = self.t(*args, **kwargs)  # whose own error it is, if it has one
-                    entry.plan, entry.why = None, f"the plan alone fails ({type(error).__name__}: {error})"
-                    return result
-            entry.missed(what)
+            try:
+                return self.repeated(entry, entry.plan, entry.watch, call, args, kwargs)
+            except Missed as miss:
+                entry.missed(str(miss))
+            except ReplayError:
+                raise
+            except Exception as error:
+                result = self.t(*args, **kwargs)  # whose own error it is, if it has one
+                entry.plan, entry.why = None, f"the plan alone fails ({type(error).__name__}: {error})"
+                return result
             if entry.why:
                 return self.eagerly(entry.why, args, kwargs)
         return self.written(call, entry, args, kwargs)
@@ -161,11 +158,22 @@ class Calls:
             self.warned.add(text)
             warnings.warn(f"{self.called}: {text}", InvFuncWarning, stacklevel=outside())
 
-    def repeated(self, entry: Entry, plan: Plan, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
+    @property
+    def said(self) -> Callable[[str], None]:
+        """What warns as `say` does, as long as they are there: plans have it, and are theirs."""
+        own = ref(self)
+        return lambda text: None if (calls := own()) is None else calls.say(text)
+
+    def repeated(self, entry: Entry, plan: Plan, watch: Watch, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result by the plan, which is compared with the call itself every so often."""
+
+        def run() -> Any:
+            if what := watch.changed():
+                raise Missed(what)
+            return plan.run(call.tensors)
+
         check = self.recheck and (entry.hits + 1) % self.recheck == 0
         before = [(g, state_of(g)) for g in plan.drew] if check else []
-        run = partial(plan.run, call.tensors)
         result = run() if entry.choice is None else entry.choice.timed(run, call.tensors)
         entry.hits += 1
         if check:
@@ -182,7 +190,7 @@ class Calls:
         before, others = [(g, state_of(g)) for g in _generators(watch)], _other_states()
         recorder = Recorder(call.tensors, watch)
         try:
-            with torch.autograd.set_multithreading_enabled(False), Reads(recorder), recorder:
+            with torch.autograd.set_multithreading_enabled(False), Reads(recorder), recorder, written(recorder.parts):
                 result = self.t(*args, **kwargs)
         except Exception as error:
             set_states(before)
@@ -207,7 +215,7 @@ class Calls:
         if why := backend.refuses(plan):
             self.say(f"it runs by `replay`: {why}.")
         else:
-            backend.prepare(plan, self.say)
+            backend.prepare(plan, self.said)
         entry.watch, entry.choice = watch, Choice() if self.backend == "auto" else None
         entry.plan = plan
         self.made += 1

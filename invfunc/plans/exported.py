@@ -12,6 +12,7 @@ from invfunc._torch.functorch import undispatched
 from invfunc.errors import ArgumentError
 from invfunc.plans.calls import Calls
 from invfunc.plans.key import Described, described, matches
+from invfunc.plans.parts import every
 from invfunc.plans.plan import Plan, grouped
 from invfunc.plans.recorder import Missed, same_shape
 
@@ -90,7 +91,7 @@ def _plan(calls: Calls, given: Described) -> tuple[Plan | None, str]:
         return None, f"such calls run eagerly: {entry.why or 'what it reads has changed'}"
     if plan.drew:
         return None, "it draws random numbers, and a program has no generator"
-    targets = {node.target for node in plan.module.graph.nodes}
+    targets = {node.target for node in every(plan.module.graph)}
     if same_shape in targets:
         return None, "shapes in it depend on numbers"
     if targets & _BY_STRIDES:

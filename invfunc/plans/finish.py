@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -13,6 +14,7 @@ from invfunc import tree
 from invfunc._torch.functorch import storage, storage_of
 from invfunc.plans.draws import draws, put_back
 from invfunc.plans.key import kept, signature
+from invfunc.plans.parts import Repeated, Step, every
 from invfunc.plans.plan import Plan, grouped
 from invfunc.plans.recorder import Operator, Recorder, same_shape
 
@@ -23,6 +25,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 def plan_of(recorder: Recorder, given: list[torch.Tensor], result: Any) -> Plan | None:
     """The plan of a call that was written down; None if there is none, for a reason that the recorder says."""
+    recorder.parts.spill()
     tensors, form = tree.separate(result)
     if why := _not_returned(tensors, form) or kept(form.structure):
         recorder.refuse(why)
@@ -37,8 +40,8 @@ def plan_of(recorder: Recorder, given: list[torch.Tensor], result: Any) -> Plan 
         return None
     expected = _read(recorder, nodes)
     _fold(recorder, {*map(storage_of, tensors)})
-    _drop_aliases(recorder.graph)
-    recorder.graph.eliminate_dead_code(acts)
+    turns = any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in every(recorder.graph))
+    recorder.parts.finish(partial(_tidy, aliases=turns), recorder.constant)
     known = [(held, signature(x)) for held, x in closed]
     module, inference = fx.GraphModule(torch.nn.Module(), recorder.graph), any(x.is_inference() for x in tensors)
     return Plan(module, form, recorder.sources, known, recorder.guards, expected, recorder.drawn.drew, inference)
@@ -78,30 +81,35 @@ def _joined(graph: fx.Graph, nodes: Iterable[fx.Node]) -> fx.Node:
 
 def _fold(recorder: Recorder, returned: set[int]) -> None:
     """Keep what depends on no argument, where nobody writes it or gets it."""
-    known = {
-        node: x
-        for node, x in recorder.values.items()
-        if not recorder.written.get(storage(x)) and storage_of(x) not in returned
-    }
+    known = dict[fx.Node, torch.Tensor]()
+    for at, x in recorder.values.items():
+        if recorder.written.get(storage(x)) or storage_of(x) in returned:
+            continue
+        if isinstance(at, Step):
+            at.part.values[at.place] = x
+        node = at.node if isinstance(at, Step) else at
+        if node is not None:
+            known[node] = x
     for node, x in known.items():
         if any(user not in known for user in node.users):
             node.replace_all_uses_with(recorder.constant(x.detach()))
 
 
-def _drop_aliases(graph: fx.Graph) -> None:
-    """Operations that give what they are given are left out, except for results."""
-    called = [node for node in graph.nodes if isinstance(node.target, Operator)]
-    if any(torch.Tag.inplace_view in node.target.tags for node in called):
-        return
-    for node in called:
+def _tidy(graph: fx.Graph, aliases: bool) -> None:
+    """Leave out what is not needed; operations that give what they are given, too, except for results and where
+    `aliases` matter, as something is turned in place."""
+    for node in [] if aliases else graph.nodes:
         if node.target in _SAME:
             node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output")
+    graph.eliminate_dead_code(acts)
 
 
 def acts(node: fx.Node) -> bool:
     """Whether an operation does something beside giving a result."""
     target: Any = node.target
-    if node.op != "call_function" or target in (put_back, same_shape):
+    if isinstance(target, Repeated):
+        return any(acts(own) for own in target.nodes)
+    if isinstance(node, fx.Node) and node.op != "call_function" or target in (put_back, same_shape):
         return True
     if not isinstance(target, Operator):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from invfunc._torch.functorch import storage_of, version
 from invfunc.errors import ModifiedError
 from invfunc.plans.backends import Backend
 from invfunc.plans.draws import draws, put_back, saved
-from invfunc.plans.finish import acts
+from invfunc.plans.memory import memory_of, part_of, written
 from invfunc.plans.plan import Plan, computed
-from invfunc.plans.recorder import Operator, writes
+from invfunc.plans.recorder import Operator
 from invfunc.plans.watch import Watch
 
 States = list[tuple[torch.Generator, torch.Tensor]]
@@ -85,32 +85,21 @@ def halves_of(plan: Plan, count: int, backend: Backend, say: Callable[[str], Non
     given, called = ([n for n in nodes if (n.op == "placeholder") == inputs] for inputs in (True, False))
     used = [x for n in called if n in second for x in n.all_input_nodes]
     kept = [*dict.fromkeys(x for x in (*used, *results) if x not in second)]
-    once = _part(given[count:], [n for n in called if n not in second], (kept, read))
-    each = _part([*given[:count], *kept], [n for n in called if n in second], results)
-    return Halves(plan, backend.runs(once, say), backend.runs(each, say))
-
-
-def _part(given: Iterable[fx.Node], nodes: Iterable[fx.Node], results: Any) -> fx.GraphModule:
-    """A graph of some nodes."""
-    graph, own = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in given:
-        own[node] = graph.placeholder(node.name)
-    for node in nodes:
-        own[node] = graph.node_copy(node, own.__getitem__)
-    graph.output(fx.map_arg(results, own.__getitem__))
-    graph.eliminate_dead_code(acts)
-    return fx.GraphModule(torch.nn.Module(), graph)
+    once = part_of(given[count:], [n for n in called if n not in second], (kept, read))
+    each = part_of([*given[:count], *kept], [n for n in called if n in second], results)
+    own = backend.of(plan)
+    return Halves(plan, own.runs(once, say), own.runs(each, say))
 
 
 def _moved(nodes: list[fx.Node], first: set[fx.Node]) -> set[fx.Node]:
     """All that depends on some inputs: by its numbers, or by memory that is written where they have come in."""
-    memory, order = _memory(nodes), {node: i for i, node in enumerate(nodes)}
+    memory, order = memory_of(nodes), {node: i for i, node in enumerate(nodes)}
     members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in nodes:
         members[memory[node]].append(node)
     writes: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in nodes:
-        for place in {memory[x] for x in _written(node)}:
+        for place in {memory[x] for x in written(node)}:
             writes[place].append(node)
     found, before = {*first}, -1
     while len(found) != before:
@@ -124,45 +113,6 @@ def _moved(nodes: list[fx.Node], first: set[fx.Node]) -> set[fx.Node]:
             if early or any(node in found for node in writing):
                 found.update(node for node in own if node.op != "placeholder")
                 found.update(writing)
-    return found
-
-
-def _memory(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each node one that stands for all in the same memory."""
-    found: dict[fx.Node, fx.Node] = {}
-
-    def of(node: fx.Node) -> fx.Node:
-        while found[node] is not node:
-            found[node] = node = found[found[node]]
-        return node
-
-    for node in nodes:
-        found[node] = node
-        for x in _aliased(node):
-            found[of(x)] = node
-    return {node: of(node) for node in nodes}
-
-
-def _aliased(node: fx.Node) -> list[fx.Node]:
-    """The inputs in whose memory a result may be."""
-    target: Any = node.target
-    if not isinstance(target, Operator):
-        return node.all_input_nodes
-    if "unsafe" in target._schema.name:  # which says that it shares no memory
-        return node.all_input_nodes
-    return _at(node, [(i, a.name) for i, a in enumerate(target._schema.arguments) if a.alias_info is not None])
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The inputs that an operation writes."""
-    return _at(node, writes(node.target)) if isinstance(node.target, Operator) else []
-
-
-def _at(node: fx.Node, places: Iterable[tuple[int, str]]) -> list[fx.Node]:
-    """The inputs that are arguments of these numbers and names."""
-    found = list[fx.Node]()
-    given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
-    fx.map_arg(given, lambda x: found.append(x) or x)
     return found
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from invfunc import tree
-from invfunc._torch.functorch import storage_of, under
+from invfunc import thresholds, tree
+from invfunc._torch.functorch import storage_of, under, unwatched
 from invfunc.budget.fingerprint import settings
 
 _PLAIN = {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...)}
@@ -78,6 +78,14 @@ def signature(x: torch.Tensor) -> Hashable:
     """What operations know of a tensor without its numbers."""
     own = type(x), x.dtype, x.device, x.shape, x.stride(), x.requires_grad
     return *own, x.is_inference(), x.is_conj(), x.is_neg()
+
+
+def content(x: torch.Tensor) -> Hashable:
+    """What a small tensor on the CPU is, with its numbers; None of another one."""
+    if x.numel() > thresholds.SAME_NUMBERS or x.device.type != "cpu" or x.is_conj() or x.is_neg():
+        return None
+    with unwatched():
+        return signature(x), repr(x.tolist())
 
 
 def shared(tensors: list[torch.Tensor]) -> Hashable:

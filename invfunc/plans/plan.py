@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from invfunc._torch.generators import set_states, state_of
 from invfunc.budget.footprint import footprint
 from invfunc.budget.size import told
 from invfunc.plans.key import signature
+from invfunc.plans.parts import Repeated, repeats
 from invfunc.plans.recorder import Guard, Missed, same_shape
 
 
@@ -46,6 +48,8 @@ class Plan:
         sites = ", ".join(dict.fromkeys(guard.site for guard in self.guards))
         shapes = sum(node.target is same_shape for node in self.module.graph.nodes)
         said = f"a plan of {self.operations} operations"
+        for part, count in self.repeats.items():
+            said += f", of which one part of {len(part.nodes)} is called {count} times"
         said += f" that compares {len(self.guards)} numbers, read at {sites}" if self.guards else ""
         said += f"; {shapes} shapes depend on numbers" if shapes else ""
         return f"{said}; {told(self.peak(tensors))} at once"
@@ -53,12 +57,18 @@ class Plan:
     @property
     def code(self) -> str:
         """The operations, as Python."""
-        return self.module.code.strip()
+        parts = [part.module.code.strip().replace("forward", part.__name__, 1) for part in self.repeats]
+        return "\n\n".join([*parts, self.module.code.strip()])
 
     @property
     def operations(self) -> int:
         """How many there are."""
         return sum(node.op == "call_function" for node in self.module.graph.nodes)
+
+    @property
+    def repeats(self) -> Counter[Repeated]:
+        """What is called for each of some parts, and how often."""
+        return repeats(self.module.graph)
 
     def peak(self, tensors: list[torch.Tensor]) -> int:
         """How many bytes are in use at once, beside the arguments and what is kept."""

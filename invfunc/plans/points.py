@@ -65,7 +65,7 @@ class Points:
                 return entry.why
             if entry.halves is None:
                 backend = Backend(self.calls.backend)
-                entry.halves = halves_of(entry.plan, len(vectors), backend, self.calls.say)
+                entry.halves = halves_of(entry.plan, len(vectors), backend, self.calls.said)
             if isinstance(entry.halves, str):
                 return entry.halves
             before = [(g, state_of(g)) for g in entry.plan.drew]

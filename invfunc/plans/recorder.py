@@ -18,6 +18,8 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import TorchDispatchMode, same_generator, storage
 from invfunc._torch.weak import WeakIdMap
 from invfunc.plans.draws import Drawn, default_generators, draws
+from invfunc.plans.key import content
+from invfunc.plans.parts import Parts, Step
 from invfunc.plans.watch import Watch
 from invfunc.transform import Transform
 
@@ -42,6 +44,11 @@ class Guard:
     of: torch.Tensor | None = None
     """What it is a copy of, which may be written later."""
 
+    def leave(self) -> None:
+        """Be what the graph has behind the part in which it was read."""
+        node: Any = self.node
+        self.node, self.of = node.outside(), None
+
 
 class Recorder(TorchDispatchMode):
     """Writes a graph of all that is done with tensors. What runs is the call itself; nothing is changed in it.
@@ -56,19 +63,22 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.why, self.watch = "", watch
         self.graph, self.guards = fx.Graph(), list[Guard]()
+        self.parts = Parts(self.graph)
         self.sources: list[Callable[[], Any]] = []
         """Where the inputs of the graph behind the arguments come from."""
         self.closed: list[ref[torch.Tensor]] = []
         """What it reads that is closed over."""
-        self.values: dict[fx.Node, torch.Tensor] = {}
+        self.values: dict[fx.Node | Step, torch.Tensor] = {}
         """Small results that depend on no argument."""
         self.literal = False
         """Whether the call that runs makes a tensor of numbers that are no tensor's."""
-        self._nodes: WeakIdMap[fx.Node] = WeakIdMap()
+        self._nodes: WeakIdMap[fx.Node | Step] = WeakIdMap()
         self._dependent: WeakIdMap[bool] = WeakIdMap()
         self._given: WeakIdMap[bool] = WeakIdMap()
         self.written: WeakIdMap[bool] = WeakIdMap()
         """Memory: that whose numbers depend on arguments, that of the caller, and that which is written in place."""
+        self._constants: dict[Any, fx.Node] = {}
+        """Those among the inputs, by their content where they are small."""
         self._last: fx.Node | None = None
         self._count = 0
         self.drawn = Drawn(self._generator, self.graph, watch)
@@ -90,8 +100,8 @@ class Recorder(TorchDispatchMode):
         if x.numel() > thresholds.COMPARED_NUMBERS:
             self.refuse(f"it reads {x.numel()} numbers")
             return
-        kept = self.graph.call_function(_ATEN.clone.default, (self.input(x),))
-        self.guards.append(Guard(kept, x.detach().clone(), site(), x))
+        kept = self.parts.write(_ATEN.clone.default, (self.input(x),))
+        self._guard(Guard(kept, x.detach().clone(), site(), x))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -102,7 +112,10 @@ class Recorder(TorchDispatchMode):
         given = tree.tensors((args, kwargs))
         for x in given:
             self.input(x)  # which it may be from now on
-        generator = self.drawn.before(func, args, kwargs) if draws(func, args, kwargs) else None
+        generator = None
+        if draws(func, args, kwargs):
+            self.parts.spill()
+            generator = self.drawn.before(func, args, kwargs)
         if self.why or any(x.layout is not torch.strided for x in given) or not isinstance(func, Operator):
             self.refuse(self.drawn.why or f"it calls {func}, which is more than an operation on dense tensors")
             return func(*args, **kwargs)
@@ -125,10 +138,15 @@ class Recorder(TorchDispatchMode):
         """Whether tensors are equal is a guard, unless their shapes say it."""
         found = func(a, b)
         if a.shape == b.shape and (self.depends(a) or self.depends(b)):
-            node = self.graph.call_function(_ATEN.eq.Tensor, (self.input(a), self.input(b)))
-            node = self.graph.call_function(_ATEN.all.default, (node,))
-            self.guards.append(Guard(node, a.eq(b).all(), site()))
+            node = self.parts.write(_ATEN.eq.Tensor, (self.input(a), self.input(b)))
+            node = self.parts.write(_ATEN.all.default, (node,))
+            self._guard(Guard(node, a.eq(b).all(), site()))
         return found
+
+    def _guard(self, guard: Guard) -> None:
+        self.guards.append(guard)
+        if isinstance(guard.node, Step):
+            self.parts.ended.append(guard.leave)
 
     def _write(self, func: Any, args: tuple, kwargs: dict, given: list[torch.Tensor], result: Any, drawn: bool) -> None:
         """Write an operation behind the others."""
@@ -137,7 +155,7 @@ class Recorder(TorchDispatchMode):
         if depends and torch.Tag.data_dependent_output in func.tags and not made:
             self.refuse(f"what `{func.overloadpacket.__name__}` reads decides what is done")
             return
-        if len(self.graph.nodes) > thresholds.OPERATIONS:
+        if self.parts.operations > thresholds.OPERATIONS:
             self.refuse(
                 f"it has more than {thresholds.OPERATIONS} operations; ask for fewer chunks, or give parts of the "
                 "batch as a loader to streamed(compiled(t)), whose plan is of one part"
@@ -150,16 +168,18 @@ class Recorder(TorchDispatchMode):
             self.written.set(storage(x), True)
             if depends:
                 self._dependent.set(storage(x), True)
-        node = self.graph.call_function(func, self._put(args), self._put(kwargs))
+        if sized := depends and _sized(func, args):
+            self.parts.spill()
+        node = self.parts.write(func, self._put(args), self._put(kwargs))
         depends = depends and (drawn or func.overloadpacket.__name__ not in _OF_SHAPES)
-        for x, at in _places(result, node, self.graph):
+        for x, at in _places(result, node, self.parts):
             self._nodes.set(x, at)
             if depends:
                 self._dependent.set(storage(x), True)
             elif storage(x).nbytes() <= 8 * thresholds.FOLDED and not self.depends(x):
                 self.values[at] = x
-            if depends and _sized(func, args):
-                self.graph.call_function(same_shape, (at, list(x.shape), site()))
+            if sized:
+                self.parts.write(same_shape, (at, list(x.shape), site()))
 
     # Inputs of the graph
 
@@ -182,8 +202,11 @@ class Recorder(TorchDispatchMode):
 
     def constant(self, x: torch.Tensor) -> fx.Node:
         """An input that is always this tensor, of which nobody else knows."""
-        self.sources.append(lambda: x)
-        return self._placeholder("constant")
+        key = content(x)
+        if key is None or key not in self._constants:
+            self.sources.append(lambda: x)
+            self._constants[key] = self._placeholder("constant")
+        return self._constants[key]
 
     def _literal(self, x: torch.Tensor) -> None:
         """A tensor made of numbers of Python's, anew in each call."""
@@ -191,7 +214,7 @@ class Recorder(TorchDispatchMode):
             self.refuse("it makes a tensor of numbers, and does not say which (from numpy, or by torch.Tensor)")
             return
         own = x.detach().clone()
-        node = self.graph.call_function(_ATEN.clone.default, (self.constant(own),))
+        node = self.parts.write(_ATEN.clone.default, (self.constant(own),))
         self._nodes.set(x, node)
         if own.numel() <= thresholds.FOLDED:
             self.values[node] = x
@@ -200,7 +223,7 @@ class Recorder(TorchDispatchMode):
         """What a tensor is in the graph."""
         node = self._nodes.get(x)
         if node is not None:
-            return node
+            return self.parts.now(node)
         held = self.watch.tensor(x)
         if held is None:
             self.refuse("it reads a tensor that is no argument, and not closed over where that can be seen")
@@ -228,14 +251,14 @@ class Recorder(TorchDispatchMode):
         return {key: self._put(value) for key, value in x.items()} if isinstance(x, dict) else x
 
 
-def _places(result: Any, node: fx.Node, graph: fx.Graph) -> Iterable[tuple[torch.Tensor, fx.Node]]:
+def _places(result: Any, node: Any, parts: Parts) -> Iterable[tuple[torch.Tensor, Any]]:
     """The tensors among what an operation returns, each with its node."""
     if isinstance(result, torch.Tensor):
         return [(result, node)]
     if not isinstance(result, (list, tuple)):
         return []
-    parts = [(i, x) for i, x in enumerate(result) if isinstance(x, torch.Tensor)]
-    return [(x, graph.call_function(operator.getitem, (node, i))) for i, x in parts]
+    found = [(i, x) for i, x in enumerate(result) if isinstance(x, torch.Tensor)]
+    return [(x, parts.write(operator.getitem, (node, i))) for i, x in found]
 
 
 def _sized(func: Any, args: tuple) -> bool:

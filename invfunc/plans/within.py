@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._torch.eager import as_called, nonstrict, not_compiling
+from invfunc._torch.eager import as_called, constant, nonstrict, not_compiling
 from invfunc._torch.functorch import FakeTensorMode, undispatched
 from invfunc.errors import ReplayError
+from invfunc.kronecker import Origin
 from invfunc.plans.calls import CALLS, Calls, rewound
 from invfunc.plans.watch import Watch
 from invfunc.reductions.noise import NoiseScale
@@ -23,6 +24,8 @@ _RESULTS: dict[int, tuple[tree.Form, list[tuple]]] = {}
 def _sizes(tensors: list[torch.Tensor]) -> list[tuple]:
     return [(x.shape, x.dtype, x.device) for x in tensors]
 
+
+constant(Origin, typ="value")  # of Kronecker factors, which the compiler puts together
 
 _NAME = "invfunc::planned"
 torch.library.define(

@@ -12,8 +12,9 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc.callables import check_callable
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.layout import whole
+from invfunc.evaluation.layout import parted_beside, whole
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
+from invfunc.evaluation.rounds import Rounds
 from invfunc.products.maps import Kind
 from invfunc.products.product import Linearised, Space
 from invfunc.recording.problem import check_params
@@ -55,6 +56,8 @@ class OfAll(Space):
     """The space of vectors that several processes give, each the same."""
 
     processes: Processes = ALONE
+    rounds: Rounds | None = None
+    """What brings parameters of which each process has a part, and such a vector beside them."""
 
     def leaves(self, v: Any, name: str, lead: int = 0) -> list[torch.Tensor]:
         def looked() -> tuple[list[torch.Tensor], dict[str, str]]:
@@ -63,7 +66,9 @@ class OfAll(Space):
 
         found, each = self.processes.told(name, looked)
         same(each)
-        return tree.tensors((whole(self.processes, name, self.tree(found)),))
+        if self.rounds is None or lead:
+            return tree.tensors((whole(self.processes, name, self.tree(found)),))
+        return tree.tensors((parted_beside(self.rounds, name, self.tree(found)),))
 
 
 def along(

@@ -10,10 +10,7 @@ import torch
 
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.graph import pulled_back
-from invfunc.recording.scope import Scope
-
-Vectors = list[torch.Tensor | None]
-"""A tensor for each leaf, or for each output; None stands for zeros."""
+from invfunc.recording.scope import Scope, Vectors
 
 
 @dataclass(frozen=True)
@@ -34,9 +31,13 @@ class Pull:
         if not pairs or not inputs:
             return [None] * len(inputs)
         ys, cs = [y for y, _ in pairs], [c for _, c in pairs]
-        if self.keep or self.batched:
-            return self.scope.grad(ys, inputs, cs, batched=self.batched, create_graph=self.graph)
-        return list(pulled_back(ys, inputs, cs))
+
+        def pull() -> Vectors:
+            if self.keep or self.batched:
+                return self.scope.grad(ys, inputs, cs, batched=self.batched, create_graph=self.graph)
+            return list(pulled_back(ys, inputs, cs))
+
+        return pull() if self.scope.parts is None else self.scope.parts.through(inputs, self.graph, pull)
 
 
 Steps = Callable[[Vectors, Pull], Vectors]
@@ -92,6 +93,12 @@ class Linear:
                 with torch.no_grad():
                     return self.evaluated(vectors, lead, keep=keep)
             return list(_Applied.apply(self, lead, *vectors))
+
+    @torch.no_grad()
+    def taken(self, vectors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The image of a vector, but None where its numbers were taken as they came, or are zeros; once only."""
+        with torch.inference_mode(False), self.mode.back(vectors[0].device):
+            return self.there.steps([*vectors], Pull(self.scope, keep=False))
 
     def evaluated(
         self, vectors: Sequence[torch.Tensor], lead: int, graph: bool = False, keep: bool = True

@@ -16,10 +16,12 @@ from invfunc.evaluation.checkpoint import Checkpoint, Record, State, check_loada
 from invfunc.evaluation.course import Course, course_of
 from invfunc.evaluation.fingerprint import described, named
 from invfunc.evaluation.processes import ALONE, Processes, bits, same
+from invfunc.evaluation.rounds import Rounds
 from invfunc.evaluation.weights import Weights
 from invfunc.loss.drawn import key_of
 from invfunc.products.along import space_of
 from invfunc.products.given import Given
+from invfunc.products.in_parts import InParts
 from invfunc.products.product import Linearised, Product
 from invfunc.reductions.exchange import Exchange
 from invfunc.reductions.exchange import Sums as OfAll
@@ -118,11 +120,13 @@ class Sums:
         before: int = 0,
         counted: int | None = None,
         plans: Evaluated | None = None,
+        divided: tuple[Rounds, list[torch.Tensor]] | None = None,
     ) -> None:
-        """`keys` are those of drawn columns; `processes` before this one have so many samples, and all `counted`."""
+        """`keys` are those of drawn columns; `processes` before this one have so many samples, and all `counted`;
+        `divided` is what brings parameters that are, and all parameters."""
         self.product, self.kwargs, self.batches, self.keys = product, kwargs, batches, keys
         self.evaluated = plans or evaluated
-        self.processes, self.before = processes, before
+        self.processes, self.before, self.divided = processes, before, divided
         self.n = counted
         """How many samples there were the first time."""
         self.apart = False
@@ -135,11 +139,16 @@ class Sums:
 
     @torch.no_grad()
     def __call__(self, vectors: list[torch.Tensor], course: Course, lead: int) -> list[torch.Tensor]:
-        work = Products(self, vectors, lead)
+        through = partial(course.through, self.batches)
+        rounds, leaves = self.divided or (None, vectors)
+        parts = None if rounds is None else InParts(rounds, takes=not course.keeps)
+        work = Products(
+            self, vectors, lead, [i for i, p in enumerate(leaves) if not (parts and parts.takes_at(p))], parts
+        )
 
         def seen() -> tuple[None, tuple[int, bool | None, dict[str, str]]]:
             course.begin(work)
-            course.through(self.batches)
+            through() if rounds is None else rounds.through(through)
             return None, (work.n, work.weights.seen, bits(self.product.vector, vectors))
 
         _, each = self.processes.told("samples", seen)
@@ -152,6 +161,8 @@ class Sums:
         self.n = n
         one_scale(work.weights, self.processes, [mean for _, mean, _ in each])
         sums = self.processes.exchanged([_summed(work.sums)])[0]
+        if parts is not None:
+            sums = parts.joined(leaves, sums)
         by = n**-self.product.degree if work.weights.mean else 1
         return [(by * total).to(x.dtype) for total, x in zip(sums, vectors, strict=True)]
 
@@ -168,9 +179,14 @@ class Products:
 
     phase = 0
 
-    def __init__(self, of: Sums, vectors: list[torch.Tensor], lead: int) -> None:
+    def __init__(
+        self, of: Sums, vectors: list[torch.Tensor], lead: int, places: list[int], parts: InParts | None = None
+    ) -> None:
+        """At these places sums are kept here, at others by `parts`."""
         self.of, self.vectors, self.lead, self.weights = of, vectors, lead, Weights()
-        self.sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in vectors]
+        self.places, self.parts = places, parts
+        own = [vectors[i] for i in places]
+        self.sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in own]
         self.n = 0
         self.aux: list[Any] = []
         self.weighed = False
@@ -178,9 +194,10 @@ class Products:
     def visit(self, args: tuple, n: int) -> int:
         (given, found), aux = self._of_batch(args, n)
         by = self._weight(given) ** self.of.product.degree
-        self.sums = [torch.add(total, x, alpha=by) for total, x in zip(self.sums, found, strict=True)]
+        own = [found[i] for i in self.places]
+        self.sums = [torch.add(total, x, alpha=by) for total, x in zip(self.sums, own, strict=True)]
         self.n += given.n
-        self.aux.append(aux)
+        self.aux.append(aux if self.parts is None else self.parts.rounds.present(aux))
         return given.n
 
     def _of_batch(self, args: tuple, n: int) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
@@ -188,13 +205,36 @@ class Products:
         product = self.of.behind(n)
 
         def compute(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[tuple[Given, list[torch.Tensor]], Any]:
-            given, found, aux = self.of.evaluated(product, self.vectors, self.lead, args, kwargs, names)
+            evaluated = self.of.evaluated if self.parts is None else partial(self._in_parts, self.parts)
+            given, found, aux = evaluated(product, self.vectors, self.lead, args, kwargs, names)
             if not self.of.apart and given.n > 1:
                 given.check_apart()
                 self.of.apart = True
             return (given, found), aux
 
         return product.told(compute, product.names_of_f, args, self.of.kwargs)
+
+    def _in_parts(
+        self,
+        parts: InParts,
+        product: Product,
+        vectors: list[torch.Tensor],
+        lead: int,
+        args: tuple,
+        kwargs: dict[str, Any],
+        names: Any,
+    ) -> tuple[Given, list[torch.Tensor], Any]:
+        """What is given, the product of one vector but for what `parts` take of it, and aux."""
+        given, _ = product.given(args, kwargs, names)
+        given.scope.parts = parts
+        linear, aux = product.recorded(given)
+        parts.weight = self._weight(given) ** product.degree
+        found = linear.taken(vectors)
+        return (
+            given,
+            [v.new_zeros(()).expand_as(v) if x is None else x for x, v in zip(found, vectors, strict=True)],
+            aux,
+        )
 
     def _weight(self, given: Given) -> int:
         """What the loss of a batch has to be multiplied with so that it is a sum over its samples."""

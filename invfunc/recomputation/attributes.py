@@ -49,6 +49,7 @@ class Attributes:
         self._calls = 0
         self._sites: list[Site] = []
         self._changing: dict[int, Site] = {}
+        self._last: State = []
 
     def __reduce__(self) -> tuple:  # a copy is of the functions that the copied block has
         return Attributes, ()
@@ -70,7 +71,10 @@ class Attributes:
 
     def state(self) -> State:
         """What is held now."""
-        return [(site, [_entry(name, value) for name, value in _items(site)]) for site in self._sites]
+        found = [(site, [_entry(name, value) for name, value in _items(site)]) for site in self._sites]
+        if not _is_one(found, self._last):
+            self._last = found
+        return self._last  # of which a call keeps several, and each block its own
 
     def set(self, state: State) -> None:
         """Plain values and lengths become what they were."""
@@ -113,6 +117,19 @@ def same(a: State, b: State) -> bool:
     """Whether two states are of the same modules, and equal."""
     pairs = zip(a, b, strict=False)
     return len(a) == len(b) and all(site is other and then == now for (site, then), (other, now) in pairs)
+
+
+def _is_one(a: State, b: State) -> bool:
+    """Whether two states hold the very same values, so that one stands for both: equal ones may differ (1 and True)."""
+    return len(a) == len(b) and all(
+        site is other and len(then) == len(now) and all(map(_is_entry, then, now))
+        for (site, then), (other, now) in zip(a, b, strict=True)
+    )
+
+
+def _is_entry(a: Entry, b: Entry) -> bool:
+    same_place = a.value is b.value and (a.name, a.identity, a.length) == (b.name, b.identity, b.length)
+    return same_place and not a.content and not b.content
 
 
 _MISSING = object()

@@ -268,7 +268,7 @@ class Call:
         shared = evaluations.of(self.pair.shared)
         before = [version(t) for t in (*sources, *rest)]
         with self._start.again(), self.left.again(recall), recall.lifting(lifts), recall.within(INVERSE):
-            with Uncompiled(), Interpreted(), looking(self.look):
+            with Uncompiled(), Interpreted(), looking(None if self.pair.derived else self.look):
                 x = inverse(*shared, *(given if self.pair.hidden else (given,)), *args, **kwargs)
         if [version(t) for t in (*sources, *rest)] != before:
             raise ReplayError(

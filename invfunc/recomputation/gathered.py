@@ -18,7 +18,8 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.functorch import after_backward, backward_pass, is_zero, plainly, version
-from invfunc.recomputation.probe import FAR, ORDINARY_DTYPES, Comparison, Look, capturing, faint_of, most_of, places_of
+from invfunc.recomputation.places import places_of
+from invfunc.recomputation.probe import ORDINARY_DTYPES, Comparison, Look, capturing, faint_of, most_of
 from invfunc.recomputation.released import release
 from invfunc.recomputation.rounding import precision
 from invfunc.recomputation.sums import Sum
@@ -86,13 +87,10 @@ class Gathered:
     def look(self, tensors: Tensors) -> Seen:
         """What is seen of tensors of this shape."""
         flat = torch.stack(tuple(tensors)).reshape(len(tensors), -1)
-        count, step, left = self._places
         sizes = torch.linalg.vector_norm(flat, dim=1)
-        if count == flat.shape[1]:
+        if self._places.count == flat.shape[1]:
             return Seen(flat, None, sizes)
-        start = self._turn * FAR % left
-        entries = flat[:, start : start + (count - 1) * step + 1 : step].clone()
-        return Seen(entries, flat.sum(1), sizes)
+        return Seen(self._places.of_rows(flat, self._turn).clone(), flat.sum(1), sizes)
 
 
 class Glance:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from invfunc import thresholds
 from invfunc._torch.functorch import batch_first, dispatched, is_zero, plainly, transforming, unwatched, unwrapped
 from invfunc._torch.levels import watching
+from invfunc.recomputation.places import places_of
 from invfunc.recomputation.rounding import Error, known_at_once, largest, mean_size, precision
 from invfunc.recomputation.sums import Sum
 
@@ -144,14 +144,10 @@ def _look(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized: bool) -
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     shape, at_once = tensor.shape, known_at_once(tensor.device)
-    count, step, left = places_of(shape, most)
-    if count == 0 or tensor.is_quantized or is_zero(tensor) or (not at_once and capturing(tensor.device)):
+    places = places_of(shape, most)
+    if places.count == 0 or tensor.is_quantized or is_zero(tensor) or (not at_once and capturing(tensor.device)):
         return None
-    start = turn * FAR % left
-    if tensor.is_contiguous():
-        part = tensor.as_strided((count,), (step,), tensor.storage_offset() + start)
-    else:
-        part = tensor[torch.unravel_index(torch.arange(count, device=tensor.device) * step + start, shape)]
+    part = places.of(tensor, turn)
     if part.is_complex():
         part = torch.view_as_real(part.resolve_conj()).flatten()
     total = Sum.of(tensor, sized) if sums and shape.numel() > most else None
@@ -179,8 +175,7 @@ ORDINARY_DTYPES = (torch.float32, torch.float64)
 def _look_at_once(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized: bool) -> Look:
     """What is seen of an ordinary tensor."""
     tensor, shape = tensor.detach(), tensor.shape
-    count, step, left = places_of(shape, most)
-    entries = tensor.as_strided((count,), (step,), int(tensor.storage_offset()) + turn * FAR % left).tolist()
+    entries = places_of(shape, most).of(tensor, turn).tolist()
     if not sums or tensor.numel() <= most:
         return Look(shape, entries, None)
     size = torch.linalg.vector_norm(tensor).item() if sized else 1.0
@@ -190,33 +185,6 @@ def _look_at_once(tensor: torch.Tensor, most: int, turn: int, sums: bool, sized:
 def capturing(device: torch.device) -> bool:
     """Whether what runs on a device is recorded in a graph, so that nobody may wait for it."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-FAR = 10007
-"""A prime number: how far apart the places are at which probes begin, and the steps that are tried."""
-
-
-@lru_cache(1024)
-def places_of(shape: torch.Size, most: int) -> tuple[int, int, int]:
-    """How many entries, how far apart, and how many places there are to begin."""
-    number = shape.numel()
-    if number <= most:
-        return number, 1, 1
-    widest = number // most
-    steps = {widest - i * FAR % (widest // 8 + 1) | 1 for i in range(24)}  # odd ones, as most sizes are even
-    places = (range(0, number, step)[:most] for step in sorted(steps))
-    best = max(places, key=lambda places: _spread(shape, places))
-    return len(best), best.step, number - best[-1]
-
-
-def _spread(shape: torch.Size, places: Sequence[int]) -> float:
-    """The fraction of all rows, columns, channels ... that places lie in: the product over the axes."""
-    spread, inner = 1.0, 1
-    for size in reversed(shape):
-        parts = min(size, len(places))
-        spread *= len({place // inner % size * parts // size for place in places}) / parts
-        inner *= size
-    return spread
 
 
 def _error(then: Any, now: Any, sizes: Sequence[Any], faint: float) -> Error:

@@ -27,7 +27,8 @@ from invfunc.operations.naming import function_name
 from invfunc.operations.operation import OPERATIONS
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Law
-from invfunc.pairs.part import OfFunction, OfModule, Rounded
+from invfunc.pairs.part import OfFunction, OfModule, Rounded, Unwritten
+from invfunc.pairs.value import Value
 from invfunc.recomputation.readings import CONTAINERS, MISSING, TENSORS, Readings, content, is_helper, strange_in
 
 PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype, torch.device})
@@ -136,7 +137,7 @@ class Purity:
             self._value(value.__self__)
             if isinstance(value.__self__, nn.Module):
                 self._value(value.__func__)
-        elif (isinstance(value, Law) and value.computes) or kind is OfFunction or kind is Rounded:
+        elif (isinstance(value, Value) and getattr(value, "computes", False)) or kind in _PARTS:
             for name in vars(value):
                 self._at(vars(value), name)
         elif kind is OfModule:
@@ -282,6 +283,7 @@ def _is_shown(step: dis.Instruction, before: dis.Instruction | None) -> bool:
     return True
 
 
+_PARTS = (OfFunction, Rounded, Unwritten)
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _LEADING = ("LOAD_GLOBAL", *_ATTRIBUTE)
 """The steps before an attribute that may be that of a Python module."""

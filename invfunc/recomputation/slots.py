@@ -157,8 +157,9 @@ class Block(ABC):
             self._give_out(y, output, of_node, hooks, inverts)
         produced = [slot_of(x) for x in xs]
         if self.report.check != "off" and inverts:
-            gathered = self.gathers and None not in produced  # what no block gave out may be written afterwards
-            self._probe = (glanced(values or xs) if gathered else None) or probed(xs, values, self._not_compared(xs))
+            without = self._not_compared(xs)
+            gathered = self.gathers and not without and None not in produced  # others may be written afterwards
+            self._probe = (glanced(values or xs) if gathered else None) or probed(xs, values, without)
         if None in produced and any(produced):
             produced = found_beside(xs, produced)
         lasting = [*self._ys, *(produced[i] for i in self.kept)]  # a tensor that is kept may be given twice

@@ -8,7 +8,7 @@ the forms of all tensors, and those of what autograd saves. Whatever else is dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from invfunc import tree
 from invfunc._torch.levels import only_level, undisturbed
 from invfunc.pairs.pair import Invertible
+from invfunc.pairs.part import Unwritten
 from invfunc.recomputation.like import Like
 from invfunc.recomputation.look import Look
 from invfunc.recomputation.origins import OUTSIDE, Key
@@ -64,6 +65,9 @@ class Template:
     """Of the tensors that the functions close over."""
     look: Look
     """At the inverse."""
+    forward: Callable
+    inverse: Callable
+    shared: tuple[Callable, ...]
 
     @cached_property
     def saves_outside(self) -> bool:
@@ -206,7 +210,7 @@ class Straight:
                 return None
             self._pair, self._looks = pair, self._looks + 1
             try:
-                self._purity = Purity([pair.forward, pair.inverse, *pair.shared])
+                self._purity = Purity(pair.made_of)
             except NotShown:
                 self._looks = _MOST + 1
                 return None
@@ -215,6 +219,12 @@ class Straight:
         if node and self._purity.has_tensors:  # which a node is given as arguments
             return None
         return Look() if len(self._templates) < _MOST else None
+
+    def functions(self, x: tree.Form, like: list[Like]) -> tuple[Callable, Callable, tuple[Callable, ...]]:
+        """Forward, the inverse and what they share, which is known not to write, for calls that need not be watched."""
+        assert self._pair is not None and self._purity is not None
+        shared = [part.fn if isinstance(part, Unwritten) else part for part in self._pair.shared]
+        return *self._pair.directions(x, like, self._purity.tensors), tuple(shared)
 
     def closed(self, read: Iterable[torch.Tensor | None]) -> list[torch.Tensor] | None:
         """The tensors that the functions close over, if a call has read no others from outside."""

@@ -72,7 +72,7 @@ class StraightBlock(Block):
 
     def invert(self) -> None:
         with plainly(), torch.no_grad(), naming(self._pair), without_autocast(), self._as_it_was():
-            xs = self._inverse(self._pair.shared, self._given())
+            xs = self._inverse(self._template.shared, self._given())
             self.give_back_and_tell(xs)
 
     def names(self) -> list[str]:
@@ -86,7 +86,7 @@ class StraightBlock(Block):
     def once_more(self, sources: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> tuple[Saves, Saves]:
         with without_autocast(), self._as_it_was():
             given = self._given()
-            return self._inverse(self._pair.shared, given, sources), tree.tensors(self._forward(xs, given))
+            return self._inverse(self._template.shared, given, sources), tree.tensors(self._forward(xs, given))
 
     def _given(self) -> tuple[tuple, dict[str, Any]]:
         """The further arguments, as leaves that need the gradients that they need."""
@@ -106,7 +106,7 @@ class StraightBlock(Block):
 
     def _forward(self, xs: Sequence[torch.Tensor], given: tuple[tuple, dict[str, Any]]) -> Any:
         args, kwargs = given
-        return self._pair.forward(*self._pair.shared, self._template.x.join(xs), *args, **kwargs)
+        return self._template.forward(*self._template.shared, self._template.x.join(xs), *args, **kwargs)
 
     def _inverse(
         self,
@@ -116,7 +116,7 @@ class StraightBlock(Block):
     ) -> list[torch.Tensor]:
         (args, kwargs), template = given, self._template
         y = template.y.join(fetch(self.sources) if sources is None else sources)
-        came = tree.tensors(self._pair.inverse(*shared, y, *args, **kwargs))
+        came = tree.tensors(template.inverse(*shared, y, *args, **kwargs))
         if len(came) != template.count:
             raise ReplayError(f"the inverse gives {len(came)} tensors, where x has {template.count}. {CHANGES}")
         return [like.checked(t, i, self.names) for i, (like, t) in enumerate(zip(template.like, came, strict=True))]
@@ -131,7 +131,7 @@ class StraightBlock(Block):
             xs, found = self.xs(), None
             if xs is None:
                 with torch.no_grad():
-                    found, xs = self._inverted(given) if self._pair.shared else (None, self._inverse((), given))
+                    found, xs = self._inverted(given) if self._template.shared else (None, self._inverse((), given))
                 tell = self.give_back(xs)
             if found is None:
                 found = self._recorded(xs, given)
@@ -183,7 +183,7 @@ class StraightBlock(Block):
             return tree.map_tensors(torch.Tensor.detach, output)
 
         try:
-            xs = self._inverse(tuple([partial(again, fn) for fn in self._pair.shared]), given)
+            xs = self._inverse(tuple([partial(again, fn) for fn in self._template.shared]), given)
             if at:
                 raise ReplayError(f"the inverse evaluates other shared functions than forward. {CHANGES}")
             if template.saves_outside:
@@ -206,7 +206,7 @@ class StraightBlock(Block):
         args, kwargs = given
         xs = [t.detach().requires_grad_(form[3]) for t, form in zip(xs, self._template.forms, strict=False)]
         with saving(found.append, never):
-            self._pair.forward(*[known] * len(self._pair.shared), self._template.x.join(xs), *args, **kwargs)
+            self._template.forward(*[known] * len(self._template.shared), self._template.x.join(xs), *args, **kwargs)
 
 
 def straight_hooked(
@@ -226,7 +226,7 @@ def straight_hooked(
     xs, rest = tensors[: template.count], tensors[template.count :]
     block = StraightBlock(pair, found, report, rest)
     with saving(block.pack, block.saved):
-        y = pair.forward(*pair.shared, x, *args, **kwargs)
+        y = template.forward(*template.shared, x, *args, **kwargs)
     ys = [y] if type(y) is torch.Tensor else tree.tensors(y)
     if block.odd or block.count != len(template.saved) or len(ys) != len(template.y.places):
         return None

@@ -64,6 +64,7 @@ def learn(
         return
     if straight.has(options, leaves, structure, closed):
         return
+    forward, inverse, shared = straight.functions(x, like)
     template = Template(
         options=options,
         structure=structure,
@@ -83,6 +84,9 @@ def learn(
         closed=_known(closed_forms),
         default=torch.get_default_dtype(),
         look=(look := Look()),
+        forward=forward,
+        inverse=inverse,
+        shared=shared,
     )
     call.look = look
     straight.add(template)

@@ -67,9 +67,9 @@ class StraightRun(Run):
     def forward(
         self, xs: Tensors, rest: Tensors, known: Evaluate | None = None, compare: bool = True, exact: bool = False
     ) -> list[torch.Tensor]:
-        template, pair = self.call.template, self.call.pair
+        template = self.call.template
         args, kwargs = template.rest.join(rest)
-        shared, at = pair.shared, iter(range(len(template.evaluations)))
+        shared, at = template.shared, iter(range(len(template.evaluations)))
 
         def evaluated(fn: Callable, *args: Any, **kwargs: Any) -> Any:
             assert known is not None
@@ -78,12 +78,12 @@ class StraightRun(Run):
 
         if known is not None:
             shared = tuple(partial(evaluated, fn) for fn in shared)
-        y = pair.forward(*shared, template.x.join(xs), *args, **kwargs)
+        y = template.forward(*shared, template.x.join(xs), *args, **kwargs)
         return [y] if type(y) is torch.Tensor else tree.tensors(y)
 
     def inverse(self, sources: Tensors, rest: Tensors, evaluate: Evaluate | None) -> list[torch.Tensor]:
         self.call.unchanged()
-        template, pair = self.call.template, self.call.pair
+        template = self.call.template
         args, kwargs = template.rest.join(rest)
         at = len(template.evaluations)
 
@@ -93,8 +93,8 @@ class StraightRun(Run):
             evaluation: Any = Evaluated(fn, (template.evaluations[at][0].given_to(state), *args), kwargs)
             return evaluation.at(evaluation.tensors) if evaluate is None else evaluate(at, evaluation)
 
-        shared = tuple(partial(backwards, fn) for fn in pair.shared)
-        came = tree.tensors(pair.inverse(*shared, template.y.join(sources), *args, **kwargs))
+        shared = tuple(partial(backwards, fn) for fn in template.shared)
+        came = tree.tensors(template.inverse(*shared, template.y.join(sources), *args, **kwargs))
         if len(came) != len(template.like):
             raise ReplayError(f"the inverse gives {len(came)} tensors, where x has {len(template.like)}. {CHANGES}")
         return [
@@ -145,7 +145,7 @@ class StraightForward(Forward):
         )
         idle, block, call = set[int](), ctx.block, self._run.call
         with torch.enable_grad(), call.named():
-            rest = block.arguments()
+            rest = _bare(block.arguments())
             xs = block.xs()
             sources = [] if xs is not None else _bare(fetch(block.sources))
             with plainly():
@@ -215,7 +215,7 @@ def _stepped(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """x and the gradients, as `maps.unwound` has them, of plain tensors."""
     (wanted, given, idle), count = asked, len(run.call.template.like)
-    if xs is None and run.call.pair.shared and sum(t.numel() for t in sources) >= thresholds.MERGED:
+    if xs is None and run.call.template.shared and sum(t.numel() for t in sources) >= thresholds.MERGED:
         level = _entered, _edge, torch.Tensor.detach
         shared = Shared(level, among([t for i, t in enumerate(rest, count) if i not in wanted]), False)
         xs = [x.detach() for x in run.inverse(sources, rest, shared.evaluate)]

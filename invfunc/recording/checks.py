@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from invfunc._torch.functorch import innermost
-from invfunc._torch.values import near
+from invfunc._torch.values import apart, check, near
 from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError, samples_lost
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM
@@ -129,20 +129,40 @@ def cannot_draw() -> RandomnessError:
     )
 
 
-def same_in_part(
-    z: torch.Tensor, axis: Axis, n: int, whole: torch.Tensor, place: Axis, total: int, part: slice | torch.Tensor
-) -> bool:
-    """Whether a tensor of some samples has the entries of these in that of all of them."""
+def check_in_part(
+    z: torch.Tensor,
+    axis: Axis,
+    n: int,
+    whole: torch.Tensor,
+    place: Axis,
+    total: int,
+    part: slice | torch.Tensor,
+    error: Callable[[], Exception],
+) -> None:
+    """Check that a tensor of some samples has the entries of these in that of all of them."""
     wanted = place.expose(whole, total)[part]
     if place.rows is None:
-        return z.numel() == wanted.numel() and same_values(axis.expose(z, n), wanted)
+        if z.numel() != wanted.numel():
+            raise error()
+        return check_same(axis.expose(z, n), wanted, error)
     count = int(innermost(place.expose(torch.ones_like(whole), total)[part].sum()))
     room = axis.rows is not None or axis.expose(z, n).shape == wanted.shape
-    return room and z.numel() == count and same_values(z, axis.restore(wanted, n))
+    if not room or z.numel() != count:
+        raise error()
+    check_same(z, axis.restore(wanted, n), error)
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether values agree up to what another batch size does to their rounding."""
+    return a.shape == b.shape and near(a, b, _size(b))
+
+
+def check_same(a: torch.Tensor, b: torch.Tensor, error: Callable[[], Exception]) -> None:
+    """Check that values agree, at the end of a call where its checks are there."""
     if a.shape != b.shape:
-        return False
-    return near(a, b, b.detach().abs().nan_to_num(0, 0, 0).amax() if b.numel() else 0)
+        raise error()
+    check(apart(a, b, _size(b)), error)
+
+
+def _size(x: torch.Tensor) -> torch.Tensor | int:
+    return x.detach().abs().nan_to_num(0, 0, 0).amax() if x.numel() else 0

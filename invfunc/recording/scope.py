@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,6 +16,18 @@ from invfunc._torch.functorch import dual, grad_level, level_of, transforming
 from invfunc.errors import ArgumentError
 from invfunc.operations.second_derivatives import TwiceDifferentiable
 from invfunc.recording.graph import lowest, pulled_back
+
+Vectors = list[torch.Tensor | None]
+"""A tensor for each input, or for each output; None stands for zeros."""
+
+
+class Parts(Protocol):
+    """Takes derivatives in parameters as they come, where these are divided among processes."""
+
+    def through(self, inputs: Sequence[Any], graph: bool, pull: Callable[[], Vectors]) -> Vectors:
+        """What is pulled back to some inputs, but None of those that are taken; with `graph`, it is a graph alone that
+        is wanted, in which these have no numbers."""
+        ...
 
 
 class Scope:
@@ -44,6 +56,8 @@ class Scope:
         """Whether the caller can differentiate the result by plain autograd."""
         self._again: AbstractContextManager = nullcontext()
         """What was around f, as a backward pass may evaluate parts of it again (torch.utils.checkpoint)."""
+        self.parts: Parts | None = None
+        """Takes derivatives in parameters that are divided among processes."""
         self._stack = ExitStack()
         self._enter: Callable[[torch.Tensor], torch.Tensor]
         self._leave: Callable[[torch.Tensor], torch.Tensor]

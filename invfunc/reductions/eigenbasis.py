@@ -11,6 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc.kronecker import Kronecker
+from invfunc.kronecker.matrix import decomposed
 from invfunc.linear_algebra.contract import Term
 from invfunc.operations.factors import Part, Recipe
 from invfunc.per_sample import Shares
@@ -20,14 +21,18 @@ from invfunc.recording.tags import Derived
 from invfunc.reductions.block import Block
 from invfunc.reductions.exchange import Exchange, Sums, filled
 from invfunc.reductions.kronecker_factors import KroneckerFactors
-from invfunc.reductions.reduction import Found, Over, State
+from invfunc.reductions.reduction import Found, Over, State, States
 
 
-def basis_of(matrix: Kronecker) -> Kronecker:
-    """The eigendecomposition of a `Kronecker`; all of it is NaN if a factor has NaN or inf in it."""
-    fine = torch.stack([f.isfinite().all() for f in matrix.factors]).all()
-    found = tree.map_leaves(lambda f: f.masked_fill(~fine, 0), matrix).eigen()
-    return tree.map_leaves(lambda x: x.masked_fill(~fine, torch.nan), found)
+def bases_of(matrices: Sequence[Kronecker]) -> list[Kronecker]:
+    """The eigendecomposition of each; all of it is NaN if a factor has NaN or inf in it."""
+    bad = [~torch.stack([f.isfinite().all() for f in K.factors]).all() for K in matrices]
+    found = decomposed([_filled(K, where, 0) for K, where in zip(matrices, bad, strict=True)])
+    return [_filled(K, where, torch.nan) for K, where in zip(found, bad, strict=True)]
+
+
+def _filled(matrix: Kronecker, where: torch.Tensor, value: float) -> Kronecker:
+    return tree.map_leaves(lambda x: x.masked_fill(where, value), matrix)
 
 
 def rotated(shares: Shares, basis: Kronecker, joint: bool, check: bool = False) -> Shares:
@@ -89,12 +94,13 @@ class InEigenbasis(Block):
     rooted = KroneckerFactors.rooted
 
     def __init__(self, factors: KroneckerFactors, bases: dict[int, Kronecker | None] | None = None) -> None:
-        self.before = self.factors = factors
+        self.before, self.factors, self.gaps = factors, factors, factors.gaps
         self.bases = bases
 
-    def learned_of(self, state: State, found: Found) -> Kronecker | None:
-        (matrix,) = self.factors.finish(state, found)
-        return None if matrix is None else basis_of(matrix)
+    def learned_apart(self, states: States, found: Found) -> dict[int, Kronecker | None]:
+        matrices = {i: self.factors.finish(state, found)[0] for i, state in states.items()}
+        there = {i: K for i, K in matrices.items() if K is not None}
+        return {**matrices, **dict(zip(there, bases_of([*there.values()]), strict=True))}
 
     def knowing(self, learned: dict[int, Kronecker | None]) -> InEigenbasis:
         return InEigenbasis(self.factors, learned)

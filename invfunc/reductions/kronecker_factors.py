@@ -51,6 +51,7 @@ class KroneckerFactors(Block):
     def __init__(self, sharing: str, joint: bool, unsupported: str = "error", degree: int | None = 1) -> None:
         """`degree` is the power of the loss's scale that B has, None if its n is not that of the samples reduced."""
         self.sharing, self.joined, self.unsupported, self.degree = sharing, joint, unsupported, degree
+        self.gaps = joint or unsupported == "skip"
         self.shortcuts: Shortcuts = "positions" if sharing == "expand" else "narrow"
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:

@@ -60,7 +60,8 @@ class Reduction:
     trees: ClassVar[int] = 0
     """How many of the results, the first ones, have a number for each entry of the parameters."""
     entrywise: ClassVar[bool] = False
-    """Whether all that is kept of a parameter are numbers of its entries, each folded by itself, and counts."""
+    """Whether all that is kept of a parameter are numbers of its entries, each folded by itself, and sums or counts
+    that have no dimension."""
     rooted: ClassVar[Literal["no", "known", "all"]] = "no"
     """The losses whose columns have to be those of a square root of the Hessian, without weights beside them: none,
     those of known structure, or all."""
@@ -88,6 +89,8 @@ class Reduction:
     """Tensors of the caller's in which the result has a derivative, too."""
     whole: bool = False
     """Whether the result is of all parameters together; else each has one."""
+    gaps: bool = False
+    """Whether the result of a parameter may be None."""
     before: Reduction | None = None
     """The first of two phases."""
 
@@ -110,10 +113,10 @@ class Reduction:
     def learned(self, states: States, found: Found) -> Any:
         """What it has to know of what the phase before has kept of the parameters that influence the result: in tensors
         and numbers, so that it can be written down."""
-        return {i: self.learned_of(state, found) for i, state in states.items()}
+        return self.learned_apart(states, found)
 
-    def learned_of(self, state: State, found: Found) -> Any:
-        """What it has to know of one parameter, where each stands by itself."""
+    def learned_apart(self, states: States, found: Found) -> dict[int, Any]:
+        """What it has to know of each of some parameters, where each stands by itself."""
         raise NotImplementedError  # only where there is something before
 
     def knowing(self, learned: Any) -> Reduction:

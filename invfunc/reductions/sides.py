@@ -13,7 +13,7 @@ from invfunc.kronecker import Kronecker, Origin
 from invfunc.per_sample import Shares
 from invfunc.reductions.block import Block
 from invfunc.reductions.exchange import Exchange, Sums, of_triangle, triangle
-from invfunc.reductions.reduction import Found, Over, State
+from invfunc.reductions.reduction import Found, Over, State, States
 
 
 @tree.register("matrix", "other")
@@ -114,8 +114,9 @@ class OneSide(Sides):
         """Whether it is of the first dim."""
         return self.phase % 2 == 0
 
-    def learned_of(self, state: State, found: Found) -> torch.Tensor:
-        return state[0].matrix / _but_zero(torch.linalg.matrix_norm(state[0].matrix))
+    def learned_apart(self, states: States, found: Found) -> dict[int, torch.Tensor]:
+        matrices = {i: kept.matrix for i, (kept,) in states.items()}
+        return {i: matrix / _but_zero(torch.linalg.matrix_norm(matrix)) for i, matrix in matrices.items()}
 
     def knowing(self, learned: dict[int, torch.Tensor]) -> OneSide:
         return OneSide(self.phase, learned)

@@ -43,6 +43,11 @@ class Grouped(Protocol):
     def groups(self) -> Groups: ...
 
     @property
+    def count(self) -> int:
+        """How many groups there are."""
+        return max(int(ids.max()) for ids in self.groups.values()) + 1
+
+    @property
     def alike(self) -> bool:
         """Whether the columns of all samples are equal."""
         return False
@@ -94,6 +99,10 @@ class OfEntries(Grouped):
         return 1
 
     @property
+    def count(self) -> int:
+        return self.inner.diagonal[0].numel()
+
+    @property
     def groups(self) -> Groups:
         h = self.inner.diagonal
         return {self.inner.root: torch.arange(h[0].numel(), device=h.device).reshape(h.shape[1:])}
@@ -136,6 +145,10 @@ class OfPositions(Grouped):
     @property
     def rows(self) -> int:
         return self.inner.logits.shape[1]
+
+    @property
+    def count(self) -> int:
+        return self.inner.logits.shape[2]
 
     @property
     def groups(self) -> Groups:
@@ -203,6 +216,10 @@ class Together(Grouped):
         return self.inner.count
 
     @property
+    def count(self) -> int:
+        return 1
+
+    @property
     def groups(self) -> Groups:
         device = self.inner.hessian.device
         return {i: torch.zeros(one, dtype=torch.long, device=device) for i, one in self.inner.shapes.items()}
@@ -229,6 +246,10 @@ class OfRun(Grouped):
     @property
     def rank(self) -> int:
         return self.inner.rank
+
+    @property
+    def count(self) -> int:
+        return self.inner.count
 
     @property
     def groups(self) -> Groups:

@@ -100,7 +100,7 @@ class Planner:
         self.shortcuts: Shortcuts = next(iter(allowed)) if len(allowed) == 1 else "narrow"
         self.n, self.sites = run.trace.n, _sites(run)
         self.everything = frozenset(range(len(run.trace.edges)))
-        self.total = sum(g.rank * max(1, _count(g)) for g in columns)
+        self.total = sum(g.rank * max(1, g.count) for g in columns)
         """How many columns a sample has."""
         self.why = ""
         """Why every column is to be pulled back, if so."""
@@ -251,11 +251,6 @@ class Planner:
 def _colourings(boxes: list[torch.Tensor]) -> list[Colouring]:
     """Those of the boxes of several kinds of groups; none if no column can share a pass with another."""
     return [] if all(bool((b == b[:, :, :1]).all()) for b in boxes) else [Colouring(b) for b in boxes]
-
-
-def _count(columns: Grouped) -> int:
-    """How many groups there are."""
-    return max(int(ids.max()) for ids in columns.groups.values()) + 1
 
 
 def _sites(run: Run) -> dict[int, frozenset[int]]:

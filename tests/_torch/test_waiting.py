@@ -1,5 +1,8 @@
 """How often the host asks a tensor for its numbers, for which it has to wait for an accelerator."""
 
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,30 +10,42 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import invfunc
-from invfunc import ArgumentError, kronecker
+from invfunc import ArgumentError, RandomnessError, kronecker, thresholds
 from tests.strategies import Numbers
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.masked_select.default}
 WAITS |= {aten.is_nonzero.default, aten.item.default, aten._unique2.default}
+EIGH = aten._linalg_eigh.default  # which waits by itself on CUDA, to see whether it has failed
 
 
-class Waits(TorchDispatchMode):
-    """Counts the calls that wait."""
+class Calls(TorchDispatchMode):
+    """Counts the calls of some operations."""
 
-    count = 0
+    def __init__(self, wanted):
+        super().__init__()
+        self.wanted, self.count = wanted, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in WAITS
+        self.count += func in self.wanted
         return func(*args, **(kwargs or {}))
 
 
-def waits(t, *args):
-    """Those of a call, after a first one."""
+def calls(wanted, t, *args):
+    """Those of a call, after a first one. A list of numbers is one wait; on the CPU no operation makes it."""
     t(*args)
-    with Waits() as found:
+    lists, real = [], torch.Tensor.tolist
+
+    def listed(x):
+        lists.append(real(x))
+        return lists[-1]
+
+    with mock.patch.object(torch.Tensor, "tolist", listed), Calls(wanted) as found:
         t(*args)
-    return found.count
+    return found.count + len(lists) * (wanted is WAITS)
+
+
+waits = partial(calls, WAITS)
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +70,18 @@ FIRST_ORDER = {
     "clipped_grad": lambda loss: invfunc.clipped_grad(loss, 1.0),
     "sketched_grad": lambda loss: invfunc.sketched_grad(loss, rows=2, columns=2, **drawn()),
 }
+MODEL_ONLY = {name: getattr(invfunc, name) for name in ("batch_jacobian", "gram")}
 OF_THE_GGN = {
     "drawn diag_ggn": lambda f, loss: invfunc.diag_ggn(f, loss, mc_samples=1, **drawn()),
-    "diag_ggn": lambda f, loss: invfunc.diag_ggn(f, loss, method="dense"),
+    "dense diag_ggn": lambda f, loss: invfunc.diag_ggn(f, loss, method="dense"),
+    "diag_ggn of one function": lambda f, loss: invfunc.diag_ggn(lambda params, x, y: loss(f(params, x), y)),
     "kfac": lambda f, loss: invfunc.kfac(f, loss, **drawn()),
-    "kflr": lambda f, loss: invfunc.kflr(f, loss, method="dense"),
+    "kfoc": lambda f, loss: invfunc.kfoc(f, loss, **drawn()),
+    **{
+        name: getattr(invfunc, name) for name in ("diag_ggn", "batch_diag_ggn", "ggn_trace", "sqrt_ggn", "kflr", "kfra")
+    },
 }
+HESSIAN = {name: getattr(invfunc, name) for name in ("diag_hessian", "batch_diag_hessian")}
 PRODUCTS = {name: getattr(invfunc, name) for name in ("hvp", "ggnvp", "fvp")}
 
 
@@ -71,28 +92,86 @@ def test_first_order_never_waits(problem, name):
     assert waits(FIRST_ORDER[name](losses(f)), params, *batch) == 0
 
 
+@pytest.mark.parametrize("name", MODEL_ONLY)
+def test_what_has_no_loss_never_waits(problem, name):
+    f, params, (x, _) = problem
+    assert waits(MODEL_ONLY[name](f), params, x) == 0
+
+
 @pytest.mark.parametrize("name", OF_THE_GGN)
 def test_all_checks_of_a_call_wait_once(problem, name):
-    """And `diag_ggn` once more, to see whether f reads anything by its place in the batch."""
     f, params, batch = problem
-    assert waits(OF_THE_GGN[name](f, F.cross_entropy), params, *batch) <= 1 + (name == "diag_ggn")
+    assert waits(OF_THE_GGN[name](f, F.cross_entropy), params, *batch) == 1
+
+
+@pytest.mark.parametrize("name", HESSIAN)
+def test_a_hessian_waits_once_for_all_nonlinear_calls(problem, name):
+    """To leave out those whose second derivatives are all zero."""
+    f, params, batch = problem
+    assert waits(HESSIAN[name](f, F.cross_entropy), params, *batch) == 1
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_wait_once(problem, name):
     f, params, batch = problem
-    assert waits(PRODUCTS[name](f, F.cross_entropy), params, params, *batch) <= 1
+    assert waits(PRODUCTS[name](f, F.cross_entropy), params, params, *batch) == (name == "ggnvp")
 
 
-@pytest.mark.parametrize("split", [None, "pi"])
-def test_solving_does_not_wait_for_each_parameter(problem, split):
-    """Without a split once for each shape, as eigenvectors may have to be found in float64."""
+@pytest.mark.parametrize("n", [6, 7])
+def test_a_function_is_tried_on_a_few_samples_once(problem, n):
+    """The next call with such shapes knows that all samples fit in one block; another is tried."""
+    f, params, (x, y) = problem
+    runs, given = [], (torch.cat([x, x])[:n], torch.cat([y, y])[:n])
+
+    def counted(params, x):
+        runs.append(len(x))
+        return f(params, x)
+
+    t = invfunc.diag_ggn(counted, F.cross_entropy, method="dense")
+    with mock.patch.object(thresholds, "BLOCK_SAMPLES", 4):
+        for _ in range(2):
+            t(params, *given)
+        assert runs == [4, n, n]
+        t(params, *(z[:5] for z in given))
+        assert runs[3:] == [4, 5]
+
+
+def test_a_function_that_gives_something_else_in_each_call_is_found_in_each(problem):
+    f, params, batch = problem
+    count = iter(range(99))
+    t = invfunc.diag_ggn(lambda params, x: f(params, x) + next(count), F.cross_entropy, method="dense")
+    with mock.patch.object(thresholds, "BLOCK_SAMPLES", 4):
+        for _ in range(2):
+            with pytest.raises(RandomnessError, match="other outputs when it runs again"):
+                t(params, *batch)
+
+
+FACTORS = {
+    "solve": lambda K, v: kronecker.solve(K, v, 0.1),
+    "solve, damping split": lambda K, v: kronecker.solve(K, v, 0.1, "pi"),
+    "logdet": lambda K, v: kronecker.logdet(K, 0.1),
+    "eigen": lambda K, v: kronecker.eigen(K),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_of_all_parameters_are_looked_at_together(problem, name):
+    """Once to see which eigenvectors have to be found in float64, and once for all checks."""
     f, params, batch = problem
     factors = invfunc.kflr(f, F.cross_entropy)(params, *batch)
-    alone = [K for K in factors.values() if split is None or len(K.factors) == 1]
-    decomposed = [factor.shape for K in alone for factor in K.factors if factor.ndim == 2]
-    found = waits(lambda: kronecker.solve(factors, params, 0.1, split))
-    assert found <= 1 + len({*decomposed} if split is None else decomposed)
+    alone = [K for K in factors.values() if name != "solve, damping split" or len(K.factors) == 1]
+    shapes = {factor.shape for K in alone for factor in K.factors if factor.ndim == 2}
+    call = partial(FACTORS[name], factors, params)
+    assert waits(call) == 2
+    assert calls({EIGH}, call) == len(shapes)
+
+
+def test_an_eigenbasis_is_found_for_all_parameters_together(problem):
+    f, params, batch = problem
+    t = invfunc.ekfac(f, F.cross_entropy, **drawn())
+    shapes = {factor.shape for K in t(params, *batch).values() for factor in K.factors if factor.ndim == 2}
+    assert waits(t, params, *batch) == 2
+    assert calls({EIGH}, t, params, *batch) == len(shapes)
 
 
 @pytest.mark.quick

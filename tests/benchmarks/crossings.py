@@ -17,6 +17,7 @@ from invfunc import diag_ggn, explain, thresholds
 from invfunc.linear_algebra.contract import Term, contract, outer, squares_directly, twice
 from invfunc.operations.factors import autocorrelation
 from invfunc.operations.factors.patches import patches
+from invfunc.per_sample.squares import shifted_moments
 
 from .peers import Call
 
@@ -186,6 +187,33 @@ def _totalled(size: int, way: str, device: torch.device) -> Call:
     return lambda: contract([("Nop", sent.flatten(2)), ("Nip", patches(x, *options))], "oi")
 
 
+def _alone(size: int, way: str, device: torch.device) -> Call:
+    """The per-sample gradients of a convolution with 3 x 3 entries of images 16 x 16, of so many multiplications."""
+    channels = round(math.sqrt(size / 9 / 256))
+    x, sent = normal(16, channels, 16, 16, device=device), normal(16, channels, 16, 16, device=device)
+    if way == "far":
+        pairs = [*zip(x.split(1), sent.split(1), strict=True)]
+        return lambda: torch.stack([conv2d_weight(x, (channels, channels, 3, 3), s, padding=1) for x, s in pairs])
+    options = (3, 3), (1, 1), [(1, 1)] * 2, (1, 1)
+    return lambda: contract([("Nop", sent.flatten(2)), ("Nip", patches(x, *options))], "Noi")
+
+
+def _tiled(size: int, way: str, device: torch.device) -> Call:
+    """The moments of per-sample gradients of so many numbers, of 16 positions."""
+    rows = size // 4096
+    sent, read = normal(16, rows, 16, device=device), normal(16, 4096, 16, device=device)
+
+    def moments() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        tile = max(1, thresholds.TILE // 4096) if way == "far" else rows
+        found = []
+        for some in sent.split(tile, 1):
+            each = zip(some.split(1), read.split(1), strict=True)
+            found.append(shifted_moments(contract([("Nop", s), ("Nip", r)], "Noi") for s, r in each))
+        return found
+
+    return moments
+
+
 def _auto_encoder(size: int, way: str, device: torch.device) -> Call:
     statistic, args = _encoded(size, way, device)
     return lambda: statistic(*args)
@@ -323,6 +351,8 @@ CROSSINGS = [
         taken=lambda size: size >= thresholds.TOTAL_POSITIONS * _ROWS,
         on="TOTAL_ON",
     ),
+    Crossing("ALONE", "multiplications of one sample", [2**k for k in range(17, 26)], _alone, on="TOTAL_ON"),
+    Crossing("TILED", "numbers of a sample", [2**k for k in range(18, 23)], _tiled, on="TILED_ON"),
     Crossing("UNFOLD", "channels", [4, 8, 12, 16, 24, 32, 64], _displaced, taken=_displaces, on="DISPLACED_ON"),
     Crossing("FEW", "columns", [4, 16, 36, 64, 144, 256, 576, 1296, 2304], _auto_encoder, far=_ALWAYS, taken=_shortens),
 ]
@@ -330,6 +360,7 @@ CROSSINGS = [
 
 BESTS = [
     Best("CACHE", "numbers, 128 samples", [2**k for k in range(17, 25)], partial(_convolutions, 128)),
+    Best("TILE", "numbers, of 2^21", [2**k for k in range(14, 22)], partial(_tiled, 2**21, "far")),
     Best(
         "TOGETHER",
         "numbers, 256 columns",

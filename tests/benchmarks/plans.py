@@ -64,6 +64,8 @@ BY_INDUCTOR = next(iter(PROBLEMS))
 """The problem of which each statistic is compiled, which takes a minute or so for each."""
 NO_BACKPACK = "transformer layer, N = 16, T = 12"
 """It has no rules for attention."""
+CHUNKS = 8, 64, 256, 1000
+"""In how many chunks the variance is computed, of 1024 samples."""
 Rows = dict[str, tuple[Callable[[Problem], Callable], Peer | None]]
 
 
@@ -117,6 +119,7 @@ def plans(name: str, options: argparse.Namespace) -> None:
             faster = number(over(times[row, EAGER], min(times[row, way] for way in BACKENDS if (row, way) in times)))
             line = {"": f"{called}: {row}", "gradient ms": number(base * 1e3, 3), **cells, "faster": faster}
             lines.append(line | {"first": number(first[row])})
+    chunks = _chunks(name, options)
     announce(name, "")
     print(f"{name}: in gradients of the mean loss; {options.device}, one thread, median of {options.repeats} rounds")
     print_table(lines)
@@ -124,6 +127,33 @@ def plans(name: str, options: argparse.Namespace) -> None:
         print(f"{INDUCTOR} fails: {words}")
     print("faster: how many times the faster backend is than the call itself")
     print("first: how many calls the first one by replay takes, in which the plan is written down\n")
+    print(f"{name} of chunks: the variance of the MLP with N = 1024; ms, median of {options.repeats} rounds")
+    print_table(chunks)
+
+
+def _chunks(name: str, options: argparse.Namespace) -> list[dict[str, str]]:
+    """The lines of a table: calls in few and in many chunks, the first ones and later ones."""
+    torch.manual_seed(0)
+    own, lines = _mlp(), []
+    problem = Problem(own.model, own.loss, torch.randn(1024, 64), torch.randint(10, (1024,))).to(options.device)
+    args = problem.params, problem.x, problem.y
+    for n in CHUNKS:
+        announce(name, f"{n} chunks")
+        t = invfunc.chunked(invfunc.variance(problem.loss_fn), n)
+        planned = invfunc.compiled(t)
+        first = once(partial(planned, *args), options.device)
+        times = medians(
+            {"eager": partial(t, *args), "later": partial(planned, *args)},
+            dict.fromkeys(("eager", "later"), options.repeats),
+            options.device,
+            partial(announce, name),
+        )
+        cells = {"eager": times["eager"], "first": first, "later": times["later"]}
+        (plan,) = (entry.plan for entry in planned.calls.entries.values())
+        operations = "none" if plan is None else str(plan.operations)
+        each = {way: number(seconds * 1e3, 3) for way, seconds in cells.items()}
+        lines.append({"chunks": str(n), **each, "operations": operations})
+    return lines
 
 
 def _first(eager: Callable[[], Any], planned: Callable[[], Any], device: torch.device) -> float:

@@ -302,7 +302,7 @@ class TestTwoSweeps:
             raise Lost
 
         with monkeypatch.context() as patched, pytest.raises(Lost):
-            patched.setattr("invfunc.reductions.eigenbasis.basis_of", broken)
+            patched.setattr("invfunc.reductions.eigenbasis.bases_of", broken)
             streamed(self.make(), checkpoint=file)(params, parts)
         assert torch.load(file, weights_only=False)["done"] == 3
         f = lambda *args: seen.append(1) or losses(*args)  # noqa: E731

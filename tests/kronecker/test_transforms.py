@@ -73,6 +73,17 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.parametrize("derivative", [along, lambda fn: along(along(fn))], ids=["jvp", "jvp of jvp"])
+def test_a_factor_that_stays_has_no_tangent_beside_one_that_moves(derivative):
+    """Both have one shape, and that which stays has equal eigenvalues."""
+
+    def value(K):
+        pair = Kronecker((torch.eye(2).double(), K.factors[0]), ((0,), (1,)), torch.Size((2, 2)))
+        return pair.eigen().dense().sum()
+
+    assert derivative(value)(POINT).isfinite()
+
+
 class TestTransforms:
     @given(K=kroneckers())
     def test_is_a_node(self, K):

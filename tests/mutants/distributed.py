@@ -6,7 +6,7 @@ ALL = "data_sets/test_distributed.py::test_all_processes_give_what_all_samples_a
 MODULES = "test_sharded_modules.py::TestFunctional"
 FAULTS = "data_sets/test_distributed.py::TestFaults"
 RESUMED = "data_sets/test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened"
-
+MEMORY = "data_sets/test_distributed.py::test_no_process_has_all_parameters_nor_all_sums"
 PARTS = "data_sets/test_distributed.py::test_what_it_composes_with"
 
 DISTRIBUTED = [
@@ -39,6 +39,27 @@ DISTRIBUTED = [
         PARTS,
     ),
     Fault(
+        "aux of a product is a parameter without numbers",
+        "products/streamed.py",
+        "aux if self.parts is None else self.parts.rounds.present(aux)",
+        "aux",
+        PARTS,
+    ),
+    Fault(
+        "products that are taken are not weighted as the loss of their batch",
+        "products/in_parts.py",
+        "wide if self.weight == 1 else self.weight * wide",
+        "wide",
+        ALL,
+    ),
+    Fault(
+        "gradients of which the graph alone is wanted have numbers",
+        "products/in_parts.py",
+        "_Blank.apply if graph else self._take",
+        "(lambda leaf, gradient: None) if graph else self._take",
+        MEMORY,
+    ),
+    Fault(
         "what is no operation of torch reads no numbers",
         "_torch/reading.py",
         "            args = self.reading.present(args)\n",
@@ -57,7 +78,35 @@ DISTRIBUTED = [
         "reductions/squares.py",
         'shortcuts, trees, entrywise = "all", 1, True',
         'shortcuts, trees = "all", 1',
-        "data_sets/test_distributed.py::test_no_process_has_all_parameters_nor_all_sums",
+        MEMORY,
+    ),
+    Fault(
+        "numbers of all entries keep sums of all parameters alive",
+        "evaluation/rounds.py",
+        "local_part(x, like) if x.shape == like.shape else x.clone()",
+        "local_part(x, like)",
+        MEMORY,
+    ),
+    Fault(
+        "the columns of all passes are added up before parts are kept",
+        "passes/pullback.py",
+        "complete or (soon is not None and soon(k, leaf))",
+        "complete",
+        MEMORY,
+    ),
+    Fault(
+        "a result of a parameter is told of a part of it",
+        "evaluation/sweep.py",
+        "self.rounds.whole(self.fold.problem.leaves[leaf], state) if (number, leaf) in self.parts else state",
+        "state",
+        PARTS,
+    ),
+    Fault(
+        "parameters are gathered before samples are compared",
+        "data_sets/tiled.py",
+        "again=AGAIN, whole=False",
+        "again=AGAIN",
+        MEMORY,
     ),
     Fault(
         "the means of the processes are taken for the same",

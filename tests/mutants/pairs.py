@@ -14,11 +14,11 @@ PAIRS_AND_LAYERS = [
     Fault(
         "an additive coupling goes back in the order of forward",
         "pairs/couplings.py",
-        """        b = b - fitting(unwritten(self.call, "G", G, a, *q, *args, **kwargs), b, self.call, "G", "b")
-        a = a - fitting(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, self.call, "F", "a")
+        """        b = b - fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
+        a = a - fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
 """,
-        """        a = a - fitting(unwritten(self.call, "F", F, b, *p, *args, **kwargs), a, self.call, "F", "a")
-        b = b - fitting(unwritten(self.call, "G", G, a, *q, *args, **kwargs), b, self.call, "G", "b")
+        """        a = a - fitting(F(b, *p, *args, **kwargs), a, self.call, "F", "a")
+        b = b - fitting(G(a, *q, *args, **kwargs), b, self.call, "G", "b")
 """,
         "pairs/test_couplings.py::TestFormula::test_is_that_of_the_docstring_in_both_directions " + PAIRS,
     ),

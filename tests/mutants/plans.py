@@ -4,7 +4,7 @@ from tests.mutants.fault import Fault
 
 GUARDS, CALLS, BATCHES = "plans/test_guards.py", "plans/test_compiled.py", "plans/test_batches.py"
 POINTS, EXPORTED = "plans/test_points.py", "plans/test_exported.py"
-LAUNCHED = "plans/test_cudagraphs.py"
+LAUNCHED, PARTS = "plans/test_cudagraphs.py", "plans/test_parts.py"
 
 PLANS = [
     Fault(
@@ -38,8 +38,8 @@ PLANS = [
     Fault(
         "constants of a plan are results",
         "plans/finish.py",
-        "if not recorder.written.get(storage(x)) and storage_of(x) not in returned",
-        "if not recorder.written.get(storage(x))",
+        "if recorder.written.get(storage(x)) or storage_of(x) in returned:",
+        "if recorder.written.get(storage(x)):",
         f"{CALLS}::TestResults {CALLS}",
     ),
     Fault(
@@ -160,5 +160,47 @@ PLANS = [
         "if not all(same_state(state_of(g), state) for g, state in before):",
         "if False:",
         LAUNCHED,
+    ),
+    Fault(
+        "parts of other operations are the same",
+        "plans/parts.py",
+        "key = tuple([(step.target, form(",
+        "key = tuple([(form(",
+        f"{PARTS}::TestWhatAPartDoes {PARTS}",
+    ),
+    Fault(
+        "each part is given what the first one is",
+        "plans/parts.py",
+        "call.args = tuple(column[i] for",
+        "call.args = tuple(column[0] for",
+        f"{PARTS}::TestChunks {PARTS}",
+    ),
+    Fault(
+        "each part has the constants of the first one",
+        "plans/parts.py",
+        "return [constant(self.parts[call].values[i]) for",
+        "return [constant(next(iter(self.parts.values())).values[i]) for",
+        f"{PARTS}::TestWhatAPartDoes {PARTS}",
+    ),
+    Fault(
+        "what a part draws is written as the rest of it",
+        "plans/recorder.py",
+        "            self.parts.spill()\n            generator",
+        "            generator",
+        f"{PARTS}::TestWhatAPartDoes {PARTS}",
+    ),
+    Fault(
+        "operations that take numbers come before what is written in place",
+        "plans/backends.py",
+        "& {memory[x] for x in before}:",
+        "& set():",
+        f"{PARTS}::TestByInductor {PARTS}",
+    ),
+    Fault(
+        "numbers of a part are compiled",
+        "plans/backends.py",
+        "or any(map(_number, node.all_input_nodes))):",
+        "):",
+        f"{PARTS}::TestByInductor {PARTS}",
     ),
 ]

@@ -96,7 +96,7 @@ STATISTICS = [
     ),
     Fault(
         "blocks of samples are not mirrored in inner products",
-        "per_sample/factor.py",
+        "per_sample/products.py",
         "rows[j][i].permute(2, 3, 0, 1)",
         "rows[j][i]",
         "operations/test_thresholds.py::TestStatistics::test_equal_the_loop[lowest-positions] "
@@ -184,6 +184,27 @@ STATISTICS = [
         "evaluation/test_memory_of_results.py per_sample evaluation statistics/test_first_order.py",
     ),
     Fault(
+        "large shares are taken with the first rows of what is sent back",
+        "per_sample/factor.py",
+        "narrowed(terms, self.output[0], *rows)",
+        "narrowed(terms, self.output[0], 0, rows[1] - rows[0])",
+        "operations/test_weighted_sums.py::test_large_shares_by_some_rows_are_those_of_the_loop " + FIRST,
+    ),
+    Fault(
+        "a total that is somebody else's is written to",
+        "linear_algebra/contract.py",
+        "total = added(total, more) if i else total + more",
+        "total = added(total, more)",
+        "operations/test_thresholds.py::TestKernels",
+    ),
+    Fault(
+        "each share of a convolution is that of the first sample",
+        "operations/convolutions.py",
+        "zip(cotangent[0].split(1), one_by_one(part), strict=True)",
+        "zip(cotangent[0].split(1), one_by_one(part)[:1] * len(cotangent[0]), strict=True)",
+        "operations/test_weighted_sums.py::test_shares_by_themselves_are_those_of_the_loop " + FIRST,
+    ),
+    Fault(
         "shifted moments forget the shift",
         "per_sample/squares.py",
         "return total + n * shift, centred",
@@ -199,9 +220,9 @@ STATISTICS = [
     ),
     Fault(
         "what lands behind the last row is added to it",
-        "per_sample/factor.py",
-        "return target.index_add(0, rows, share.flatten(0, 1))[:-1]",
-        "return target.index_add(0, rows.clamp(max=len(target) - 2), share.flatten(0, 1))[:-1]",
+        "per_sample/table.py",
+        "return target.index_add(0, self.rows(part).flatten(), share.flatten(0, 1))[:-1]",
+        "return target.index_add(0, self.rows(part).flatten().clamp(max=self.count - 1), share.flatten(0, 1))[:-1]",
         "operations/test_layers.py::test_every_path_equals_the_loop[EmbeddingBag] "
         + FIRST
         + " operations/test_rules.py",

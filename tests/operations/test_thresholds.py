@@ -28,7 +28,7 @@ from invfunc import (
     thresholds,
     variance,
 )
-from invfunc.linear_algebra.contract import contract, joined, outer
+from invfunc.linear_algebra.contract import contract, joined, outer, summed
 from invfunc.operations.factors.autocorrelation import patches_gram
 from invfunc.operations.factors.patches import patches
 from invfunc.testing import (
@@ -287,6 +287,13 @@ class TestKernels:
         """What reduces them would copy them, which takes longer than to form them."""
         sent, read = Numbers(0)(9, 4, 12, 32), Numbers(1)(4, 12, 16)
         assert contract([("VNto", sent), ("Nti", read)], "NVoi").is_contiguous()
+
+    @given(count=st.integers(1, 4), graph=st.booleans())
+    def test_sums_leave_what_they_add_as_it_was(self, count, graph):
+        addends = [Numbers(i)(2, 3).requires_grad_(graph and i == 1) for i in range(count)]
+        before = [x.detach().clone() for x in addends]
+        torch.testing.assert_close(summed(iter(addends)), torch.stack(addends).sum(0), rtol=0, atol=1e-14)
+        assert all(torch.equal(x, y) for x, y in zip(addends, before, strict=True))
 
     @both
     @pytest.mark.parametrize("dim", [0, 1])

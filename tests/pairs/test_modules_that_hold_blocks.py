@@ -143,8 +143,8 @@ class TestOfAModuleThatHoldsABlock:
             return m(b)
 
         again = copy.deepcopy(additive_coupling(F, lambda a: F(a)))
-        (inner,) = (c.cell_contents for c in again.shared[1].__closure__)
-        assert inner is again.shared[0] is not F
+        (inner,) = (c.cell_contents for c in again.shared[1].fn.__closure__)
+        assert inner is again.shared[0].fn is not F
 
     def test_a_function_of_constants_stays_the_same(self):
         scale, other = 2.0, object()

@@ -4,8 +4,10 @@ import copy
 import gc
 import pickle
 import threading
+import time
 import warnings
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 import invfunc
-from invfunc import compiled, explain, tree
+from invfunc import compiled, explain, thresholds, tree
+from invfunc.plans import backends
 from invfunc.testing.laws.rows import CASES, MODEL
 from invfunc.testing.oracles import assert_trees_close
 from tests.networks import LOSSES, NETWORKS, network
@@ -523,6 +526,51 @@ class TestOptions:
                 same(c, t, w, x[:n])
         with pytest.warns(invfunc.InvFuncWarning, match="more than 8 shapes"):
             c(w, x[:9])
+
+
+@pytest.mark.skipif(backends._CLOCK is not time.thread_time, reason="the clock of threads is coarse here")
+def test_auto_does_not_count_what_other_programs_take():
+    def works(seconds):
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    def delayed():
+        works(1e-4)
+        time.sleep(4e-3)
+
+    choice = backends.Choice()
+    for _ in range(2 * thresholds.TIMED):
+        choice.timed(delayed if choice.by_plan else lambda: works(1e-3), [torch.ones(1)])
+    assert choice.by_plan and all(len(times) == thresholds.TIMED for times in choice.times)
+
+
+@pytest.mark.parametrize("backend", ["replay", "auto", "inductor"])
+def test_a_plan_is_gone_with_its_last_reference(backend):
+    """And not when garbage is collected, which is rare, while what it keeps may be large."""
+    compiled(invfunc.variance(loss))(*given())  # the first call of all leaves imports behind
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(torch, "compile", lambda module, **options: module.forward):
+            c, hvp = compiled(invfunc.variance(loss), backend=backend), compiled(invfunc.hvp(sum_of), backend=backend)
+            for k in range(3):
+                c(*given(k))
+            hvp.linearize(*given())(given()[0])
+        held = [weakref.ref(x) for calls in (c.calls, hvp.points.calls) for x in (calls, plan_of(calls))]
+        del c, hvp
+        assert all(known() is None for known in held)
+    finally:
+        gc.enable()
+
+
+def sum_of(w, x):
+    return loss(w, x).sum()
+
+
+def plan_of(calls):
+    (entry,) = calls.entries.values()
+    return entry.plan
 
 
 def test_inductor_is_the_call_up_to_rounding():

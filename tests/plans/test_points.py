@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -159,6 +160,22 @@ class TestOneVectorAfterTheOther:
                 assert_trees_close(found(v), wanted(v), EXACT)
                 both = torch.stack([v, w])
                 assert_trees_close(replace(found, lead=1)(both), replace(wanted, lead=1)(both), EXACT)
+
+    @pytest.mark.parametrize("f", [dropping, masked])
+    def test_what_a_backend_refuses_is_replayed(self, f):
+        """The compiler draws other numbers than torch, and takes shapes for those that it has seen."""
+        t, c = (
+            invfunc.hvp(lambda w, x: f(w, x).sum()),
+            compiled(invfunc.hvp(lambda w, x: f(w, x).sum()), backend="inductor"),
+        )
+        w, x = Numbers(1)(3), Numbers(2)(6, 3)
+        torch.manual_seed(1)
+        wanted = t.linearize(w, x)
+        torch.manual_seed(1)
+        with mock.patch.object(torch, "compile", side_effect=AssertionError("it compiles")):
+            found = quietly(c.linearize, w, x)
+        assert len(halves(c)) == 1 and not isinstance(halves(c)[0], str)
+        assert_trees_close(found(w), wanted(w), EXACT)
 
     def test_the_first_part_is_not_done_again(self, data):
         c = compiled(invfunc.ggnvp(linear, F.cross_entropy))

@@ -33,6 +33,8 @@ MADE = {
     "diag_ggn": lambda: invfunc.diag_ggn(linear, F.cross_entropy),
     "together": lambda: invfunc.together(invfunc.batch_grad(losses), invfunc.diag_ggn(losses)),
     "chunked": lambda: invfunc.chunked(invfunc.diag_ggn(linear, F.cross_entropy), 2),
+    "kflr": lambda: invfunc.kflr(linear, F.cross_entropy),
+    "ekfac": lambda: invfunc.ekfac(losses, fisher="empirical"),
     "noise_scale": lambda: invfunc.noise_scale(losses),
     "noise_scale of groups": lambda: invfunc.together(
         invfunc.noise_scale(losses, groups=str), invfunc.variance(losses)
@@ -127,6 +129,31 @@ def test_draws_are_those_of_the_calls(data):
         assert_trees_close((*found, torch.rand(2)), (*wanted, after), EXACT)
 
 
+def test_factors_know_what_they_are_of_and_multiply_in_the_graph(data):
+    """Also those of parameters of one shape, which differ in their names alone."""
+    (params, x, y), rand = data, Numbers(5)
+    params = {"first": rand(4, 4), "second": rand(4, 4), **params}
+
+    def model(p, x):
+        return linear(p, (x @ p["first"]).tanh() @ p["second"])
+
+    t, c = invfunc.kflr(model, F.cross_entropy), compiled(invfunc.kflr(model, F.cross_entropy))
+    ours = torch.compile(
+        lambda p, *batch: (K := c(p, *batch), K["second"] @ p["second"]), fullgraph=True, backend="aot_eager"
+    )
+    for n in (7, 7, 5):
+        found, product = ours(params, x[:n], y[:n])
+        wanted = t(params, x[:n], y[:n])
+        assert [repr(K.origin) for K in found.values()] == [repr(K.origin) for K in wanted.values()]
+        assert_trees_close(found, wanted, EXACT)
+        assert_trees_close(product, wanted["second"] @ params["second"], EXACT)
+        assert_trees_close(
+            invfunc.kronecker.merge(found, found, reduction="mean"),
+            invfunc.kronecker.merge(wanted, wanted, reduction="mean"),
+            EXACT,
+        )
+
+
 def test_another_shape_of_the_result_is_told():
     size = {"n": 3}
     c = compiled(invfunc.batch_jacobian(lambda w, x: (x * w)[:, : size["n"]]))
@@ -142,7 +169,7 @@ def test_another_shape_of_the_result_is_told():
 def test_what_is_no_tree_of_tensors_is_a_graph_break(kind, data):
     params, *args = data
     make = {
-        "factors": lambda: invfunc.kflr(linear, F.cross_entropy),
+        "factors": lambda: invfunc.kflr(linear, F.cross_entropy, joint=True),
         "aux": lambda: invfunc.variance(lambda p, x, y: (losses(p, x, y), x.mean()), has_aux=True),
         "reduced": lambda: invfunc.reduced(invfunc.variance(losses), lambda path, v: v.sum()),
         "differentiable": lambda: invfunc.variance(losses),

@@ -17,6 +17,11 @@ Part = slice | torch.Tensor
 """Some samples of a run: a range, or their indices."""
 
 
+def one_by_one(part: Part) -> list[Part]:
+    """Its samples."""
+    return [slice(i, i + 1) for i in range(part.start, part.stop)] if isinstance(part, slice) else [*part.split(1)]
+
+
 def _unchanged(cotangent: torch.Tensor, part: Part) -> torch.Tensor:
     return cotangent
 

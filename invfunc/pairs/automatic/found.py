@@ -15,12 +15,13 @@ from invfunc._torch.functorch import unwrapped
 from invfunc._torch.generators import same_state, state_of
 from invfunc.callables import describe
 from invfunc.errors import InverseError
+from invfunc.pairs.automatic.derived import Derived
 from invfunc.pairs.automatic.formula import formulas
-from invfunc.pairs.automatic.graph import Call, Node, Tracer
+from invfunc.pairs.automatic.graph import Call, Node, Tracer, like_of
 from invfunc.pairs.automatic.search import search
 from invfunc.pairs.automatic.symbolic import Symbolic
-from invfunc.pairs.automatic.values import Values
-from invfunc.pairs.pair import Invertible
+from invfunc.pairs.automatic.values import Order, Values
+from invfunc.pairs.pair import Closed, Invertible
 from invfunc.pairs.value import Value
 
 _MOST = 64
@@ -106,7 +107,7 @@ class Found(Value):
                 "runs f, which would write them. Call eval() first."
             )
         ys, form = tree.separate(y)
-        return self._solved(Input(form, [_like(t) for t in ys], {}), y, args, kwargs)
+        return self._solved(Input(form, [like_of(t) for t in ys], {}), y, args, kwargs)
 
     def inverse_like(self, x: Input, y: Any, *args: Any, **kwargs: Any) -> Any:
         """x, of its own form; only its values are wanted."""
@@ -137,7 +138,7 @@ class Found(Value):
                 given.setdefault(node, number)
         steps = search(run.inputs, given, _names("x", x.form.join(stand_ins), run))
         states = [state_of(generator) for generator in run.generators]
-        values = Values(given, steps, run.inputs, near).compute()
+        values = Values(given, Order(steps, run.inputs), near).compute()
         if not all(same_state(state_of(g), then) for g, then in zip(run.generators, states, strict=True)):
             raise InverseError("f draws random numbers that were not seen when its inverse was looked for.")
         return x.form.join(values)
@@ -146,12 +147,22 @@ class Found(Value):
 class Automatic(Invertible):
     """A pair whose inverse is found; its repr tells it, once it was called."""
 
+    derived = True
+
     @property
     def found(self) -> Found:
         return self.forward.__self__  # pyright: ignore[reportFunctionMemberAccess]
 
     def inverse_of(self, x: tree.Form, like: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> Callable:
         return partial(self.found.inverse_like, Input(x, like, kept))
+
+    @property
+    def made_of(self) -> tuple[Callable, ...]:
+        return (self.found.f,)
+
+    def directions(self, x: tree.Form, like: Sequence[Any], closed: Closed) -> tuple[Callable, Callable]:
+        f = self.found.f
+        return f, Derived(f, x, like, closed, self.inverse_of(x, like, {}))
 
     def __repr__(self) -> str:
         told = dict.fromkeys(self.found.told.values())
@@ -162,10 +173,6 @@ def automatic(f: Callable, keep: tuple[int, ...] = ()) -> Automatic:
     """The pair of f and the inverse that is found in what f does."""
     found = Found(f, keep)
     return Automatic(found.forward, found.inverse)
-
-
-def _like(t: torch.Tensor) -> Node:
-    return Node(t.shape, t.stride(), 0, t.dtype, t.device, [])
 
 
 def _not_stale(tracer: Tracer, tensor: torch.Tensor) -> Node | None:

@@ -146,11 +146,16 @@ class Tracer(Listener):
         self._enter(call, leaves, result, device)
         return result
 
+    def let_go(self) -> None:
+        """Let go of tensors, and of the calls that the steps to x do not take."""
+        for node in (*self.inputs, *(node for call in self.calls for node in call.outputs)):
+            node.alike, node.readers, node.family = None, [], []
+
     def forget(self) -> None:
         """Let go of all tensors at once: calls and nodes know one another, which only the garbage collector ends."""
+        self.let_go()
         for node in (*self.inputs, *(node for call in self.calls for node in call.outputs)):
-            node.made = node.alike = None
-            node.readers, node.family = [], []
+            node.made = None
         for call in self.calls:
             call.leaves, call.operands, call.drawn = [], [], ()
         self.calls = []
@@ -246,6 +251,11 @@ class Tracer(Listener):
         with unwatched():
             offset = int(innermost(tensor).storage_offset())
         return Node(tensor.shape, tensor.stride(), offset, tensor.dtype, device, family, made)
+
+
+def like_of(tensor: torch.Tensor) -> Node:
+    """What a tensor is like, which is given."""
+    return Node(tensor.shape, tensor.stride(), 0, tensor.dtype, tensor.device, [])
 
 
 def is_node(leaf: Any) -> bool:

@@ -33,6 +33,8 @@ class Symbolic(Tracer):
     def __init__(self, near: torch.Tensor, drawing: set[str]) -> None:
         super().__init__()
         self._near, self._drawing = near, drawing
+        self.instead: dict[int, torch.Tensor] = {}
+        """Stand-ins for tensors that f closes over."""
         self.generators: list[Generator] = [torch.default_generator]
         self._devices = set[torch.device]()
 
@@ -55,6 +57,8 @@ class Symbolic(Tracer):
         return node
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self.instead:
+            args, kwargs = tree.map_tensors(lambda t: self.instead.get(id(t), t), (args, kwargs or {}))
         if args and (node := self.of(args[0])) is not None and function_of(func).name in _OF_DEVICE:
             return func(torch.empty(0, dtype=node.dtype, device=node.device), *args[1:])
         return super().__torch_function__(func, types, args, kwargs)

@@ -15,35 +15,49 @@ from invfunc.pairs.automatic.graph import Call, Node, is_node, value
 from invfunc.pairs.automatic.search import Step
 
 
+class Order:
+    """Steps in their order, with what each is the last one to read.
+
+    Args:
+        steps: them.
+        wanted: what they are taken for.
+    """
+
+    def __init__(self, steps: Sequence[Step], wanted: Sequence[Node]) -> None:
+        self.wanted = wanted
+        self.needed = {*wanted, *(node for step in steps for node in step.reads)}
+        self.together = {step.node for step in steps if step.how == "together"}
+        last = {node: i for i, step in enumerate(steps) for node in step.reads}
+        kept = {*wanted}
+        self.steps = [
+            (step, [node for node in step.reads if last[node] == i and node not in kept])
+            for i, step in enumerate(steps)
+        ]
+
+
 class Values:
     """The numbers of the tensors that the steps give, each for as long as it is needed.
 
     Args:
         given: those that are known.
-        steps: in their order.
+        order: the steps.
+        near: a tensor that memory is made beside.
     """
 
-    def __init__(
-        self, given: Mapping[Node, torch.Tensor], steps: Sequence[Step], wanted: Sequence[Node], near: torch.Tensor
-    ) -> None:
-        self._of, self._near = dict(given), near
-        self._needed = {*wanted, *(node for step in steps for node in step.reads)}
-        self._steps, self._wanted = steps, wanted
+    def __init__(self, given: Mapping[Node, torch.Tensor], order: Order, near: torch.Tensor) -> None:
+        self._of, self._order, self._near = dict(given), order, near
         self._parts: dict[Call, list[torch.Tensor]] = {}
         """What views of tensors that are put together give, by their calls."""
         self._whole: dict[Node, torch.Tensor] = {}
-        self._together = {step.node: step for step in steps if step.how == "together"}
 
     def compute(self) -> list[torch.Tensor]:
         """The tensors that are wanted."""
-        last = {node: i for i, step in enumerate(self._steps) for node in step.reads}
-        for i, step in enumerate(self._steps):
+        for step, done in self._order.steps:
             if step.node not in self._of or step.how == "together":
                 self._take(step)
-            for node in step.reads:
-                if last[node] == i and node not in self._wanted:
-                    self._of.pop(node, None)
-        return [self._of[node] for node in self._wanted]
+            for node in done:
+                self._of.pop(node, None)
+        return [self._of[node] for node in self._order.wanted]
 
     def _take(self, step: Step) -> None:
         call, node = step.call, step.node
@@ -109,7 +123,7 @@ class Values:
             return False
         while node.made is not None and node.made.views:
             node = node.made.operands[0]
-            if node in self._together:
+            if node in self._order.together:
                 return True
         return False
 
@@ -149,7 +163,7 @@ class Values:
     def _came(self, call: Call, node: Node, number: torch.Tensor | None) -> None:
         if number is None or (number.shape, number.dtype) != (node.shape, node.dtype):
             raise InverseError(f"{call} gives something of another form where its numbers are others.")
-        if node in self._needed:
+        if node in self._order.needed:
             self._of.setdefault(node, number)
 
 

@@ -1,0 +1,104 @@
+"""The product of the samples of several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from invfunc import tree
+from invfunc.data_sets.part import Asked, Begun, Part
+from invfunc.evaluation.layout import parts
+from invfunc.products.along import OfAll, space_of
+from invfunc.products.product import Linearised, Product
+from invfunc.products.streamed import Evaluated, Sums, check_linearized, identity_of, keys_of
+from invfunc.transform import Transform
+
+
+@dataclass(frozen=True, repr=False)
+class DistributedProduct(Transform):
+    """A function `(params, v, *batch) -> tree like params`, the sum of a product over all processes."""
+
+    product: Product
+    part: Part
+    plans: Evaluated | None = None
+    outermost = True
+
+    def __repr__(self) -> str:
+        return self.part.shown(self.plans or self.product)
+
+    @property
+    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.product.has_aux
+
+    @property
+    def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.product.vector
+
+    @property
+    def lead(self) -> int:
+        return self.product.lead
+
+    def names(self, count: int) -> Any:
+        return self.part.names(["params", self.vector], self.product.names(count), count)
+
+    def names_of_f(self, count: int) -> Any:
+        """What so many arguments are called that are all but the vector."""
+        return self.part.names(["params"], self.product.names_of_f(count), count)
+
+    def linearize(self, *args: Any, **kwargs: Any) -> Any:
+        """The product at some parameters and data, `(params, *batch) -> (v -> product)`, of the same draws for all v.
+
+        All processes have to call it, and what it returns, with the same vectors in the same order.
+        """
+        return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
+
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        begun, sums, space = self._begun(
+            args, 2, kwargs, names, lambda: identity_of(self.product, args[0], args[1], kwargs)
+        )
+        leaves = space.leaves(args[1], self.vector, self.lead)
+        with begun.course as course:
+            found = self._parts(begun.told("result", lambda: sums(leaves, course, self.lead)), args[0], self.lead)
+            return space.tree(found), self._aux(sums)
+
+    def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        check_linearized(self.part.file)
+        begun, sums, space = self._begun(args, 1, kwargs, names, again="it is gone through for every vector")
+        shown = f"{self!r}.linearize({', '.join(names)})"
+
+        def at(vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
+            if begun.rounds is None or not lead:
+                return self._parts(sums.along(vectors, lead), args[0], lead)
+            each = [sums.along([*one], 0) for one in zip(*vectors, strict=True)]
+            return self._parts([torch.stack(x) for x in zip(*each, strict=True)], args[0], lead)
+
+        return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs)), []
+
+    @staticmethod
+    def _parts(found: list[torch.Tensor], params: Any, lead: int) -> list[torch.Tensor]:
+        """A product laid out as the parameters are."""
+        return parts(found, tree.tensors((params,)), lead)
+
+    def _begun(
+        self,
+        args: tuple,
+        own: int,
+        kwargs: dict[str, Any],
+        names: Any,
+        identity: Callable[[], dict[str, str]] = dict,
+        again: str = "",
+    ) -> tuple[Begun, Sums, OfAll]:
+        """How all begin, the linear map, and the space of its vectors."""
+        alike, keys = {"the product": f"{self.product!r} {self.product.degree}"}, keys_of(self.product)
+        whole = bool(self.lead) or self.plans is not None
+        begun = self.part.begun(Asked(args, own, names, alike, keys, identity, again, whole=whole))
+        keys, p = begun.course.record.keys, begun.processes
+        divided = None if begun.rounds is None else (begun.rounds, tree.tensors((begun.params,)))
+        sums = Sums(self.product, kwargs, begun.batches, keys, p, begun.before, begun.counted, self.plans, divided)
+        return begun, sums, OfAll(**vars(space_of(args[:1], names)), processes=p, rounds=begun.rounds)
+
+    def _aux(self, sums: Sums) -> Any:
+        return sums.aux if self.part.feed is not None else sums.aux[0] if sums.aux else None
