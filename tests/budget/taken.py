@@ -21,7 +21,7 @@ CONVOLUTIONS = [
 """Samples, channels, those of the result, size, side of the image, stride, padding, dilation, and if transposed."""
 OLDER = {"AVX2": "avx2", "SSE41": "default"}
 """CPUs whose kernels this one has, too, as oneDNN and as torch call them."""
-ON_OLDER = [case for case in CONVOLUTIONS if case[0] in (1, 8) and case[4] > 32]
+ON_OLDER = [CONVOLUTIONS[3], CONVOLUTIONS[4], (32, 1, 32, 7, 48, 1, 3, 1, False)]
 PRODUCTS = ((512, 512, 512), (64, 512, 8192), (4096, 256, 256), (4096, 512, 64), (8, 256, 64, 256))
 OF_MATRICES = {name: getattr(torch.linalg, name) for name in ("svd", "pinv", "matrix_exp", "eigh")}
 OF_MATRICES["kthvalue"] = lambda x: x.kthvalue(3)
