@@ -116,8 +116,8 @@ TOTAL_POSITIONS = 1
 """Positions of all samples, for each row of the weight, from which on they are. It takes a fifth to two thirds of the
 time of patches and a product here, but 1.3 times as long with 512 rows and 256 positions."""
 ALONE = 2**22
-"""Multiplications of one sample from which on the per-sample gradients of one column are weight gradients, too, where
-the positions of a sample allow it: 0.5 to 0.95 of the time of patches and products. From 2^21 here, except those of
+"""Multiplications of one sample from which on its gradient is the weight gradient of the convolution, too, where the
+positions of a sample allow it: 0.5 to 0.95 of the time of patches and products. From 2^21 here, except those of
 few channels within a network."""
 
 # Gram matrices of patches (operations/factors/autocorrelation.py)

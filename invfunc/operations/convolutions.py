@@ -76,7 +76,7 @@ class _WeightGradient:
 
     def each(self, cotangent: torch.Tensor, part: Part) -> list[Term]:
         """Those of each sample, which are the only term; none where patches are the better way."""
-        if len(cotangent) != 1 or not cotangent.shape[1] or self.work < thresholds.ALONE:
+        if len(cotangent) != 1 or self.work < thresholds.ALONE:
             return []
         pairs = zip(cotangent[0].split(1), one_by_one(part), strict=True)
         found = [share for share in (self.total(one, at) for one, at in pairs) if share is not None]
