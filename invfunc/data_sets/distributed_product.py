@@ -12,34 +12,19 @@ from invfunc import tree
 from invfunc.data_sets.part import Asked, Begun, Part
 from invfunc.evaluation.layout import parts
 from invfunc.products.along import OfAll, space_of
-from invfunc.products.product import Linearised, Product
+from invfunc.products.product import Linearised, SummedProduct
 from invfunc.products.streamed import Evaluated, Sums, check_linearized, identity_of, keys_of
-from invfunc.transform import Transform
 
 
 @dataclass(frozen=True, repr=False)
-class DistributedProduct(Transform):
+class DistributedProduct(SummedProduct):
     """A function `(params, v, *batch) -> tree like params`, the sum of a product over all processes."""
 
-    product: Product
     part: Part
     plans: Evaluated | None = None
-    outermost = True
 
     def __repr__(self) -> str:
         return self.part.shown(self.plans or self.product)
-
-    @property
-    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.product.has_aux
-
-    @property
-    def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.product.vector
-
-    @property
-    def lead(self) -> int:
-        return self.product.lead
 
     def names(self, count: int) -> Any:
         return self.part.names(["params", self.vector], self.product.names(count), count)

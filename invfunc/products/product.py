@@ -175,3 +175,23 @@ class Product(Transform):
         with given.scope:
             linear = self.record(given)
             return linear, given.scope.result(given.aux)
+
+
+@dataclass(frozen=True, repr=False)
+class SummedProduct(Transform):
+    """The sum of a product over batches."""
+
+    product: Product
+    outermost = True
+
+    @property
+    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.product.has_aux
+
+    @property
+    def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.product.vector
+
+    @property
+    def lead(self) -> int:
+        return self.product.lead

@@ -22,10 +22,9 @@ from invfunc.loss.drawn import key_of
 from invfunc.products.along import space_of
 from invfunc.products.given import Given
 from invfunc.products.in_parts import InParts
-from invfunc.products.product import Linearised, Product
+from invfunc.products.product import Linearised, Product, SummedProduct
 from invfunc.reductions.exchange import Exchange
 from invfunc.reductions.exchange import Sums as OfAll
-from invfunc.transform import Transform
 
 
 def evaluated(
@@ -41,30 +40,16 @@ Evaluated = Callable[[Product, list[torch.Tensor], int, tuple, dict[str, Any], A
 
 
 @dataclass(frozen=True, repr=False)
-class StreamedProduct(Transform):
+class StreamedProduct(SummedProduct):
     """A function `(params, v, loader) -> tree like params`, the sum of a product over the batches."""
 
-    product: Product
     feed: Feed = Feed()
     checkpoint: Checkpoint | None = None
     plans: Evaluated | None = None
     """What evaluates the product of a batch, if it is `compiled`."""
-    outermost = True
 
     def __repr__(self) -> str:
         return f"streamed({self.plans or self.product!r})"
-
-    @property
-    def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.product.has_aux
-
-    @property
-    def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.product.vector
-
-    @property
-    def lead(self) -> int:
-        return self.product.lead
 
     def names(self, count: int) -> Sequence[str]:
         return ["params", self.vector, "loader"][:count]

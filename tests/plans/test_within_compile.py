@@ -34,6 +34,7 @@ MADE = {
     "together": lambda: invfunc.together(invfunc.batch_grad(losses), invfunc.diag_ggn(losses)),
     "chunked": lambda: invfunc.chunked(invfunc.diag_ggn(linear, F.cross_entropy), 2),
     "kflr": lambda: invfunc.kflr(linear, F.cross_entropy),
+    "kfac": lambda: invfunc.kfac(linear, F.cross_entropy, fisher="exact"),
     "ekfac": lambda: invfunc.ekfac(losses, fisher="empirical"),
     "noise_scale": lambda: invfunc.noise_scale(losses),
     "noise_scale of groups": lambda: invfunc.together(
