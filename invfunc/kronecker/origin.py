@@ -89,11 +89,11 @@ class Origin:
 
 def derived(origin: Origin) -> Origin:
     """That of an inverse, of a root, or of an average."""
-    if not torch.compiler.is_compiling():
-        return replace(origin, n=None)
-    from invfunc._torch.eager import eagerly  # the compiler does not look into what a graph holds as a constant
+    if torch.compiler.is_compiling():
+        from invfunc._torch.eager import eagerly  # the compiler does not look into what a graph holds as a constant
 
-    return eagerly(_derived, (origin,), {})
+        return eagerly(_derived, (origin,), {})
+    return _derived((origin,), {})
 
 
 def _derived(args: tuple[Origin], options: dict[str, Any]) -> Origin:

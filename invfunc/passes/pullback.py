@@ -53,8 +53,7 @@ Kept = list[tuple[Pass, PulledBack]]
 """What was pulled back, pass by pass."""
 Reached = tuple[list[ParameterUse], PulledBack]
 """What reads a parameter, and the columns there."""
-Soon = Callable[[int, int], bool]
-"""Whether what a reduction keeps of a parameter, both by number, is wanted after every pass."""
+Soon = Callable[[int, int], bool]  # whether what a reduction keeps of a parameter is wanted after every pass
 Tell = Callable[[list[States], int, bool], None]
 """Tells what is kept of a parameter so far, and whether that is complete."""
 Roles = dict[int, Role]
