@@ -65,10 +65,11 @@ class Work:
         sweep, before = self.sweep, self.sweep.n
 
         def add(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, Any]:
-            if not self.looked and size_of(args, t.in_dims) > 1:
-                t.engine(args, kwargs, names).check_apart()
-                self.looked = True
-            return None, sweep.add(t.engine(args, kwargs, names), partial(self.evaluated, t, sweep, args, kwargs))
+            engine = t.engine(args, kwargs, names)
+            engine.joined = not self.looked and size_of(args, t.in_dims) > 1
+            aux = sweep.add(engine, partial(self.evaluated, t, sweep, args, kwargs))
+            self.looked = self.looked or engine.joined
+            return None, aux
 
         t = self.t.keyed(self.keys, self.first + n)
         aux = t.told(add, t.names, args, self.kwargs)[1]

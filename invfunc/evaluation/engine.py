@@ -73,6 +73,8 @@ class Engine:
         self.fold = Fold(problem, self.scope, options, quantities, limit, self.runner.places, self.report)
         self.scalar = False
         """Whether f, or the loss, has turned out to return one number for all samples."""
+        self.joined = False
+        """Whether its results will be joined with others, so that f has to be seen to allow it."""
         self.loss_part: LossPart | None = None
 
     def result(self) -> tuple[list[Any], Any]:
@@ -108,23 +110,17 @@ class Engine:
         with self.scope:
             check_batches(self.problem, self._batch_alone(slice(0, self.problem.n)), self._batch_alone)
 
-    def check_apart(self) -> None:
-        """Check that f gives half of the samples the losses that they have in the batch, unless it draws at random."""
-        half, n = self.problem.n // 2, self.problem.n
-        if not half or self.problem.loss is not None:
-            return
-        try:
-            with self.scope:
-                whole, part = (self._batch_alone(slice(0, k)) for k in (n, half))
-        except (Exception, Drew):  # of f that cannot be run on half of a batch, or draws: nothing to compare
-            return
-        check_fewer(self.problem, whole, part)
+    def check_joined(self, whole: Any = None) -> None:
+        """Check that f gives samples in the `whole` batch what it gives them alone, if they are to be joined."""
+        if self.joined and self.problem.loss is None:
+            check_fewer(self.problem, self._of_first(self.problem.n) if whole is None else whole, self._of_first)
 
     # Of what: each folds over the runs of the function and returns aux
 
     def _run(self) -> Any:
-        if self.first_order and self.problem.loss is None:
+        if self.first_order and self.problem.loss is None and not self.plan.asked("samples"):
             return self._gradient()
+        self.check_joined()
         of_model = {q.kind.of_model for q in self.quantities}
         if of_model != {"no"}:
             return self._jacobian() if "yes" in of_model else self._gradient_or_jacobian()
@@ -132,10 +128,9 @@ class Engine:
 
     def _gradient(self) -> Any:
         """The shares of a loss function."""
-        if self.plan.asked("samples"):
-            return self._found_split()
         run = self.runner.loss()
         self.scalar = not run.result.ndim
+        self.check_joined(self.scope.leave(run.result))
         self.fold.over(lambda: [run], self._ones)
         return run.aux
 
@@ -175,6 +170,12 @@ class Engine:
         """What f returns for one of two batches that were joined."""
         with runs_on_part(True):
             return self.runner.run(part, part.stop - part.start, with_uses=False, draws=Draws(stop=True)).result
+
+    def _of_first(self, n: int) -> Any:
+        """What f returns for the first samples alone, unless it draws at random or cannot be run on so few."""
+        with suppress(Exception, Drew):
+            return self._batch_alone(slice(0, n))
+        return None
 
     def _ones(self, run: Run) -> Made:
         """The columns of a run whose output is the loss itself, of which no part is an affine function."""

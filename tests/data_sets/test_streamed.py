@@ -126,12 +126,31 @@ class TestScale:
         with pytest.raises(ArgumentError, match=r"neither the sum .*ignore_index"):
             t(params, batches([2], x, y.to(x.device)))
 
-    @pytest.mark.parametrize("t", [invfunc.sum_grad_squared, invfunc.batch_grad, invfunc.diag_hessian])
+    @pytest.mark.parametrize(
+        "t",
+        [
+            invfunc.sum_grad_squared,
+            invfunc.batch_grad,
+            invfunc.diag_hessian,
+            lambda f: invfunc.compiled(invfunc.variance(f)),
+            lambda f: invfunc.chunked(invfunc.variance(f), 2),
+        ],
+    )
     def test_losses_with_a_factor_of_the_batch_are_refused(self, data, t):
         params, *rest = data
         t = streamed(t(lambda params, x, y: losses(params, x, y) / len(x)))
         with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
             t(params, batches([1, 4], *rest))
+
+    def test_with_a_factor_are_refused_where_few_samples_do_not_run(self, data):
+        params, x, y = data
+        t = streamed(
+            invfunc.sum_grad_squared(
+                lambda params, x, y: losses(params, x, y) / len(x.reshape(4, -1, *x.shape[1:]).flatten(0, 1))
+            )
+        )
+        with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
+            t(params, [(x[:8], y[:8])])
 
     @pytest.mark.parametrize("mixed", ["parameters", "autocast"])
     def test_rounding_of_half_precision_is_no_factor_of_the_batch(self, data, mixed):
