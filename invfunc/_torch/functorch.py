@@ -1,4 +1,4 @@
-"""The only file with private torch calls: levels of torch.func, hooks, memory."""
+"""Private torch calls: levels of torch.func, hooks, memory."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def levels() -> list[tuple[str, int]]:
     return [(layer.key().name.lower(), layer.level()) for layer in _C.get_interpreter_stack() or ()]
 
 
-def forward_mode() -> bool:
-    """Whether a jvp, or what is made of it, is among the transforms of torch.func around us."""
-    return any(kind == "jvp" for kind, _ in levels())
+def dual_level() -> bool:
+    """Whether a level of torch.autograd.forward_ad is around us, as it is within a jvp too."""
+    return forward_ad._current_level >= 0
 
 
 def level_of(x: torch.Tensor) -> int | None:
@@ -150,7 +150,7 @@ def function_of(node: Any) -> type | None:
 
 def dual(*tensors: torch.Tensor) -> bool:
     """Whether one of some tensors, or of what they wrap, carries a tangent of torch.autograd.forward_ad."""
-    waiting = list(tensors) if forward_ad._current_level >= 0 else []
+    waiting = list(tensors) if dual_level() else []
     for x in waiting:  # which grows by what each wraps
         with _below(level_of(x) or 0):
             if not _C.is_batchedtensor(x) and forward_ad.unpack_dual(x).tangent is not None:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
 from torch._C import _functorch as _C  # pyright: ignore[reportAttributeAccessIssue]: it has no stubs
-from torch.autograd import forward_ad
 
-from invfunc._torch.functorch import dispatched, plainly, saving_hooks, transforming
+from invfunc._torch.functorch import dispatched, dual_level, levels, plainly, saving_hooks, transforming
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -65,6 +64,11 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [x._version for x in tensors]
 
 
+def forward_mode() -> bool:
+    """Whether a jvp, or what is made of it, is among the transforms of torch.func around us."""
+    return any(kind == "jvp" for kind, _ in levels())
+
+
 def watching() -> bool:
     """Whether a torch function mode is active, or a transform of torch.func."""
     return torch._C._len_torch_function_stack() > 0 or transforming()
@@ -75,7 +79,7 @@ def undisturbed() -> bool:
     and gradients are taken."""
     if torch._C._len_torch_function_stack() or dispatched():
         return False
-    if torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0 or saving_hooks() is not None:
+    if torch._C._is_any_autocast_enabled() or dual_level() or saving_hooks() is not None:
         return False
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 

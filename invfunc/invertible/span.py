@@ -17,7 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.functorch import dispatched, dual, forward_mode, levels, under, version
+from invfunc._torch.functorch import dispatched, dual, levels, under, version
+from invfunc._torch.levels import forward_mode
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.invertible.checkpoint import Checkpointed
 from invfunc.invertible.outside import Outside, Seen, all_among

@@ -9,10 +9,9 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from invfunc._torch.functorch import innermost
+from invfunc._torch.functorch import dual_level, innermost
 from invfunc._torch.values import any_of, check
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra import blocks
@@ -26,7 +25,7 @@ def eigen(factors: Sequence[torch.Tensor], names: Sequence[str]) -> list[tuple[t
     """Eigenvalues and eigenvectors of each, from one decomposition for all that have one shape."""
     checked = [_symmetric(factor, name) for factor, name in zip(factors, names, strict=True)]
     # in a stack, eigenvectors that stay where they are would have a tangent
-    apart = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    apart = not torch.compiler.is_compiling() and dual_level()
     alike: dict[tuple, list[int]] = {}
     for i, f in enumerate(checked):
         alike.setdefault((f.shape, f.dtype, f.device, i if apart else None), []).append(i)
