@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
@@ -20,9 +19,8 @@ dist.init_process_group("gloo")
 rank, processes = dist.get_rank(), dist.get_world_size()
 folder, fault = Path(sys.argv[1]), sys.argv[2:]
 
-digits = load_digits()
-images = torch.from_numpy(digits.images).double().flatten(1) / 16
-data = TensorDataset(images, torch.from_numpy(digits.target))
+images, labels = torch.load(folder / "digits.pt")
+data = TensorDataset(images.double().flatten(1) / 16, labels)
 model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
 f, params = invfunc.functional(model)
 

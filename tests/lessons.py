@@ -3,6 +3,7 @@
 Pictures are stored in few colours, which makes them four times smaller."""
 
 import base64
+import gc
 import io
 import os
 import sys
@@ -41,10 +42,11 @@ plt.show = checked
 
 # Each lesson has a process of its own, forked from one that has imported what most of them begin with.
 _PROCESSES = get_context("forkserver")
-_IMPORTED = ["torch", "matplotlib.pyplot", "sklearn.datasets", "ipykernel.kernelapp"]
+_IMPORTED = ["torch", "matplotlib.pyplot", "sklearn.datasets", "ipykernel.kernelapp", "invfunc.testing"]
 
 
 def start_kernel(arguments, folder):
+    gc.freeze()  # what a look at garbage touches would be copied, at each `peak_memory`
     os.chdir(folder)
     matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"  # as where the kernel imports it
     IPKernelApp.launch_instance(argv=arguments)

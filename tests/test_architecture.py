@@ -56,7 +56,22 @@ FLOORS = [
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 320
 MOST_BRANCHES = 20
-each_file = pytest.mark.parametrize("file", FILES, ids=[str(f.relative_to(PACKAGE)) for f in FILES])
+
+
+def each_file(check):
+    """One test of all files: there are hundreds, and a test of its own takes longer than the look at a file."""
+
+    def test(self):
+        wrong = []
+        for file in FILES:
+            try:
+                check(self, file)
+            except AssertionError as error:
+                wrong.append(f"{file.relative_to(PACKAGE)}: {error}")
+        assert not wrong, "\n\n".join(wrong)
+
+    test.__doc__ = check.__doc__
+    return test
 
 
 def name_of(file):

@@ -3,6 +3,7 @@
 python -m tests.budget.taken
 """
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -67,6 +68,7 @@ def on_older(kernels: str) -> None:
 def main() -> None:
     return_freed_memory()
     torch.set_num_threads(1)
+    gc.freeze()  # what a look at garbage touches is copied in each process
     for kernels in OLDER:
         apart(lambda k=kernels: on_older(k))
     warmed()

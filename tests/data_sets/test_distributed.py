@@ -19,7 +19,7 @@ from tests.networks import CLASSES, LOSSES, NETWORKS
 from tests.processes_failing import after_one_is_gone, told_of_all
 from tests.strategies import Numbers
 
-SIZES = {2: 4, 4: 2}
+SIZES = {2: 2, 4: 1}
 """How many processes there are, and how many examples each statistic has then."""
 CASES = [(name, form) for name, row in ROWS.items() if name not in AT_ONCE for form in row.forms]
 CASES += [(name, form) for name in PRODUCTS for form in (LOSS, BOTH)]
@@ -35,13 +35,14 @@ def data():
 def examples(size):
     """Some of each statistic, drawn for so many processes."""
     found = []
+    nets = [net for net in NETWORKS if size == 2 or net != "derived"]  # which has no K-factors
     for k, (name, form) in enumerate(CASES):
         drawn = name in ROWS and ROWS[name].drawn
         each = st.builds(
             Example,
             st.just(name),
             st.just(form),
-            net=st.sampled_from(list(NETWORKS)),
+            net=st.sampled_from(nets),
             n=st.integers(size + 1, 6),
             loss=st.sampled_from([LOSSES.index(loss) for loss in (SAMPLED if drawn else LOSSES)]),
             reduction=st.sampled_from(["mean", "sum", *["none"] * (not drawn)]),
@@ -53,8 +54,9 @@ def examples(size):
             grid=st.just(False) if size < 4 else st.booleans(),
             planned=st.just(False) if "gram" in name else st.booleans(),
         )
-        draw = given(each)(lambda e: found.append(e))
-        seed(k)(settings(max_examples=SIZES[size], derandomize=False)(draw))()  # others for each case
+        plainest, draw = len(found), given(each)(lambda e: found.append(e))
+        seed(k)(settings(max_examples=1 + SIZES[size], derandomize=False)(draw))()  # others for each case
+        del found[plainest]  # which is drawn first, and of which all have the same
     return found
 
 
