@@ -187,7 +187,7 @@ def _case(problem: str, name: str) -> tuple[Statistic, tuple, str]:
     torch.set_num_threads(1)
     return_freed_memory()
     p, fewer = _smaller(problem, name, PROBLEMS[problem]())
-    return _statistic(name, p), (p.params, p.x, p.y), fewer
+    return _statistic(name, p), (p.params, p.x) if name in OF_OUTPUTS else (p.params, p.x, p.y), fewer
 
 
 def _peak(f: Callable, given: tuple) -> int:
