@@ -169,6 +169,7 @@ def _within(f: Callable, memory: Any, over: str | None, options: dict[str, Any],
     if isinstance(first, Statistic):
         axes = (over,) if over is not None else first.axes
         whole = chunked(f, 1, over="params") if "params" in first.axes else first  # so that nothing else is tried
+        whole = replace(whole, shown=f"chunked({f!r}, {text})")  # as errors of a run without numbers call it
         return BudgetedStatistic(f, partial(_divided, whole, progress), axes, size, text, has_aux=f.has_aux)
     parts = partial(_parts, f, {"over": over, **options}, progress)
     return Budgeted(f, parts, ("samples",), size, text, options["in_dims"], options["has_aux"])

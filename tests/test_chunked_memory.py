@@ -364,6 +364,10 @@ class TestWhatCannotBePromised:
                 with pytest.raises(ArgumentTypeError, match="of the whole batch. Chunk what is in it"):
                     chunked(inner, **options)
 
+    def test_is_an_error_of_the_call_as_it_was_written(self):
+        with pytest.raises(InvFuncError, match=r"^chunked\(batch_jacobian\(model\), memory='1GiB'\)\("):
+            chunked(invfunc.batch_jacobian(model), memory="1GiB")(*given())
+
     def test_is_an_error_of_the_statistic_itself(self):
         with pytest.raises(InvFuncError, match="the samples"):
             chunked(invfunc.variance(lambda p, x: model(p, x).std(0).sum()), memory="1GiB")(*given()[:2])

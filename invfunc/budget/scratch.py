@@ -153,7 +153,8 @@ class Convolution:
 def _convolved(c: Convolution) -> int:
     """Copies of operands and results in blocks of channels and of what is in another order, and columns of patches."""
     x, out, weight = _blocked(c.x), _blocked(c.out), torch.get_num_threads() * _blocked(c.weight)
-    copied = 0 if all(t.is_contiguous() for t in (c.x, c.out, c.weight)) else x + out + weight
+    reordered = c.x.ndim > 3 and not (c.x.is_contiguous() and c.weight.is_contiguous())  # all, if to channels last
+    copied = sum(size for t, size in ((c.x, x), (c.out, out), (c.weight, weight)) if reordered or not t.is_contiguous())
     if not c.by_onednn:
         wide = 0 if c.x.dtype == torch.float32 else (1 + _narrow([c.x])) * (x + out + weight)
         simple = max(c.weight.shape[2:]) == 1 and c.out.shape[2:] == c.x.shape[2:]  # the patches are the image itself

@@ -1,7 +1,6 @@
 """A memory meter: how far the memory in use rises while a function runs."""
 
 import gc
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from invfunc.budget.size import libc
+from invfunc.budget.size import given_back, libc, resident
 from invfunc.errors import ArgumentError, ArgumentTypeError
 
 T = TypeVar("T")
@@ -91,9 +90,7 @@ def _start(device: torch.device) -> Callable[[], int]:
             f"peak_memory(..., device='cpu'): reads /proc, which {sys.platform} does not have. "
             "Measure on Linux, or on a GPU with device='cuda'."
         )
-    malloc_trim = libc("malloc_trim")
-    if malloc_trim is not None:
-        malloc_trim(0)
+    given_back()
     try:
         return _start_high_water()
     except OSError:
@@ -121,13 +118,13 @@ def _start_high_water() -> Callable[[], int]:
 
 
 def _start_sampling() -> Callable[[], int]:
-    base = peak = _resident()
+    base = peak = resident()
     stopped = threading.Event()
 
     def sample() -> None:
         nonlocal peak
         while not stopped.wait(_SAMPLING_SECONDS):
-            peak = max(peak, _resident())
+            peak = max(peak, resident())
 
     thread = threading.Thread(target=sample, name="peak_memory", daemon=True)
     thread.start()
@@ -135,7 +132,7 @@ def _start_sampling() -> Callable[[], int]:
     def stop() -> int:
         stopped.set()
         thread.join()
-        return max(peak, _resident()) - base
+        return max(peak, resident()) - base
 
     return stop
 
@@ -147,8 +144,3 @@ def _status(key: str) -> int:
     if line is None:
         raise OSError(f"/proc/self/status has no {key}")
     return int(line.split()[1]) * 1024
-
-
-def _resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

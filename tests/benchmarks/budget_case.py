@@ -1,16 +1,11 @@
-"""What a call takes of a budget, as its user finds it: the first call of a process that has imported nothing else.
-
-python -m tests.benchmarks.budget_case PROBLEM STATISTIC [BYTES | "N AXIS"]
-"""
+"""What a call takes of a budget, as its user finds it: in the first calls of a process, which has only imported."""
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,7 +17,7 @@ from invfunc.errors import BudgetError
 from invfunc.statistic import Statistic
 from invfunc.testing import peak_memory, return_freed_memory
 
-from .measure import ROOT, medians
+from .measure import medians
 from .peers import Call, Problem
 from .problems import autoencoder, part, resnet_18, three_c_three_d, transformer, u_net
 
@@ -99,9 +94,8 @@ BY_HAND = {
     *(("auto-encoder", "diag_ggn"), ("transformer", "clipped_grad")),
 }
 """Cases that are timed beside chunks that are found by hand, in the same process."""
-COLUMNS_BY_HAND, FEWEST = 32, 2
-"""Into how many chunks columns are divided by hand at most, and how many numbers of chunks of an axis are timed: the
-fewest that fit."""
+COLUMNS_BY_HAND = 32
+"""Into how many chunks columns are divided by hand at most."""
 
 
 def _smaller(problem: str, name: str, p: Problem) -> tuple[Problem, str]:
@@ -116,69 +110,85 @@ def _smaller(problem: str, name: str, p: Problem) -> tuple[Problem, str]:
     return Problem(p.model, p.loss, p.x[:n], p.y[:n]), f", N = {n}"
 
 
-def main(problem: str, name: str, size: str = "1") -> None:
-    """Print what a call takes of a budget, or the smallest that is possible, as a line of JSON; of chunks by hand, what
-    their first call takes."""
-    torch.set_num_threads(1)
-    return_freed_memory()
-    p, fewer = _smaller(problem, name, PROBLEMS[problem]())
-    t, given = _statistic(name, p), (p.params, p.x, p.y)
-    if not size.isdigit():
-        print(_first_by_hand(t, given, size))
-        return
-    within = invfunc.chunked(t, memory=int(size))
-    start = time.process_time()
+@dataclass
+class Taken:
+    """What calls within a budget took."""
+
+    chunks: str
+    """Those of the first call."""
+    why: str
+    """Those of later ones, and what was promised of them."""
+    first: int
+    later: int
+    choosing: float
+    """Seconds of the search."""
+    seconds: float
+
+
+def least(problem: str, name: str) -> tuple[str, int]:
+    """What is less in a case, and the smallest budget that is possible."""
+    t, given, fewer = _case(problem, name)
     try:
-        first = peak_memory(lambda: within(*given) and None)[1]
+        invfunc.chunked(t, memory=1)(*given)
     except BudgetError as error:
-        print(json.dumps([fewer, error.least]))
-        return
+        return fewer, error.least
+    raise AssertionError("a byte was enough")
+
+
+def taken(problem: str, name: str, budget: int) -> Taken:
+    """What the first calls of a process take of a budget."""
+    t, given, _ = _case(problem, name)
+    within = invfunc.chunked(t, memory=budget)
+    start = time.process_time()
+    first = _peak(within, given)
     middle = time.process_time()
-    later = max(peak_memory(lambda: within(*given) and None)[1] for _ in range(LATER))
-    run = (time.process_time() - middle) / LATER
-    why, (kept,) = invfunc.explain(within)(*given).why, within.choices.values()
-    beside = partial(_by_hand, t, given, int(size), within, partial(_in_a_process, problem, name))
-    by_hand = beside() if (problem, name) in BY_HAND and "one piece" not in why else ()
-    found = [why, kept.first.chunks, first, later, max(0.0, middle - start - run), run, *(by_hand or (None, ""))]
-    print(json.dumps([fewer, found]))
+    later = max(_peak(within, given) for _ in range(LATER))
+    seconds = (time.process_time() - middle) / LATER
+    (kept,) = within.choices.values()
+    why = invfunc.explain(within)(*given).why
+    return Taken(spelled(kept.first.chunks), why, first, later, max(0.0, middle - start - seconds), seconds)
 
 
-def _by_hand(
-    t: Statistic, given: tuple, budget: int, within: Callable, first: Callable[[str], int]
-) -> tuple[float, str] | tuple[None, str]:
-    """How many times as long it takes as the fastest of the fewest chunks of an axis that a process is seen to take the
-    budget for, in its first call, too, and which these are; None where none are."""
-    calls: dict[str, Call] = {}
+def by_hand(problem: str, name: str) -> list[list[tuple[str, int]]]:
+    """Into how many chunks each axis can be divided, the fewest first."""
+    t, given, _ = _case(problem, name)
     columns = sum(d.count for d in t.drawings) or COLUMNS_BY_HAND
-    for axis, most in (("samples", len(given[1])), ("outputs", columns)):
-        for n in sorted({math.ceil(most / size) for size in range(1, most)}) if axis in t.axes else ():
-            call, called = partial(invfunc.chunked(t, n, over=axis), *given), f"{n} {axis}"
-            call()
-            if peak_memory(call)[1] <= budget and first(called) <= budget:
-                calls[called] = call
-                if len(calls) % FEWEST == 0:
-                    break
-    if not calls:
-        return None, ""
-    every = {"": partial(within, *given), **calls}
-    seconds = medians(every, dict.fromkeys(every, REPEATS), torch.device("cpu"), lambda _: None)
+    axes = [(axis, most) for axis, most in (("samples", len(given[1])), ("outputs", columns)) if axis in t.axes]
+    return [[(axis, n) for n in sorted({math.ceil(most / size) for size in range(1, most)})] for axis, most in axes]
+
+
+def first_by_hand(problem: str, name: str, axis: str, n: int) -> int:
+    """The peak of a first call in chunks by hand, where libraries are loaded as for one within a budget."""
+    t, given, _ = _case(problem, name)
+    invfunc.chunked(t, memory="1GiB")
+    return _peak(invfunc.chunked(t, n, over=axis), given)
+
+
+def behind(problem: str, name: str, budget: int, others: list[tuple[str, int]]) -> tuple[float, str]:
+    """How many times as long a call takes as the fastest in some chunks by hand, and which these are."""
+    t, given, _ = _case(problem, name)
+    calls: dict[str, Call] = {"": partial(invfunc.chunked(t, memory=budget), *given)}
+    calls |= {spelled({axis: n}): partial(invfunc.chunked(t, n, over=axis), *given) for axis, n in others}
+    for call in calls.values():
+        call()
+    seconds = medians(calls, dict.fromkeys(calls, REPEATS), torch.device("cpu"), lambda _: None)
     ours = seconds.pop("")
     best = min(seconds, key=seconds.__getitem__)
     return ours / seconds[best], best
 
 
-def _first_by_hand(t: Statistic, given: tuple, chunks: str) -> int:
-    """The peak of a first call, where libraries are loaded as for one within a budget."""
-    n, axis = chunks.split()
-    invfunc.chunked(t, memory="1GiB")
-    call = partial(invfunc.chunked(t, int(n), over=axis), *given)
-    return peak_memory(lambda: call() and None)[1]
+def spelled(chunks: dict[str, int]) -> str:
+    """Chunks, as short as the table has them."""
+    return " and ".join(f"{n} {axis}" for axis, n in chunks.items()) or "one piece"
 
 
-def _in_a_process(problem: str, name: str, chunks: str) -> int:
-    command = [sys.executable, "-m", __spec__.name, problem, name, chunks]
-    return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+def _case(problem: str, name: str) -> tuple[Statistic, tuple, str]:
+    """A statistic and its arguments in this process, which has not computed before; and what is less in it."""
+    torch.set_num_threads(1)
+    return_freed_memory()
+    p, fewer = _smaller(problem, name, PROBLEMS[problem]())
+    return _statistic(name, p), (p.params, p.x) if name in OF_OUTPUTS else (p.params, p.x, p.y), fewer
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def _peak(f: Callable, given: tuple) -> int:
+    return peak_memory(lambda: [f(*given)].clear())[1]

@@ -20,6 +20,8 @@ CONVOLUTIONS = [
     *((16, 32, 16, 1, 60, 1, 0, 1, False), (2, 10, 24, 1, 128, 1, 0, 1, False), (5, 10, 3, 3, 64, 1, 0, 1, True)),
 ]
 """Samples, channels, those of the result, size, side of the image, stride, padding, dilation, and if transposed."""
+ORDERS = [(False, False), (False, True), (True, False), (True, True)]
+"""Whether the image and the slope of a convolution of sequences have their channels side by side."""
 OLDER = {"AVX2": "avx2", "SSE41": "default"}
 """CPUs whose kernels this one has, too, as oneDNN and as torch call them."""
 ON_OLDER = [CONVOLUTIONS[3], CONVOLUTIONS[4], (32, 1, 32, 7, 48, 1, 3, 1, False)]
@@ -60,6 +62,14 @@ def of_convolutions(kind: str, cases: list) -> None:
             told(kind, of, lambda *t, o=options, w=wanted: backward(*t, *o, w), (slope, x, weight))
 
 
+def of_orders() -> None:
+    options = None, [1], [0], [1], False, [0], 1, [False, True, False]
+    for of in ORDERS:
+        x, slope = (torch.ones(16, 256, 64).mT if turned else torch.ones(16, 64, 256) for turned in of)
+        weight = torch.ones(1).expand(64, 64, 1)
+        told("order", of, lambda *t: torch.ops.aten.convolution_backward(*t, *options), (slope, x, weight))
+
+
 def on_older(kernels: str) -> None:
     os.environ.update(ONEDNN_MAX_CPU_ISA=kernels, ATEN_CPU_CAPABILITY=OLDER[kernels])  # before the first operation
     of_convolutions("older", ON_OLDER)
@@ -73,6 +83,7 @@ def main() -> None:
         apart(lambda k=kernels: on_older(k))
     warmed()
     of_convolutions("convolution", CONVOLUTIONS)
+    of_orders()
     for sizes in PRODUCTS:
         for dtype in (torch.float32, torch.float64):
             *batch, m, k, n = sizes

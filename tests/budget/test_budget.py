@@ -25,7 +25,7 @@ from invfunc.budget.scratch import PRODUCT, vectors
 from invfunc.budget.search import TRIES, Measured, least, search
 from invfunc.budget.size import free, in_bytes, size_of, told
 
-from .taken import CONVOLUTIONS, OF_MATRICES, OLDER, ON_OLDER, PRODUCTS
+from .taken import CONVOLUTIONS, OF_MATRICES, OLDER, ON_OLDER, ORDERS, PRODUCTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,6 +126,11 @@ class TestScratch:
         assert len(taken["older"]) == 3 * len(ON_OLDER) * len(OLDER)
         for case, size, counted in taken["older"]:
             assert size <= counted + SLACK // 4, case
+
+    def test_of_convolutions_copies_what_is_in_another_order(self, taken):
+        assert [of for of, *_ in taken["order"]] == [[*of] for of in ORDERS]
+        for case, size, counted in taken["order"]:
+            assert 0.6 * counted <= size <= counted + SLACK // 4, case
 
     def test_of_the_first_product_of_a_size_is_never_exceeded(self, taken):
         assert len(taken["product"]) == 2 * len(PRODUCTS)

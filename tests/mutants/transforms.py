@@ -124,6 +124,20 @@ TRANSFORMS = [
         "budget/test_budget.py::TestScratch budget/test_budget.py",
     ),
     Fault(
+        "all operands of a convolution are copied where one is in another order",
+        "budget/scratch.py",
+        "if reordered or not t.is_contiguous())",
+        "if not all(y.is_contiguous() for y in (c.x, c.out, c.weight)))",
+        "budget/test_budget.py::TestScratch budget/test_budget.py",
+    ),
+    Fault(
+        "no operand of a convolution is copied",
+        "budget/scratch.py",
+        "if reordered or not t.is_contiguous())",
+        "if reordered)",
+        "budget/test_budget.py::TestScratch budget/test_budget.py",
+    ),
+    Fault(
         "an image is read as it is where its own derivative is wanted, too",
         "budget/scratch.py",
         "c.x.shape[1] <= COLOURS and not c.of_x",
