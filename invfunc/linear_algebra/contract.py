@@ -30,13 +30,14 @@ def _plan(
     _, info = opt_einsum.contract_path(
         equation, *shapes, shapes=True, optimize="optimal" if len(shapes) < thresholds.ORDERS else "auto"
     )
-    steps = tuple((tuple(step[0]), step[2]) for step in info.contraction_list)
+    # the labels of a step stand in the order in which opt_einsum pops the operands
+    steps = tuple((tuple(sorted(step[0], reverse=True)), step[2]) for step in info.contraction_list)
     return float(info.opt_cost), int(info.largest_intermediate), steps
 
 
 def _equation(terms: Sequence[Term | Shape], output: str) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    sizes = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for _, x in terms)
-    return ",".join(labels for labels, _ in terms) + "->" + output, sizes
+    sizes = tuple([x.shape if isinstance(x, torch.Tensor) else x for _, x in terms])
+    return ",".join([labels for labels, _ in terms]) + "->" + output, sizes
 
 
 def cost(terms: Sequence[Term | Shape], output: str) -> float:
@@ -88,9 +89,7 @@ def contract(terms: list[Term], output: str) -> torch.Tensor:
     """The einsum of the terms in the cheapest order of pairs."""
     tensors = [x for _, x in terms]
     for positions, pair in _plan(*_equation(terms, output))[2]:
-        taken = [tensors.pop(i) for i in sorted(positions, reverse=True)]
-        # the labels of a step stand in the order in which opt_einsum pops the operands
-        tensors.append(product(pair, taken))
+        tensors.append(product(pair, [tensors.pop(i) for i in positions]))
     return tensors[0]
 
 
@@ -169,18 +168,24 @@ def _mirrored(
 
 def squeezed(terms: list[Term]) -> list[Term]:
     """The terms without dimensions of size 1, so that the cost model sees what is there."""
-    out = []
-    for labels, x in terms:
-        if 1 in x.shape:
-            kept = [i for i, size in enumerate(x.shape) if size != 1]
-            labels, x = "".join(labels[i] for i in kept), x.reshape([x.shape[i] for i in kept])
-        out.append((labels, x))
-    return out
+    return [_squeezed(labels, x) if 1 in x.shape else (labels, x) for labels, x in terms]
+
+
+def _squeezed(labels: str, x: torch.Tensor) -> Term:
+    labels, sizes = _without_ones(labels, x.shape)
+    return labels, x.reshape(sizes)
+
+
+@lru_cache(maxsize=4096)
+def _without_ones(labels: str, shape: torch.Size) -> tuple[str, tuple[int, ...]]:
+    kept = [(c, size) for c, size in zip(labels, shape, strict=True) if size != 1]
+    return "".join(c for c, _ in kept), tuple(size for _, size in kept)
 
 
 def present(labels: str, terms: Sequence[tuple[str, Any]]) -> str:
     """Those of the labels that occur in the terms."""
-    return "".join(c for c in labels if any(c in other for other, _ in terms))
+    found = "".join([other for other, _ in terms])
+    return "".join([c for c in labels if c in found])
 
 
 def widened(terms: list[Term]) -> list[Term]:

@@ -55,8 +55,8 @@ STATISTICS = [
     Fault(
         "a matrix that is read along its memory is not turned back",
         "linear_algebra/pairwise.py",
-        "return self.turned(x).mT",
-        "return self.turned(x).reshape(self.plain.shape)",
+        "return x.mT if self.turned else x",
+        "return x.reshape(x.mT.shape) if self.turned else x",
         "operations/test_thresholds.py per_sample",
     ),
     Fault(
