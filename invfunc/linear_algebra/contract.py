@@ -13,6 +13,7 @@ from torch.nn.grad import conv1d_weight
 
 from invfunc import thresholds
 from invfunc._torch.functorch import transforming
+from invfunc._torch.precision import has_float64
 from invfunc.linear_algebra.pairwise import in_place, product, room_for
 
 T = TypeVar("T")
@@ -62,15 +63,20 @@ def _shapes(terms: Sequence[Term | Shape]) -> tuple[Shape, ...]:
 
 def squares_directly(terms: list[Term], output: str, instance: str, kept: str) -> bool:
     """Whether the sum of squares is cheaper without forming a share: `instance` are its labels, `kept` those left."""
-    return _squares_directly(_shapes(terms), output, instance, kept, cancel(terms))
+    return _squares_directly(_shapes(terms), output, instance, kept, cancel(terms), has_float64(terms[0][1].device))
 
 
 @lru_cache(maxsize=4096)
-def _squares_directly(terms: tuple[Shape, ...], output: str, instance: str, kept: str, cancels: bool) -> bool:
+def _squares_directly(
+    terms: tuple[Shape, ...], output: str, instance: str, kept: str, cancels: bool, exact: bool
+) -> bool:
     if len(terms) == 1 and set(terms[0][0]) <= set(instance):  # there is nothing to form
         return False
     pair = twice(terms, terms, output)
-    slow = thresholds.DOUBLE if cancels and crosses(pair, output) else 1  # in float64
+    wide = cancels and crosses(pair, output)
+    if wide and not exact:
+        return False
+    slow = thresholds.DOUBLE if wide else 1  # in float64
     return slow * cost(pair, present(kept, terms)) < instantiated(terms, present(instance, terms))
 
 
