@@ -80,7 +80,7 @@ def alignment(
 ) -> Axis | None:
     """Where a parameter whose entries an operation pairs with samples has its sample axis."""
     for x, place in placed:
-        if place.dim is None:
+        if place.dim is None or x.shape[place.dim] not in param.shape:
             continue
         rule = known(name).paired or partial(_in_product, name)
         dim = rule(args, kwargs, x, place.dim, param)
