@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from itertools import chain
 from operator import contains, is_, itemgetter
 from typing import Any
@@ -139,7 +140,7 @@ class _Flat:
         values: list[Any] = []
         for held, found in there.values():
             asked = [*found] * (1 if len(found) > 1 else 2)  # as that of a single name is no tuple
-            self._there.append((itemgetter(*asked), held))
+            self._there.append((_getter(*asked), held))
             values += [found[name] for name in asked]
         self._values = tuple(values)
         self._modules = [*modules]
@@ -160,6 +161,12 @@ class _Flat:
         if self._modules:
             hooks.append(_GLOBAL(vars(_torchs)))
         return not any(chain.from_iterable(hooks))
+
+
+@lru_cache(maxsize=256)
+def _getter(*names: str) -> Callable:
+    """What reads these names. Blocks of modules of one kind ask for the same, and keep one together."""
+    return itemgetter(*names)
 
 
 def content(cell: types.CellType) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +130,13 @@ def form_of(t: torch.Tensor) -> Form | None:
     plain = type(t) in TENSORS and t.layout is torch.strided and t.device.type in _DEVICES and not t.is_quantized
     if not plain or t.is_inference() or t.is_conj() or t.is_neg():
         return None
-    return _form_of(t)
+    return _kept(_form_of(t))
+
+
+@lru_cache(maxsize=256)
+def _kept(form: Form) -> Form:
+    """A form that is kept. Blocks that have the same keep one together."""
+    return form
 
 
 def is_simple(structure: Any) -> bool:
