@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import invfunc
+from invfunc.budget.search import Chunks
+from invfunc.budgeted import Budgeted
 from invfunc.errors import BudgetError
+from invfunc.plan import AxisName
 from invfunc.statistic import Statistic
 from invfunc.testing import peak_memory, return_freed_memory
 
@@ -144,27 +148,31 @@ def taken(problem: str, name: str, budget: int) -> Taken:
     middle = time.process_time()
     later = max(_peak(within, given) for _ in range(LATER))
     seconds = (time.process_time() - middle) / LATER
-    (kept,) = within.choices.values()
+    (kept,) = cast(Budgeted, within).choices.values()
     why = invfunc.explain(within)(*given).why
     return Taken(spelled(kept.first.chunks), why, first, later, max(0.0, middle - start - seconds), seconds)
 
 
-def by_hand(problem: str, name: str) -> list[list[tuple[str, int]]]:
+def by_hand(problem: str, name: str) -> list[list[tuple[AxisName, int]]]:
     """Into how many chunks each axis can be divided, the fewest first."""
     t, given, _ = _case(problem, name)
     columns = sum(d.count for d in t.drawings) or COLUMNS_BY_HAND
-    axes = [(axis, most) for axis, most in (("samples", len(given[1])), ("outputs", columns)) if axis in t.axes]
-    return [[(axis, n) for n in sorted({math.ceil(most / size) for size in range(1, most)})] for axis, most in axes]
+    most: dict[AxisName, int] = {"samples": len(given[1]), "outputs": columns}
+    found: list[list[tuple[AxisName, int]]] = []
+    for axis, length in most.items():
+        if axis in t.axes:
+            found.append([(axis, n) for n in sorted({math.ceil(length / size) for size in range(1, length)})])
+    return found
 
 
-def first_by_hand(problem: str, name: str, axis: str, n: int) -> int:
+def first_by_hand(problem: str, name: str, axis: AxisName, n: int) -> int:
     """The peak of a first call in chunks by hand, where libraries are loaded as for one within a budget."""
     t, given, _ = _case(problem, name)
     invfunc.chunked(t, memory="1GiB")
     return _peak(invfunc.chunked(t, n, over=axis), given)
 
 
-def behind(problem: str, name: str, budget: int, others: list[tuple[str, int]]) -> tuple[float, str]:
+def behind(problem: str, name: str, budget: int, others: list[tuple[AxisName, int]]) -> tuple[float, str]:
     """How many times as long a call takes as the fastest in some chunks by hand, and which these are."""
     t, given, _ = _case(problem, name)
     calls: dict[str, Call] = {"": partial(invfunc.chunked(t, memory=budget), *given)}
@@ -177,7 +185,7 @@ def behind(problem: str, name: str, budget: int, others: list[tuple[str, int]]) 
     return ours / seconds[best], best
 
 
-def spelled(chunks: dict[str, int]) -> str:
+def spelled(chunks: Chunks) -> str:
     """Chunks, as short as the table has them."""
     return " and ".join(f"{n} {axis}" for axis, n in chunks.items()) or "one piece"
 
