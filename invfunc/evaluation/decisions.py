@@ -45,7 +45,7 @@ class Decision:
     def taken(self, pullback: Pullback) -> list[Pullback]:
         """What is pulled back, then: all columns if it cannot."""
         parts = self.pullbacks(pullback)
-        return parts if possible(parts) else [pullback]
+        return parts if self.way is None or possible(parts) else [pullback]
 
 
 class Decisions:

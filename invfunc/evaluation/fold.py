@@ -106,7 +106,7 @@ class Fold:
 
     def _consume(self, run: Run, made: Made, look: Look | None, accumulators: list[Accumulator], last: bool) -> None:
         check_versions(run.trace.uses)
-        run.trace.check([z for z, _ in run.outputs.values()], run.params)
+        run.check()
         samples = self._samples(run)
         if self.report is not None:
             self.report.ran(run)

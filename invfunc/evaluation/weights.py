@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._torch.precision import doubled
 from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import joined
 from invfunc.recording.problem import Problem
@@ -105,7 +106,7 @@ class Weights:
             alone, joined = part.gradient(shift=shift), part.gradient(first, shift)
             wide = torch.promote_types(alone.dtype, torch.float32)
             if alone.any():
-                r = (joined.double() @ alone.double() / alone.double().square().sum()).to(wide)
+                r = (doubled(joined) @ doubled(alone) / doubled(alone).square().sum()).to(wide)
                 off = (joined - r * alone).abs().amax() / joined.abs().amax()
                 eps = torch.finfo(alone.dtype).eps
                 if not off <= eps**0.75:

@@ -12,6 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._shown import axes, table
+from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning
 from invfunc.invertible.chain import repeated
@@ -241,5 +242,5 @@ def _distance(a: Any, b: Any) -> float:
     pairs = zip(tree.tensors(a), tree.tensors(b), strict=True)
     pairs = [(s, t) for s, t in pairs if differentiable(t)]
     largest = max((float(t.abs().max()) for _, t in pairs if t.numel()), default=0.0)
-    squares = sum(float((s - t).abs().double().square().sum()) for s, t in pairs)
+    squares = sum(float(doubled((s - t).abs()).square().sum()) for s, t in pairs)
     return (squares / max(1, sum(t.numel() for _, t in pairs))) ** 0.5 / (largest or 1.0)

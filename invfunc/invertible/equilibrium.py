@@ -12,6 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import innermost, unwatched
+from invfunc._torch.precision import in_float64
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, InvFuncWarning
 from invfunc.invertible.chain import check_anchor
@@ -115,7 +116,7 @@ class _Narrow(Value):
 
 
 def _wide(x: Any) -> Any:
-    return tree.map_tensors(lambda t: t.to(torch.promote_types(t.dtype, torch.float64)), x)
+    return tree.map_tensors(lambda t: in_float64(t, "an equilibrium keeps two copies of its state"), x)
 
 
 @shown

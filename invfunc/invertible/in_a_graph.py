@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from invfunc._torch.eager import BROKEN, CHAIN, say_now
+from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
 from invfunc.errors import InverseError, ReplayError
 from invfunc.invertible.blocks_in_a_graph import Block, Blocks, Env, tensors_of
@@ -132,7 +133,7 @@ class _Back:
         """Have it told if x does not come back, by an operation that the gradients go through."""
         then, now = self.seen.pop(), block.looked_at(xs)
         error = (now - then).abs().max() / then.abs().max().clamp(min=torch.finfo(then.dtype).tiny)
-        error = torch.where(finite, error, 0).double()
+        error = doubled(torch.where(finite, error, 0))
         given = block.check, block.tolerance, torch.finfo(then.dtype).eps, self.blocks.place
         for gradients in (self.found, slopes):
             for node, slope in gradients.items():

@@ -12,6 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._shown import table
+from invfunc._torch.precision import doubled
 from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker.origin import Origin, derived, read, written
@@ -103,8 +104,8 @@ class Kronecker:
 
     def _repr_html_(self) -> str:
         parts = zip(self.groups, self.factors, strict=True)
-        rows = [(f"dims {[*g]}", [*x.shape], float(x.double().norm())) for g, x in parts]
-        rows += [("values", [*x.shape], float(x.double().norm())) for x in (self.values,) if x is not None]
+        rows = [(f"dims {[*g]}", [*x.shape], float(doubled(x).norm())) for g, x in parts]
+        rows += [("values", [*x.shape], float(doubled(x).norm())) for x in (self.values,) if x is not None]
         blocks = "" if self.blocks is None else f"in blocks of the dims {[*self.blocks]}"
         return table(f"Kronecker, of a parameter {[*self.shape]}", ["of", "shape", "norm"], rows, blocks)
 

@@ -13,6 +13,7 @@ from torch.nn.grad import conv1d_weight
 
 from invfunc import thresholds
 from invfunc._torch.functorch import transforming
+from invfunc._torch.precision import has_float64
 from invfunc.linear_algebra.pairwise import in_place, product, room_for
 
 T = TypeVar("T")
@@ -30,13 +31,14 @@ def _plan(
     _, info = opt_einsum.contract_path(
         equation, *shapes, shapes=True, optimize="optimal" if len(shapes) < thresholds.ORDERS else "auto"
     )
-    steps = tuple((tuple(step[0]), step[2]) for step in info.contraction_list)
+    # the labels of a step stand in the order in which opt_einsum pops the operands
+    steps = tuple((tuple(sorted(step[0], reverse=True)), step[2]) for step in info.contraction_list)
     return float(info.opt_cost), int(info.largest_intermediate), steps
 
 
 def _equation(terms: Sequence[Term | Shape], output: str) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    sizes = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for _, x in terms)
-    return ",".join(labels for labels, _ in terms) + "->" + output, sizes
+    sizes = tuple([x.shape if isinstance(x, torch.Tensor) else x for _, x in terms])
+    return ",".join([labels for labels, _ in terms]) + "->" + output, sizes
 
 
 def cost(terms: Sequence[Term | Shape], output: str) -> float:
@@ -61,15 +63,20 @@ def _shapes(terms: Sequence[Term | Shape]) -> tuple[Shape, ...]:
 
 def squares_directly(terms: list[Term], output: str, instance: str, kept: str) -> bool:
     """Whether the sum of squares is cheaper without forming a share: `instance` are its labels, `kept` those left."""
-    return _squares_directly(_shapes(terms), output, instance, kept, cancel(terms))
+    return _squares_directly(_shapes(terms), output, instance, kept, cancel(terms), has_float64(terms[0][1].device))
 
 
 @lru_cache(maxsize=4096)
-def _squares_directly(terms: tuple[Shape, ...], output: str, instance: str, kept: str, cancels: bool) -> bool:
+def _squares_directly(
+    terms: tuple[Shape, ...], output: str, instance: str, kept: str, cancels: bool, exact: bool
+) -> bool:
     if len(terms) == 1 and set(terms[0][0]) <= set(instance):  # there is nothing to form
         return False
     pair = twice(terms, terms, output)
-    slow = thresholds.DOUBLE if cancels and crosses(pair, output) else 1  # in float64
+    wide = cancels and crosses(pair, output)
+    if wide and not exact:
+        return False
+    slow = thresholds.DOUBLE if wide else 1  # in float64
     return slow * cost(pair, present(kept, terms)) < instantiated(terms, present(instance, terms))
 
 
@@ -88,9 +95,7 @@ def contract(terms: list[Term], output: str) -> torch.Tensor:
     """The einsum of the terms in the cheapest order of pairs."""
     tensors = [x for _, x in terms]
     for positions, pair in _plan(*_equation(terms, output))[2]:
-        taken = [tensors.pop(i) for i in sorted(positions, reverse=True)]
-        # the labels of a step stand in the order in which opt_einsum pops the operands
-        tensors.append(product(pair, taken))
+        tensors.append(product(pair, [tensors.pop(i) for i in positions]))
     return tensors[0]
 
 
@@ -169,18 +174,24 @@ def _mirrored(
 
 def squeezed(terms: list[Term]) -> list[Term]:
     """The terms without dimensions of size 1, so that the cost model sees what is there."""
-    out = []
-    for labels, x in terms:
-        if 1 in x.shape:
-            kept = [i for i, size in enumerate(x.shape) if size != 1]
-            labels, x = "".join(labels[i] for i in kept), x.reshape([x.shape[i] for i in kept])
-        out.append((labels, x))
-    return out
+    return [_squeezed(labels, x) if 1 in x.shape else (labels, x) for labels, x in terms]
+
+
+def _squeezed(labels: str, x: torch.Tensor) -> Term:
+    labels, sizes = _without_ones(labels, x.shape)
+    return labels, x.reshape(sizes)
+
+
+@lru_cache(maxsize=4096)
+def _without_ones(labels: str, shape: torch.Size) -> tuple[str, tuple[int, ...]]:
+    kept = [(c, size) for c, size in zip(labels, shape, strict=True) if size != 1]
+    return "".join(c for c, _ in kept), tuple(size for _, size in kept)
 
 
 def present(labels: str, terms: Sequence[tuple[str, Any]]) -> str:
     """Those of the labels that occur in the terms."""
-    return "".join(c for c in labels if any(c in other for other, _ in terms))
+    found = "".join([other for other, _ in terms])
+    return "".join([c for c in labels if c in found])
 
 
 def widened(terms: list[Term]) -> list[Term]:

@@ -21,44 +21,46 @@ from invfunc.linear_algebra.pages import room
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a tensor is laid out for a product: its dimensions in an order, then as a shape."""
+    """How a tensor is laid out for a product: its dimensions in an order, then as a shape, perhaps transposed."""
 
     order: tuple[int, ...] | None
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, labels: str, order: Sequence[str], shape: Sequence[int]) -> _Layout:
-        places = [labels.index(c) for c in order if c in labels]
-        return cls(tuple(places) if places != sorted(places) else None, tuple(shape))
+    shape: tuple[int, ...] | None
+    turned: bool
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.order is None else x.permute(self.order)
-        return x if x.shape == self.shape else x.reshape(self.shape)
+        x = x if self.shape is None else x.reshape(self.shape)
+        return x.mT if self.turned else x
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """How a tensor becomes a matrix, or one for each of a batch: where it has to be copied, along its memory."""
+class _Operand:
+    """A tensor of a product, as far as that depends on it: labels with their sizes, and with their steps in memory."""
 
-    plain: _Layout
-    turned: _Layout
-    """As its transpose."""
-    last: tuple[int, int] | None
-    """The last dimension of its rows and that of its columns, if there are both."""
+    sizes: dict[str, int]
+    steps: dict[str, int]
 
     @classmethod
-    def of(cls, labels: str, groups: Sequence[Sequence[str]], shape: Sequence[int]) -> _Matrix:
-        """Of the labels of a batch, of rows and of columns, which become a shape."""
-        batch, rows, columns = groups
-        *lead, r, c = shape
-        plain = _Layout.of(labels, [*batch, *rows, *columns], shape)
-        turned = _Layout.of(labels, [*batch, *columns, *rows], [*lead, c, r])
-        return cls(plain, turned, (labels.index(rows[-1]), labels.index(columns[-1])) if rows and columns else None)
+    def of(cls, labels: str, shape: Sequence[int], strides: Sequence[int]) -> _Operand:
+        return cls(dict(zip(labels, shape, strict=True)), dict(zip(labels, strides, strict=True)))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.last is not None and x.stride(self.last[0]) < x.stride(self.last[1]):
-            return self.turned(x).mT
-        return self.plain(x)
+    def laid_out(self, order: Sequence[str], shape: Sequence[int], turned: bool = False) -> _Layout:
+        places = [[*self.sizes].index(c) for c in order if c in self.sizes]
+        same = [self.sizes[c] for c in order if c in self.sizes] == [*shape]
+        return _Layout(_moved(places), None if same else tuple(shape), turned)
+
+    def matrix(self, batch: Sequence[str], rows: Sequence[str], columns: Sequence[str]) -> _Layout:
+        """As a matrix, or one for each of a batch: where it has to be copied, along its memory."""
+        b, r, c = (math.prod(self.sizes[label] for label in group) for group in (batch, rows, columns))
+        lead = [b] if b > 1 else []
+        if rows and columns and self.steps[rows[-1]] < self.steps[columns[-1]]:
+            return self.laid_out([*batch, *columns, *rows], [*lead, c, r], turned=True)
+        return self.laid_out([*batch, *rows, *columns], [*lead, r, c])
+
+
+def _moved(places: Sequence[int]) -> tuple[int, ...] | None:
+    """An order of dimensions, None if it is the one that they have."""
+    return tuple(places) if [*places] != sorted(places) else None
 
 
 @dataclass(frozen=True)
@@ -67,55 +69,54 @@ class _Step:
 
     kind: Literal["mul", "mm", "bmm"]
     swapped: bool
-    first: _Layout | _Matrix
-    second: _Layout | _Matrix
-    room: tuple[int, ...]
-    shape: tuple[int, ...]
-    order: tuple[int, ...] | None
+    first: _Layout
+    second: _Layout
+    room: tuple[int, ...] | None
+    """The shape of the product, if it is large."""
+    shape: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
     summed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class _Labels:
-    """What the labels of a product of two tensors are in it, as one of matrices."""
+class _Pair:
+    """The tensors of a product, and what their labels are in it, as one of matrices."""
 
-    left: str
-    right: str
+    left: _Operand
+    right: _Operand
     output: str
-    sizes: dict[str, int]
     batch: list[str]
     summed: list[str]
     rows: list[str]
     columns: list[str]
 
     @classmethod
-    def of(cls, left: str, right: str, output: str, sizes: dict[str, int]) -> _Labels:
-        shared = [c for c in left if c in right]
+    def of(cls, left: _Operand, right: _Operand, output: str) -> _Pair:
+        shared = [c for c in left.sizes if c in right.sizes]
         batch, summed = [c for c in shared if c in output], [c for c in shared if c not in output]
-        rows, columns = [c for c in left if c not in right], [c for c in right if c not in left]
-        return cls(left, right, output, sizes, batch, summed, rows, columns)
+        rows, columns = ([c for c in x.sizes if c not in shared] for x in (left, right))
+        return cls(left, right, output, batch, summed, rows, columns)
 
     @property
     def elementwise(self) -> bool:
         """Whether it is not a product of matrices: nothing is summed, or no tensor has a label of its own."""
         return not self.summed or not (self.rows or self.columns)
 
-    def transposed(self) -> _Labels:
+    def transposed(self) -> _Pair:
         return replace(self, left=self.right, right=self.left, rows=self.columns, columns=self.rows)
 
-    def size(self, labels: Sequence[str]) -> int:
-        return math.prod(self.sizes[c] for c in labels)
-
     def shape(self, labels: Sequence[str]) -> tuple[int, ...]:
-        return tuple(self.sizes[c] for c in labels)
+        sizes = self.left.sizes | self.right.sizes
+        return tuple(sizes[c] for c in labels)
+
+    def size(self, labels: Sequence[str]) -> int:
+        return math.prod(self.shape(labels))
 
     def by_elements(self) -> _Step:
         order = [*self.output, *self.summed]
-        first, second = (
-            _Layout.of(x, order, [self.sizes[c] if c in x else 1 for c in order]) for x in (self.left, self.right)
-        )
-        full = self.shape(order)
-        return _Step("mul", False, first, second, full, full, None, tuple(range(len(self.output), len(order))))
+        first, second = (x.laid_out(order, [x.sizes.get(c, 1) for c in order]) for x in (self.left, self.right))
+        summed = tuple(range(len(self.output), len(order)))
+        return _Step("mul", False, first, second, _large(self.shape(order)), summed=summed)
 
     def by_matrices(self) -> _Step:
         rows, columns = self.rows, self.columns
@@ -128,65 +129,73 @@ class _Labels:
 
     def _by_matrices(self, swapped: bool) -> _Step:
         batch, summed, rows, columns = self.batch, self.summed, self.rows, self.columns
-        b, k, r, c = map(self.size, (batch, summed, rows, columns))
-        lead = [b] if b > 1 else []
-        order = [*batch, *rows, *columns]
-        result = _Layout.of("".join(order), self.output, self.shape(order))
-        return _Step(
-            "bmm" if b > 1 else "mm",
-            swapped,
-            _Matrix.of(self.left, [batch, rows, summed], [*lead, r, k]),
-            _Matrix.of(self.right, [batch, columns, summed], [*lead, c, k]),
-            (*lead, r, c),
-            result.shape,
-            result.order,
-        )
+        first, second = self.left.matrix(batch, rows, summed), self.right.matrix(batch, summed, columns)
+        kind, lead = ("bmm", [self.size(batch)]) if self.size(batch) > 1 else ("mm", [])
+        room, order = (*lead, self.size(rows), self.size(columns)), [*batch, *rows, *columns]
+        shape, back = self.shape(order), _moved([order.index(c) for c in self.output])
+        return _Step(kind, swapped, first, second, _large(room), None if shape == room else shape, back)
+
+
+def _large(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of a tensor that may fill a huge page, of any dtype; None of others."""
+    return shape if math.prod(shape) >= thresholds.HUGE_PAGES // 8 else None
 
 
 @lru_cache(maxsize=4096)
-def _step(equation: str, shape: torch.Size, other: torch.Size) -> _Step | None:
-    """How to compute a step; None leaves it to torch.einsum."""
+def _step(
+    equation: str, shape: torch.Size, strides: tuple[int, ...], other: torch.Size, steps: tuple[int, ...]
+) -> _Step | None:
+    """How to compute a step of tensors with these shapes and strides; None leaves it to torch.einsum."""
     inputs, output = equation.split("->")
     left, right = inputs.split(",")
     if not set(left) ^ set(right) <= set(output):  # one tensor alone is summed over a label
         return None
-    labels = _Labels.of(left, right, output, dict(zip(left + right, (*shape, *other), strict=True)))
-    return labels.by_elements() if labels.elementwise else labels.by_matrices()
+    pair = _Pair.of(_Operand.of(left, shape, strides), _Operand.of(right, other, steps), output)
+    return pair.by_elements() if pair.elementwise else pair.by_matrices()
 
 
 def product(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     """One step of a contraction."""
-    step = _step(equation, operands[0].shape, operands[1].shape) if len(operands) == 2 else None
     if len(operands) == 1:
         return _reduced(equation, operands[0])
+    x, y = operands
+    step = _step(equation, x.shape, x.stride(), y.shape, y.stride())
     if step is None:
         return torch.einsum(equation, *operands)
-    x, y = reversed(operands) if step.swapped else operands
-    x, y = step.first(x), step.second(y)
-    out = room_for(step.room, x, y)
+    x, y = (step.first(y), step.second(x)) if step.swapped else (step.first(x), step.second(y))
+    out = None if step.room is None else room_for(step.room, x, y)
     if step.kind == "mul":
-        product = torch.mul(x, y, out=out)
+        product = x * y if out is None else torch.mul(x, y, out=out)
         return product.sum(step.summed) if step.summed else product
-    product = (torch.bmm if step.kind == "bmm" else torch.mm)(x, y.mT, out=out)
-    product = product if product.shape == step.shape else product.reshape(step.shape)
+    product = torch.mm(x, y, out=out) if step.kind == "mm" else torch.bmm(x, y, out=out)
+    product = product if step.shape is None else product.reshape(step.shape)
     return product if step.order is None else product.permute(step.order)
 
 
 def _reduced(equation: str, x: torch.Tensor) -> torch.Tensor:
-    """A sum over some labels: first over those in the outer loops of memory, where whole rows are added."""
+    """A sum over some labels, in an order of the others; x itself where there is nothing to do."""
+    outer, rest, order = _sums(equation, x.stride())
+    x = x.sum(outer) if outer else x
+    x = x.sum(rest) if rest else x
+    return x if order is None else x.permute(order)
+
+
+@lru_cache(maxsize=4096)
+def _sums(equation: str, strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
+    """The dimensions to sum over, first those in the outer loops of memory, where whole rows are added; the order of
+    what is left."""
     labels, output = equation.split("->")
-    largest = max((s for c, s in zip(labels, x.stride(), strict=True) if c in output), default=0)
-    outer = [d for d, c in enumerate(labels) if c not in output and x.stride(d) > largest]
-    if outer and len(outer) < len(labels) - len(output):
-        x, labels = x.sum(outer), "".join(c for d, c in enumerate(labels) if d not in outer)
-    return torch.einsum(f"{labels}->{output}", x)
+    largest = max((s for c, s in zip(labels, strides, strict=True) if c in output), default=0)
+    outer = [d for d, c in enumerate(labels) if c not in output and strides[d] > largest]
+    left = [c for d, c in enumerate(labels) if d not in outer]
+    rest = tuple(d for d, c in enumerate(left) if c not in output)
+    order = _moved([[c for c in left if c in output].index(c) for c in output])
+    return tuple(outer), rest, order
 
 
 def room_for(shape: Sequence[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
     """Where a large result that nobody differentiates can be written."""
-    if math.prod(shape) < thresholds.HUGE_PAGES // 8:  # of any dtype
-        return None
-    return room(list(shape), x) if in_place(x, y) else None
+    return room(list(shape), x) if _large(tuple(shape)) and in_place(x, y) else None
 
 
 def in_place(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from invfunc._torch.functorch import innermost
+from invfunc._torch.precision import doubled
 from invfunc._torch.values import any_of, check
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra import blocks
@@ -60,7 +61,7 @@ def _attempted(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _in_double(f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values, vectors = spectrum(f.double())
+    values, vectors = spectrum(doubled(f))
     return values.to(f.dtype), vectors.to(f.dtype)
 
 

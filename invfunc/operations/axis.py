@@ -89,7 +89,8 @@ class Axis:
         if self.rows is not None:
             return self._gathered(x, n, lead, fill)
         if self.regular:
-            return x.movedim(lead + self.dim, lead).unsqueeze(lead + 1 + self.dim)
+            x = x.movedim(lead + self.dim, lead) if self.dim else x
+            return x.unsqueeze(lead + 1 + self.dim)
         shape = list(x.shape)
         d = lead + self.dim
         x = x.reshape(*shape[:d], self.outer, n, self.inner, *shape[d + 1 :]).movedim(d + 1, lead)

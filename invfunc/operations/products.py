@@ -9,13 +9,12 @@ from invfunc.operations import equations
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis.propagation import BATCH_SUM, Call, Mixed, Place, Unknown
 from invfunc.operations.batch_axis.samples import NONE, located, samples_of
-from invfunc.operations.equations import equation
 from invfunc.operations.operation import define
 from invfunc.operations.receptive_fields.step import Rows, Step, columns_of, joined, most, raised, rows_of
 
 
 def product(call: Call) -> Place:
-    parsed = equation(call.name, call.args, call.kwargs)
+    parsed = call.equation
     if parsed is None:
         raise Unknown("it has no rule that follows the sample axis")
     found: set[tuple[str, Axis]] = set()

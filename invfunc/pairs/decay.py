@@ -11,6 +11,7 @@ import torch
 
 from invfunc._signed import signed
 from invfunc._torch.functorch import innermost, unwatched
+from invfunc._torch.precision import in_float64
 from invfunc.errors import ArgumentError, InverseError
 from invfunc.pairs.exact import Grid
 
@@ -134,7 +135,7 @@ class _Back(_Exact):
 
 def _units(x: torch.Tensor, bits: int) -> torch.Tensor:
     """The nearest number of the grid in its units, of which float64 holds each up to 2 ** 53."""
-    return (x.to(torch.float64) * 2.0**bits).round_()
+    return (in_float64(x, "a decay that is exact counts") * 2.0**bits).round_()
 
 
 def _times(x: torch.Tensor, digits: torch.Tensor, by: Fraction) -> tuple[torch.Tensor, torch.Tensor]:

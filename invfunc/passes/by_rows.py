@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -58,7 +57,7 @@ class Places:
 
     def beforehand(self, n: int) -> Beforehand:
         """What is known before a run of so many samples."""
-        return replace(self.evidence.beforehand(n, self.by_rows), entries=self.entries, repeated=self.repeated)
+        return self.evidence.beforehand(n, by_rows=self.by_rows, entries=self.entries, repeated=self.repeated)
 
     def hear(self, trace: Trace) -> None:
         """Take from a run that has ended whether data were put in another order."""

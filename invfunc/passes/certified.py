@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from invfunc._torch.precision import double_on
 from invfunc._torch.values import anywhere
 from invfunc.errors import SampleAxisError
 from invfunc.loss.outputs import ModelOutput
@@ -141,5 +142,5 @@ def _other(axis: Axis, a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor) -
 
 def some_cotangent(z: torch.Tensor) -> torch.Tensor:
     """A fixed cotangent, whose numbers depend only on its shape, and are in no relation to each other."""
-    numbers = torch.arange(1.0, z.numel() + 1, device=z.device, dtype=torch.float64)
+    numbers = torch.arange(1.0, z.numel() + 1, device=z.device, dtype=double_on(z.device))
     return numbers.cos().reshape(z.shape).to(z.dtype)

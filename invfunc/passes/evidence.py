@@ -111,14 +111,14 @@ class Evidence:
             self.learned = learn(self.problem, self.scope)
             return run()
 
-    def beforehand(self, n: int, by_rows: bool) -> Beforehand:
-        """What is known before a run of n samples."""
+    def beforehand(self, n: int, **more: Any) -> Beforehand:
+        """What is known before a run of n samples; `more` is known already."""
         self.held = held_by(self.problem.f) if self.held is None else self.held
         learned, constants = self.learned or NOTHING, [*self.problem.fixed(), *self.held]
         places = learned.places
         if n == 1 and places is not None:
             places = [Axis(None) if isinstance(place, Axis) else place for place in places]
-        return Beforehand(constants, places, learned.trusting, by_rows)
+        return Beforehand(constants, places, learned.trusting, **more)
 
     def hear(self, trace: Trace) -> None:
         """Take from a run that has ended whether it read tensors of which nothing is known."""

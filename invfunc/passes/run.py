@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,14 @@ class Run:
     """The place of its first sample in the batch."""
     result: Any = None
     aux: Any = None
+    checked: bool = False
+    """Whether it is known that its outputs depend on the parameters by their uses alone."""
+
+    def check(self, outputs: Iterable[torch.Tensor] | None = None) -> None:
+        """Check that its outputs depend on the parameters by their uses alone, once; or others in their place."""
+        if not self.checked:
+            self.trace.check([z for z, _ in self.outputs.values()] if outputs is None else [*outputs], self.params)
+            self.checked = True
 
 
 def exposed(run: Run) -> list[torch.Tensor]:

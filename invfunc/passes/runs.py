@@ -84,7 +84,7 @@ class Runner:
         trace = Trace(self.scope, n, fast=self.fast, apart=apart, beforehand=known, **told)
         params = trace.parameters(self.problem.leaves, enter=with_uses or finder is not None)
         run = Run(trace, params, part, {}, (part.start or 0) if isinstance(part, slice) else 0)
-        before = [version(x) for x in self.problem.tensors()]
+        before = [(x, version(x)) for x in self.problem.tensors()]
         try:
             with marking(trace), nullcontext() if pattern is None else pattern.labels, self.scope.evaluating():
                 run.result, run.aux = self.problem.call(trace, params, part)
@@ -93,7 +93,7 @@ class Runner:
             run.outputs = {i: (r.value, r.axis) for i, r in finder.roots.items()}
         finally:
             self.places.hear(trace)
-        if before != [version(x) for x in self.problem.tensors()]:
+        if any(version(x) != then for x, then in before):
             raise ArgumentError(
                 "f writes into one of its arguments in place; it may run several times, so copy it first."
             )
@@ -119,7 +119,7 @@ class Runner:
                 run.trace.set(zero, Sampled(BATCH_SUM, around="f"))
                 with run.trace:
                     run.result = run.result + zero
-            run.trace.check([run.result], run.params)
+            run.check([run.result])
             self.check_places(run, draws)
             check_uses(self.scope, run.trace, [(run.result, Axis(0))])
         except SampleAxisError as error:
@@ -137,7 +137,7 @@ class Runner:
     def _checked_model(self, run: Run) -> Run:
         self._take_outputs(run)
         if run.trace.with_uses:
-            run.trace.check([z for z, _ in run.outputs.values()], run.params)
+            run.check()
             check_uses(self.scope, run.trace, [*run.outputs.values()])
         return run
 

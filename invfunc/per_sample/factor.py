@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
+from invfunc._torch.precision import doubled, has_float64
 from invfunc.linear_algebra.contract import (
     Term,
     cancel,
@@ -134,8 +135,8 @@ class Factor:
             total, centred = self._moments_in_rows(self.table)
         else:
             parts, first, direct = self._formed_in("N" + self.output, self.output)
-            wide = direct and cancel(first)
-            total, centred = (self._wide_moments if wide else self._formed_moments)(parts, first)
+            sums = direct and cancel(first) and has_float64(first[0][1].device)
+            total, centred = (self._wide_moments if sums else self._formed_moments)(parts, first)
         return self._shaped(total, 0), self._shaped(centred, 0)
 
     # Blocks of samples
@@ -177,8 +178,11 @@ class Factor:
 
     def exact(self, pair: list[Term]) -> list[Term]:
         """The pair in float64 where sums of its products may cancel."""
-        wide = cancel(pair) and crosses(pair, self.apart)
-        return [(labels, x.double()) for labels, x in pair] if wide else pair
+        return [(labels, doubled(x)) for labels, x in pair] if self.cancels(pair) else pair
+
+    def cancels(self, pair: list[Term]) -> bool:
+        """Whether sums of the products of a pair may cancel."""
+        return cancel(pair) and crosses(pair, self.apart)
 
     def _blocks(self, parts: list[Part], first: list[Term]) -> Iterator[tuple[Part, list[Term]]]:
         """Blocks of samples with their terms, of which those of the first are there."""
@@ -240,7 +244,7 @@ class Factor:
             first = self._terms(self.columns.left, parts[0])
         total, squared, shape = [], [], []
         for _, narrow in self._blocks(parts, first):
-            kind, terms = narrow[0][1].dtype, [(labels, x.double()) for labels, x in narrow]
+            kind, terms = narrow[0][1].dtype, [(labels, doubled(x)) for labels, x in narrow]
             kept, shape = present(self.output, terms), shape_of(terms, self.output)
             total.append(contract(terms, kept))
             squared.append(contract(twice(terms, terms, self.output), kept))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from invfunc._torch.precision import doubled
 from invfunc.operations.factors import Part
 
 Drawn = dict[tuple[int, int], torch.Tensor]
@@ -45,4 +46,4 @@ def variances(values: torch.Tensor, drawn: Drawn) -> torch.Tensor:
         x, m = values[start:stop] / size, which.sum(0).to(values.dtype)
         mean = torch.where(which, x, 0).sum(0) / m.clamp(min=1)
         total = total + torch.where(which, x - mean, 0).square().sum(0) * (m / (m - 1))
-    return total.double() * size.double().square()
+    return doubled(total) * doubled(size).square()

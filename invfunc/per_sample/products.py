@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from invfunc import thresholds
+from invfunc._torch.precision import has_float64
 from invfunc.linear_algebra.contract import (
     Term,
     contract,
@@ -66,7 +67,8 @@ def _products(
     formed = instantiated(terms, present(output, terms)) + instantiated(others, present(output, others))
     formed += v * v * b * c * factor.entries(terms)
     room = thresholds.PRODUCTS * factor.budget
-    if not factor.lands and cost(pairs, both) < formed and largest(pairs, both) < room:
+    exact = has_float64(terms[0][1].device) or not factor.cancels(pairs)
+    if exact and not factor.lands and cost(pairs, both) < formed and largest(pairs, both) < room:
         return contract(factor.exact(pairs), both).to(terms[0][1].dtype).reshape(v, b, v, c)
     free = factor.output[1:] if factor.lands else factor.output  # entries that land in rows stay together
     last = next((c for c in reversed(free) if any(c in labels for labels, _ in terms)), "")

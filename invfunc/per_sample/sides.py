@@ -7,6 +7,7 @@ import math
 import torch
 
 from invfunc import thresholds
+from invfunc._torch.precision import doubled, has_float64
 from invfunc.linear_algebra.contract import (
     Term,
     cancel,
@@ -48,12 +49,14 @@ def factored(factor: Factor, last: bool, other: torch.Tensor | None) -> torch.Te
     wide = cancel(pair) and crosses(terms, output)  # where positions meet positions, and may cancel
     if cost(pair, kept) * (thresholds.DOUBLE if wide else 1) >= forming:
         return None
+    if wide and not has_float64(terms[0][1].device):
+        return None
     size = largest(pair, kept) // length(first)
     parts = factor.samples.parts(max(factor.work, size), thresholds.PRODUCTS * factor.budget)
     found = []
     for part in parts:
         pair, kept = _twice(factor.terms(part), output, shape, last, other)
-        exact = [(labels, x.double()) for labels, x in pair] if wide else pair
+        exact = [(labels, doubled(x)) for labels, x in pair] if wide else pair
         found.append(contract(exact, kept).to(pair[0][1].dtype).reshape(side, side))
     return summed(found)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
+from invfunc._torch.precision import doubled
 from invfunc._torch.values import anywhere
 from invfunc.errors import ArgumentError, InvFuncError
 from invfunc.kronecker.whole import Whole
@@ -57,7 +58,7 @@ class Eigenpairs(Whole):
         """Of the rows S as a map, those of the gradient as another, unless they are S, and S S^T `[V, N, V, N]`."""
         self._shown, self._space, self._root, self._slope = shown, space, root, slope
         v, n, *_ = gram.shape
-        small, kept = gram.reshape(v * n, v * n).double(), min(v * n, self.size)
+        small, kept = doubled(gram.reshape(v * n, v * n)), min(v * n, self.size)
         values, vectors = (x.flip(-1)[..., :kept] for x in torch.linalg.eigh(small))
         noise = values[:1].sum() + math.sqrt(v * n) * F.pad(small.diagonal(), (0, 1)).amax()
         eps = max(torch.finfo(kind.dtype).eps for kind in space.kinds)

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import plainly, pointer, saving_hooks, unwatched
+from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
 from invfunc.errors import ReplayError
 from invfunc.recomputation.call import Call, Tensors
@@ -265,7 +266,7 @@ The values show what no call tells, such as an unseen change of a tensor; how a 
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if differentiable(tensor) else tensor.double()
+    return tensor if differentiable(tensor) else doubled(tensor)
 
 
 def _places(rest: Tensors, indices: Sequence[int]) -> dict[int, int]:

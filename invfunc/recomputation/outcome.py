@@ -9,6 +9,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import innermost
+from invfunc._torch.precision import doubled
 from invfunc.errors import ReplayError
 from invfunc.recomputation.outside import bare
 from invfunc.recomputation.probe import Probe
@@ -75,7 +76,7 @@ def without_graph(y: Any) -> Any:
 
 def means(y: Any) -> Means:
     """The means of the tensors of a result, over all entries of any vmap: one may be without a batch the first time."""
-    wide = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).to(torch.float64) for t in _plain(y)]
+    wide = [doubled(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t) for t in _plain(y)]
     return [(t.mean().item(), t.abs().mean().item()) for t in wide if t.numel()]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.functorch import innermost
+from invfunc._torch.precision import double_on, doubled
 from invfunc._torch.values import differentiable
 
 Error = float | torch.Tensor
@@ -29,7 +30,7 @@ def numbers_of(errors: Sequence[Error]) -> list[float]:
     waiting = dict[torch.device, list[torch.Tensor]]()
     for e in errors:
         if isinstance(e, torch.Tensor):
-            waiting.setdefault(e.device, []).append(e.double())
+            waiting.setdefault(e.device, []).append(doubled(e))
     found = {device: iter(torch.stack(there).tolist()) for device, there in waiting.items()}
     return [next(found[e.device]) if isinstance(e, torch.Tensor) else e for e in errors]
 
@@ -47,7 +48,7 @@ def summed_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torc
 
 def mean_size(tensor: torch.Tensor) -> float:
     """The root of the mean square of the entries that are numbers."""
-    wide = tensor.abs().double()
+    wide = doubled(tensor.abs())
     return math.sqrt(torch.where(wide.isfinite(), wide, 0).square().mean().item()) if tensor.numel() else 0.0
 
 
@@ -95,7 +96,7 @@ def default_tolerance(x: torch.Tensor) -> float:
 
 def relative_error(came: torch.Tensor, wanted: torch.Tensor) -> float:
     """The largest difference, relative to the largest entry of what was wanted; over all entries of any vmap."""
-    wide = torch.complex128 if wanted.is_complex() else torch.float64
+    wide = double_on(wanted.device).to_complex() if wanted.is_complex() else double_on(wanted.device)
     came, wanted = came.to(wide), wanted.to(wide)
     error, size = innermost((came - wanted).abs()), innermost(wanted.abs())
     return error.max().item() / (size.max().item() or 1.0) if size.numel() else 0.0

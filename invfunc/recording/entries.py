@@ -10,7 +10,7 @@ import torch
 from invfunc import tree
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, Call
-from invfunc.operations.equations import Equation, equation
+from invfunc.operations.equations import Equation
 from invfunc.operations.operation import known
 
 Added = Callable[[torch.Tensor], torch.Tensor | None]
@@ -44,7 +44,7 @@ def _linear(call: Call, of: Added) -> torch.Tensor | None:
 
 def product(call: Call, _: Any, of: Added) -> Callable[[], torch.Tensor] | None:
     """A product of a sum over the samples with parameters as a sum of products of what each of them adds."""
-    parsed = equation(call.name, call.args, call.kwargs)
+    parsed = call.equation
     if parsed is None or isinstance(parsed.scale, torch.Tensor):
         return None
     entries = [of(x) for x in parsed.operands]

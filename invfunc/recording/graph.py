@@ -61,16 +61,15 @@ def functions_below(x: torch.Tensor) -> list[type]:
 def lowest(starts: list[torch.Tensor], nodes: set[Any]) -> set[Any]:
     """Those of the nodes that are reached from the starts and have no other of them below."""
     below: dict[Any, bool] = {}
-    waiting = [(node_of(x), False) for x in starts]
+    waiting: list[tuple[Any, list[Any] | None]] = [(node_of(x), None) for x in starts]
     while waiting:
-        node, left = waiting.pop()
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
-        if left:
-            below[node] = any(below[parent] or parent in nodes for parent in parents)
+        node, parents = waiting.pop()
+        if parents is not None:  # which were all seen since
+            below[node] = any([below[parent] or parent in nodes for parent in parents])
         elif node not in below:
-            below[node] = False
-            waiting.append((node, True))
-            waiting.extend((parent, False) for parent in parents)
+            below[node], parents = False, [parent for parent, _ in node.next_functions if parent is not None]
+            waiting.append((node, parents))
+            waiting += [(parent, None) for parent in parents]
     return {node for node in nodes if node in below and not below[node]}
 
 

@@ -28,7 +28,7 @@ class Constants:
     """Tensors that depend on no sample, as long as nobody writes to them."""
 
     def __init__(self) -> None:
-        self._versions = WeakIdMap[int]()
+        self._versions: WeakIdMap[int] = WeakIdMap()
 
     def add(self, x: torch.Tensor) -> None:
         self._versions.set(x, version(x))

@@ -14,7 +14,6 @@ from invfunc.errors import ArgumentError, Unseen
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import BATCH_SUM, BatchSum, Call
 from invfunc.operations.calls import picking, produced_by, spelled
-from invfunc.operations.equations import equation
 from invfunc.operations.heard import Function
 from invfunc.operations.operation import linear
 from invfunc.recording.tags import Derived, Sampled, derived_from
@@ -148,7 +147,7 @@ def cannot_meet(
         return f"`{call.name}`: a parameter overwrites what all samples had there"
     if found is not BATCH_SUM:
         return None
-    terms = equation(call.name, call.args, call.kwargs)
+    terms = call.equation
     sums = terms is not None and not terms.operands
     why = next((why for tag in params if (why := not_shared(tag, escaped))), None) if apart or not sums else None
     if sums or isinstance(why, Unseen):

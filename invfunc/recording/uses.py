@@ -67,6 +67,7 @@ class ParameterUses(Provenance):
         """Whether an operation without a rule, rather than one that mixes, has lost the samples."""
         self.uses: list[ParameterUse] = []
         self.edges: list[Any] = []
+        self._sites: dict[tuple[Any, Axis], int] = {}  # the place of each edge, with its axis, among these
         self.below: list[Sequence[Any]] = []  # the nodes of what the operation at each site reads beside parameters
         self.axes: list[Axis] = []
         self.sizes: list[int] = []  # of the output at each site, for one sample
@@ -77,7 +78,8 @@ class ParameterUses(Provenance):
         self.displaced = False  # whether what depends on parameters was selected or moved
         self.multiplied = False  # whether parameters met sums over the samples
         self.repeated: dict[tuple[int, int], int] = {}  # parameters with an entry for each sample, as in `Beforehand`
-        self._added = WeakIdMap[tuple[torch.Tensor, int]]()  # what each sample adds to a sum, and the version of that
+        self._added: WeakIdMap[tuple[torch.Tensor, int]] = WeakIdMap()
+        """What each sample adds to a sum, and the version of that."""
         self.sums: list[tuple[torch.Tensor, Axis]] = []  # what was summed over the samples since then
 
     def use(
@@ -96,9 +98,8 @@ class ParameterUses(Provenance):
         if not out.requires_grad:  # it lies in a transform that f itself uses
             raise hidden(out, ())
         edge = torch.autograd.graph.get_gradient_edge(out)
-        at = next((i for i, e in enumerate(self.edges) if e == edge and self.axes[i] == axis), None)
-        if at is None:
-            at = len(self.edges)
+        at = self._sites.setdefault((edge, axis), len(self.edges))
+        if at == len(self.edges):
             self.edges.append(edge)
             self.below.append(below)
             self.axes.append(axis)

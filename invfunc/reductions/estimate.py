@@ -9,6 +9,7 @@ import torch
 
 from invfunc import tree
 from invfunc._shown import table
+from invfunc._torch.precision import double_on, doubled
 from invfunc.loss.square_root import safe_root
 from invfunc.per_sample import Shares
 from invfunc.per_sample.lots import Drawn, variances
@@ -35,7 +36,7 @@ class Estimate(NamedTuple):
 
 
 def _size(x: torch.Tensor) -> float:
-    return float(x.double().norm()) if x.ndim else float(x)
+    return float(doubled(x).norm()) if x.ndim else float(x)
 
 
 class EstimatedSquares(Reduction):
@@ -52,7 +53,7 @@ class EstimatedSquares(Reduction):
         return state[0] * by**2, state[1] * by**4
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
-        return torch.zeros_like(leaf), torch.zeros_like(leaf, dtype=torch.float64)
+        return torch.zeros_like(leaf), torch.zeros_like(leaf, dtype=double_on(leaf.device))
 
     def finish(self, state: State, found: Found) -> list[Any]:
         return [state[0], safe_root(state[1])]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from invfunc import tree
+from invfunc._torch.precision import double_on, doubled
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra.contract import summed
 from invfunc.per_sample import Shares
@@ -47,16 +48,16 @@ class SumAndNoise(Reduction):
 
     def step(self, shares: Shares) -> State:
         if self.group(shares.name(shares.place).removeprefix("params")) is None:
-            return (total := shares.weighted()), total.new_zeros((), dtype=torch.float64)
+            return (total := shares.weighted()), total.new_zeros((), dtype=double_on(total.device))
         total, norms = shares.sum_and_norms()
-        return total, norms.double().sum()
+        return total, doubled(norms).sum()
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
-        return torch.zeros_like(leaf), leaf.new_zeros((), dtype=torch.float64)
+        return torch.zeros_like(leaf), leaf.new_zeros((), dtype=double_on(leaf.device))
 
     def aside(self, state: State, found: Found) -> tuple[torch.Tensor, torch.Tensor]:
         rows = state[0].flatten(1) if state[0].ndim > 1 else state[0]
-        return rows.square().sum(-1).double().sum(), state[1]  # without a copy in float64
+        return doubled(rows.square().sum(-1)).sum(), state[1]  # without a copy in float64
 
     def assemble(self, results: list[Any], found: Found) -> Any:
         if found.n < 2:

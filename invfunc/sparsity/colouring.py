@@ -25,7 +25,7 @@ def empty(rows: torch.Tensor) -> torch.Tensor:
     return (rows == -torch.inf).any(0).any(0)
 
 
-_FAR = 2.0**24
+_FAR = 2**24
 """Above every coordinate, so that two of them are one number."""
 
 
@@ -54,7 +54,7 @@ class Intervals:
     @classmethod
     def along(cls, lo: torch.Tensor, hi: torch.Tensor) -> Intervals:
         """Colour intervals greedily from left to right, which takes as few colours as possible."""
-        code, of = _numbered(lo.double() * _FAR + hi.double())
+        code, of = _numbered(lo.long() * _FAR + hi.long())
         first = torch.empty_like(code, dtype=torch.long).scatter(0, of, torch.arange(len(lo), device=lo.device))
         lo, hi = lo[first], hi[first]
         last: list[float] = []
@@ -128,7 +128,7 @@ class Colouring:
         """Where the boxes `[2, k, P]` lie among those of the groups."""
         inside, along = rows[1, 0] > -torch.inf, []
         for axis, a, b in zip(self.axes, -rows[0], rows[1], strict=True):
-            code, of = _numbered(torch.where(inside, a.double() * _FAR + b.double(), 0))
+            code, of = _numbered(torch.where(inside, a.long() * _FAR + b.long(), 0))
             first = torch.empty_like(code, dtype=torch.long).scatter(0, of, torch.arange(len(of), device=of.device))
             a, b = a[first], b[first]
             along.append((torch.stack([axis.holding(c, a, b) for c in range(axis.count)]), of))

@@ -16,6 +16,7 @@ import torch
 
 from invfunc import tree
 from invfunc.operations.axis import Axis
+from invfunc.operations.equations import Equation, equation
 from invfunc.operations.naming import argument
 from invfunc.operations.operation import known, linear
 
@@ -62,6 +63,11 @@ class Call:
 
     def place(self, x: Any) -> Place:
         return self.places.get(id(x))
+
+    @cached_property
+    def equation(self) -> Equation | None:
+        """It as an einsum, None where it cannot be written as one."""
+        return equation(self.name, self.args, self.kwargs)
 
     @cached_property
     def samples(self) -> list[tuple[torch.Tensor, Axis | BatchSum]]:

@@ -11,7 +11,7 @@ from invfunc import tree
 from invfunc.linear_algebra.contract import Term
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
-from invfunc.operations.equations import LETTERS, equation
+from invfunc.operations.equations import LETTERS
 from invfunc.operations.factors import Part, Recipe, Site, axis_of
 from invfunc.operations.operation import known
 from invfunc.operations.pointwise import entrywise
@@ -124,7 +124,7 @@ def _paired(call: Call) -> tuple[str, list[tuple[str, torch.Tensor]]] | None:
     if entrywise(call.name):
         labels = LETTERS[: call.out.ndim]
         return labels, [(labels[len(labels) - x.ndim :], x) for x in operands]
-    parsed = equation(call.name, call.args, call.kwargs)
+    parsed = call.equation
     return None if parsed is None else (parsed.output, list(zip(parsed.inputs, parsed.operands, strict=True)))
 
 

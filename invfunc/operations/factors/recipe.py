@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from invfunc.linear_algebra.contract import Term
 from invfunc.operations.axis import Axis
 from invfunc.operations.batch_axis import Call
-from invfunc.operations.equations import LETTERS, equation
+from invfunc.operations.equations import LETTERS
 from invfunc.operations.operation import known
 
 Part = slice | torch.Tensor
@@ -30,7 +31,7 @@ def _nothing(part: Part) -> list[Term]:
     return []
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Recipe:
     """`G[v, n, *output] = einsum(terms(cotangent, part))`, with V and N as the labels of columns and samples.
 
@@ -154,18 +155,15 @@ def find(call: Call) -> FactorRule | None:
 def product(site: Site, param: torch.Tensor) -> Recipe | None:
     """Any product or sum that can be written as an einsum: swap the parameter for the cotangent."""
     call = site.call
-    parsed = equation(call.name, call.args, call.kwargs)
-    if parsed is None:
-        return None
+    parsed = call.equation
     met = None if parsed is None else parsed.meets(param)
     if parsed is None or met is None:
         return None
     labels, scale, others = met
     sample = None if site.axis.dim is None else parsed.output[site.axis.dim]
     axes = [axis_of(site, x, inputs, sample) for inputs, x in others]
-    sizes, like = dict(zip(labels, param.shape, strict=True)), {"dtype": param.dtype, "device": param.device}
-    wide = {*parsed.output, *(c for inputs, x in others for c, n in zip(inputs, x.shape, strict=True) if n != 1)}
-    output = "".join(c for c in labels if sizes[c] != 1 or c not in wide)  # no label that only others count
+    output, alone = _entries(labels, param.shape, parsed.output, tuple([(inputs, x.shape) for inputs, x in others]))
+    like = {"dtype": param.dtype, "device": param.device}
 
     def read(part: Part) -> list[Term]:
         terms = [
@@ -173,9 +171,20 @@ def product(site: Site, param: torch.Tensor) -> Recipe | None:
             for (inputs, x), axis in zip(others, axes, strict=True)
         ]
         terms += [] if scale == 1 else [("", torch.tensor(scale, **like))]
-        return terms + [(c, torch.ones(sizes[c], **like)) for c in output if c not in wide]  # summed in it alone
+        return terms + [(c, torch.ones(size, **like)) for c, size in alone]
 
     return Recipe(output, parsed.output, read=read, reads=tuple(x for _, x in others))
+
+
+@lru_cache(maxsize=4096)
+def _entries(
+    labels: str, shape: torch.Size, output: str, others: tuple[tuple[str, torch.Size], ...]
+) -> tuple[str, tuple[tuple[str, int], ...]]:
+    """The labels of the entries of a parameter, and those among them, with their sizes, that are summed in it alone."""
+    sizes = dict(zip(labels, shape, strict=True))
+    wide = {*output, *(c for inputs, x in others for c, n in zip(inputs, x, strict=True) if n != 1)}
+    kept = [c for c in labels if sizes[c] != 1 or c not in wide]  # no label that only others count
+    return "".join(kept), tuple((c, sizes[c]) for c in kept if c not in wide)
 
 
 def axis_of(site: Site, x: torch.Tensor, labels: str, sample: str | None) -> Axis | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from invfunc import tree
-from invfunc._torch.functorch import given_back
+from invfunc._torch.functorch import given_back, saving_hooks
 from invfunc.operations.batch_axis import Call
 
 
@@ -36,6 +36,8 @@ class Recomputed:
 def released(call: Call, params: Collection[int]) -> tuple[Call, list[Recomputed]]:
     """The call without those operands that can be computed again, and these. `params` are the ids of the parameters."""
     found: dict[int, Recomputed] = {}
+    if saving_hooks() is None:
+        return call, []
     for x in call.read:
         if id(x) not in params and id(x) not in found and call.place(x) is not None:
             fetch = given_back(x)
