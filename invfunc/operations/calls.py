@@ -80,10 +80,10 @@ def alignment(
 ) -> Axis | None:
     """Where a parameter whose entries an operation pairs with samples has its sample axis."""
     for x, place in placed:
-        if place.dim is None or x.shape[place.dim] not in param.shape:
+        own = known(name).paired
+        if place.dim is None or (own is None and x.shape[place.dim] not in param.shape):
             continue
-        rule = known(name).paired or partial(_in_product, name)
-        dim = rule(args, kwargs, x, place.dim, param)
+        dim = (own or partial(_in_product, name))(args, kwargs, x, place.dim, param)
         if dim is not None and 0 <= dim < param.ndim and param.shape[dim] == x.shape[place.dim]:
             return place.at(dim)
     return None
