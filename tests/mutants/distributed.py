@@ -96,13 +96,6 @@ DISTRIBUTED = [
         ALL,
     ),
     Fault(
-        "parts of parameters with fewer rows than processes are missing",
-        "_torch/sharded.py",
-        "[x.narrow(along, 0, 0)] * (count - len(found))",
-        "[x] * (count - len(found))",
-        ALL.replace("[2]", "[4]"),
-    ),
-    Fault(
         "the columns of all passes are added up before parts are kept",
         "passes/pullback.py",
         "complete or (soon is not None and soon(k, leaf))",
