@@ -32,7 +32,7 @@ from tests.strategies import Numbers
 
 def told_of_all(examples: list[Example]) -> tuple:
     """The programs that go on with each other, as it takes seconds to start processes."""
-    return hold(examples), composed(), faults(), memory()
+    return hold(examples), composed(), faults(), memory(), sent()
 
 
 # Faults: what each process raises, and after how many seconds
@@ -260,4 +260,28 @@ def memory() -> dict[str, float]:
             with nothing_collected(), Meter() as meter, mock.patch.object(layout, "absent", uncounted):
                 distributed(t)(*args, x)
             found[f"{name} {'whole' if whole else 'parts'}"] = meter.peak() / params["w0"].nbytes
+    return found
+
+
+def sent() -> dict[str, list[int]]:
+    """How many numbers a process gives to the other one, and how many are added up in both."""
+    params, (x, y) = data()
+    placed = {name: distribute_tensor(p, mesh(2), [Shard(0)], src_data_rank=None) for name, p in params.items()}
+    rank, found = dist.get_rank(), dict[str, list[int]]()
+    deal, add = dist.all_to_all_single, dist.all_reduce
+
+    def dealt(into: Any, x: Any, got: list[int], given: list[int], **kwargs: Any) -> Any:
+        count[0] += sum(given) - given[rank]
+        return deal(into, x, got, given, **kwargs)
+
+    def added(x: Any, **kwargs: Any) -> Any:
+        count[1] += x.numel()
+        return add(x, **kwargs)
+
+    for make in (invfunc.sum_grad_squared, invfunc.variance, invfunc.hvp):
+        t = make(losses)
+        count = found[make.__name__] = [0, 0]
+        args = [placed] * (2 if hasattr(t, "linearize") else 1)
+        with mock.patch.object(dist, "all_to_all_single", dealt), mock.patch.object(dist, "all_reduce", added):
+            distributed(t)(*args, x, y)
     return found

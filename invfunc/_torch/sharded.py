@@ -39,6 +39,21 @@ def local_part(x: torch.Tensor, like: Any, lead: int = 0) -> torch.Tensor:
     return own.to_local().clone()  # which does not keep the whole alive
 
 
+def divided_along(x: Any, ranks: list[int]) -> int | None:
+    """The axis along which a DTensor is divided among these processes, in their order; None if it is not just that."""
+    from torch.distributed.tensor import Shard
+
+    mesh, placement = x.device_mesh.mesh, x.placements[0]
+    plain = mesh.ndim == 1 and type(placement) is Shard and len(ranks) > 1
+    return placement.dim % x.ndim if plain and mesh.tolist() == ranks else None
+
+
+def pieces_of(x: torch.Tensor, count: int, along: int) -> list[torch.Tensor]:
+    """The parts of a tensor in so many processes, the last of which may have none, or less than others."""
+    found = [*x.chunk(count, along)]
+    return found + [x.narrow(along, 0, 0)] * (count - len(found))
+
+
 def _behind(placement: Any, lead: int) -> Any:
     """A placement whose dimension comes behind some more."""
     if not (lead and hasattr(placement, "dim")):

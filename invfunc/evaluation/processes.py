@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from invfunc import tree
-from invfunc._torch.sharded import sharded
+from invfunc._torch.sharded import pieces_of, sharded
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, ProcessError
 from invfunc.reductions import State
 from invfunc.reductions.exchange import Exchange, Rows, Sums
@@ -147,6 +147,25 @@ class Processes:
             dist.all_gather(each, padded, group=self.group)
         rows = zip(each, sizes, shapes, strict=True)
         return torch.cat([part[:size].view(x.dtype).view(shape) for part, size, shape in rows], axis)
+
+    def dealt(self, x: torch.Tensor, along: int | None, given: Sequence[int], device: Any) -> list[torch.Tensor]:
+        """The parts of this process of what some processes give, which are divided along an axis, or are for all.
+
+        x is what this one gives, or tells its shape and dtype without numbers. A part travels once: in gloo, a
+        reduce-scatter is a sum of the whole in all processes. What is no sum may be merged, too.
+        """
+        pieces = [x] * self.size if along is None else pieces_of(x, self.size, along)
+        own, gives = pieces[self.rank], self.rank in given
+        sent = [piece.numel() * gives for piece in pieces]
+        got = [own.numel() * (rank in given) for rank in range(self.size)]
+        found = torch.empty(sum(got), dtype=x.dtype, device=device)
+        flat = found[:0]
+        if gives:  # without a copy where parts are rows
+            flat = x.detach().reshape(-1) if along == 0 else torch.cat([piece.detach().reshape(-1) for piece in pieces])
+        with connected():
+            dist.all_to_all_single(found, flat, got, sent, group=self.group)
+        parts = found.split(got)
+        return [parts[rank].view(own.shape) for rank in given]
 
     def heard(self, said: Any) -> list[Any]:
         """What each says."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import number_of, version
 from invfunc._torch.reading import Reading
-from invfunc._torch.sharded import gathered, local_part, of_part
+from invfunc._torch.sharded import divided_along, gathered, local_part, of_part
 from invfunc.errors import ArgumentError, ProcessError
 from invfunc.evaluation.processes import Processes, connected, shown
 from invfunc.reductions import Reduction, State, States
@@ -154,22 +155,37 @@ class Rounds:
                 one = gathered(self.own[place])
             found = one if place == own else found
             del one  # before the next one comes
-        given = [said for said in each if isinstance(said, Kept)]
-        for key in dict.fromkeys(said.key for said in given):
+        given = {rank: said for rank, said in enumerate(each) if isinstance(said, Kept)}
+        for key in dict.fromkeys(said.key for said in given.values()):
             mine = state if isinstance(own, Kept) and own.key == key else None
-            self._join(key, mine, [said.state for said in given if said.key == key])
+            self._join(key, mine, {rank: said.state for rank, said in given.items() if said.key == key})
         return each, found
 
-    def _join(self, key: tuple[int, int, int], own: State | None, each: Sequence[State]) -> None:
+    def _join(self, key: tuple[int, int, int], own: State | None, each: Mapping[int, State]) -> None:
         """Add up what some processes have kept of a parameter, and keep a part of it."""
         quantity, leaf, place = key
-        reduction = self.reductions[quantity]
-        own = as_wide(own or reduction.init(self.places[place], 0, 1), each)
-        (whole,) = self.processes.exchanged([reduction.across(leaf, own, each)])
-        like = self.own[place]  # numbers of all entries travel with them, and are not to keep them alive
-        part = tuple(local_part(x, like) if x.shape == like.shape else x.clone() for x in whole)
+        reduction, like, states = self.reductions[quantity], self.own[place], [*each.values()]
+        own = None if own is None else as_wide(own, states)
+        if (along := divided_along(like, self.processes.ranks)) is not None:
+            part = reduce(partial(reduction.merge, over="samples"), self._dealt(own, each, like, along))
+        else:
+            own = own or as_wide(reduction.init(self.places[place], 0, 1), states)
+            (whole,) = self.processes.exchanged([reduction.across(leaf, own, states)])
+            # numbers of all entries travel with them, and are not to keep them alive
+            part = tuple(local_part(x, like) if x.shape == like.shape else x.clone() for x in whole)
         before = self._states.get(key)
         self._states[key] = part if before is None else reduction.merge(before, part, "samples")
+
+    def _dealt(self, own: State | None, each: Mapping[int, State], like: Any, along: int) -> Iterator[State]:
+        """What each of some processes has kept of the part of a parameter that this one has: no sum is formed of the
+        whole."""
+        (first, *_), states = each.values(), [*each.values()]
+        given, device = [*each], like.device
+        found = [
+            self.processes.dealt(x, along if x.shape == like.shape else None, given, device)
+            for x in own or as_wide(first, states)
+        ]
+        return zip(*found, strict=True)
 
     def _said(self, own: int | Kept | str | None) -> list[Any]:
         """What all say; those that have failed say how."""

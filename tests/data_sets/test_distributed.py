@@ -98,6 +98,14 @@ def test_no_process_has_all_parameters_nor_all_sums(two):
         assert found["hvp parts"] - 4 < 8 + 4 and found["hvp whole"] > 3 * 8  # one of two terms waits for the other
 
 
+def test_sums_of_parts_travel_once(two):
+    """Each number goes to the process that keeps it: an all-reduce would bring it to both, and back."""
+    each = two[1][4]
+    given = {name: sum(one[name][0] for one in each) for name in each[0]}
+    assert given == {"sum_grad_squared": 12 + 3, "variance": 2 * (12 + 3) + 2 * 2, "hvp": 12 + 3}  # and counts
+    assert not any(added for one in each for _, added in one.values())
+
+
 class TestFaults:
     def test_one_process_that_fails_makes_all_fail(self, two):
         first, second = two[1][2]

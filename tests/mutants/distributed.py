@@ -7,6 +7,7 @@ MODULES = "test_sharded_modules.py::TestFunctional"
 FAULTS = "data_sets/test_distributed.py::TestFaults"
 RESUMED = "data_sets/test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened"
 MEMORY = "data_sets/test_distributed.py::test_no_process_has_all_parameters_nor_all_sums"
+SENT = "data_sets/test_distributed.py::test_sums_of_parts_travel_once"
 PARTS = "data_sets/test_distributed.py::test_what_it_composes_with"
 
 DISTRIBUTED = [
@@ -81,11 +82,18 @@ DISTRIBUTED = [
         MEMORY,
     ),
     Fault(
-        "numbers of all entries keep sums of all parameters alive",
+        "sums of parts are formed of the whole in all processes",
         "evaluation/rounds.py",
-        "local_part(x, like) if x.shape == like.shape else x.clone()",
-        "local_part(x, like)",
-        MEMORY,
+        "if (along := divided_along(like, self.processes.ranks)) is not None:",
+        "if (along := divided_along(like, [])) is not None:",
+        SENT,
+    ),
+    Fault(
+        "means of parts are taken for the same",
+        "evaluation/rounds.py",
+        'part = reduce(partial(reduction.merge, over="samples"), ',
+        "part = reduce(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), ",
+        ALL,
     ),
     Fault(
         "the columns of all passes are added up before parts are kept",
