@@ -1,6 +1,8 @@
 """distributed: the samples of several processes, which torch's launcher starts."""
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,10 @@ def examples(size):
         plainest, draw = len(found), given(each)(lambda e: found.append(e))
         seed(k)(settings(max_examples=1 + SIZES[size], derandomize=False)(draw))()  # others for each case
         del found[plainest]  # which is drawn first, and of which all have the same
+        # in one example all keep parts at once, of a mean where a product of a model and its loss has to scale them
+        scaled = {"reduction": "mean"} if name in PRODUCTS and form == BOTH else {}
+        parts: dict[str, Any] = {"laid": [("rows", "rows")], "within": None, "planned": False, **scaled}
+        found[-1] = replace(found[-1], n=size + 3, edges=[*range(2, size + 1)], **parts)
     return found
 
 
