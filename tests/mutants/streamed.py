@@ -53,15 +53,29 @@ STREAMED = [
     Fault(
         "losses may have a factor that depends on the batch",
         "data_sets/visits.py",
-        "            engine.joined = not self.looked and size_of(args, t.in_dims) > 1\n",
+        "            engine.joined = several and not self.looked\n",
         "",
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
         "losses are not looked at where f does not take a few samples",
         "recording/beside.py",
-        "alone(half) if part is None and half > 2 else part",
-        "part",
+        "sorted({min(2, half), half, problem.n - 1})",
+        "[min(2, half)]",
+        "data_sets/test_streamed.py::TestScale",
+    ),
+    Fault(
+        "losses that are zero tell that f has no factor",
+        "recording/beside.py",
+        "        if not anywhere(joined.isfinite() & (joined != 0)):\n            continue\n",
+        "",
+        "data_sets/test_streamed.py::TestScale",
+    ),
+    Fault(
+        "a batch in which all losses are zero tells that f has no factor",
+        "evaluation/engine.py",
+        "self.joined = not check_fewer(self.problem, whole, self._of_first)",
+        "self.joined = check_fewer(self.problem, whole, self._of_first) and False",
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
