@@ -11,7 +11,7 @@ import torch
 from invfunc import tree
 from invfunc._torch.values import anywhere
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.recording.checks import same_values
+from invfunc.recording.checks import largest, same_values
 from invfunc.recording.problem import Problem, batch_size
 
 
@@ -76,15 +76,14 @@ def check_fewer(problem: Problem, whole: Any, alone: Callable[[int], Any]) -> bo
     if not isinstance(whole, torch.Tensor) or not whole.ndim or problem.n < 2:
         return True
     dim, half = problem.out_dims if whole.ndim > 1 else 0, problem.n // 2
-    whole = whole.to(low := _lowest(problem, whole))
-    telling = False
+    low, telling = _lowest(problem, whole), False
     for few in sorted({min(2, half), half, problem.n - 1}):
         joined = whole.narrow(dim, 0, min(few, whole.shape[dim]))
-        if not anywhere(joined.isfinite() & (joined != 0)):
+        if not anywhere((size := largest(joined)) > 0):
             continue
         telling, part = True, alone(few)
         if isinstance(part, torch.Tensor) and part.ndim:
-            if not same_values(part.to(low), joined):
+            if not same_values((part / size).to(low), (joined / size).to(low)):  # which is in the range of any dtype
                 raise SampleAxisError(
                     "f gives a sample something else beside fewer ones, so that batches cannot be joined: it has a "
                     "factor that depends on how many there are. Take losses without that factor, as with "

@@ -172,6 +172,19 @@ class TestScale:
         with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
             stream(True, [8])
 
+    @pytest.mark.parametrize("by", [1e6, 1e-9])
+    def test_with_a_factor_are_refused_beyond_the_range_of_half_precision(self, data, by):
+        params, *rest = data
+        params, rest = tree.map_tensors(torch.Tensor.half, params), [rest[0].half(), rest[1]]
+
+        def f(params, *batch, factor):
+            lost = by * losses(params, *batch).float()
+            return lost / len(batch[0]) if factor else lost
+
+        streamed(invfunc.batch_l2_grad(partial(f, factor=False)))(params, batches([5], *rest))
+        with pytest.raises(SampleAxisError, match="a factor that depends"):
+            streamed(invfunc.batch_l2_grad(partial(f, factor=True)))(params, batches([5], *rest))
+
     @pytest.mark.parametrize("mixed", ["parameters", "autocast"])
     def test_rounding_of_half_precision_is_no_factor_of_the_batch(self, data, mixed):
         """Losses in float32 of what was computed in bfloat16 differ between batches by its few digits."""
