@@ -123,8 +123,8 @@ PAIRS_AND_LAYERS = [
     Fault(
         "the copies of an equilibrium stay in the dtype of x",
         "invertible/equilibrium.py",
-        "t.to(torch.promote_types(t.dtype, torch.float64))",
-        "t",
+        'lambda t: in_float64(t, "an equilibrium keeps two copies of its state")',
+        "lambda t: t",
         "invertible/test_equilibrium.py::TestGradient invertible/test_equilibrium.py",
     ),
     Fault(

@@ -296,7 +296,7 @@ STATISTICS = [
     Fault(
         "squares of a gradient are rounded before they are added up",
         "reductions/noise.py",
-        "return rows.square().sum(-1).double().sum(), state[1]",
+        "return doubled(rows.square().sum(-1)).sum(), state[1]",
         "return rows.square().sum(-1).double().sum().to(found.dtype), state[1]",
         NOISE + "::TestRounding " + NOISE,
     ),
@@ -543,7 +543,7 @@ STATISTICS = [
     Fault(
         "the small matrix is decomposed in single precision",
         "products/sample_space.py",
-        "gram.reshape(v * n, v * n).double()",
+        "doubled(gram.reshape(v * n, v * n))",
         "gram.reshape(v * n, v * n)",
         EIGENPAIRS + "::TestSolve::test_is_as_right_as_its_condition_in_single_precision",
     ),
