@@ -65,10 +65,10 @@ class Work:
         sweep, before = self.sweep, self.sweep.n
 
         def add(args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[None, Any]:
-            engine = t.engine(args, kwargs, names)
-            engine.joined = not self.looked and size_of(args, t.in_dims) > 1
+            engine, several = t.engine(args, kwargs, names), size_of(args, t.in_dims) > 1
+            engine.joined = several and not self.looked
             aux = sweep.add(engine, partial(self.evaluated, t, sweep, args, kwargs))
-            self.looked = self.looked or engine.joined
+            self.looked = self.looked or several and not engine.joined
             return None, aux
 
         t = self.t.keyed(self.keys, self.first + n)

@@ -74,7 +74,7 @@ class Engine:
         self.scalar = False
         """Whether f, or the loss, has turned out to return one number for all samples."""
         self.joined = False
-        """Whether its results will be joined with others, so that f has to be seen to allow it."""
+        """Whether its results will be joined with others, and f has not been seen to allow it."""
         self.loss_part: LossPart | None = None
 
     def result(self) -> tuple[list[Any], Any]:
@@ -113,7 +113,8 @@ class Engine:
     def check_joined(self, whole: Any = None) -> None:
         """Check that f gives samples in the `whole` batch what it gives them alone, if they are to be joined."""
         if self.joined and self.problem.loss is None:
-            check_fewer(self.problem, self._of_first(self.problem.n) if whole is None else whole, self._of_first)
+            whole = self._of_first(self.problem.n) if whole is None else whole
+            self.joined = not check_fewer(self.problem, whole, self._of_first)
 
     # Of what: each folds over the runs of the function and returns aux
 

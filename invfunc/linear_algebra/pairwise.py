@@ -52,7 +52,7 @@ class _Operand:
     def matrix(self, batch: Sequence[str], rows: Sequence[str], columns: Sequence[str]) -> _Layout:
         """As a matrix, or one for each of a batch: where it has to be copied, along its memory."""
         b, r, c = (math.prod(self.sizes[label] for label in group) for group in (batch, rows, columns))
-        lead = [b] if b > 1 else []
+        lead = [] if b == 1 else [b]
         if rows and columns and self.steps[rows[-1]] < self.steps[columns[-1]]:
             return self.laid_out([*batch, *columns, *rows], [*lead, c, r], turned=True)
         return self.laid_out([*batch, *rows, *columns], [*lead, r, c])
@@ -130,7 +130,7 @@ class _Pair:
     def _by_matrices(self, swapped: bool) -> _Step:
         batch, summed, rows, columns = self.batch, self.summed, self.rows, self.columns
         first, second = self.left.matrix(batch, rows, summed), self.right.matrix(batch, summed, columns)
-        kind, lead = ("bmm", [self.size(batch)]) if self.size(batch) > 1 else ("mm", [])
+        kind, lead = ("mm", []) if self.size(batch) == 1 else ("bmm", [self.size(batch)])
         room, order = (*lead, self.size(rows), self.size(columns)), [*batch, *rows, *columns]
         shape, back = self.shape(order), _moved([order.index(c) for c in self.output])
         return _Step(kind, swapped, first, second, _large(room), None if shape == room else shape, back)

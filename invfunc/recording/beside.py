@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._torch.values import anywhere
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.recording.checks import same_values
+from invfunc.recording.checks import largest, same_values
 from invfunc.recording.problem import Problem, batch_size
 
 
@@ -69,20 +70,27 @@ def check_batches(problem: Problem, joined: torch.Tensor, alone: Callable[[slice
             )
 
 
-def check_fewer(problem: Problem, whole: Any, alone: Callable[[int], Any]) -> None:
-    """Check that a few samples, or half of them where f does not take so few, have the same losses or outputs `alone`
-    as in the `whole` batch."""
-    half = problem.n // 2
-    part = alone(min(2, half)) if half else None
-    part = alone(half) if part is None and half > 2 else part
-    if not isinstance(part, torch.Tensor) or not isinstance(whole, torch.Tensor) or not part.ndim or not whole.ndim:
-        return
-    dim, low = problem.out_dims if whole.ndim > 1 else 0, _lowest(problem, whole)
-    if not same_values(part.to(low), whole.narrow(dim, 0, min(part.shape[dim], whole.shape[dim])).to(low)):
-        raise SampleAxisError(
-            "f gives a sample something else beside fewer ones, so that batches cannot be joined: it has a factor that "
-            "depends on how many there are. Take losses without that factor, as with reduction='none'."
-        )
+def check_fewer(problem: Problem, whole: Any, alone: Callable[[int], Any]) -> bool:
+    """Check that a few samples have the same losses or outputs `alone` as in the `whole` batch, or more of them where
+    f does not take so few, or all that these have is zero, which no factor changes. Whether that is known of f now."""
+    if not isinstance(whole, torch.Tensor) or not whole.ndim or problem.n < 2:
+        return True
+    dim, half = problem.out_dims if whole.ndim > 1 else 0, problem.n // 2
+    low, telling = _lowest(problem, whole), False
+    for few in sorted({min(2, half), half, problem.n - 1}):
+        joined = whole.narrow(dim, 0, min(few, whole.shape[dim]))
+        if not anywhere((size := largest(joined)) > 0):
+            continue
+        telling, part = True, alone(few)
+        if isinstance(part, torch.Tensor) and part.ndim:
+            if not same_values((part / size).to(low), (joined / size).to(low)):  # which is in the range of any dtype
+                raise SampleAxisError(
+                    "f gives a sample something else beside fewer ones, so that batches cannot be joined: it has a "
+                    "factor that depends on how many there are. Take losses without that factor, as with "
+                    "reduction='none'."
+                )
+            break
+    return telling
 
 
 def _lowest(problem: Problem, z: torch.Tensor) -> torch.dtype:

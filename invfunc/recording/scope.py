@@ -65,8 +65,7 @@ class Scope:
     def __enter__(self) -> Scope:
         if torch.is_inference_mode_enabled():
             self._stack.enter_context(torch.inference_mode(False))
-        if not torch.is_grad_enabled():
-            self._stack.enter_context(torch.enable_grad())
+        self._stack.enter_context(torch.enable_grad())  # also where it is, as f may leave another mode behind
         self._stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "There is a performance drop")  # of vmap, about an operation of the user's
         if self.twice or self.create_graph:  # the fused kernels of attention have no second derivative

@@ -152,6 +152,39 @@ class TestScale:
         with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
             t(params, [(x[:8], y[:8])])
 
+    @pytest.mark.parametrize("zeros", [2, 4, 7, 8])
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_with_a_factor_are_refused_behind_losses_that_are_zero(self, data, zeros, compiled):
+        """Of labels that are ignored: a factor does not change them."""
+        params, x, y = data
+        y, x = torch.cat([y, y[:1]]), torch.cat([x, x[:1]])
+        y[:zeros] = -1
+
+        def f(params, x, y, factor):
+            lost = F.cross_entropy(linear(params, x), y, reduction="none", ignore_index=-1)
+            return lost / len(x) if factor else lost
+
+        def stream(factor, sizes):
+            t = invfunc.sum_grad_squared(partial(f, factor=factor))
+            return streamed(invfunc.compiled(t) if compiled else t)(params, batches(sizes, x, y))
+
+        assert_trees_close(stream(False, [8]), invfunc.sum_grad_squared(partial(f, factor=False))(params, x, y), EXACT)
+        with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
+            stream(True, [8])
+
+    @pytest.mark.parametrize("by", [1e6, 1e-9])
+    def test_with_a_factor_are_refused_beyond_the_range_of_half_precision(self, data, by):
+        params, *rest = data
+        params, rest = tree.map_tensors(torch.Tensor.half, params), [rest[0].half(), rest[1]]
+
+        def f(params, *batch, factor):
+            lost = by * losses(params, *batch).float()
+            return lost / len(batch[0]) if factor else lost
+
+        streamed(invfunc.batch_l2_grad(partial(f, factor=False)))(params, batches([5], *rest))
+        with pytest.raises(SampleAxisError, match="a factor that depends"):
+            streamed(invfunc.batch_l2_grad(partial(f, factor=True)))(params, batches([5], *rest))
+
     @pytest.mark.parametrize("mixed", ["parameters", "autocast"])
     def test_rounding_of_half_precision_is_no_factor_of_the_batch(self, data, mixed):
         """Losses in float32 of what was computed in bfloat16 differ between batches by its few digits."""

@@ -40,6 +40,7 @@ class TestLeavesAsTheyWere:
         def f(p, x):
             torch.rand(())
             net.f(p, x)
+            torch.set_grad_enabled(False)  # and leaves it so
             raise KeyError("the user's own")
 
         for make in chunkings(statistic):

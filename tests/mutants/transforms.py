@@ -230,6 +230,13 @@ TRANSFORMS = [
         "per_sample/test_samples.py",
     ),
     Fault(
+        "a mode that f leaves behind is the caller's",
+        "recording/scope.py",
+        "        self._stack.enter_context(torch.enable_grad())",
+        "        torch.set_grad_enabled(True)",
+        "evaluation/test_effects.py::TestLeavesAsTheyWere",
+    ),
+    Fault(
         "what an outer transform differentiates is detached",
         "recording/scope.py",
         "return x if self.wanted else x.detach()",

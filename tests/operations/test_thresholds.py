@@ -268,7 +268,7 @@ class TestKernels:
     @settings(max_examples=60)
     @given(data=st.data(), at=sides("NARROW", "ORDERS", "HUGE_PAGES", "HUGE_ON"), kind=KINDS)
     def test_a_contraction_is_its_einsum(self, data, at, kind):
-        sizes = {c: data.draw(st.integers(1, 3)) for c in "VNopi"}
+        sizes = {c: data.draw(st.integers(0, 3)) for c in "VNopi"}
         labels = data.draw(st.lists(st.sets(st.sampled_from("VNopi"), min_size=1), min_size=1, max_size=3))
         inputs = ["".join(data.draw(st.permutations(sorted(some)))) for some in labels]
         there = sorted(set().union(*labels))
@@ -282,6 +282,10 @@ class TestKernels:
         with thresholds_at(**at):
             found = contract(terms, output)
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e4 * torch.finfo(kind).eps)
+
+    def test_products_of_no_samples_are_products(self):
+        found = contract([("Nto", Numbers(0)(0, 4, 2)), ("Nti", Numbers(1)(0, 4, 3))], "Noi")
+        assert found.shape == (0, 2, 3)
 
     def test_shares_of_few_positions_lie_in_memory_in_their_order(self):
         """What reduces them would copy them, which takes longer than to form them."""
