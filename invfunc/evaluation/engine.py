@@ -113,8 +113,8 @@ class Engine:
     def check_joined(self, whole: Any = None) -> None:
         """Check that f gives samples in the `whole` batch what it gives them alone, if they are to be joined."""
         if self.joined and self.problem.loss is None:
-            whole = self._of_first(self.problem.n) if whole is None else whole
-            self.joined = not check_fewer(self.problem, whole, self._of_first)
+            whole = self._perhaps_alone(slice(0, self.problem.n)) if whole is None else whole
+            self.joined = not check_fewer(self.problem, whole, self._perhaps_alone)
 
     # Of what: each folds over the runs of the function and returns aux
 
@@ -168,14 +168,14 @@ class Engine:
         return run.aux
 
     def _batch_alone(self, part: slice) -> Any:
-        """What f returns for one of two batches that were joined."""
+        """What f returns for some samples alone."""
         with runs_on_part(True):
             return self.runner.run(part, part.stop - part.start, with_uses=False, draws=Draws(stop=True)).result
 
-    def _of_first(self, n: int) -> Any:
-        """What f returns for the first samples alone, unless it draws at random or cannot be run on so few."""
+    def _perhaps_alone(self, part: slice) -> Any:
+        """What f returns for some samples alone, unless it draws at random or cannot be run on them."""
         with suppress(Exception, Drew):
-            return self._batch_alone(slice(0, n))
+            return self._batch_alone(part)
         return None
 
     def _ones(self, run: Run) -> Made:

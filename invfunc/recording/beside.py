@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from invfunc import tree
+from invfunc._torch.functorch import innermost
 from invfunc._torch.values import anywhere
 from invfunc.errors import ArgumentError, SampleAxisError
-from invfunc.recording.checks import largest, same_values
+from invfunc.recording.checks import same_values
 from invfunc.recording.problem import Problem, batch_size
 
 
@@ -70,19 +71,22 @@ def check_batches(problem: Problem, joined: torch.Tensor, alone: Callable[[slice
             )
 
 
-def check_fewer(problem: Problem, whole: Any, alone: Callable[[int], Any]) -> bool:
+def check_fewer(problem: Problem, whole: Any, alone: Callable[[slice], Any]) -> bool:
     """Check that a few samples have the same losses or outputs `alone` as in the `whole` batch, or more of them where
-    f does not take so few, or all that these have is zero, which no factor changes. Whether that is known of f now."""
-    if not isinstance(whole, torch.Tensor) or not whole.ndim or problem.n < 2:
+    f does not take so few: those around the largest, as a factor is seen of nothing that is zero or rounding. Whether
+    that is known of f now."""
+    if not isinstance(whole, torch.Tensor) or not whole.ndim or (n := problem.n) < 2:
         return True
-    dim, half = problem.out_dims if whole.ndim > 1 else 0, problem.n // 2
-    low, telling = _lowest(problem, whole), False
-    for few in sorted({min(2, half), half, problem.n - 1}):
-        joined = whole.narrow(dim, 0, min(few, whole.shape[dim]))
-        if not anywhere((size := largest(joined)) > 0):
-            continue
-        telling, part = True, alone(few)
+    dim, low = problem.out_dims if whole.ndim > 1 else 0, _lowest(problem, whole)
+    sizes = whole.detach().abs().nan_to_num(0, 0, 0).movedim(dim, 0).reshape(whole.shape[dim], -1).amax(1)
+    if not anywhere(sizes > 0):
+        return False
+    size, place = sizes.amax(), int(innermost(sizes).argmax()) % n
+    for few in sorted({min(2, n // 2), n // 2, n - 1}):
+        first = min(place, n - few)
+        part = alone(slice(first, first + few))
         if isinstance(part, torch.Tensor) and part.ndim:
+            joined = whole.narrow(dim, first, few)
             if not same_values((part / size).to(low), (joined / size).to(low)):  # which is in the range of any dtype
                 raise SampleAxisError(
                     "f gives a sample something else beside fewer ones, so that batches cannot be joined: it has a "
@@ -90,7 +94,7 @@ def check_fewer(problem: Problem, whole: Any, alone: Callable[[int], Any]) -> bo
                     "reduction='none'."
                 )
             break
-    return telling
+    return True
 
 
 def _lowest(problem: Problem, z: torch.Tensor) -> torch.dtype:

@@ -172,6 +172,17 @@ class TestScale:
         with pytest.raises(SampleAxisError, match="a factor that depends on how many there are"):
             stream(True, [8])
 
+    def test_rounding_of_losses_of_nearly_nothing_is_no_factor(self, data):
+        """As trained classifiers have for most samples, which other numbers of samples round otherwise."""
+        params, *rest = data
+
+        def f(params, x, y, sure):
+            return torch.where(sure, 1e-17 * len(x), losses(params, x, y))
+
+        batch = (*(t[:8] for t in rest), torch.arange(8, device=rest[0].device) != 6)
+        found = streamed(invfunc.sum_grad_squared(f))(params, [batch])
+        assert_trees_close(found, invfunc.sum_grad_squared(f)(params, *batch), EXACT)
+
     @pytest.mark.parametrize("by", [1e6, 1e-9])
     def test_with_a_factor_are_refused_beyond_the_range_of_half_precision(self, data, by):
         params, *rest = data

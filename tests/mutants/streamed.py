@@ -60,15 +60,15 @@ STREAMED = [
     Fault(
         "losses are not looked at where f does not take a few samples",
         "recording/beside.py",
-        "sorted({min(2, half), half, problem.n - 1})",
-        "[min(2, half)]",
+        "sorted({min(2, n // 2), n // 2, n - 1})",
+        "[min(2, n // 2)]",
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
-        "losses that are zero tell that f has no factor",
+        "the first samples tell that f has no factor, whatever their losses are",
         "recording/beside.py",
-        "if not anywhere((size := largest(joined)) > 0):\n            continue",
-        "size = largest(joined).clamp(min=1e-30)",
+        "int(innermost(sizes).argmax()) % n",
+        "0",
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
@@ -81,8 +81,8 @@ STREAMED = [
     Fault(
         "a batch in which all losses are zero tells that f has no factor",
         "evaluation/engine.py",
-        "self.joined = not check_fewer(self.problem, whole, self._of_first)",
-        "self.joined = check_fewer(self.problem, whole, self._of_first) and False",
+        "self.joined = not check_fewer(self.problem, whole, self._perhaps_alone)",
+        "self.joined = check_fewer(self.problem, whole, self._perhaps_alone) and False",
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
