@@ -72,9 +72,12 @@ def check_batches(problem: Problem, joined: torch.Tensor, alone: Callable[[slice
 
 
 def check_fewer(problem: Problem, whole: Any, alone: Callable[[slice], Any]) -> bool:
-    """Check that a few samples have the same losses or outputs `alone` as in the `whole` batch, or more of them where
-    f does not take so few: those around the largest, as a factor is seen of nothing that is zero or rounding. Whether
-    that is known of f now."""
+    """Check that some samples have the same losses or outputs `alone` as in the `whole` batch; whether this has told
+    anything of f.
+
+    These are a few around the largest loss, or more where f does not take so few: losses that are zero or only rounding
+    would not show a factor that depends on the number of samples.
+    """
     if not isinstance(whole, torch.Tensor) or not whole.ndim or (n := problem.n) < 2:
         return True
     dim, low = problem.out_dims if whole.ndim > 1 else 0, _lowest(problem, whole)
