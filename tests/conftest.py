@@ -27,6 +27,12 @@ def pytest_configure(config):
         torch.backends.cudnn.allow_tf32 = False  # torch's default has three digits in float32
 
 
+def pytest_collectstart(collector):
+    """Modules that a file makes when it is imported have the same numbers, whatever was imported before."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(items):
     """The examples of the docstrings are quick: one for each public function. Lessons, the longest, come first."""
     items.sort(key=lambda item: item.path.stem != "test_notebooks")
