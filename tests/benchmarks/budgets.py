@@ -10,7 +10,7 @@ from typing import Any
 
 from . import budget_case
 from .budget_case import BY_HAND, CASES, Taken
-from .report import announce, mebibytes, number, print_table, verdict
+from .report import announce, mebibytes, number, print_as_they_come, verdict
 
 MEMORY_BUDGET = "memory-budget"
 BUDGETS = {"1.1 x least": 1.1, "2 x least": 2.0, "plenty": 1e3}
@@ -30,11 +30,8 @@ def budgets(name: str, options: argparse.Namespace) -> None:
     if options.part is not None:
         cases = CASES[options.part[0] - 1 :: options.part[1]]
     print(f"{name}: MiB over what was in use before the call; a process for each budget of a case, one thread")
-    lines = [line for case in cases for line in _lines(name, case, options.limit)]
+    lines = print_as_they_come(line for case in cases for line in _lines(name, case, options.limit))
     announce(name, "")
-    if not lines:
-        return
-    print_table(lines)
     exceeded = sum("NO" in line["within"] for line in lines)
     print(f"{exceeded} of {len(lines)} take more than was promised")
     print(

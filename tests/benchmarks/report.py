@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 
 from .peers import BACKPACK, OURS, PEERS
 from .tables import Goal, Numbers, Row, Table
@@ -61,6 +62,17 @@ def over(value: float | None, base: float | None) -> float | None:
 def number(value: float | None, digits: int = 2) -> str:
     """A number, where there is one; NaN is that of a peer that fails."""
     return "-" if value is None else "fails" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def print_as_they_come(lines: Iterable[Cells]) -> list[Cells]:
+    """Print the lines as a Markdown table that takes long, each when it is there; return them."""
+    printed = []
+    for line in lines:
+        if not printed:
+            print(f"| {' | '.join(line)} |\n|{' --- |' * len(line)}")
+        printed.append(line)
+        print(f"| {' | '.join(line.values())} |", flush=True)
+    return printed
 
 
 def print_table(lines: list[Cells]) -> None:
