@@ -33,10 +33,12 @@ def _madvise() -> Callable[[int, int, int], Any] | None:
 def room(shape: list[int], like: torch.Tensor) -> torch.Tensor | None:
     """An empty tensor for a large result on the CPU; None where there is nothing to gain."""
     size = math.prod(shape) * like.element_size()
-    if size < thresholds.HUGE_PAGES or like.device.type not in thresholds.HUGE_ON or fake(like):
+    if size < thresholds.HUGE_PAGES or like.device.type not in thresholds.HUGE_ON:
         return None
     if (advise := _madvise()) is None:
         return None
+    if fake(like):  # what is laid out in another way may be copied at another place
+        return like.new_empty(shape)
     empty = torch.empty(shape, dtype=like.dtype)
     start = -(-empty.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = max(0, empty.data_ptr() + size - start)

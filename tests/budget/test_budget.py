@@ -24,6 +24,10 @@ from invfunc.budget.footprint import HEAP, MARGIN, SLACK, Footprint, footprint
 from invfunc.budget.scratch import PRODUCT, vectors
 from invfunc.budget.search import TRIES, Measured, least, search
 from invfunc.budget.size import free, in_bytes, size_of, told
+from invfunc.linear_algebra.pairwise import product
+
+from tests.crossed import FAR, thresholds_at
+from tests.meter import Meter
 
 from .taken import CONVOLUTIONS, OF_MATRICES, OLDER, ON_OLDER, ORDERS, PRODUCTS
 
@@ -89,6 +93,19 @@ class TestFootprint:
         assert found.counted == 8 * 10**6 + min(24 * 10**6, torch.get_num_threads() * PRODUCT)
         many = counted(lambda x: F.conv2d(x, x.new_zeros(16, 16, 3, 3)), torch.zeros(4, 16, 32, 32))
         assert many.at == "convolution" and many.counted > 2 * 4 * 16 * 30 * 30 * 4
+
+    @pytest.mark.parametrize("least", [0, FAR], ids=["large", "small"])
+    def test_has_the_copies_of_a_product_as_large_ones_are_laid_out(self, least):
+        def f(x, y):  # of which small ones lie as y does
+            return product("vi,nir->vinr", [x, y]).movedim(2, 1).flatten(0, 1).sum()
+
+        x, y = torch.zeros(3, 40), torch.zeros(7, 40, 50)
+
+        with thresholds_at(HUGE_PAGES=least):
+            found = counted(f, x, y)
+            with Meter() as meter:
+                f(x, y)
+        assert found.counted == meter.peak()
 
     def test_of_double_convolutions_has_all_patches(self):
         x = torch.zeros(8, 4, 16, 16, dtype=torch.float64)
