@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ class Reads(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs, known = kwargs or {}, _kind(func)
+        if known is None:
+            return func(*args, **kwargs)
+        name, body = known
         if name == "tolist":
             self.recorder.read(_plain(args[0]))
         elif name in _LEAVE_TORCH and self._depends(args):
@@ -45,8 +49,7 @@ class Reads(TorchFunctionMode):
             self.recorder.refuse(f"`{name}` reads sizes from a tensor")
         elif name in _LITERALS:
             return self._literal(func, name, args, kwargs)
-        method = getattr(func, "__module__", "") == "torch._tensor" and name != "backward"
-        if method or (body := opened(func)) is None:  # a method in Python may call what has the same name in C
+        if body is None:
             return func(*args, **kwargs)
         with self:  # of a function in Python all that it calls
             return body(*args, **kwargs)
@@ -67,6 +70,16 @@ class Reads(TorchFunctionMode):
 
     def _depends(self, given: Any) -> bool:
         return any(self.recorder.depends(_plain(x)) for x in tree.tensors((given,)))
+
+
+@cache
+def _kind(func: Callable) -> tuple[str, Callable | None] | None:
+    """The name of a function, and the body of one that is in Python; None of one in which nothing is to be seen."""
+    name = getattr(func, "__name__", "")
+    method = getattr(func, "__module__", "") == "torch._tensor" and name != "backward"
+    body = None if method else opened(func)  # a method in Python may call what has the same name in C
+    special = name == "tolist" or name in _LEAVE_TORCH or name in _SIZES or name in _LITERALS
+    return (name, body) if special or body is not None else None
 
 
 def _arrays(given: Any) -> bool:
