@@ -47,7 +47,7 @@ class Reads(TorchFunctionMode):
             self.recorder.refuse(f"`{name}` hands out numbers that are not seen any more")
         elif name in _SIZES and self._depends((args[_SIZES[name]], kwargs)):
             self.recorder.refuse(f"`{name}` reads sizes from a tensor")
-        elif name in _LITERALS:
+        elif name in _LITERALS and not (name == "__getitem__" and _plainly(args[1])):
             return self._literal(func, name, args, kwargs)
         if body is None:
             return func(*args, **kwargs)
@@ -58,8 +58,7 @@ class Reads(TorchFunctionMode):
         """A tensor that is made of numbers; they must not be those of tensors, which it reads unseen."""
         of = args
         if name.startswith(("new", "__")):  # methods of a tensor
-            parts = args[1] if isinstance(args[1], tuple) else args[1:2]
-            of = tuple(x for x in parts if not name.startswith("__") or isinstance(x, (list, tuple)))
+            of = tuple(x for x in _parts(args[1]) if not name.startswith("__") or isinstance(x, (list, tuple)))
         if self._depends((of, kwargs)):
             self.recorder.refuse(f"`{name}` reads the numbers of a tensor")
         before, self.recorder.literal = self.recorder.literal, not _arrays((of, kwargs))
@@ -80,6 +79,15 @@ def _kind(func: Callable) -> tuple[str, Callable | None] | None:
     body = None if method else opened(func)  # a method in Python may call what has the same name in C
     special = name == "tolist" or name in _LEAVE_TORCH or name in _SIZES or name in _LITERALS
     return (name, body) if special or body is not None else None
+
+
+def _plainly(index: Any) -> bool:
+    """Whether no tensor is made of the numbers in an index."""
+    return not any(isinstance(x, (list, tuple)) or x is True or x is False for x in _parts(index))
+
+
+def _parts(index: Any) -> tuple:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _arrays(given: Any) -> bool:
