@@ -15,8 +15,9 @@ from torch import fx
 from invfunc import tree
 from invfunc._torch.generators import same_state, set_states, state_of
 from invfunc.plans.draws import default_generators
+from invfunc.plans.facts import Operator
 from invfunc.plans.parts import Passes
-from invfunc.plans.recorder import Operator, same_shape
+from invfunc.plans.recorder import same_shape
 
 KIND = "cuda"
 _COPIES = {"_to_copy", "copy_", "copy", "_copy_from"}

@@ -13,10 +13,11 @@ from torch import fx
 from invfunc import tree
 from invfunc._torch.functorch import storage_of
 from invfunc.plans.draws import draws, put_back
+from invfunc.plans.facts import Operator
 from invfunc.plans.key import kept, signature
 from invfunc.plans.parts import Passes, Writer, made
 from invfunc.plans.plan import Plan, grouped
-from invfunc.plans.recorder import Operator, Recorder, same_shape
+from invfunc.plans.recorder import Recorder, same_shape
 from invfunc.plans.source import Source
 from invfunc.plans.tape import Item, Step, outward
 
@@ -57,7 +58,8 @@ def plan_of(recorder: Recorder, given: list[torch.Tensor], result: Any) -> Plan 
     expected = [repr([v for guard in group for v in guard.value.reshape(-1).tolist()]) for group in groups]
     closed_over = [(held, signature(x)) for held, x in closed]
     inference = any(x.is_inference() for x in tensors)
-    return Plan(call, partial(write, fx.Graph), form, recorder.sources, closed_over, recorder.guards, expected, recorder.drawn.drew, inference)
+    what = form, recorder.sources, closed_over, recorder.guards, expected, recorder.drawn.drew, inference
+    return Plan(call, partial(write, fx.Graph), *what)
 
 
 def _alive(closed: list[ref[torch.Tensor]]) -> list[tuple[ref[torch.Tensor], torch.Tensor]]:
@@ -75,17 +77,13 @@ def _not_returned(tensors: list[torch.Tensor], form: tree.Form) -> str:
 
 
 def _joined(graph: fx.Graph | Source, nodes: Iterable[Any]) -> Any:
-    flat = [graph.call_function(_ATEN.reshape.default, (node, [-1])) for node in nodes]
+    flat: list[Any] = [graph.call_function(_ATEN.reshape.default, (node, [-1])) for node in nodes]
     return graph.call_function(_ATEN.cat.default, (flat,)) if len(flat) > 1 else flat[0]
 
 
 def _known(recorder: Recorder, returned: set[int]) -> dict[Item, torch.Tensor]:
     """What depends on no argument, where nobody writes it or gets it."""
-    return {
-        item: x
-        for item, x in recorder.values.items()
-        if not recorder.written(x) and storage_of(x) not in returned
-    }
+    return {item: x for item, x in recorder.values.items() if not recorder.written(x) and storage_of(x) not in returned}
 
 
 class _Stands:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from invfunc.plans.facts import Operator, writes
 from invfunc.plans.finish import acts
 from invfunc.plans.parts import Passes
-from invfunc.plans.recorder import Operator, writes
 
 
 def part_of(given: Iterable[fx.Node], nodes: Iterable[fx.Node], results: Any) -> fx.GraphModule:

@@ -40,9 +40,7 @@ class Repeated:
 class Passes:
     """Calls a part for one row of columns after the other; what all rows have in common is no list."""
 
-    def __init__(
-        self, part: Repeated, count: int, carried: list[tuple[int, int]], outs: list[tuple[int, int]]
-    ) -> None:
+    def __init__(self, part: Repeated, count: int, carried: list[tuple[int, int]], outs: list[tuple[int, int]]) -> None:
         """`carried` is which input of a pass is which result of the one before; `outs` of which passes which results
         are given."""
         self.__name__, self.part, self.count, self.carried = f"passes_of_{part.__name__}", part, count, carried
@@ -115,7 +113,7 @@ class Writer:
         self.root = Body(tape.root.steps)
         self.parts = {known: Body(known.steps) for known in reversed(tape.known.values())}
         self.bodies = [self.root, *self.parts.values()]  # outer ones first
-        self.inlined = False
+        self.inlined, self.active = False, dict[Known, bool]()
 
     def written(self, results: list[Item], graph: fx.Graph | Source) -> list[Any]:
         """Write all that some results need; what they are there."""
@@ -139,10 +137,12 @@ class Writer:
         return [*map(found, results)]
 
     def _active(self, known: Known) -> bool:
-        return any(
-            self._active(step.target.known) if isinstance(step.target, Loop) else self.acts(step)
-            for step in known.steps
-        )
+        """Whether a part does something beside giving results."""
+        if known not in self.active:
+            loops = [step.target for step in known.steps if isinstance(step.target, Loop)]
+            own = any(self.acts(step) for step in known.steps if not isinstance(step.target, Loop))
+            self.active[known] = own or any(self._active(loop.known) for loop in loops)
+        return self.active[known]
 
     def _need(self, body: Body) -> None:
         """Mark what is needed."""

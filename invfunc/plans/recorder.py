@@ -6,7 +6,6 @@ import operator
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -16,20 +15,14 @@ import torch
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import TorchDispatchMode, same_generator, storage
 from invfunc._torch.weak import WeakIdMap
-from invfunc.plans.draws import Drawn, default_generators, draws, may_draw
+from invfunc.plans.draws import Drawn, default_generators, draws
+from invfunc.plans.facts import Facts, by_numbers, facts_of, written
 from invfunc.plans.key import content
 from invfunc.plans.tape import Item, Step, Tape, outward
 from invfunc.plans.watch import Watch
 from invfunc.transform import Transform
 
 _ATEN = torch.ops.aten
-Operator = type(_ATEN.add.Tensor)
-_OF_SHAPES = {
-    *("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"),
-    *("new_empty_strided",),
-}
-"""Operations whose result does not depend on the numbers of what they are given."""
-_BOOLEAN = (torch.bool, torch.uint8)
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.Size})
 _LIFTED = _ATEN.lift_fresh.default
 
@@ -51,34 +44,6 @@ class Guard:
         found = self.copy if self.original is None or self.of is None or written(self.of) else self.original
         self.of = None
         return found
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of an operation by itself."""
-
-    operator: bool
-    draws: bool
-    """Whether it may draw random numbers."""
-    decides: bool
-    """Whether it hands out numbers."""
-    sized: bool
-    """Whether the shape of what it gives depends on numbers."""
-    of_shapes: bool
-    """Whether it takes no numbers."""
-    writes: tuple[tuple[int, str], ...]
-    turns: bool
-    """Whether it makes another view of what it is given."""
-
-
-@cache
-def _facts(func: Any) -> Facts:
-    if not isinstance(func, Operator):
-        return Facts(False, False, False, False, False, (), False)
-    tags, name = func.tags, func.overloadpacket.__name__
-    sized = torch.Tag.dynamic_output_shape in tags or func is _ATEN._pack_padded_sequence.default
-    decides, turns = torch.Tag.data_dependent_output in tags, torch.Tag.inplace_view in tags
-    return Facts(True, may_draw(func), decides, sized, name in _OF_SHAPES, writes(func), turns)
 
 
 _DEPENDS, _GIVEN, _WRITTEN = 1, 2, 4
@@ -150,7 +115,7 @@ class Recorder(TorchDispatchMode):
         """Do an operation, and write it down."""
         if func is _LIFTED and self._items.get(args[0]) is None:
             self._literal(args[0])
-        facts, given, generator = _facts(func), list[torch.Tensor](), None
+        facts, given, generator = facts_of(func), list[torch.Tensor](), None
         if drawing := facts.draws and draws(func, args, kwargs):
             self.tape.spill()
             generator = self.drawn.before(func, args, kwargs)
@@ -202,7 +167,7 @@ class Recorder(TorchDispatchMode):
                 self.refuse(f"`{func}` writes into what it was given, or closes over")
                 return
             self._memory.set(memory, known | _WRITTEN | depends)
-        if sized := depends and facts.sized and _sized(func, args):
+        if sized := depends and facts.sized and by_numbers(func, args):
             self.tape.spill()
         item = self.tape.write(func, *taken)
         depends = depends and (drawn or not facts.of_shapes)
@@ -294,14 +259,6 @@ def _places(result: Any, item: Step, tape: Tape) -> Iterable[tuple[torch.Tensor,
     return [(x, tape.write(operator.getitem, (item, i))) for i, x in found]
 
 
-def _sized(func: Any, args: tuple) -> bool:
-    """Whether the shape of what an operation gives depends on numbers."""
-    if torch.Tag.dynamic_output_shape in func.tags:
-        indexes = func.overloadpacket.__name__ in ("index", "_unsafe_index")
-        return not indexes or any(x.dtype in _BOOLEAN for x in tree.tensors((args[1:],)))
-    return func is _ATEN._pack_padded_sequence.default
-
-
 class Missed(Exception):
     """A call is not as the plan has it."""
 
@@ -310,19 +267,6 @@ def same_shape(x: torch.Tensor, shape: list[int], at: str) -> None:
     """A guard in a plan, of a shape that depends on numbers; all that follows relies on it."""
     if list(x.shape) != shape:
         raise Missed(f"a shape that depends on numbers (at {at})")
-
-
-@cache
-def writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """Which arguments an operation writes in place, by number and name."""
-    found = enumerate(func._schema.arguments)
-    return tuple((i, a.name) for i, a in found if a.alias_info is not None and a.alias_info.is_write)
-
-
-def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operation writes in place."""
-    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes(func)]
-    return tree.tensors(tuple(found))
 
 
 _TORCH, _OURS = torch.__path__[0], str(Path(__file__).parents[1])

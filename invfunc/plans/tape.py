@@ -126,7 +126,7 @@ class Tape:
         self.inputs.append(Step(self.root, -1, None, name, {}))
         return self.inputs[-1]
 
-    def write(self, target: Callable[..., Any], args: Any, kwargs: Any = None) -> Step:
+    def write(self, target: Callable[..., Any] | Loop, args: Any, kwargs: Any = None) -> Step:
         """Write an operation down."""
         own, self.operations = self.part, self.operations + 1
         step = Step(own, len(own.steps), target, args, kwargs or {})
