@@ -16,6 +16,7 @@ from invfunc.plans.recorder import Recorder
 
 _LITERALS = {"tensor", "as_tensor", "asarray", "new_tensor", "new", "__getitem__", "__setitem__"}
 """Those that make tensors of numbers, of indices that are lists among others."""
+_PLACES = frozenset({int, slice, type(None), type(...)})
 _LEAVE_TORCH = {
     *("numpy", "__array__", "__dlpack__", "to_dlpack", "__repr__", "__str__", "__deepcopy__", "__reduce_ex__"),
     *("storage", "_typed_storage", "tobytes"),
@@ -83,7 +84,7 @@ def _kind(func: Callable) -> tuple[str, Callable | None] | None:
 
 def _plainly(index: Any) -> bool:
     """Whether no tensor is made of the numbers in an index."""
-    return not any(isinstance(x, (list, tuple)) or x is True or x is False for x in _parts(index))
+    return all(type(x) in _PLACES or isinstance(x, torch.Tensor) for x in _parts(index))
 
 
 def _parts(index: Any) -> tuple:

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import TorchDispatchMode, same_generator, storage
+from invfunc._torch.functorch import TorchDispatchMode, same_generator, storage, unheard
 from invfunc._torch.weak import WeakIdMap
 from invfunc.plans.draws import Drawn, default_generators, draws
 from invfunc.plans.facts import Facts, by_numbers, facts_of, written
@@ -83,11 +83,11 @@ class Recorder(TorchDispatchMode):
 
     def depends(self, x: torch.Tensor) -> bool:
         """Whether the numbers of a tensor depend on arguments, on what is closed over, or on what is drawn."""
-        return self._items.get(x) is None or bool((self._memory.get(storage(x)) or 0) & _DEPENDS)
+        return self._items.get(x) is None or bool(self._known(x) & _DEPENDS)
 
     def written(self, x: torch.Tensor) -> bool:
         """Whether something is written into its memory."""
-        return bool((self._memory.get(storage(x)) or 0) & _WRITTEN)
+        return bool(self._known(x) & _WRITTEN)
 
     def refuse(self, why: str) -> None:
         """Say why there is no plan of this call."""
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.why:
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():  # of what is looked at here
+        with unheard():  # of what is looked at here
             return self._done(func, args, kwargs)
 
     def _done(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -147,41 +147,47 @@ class Recorder(TorchDispatchMode):
         self, func: Any, facts: Facts, args: tuple, kwargs: dict, given: list, taken: tuple, result: Any, drawn: bool
     ) -> None:
         """Write an operation behind the others."""
-        depends = drawn
-        for x in given:
-            depends = depends or bool((self._memory.get(storage(x)) or 0) & _DEPENDS)
-        if depends and facts.decides and not tree.tensors((result,)):
-            self.refuse(f"what `{func.overloadpacket.__name__}` reads decides what is done")
-            return
-        if self.tape.size > thresholds.OPERATIONS:
-            self.refuse(
-                f"it has more than {thresholds.OPERATIONS} operations; ask for fewer chunks, or give parts of the "
-                "batch as a loader to streamed(compiled(t)), whose plan is of one part"
-            )
+        depends = drawn or any([self._known(x) & _DEPENDS for x in given])
+        self._refuse_write(func, facts, args, kwargs, depends, result)
+        if self.why:
             return
         self.turns = self.turns or facts.turns
         for x in written(func, args, kwargs) if facts.writes else ():
-            memory = storage(x)
-            known = self._memory.get(memory) or 0
-            if known & _GIVEN:
-                self.refuse(f"`{func}` writes into what it was given, or closes over")
-                return
-            self._memory.set(memory, known | _WRITTEN | depends)
+            self._memory.set(storage(x), self._known(x) | _WRITTEN | depends)
         if sized := depends and facts.sized and by_numbers(func, args):
             self.tape.spill()
         item = self.tape.write(func, *taken)
         depends = depends and (drawn or not facts.of_shapes)
         for x, at in _places(result, item, self.tape):
-            self._items.set(x, at)
-            memory = storage(x)
-            known = self._memory.get(memory) or 0
-            if depends:
-                if not known & _DEPENDS:
-                    self._memory.set(memory, known | _DEPENDS)
-            elif not self.tape.within and not known & _DEPENDS and memory.nbytes() <= 8 * thresholds.FOLDED:
-                self.values[at] = x
+            self._make(x, at, depends)
             if sized:
                 self.tape.write(same_shape, (at, list(x.shape), site()))
+
+    def _refuse_write(self, func: Any, facts: Facts, args: tuple, kwargs: dict, depends: bool, result: Any) -> None:
+        """Say why an operation cannot be written down, if that is so."""
+        if depends and facts.decides and not tree.tensors((result,)):
+            self.refuse(f"what `{func.overloadpacket.__name__}` reads decides what is done")
+        elif self.tape.size > thresholds.OPERATIONS:
+            self.refuse(
+                f"it has more than {thresholds.OPERATIONS} operations; ask for fewer chunks, or give parts of the "
+                "batch as a loader to streamed(compiled(t)), whose plan is of one part"
+            )
+        elif facts.writes and any(self._known(x) & _GIVEN for x in written(func, args, kwargs)):
+            self.refuse(f"`{func}` writes into what it was given, or closes over")
+
+    def _make(self, x: torch.Tensor, item: Step, depends: bool) -> None:
+        """Note what is the result of an operation."""
+        self._items.set(x, item)
+        memory = storage(x)
+        known = self._memory.get(memory) or 0
+        if depends and not known & _DEPENDS:
+            self._memory.set(memory, known | _DEPENDS)
+        elif not (depends or self.tape.within or known & _DEPENDS) and memory.nbytes() <= 8 * thresholds.FOLDED:
+            self.values[item] = x
+
+    def _known(self, x: torch.Tensor) -> int:
+        """What is known of the memory of a tensor."""
+        return self._memory.get(storage(x)) or 0
 
     # Inputs of the graph
 
@@ -189,9 +195,8 @@ class Recorder(TorchDispatchMode):
         return self.tape.input(f"{name}_{len(self.tape.inputs)}")
 
     def _enter(self, x: torch.Tensor, item: Item) -> None:
-        memory = storage(x)
         self._items.set(x, item)
-        self._memory.set(memory, (self._memory.get(memory) or 0) | _GIVEN | _DEPENDS)
+        self._memory.set(storage(x), self._known(x) | _GIVEN | _DEPENDS)
 
     def constant(self, x: torch.Tensor) -> Item:
         """An input that is always this tensor, of which nobody else knows."""

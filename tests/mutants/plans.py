@@ -17,8 +17,8 @@ PLANS = [
     Fault(
         "what is closed over is a constant until an operation takes it",
         "plans/recorder.py",
-        "return self._items.get(x) is None or bool((",
-        "return bool((",
+        "return self._items.get(x) is None or bool(",
+        "return bool(",
         f"{GUARDS}::TestWhatIsClosedOver {GUARDS}",
     ),
     Fault(
